@@ -1,0 +1,114 @@
+"""Every error that sgpu-magic raises, drawn once.
+
+    SgpuError                     one paragraph: the side, the cause, the remedy
+    ├── UsageError                an option, a name or a cell that can't mean anything (notebook)
+    ├── CapacityError             the pool can't place the run, now or ever (pool)
+    ├── SerializationError        something can't leave or enter the notebook (notebook or rank)
+    ├── EnvironmentFailed         the ranks' Python could not be prepared (pool)
+    ├── PoolError                 the pool can't be reached, started or understood (pool)
+    │   └── PoolVersionError      it speaks another version
+    ├── RunFailed                 a run ended badly; has .rank, .run_id, .remote_traceback
+    │   ├── RemoteError           user code raised a type that does not exist here
+    │   ├── WorkerDied            a rank's process ended by a signal or an exit
+    │   ├── NodeLost              the agent or its machine went away
+    │   ├── RunTimeout            the run's time ended
+    │   └── InternalError         a fault of sgpu-magic itself
+    └── RunCancelled              also a KeyboardInterrupt: the user stopped the run
+
+An exception that user code raised on a rank is raised in the notebook as its own type where that type
+exists here, with the three attributes of `RunFailed` set on it; see `render.remote_error`.
+"""
+
+from __future__ import annotations
+
+
+class SgpuError(Exception):
+    """Base of all errors of sgpu-magic.
+
+    In a notebook it shows as one paragraph without a traceback: what went wrong lies in what was asked for,
+    not in this package's lines.
+    """
+
+    @property
+    def message(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+    def _render_traceback_(self) -> list[str]:
+        """IPython's hook for exceptions that draw themselves (`InteractiveShell.showtraceback`)."""
+        return [f"{type(self).__name__}: {self.message}"]
+
+
+class UsageError(SgpuError):
+    """An option, a name or a cell that can't mean anything."""
+
+
+class CapacityError(SgpuError):
+    """The pool can't place the run: it lacks the devices, or the queue's time is over."""
+
+
+class SerializationError(SgpuError):
+    """A value can't be pickled on its way to or from the ranks."""
+
+
+class EnvironmentFailed(SgpuError):
+    """The Python that the ranks were to run in could not be started."""
+
+
+class PoolError(SgpuError):
+    """The pool can't be started or reached."""
+
+
+class PoolVersionError(PoolError):
+    """The running pool speaks a protocol that this client does not know."""
+
+
+class RunFailed(SgpuError):
+    """A run ended badly.
+
+    Attributes:
+        rank: The culprit's global rank, None when no single rank is to blame.
+        run_id: The run, as `sgpu logs` takes it.
+        remote_traceback: The rank's traceback as plain text, "" when there is none.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, run_id: str = "", remote_traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.run_id = run_id
+        self.remote_traceback = remote_traceback
+
+
+class RemoteError(RunFailed):
+    """User code on a rank raised an exception whose type can't be had here.
+
+    Attributes:
+        type_name: The exception's qualified type name on the rank.
+    """
+
+    def __init__(self, message: str, *, type_name: str, rank: int | None = None, run_id: str = "", remote_traceback: str = "") -> None:
+        super().__init__(message, rank=rank, run_id=run_id, remote_traceback=remote_traceback)
+        self.type_name = type_name
+
+
+class WorkerDied(RunFailed):
+    """A rank's process ended without saying so: a signal, `os._exit`, or a crash in C."""
+
+
+class NodeLost(RunFailed):
+    """The agent that held the ranks, or its machine, went away."""
+
+
+class RunTimeout(RunFailed):
+    """The run's time limit ended it."""
+
+
+class InternalError(RunFailed):
+    """A fault of sgpu-magic itself; the message says what to report."""
+
+
+class RunCancelled(SgpuError, KeyboardInterrupt):
+    """The run was cancelled. Also a KeyboardInterrupt, so that Run All stops as it does for a plain cell."""
+
+    def __init__(self, message: str, *, run_id: str = "") -> None:
+        super().__init__(message)
+        self.run_id = run_id

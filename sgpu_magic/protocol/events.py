@@ -1,0 +1,155 @@
+"""Events: what happened, in the past tense. Every event of a run has a sequence number and is kept."""
+
+from __future__ import annotations
+
+from sgpu_magic.protocol.records import Failure, Lease, RankResult, Record
+from sgpu_magic.protocol.states import RunState
+
+
+class StateChanged(Record, tag="state", kw_only=True):
+    """The run moved to `state`; `reason` says why when it is worth a word."""
+
+    state: RunState
+    reason: str = ""
+
+
+class QueueMoved(Record, tag="queue", kw_only=True):
+    """The run waits: its position (1 is next) and what it waits for."""
+
+    position: int
+    reason: str
+
+
+class Placed(Record, tag="placed", kw_only=True):
+    """Devices were granted."""
+
+    lease: Lease
+    host: str
+    labels: tuple[str, ...] = ()
+
+
+class RanksStarted(Record, tag="started", kw_only=True):
+    """All ranks are in the process group. `pids` by local rank; `warm` says how: standby, zygote or cold."""
+
+    pids: tuple[int, ...]
+    warm: str
+
+
+class OutputWritten(Record, tag="output", kw_only=True):
+    """A rank wrote to its log.
+
+    Args:
+        rank: The rank.
+        stream: `stdout` or `stderr`.
+        text: The bytes from `start` to `end` as text, or only their tail when there were many.
+        start: Offset in the rank's log at which this batch begins.
+        end: Offset after it.
+        skipped_bytes: Bytes of the batch left out before `text`; they are in the log.
+        skipped_lines: Line ends among them.
+    """
+
+    rank: int
+    stream: str
+    text: str
+    start: int
+    end: int
+    skipped_bytes: int = 0
+    skipped_lines: int = 0
+
+
+class DisplayPublished(Record, tag="display", kw_only=True):
+    """A rank displayed something rich.
+
+    Args:
+        rank: The rank.
+        bundle: The MIME bundle, JSON.
+        metadata: Its metadata, JSON.
+        display_id: For updates; "" when none.
+        update: True when it replaces what `display_id` showed.
+    """
+
+    rank: int
+    bundle: bytes
+    metadata: bytes = b"{}"
+    display_id: str = ""
+    update: bool = False
+
+
+class OutputCleared(Record, tag="clear", kw_only=True):
+    """A rank called `clear_output`."""
+
+    rank: int
+    wait: bool = False
+
+
+class RankFailed(Record, tag="rank-failed", kw_only=True):
+    """A rank failed; the run's own failure follows when the root cause is known."""
+
+    failure: Failure
+
+
+class Noted(Record, tag="note", kw_only=True):
+    """A sentence for the user."""
+
+    text: str
+
+
+class PayloadReleased(Record, tag="payload-released", kw_only=True):
+    """The pool no longer reads the payload's memory file; `kept` says whether it lies in the run's directory."""
+
+    kept: bool
+    reason: str = ""
+
+
+class RunEnded(Record, tag="ended", kw_only=True):
+    """The last word of a run, except for `PayloadReleased`.
+
+    Args:
+        state: A final state.
+        failure: The root cause; None when it succeeded or was cancelled.
+        others: Further ranks' failures, in order of time.
+        results: By rank; empty unless it succeeded.
+        queued_s: Time in the queue.
+        starting_s: From lease to all ranks in the group.
+        running_s: From there to the last rank's end.
+        total_s: From submission to now.
+    """
+
+    state: RunState
+    failure: Failure | None = None
+    others: tuple[Failure, ...] = ()
+    results: tuple[RankResult, ...] = ()
+    queued_s: float = 0.0
+    starting_s: float = 0.0
+    running_s: float = 0.0
+    total_s: float = 0.0
+
+
+EventBody = (
+    StateChanged
+    | QueueMoved
+    | Placed
+    | RanksStarted
+    | OutputWritten
+    | DisplayPublished
+    | OutputCleared
+    | RankFailed
+    | Noted
+    | PayloadReleased
+    | RunEnded
+)
+
+
+class Event(Record, tag="event", kw_only=True):
+    """One event as the pool keeps and sends it. Raw frames may follow: exceptions and inline results.
+
+    Args:
+        run_id: The run.
+        seq: 1, 2, 3 ... without gaps.
+        at: Wall-clock time, seconds since the epoch.
+    """
+
+    run_id: str
+    seq: int
+    at: float
+    body: EventBody

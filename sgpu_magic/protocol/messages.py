@@ -1,0 +1,325 @@
+"""Commands and replies between the four kinds of process, each link with its own union.
+
+    client <-> pool     ClientMessage / PoolMessage     ZeroMQ, raw frames beside
+    pool <-> agent      ToAgent / FromAgent             socketpair
+    agent <-> zygote    ToZygote / FromZygote           socketpair, descriptors beside
+    agent <-> rank      ToRank / FromRank               socketpair, descriptors beside
+"""
+
+from __future__ import annotations
+
+from sgpu_magic.protocol.events import Event, EventBody
+from sgpu_magic.protocol.records import (
+    CellSource,
+    Failure,
+    Interpreter,
+    Inventory,
+    Lease,
+    OutputName,
+    PackedLayout,
+    Payload,
+    RankContext,
+    RankResult,
+    Record,
+    RunSpec,
+)
+from sgpu_magic.protocol.states import RunState
+
+PROTOCOL_VERSION = 1
+OLDEST_PROTOCOL_VERSION = 1
+
+# ---------------------------------------------------------------- client -> pool
+
+
+class Hello(Record, tag="hello", kw_only=True):
+    """The first message of a client. Stable across versions."""
+
+    protocol_version: int
+    package_version: str
+    pid: int
+
+
+class Warm(Record, tag="warm", kw_only=True):
+    """Start this interpreter's zygote in the background, and a standby group of `ranks` (0 for none)."""
+
+    interpreter: Interpreter
+    ranks: int = 0
+
+
+class Submit(Record, tag="submit", kw_only=True):
+    """Run this. An inline payload is the first raw frame."""
+
+    request: int
+    spec: RunSpec
+    interpreter: Interpreter
+    context: RankContext
+    payload: Payload
+
+
+class Cancel(Record, tag="cancel", kw_only=True):
+    """Stop a run by the one stop path. `run` may be a unique prefix of its id."""
+
+    request: int
+    run: str
+    reason: str = ""
+
+
+class ReclaimPayload(Record, tag="reclaim", kw_only=True):
+    """The client wants to write its memory file again: stop copying it; answered by `PayloadReleased`."""
+
+    run_id: str
+
+
+class ResultsReceived(Record, tag="results-received", kw_only=True):
+    """The client has mapped the results: the agent may close its own descriptors."""
+
+    run_id: str
+
+
+class AskStatus(Record, tag="ask-status", kw_only=True):
+    request: int
+    recent: int = 20
+
+
+class StopPool(Record, tag="stop-pool", kw_only=True):
+    """End the service; refused while runs go on unless `force`."""
+
+    request: int
+    force: bool = False
+
+
+ClientMessage = Hello | Warm | Submit | Cancel | ReclaimPayload | ResultsReceived | AskStatus | StopPool
+
+# ---------------------------------------------------------------- pool -> client
+
+
+class Welcome(Record, tag="welcome", kw_only=True):
+    """The answer to `Hello`. Stable across versions."""
+
+    protocol_version: int
+    package_version: str
+    pid: int
+    oldest_protocol_version: int = OLDEST_PROTOCOL_VERSION
+
+
+class Accepted(Record, tag="accepted", kw_only=True):
+    """A request was taken; its events follow. `text` is for a person."""
+
+    request: int
+    run_id: str = ""
+    text: str = ""
+
+
+class Refused(Record, tag="refused", kw_only=True):
+    """A request was not taken. `error` names the class in `errors`."""
+
+    request: int
+    error: str
+    message: str
+
+
+class RunSummary(Record, kw_only=True):
+    """One row of the ledger."""
+
+    run_id: str
+    name: str
+    ranks: int
+    device_type: str
+    simulated: bool
+    state: RunState
+    submitted_at: float
+    started_at: float | None = None
+    ended_at: float | None = None
+    position: int | None = None
+    waiting_for: str = ""
+    failure: str = ""
+    uuids: tuple[str, ...] = ()
+    owner_pid: int = 0
+    notebook: str = ""
+
+
+class PoolStatus(Record, tag="status", kw_only=True):
+    """What `%sgpu_status` and `sgpu pool status` show."""
+
+    request: int
+    pool: str
+    pid: int
+    package_version: str
+    started_at: float
+    inventory: Inventory
+    cpu_slots_free: int
+    runs: tuple[RunSummary, ...]
+    clients: int
+    ends_at: float | None = None
+
+
+PoolMessage = Welcome | Accepted | Refused | PoolStatus | Event
+
+# ---------------------------------------------------------------- pool <-> agent
+
+
+class WarmZygote(Record, tag="warm-zygote", kw_only=True):
+    interpreter: Interpreter
+    ranks: int = 0
+
+
+class Launch(Record, tag="launch", kw_only=True):
+    """Start a run's ranks on this node. An inline payload is the first raw frame."""
+
+    spec: RunSpec
+    interpreter: Interpreter
+    context: RankContext
+    payload: Payload
+    lease: Lease
+    labels: tuple[str, ...]
+    run_dir: str
+
+
+class EndRun(Record, tag="end-run", kw_only=True):
+    """Take the stop path with this run; `state` is what it ends as."""
+
+    run_id: str
+    state: RunState
+    reason: str
+
+
+class TakeInventory(Record, tag="take-inventory", kw_only=True):
+    pass
+
+
+ToAgent = WarmZygote | Launch | EndRun | ReclaimPayload | ResultsReceived | TakeInventory
+
+
+class AgentReady(Record, tag="agent-ready", kw_only=True):
+    pid: int
+    inventory: Inventory
+
+
+class InventoryTaken(Record, tag="inventory-taken", kw_only=True):
+    inventory: Inventory
+
+
+class RunEvent(Record, tag="run-event", kw_only=True):
+    """An event of a run on this node; the pool numbers and keeps it."""
+
+    run_id: str
+    at: float
+    body: EventBody
+
+
+FromAgent = AgentReady | InventoryTaken | RunEvent
+
+# ---------------------------------------------------------------- agent <-> zygote
+
+
+class Fork(Record, tag="fork", kw_only=True):
+    """Fork a group. Descriptors follow, per rank: control socket, output pipe, error pipe; then the store's file."""
+
+    group_id: str
+    ranks: int
+    join_early: bool
+
+
+class Forked(Record, tag="forked", kw_only=True):
+    group_id: str
+    pids: tuple[int, ...]
+
+
+class ForkRefused(Record, tag="fork-refused", kw_only=True):
+    group_id: str
+    message: str
+
+
+class ZygoteReady(Record, tag="zygote-ready", kw_only=True):
+    pid: int
+    torch_version: str
+
+
+class ZygoteFailed(Record, tag="zygote-failed", kw_only=True):
+    """The interpreter can't be preloaded; the zygote exits after this."""
+
+    message: str
+
+
+class Exited(Record, tag="exited", kw_only=True):
+    """A child of the zygote ended. `status` is the exit code, negative for a signal."""
+
+    pid: int
+    status: int
+
+
+ToZygote = Fork
+FromZygote = Forked | ForkRefused | ZygoteReady | ZygoteFailed | Exited
+
+# ---------------------------------------------------------------- agent <-> rank
+
+
+class Execute(Record, tag="execute", kw_only=True):
+    """Run a cell in this rank. The payload's descriptor comes along unless it is inline (the first raw frame).
+
+    Args:
+        device: `cpu`, or `cuda` when the rank has a GPU of its own.
+        visible_devices: UUIDs of the run's devices on this node, in rank order.
+        master_port: Port of the loopback socket kept for user code that rendezvouses again; its listening
+            descriptor comes along to rank 0.
+        rank_variables: torchrun's variables for this rank.
+    """
+
+    run_id: str
+    cell: CellSource
+    context: RankContext
+    layout: PackedLayout
+    inline: bool
+    outputs: tuple[OutputName, ...]
+    device: str
+    visible_devices: tuple[str, ...]
+    rank_variables: dict[str, str]
+
+
+class Release(Record, tag="release", kw_only=True):
+    """Shut these connected sockets down (numbers in the rank), which frees it from a collective."""
+
+    fds: tuple[int, ...]
+
+
+class Leave(Record, tag="leave", kw_only=True):
+    """All ranks have finished: exit."""
+
+
+ToRank = Execute | Release | Leave
+
+
+class Joined(Record, tag="joined", kw_only=True):
+    """The rank is in the process group."""
+
+
+class Displayed(Record, tag="displayed", kw_only=True):
+    """Something rich; the agent adds the rank."""
+
+    bundle: bytes
+    metadata: bytes = b"{}"
+    display_id: str = ""
+    update: bool = False
+
+
+class Cleared(Record, tag="cleared", kw_only=True):
+    wait: bool = False
+
+
+class Finished(Record, tag="finished", kw_only=True):
+    """The cell is done. The result's descriptor comes along unless it is inline (the first raw frame).
+
+    Args:
+        result: Without `lines` and `output_bytes`, which the agent counts.
+    """
+
+    result: RankResult
+
+
+class Failed(Record, tag="failed", kw_only=True):
+    """The cell raised. The pickled exception, if any, is the first raw frame."""
+
+    failure: Failure
+
+
+FromRank = Joined | Displayed | Cleared | Finished | Failed

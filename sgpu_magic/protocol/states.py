@@ -1,0 +1,53 @@
+"""The states of a run and the one table of moves between them."""
+
+from __future__ import annotations
+
+import enum
+
+
+class RunState(enum.StrEnum):
+    QUEUED = "queued"
+    PREPARING = "preparing"
+    STARTING = "starting"
+    RUNNING = "running"
+    CANCELLING = "cancelling"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    TIMED_OUT = "timed out"
+
+    @property
+    def is_final(self) -> bool:
+        return not TRANSITIONS[self]
+
+
+class FailureKind(enum.StrEnum):
+    USER_CODE = "user code"
+    SERIALIZATION = "serialization"
+    ENVIRONMENT = "environment"
+    WORKER_DIED = "worker died"
+    NODE_LOST = "node lost"
+    TIMEOUT = "timeout"
+    CAPACITY = "capacity"
+    INTERNAL = "internal"
+
+
+_S = RunState
+_ENDS_EARLY = frozenset({_S.CANCELLING, _S.FAILED, _S.CANCELLED, _S.TIMED_OUT})
+
+TRANSITIONS: dict[RunState, frozenset[RunState]] = {
+    _S.QUEUED: frozenset({_S.PREPARING, _S.STARTING}) | _ENDS_EARLY,
+    _S.PREPARING: frozenset({_S.STARTING}) | _ENDS_EARLY,
+    _S.STARTING: frozenset({_S.RUNNING, _S.SUCCEEDED}) | _ENDS_EARLY,
+    _S.RUNNING: frozenset({_S.SUCCEEDED}) | _ENDS_EARLY,
+    # a run that a cancel overtook may still have ended by itself
+    _S.CANCELLING: frozenset({_S.CANCELLED, _S.SUCCEEDED, _S.FAILED, _S.TIMED_OUT}),
+    _S.SUCCEEDED: frozenset(),
+    _S.FAILED: frozenset(),
+    _S.CANCELLED: frozenset(),
+    _S.TIMED_OUT: frozenset(),
+}
+
+
+def can_move(old: RunState, new: RunState) -> bool:
+    return new in TRANSITIONS[old]
