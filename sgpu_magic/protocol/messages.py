@@ -81,6 +81,10 @@ class AskStatus(Record, tag="ask-status", kw_only=True):
     recent: int = 20
 
 
+class Goodbye(Record, tag="goodbye", kw_only=True):
+    """The client unloads; its runs that it does not wait for are cancelled."""
+
+
 class StopPool(Record, tag="stop-pool", kw_only=True):
     """End the service; refused while runs go on unless `force`."""
 
@@ -88,7 +92,7 @@ class StopPool(Record, tag="stop-pool", kw_only=True):
     force: bool = False
 
 
-ClientMessage = Hello | Warm | Submit | Cancel | ReclaimPayload | ResultsReceived | AskStatus | StopPool
+ClientMessage = Hello | Warm | Submit | Cancel | ReclaimPayload | ResultsReceived | AskStatus | Goodbye | StopPool
 
 # ---------------------------------------------------------------- pool -> client
 
@@ -100,6 +104,7 @@ class Welcome(Record, tag="welcome", kw_only=True):
     package_version: str
     pid: int
     oldest_protocol_version: int = OLDEST_PROTOCOL_VERSION
+    busy: bool = False
 
 
 class Accepted(Record, tag="accepted", kw_only=True):
@@ -207,26 +212,43 @@ class RunEvent(Record, tag="run-event", kw_only=True):
     body: EventBody
 
 
-FromAgent = AgentReady | InventoryTaken | RunEvent
+class RanksGone(Record, tag="ranks-gone", kw_only=True):
+    """Every process of the run is dead and reaped: its lease is free."""
+
+    run_id: str
+
+
+FromAgent = AgentReady | InventoryTaken | RunEvent | RanksGone
 
 # ---------------------------------------------------------------- agent <-> zygote
 
 
 class Fork(Record, tag="fork", kw_only=True):
-    """Fork a group. Descriptors follow, per rank: control socket, output pipe, error pipe; then the store's file."""
+    """Fork one rank of a group. Its descriptors come along: control socket, output pipe, error pipe, store file.
+
+    Args:
+        store_path: The store's file where memory files do not exist; "" when its descriptor comes along.
+        join_early: Join the process group before `Execute` arrives.
+    """
 
     group_id: str
+    rank: int
     ranks: int
     join_early: bool
+    store_path: str = ""
 
 
 class Forked(Record, tag="forked", kw_only=True):
     group_id: str
-    pids: tuple[int, ...]
+    rank: int
+    pid: int
 
 
 class ForkRefused(Record, tag="fork-refused", kw_only=True):
+    """The zygote has more than one thread, or the machine has no process left."""
+
     group_id: str
+    rank: int
     message: str
 
 
@@ -260,9 +282,8 @@ class Execute(Record, tag="execute", kw_only=True):
     Args:
         device: `cpu`, or `cuda` when the rank has a GPU of its own.
         visible_devices: UUIDs of the run's devices on this node, in rank order.
-        master_port: Port of the loopback socket kept for user code that rendezvouses again; its listening
-            descriptor comes along to rank 0.
-        rank_variables: torchrun's variables for this rank.
+        rank_variables: torchrun's variables for this rank. `MASTER_PORT` is a bound loopback socket kept for user
+            code that rendezvouses again; rank 0 gets its listening descriptor.
     """
 
     run_id: str

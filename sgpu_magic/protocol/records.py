@@ -156,7 +156,6 @@ class Interpreter(Record, kw_only=True):
         executable: The kernel's `sys.executable`.
         key: Digest over executable, site directories' mtimes and `variables`.
         variables: Environment the zygote starts with.
-        preload: Whether torch is importable there; a zygote imports it once.
     """
 
     executable: str
@@ -215,7 +214,7 @@ class RunSpec(Record, kw_only=True):
     Args:
         timeout_s: Longest running time in seconds.
         wait_s: Longest time in the queue in seconds; None waits for ever.
-        grace_s: Seconds between TERM and KILL.
+        grace_s: Seconds between TERM and KILL; None is the pool's default on a cancel and 0 after a failure.
         env_names: Names (never values) given by `--env`.
     """
 
@@ -227,7 +226,7 @@ class RunSpec(Record, kw_only=True):
     owner: Owner
     timeout_s: float
     wait_s: float | None = None
-    grace_s: float = 5.0
+    grace_s: float | None = None
     env_names: tuple[str, ...] = ()
     shipped: Shipped = Shipped()
     submitted_at: float = 0.0

@@ -1,0 +1,14 @@
+"""One agent per node: starts ranks, takes their output, finds the root cause, ends them. Lives across runs.
+
+service         what the pool says, and to whom it goes
+stream          messages over socketpairs, descriptors beside
+zygotes         the processes that fork ranks, one per environment
+group           N ranks, from the fork to the exit
+execution       one run in one group, from the launch to the last exit
+output          pipes -> log and batches
+root_cause      which failure is to blame (pure)
+release         frees ranks that sit in a collective
+leftovers       what a run's processes left behind
+run_directory   what a run leaves on disk; keeper copies the large parts in the background
+telemetry       the devices
+"""

@@ -1,0 +1,227 @@
+"""A group: N ranks from the fork to the exit. A fresh run is one execute; a standby group has had none yet."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from sgpu_magic.agent.output import RankOutput
+from sgpu_magic.agent.stream import MessageStream
+from sgpu_magic.agent.zygotes import Zygote
+from sgpu_magic.protocol import codec
+from sgpu_magic.protocol.events import OutputWritten
+from sgpu_magic.protocol.ids import new_id
+from sgpu_magic.protocol.messages import Execute, Fork, FromRank, Leave, Release
+from sgpu_magic.protocol.records import Record
+
+
+class GroupListener(Protocol):
+    """The run that a group belongs to."""
+
+    def rank_said(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None: ...
+    def rank_wrote(self, batch: OutputWritten) -> None: ...
+    def rank_exited(self, rank: int, status: int) -> None: ...
+    def group_broken(self, message: str) -> None: ...
+
+
+class RankProcess:
+    """One rank as the agent holds it."""
+
+    def __init__(self, rank: int, output: RankOutput) -> None:
+        self.rank = rank
+        self.output = output
+        self.pid: int | None = None
+        self.pidfd: int | None = None
+        self.exit_status: int | None = None
+        self.stream: MessageStream[FromRank] | None = None
+        self.child_socket: socket.socket | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.pid is not None and self.exit_status is None
+
+    def signal(self, number: int, *, whole_session: bool = False) -> None:
+        """Signal the rank, or with it all that stayed in its process group.
+
+        The zygote reaps a dead rank before the agent hears of it; the pidfd says for sure that the pid is still its.
+        """
+        if self.pid is None or self.exit_status is not None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if self.pidfd is not None:
+                signal.pidfd_send_signal(self.pidfd, 0 if whole_session else number)
+                if whole_session:
+                    os.killpg(self.pid, number)
+            elif whole_session:
+                os.killpg(self.pid, number)
+            else:
+                os.kill(self.pid, number)
+
+
+class Group:
+    """N ranks of one zygote.
+
+    Args:
+        zygote: Who forks them.
+        ranks: How many.
+        join_early: Whether they join the process group before they know their run.
+        whole_bytes: Output per rank that is sent on uncut.
+        scratch: Directory for the store's file where memory files do not exist.
+    """
+
+    def __init__(self, zygote: Zygote, ranks: int, join_early: bool, whole_bytes: int, scratch: Path) -> None:
+        self.group_id = new_id()
+        self.zygote = zygote
+        self.join_early = join_early
+        self.listener: GroupListener | None = None
+        self.broken = ""
+        self.created_at = asyncio.get_running_loop().time()
+        self._unforked = ranks
+        self._store_path = ""
+        self._store_fd = -1
+        if hasattr(os, "memfd_create"):
+            self._store_fd = os.memfd_create("sgpu-store", os.MFD_CLOEXEC)
+        else:
+            self._store_path = str(scratch / f"store-{self.group_id}")
+        self.ranks = [RankProcess(rank, RankOutput(rank, whole_bytes, self._wrote)) for rank in range(ranks)]
+        for process in self.ranks:
+            self._order(process)
+
+    def execute(self, rank: int, order: Execute, blobs: Sequence[bytes], descriptors: Sequence[int]) -> None:
+        """Send the rank its cell; it may not even be forked yet."""
+        stream = self.ranks[rank].stream
+        if stream is not None:
+            stream.send(order, blobs, descriptors)
+
+    def leave(self) -> None:
+        """Let every rank exit. One that has executed nothing exits at end of file."""
+        for process in self.ranks:
+            if process.stream is not None:
+                process.stream.send(Leave())
+
+    def dismiss(self) -> None:
+        """End a group that belongs to no run: its ranks exit when their sockets close."""
+        for process in self.ranks:
+            if process.stream is not None:
+                process.stream.close()
+
+    def release(self, connections: dict[int, tuple[int, ...]]) -> None:
+        """Ask each rank to shut its connections to its peers down."""
+        for process in self.ranks:
+            if process.stream is not None and process.pid is not None:
+                process.stream.send(Release(fds=connections.get(process.pid, ())))
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self.ranks if process.pid is not None]
+
+    @property
+    def gone(self) -> bool:
+        return self._unforked == 0 and not any(process.alive for process in self.ranks)
+
+    def close(self) -> None:
+        """Free what the agent holds; the ranks must be gone or about to go."""
+        self.zygote.forget(self.group_id)
+        self._close_store()
+        for process in self.ranks:
+            if process.stream is not None:
+                process.stream.close()
+                process.stream = None
+            if process.child_socket is not None:
+                process.child_socket.close()
+            if process.pidfd is not None:
+                os.close(process.pidfd)
+                process.pidfd = None
+            process.output.close()
+
+    # ------------------------------------------------------------ from the zygote (ForkListener)
+
+    def forked(self, rank: int, pid: int) -> None:
+        process = self.ranks[rank]
+        process.pid = pid
+        if hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):
+                process.pidfd = os.pidfd_open(pid)
+        self._order_done(process)
+
+    def fork_refused(self, rank: int, message: str) -> None:
+        self._order_done(self.ranks[rank])
+        self._break(f"a rank could not be started: {message}.")
+
+    def exited(self, pid: int, status: int) -> None:
+        for process in self.ranks:
+            if process.pid == pid and process.exit_status is None:
+                process.exit_status = status
+                if self.listener is not None:
+                    self.listener.rank_exited(process.rank, status)
+                else:
+                    self.broken = self.broken or f"a standby rank ended with status {status}"
+
+    def zygote_lost(self, message: str) -> None:
+        self._unforked = 0
+        self._close_store()
+        self._break(message)
+        for process in self.ranks:
+            if process.alive:
+                process.signal(signal.SIGKILL, whole_session=True)
+                # its parent can't tell any more how it ended; it dies with its parent
+                process.exit_status = -signal.SIGKILL
+                if self.listener is not None:
+                    self.listener.rank_exited(process.rank, -signal.SIGKILL)
+
+    # ------------------------------------------------------------ within
+
+    def _order(self, process: RankProcess) -> None:
+        ours, theirs = socket.socketpair()
+        process.child_socket = theirs
+        process.stream = MessageStream[FromRank](
+            ours,
+            codec.from_rank,
+            lambda message, frames: self._said(process.rank, message, frames),
+            lambda: None,  # the zygote tells how a rank ended; end of file alone does not
+        )
+        descriptors = [theirs.fileno(), *process.output.child_ends]
+        if self._store_fd >= 0:
+            descriptors.append(self._store_fd)
+        order = Fork(
+            group_id=self.group_id,
+            rank=process.rank,
+            ranks=len(self.ranks),
+            join_early=self.join_early,
+            store_path=self._store_path,
+        )
+        self.zygote.fork(order, descriptors, self)
+
+    def _order_done(self, process: RankProcess) -> None:
+        if process.child_socket is not None:
+            process.child_socket.close()
+            process.child_socket = None
+        process.output.close_child_ends()
+        self._unforked -= 1
+        if self._unforked == 0:
+            self._close_store()
+
+    def _close_store(self) -> None:
+        if self._store_fd >= 0:
+            os.close(self._store_fd)
+            self._store_fd = -1
+
+    def _said(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
+        if self.listener is not None:
+            self.listener.rank_said(rank, message, frames)
+
+    def _wrote(self, batch: OutputWritten) -> None:
+        if self.listener is not None:
+            self.listener.rank_wrote(batch)
+
+    def _break(self, message: str) -> None:
+        if not self.broken:
+            self.broken = message
+            if self.listener is not None:
+                self.listener.group_broken(message)

@@ -1,0 +1,43 @@
+"""What the ranks of a run left behind: processes of their sessions, or marked with the run's variable."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Collection
+
+RUN_VARIABLE = "SGPU_RUN_ID"
+
+
+def kill_leftovers(run_id: str, sessions: Collection[int]) -> list[int]:
+    """Kill what still lives of a run and return the pids. Linux only.
+
+    A process belongs to the run when its session was made by one of the run's ranks, or when it was started with
+    the run's `SGPU_RUN_ID` in its environment (so also one that left its session). Nothing else is touched.
+
+    Args:
+        run_id: The run.
+        sessions: The ranks' pids, each the id of its session.
+    """
+    killed: list[int] = []
+    mark = f"{RUN_VARIABLE}={run_id}".encode()
+    own_uid = os.getuid()
+    for entry in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
+        if not entry.isdigit():
+            continue
+        pid = int(entry)
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if os.stat(f"/proc/{pid}").st_uid != own_uid:
+                continue
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+            if fields[0] in (b"Z", b"X"):
+                continue
+            if int(fields[3]) not in sessions:
+                with open(f"/proc/{pid}/environ", "rb") as file:
+                    if mark not in file.read().split(b"\0"):
+                        continue
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+    return killed

@@ -1,0 +1,208 @@
+"""A rank's two pipes: taken apart into its log and into bounded batches for the pool.
+
+Python's stderr arrives marked in the first pipe (see `worker.output`); C code's and child processes' in the second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+
+from sgpu_magic.protocol.events import OutputWritten
+from sgpu_magic.protocol.output_marks import STDERR_BEGIN, STDERR_END
+
+_PIPE_BYTES = 1 << 20
+_READ_BYTES = 1 << 18
+_F_SETPIPE_SZ = 1031
+BATCH_INTERVAL_S = 0.05
+_TAIL_BYTES = 16_384
+_LAST_BYTES = 2_000
+_STDOUT, _STDERR = "stdout", "stderr"
+
+
+class RankOutput:
+    """Reads one rank's pipes.
+
+    Args:
+        rank: The rank.
+        whole_bytes: Bytes of output per stream that are sent whole; later batches are cut to their tail.
+        emit: Takes each batch.
+    """
+
+    def __init__(self, rank: int, whole_bytes: int, emit: Callable[[OutputWritten], None]) -> None:
+        self.rank = rank
+        self.lines = 0
+        self.total_bytes = 0
+        self._emit = emit
+        self._whole_bytes = whole_bytes
+        self._log: int | None = None
+        self._pending: list[tuple[str, bytes]] = []
+        self._pending_start = 0
+        self._decoders = {
+            stream: codecs.getincrementaldecoder("utf-8")("replace") for stream in (_STDOUT, _STDERR)
+        }
+        self._in_stderr = False
+        self._held = b""
+        self._last_data = b""
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._last_emitted = 0.0
+        self.log_problem = ""
+        self._readers: list[int] = []
+        self.child_ends: tuple[int, int] = self._open_pipes()
+
+    def _open_pipes(self) -> tuple[int, int]:
+        writers: list[int] = []
+        for _ in range(2):
+            reader, writer = os.pipe2(os.O_CLOEXEC) if hasattr(os, "pipe2") else os.pipe()
+            os.set_blocking(reader, False)
+            with contextlib.suppress(OSError):
+                # fewer wake-ups under a flood; the system may refuse more than a user's share
+                fcntl.fcntl(writer, _F_SETPIPE_SZ, _PIPE_BYTES)
+            self._readers.append(reader)
+            writers.append(writer)
+        self._loop.add_reader(self._readers[0], self._read, 0)
+        self._loop.add_reader(self._readers[1], self._read, 1)
+        return writers[0], writers[1]
+
+    def close_child_ends(self) -> None:
+        for writer in self.child_ends:
+            with contextlib.suppress(OSError):
+                os.close(writer)
+        self.child_ends = (-1, -1)
+
+    def begin_log(self, path: str) -> None:
+        """From now on write to this file; what a standby rank printed before belongs to no run."""
+        for index in (0, 1):
+            while self._read(index, flush=False):
+                pass
+        self._pending.clear()
+        self._pending_start = self.lines = self.total_bytes = 0
+        self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def drain(self) -> None:
+        """Read what is in the pipes now, and send it. Not until end of file: a child may hold a pipe open."""
+        for index in range(len(self._readers)):
+            while self._read(index, flush=False):
+                pass
+        self.flush()
+
+    def tail(self, limit: int = 5) -> str:
+        """The last lines written, for a death's story."""
+        return "\n".join(self._last_data.decode("utf-8", "replace").splitlines()[-limit:])
+
+    def flush(self) -> None:
+        """Send what waits for its batch."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._pending:
+            pending, self._pending = self._pending, []
+            start, self._pending_start = self._pending_start, self.total_bytes
+            self._last_emitted = self._loop.time()
+            for batch in self._batches(pending, start):
+                self._emit(batch)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for reader in self._readers:
+            self._loop.remove_reader(reader)
+            os.close(reader)
+        self._readers = []
+        self.close_child_ends()
+        if self._log is not None:
+            os.close(self._log)
+            self._log = None
+
+    def _read(self, index: int, flush: bool = True) -> bool:
+        try:
+            data = os.read(self._readers[index], _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            # every writer is gone
+            self._loop.remove_reader(self._readers[index])
+            return False
+        if index == 1:
+            self._take(_STDERR, data)
+        else:
+            for stream, part in self._split_marks(data):
+                self._take(stream, part)
+        if flush:
+            self._schedule()
+        return True
+
+    def _split_marks(self, data: bytes) -> Iterator[tuple[str, bytes]]:
+        data = self._held + data
+        self._held = b""
+        while data:
+            mark = STDERR_END if self._in_stderr else STDERR_BEGIN
+            before, found, rest = data.partition(mark)
+            stream = _STDERR if self._in_stderr else _STDOUT
+            if found:
+                self._in_stderr = not self._in_stderr
+            else:
+                # a mark may be cut in two by the end of this read
+                cut = _suffix_of_mark(before, mark)
+                if cut:
+                    before, self._held = before[:-cut], before[-cut:]
+            if before:
+                yield stream, before
+            data = rest
+
+    def _take(self, stream: str, data: bytes) -> None:
+        self.lines += data.count(b"\n")
+        self.total_bytes += len(data)
+        self._last_data = (self._last_data + data[-_LAST_BYTES:])[-_LAST_BYTES:]
+        if self._log is not None:
+            try:
+                os.write(self._log, data)
+            except OSError as error:
+                # a full disk stops the capture, never the training
+                self.log_problem = f"the log of rank {self.rank} ends here: {error.strerror}"
+                os.close(self._log)
+                self._log = None
+        if self._pending and self._pending[-1][0] == stream:
+            self._pending[-1] = (stream, self._pending[-1][1] + data)
+        else:
+            self._pending.append((stream, data))
+
+    def _schedule(self) -> None:
+        if self._timer is None:
+            due = self._last_emitted + BATCH_INTERVAL_S
+            if due <= self._loop.time():
+                self.flush()
+            else:
+                self._timer = self._loop.call_at(due, self.flush)
+
+    def _batches(self, pending: list[tuple[str, bytes]], start: int) -> Iterator[OutputWritten]:
+        for stream, data in pending:
+            end = start + len(data)
+            skipped = b""
+            if start >= self._whole_bytes and len(data) > _TAIL_BYTES:
+                cut = data.find(b"\n", len(data) - _TAIL_BYTES) + 1 or len(data) - _TAIL_BYTES
+                skipped, data = data[:cut], data[cut:]
+                self._decoders[stream].reset()
+            yield OutputWritten(
+                rank=self.rank,
+                stream=stream,
+                text=self._decoders[stream].decode(data),
+                start=start,
+                end=end,
+                skipped_bytes=len(skipped),
+                skipped_lines=skipped.count(b"\n"),
+            )
+            start = end
+
+
+def _suffix_of_mark(data: bytes, mark: bytes) -> int:
+    """Length of the longest end of `data` that begins `mark`."""
+    for size in range(min(len(mark) - 1, len(data)), 0, -1):
+        if data.endswith(mark[:size]):
+            return size
+    return 0

@@ -1,0 +1,65 @@
+"""Which of several failures is to blame. Pure.
+
+When one rank fails, the others fail in their collectives within milliseconds, and a victim's report may arrive
+first. The rule: the earliest failure that does not look like the loss of a peer; if there is none, the earliest.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+
+from sgpu_magic.protocol.records import Failure
+from sgpu_magic.protocol.states import FailureKind
+
+# seconds for which a victim's report waits for the culprit's
+PATIENCE_WITH_VICTIM_S = 0.25
+# seconds for which an error waits for an earlier one whose traceback takes longer to draw
+PATIENCE_WITH_CAUSE_S = 0.03
+
+_SIGNAL_MEANINGS = {
+    signal.SIGKILL: "most likely out of memory, or somebody killed it",
+    signal.SIGSEGV: "a crash in C code: it touched memory that is not its own",
+    signal.SIGBUS: "a crash in C code, or a memory-mapped file whose disk or memory ran out",
+    signal.SIGABRT: "C code gave up; its last words are in the rank's output",
+    signal.SIGFPE: "a crash in C code: a division by zero",
+    signal.SIGILL: "a library was built for another processor",
+    signal.SIGTERM: "somebody asked it to end",
+    signal.SIGHUP: "somebody asked it to end",
+}
+
+
+def find_root_cause(failures: Iterable[Failure]) -> tuple[Failure, tuple[Failure, ...]] | None:
+    """Return the culprit and the others in order of time, None when nothing failed."""
+    by_time = sorted(failures, key=lambda failure: (failure.is_consequence, failure.at))
+    if not by_time:
+        return None
+    culprit = by_time[0]
+    others = sorted((failure for failure in by_time[1:]), key=lambda failure: failure.at)
+    return culprit, tuple(others)
+
+
+def death(rank: int, ranks: int, host: str, status: int, at: float, last_output: str) -> Failure:
+    """Describe a rank whose process ended without a word.
+
+    Args:
+        status: Exit code, negative for a signal.
+        last_output: Its last lines.
+    """
+    if status < 0:
+        try:
+            number = signal.Signals(-status)
+            name, meaning = number.name, _SIGNAL_MEANINGS.get(number, "")
+        except ValueError:
+            name, meaning = f"signal {-status}", ""
+        message = f"rank {rank} of {ranks} was killed by {name}" + (f": {meaning}" if meaning else "")
+    else:
+        message = (
+            f"rank {rank} of {ranks} left with exit code {status} before its cell was done: something in it "
+            "called os._exit or ended the process"
+        )
+    if last_output:
+        message += "\nits last output: " + last_output.strip().splitlines()[-1]
+    return Failure(
+        kind=FailureKind.WORKER_DIED, message=message, rank=rank, host=host, at=at, exit_status=status
+    )

@@ -1,0 +1,115 @@
+"""What a run leaves on disk: `run.json`, `cell.py`, `payload.bin`, `_air.py`, `key`, one log per rank, results.
+
+`torchrun --nproc-per-node N _air.py` runs the same cell outside the notebook.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from sgpu_magic.protocol.ids import check_id
+from sgpu_magic.protocol.messages import Launch
+from sgpu_magic.protocol.records import Lease, PackedLayout, Record, RunSpec
+from sgpu_magic.protocol.states import RunState
+
+PAYLOAD = "payload.bin"
+_AIR = '''"""Run {name} (run {run_id}) again, outside the notebook:
+
+    torchrun --nproc-per-node {ranks} {path}
+
+It executes cell.py on every rank with the variables of payload.bin, as the notebook shipped them.
+{kept}
+"""
+
+from pathlib import Path
+
+from sgpu_magic.worker import standalone
+
+if __name__ == "__main__":
+    standalone.run(Path(__file__).parent)
+'''
+
+
+class RunRecord(Record, kw_only=True):
+    """`run.json`.
+
+    Args:
+        payload_layout: How `payload.bin` is laid out.
+        payload_kept: Whether the payload's bytes lie beside this file.
+        payload_note: Why not, or what is still under way.
+        state: The run's state when this was written.
+    """
+
+    spec: RunSpec
+    executable: str
+    cwd: str
+    lease: Lease
+    payload_layout: PackedLayout
+    payload_kept: bool
+    payload_note: str
+    state: RunState
+
+
+class RunDirectory:
+    """Writes a run's directory. Every file is complete when it appears."""
+
+    def __init__(self, launch: Launch) -> None:
+        check_id(launch.spec.run_id)
+        self.path = Path(launch.run_dir)
+        self._launch = launch
+        self._record = RunRecord(
+            spec=launch.spec,
+            executable=launch.interpreter.executable,
+            cwd=launch.context.cwd,
+            lease=launch.lease,
+            payload_layout=launch.payload.layout,
+            payload_kept=False,
+            payload_note="not yet written",
+            state=RunState.STARTING,
+        )
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def log_path(self, rank: int) -> str:
+        return str(self.path / f"rank-{rank}.log")
+
+    def describe(self) -> None:
+        """Write everything but the large parts."""
+        spec = self._launch.spec
+        self.write("cell.py", spec.cell.body.encode())
+        self.write("key", self._launch.context.key)
+        self._write_record()
+
+    def payload_done(self, kept: bool, note: str) -> None:
+        """Say in `run.json` and `_air.py` whether the payload lies here."""
+        self._record = msgspec.structs.replace(self._record, payload_kept=kept, payload_note=note)
+        self._write_record()
+
+    def ended(self, state: RunState) -> None:
+        self._record = msgspec.structs.replace(self._record, state=state)
+        self._write_record()
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file of mode 0600 and rename it into place."""
+        temporary = self.path / f".{name}.part"
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(data)
+        os.replace(temporary, self.path / name)
+
+    def _write_record(self) -> None:
+        record = self._record
+        self.write("run.json", msgspec.json.format(msgspec.json.encode(record), indent=2))
+        kept = "" if record.payload_kept else f"payload.bin is not here: {record.payload_note}."
+        self.write(
+            "_air.py",
+            _AIR.format(
+                name=record.spec.name.replace("\\", "").replace('"', "'"),
+                run_id=record.spec.run_id,
+                ranks=record.spec.placement.ranks,
+                path=self.path / "_air.py",
+                kept=kept,
+            ).encode(),
+        )

@@ -1,0 +1,117 @@
+"""A non-blocking message stream over a Unix socket for asyncio, with descriptors beside the messages."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+import msgspec
+
+from sgpu_magic.protocol.codec import FrameReader, frame
+from sgpu_magic.protocol.records import Record
+
+M = TypeVar("M")
+_CHUNK_BYTES = 1 << 18
+_MAX_DESCRIPTORS = 16
+
+
+class MessageStream(Generic[M]):
+    """Calls back for every message and once when the other side is gone. Used from the loop's thread only.
+
+    Args:
+        sock: A connected Unix stream socket; the stream owns it.
+        decoder: The decoder of what arrives.
+        on_message: Called with the message and its raw frames.
+        on_closed: Called once at end of file or error, not after `close`.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        decoder: msgspec.msgpack.Decoder[M],
+        on_message: Callable[[M, Sequence[bytes]], None],
+        on_closed: Callable[[], None],
+    ) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._reader = FrameReader(decoder)
+        self._on_message = on_message
+        self._on_closed = on_closed
+        self._loop = asyncio.get_running_loop()
+        self._descriptors: deque[int] = deque()
+        self._unsent: deque[tuple[memoryview, Sequence[int]]] = deque()
+        self._closed = False
+        self._loop.add_reader(sock, self._readable)
+
+    def send(self, message: Record, blobs: Iterable[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+        """Send one message, now or when the socket takes it. The descriptors must stay open until `flushed`."""
+        if self._closed:
+            return
+        was_empty = not self._unsent
+        self._unsent.append((memoryview(frame(message, blobs)), tuple(descriptors)))
+        if was_empty:
+            self._write()
+
+    def take_descriptors(self, count: int) -> list[int]:
+        """Return the next `count` descriptors that came along; the caller owns them."""
+        return [self._descriptors.popleft() for _ in range(count)]
+
+    @property
+    def flushed(self) -> bool:
+        return not self._unsent
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        self._socket.close()
+        while self._descriptors:
+            socket.close(self._descriptors.popleft())
+
+    def _write(self) -> None:
+        while self._unsent:
+            data, descriptors = self._unsent[0]
+            ancillary = (
+                [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+            )
+            try:
+                sent = self._socket.sendmsg([data], ancillary)
+            except BlockingIOError:
+                self._loop.add_writer(self._socket, self._write)
+                return
+            except OSError:
+                self._lost()
+                return
+            if sent < len(data):
+                self._unsent[0] = (data[sent:], ())
+            else:
+                self._unsent.popleft()
+        self._loop.remove_writer(self._socket)
+
+    def _readable(self) -> None:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._socket, _CHUNK_BYTES, _MAX_DESCRIPTORS)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._lost()
+            return
+        self._descriptors.extend(descriptors)
+        if not data:
+            self._lost()
+            return
+        for message, frames in self._reader.feed(data):
+            if self._closed:
+                return
+            self._on_message(message, frames)
+
+    def _lost(self) -> None:
+        if not self._closed:
+            self.close()
+            self._on_closed()

@@ -1,0 +1,40 @@
+"""The environment variables that torchrun gives its workers, for one rank."""
+
+from __future__ import annotations
+
+from sgpu_magic.agent.leftovers import RUN_VARIABLE
+from sgpu_magic.protocol.messages import Launch
+
+
+def torchrun_variables(launch: Launch, rank: int, master_port: int, device: str) -> dict[str, str]:
+    """Return `RANK`, `WORLD_SIZE` ... as torchrun sets them (torch/distributed/elastic, `LocalElasticAgent`).
+
+    Args:
+        launch: The run; all its ranks are on this node.
+        rank: The rank.
+        master_port: A bound loopback port kept for user code that rendezvouses again.
+        device: `cpu` or `cuda`.
+    """
+    ranks = str(launch.spec.placement.ranks)
+    # a rank without a GPU of its own must not find somebody else's
+    visible = ",".join(launch.lease.uuids) if device == "cuda" else ""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "ROLE_RANK": str(rank),
+        "ROLE_NAME": "default",
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "ROLE_WORLD_SIZE": ranks,
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(master_port),
+        "TORCHELASTIC_RUN_ID": launch.spec.run_id,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": visible,
+        RUN_VARIABLE: launch.spec.run_id,
+    }

@@ -1,0 +1,173 @@
+"""The zygotes of a node: one process per environment that has imported torch and forks ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from sgpu_magic.agent.stream import MessageStream
+from sgpu_magic.protocol import codec
+from sgpu_magic.protocol.messages import Exited, Fork, Forked, ForkRefused, FromZygote, ZygoteFailed, ZygoteReady
+from sgpu_magic.protocol.records import Interpreter
+
+_MAX_IDLE = 2
+# forks cost page tables; with huge pages for malloc's heap they cost half
+_MALLOC_TUNABLE = "glibc.malloc.hugetlb=1"
+
+
+class ForkListener(Protocol):
+    """Who asked for ranks."""
+
+    def forked(self, rank: int, pid: int) -> None: ...
+    def fork_refused(self, rank: int, message: str) -> None: ...
+    def exited(self, pid: int, status: int) -> None: ...
+    def zygote_lost(self, message: str) -> None: ...
+
+
+class Zygote:
+    """One zygote process. Orders may be sent at once: they wait in its socket until it has imported torch."""
+
+    def __init__(self, interpreter: Interpreter, log_dir: Path, on_lost: Callable[[Zygote], None]) -> None:
+        self.interpreter = interpreter
+        self.ready = False
+        self.last_used = asyncio.get_running_loop().time()
+        self._log = log_dir / f"zygote-{interpreter.key[:12]}.log"
+        self._on_lost = on_lost
+        self._groups: dict[str, ForkListener] = {}
+        self._failure = ""
+        self._group_of: dict[int, ForkListener] = {}
+        ours, theirs = socket.socketpair()
+        environment = dict(interpreter.variables)
+        tunables = environment.get("GLIBC_TUNABLES", "")
+        environment["GLIBC_TUNABLES"] = f"{tunables}:{_MALLOC_TUNABLE}".strip(":")
+        # keeps the agent's working directory out of the import path; needs no switch of the interpreter
+        environment["PYTHONSAFEPATH"] = "1"
+        with theirs, open(self._log, "ab", opener=_private) as log:
+            self.process = subprocess.Popen(
+                [interpreter.executable, "-m", "sgpu_magic.worker.zygote", str(theirs.fileno())],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(theirs.fileno(),),
+                cwd="/",
+                start_new_session=True,
+            )
+        self.stream = MessageStream[FromZygote](ours, codec.from_zygote, self._message, self._closed)
+
+    @property
+    def idle(self) -> bool:
+        return not self._groups
+
+    def fork(self, order: Fork, descriptors: Sequence[int], listener: ForkListener) -> None:
+        """Order one rank; the descriptors must stay open until `forked` or `fork_refused`."""
+        self.last_used = asyncio.get_running_loop().time()
+        self._groups[order.group_id] = listener
+        self.stream.send(order, descriptors=descriptors)
+
+    def forget(self, group_id: str) -> None:
+        """The group is gone."""
+        self._groups.pop(group_id, None)
+
+    def close(self) -> None:
+        """End of file tells the zygote to kill what it has and exit."""
+        self.stream.close()
+
+    def _message(self, message: FromZygote, frames: Sequence[bytes]) -> None:
+        match message:
+            case ZygoteReady():
+                self.ready = True
+            case ZygoteFailed():
+                self._failure = message.message
+            case Forked() if message.group_id in self._groups:
+                listener = self._groups[message.group_id]
+                self._group_of[message.pid] = listener
+                listener.forked(message.rank, message.pid)
+            case ForkRefused() if message.group_id in self._groups:
+                self._groups[message.group_id].fork_refused(message.rank, message.message)
+            case Exited():
+                listener = self._group_of.pop(message.pid, None)
+                if listener is not None:
+                    listener.exited(message.pid, message.status)
+            case _:
+                pass
+
+    def _closed(self) -> None:
+        self._on_lost(self)
+        where = f"{self.interpreter.executable} (its log: {self._log})"
+        if self._failure:
+            text = f"the ranks' Python could not import what it needs: {self._failure}. It is {where}."
+        elif self.ready:
+            text = f"the process that forks ranks ended unexpectedly. It was {where}."
+        else:
+            text = f"the ranks' Python could not be started: {where} says: {_last_line(self._log)}"
+        for listener in list(self._groups.values()):
+            listener.zygote_lost(text)
+        self._groups.clear()
+
+
+class Zygotes:
+    """All zygotes of the node, by interpreter key.
+
+    Args:
+        log_dir: Where their own output goes.
+        idle_s: Idle seconds after which one is retired.
+    """
+
+    def __init__(self, log_dir: Path, idle_s: float) -> None:
+        self._log_dir = log_dir
+        self._idle_s = idle_s
+        self._by_key: dict[str, Zygote] = {}
+
+    def get(self, interpreter: Interpreter) -> Zygote:
+        """Return the interpreter's zygote, started when there is none.
+
+        Raises:
+            OSError: The interpreter can't be executed.
+        """
+        zygote = self._by_key.get(interpreter.key)
+        if zygote is None:
+            zygote = Zygote(interpreter, self._log_dir, self._lost)
+            self._by_key[interpreter.key] = zygote
+            self.retire(keep=zygote)
+        zygote.last_used = asyncio.get_running_loop().time()
+        return zygote
+
+    def retire(self, keep: Zygote | None = None) -> None:
+        """Close idle zygotes: those beyond two, and those unused for too long."""
+        now = asyncio.get_running_loop().time()
+        idle = sorted((z for z in self._by_key.values() if z.idle and z is not keep), key=lambda z: z.last_used)
+        surplus = len(idle) - _MAX_IDLE + (keep is not None)
+        for position, zygote in enumerate(idle):
+            if position < surplus or now - zygote.last_used > self._idle_s:
+                del self._by_key[zygote.interpreter.key]
+                zygote.close()
+
+    def pids(self) -> list[int]:
+        return [zygote.process.pid for zygote in self._by_key.values()]
+
+    def close(self) -> None:
+        for zygote in self._by_key.values():
+            zygote.close()
+        self._by_key.clear()
+
+    def _lost(self, zygote: Zygote) -> None:
+        if self._by_key.get(zygote.interpreter.key) is zygote:
+            del self._by_key[zygote.interpreter.key]
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _last_line(path: Path) -> str:
+    try:
+        lines = path.read_text(errors="replace").strip().splitlines()
+    except OSError:
+        return "nothing"
+    return lines[-1] if lines else "nothing"

@@ -1,0 +1,249 @@
+"""The global names that a cell reads and those that it could bind.
+
+Read from compiled code objects, after IPython's own transform of magics and `!`, and statement by statement: a
+name that an earlier statement certainly bound is the cell's own. Where that is not certain the name counts as
+read; shipping too much costs time, shipping too little is an error on the rank.
+"""
+
+from __future__ import annotations
+
+import __future__
+
+import ast
+import dis
+import functools
+import re
+from collections.abc import Callable, Iterable
+from types import CodeType
+
+from sgpu_magic.payload.code_names import MAGIC_CALLS, compile_quietly, loaded_names, parse_quietly
+
+_OWN_MAGIC = re.compile(r"%%(distributed|sgpu\w*)\b")
+_FUTURE_FLAGS = functools.reduce(
+    int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+)
+# a cell that calls one of these may bind any name
+_BINDERS = frozenset({"exec", "eval", "globals", "locals", "vars", "run_path", "run_module"})
+# magics that bind nothing but what their text says
+_PLAIN_MAGICS = frozenset(
+    """
+    time timeit prun lprun mprun memit capture matplotlib pip conda cd env set_env pwd ls who whos config autoreload
+    load_ext reload_ext pdb debug xmode precision sx system bash sh html latex javascript js svg markdown writefile
+    """.split()
+)
+_BARE = (ast.Pass, ast.Break, ast.Continue)
+
+
+def names_read(source: str, *, transform: Callable[[str], str] | None = None) -> frozenset[str]:
+    """Return the global names that a cell reads.
+
+    Args:
+        source: The cell, with its first line: `%%distributed` and blank lines only count as lines.
+        transform: IPython's `transform_cell`; the stock one when left out.
+
+    Raises:
+        SyntaxError: The cell does not compile; line numbers are those of `source`.
+    """
+    tree, flags = _parse(source, transform)
+    reader = _Reader(flags)
+    reader.block(tree.body, frozenset())
+    return frozenset(reader.read)
+
+
+def names_stored(source: str, *, transform: Callable[[str], str] | None = None) -> frozenset[str] | None:
+    """Return every name that some way through the cell could bind at its top level.
+
+    Args:
+        source: As for `names_read`.
+        transform: As for `names_read`.
+
+    Returns:
+        The names, or None when they can't be known: the cell calls `exec` or `globals`, imports `*`, or uses a
+        magic that may bind names.
+
+    Raises:
+        SyntaxError: The cell does not compile.
+    """
+    tree, flags = _parse(source, transform)
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
+            return None
+        if isinstance(node, ast.Call):
+            match node.func:
+                case ast.Name(id=name) if name in _BINDERS:
+                    return None
+                case ast.Attribute(attr=name) if name in MAGIC_CALLS and name.startswith("run_"):
+                    words = [
+                        arg.value
+                        for arg in node.args
+                        if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+                    ]
+                    if not words or words[0] not in _PLAIN_MAGICS:
+                        return None
+                    names.update(word for text in words[1:] for word in re.findall(r"[^\W\d]\w*", text))
+                case _:
+                    pass
+    _stores(_compile(tree.body, flags), names, top=True)
+    return frozenset(names)
+
+
+def _stores(code: CodeType, names: set[str], *, top: bool) -> None:
+    wanted = ("STORE_NAME", "STORE_GLOBAL") if top else ("STORE_GLOBAL",)
+    names.update(step.argval for step in dis.get_instructions(code) if step.opname in wanted)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            _stores(constant, names, top=False)
+
+
+def _parse(source: str, transform: Callable[[str], str] | None) -> tuple[ast.Module, int]:
+    """Return the transformed cell as a tree with its own line numbers, and its `__future__` flags."""
+    lines = source.splitlines(keepends=True)
+    skipped = 0
+    while skipped < len(lines) and (
+        not lines[skipped].strip() or (skipped == 0 and _OWN_MAGIC.match(lines[0]))
+    ):
+        skipped += 1
+    # the transform drops leading blank lines, so they are put back after it
+    text = "\n" * skipped + (transform or _stock_transform())("".join(lines[skipped:]))
+    tree = parse_quietly(text, "<cell>")
+    return tree, compile_quietly(tree, "<cell>").co_flags & _FUTURE_FLAGS
+
+
+@functools.cache
+def _stock_transform() -> Callable[[str], str]:
+    from IPython.core.inputtransformer2 import TransformerManager
+
+    return TransformerManager().transform_cell
+
+
+def _compile(body: list[ast.stmt], flags: int) -> CodeType:
+    return compile_quietly(ast.Module(body=body, type_ignores=[]), "<cell>", flags=flags)
+
+
+class _Reader:
+    """Walks blocks of statements with the set of names that are certainly bound so far.
+
+    Args:
+        flags: `__future__` flags of the cell.
+    """
+
+    def __init__(self, flags: int) -> None:
+        self._flags = flags
+        self.read: set[str] = set()
+
+    def block(self, body: Iterable[ast.stmt], bound: frozenset[str]) -> frozenset[str]:
+        """Add what `body` reads; return what is certainly bound after it."""
+        for statement in body:
+            bound = self._statement(statement, bound)
+        return bound
+
+    def _statement(self, node: ast.stmt, bound: frozenset[str]) -> frozenset[str]:
+        match node:
+            case ast.If():
+                self._expressions([node.test], bound)
+                return self.block(node.body, bound) & self.block(node.orelse, bound)
+            case ast.While():
+                self._expressions([node.test], bound)
+                self.block(node.body, bound)
+                self.block(node.orelse, bound)
+                return bound
+            case ast.For() | ast.AsyncFor():
+                self._expressions([node.iter], bound)
+                inside = self._target(node.target, bound)
+                self.block(node.body, inside)
+                self.block(node.orelse, bound)
+                return bound
+            case ast.With() | ast.AsyncWith():
+                for item in node.items:
+                    self._expressions([item.context_expr], bound)
+                    if item.optional_vars is not None:
+                        bound = self._target(item.optional_vars, bound)
+                self.block(
+                    node.body, bound
+                )  # may have been left early by an exception that the manager swallowed
+                return bound
+            case ast.Try() | ast.TryStar():
+                return self._try(node, bound)
+            case ast.Match():
+                self._expressions([node.subject], bound)
+                for case in node.cases:
+                    inside = bound | _captured(case.pattern)
+                    self._expressions([n for n in ast.walk(case.pattern) if isinstance(n, ast.expr)], bound)
+                    self._expressions([case.guard] if case.guard else [], inside)
+                    self.block(case.body, inside)
+                return bound
+            case ast.Delete():
+                self._code([node], bound)
+                return bound - _targets(node.targets)
+            case _ if isinstance(node, _BARE):
+                return bound
+            case _:
+                return self._simple(node, bound)
+
+    def _try(self, node: ast.Try | ast.TryStar, bound: frozenset[str]) -> frozenset[str]:
+        after = self.block(node.orelse, self.block(node.body, bound))
+        for handler in node.handlers:
+            self._expressions([handler.type] if handler.type else [], bound)
+            name = frozenset({handler.name} if handler.name else ())
+            after &= self.block(handler.body, bound | name) - name
+        return after | self.block(node.finalbody, bound)
+
+    def _simple(self, node: ast.stmt, bound: frozenset[str]) -> frozenset[str]:
+        match node:
+            case ast.FunctionDef(decorator_list=[]) | ast.AsyncFunctionDef(decorator_list=[]):
+                # its body can't run before the name is bound
+                known = node.name in self.read
+                self._code([node], bound | {node.name})
+                if not known and self._header_reads(node):
+                    self.read.add(node.name)
+                return bound | {node.name}
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                new = frozenset({node.name})
+            case ast.Assign():
+                new = _targets(node.targets)
+            case ast.AnnAssign() if node.value is not None:
+                new = _targets([node.target])
+            case ast.AugAssign():
+                new = _targets([node.target])
+            case ast.Import() | ast.ImportFrom():
+                new = frozenset((alias.asname or alias.name.partition(".")[0]) for alias in node.names)
+            case _:
+                new = frozenset[str]()
+        self._code([node], bound)
+        return bound | new
+
+    def _header_reads(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+        """Whether the function's defaults or annotations name an earlier object of the same name."""
+        return any(isinstance(part, ast.Name) and part.id == node.name for part in ast.walk(node.args))
+
+    def _target(self, target: ast.expr, bound: frozenset[str]) -> frozenset[str]:
+        """Add what storing into `target` reads (`a[i]`, `a.b`); return `bound` with its names."""
+        if not isinstance(target, ast.Name):
+            reads = [n for n in ast.walk(target) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+            self.read.update({n.id for n in reads} - bound)
+        return bound | _targets([target])
+
+    def _expressions(self, expressions: Iterable[ast.expr], bound: frozenset[str]) -> None:
+        self._code(
+            [ast.copy_location(ast.Expr(value=expression), expression) for expression in expressions], bound
+        )
+
+    def _code(self, statements: list[ast.stmt], bound: frozenset[str]) -> None:
+        if statements:
+            self.read.update(loaded_names(_compile(statements, self._flags)).keys() - bound)
+
+
+def _targets(targets: Iterable[ast.expr]) -> frozenset[str]:
+    """Names bound by assignment targets, through tuples, lists and stars."""
+    return frozenset(
+        node.id
+        for target in targets
+        for node in ast.walk(target)
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
+    )
+
+
+def _captured(pattern: ast.pattern) -> frozenset[str]:
+    names = (getattr(node, "name", None) or getattr(node, "rest", None) for node in ast.walk(pattern))
+    return frozenset(name for name in names if isinstance(name, str))

@@ -1,0 +1,70 @@
+"""The kernel's Python as ranks see it: the key of a zygote and the place where a rank starts."""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import os
+import site
+import sys
+from collections.abc import Iterable, Mapping
+
+from sgpu_magic.config import host_name
+from sgpu_magic.protocol.records import Interpreter, Owner, RankContext
+
+# read at import by Python, torch, numpy or the loader: a zygote that had others would be another environment
+_READ_AT_IMPORT = (
+    "PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "TORCH", "PYTORCH_", "CUDA_HOME", "CUBLAS_",
+    "NVIDIA_", "GLIBC_", "MALLOC_", "NUMEXPR_", "GLOO_", "NCCL_", "TRITON_", "DYLD_",
+)  # fmt: skip
+# what any program may need to start; not part of the key
+_ALWAYS = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "LC_", "TMPDIR", "TZ", "VIRTUAL_ENV", "CONDA_", "XDG_")
+_NOT_OURS = ("PYTHONSAFEPATH", "PYTHON_PS1")
+
+
+def this_interpreter(environ: Mapping[str, str] | None = None) -> Interpreter:
+    """Describe this process's interpreter. Costs a few `stat` calls.
+
+    The key changes with the executable, with each site directory's time of change (so with every `%pip install`)
+    and with the variables that are read at import.
+    """
+    environ = os.environ if environ is None else environ
+    at_import = {name: value for name, value in environ.items() if _begins(name, _READ_AT_IMPORT)}
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (sys.executable, sys.prefix, *_site_times(), *(f"{k}={v}" for k, v in sorted(at_import.items()))):
+        digest.update(part.encode() + b"\0")
+    needed = {name: value for name, value in environ.items() if _begins(name, _ALWAYS)}
+    return Interpreter(executable=sys.executable, key=digest.hexdigest(), variables=needed | at_import)
+
+
+def this_context(environ: Mapping[str, str], key: bytes) -> RankContext:
+    """Describe where this process stands: directory, path, umask, and `environ` for the ranks."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    try:
+        cwd = os.getcwd()
+    except FileNotFoundError:
+        cwd = ""
+    # "" is the directory of the moment
+    path = tuple(entry or cwd for entry in sys.path)
+    return RankContext(cwd=cwd, sys_path=path, umask=umask, environ=dict(environ), key=key)
+
+
+def this_owner(notebook: str = "") -> Owner:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = str(os.getuid())
+    return Owner(pid=os.getpid(), host=host_name(), user=user, notebook=notebook)
+
+
+def _site_times() -> Iterable[str]:
+    for directory in (*site.getsitepackages(), site.getusersitepackages()):
+        try:
+            yield f"{directory} {os.stat(directory).st_mtime_ns}"
+        except OSError:
+            yield f"{directory} -"
+
+
+def _begins(name: str, prefixes: Iterable[str]) -> bool:
+    return name not in _NOT_OURS and name.startswith(tuple(prefixes))

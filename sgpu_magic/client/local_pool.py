@@ -1,0 +1,87 @@
+"""Find this user's local pool, or start it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from sgpu_magic.config import Settings, private_dir
+from sgpu_magic.errors import PoolError
+from sgpu_magic.protocol.address import (
+    MAX_SOCKET_PATH_BYTES,
+    PoolAddress,
+    address_file,
+    process_start,
+    socket_file,
+)
+from sgpu_magic.protocol.messages import Warm
+
+_START_TIMEOUT_S = 30.0
+
+
+def find_pool(settings: Settings) -> PoolAddress | None:
+    """Return the address of the pool that lives, None when there is none. What a killed pool left counts as none."""
+    try:
+        address = msgspec.json.decode(address_file(settings.runtime_path).read_bytes(), type=PoolAddress)
+    except (OSError, msgspec.DecodeError):
+        return None
+    try:
+        os.kill(address.pid, 0)
+    except OSError:
+        return None
+    return address if process_start(address.pid) == address.process_start else None
+
+
+def start_pool(settings: Settings, warm: Warm | None = None) -> None:
+    """Start the local pool and return when it listens. Harmless when another client is first.
+
+    Args:
+        settings: Where it lives.
+        warm: The interpreter whose zygote starts along with it.
+
+    Raises:
+        PoolError: It did not start; the message has its last words.
+    """
+    runtime = private_dir(settings.runtime_path)
+    socket_path = socket_file(runtime)
+    if len(os.fsencode(socket_path)) > MAX_SOCKET_PATH_BYTES:
+        raise PoolError(
+            f"the local pool can't be started: its socket's path {socket_path} is longer than the system's "
+            f"{MAX_SOCKET_PATH_BYTES} bytes. Set SGPU_RUNTIME_DIR to a shorter directory."
+        )
+    log_path = private_dir(settings.state_path) / "pool.log"
+    # a rank that starts a pool must not mark it as its own run's process
+    environ = {name: value for name, value in os.environ.items() if name != "SGPU_RUN_ID"} | {"PYTHONSAFEPATH": "1"}
+    with open(log_path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "sgpu_magic.pool"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=environ,
+            cwd="/",
+            start_new_session=True,
+        )
+    try:
+        answer, _ = process.communicate(msgspec.msgpack.encode(warm) if warm else b"", timeout=_START_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise PoolError(
+            f"the local pool did not start within {_START_TIMEOUT_S:.0f} s. Its log is {log_path}; `sgpu doctor` "
+            "looks for the reason."
+        ) from None
+    if answer.strip() not in (b"ready", b"already running"):
+        raise PoolError(f"the local pool could not be started: {_last_line(log_path)} Its log is {log_path}.")
+
+
+def _last_line(path: Path) -> str:
+    try:
+        lines = path.read_text(errors="replace").strip().splitlines()
+    except OSError:
+        return "it said nothing."
+    return f"{lines[-1]}." if lines else "it said nothing."

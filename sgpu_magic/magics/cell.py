@@ -1,0 +1,138 @@
+"""A cell and its options become what is submitted: checked, captured, packed, described."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from IPython.core.interactiveshell import InteractiveShell
+
+from sgpu_magic.capture.names import names_read, names_stored
+from sgpu_magic.capture.namespace import cell_sources, collect, submodules_read
+from sgpu_magic.client.interpreter import this_owner
+from sgpu_magic.client.pool import new_key
+from sgpu_magic.config import Settings
+from sgpu_magic.errors import UsageError
+from sgpu_magic.magics.arguments import CellOptions
+from sgpu_magic.payload.pack import Packed, pack_namespace
+from sgpu_magic.protocol.ids import new_id
+from sgpu_magic.protocol.records import CellSource, Placement, RunSpec, Shipped
+
+RANK_NAMES = ("rank", "local_rank", "world_size", "device")
+_WORD = re.compile(r"[^\W\d]\w*")
+_HEAVY_BYTES = 100_000_000
+_CPU_RANKS = 2
+_DEFINITION = re.compile(r"^(?:async\s+)?(?:def|class)\s+(\w+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A run ready to be submitted."""
+
+    spec: RunSpec
+    packed: Packed
+    key: bytes
+    environ: dict[str, str]
+
+
+def prepare(line: str, body: str, options: CellOptions, shell: InteractiveShell, settings: Settings, ranks: int) -> Submission:
+    """Check, capture and pack a cell. Nothing has started when this raises.
+
+    Args:
+        ranks: The number of ranks, decided by the caller.
+
+    Raises:
+        UsageError: The cell is empty, or an option names what does not exist.
+        SyntaxError: It does not compile.
+        SerializationError: A variable can't leave the notebook.
+    """
+    begin = time.perf_counter()
+    magic_line = f"%%distributed {line}".strip()
+    source = f"{magic_line}\n{body}"
+    read = names_read(source, transform=shell.transform_cell)
+    _check_outputs(source, options, shell)
+    namespace = shell.user_ns
+    names = collect(read, namespace, extra=options.extra, exclude=options.exclude)
+    key = new_key()
+    packed = pack_namespace(
+        names,
+        namespace,
+        key,
+        exclude=frozenset(options.exclude),
+        submodules=submodules_read(_WORD.findall(body), names.values()),
+    )
+    shipped = Shipped(
+        names=packed.names,
+        total_bytes=packed.total_bytes,
+        seconds=time.perf_counter() - begin,
+        heavy=tuple((name, size) for name, size in packed.sizes.items() if size > _HEAVY_BYTES),
+        notes=tuple(
+            f"the notebook's variable `{name}` hides the rank's own `{name}`: --exclude {name} gives that back"
+            for name in RANK_NAMES
+            if name in packed.names
+        ),
+    )
+    environ = {**os.environ, **options.variables}
+    counts: Mapping[str, int] = getattr(shell.compile, "_filename_map", {})
+    spec = RunSpec(
+        run_id=new_id(),
+        name=options.name or _name_of(body, shell.execution_count),
+        cell=CellSource(
+            body=body,
+            magic_line=magic_line,
+            execution_count=shell.execution_count,
+            linecache=cell_sources(packed.files, counts),
+        ),
+        placement=Placement(
+            ranks=ranks,
+            device_type=options.device_type or "any",
+            allow_busy=options.allow_busy,
+            stand_in=settings.stand_in == "cpu",
+        ),
+        outputs=options.outputs,
+        owner=this_owner(notebook_name(shell)),
+        timeout_s=options.timeout_s,
+        wait_s=options.wait_s,
+        env_names=tuple(options.variables),
+        shipped=shipped,
+    )
+    return Submission(spec, packed, key, environ)
+
+
+def check_cell(body: str) -> None:
+    """Raise UsageError for a cell without code: it would start ranks for nothing."""
+    if not any(text and not text.startswith("#") for text in map(str.strip, body.splitlines())):
+        raise UsageError("the cell is empty. Write the code that each rank shall run under the %%distributed line.")
+
+
+def _check_outputs(source: str, options: CellOptions, shell: InteractiveShell) -> None:
+    stored = names_stored(source, transform=shell.transform_cell)
+    if stored is None:
+        return
+    for output in options.outputs:
+        shipped_anyway = output.name in options.extra
+        if output.name not in stored and not shipped_anyway and output.name not in shell.user_ns:
+            known = ", ".join(sorted(stored)) or "none"
+            raise UsageError(
+                f"--out names `{output.name}`, which the cell never sets. It sets: {known}. Set it in the cell or "
+                "take it out of --out."
+            )
+
+
+def _name_of(body: str, execution_count: int) -> str:
+    found = _DEFINITION.search(body)
+    return found[1] if found is not None else f"cell {execution_count}"
+
+
+def notebook_name(shell: InteractiveShell) -> str:
+    """The notebook's file, where the front end tells: VS Code in the namespace, Jupyter in a variable."""
+    path = shell.user_ns.get("__vsc_ipynb_file__") or os.environ.get("JPY_SESSION_NAME", "")
+    return os.path.basename(str(path))
+
+
+def default_ranks(has_gpus: int) -> int:
+    """Ranks without `--gpus`: all devices of a machine's one type, else two on CPU."""
+    return has_gpus or _CPU_RANKS

@@ -1,0 +1,240 @@
+"""Where packed bytes lie: inline, in a memory file that is reused, or in a file when memory is short."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sgpu_magic.errors import UsageError
+
+if TYPE_CHECKING:
+    from sgpu_magic.payload.pack import Packed
+
+INLINE_LIMIT = 65536
+"""Largest `total_bytes` that travels inside a message."""
+
+_CHUNK = 16 << 20
+_THREADED_FROM = 8 << 20
+_COPY_THREADS = 2
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def write_packed(packed: Packed, target: memoryview) -> None:
+    """Copy packed bytes into `target`, which has at least `packed.total_bytes` writable bytes.
+
+    Large buffers are copied by two threads: a fresh memory file's pages cost more than the bytes.
+    """
+    target[: len(packed.pickle)] = packed.pickle
+    large: list[tuple[int, memoryview]] = []
+    for (offset, size), view in zip(packed.layout.buffers, packed.buffers, strict=True):
+        if size < _THREADED_FROM:
+            target[offset : offset + size] = view
+        else:
+            large.append((offset, view))
+    if large:
+        _copy_threaded(target, large)
+
+
+def _copy_threaded(target: memoryview, parts: list[tuple[int, memoryview]]) -> None:
+    base = _address(target)
+    lock = threading.Lock()
+    stop = threading.Event()
+
+    def chunks() -> Iterator[tuple[int, int, int]]:
+        for offset, view in parts:
+            source = _address(view)
+            for begin in range(0, view.nbytes, _CHUNK):
+                yield base + offset + begin, source + begin, min(_CHUNK, view.nbytes - begin)
+
+    work = chunks()
+
+    def copy() -> None:
+        while not stop.is_set():
+            with lock:
+                chunk = next(work, None)
+            if chunk is None:
+                return
+            ctypes.memmove(*chunk)  # without the interpreter's lock
+
+    threads = [threading.Thread(target=copy, name="sgpu-copy", daemon=True) for _ in range(_COPY_THREADS - 1)]
+    for thread in threads:
+        thread.start()
+    try:
+        copy()
+    finally:  # also when interrupted: the memory must not go while it is written to
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def _address(view: memoryview) -> int:
+    import numpy
+
+    return int(numpy.frombuffer(view, numpy.uint8).ctypes.data)
+
+
+class SharedBuffer:
+    """A memory file without a name that grows and is used again: touched pages are five times faster to fill.
+
+    Never write while somebody still maps it: private mappings see changes to pages that they have not written.
+    """
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("sgpu-payload", os.MFD_CLOEXEC)
+        self._map: mmap.mmap | None = None
+
+    @property
+    def fd(self) -> int:
+        return self._fd
+
+    @property
+    def size(self) -> int:
+        """Bytes that the file has, at least as many as the last packed object needed."""
+        return 0 if self._map is None else len(self._map)
+
+    def ensure(self, size: int) -> None:
+        """Grow to at least `size` bytes; pages come when they are written."""
+        if self._fd < 0:
+            raise ValueError("this buffer is closed")
+        if size <= self.size:
+            return
+        size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        os.ftruncate(self._fd, size)
+        grown = mmap.mmap(self._fd, size)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                grown.madvise(mmap.MADV_HUGEPAGE)  # helps where shmem_enabled is `advise`
+            except OSError:
+                pass
+        if self._map is not None:
+            self._map.close()
+        self._map = grown
+
+    def write(self, packed: Packed) -> None:
+        """Copy packed bytes to the start of the file, growing it as needed."""
+        self.ensure(max(packed.total_bytes, 1))
+        assert self._map is not None
+        with memoryview(self._map) as target:
+            write_packed(packed, target)
+
+    def close(self) -> None:
+        """Give the memory back, once the last mapping elsewhere has gone too."""
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> SharedBuffer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            self.close()
+
+
+def write_file(packed: Packed, path: Path | str) -> None:
+    """Write packed bytes to `path`, whole or not at all, readable for this user only.
+
+    Raises:
+        UsageError: The disk has not enough room.
+    """
+    path = Path(path)
+    free = shutil.disk_usage(path.parent).free
+    if packed.total_bytes > free:
+        raise UsageError(
+            f"the cell's variables take {packed.total_bytes / 1e9:,.1f} GB, but the disk under {path.parent} has only "
+            f"{free / 1e9:,.1f} GB free. Ship less (--exclude), free some room, or set SGPU_STATE_DIR to a larger disk."
+        )
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            with open(descriptor, "wb", buffering=0) as file:
+                _write_all(file.fileno(), 0, memoryview(packed.pickle))
+                for (offset, _), view in zip(packed.layout.buffers, packed.buffers, strict=True):
+                    _write_all(file.fileno(), offset, view)
+            os.replace(unfinished, path)
+        except BaseException:
+            os.unlink(unfinished)
+            raise
+    except OSError as error:
+        raise UsageError(
+            f"the cell's variables ({packed.total_bytes / 1e9:,.1f} GB) can't be written under {path.parent}: "
+            f"{error.strerror}. Ship less (--exclude) or set SGPU_STATE_DIR to a larger disk."
+        ) from error
+
+
+def _write_all(fd: int, offset: int, view: memoryview) -> None:
+    while view.nbytes:
+        written = os.pwrite(fd, view[: 1 << 30], offset)
+        view, offset = view[written:], offset + written
+
+
+def memory_available_bytes() -> int:
+    """Return the memory that can still be taken: the machine's, or what the control group leaves."""
+    available = [_meminfo_available()]
+    for directory, limit_name, usage_name, stat_name in _cgroup_directories():
+        limit, usage = _number(directory / limit_name), _number(directory / usage_name)
+        if limit is not None and usage is not None:
+            available.append(max(0, limit - usage + _inactive_file(directory / "memory.stat", stat_name)))
+    return min(available)
+
+
+def _meminfo_available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cgroup_directories() -> Iterator[tuple[Path, str, str, str]]:
+    """Yield this process's memory groups up to the root, in both versions of the interface."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            root, names = _CGROUP, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root, names = (
+                _CGROUP / "memory",
+                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+            )
+        else:
+            continue
+        directory = root / path.lstrip("/")
+        while True:
+            yield directory, *names
+            if directory == root or root not in directory.parents:
+                break
+            directory = directory.parent
+
+
+def _number(file: Path) -> int | None:
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _inactive_file(file: Path, name: str) -> int:
+    """Bytes of cached files that the kernel would drop first."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(name + " ")), 0)

@@ -1,0 +1,255 @@
+"""From objects to a pickle stream and its out-of-band buffers."""
+
+from __future__ import annotations
+
+import io
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from sgpu_magic.errors import SerializationError
+from sgpu_magic.payload import culprit
+from sgpu_magic.payload.buffers import write_packed
+from sgpu_magic.payload.code_names import is_ipythons, loaded_names
+from sgpu_magic.payload.pickler import NamespacePickler
+from sgpu_magic.payload.unpack import compute_mac
+from sgpu_magic.protocol.records import PackedLayout
+
+_ALIGNMENT = 64
+# names that need each other while they are rebuilt can't always be brought into order
+_MOST_TRIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Packed objects, not yet copied anywhere: `buffers` are views of the notebook's own memory.
+
+    Args:
+        pickle: The pickle stream.
+        buffers: Flat views (format `B`) of the out-of-band buffers, in order.
+        layout: Where they lie once written.
+        names: Names that are set on the other side; empty for `pack_object`.
+        sizes: Bytes by name, pickle and buffers; an object under several names counts for the first.
+        total_bytes: Size of the packed bytes.
+        files: File names of the functions that go along, `<ipython-input-...>` or real ones.
+    """
+
+    pickle: bytes
+    buffers: list[memoryview]
+    layout: PackedLayout
+    names: tuple[str, ...]
+    sizes: dict[str, int]
+    total_bytes: int
+    files: tuple[str, ...] = ()
+
+    def to_bytes(self) -> bytes:
+        """Return all as one bytes object, laid out as `layout` says."""
+        target = bytearray(self.total_bytes)
+        write_packed(self, memoryview(target))
+        return bytes(target)
+
+
+def pack_namespace(
+    names: dict[str, object],
+    namespace: dict[str, object],
+    key: bytes,
+    *,
+    exclude: frozenset[str] = frozenset(),
+    submodules: Iterable[str] = (),
+) -> Packed:
+    """Pack values by name, and with them every name that their functions and classes read.
+
+    Args:
+        names: What the cell reads.
+        namespace: The notebook's namespace; globals of its functions.
+        key: The run's key.
+        exclude: Names that stay here whoever reads them.
+        submodules: Names of loaded modules to import on the other side too.
+
+    Raises:
+        SerializationError: A value can't be pickled; names the path to the culprit and the remedy.
+    """
+    values = {name: value for name, value in names.items() if name not in exclude}
+    packing = _Packing(namespace, exclude, tuple(submodules))
+    order = _in_order(values, lambda name: _names_needed(values.get(name, namespace.get(name)), namespace))
+    for _ in range(_MOST_TRIES):
+        packing.run(values, order)
+        better = _in_order(packing.needs, lambda name: packing.needs.get(name, {}))
+        if better == packing.done or not packing.has_late_names():
+            break
+        order = better
+    return packing.result(key)
+
+
+def pack_object(obj: object, namespace: dict[str, object], key: bytes) -> Packed:
+    """Pack one value, for results and exceptions: functions carry their globals by name only.
+
+    Args:
+        obj: The value; `{"names": {...}, "value": ...}` is told apart in messages.
+        namespace: Globals of the functions that map onto the other side's namespace.
+        key: The run's key.
+
+    Raises:
+        SerializationError: It can't be pickled; names the path to the culprit and the remedy.
+    """
+    stream = io.BytesIO()
+    buffers: list[memoryview] = []
+    pickler = NamespacePickler(stream, namespace, buffers, returning=True)
+    try:
+        pickler.dump(obj)
+    except Exception as error:  # __reduce__ and __getstate__ of any class run here
+        raise SerializationError(culprit.explain_result(obj, pickler.last, error)) from error
+    return _packed(stream.getvalue(), buffers, key, (), {}, tuple(pickler.files))
+
+
+class _Packing:
+    """One go, and perhaps a second, at packing a namespace.
+
+    Args:
+        namespace: The notebook's namespace.
+        exclude: Names that stay here.
+        submodules: Modules to import on the other side.
+    """
+
+    def __init__(
+        self, namespace: dict[str, object], exclude: frozenset[str], submodules: tuple[str, ...]
+    ) -> None:
+        self._namespace = namespace
+        self._exclude = exclude
+        self._submodules = submodules
+        self.needs: dict[str, dict[str, None]] = {}
+
+    def run(self, values: dict[str, object], order: Iterable[str]) -> None:
+        """Pickle `values`, the given order first, then what they turn out to need, until nothing is new."""
+        self.done: list[str] = []
+        self.needs = {}
+        self._values = dict(values)
+        self._sizes: dict[str, int] = {}
+        self._buffers: list[memoryview] = []
+        self._stream = io.BytesIO()
+        self._pickler = NamespacePickler(self._stream, self._namespace, self._buffers)
+        self._asked = list(values)
+        waiting = dict.fromkeys([*order, *values])
+        while waiting:
+            name = next(iter(waiting))
+            del waiting[name]
+            if name not in self._values:
+                if not self._is_shippable(name):
+                    continue
+                self._values[name] = self._namespace[name]
+            waiting.update(dict.fromkeys(new for new in self._dump(name) if new not in self._sizes))
+        self._pickler.found = {}
+        self._pickler.dump(tuple(self._submodule_objects()))
+        self.files = tuple(self._pickler.files)
+
+    def _is_shippable(self, name: str) -> bool:
+        if name not in self._namespace or name in self._exclude:
+            return False
+        return not is_ipythons(name, self._namespace[name])
+
+    def _submodule_objects(self) -> Iterable[types.ModuleType]:
+        import sys
+
+        return (sys.modules[name] for name in self._submodules if name in sys.modules)
+
+    def _dump(self, name: str) -> dict[str, None]:
+        begin, first_buffer = self._stream.tell(), len(self._buffers)
+        value = self._values[name]
+        self._pickler.found = {}
+        self._pickler.dump(name)
+        try:
+            self._pickler.dump(value)
+        except Exception as error:  # __reduce__ and __getstate__ of any class run here
+            chain = self._chain(name)
+            values = {link: self._values.get(link, self._namespace.get(link)) for link in chain}
+            raise SerializationError(
+                culprit.explain_name(chain, values, self._pickler.last, error)
+            ) from error
+        size = self._stream.tell() - begin + sum(view.nbytes for view in self._buffers[first_buffer:])
+        self._sizes[name] = size
+        self.done.append(name)
+        found = {
+            n: None for n in self._pickler.found if n != name and (n in self._values or self._is_shippable(n))
+        }
+        self.needs[name] = found
+        return found
+
+    def _chain(self, target: str) -> list[str]:
+        """Return the shortest chain of names, each needing the next, from one that was asked for to `target`."""
+        ways: dict[str, list[str]] = {name: [name] for name in self._asked}
+        waiting = list(self._asked)
+        while waiting and target not in ways:
+            name = waiting.pop(0)
+            value = self._values.get(name, self._namespace.get(name))
+            for needed in self.needs.get(name, _names_needed(value, self._namespace)):
+                if needed not in ways:
+                    ways[needed] = [*ways[name], needed]
+                    waiting.append(needed)
+        return ways.get(target, [target])
+
+    def has_late_names(self) -> bool:
+        """Whether rebuilding some value could run a function before the names that it reads are there."""
+        at = {name: index for index, name in enumerate(self.done)}
+        return any(
+            at[needed] > at[name]
+            for name, needed_names in self.needs.items()
+            if not isinstance(self._values[name], types.FunctionType)
+            for needed in needed_names
+        )
+
+    def result(self, key: bytes) -> Packed:
+        return _packed(self._stream.getvalue(), self._buffers, key, tuple(self.done), self._sizes, self.files)
+
+
+def _packed(
+    stream: bytes,
+    buffers: list[memoryview],
+    key: bytes,
+    names: tuple[str, ...],
+    sizes: dict[str, int],
+    files: tuple[str, ...],
+) -> Packed:
+    end = len(stream)
+    table: list[tuple[int, int]] = []
+    for view in buffers:
+        offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+        table.append((offset, view.nbytes))
+        end = offset + view.nbytes
+    places = tuple(table)
+    layout = PackedLayout(pickle_size=len(stream), buffers=places, mac=compute_mac(key, stream, places))
+    return Packed(stream, buffers, layout, names, sizes, end, files)
+
+
+def _in_order(names: Iterable[str], needs: Callable[[str], Iterable[str]]) -> list[str]:
+    """Return `names` and what they need, each after what it needs where that is possible."""
+    ordered: dict[str, None] = {}
+    seen: set[str] = set()
+    for root in names:
+        stack = [(root, False)]
+        while stack:
+            name, is_ready = stack.pop()
+            if is_ready:
+                ordered[name] = None
+            elif name not in seen:
+                seen.add(name)
+                stack.append((name, True))
+                stack.extend((needed, False) for needed in reversed(list(needs(name))))
+    return list(ordered)
+
+
+def _names_needed(value: object, namespace: dict[str, object]) -> list[str]:
+    """Return the names that `value` certainly needs, seen without pickling it: for a good first order."""
+    if isinstance(value, types.FunctionType):
+        names = loaded_names(value.__code__) if value.__globals__ is namespace else {}
+        return [name for name in names if name in namespace]
+    cls = value if isinstance(value, type) else type(value)
+    own = [base for base in cls.__mro__ if base.__module__ == namespace.get("__name__")]
+    needed: dict[str, None] = {}
+    for base in own:
+        if base is not value and base.__name__ in namespace:
+            needed[base.__name__] = None
+        for part in vars(base).values():
+            function = getattr(part, "__func__", None) or getattr(part, "fget", None) or part
+            if isinstance(function, types.FunctionType):
+                needed.update(dict.fromkeys(_names_needed(function, namespace)))
+    return list(needed)

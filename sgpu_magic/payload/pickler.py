@@ -1,0 +1,228 @@
+"""The pickler: cloudpickle's, with the notebook's functions on the other side's namespace and tensors out of band."""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, cast
+
+import cloudpickle
+from cloudpickle import cloudpickle as cloudpickle_impl
+
+from sgpu_magic.payload import tensors, unpack
+from sgpu_magic.payload.code_names import loaded_names
+
+# smaller buffers lie in the pickle stream: an entry in the table and a mapping's alignment cost more
+_SMALLEST_BUFFER = 4096
+_LRU_TYPE = type(functools.lru_cache(lambda: None))
+_STANDARD_STREAMS = ("stdin", "stdout", "stderr")
+
+
+class _NamespaceRef:
+    """Stands for the notebook's namespace in the stream."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return unpack.current_namespace, ()
+
+
+class _CellRef:
+    """Stands for one closure cell, so that functions that share it still share it afterwards."""
+
+    def __init__(self, cell: types.CellType) -> None:
+        self.cell = cell
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return unpack.make_cell, ()
+
+
+class NamespacePickler(cloudpickle.Pickler):
+    """Pickles values of one namespace; further `dump`s share the memo, so shared objects stay shared.
+
+    Args:
+        file: Takes the stream.
+        namespace: Functions with these globals get the other side's namespace instead of a copy.
+        buffers: Takes the out-of-band buffers, in order.
+        returning: Values go back to where their classes came from.
+
+    Attributes:
+        found: Names of the namespace that the functions and classes pickled so far need; the caller empties it.
+        files: File names of the functions' code.
+        last: The object that was looked at last: the culprit when pickling failed.
+    """
+
+    def __init__(
+        self,
+        file: io.BytesIO,
+        namespace: dict[str, object],
+        buffers: list[memoryview],
+        *,
+        returning: bool = False,
+    ) -> None:
+        super().__init__(file, protocol=5, buffer_callback=_buffer_taker(buffers))
+        self._namespace = namespace
+        self._namespace_ref = _NamespaceRef()
+        self._returning = returning
+        self._cells: dict[int, _CellRef] = {}
+        self._storages: dict[tuple[str, int], tensors.StorageRef] = {}
+        self._torch = sys.modules.get("torch")
+        self._numpy = sys.modules.get("numpy")
+        self._by_type: dict[type[object], Callable[[NamespacePickler, Any], Any] | None] = {}
+        self.found: dict[str, None] = {}
+        self.files: dict[str, None] = {}
+        self.last: object = None
+
+    def reducer_override(self, obj: Any) -> Any:
+        self.last = obj
+        kind = cast("type[object]", type(obj))
+        try:
+            reduce = self._by_type[kind]
+        except KeyError:
+            reduce = self._by_type[kind] = self._reducer_for(obj)
+        return NotImplemented if reduce is None else reduce(self, obj)
+
+    def _reducer_for(self, obj: object) -> Callable[[NamespacePickler, Any], Any] | None:
+        """Return how all objects of this type are reduced, None for pickle's and the dispatch table's way.
+
+        Functions that are not bound: a cycle would keep the buffers in memory.
+        """
+        here = type(self)
+        if isinstance(obj, types.FunctionType):
+            return here._reduce_function
+        if isinstance(obj, type):
+            return here._reduce_class
+        if isinstance(obj, _LRU_TYPE):
+            return here._reduce_lru_cache
+        if isinstance(obj, io.IOBase):
+            return here._reduce_stream
+        if self._torch is not None and type(obj) is self._torch.Tensor:
+            return here._reduce_tensor
+        if self._torch is not None and tensors.is_storage(self._torch, obj):
+            return here._reduce_storage
+        if self._numpy is not None and isinstance(obj, self._numpy.ndarray):
+            return here._reduce_array
+        return None
+
+    def _reduce_tensor(self, tensor: Any) -> Any:
+        reduced = tensors.reduce_tensor(self._torch, tensor)
+        return NotImplemented if reduced is None else reduced
+
+    def _reduce_storage(self, storage: Any) -> Any:
+        reduced = tensors.reduce_storage(self._torch, storage, self._storages)
+        return NotImplemented if reduced is None else reduced
+
+    def _reduce_function(self, function: types.FunctionType) -> Any:
+        if function.__globals__ is not self._namespace:
+            return super().reducer_override(function)
+        code = function.__code__
+        names = [name for name in loaded_names(code) if name in self._namespace]
+        self.found.update(dict.fromkeys(names))
+        self._note(function)
+        self.files[code.co_filename] = None
+        cells = function.__closure__
+        contents: dict[int, object] = {}
+        for index, cell in enumerate(cells or ()):
+            try:
+                contents[index] = cell.cell_contents
+            except ValueError:  # not bound yet
+                continue
+        slots = {
+            name: getattr(function, name)
+            for name in (
+                "__name__",
+                "__qualname__",
+                "__module__",
+                "__doc__",
+                "__defaults__",
+                "__kwdefaults__",
+            )
+        }
+        slots["__annotations__"] = function.__annotations__
+        if getattr(function, "__type_params__", ()):
+            slots["__type_params__"] = function.__type_params__  # pyright: ignore[reportAttributeAccessIssue]
+        reached = [*(self._namespace[name] for name in names), *contents.values()]
+        find_submodules: Callable[..., list[object]] = cloudpickle_impl._find_imported_submodules
+        state = (dict(function.__dict__), slots, contents, find_submodules(code, reached))
+        refs = (
+            None
+            if cells is None
+            else tuple(self._cells.setdefault(id(cell), _CellRef(cell)) for cell in cells)
+        )
+        return (
+            unpack.make_function,
+            (code, self._namespace_ref, refs),
+            state,
+            None,
+            None,
+            unpack.set_function_state,
+        )
+
+    def _reduce_class(self, cls: type) -> Any:
+        reduced = super().reducer_override(cls)
+        if not isinstance(reduced, tuple) or len(reduced) != 6:
+            return reduced  # by reference
+        self._note(cls)
+        if not self._returning:
+            unpack.known_classes.add(cls)
+            return reduced
+        make, arguments, state = reduced[:3]
+        return unpack.find_or_make_class, (make, *arguments), state, None, None, unpack.set_class_state
+
+    def _note(self, obj: type | types.FunctionType) -> None:
+        """A top-level function or class goes along under its name: code on a rank may pickle it by that."""
+        head, *rest = obj.__qualname__.split(".")
+        found: object = self._namespace.get(head)
+        for part in rest:
+            found = vars(found).get(part) if isinstance(found, type) else None
+        if found is obj:
+            self.found[head] = None
+
+    def _reduce_lru_cache(self, cached: Any) -> Any:
+        wrapped = cached.__wrapped__
+        if getattr(wrapped, "__globals__", None) is not self._namespace:
+            return NotImplemented
+        # its own reduce names it in __main__, where it may not be
+        options = cached.cache_parameters()
+        self._note(cached)
+        return unpack.make_lru_cache, (wrapped, options["maxsize"], options["typed"])
+
+    def _reduce_array(self, array: Any) -> Any:
+        """Arrays that numpy would copy into the stream: dates, not contiguous ones, those mapped from a file."""
+        numpy: Any = self._numpy
+        if (
+            type(array) not in (numpy.ndarray, numpy.memmap)
+            or array.dtype.hasobject
+            or array.nbytes < _SMALLEST_BUFFER
+        ):
+            return NotImplemented
+        is_contiguous = array.flags.c_contiguous or array.flags.f_contiguous
+        is_date = array.dtype.kind in "mM"  # has no buffer interface
+        if type(array) is numpy.ndarray and is_contiguous and not is_date:
+            return NotImplemented
+        plain = numpy.asarray(array) if is_contiguous else numpy.ascontiguousarray(array)
+        if is_date:
+            return unpack.view_as, (plain.view("i8"), plain.dtype)
+        return plain.__reduce_ex__(5)
+
+    def _reduce_stream(self, stream: io.IOBase) -> Any:
+        for name in _STANDARD_STREAMS:
+            if stream is getattr(sys, name) or stream is getattr(sys, f"__{name}__"):
+                return getattr, (sys, name)
+        if isinstance(stream, io.BytesIO | io.StringIO):
+            return NotImplemented
+        # cloudpickle would read a file to its end and ship the text
+        raise TypeError(f"cannot pickle '{type(stream).__name__}' object")
+
+
+def _buffer_taker(buffers: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
+    def take(buffer: pickle.PickleBuffer) -> bool:
+        view = buffer.raw()
+        if view.nbytes < _SMALLEST_BUFFER:
+            return True  # in band
+        buffers.append(view)
+        return False
+
+    return take

@@ -1,0 +1,209 @@
+"""From packed bytes back to objects. Light: imports nothing that a rank does not have anyway.
+
+Nothing is unpickled before the MAC under the run's key and the table of buffers were checked. Arrays and tensors lie
+in the given bytes, without a copy.
+"""
+
+from __future__ import annotations
+
+import hmac
+import io
+import mmap
+import pickle
+import struct
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from sgpu_magic.errors import SerializationError
+from sgpu_magic.protocol.records import PackedLayout
+
+PackedBytes = bytes | bytearray | memoryview | mmap.mmap
+
+_MAC_PREFIX = b"sgpu-magic packed 1\0"
+_namespace: ContextVar[dict[str, object]] = ContextVar("sgpu_namespace")
+# notebook classes that this process has sent or received: one that comes back is the one that left
+known_classes: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def compute_mac(key: bytes, stream: bytes | memoryview, buffers: tuple[tuple[int, int], ...]) -> bytes:
+    """Return the HMAC-SHA256 under `key` over a pickle stream and its table of buffers."""
+    mac = hmac.new(key, _MAC_PREFIX, "sha256")
+    mac.update(
+        struct.pack(
+            f"<QQ{2 * len(buffers)}Q", len(stream), len(buffers), *(n for pair in buffers for n in pair)
+        )
+    )
+    mac.update(stream)
+    return mac.digest()
+
+
+def unpack(data: PackedBytes, layout: PackedLayout, key: bytes, namespace: dict[str, object]) -> object:
+    """Return the object that `pack_object` packed.
+
+    Args:
+        data: The packed bytes; arrays and tensors keep lying in it. Read-only bytes are copied once.
+        layout: Its layout, as it came with it.
+        key: The run's key.
+        namespace: The globals of functions that come along.
+
+    Raises:
+        SerializationError: The bytes are not what the key's holder packed, or can't be rebuilt here.
+    """
+    unpickler = _checked_unpickler(data, layout, key)
+    with _standing_in(namespace):
+        return _load(unpickler, "the value")
+
+
+def unpack_namespace(
+    data: PackedBytes, layout: PackedLayout, key: bytes, namespace: dict[str, object]
+) -> None:
+    """Set the names that `pack_namespace` packed in `namespace`.
+
+    Args:
+        data: As for `unpack`.
+        layout: As for `unpack`.
+        key: As for `unpack`.
+        namespace: Filled in place; also the globals of the functions that come along.
+
+    Raises:
+        SerializationError: As for `unpack`; names the variable that can't be rebuilt.
+    """
+    unpickler = _checked_unpickler(data, layout, key)
+    with _standing_in(namespace):
+        while True:
+            name = _load(unpickler, "the next name")
+            if not isinstance(name, str):
+                return
+            namespace[name] = _load(unpickler, f"`{name}`")
+
+
+def _checked_unpickler(data: PackedBytes, layout: PackedLayout, key: bytes) -> pickle.Unpickler:
+    view = memoryview(data)
+    if view.format != "B" or view.ndim != 1:
+        view = view.cast("B")
+    size = view.nbytes
+    if not 0 <= layout.pickle_size <= size or any(
+        offset < layout.pickle_size or length < 0 or offset + length > size
+        for offset, length in layout.buffers
+    ):
+        raise SerializationError(
+            f"a packed object does not fit its {size:,} bytes: it was cut short on its way. Run the cell again."
+        )
+    stream = view[: layout.pickle_size]
+    if not hmac.compare_digest(compute_mac(key, stream, layout.buffers), layout.mac):
+        raise SerializationError(
+            "a packed object does not carry this run's signature, so it was not unpickled. Somebody or something changed "
+            "it on its way. Run the cell again."
+        )
+    if view.readonly and layout.buffers:
+        view = memoryview(bytearray(view))
+    buffers = [view[offset : offset + length] for offset, length in layout.buffers]
+    return pickle.Unpickler(io.BytesIO(stream), buffers=buffers)
+
+
+@contextmanager
+def _standing_in(namespace: dict[str, object]) -> Iterator[None]:
+    token = _namespace.set(namespace)
+    try:
+        yield
+    finally:
+        _namespace.reset(token)
+
+
+def _load(unpickler: pickle.Unpickler, what: str) -> Any:
+    try:
+        return unpickler.load()
+    except Exception as error:  # noqa: BLE001  constructors and __setstate__ of any class run here
+        raise SerializationError(
+            f"{what} can't be rebuilt on the other side: {type(error).__name__}: {error}. {_remedy(error)}"
+        ) from error
+
+
+def _remedy(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return "That module has to be installed where the value arrives."
+    if isinstance(error, AttributeError):
+        return "Its class or function has to exist in the same version where the value arrives."
+    return "Create it inside the cell, or give its class __reduce__ or __getstate__ and __setstate__ that work elsewhere."
+
+
+def map_private(fd: int, size: int) -> mmap.mmap:
+    """Map `size` bytes of `fd` copy-on-write: writable, never written back."""
+    flags: dict[str, Any] = {"flags": mmap.MAP_PRIVATE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
+    if sys.version_info >= (3, 13):
+        flags["trackfd"] = False  # else the mapping keeps a duplicate of the descriptor
+    return mmap.mmap(fd, size, **flags)
+
+
+# ---------------------------------------------------------------- what pickle streams call
+
+
+def current_namespace() -> dict[str, object]:
+    """Return the namespace that is being filled: the globals of functions that come from a notebook.
+
+    Raises:
+        SerializationError: A packed stream is read by something other than `unpack`.
+    """
+    try:
+        return _namespace.get()
+    except LookupError:
+        raise SerializationError(
+            "a packed notebook function can only be read by sgpu_magic.payload.unpack."
+        ) from None
+
+
+def make_cell() -> types.CellType:
+    return types.CellType()
+
+
+def make_function(
+    code: types.CodeType, namespace: dict[str, object], closure: tuple[types.CellType, ...] | None
+) -> types.FunctionType:
+    return types.FunctionType(code, namespace, None, None, closure)
+
+
+def set_function_state(
+    function: types.FunctionType,
+    state: tuple[dict[str, object], dict[str, object], dict[int, object], list[object]],
+) -> None:
+    """Fill a function: its attributes, slots and closure; the fourth part only has to be imported."""
+    attributes, slots, contents, _ = state
+    function.__dict__.update(attributes)
+    for index, value in contents.items():
+        (function.__closure__ or ())[index].cell_contents = value
+    for name, value in slots.items():
+        setattr(function, name, value)
+
+
+def view_as(array: Any, dtype: Any) -> Any:
+    return array.view(dtype)
+
+
+def make_lru_cache(function: Callable[..., object], maxsize: int | None, typed: bool) -> object:
+    import functools
+
+    return functools.lru_cache(maxsize, typed)(function)
+
+
+def find_or_make_class(make: Callable[..., type], *arguments: Any) -> type:
+    """Return the class that left this process under the tracker's id, else a new one."""
+    from cloudpickle import cloudpickle
+
+    by_id: Any = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID  # pyright: ignore[reportPrivateUsage]
+    known = by_id.get(arguments[-2])
+    return make(*arguments) if known is None else known
+
+
+def set_class_state(cls: type, state: Any) -> None:
+    """Fill a class that comes back, unless it is one that this process has already."""
+    from cloudpickle import cloudpickle
+
+    if cls not in known_classes:
+        known_classes.add(cls)
+        set_state: Any = cloudpickle._class_setstate  # pyright: ignore[reportPrivateUsage]
+        set_state(cls, state)

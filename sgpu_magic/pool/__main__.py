@@ -1,0 +1,63 @@
+"""`python -m sgpu_magic.pool`: the local pool. Started by the first client that needs it.
+
+Standard input may carry one encoded `Warm`, so that the zygote starts before anything else; one line on standard
+output says `ready`, or why not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+
+def main() -> None:
+    first_order = sys.stdin.buffer.read()
+    # leave the kernel's family: a kernel that shuts down signals its children, and the pool outlives kernels
+    if os.fork() > 0:
+        os._exit(0)
+    os.setsid()
+    os.chdir("/")
+    from sgpu_magic import config, processes
+    from sgpu_magic.pool.lifecycle import AlreadyRunning, PoolPresence
+
+    processes.become_subreaper()
+    settings = config.load_settings()
+    config.private_dir(settings.runtime_path)
+    config.private_dir(settings.state_path)
+    try:
+        presence = PoolPresence(settings.runtime_path)
+    except AlreadyRunning:
+        print("already running", flush=True)
+        return
+    _run(settings, presence, first_order)
+    processes.kill_descendants()
+
+
+def _run(settings, presence, first_order: bytes) -> None:  # noqa: ANN001
+    import msgspec
+
+    from sgpu_magic.engines.local import LocalEngine
+    from sgpu_magic.protocol.messages import Warm
+
+    warm = msgspec.msgpack.decode(first_order, type=Warm) if first_order else None
+    engine = LocalEngine(settings, warm)
+    # only now what takes longer to import: the zygote is on its way
+
+    async def serve() -> None:
+        from sgpu_magic.pool.service import PoolService
+
+        service = PoolService(settings, presence, engine)
+        presence.announce()
+        print("ready", flush=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        try:
+            await service.finished
+        finally:
+            service.close()
+
+    asyncio.run(serve())
+
+
+if __name__ == "__main__":
+    main()

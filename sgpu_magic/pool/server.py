@@ -1,0 +1,146 @@
+"""Clients' messages in, replies and events out: a ZeroMQ router on a socket in a private directory.
+
+ZeroMQ hides a peer's death, so each client names its process and the service holds a pidfd of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from sgpu_magic.protocol import codec
+from sgpu_magic.protocol.messages import ClientMessage, Hello
+from sgpu_magic.protocol.records import Record
+
+_NO_PIDFD_POLL_S = 1.0
+
+
+@dataclass(eq=False, slots=True)
+class ConnectedClient:
+    """One process that said hello.
+
+    Args:
+        identity: Its ZeroMQ identity.
+        pid: Its process.
+        pidfd: Readable when it is dead; None where the system has none.
+    """
+
+    identity: bytes
+    pid: int
+    pidfd: int | None = None
+
+
+class Server:
+    """The router. Used from the loop's thread only.
+
+    Args:
+        path: The socket's path.
+        on_message: Called with the client, the message and its raw frames.
+        on_gone: Called when a client's process is dead.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        on_message: Callable[[ConnectedClient, ClientMessage, Sequence[bytes]], None],
+        on_gone: Callable[[ConnectedClient], None],
+    ) -> None:
+        self._on_message = on_message
+        self._on_gone = on_gone
+        self._clients: dict[bytes, ConnectedClient] = {}
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        # a bounded queue would drop events in silence; what is in it is bounded by the batches' limits
+        self._socket.sndhwm = self._socket.rcvhwm = 0
+        self._socket.bind(f"ipc://{path}")
+        os.chmod(path, 0o600)
+        self._loop.add_reader(self._socket.fileno(), self._drain)
+        self._drain_scheduled = False
+
+    @property
+    def clients(self) -> list[ConnectedClient]:
+        return list(self._clients.values())
+
+    def send(self, client: ConnectedClient, message: Record, frames: Sequence[bytes] = ()) -> None:
+        """Send, unless the client is gone."""
+        self._socket.send_multipart([client.identity, codec.encode(message), *frames], zmq.NOBLOCK, copy=True)
+        # a send can swallow the edge that tells of arrived messages
+        if not self._drain_scheduled:
+            self._drain_scheduled = True
+            self._loop.call_soon(self._drain)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._socket.fileno())
+        for client in self.clients:
+            self._forget(client)
+        self._socket.close()
+        self._context.term()
+
+    def _drain(self) -> None:
+        self._drain_scheduled = False
+        while not self._socket.closed:
+            try:
+                identity, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=True)
+            except zmq.Again:
+                return
+            if not parts:
+                continue
+            try:
+                message = codec.client_messages.decode(parts[0])
+            except msgspec.DecodeError:
+                # not our protocol: whoever it is gets no answer and nothing happens
+                continue
+            client = self._clients.get(identity)
+            if isinstance(message, Hello):
+                client = self._greet(identity, message)
+            if client is not None:
+                self._on_message(client, message, parts[1:])
+
+    def _greet(self, identity: bytes, hello: Hello) -> ConnectedClient | None:
+        client = self._clients.get(identity)
+        if client is not None:
+            return client
+        client = ConnectedClient(identity, hello.pid)
+        if hasattr(os, "pidfd_open"):
+            try:
+                client.pidfd = os.pidfd_open(hello.pid)
+            except OSError:
+                return None
+            self._loop.add_reader(client.pidfd, self._died, client)
+        else:
+            self._loop.call_later(_NO_PIDFD_POLL_S, self._poll, client)
+        self._clients[identity] = client
+        return client
+
+    def _poll(self, client: ConnectedClient) -> None:
+        if client.identity not in self._clients:
+            return
+        try:
+            os.kill(client.pid, 0)
+        except OSError:
+            self._died(client)
+        else:
+            self._loop.call_later(_NO_PIDFD_POLL_S, self._poll, client)
+
+    def _died(self, client: ConnectedClient) -> None:
+        self._forget(client)
+        self._on_gone(client)
+
+    def _forget(self, client: ConnectedClient) -> None:
+        self._clients.pop(client.identity, None)
+        if client.pidfd is not None:
+            self._loop.remove_reader(client.pidfd)
+            os.close(client.pidfd)
+            client.pidfd = None
+
+    def drop(self, client: ConnectedClient) -> None:
+        """The client said goodbye."""
+        self._forget(client)

@@ -1,0 +1,44 @@
+"""The answer to `AskStatus`, put together from the scheduler's view and the ledger's rows."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+from sgpu_magic import __version__
+from sgpu_magic.pool.ledger import Ledger
+from sgpu_magic.pool.scheduler import Scheduler
+from sgpu_magic.protocol.messages import AskStatus, PoolStatus, RunSummary
+from sgpu_magic.protocol.records import Inventory
+
+
+def pool_status(
+    question: AskStatus,
+    inventory: Inventory,
+    scheduler: Scheduler,
+    ledger: Ledger,
+    *,
+    started_at: float,
+    clients: int,
+) -> PoolStatus:
+    """Newest runs first; those that wait carry their position and what they wait for."""
+    waiting = {run.run_id: run.told for run in scheduler.runs if run.told is not None}
+    runs = tuple(_with_position(row, waiting.get(row.run_id)) for row in ledger.recent(question.recent))
+    return PoolStatus(
+        request=question.request,
+        pool="local",
+        pid=os.getpid(),
+        package_version=__version__,
+        started_at=started_at,
+        inventory=inventory,
+        cpu_slots_free=scheduler.cpu_slots_free,
+        runs=runs,
+        clients=clients,
+    )
+
+
+def _with_position(row: RunSummary, told: tuple[int, str] | None) -> RunSummary:
+    if told is None:
+        return row
+    return msgspec.structs.replace(row, position=told[0], waiting_for=told[1])

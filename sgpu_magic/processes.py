@@ -1,0 +1,69 @@
+"""Process plumbing that every kind of process needs: prctl, thread count, descendants."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_LINUX = sys.platform == "linux"
+
+
+def become_subreaper() -> None:
+    """Let orphaned descendants become our children instead of init's, so that none escapes."""
+    if _LINUX:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def die_with_parent(parent: int) -> None:
+    """Get SIGKILL when the parent ends. Exits at once when it is gone already."""
+    if _LINUX:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def thread_count() -> int:
+    """Threads of this process, C and C++ ones included."""
+    if _LINUX:
+        return len(os.listdir("/proc/self/task"))
+    import threading
+
+    return threading.active_count()
+
+
+def descendants(root: int) -> list[int]:
+    """Pids below `root`, parents first. Linux only; elsewhere empty."""
+    if not _LINUX:
+        return []
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{entry}/stat", "rb") as file:
+                # the command in parentheses may hold blanks; the parent is the second field after it
+                parent = int(file.read().rpartition(b")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry))
+    found: list[int] = []
+    level = [root]
+    while level:
+        level = [child for parent in level for child in children.get(parent, ())]
+        found += level
+    return found
+
+
+def kill_descendants() -> None:
+    """Kill and reap everything below this process. As a subreaper it also gets what its children leave behind."""
+    while True:
+        pids = descendants(os.getpid())
+        if not pids:
+            return
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)

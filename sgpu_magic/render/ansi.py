@@ -1,0 +1,172 @@
+"""Escape sequences in the output of ranks: colours become styled spans or stay, everything else is dropped.
+
+Sequences after ECMA-48; colours after xterm's 256-colour table, the sixteen as JupyterLab draws them.
+"""
+
+from __future__ import annotations
+
+import re
+from html import escape
+
+# CSI; strings (OSC, DCS ...) with their ends; other escapes; a cut-off sequence; control characters
+_SEQUENCE = re.compile(
+    r"\x1b\[(?P<params>[0-?]*)[ -/]*(?P<final>[@-~])"
+    r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\|$)"
+    r"|\x1b[PX^_][^\x1b]*(?:\x1b\\|$)"
+    r"|\x1b\[[0-?]*[ -/]*$|\x1b[ -/]*[0-Z\\-~]|\x1b"
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_SGR = re.compile(r"[0-9;:]*")
+
+_BASIC = (
+    "#3e424d",
+    "#e75c58",
+    "#00a250",
+    "#ba8b00",
+    "#208ffb",
+    "#d160c4",
+    "#2aa5a8",
+    "#a09c90",
+    "#6b7280",
+    "#d84a4a",
+    "#00903e",
+    "#b27d12",
+    "#3b82f6",
+    "#b546a8",
+    "#258f8f",
+    "#a1a6b2",
+)
+_LEVELS = (0, 95, 135, 175, 215, 255)
+
+
+def plain(text: str) -> str:
+    """Return `text` without escape sequences and control characters."""
+    return _SEQUENCE.sub("", text) if _CONTROL.search(text) else text
+
+
+def colours_only(text: str) -> str:
+    """Return `text` for a terminal: with its colours, which end with it, without other sequences."""
+    if not _CONTROL.search(text):
+        return text
+    kept = _SEQUENCE.sub(lambda m: m[0] if m["final"] == "m" and _SGR.fullmatch(m["params"]) else "", text)
+    return kept + "\x1b[0m" if "\x1b" in kept else kept
+
+
+def to_html(text: str) -> str:
+    """Return `text` escaped for HTML, colours as inline styles."""
+    if not _CONTROL.search(text):
+        return escape(text, quote=False)
+    pieces: list[str] = []
+    style = _Style()
+    at = 0
+    for match in _SEQUENCE.finditer(text):
+        pieces.append(style.wrap(text[at : match.start()]))
+        at = match.end()
+        if match["final"] == "m":
+            style.change(match["params"])
+    pieces.append(style.wrap(text[at:]))
+    return "".join(pieces)
+
+
+class _Style:
+    """The graphic rendition in force."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._front = ""
+        self._back = ""
+        self._flags: dict[str, str] = {}
+        self._inverse = False
+
+    def wrap(self, text: str) -> str:
+        if not text:
+            return ""
+        front, back = self._front, self._back
+        if self._inverse:
+            front, back = back or "#ffffff", front or "#6b7280"
+        if back and front in (_BASIC[7], _BASIC[15]):
+            front = "#ffffff"  # a grey that reads on a page of either theme, but not on a coloured ground
+        parts = [f"color:{front}"] if front else []
+        parts += [f"background:{back}"] if back else []
+        parts += self._flags.values()
+        safe = escape(text, quote=False)
+        return f'<span style="{";".join(parts)}">{safe}</span>' if parts else safe
+
+    def change(self, params: str) -> None:
+        if not _SGR.fullmatch(params):
+            return
+        codes = [int(code) if code.isdecimal() else 0 for code in re.split("[;:]", params)]
+        at = 0
+        while at < len(codes):
+            code = codes[at]
+            at += 1
+            if code in (38, 48):
+                colour, used = _extended(codes[at:])
+                at += used
+                if code == 38:
+                    self._front = colour
+                else:
+                    self._back = colour
+            else:
+                self._apply(code)
+
+    def _apply(self, code: int) -> None:
+        match code:
+            case 0:
+                self._reset()
+            case 1:
+                self._flags["weight"] = "font-weight:bold"
+            case 2:
+                self._flags["dim"] = "opacity:.65"
+            case 3:
+                self._flags["italic"] = "font-style:italic"
+            case 4:
+                self._flags["line"] = "text-decoration:underline"
+            case 7:
+                self._inverse = True
+            case 9:
+                self._flags["line"] = "text-decoration:line-through"
+            case 22:
+                self._flags.pop("weight", None)
+                self._flags.pop("dim", None)
+            case 23:
+                self._flags.pop("italic", None)
+            case 24 | 29:
+                self._flags.pop("line", None)
+            case 27:
+                self._inverse = False
+            case 39:
+                self._front = ""
+            case 49:
+                self._back = ""
+            case _ if 30 <= code <= 37 or 90 <= code <= 97:
+                self._front = _BASIC[code - 30 if code < 90 else code - 82]
+            case _ if 40 <= code <= 47 or 100 <= code <= 107:
+                self._back = _BASIC[code - 40 if code < 100 else code - 92]
+            case _:
+                pass
+
+
+def _extended(codes: list[int]) -> tuple[str, int]:
+    """Return the colour of the codes after 38 or 48, "" for one unknown, and how many codes it took."""
+    match codes:
+        case [5, index, *_]:
+            return _indexed(min(index, 255)), 2
+        case [2, red, green, blue, *_]:
+            return f"#{min(red, 255):02x}{min(green, 255):02x}{min(blue, 255):02x}", 4
+        case _:
+            return "", len(codes)
+
+
+def _indexed(index: int) -> str:
+    if index < 16:
+        return _BASIC[index]
+    if index < 232:
+        index -= 16
+        red, green, blue = (_LEVELS[step] for step in (index // 36, index // 6 % 6, index % 6))
+        return f"#{red:02x}{green:02x}{blue:02x}"
+    grey = 8 + 10 * (index - 232)
+    return f"#{grey:02x}{grey:02x}{grey:02x}"

@@ -1,0 +1,145 @@
+"""How failures are worded: the culprit whole, everybody else in a line."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable
+
+from sgpu_magic.config import host_name
+from sgpu_magic.protocol.records import Failure
+from sgpu_magic.protocol.states import FailureKind
+from sgpu_magic.render.units import format_ranks, format_seconds
+
+_RULE = re.compile(r"-{5,}")
+_HEADING = re.compile(r"[\w.]+ +Traceback \(most recent call last\):?")
+_FRAME = re.compile(r"(Cell In\[|File |<)")
+_CELL_FRAME = re.compile(r"Cell In\[")
+_MAX_MESSAGE = 300
+
+
+def last_part(type_name: str) -> str:
+    """Return `ValueError` for `builtins.ValueError`."""
+    return type_name.rsplit(".", 1)[-1]
+
+
+def error_line(failure: Failure) -> str:
+    """Return `ValueError: NaN in batch 118`, one line of at most 300 characters."""
+    name = last_part(failure.type_name)
+    message = failure.message.strip()
+    if not name or message.startswith((f"{name}:", f"{failure.type_name}:")) or message == name:
+        line = message or name or f"{failure.kind}"
+    else:
+        line = f"{name}: {message}" if message else name
+    line = line.split("\n", 1)[0]
+    return line if len(line) <= _MAX_MESSAGE else line[:_MAX_MESSAGE] + " ..."
+
+
+def place(failure: Failure, ranks: int) -> str:
+    """Return `rank 1 of 4 (this machine)`, "" when no rank is meant."""
+    if failure.rank is None:
+        return ""
+    here = "this machine" if failure.host.split(".")[0] == host_name() else failure.host
+    return f"rank {failure.rank} of {ranks}" + (f" ({here})" if here else "")
+
+
+def traceback_body(failure: Failure) -> list[str]:
+    """Return the lines of the plain traceback without IPython's rule and heading."""
+    lines = failure.traceback_text.strip("\n").split("\n") if failure.traceback_text.strip() else []
+    while lines and (_RULE.fullmatch(lines[0].strip()) or _HEADING.fullmatch(lines[0].strip())):
+        lines.pop(0)
+    return lines
+
+
+def cell_excerpt(failure: Failure) -> tuple[list[str], bool]:
+    """Return the traceback with the cell's own frames only, and whether frames were left out.
+
+    A traceback without such frames, or with chained exceptions, is returned whole.
+    """
+    body = traceback_body(failure)
+    blocks: list[list[str]] = [[]]
+    for line in body:
+        if line.strip():
+            blocks[-1].append(line)
+        elif blocks[-1]:
+            blocks.append([])
+    blocks = [block for block in blocks if block]
+    is_frame = [bool(_FRAME.match(block[0])) for block in blocks]
+    is_cell = [bool(_CELL_FRAME.match(block[0])) for block in blocks]
+    # frames first, then the message: any other order is a chain of exceptions
+    if not any(is_cell) or is_frame != sorted(is_frame, reverse=True) or all(is_frame):
+        return body, False
+    kept = [block for block, frame, cell in zip(blocks, is_frame, is_cell, strict=True) if cell or not frame]
+    return [line for block in kept for line in block], len(kept) < len(blocks)
+
+
+def died_of(failure: Failure) -> str:
+    """Return `was killed by SIGKILL` or `ended with exit code 3`."""
+    status = failure.exit_status
+    if status is None:
+        return "died"
+    if status >= 0:
+        return f"ended with exit code {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
+
+
+def death_sentence(failure: Failure, ranks: int) -> str:
+    """Return `rank 2 of 4 was killed by SIGKILL: most likely out of memory`."""
+    message = failure.message.strip()
+    subject = f"rank {failure.rank} of {ranks}" if failure.rank is not None else ""
+    if message.startswith(("rank ", "the ")):
+        return message
+    if failure.kind is not FailureKind.WORKER_DIED:
+        return f"{subject}: {message}" if subject and message else message or subject or f"{failure.kind}"
+    died = died_of(failure)
+    if not message:
+        return f"{subject} {died}".strip()
+    if message.startswith(("was ", "died", "ended", "exited")):
+        return f"{subject} {message}".strip()
+    return f"{subject} {died}: {message}".strip()
+
+
+def last_words(failure: Failure, cell: str, last_line: str) -> list[str]:
+    """Return where the rank was and what it had said last, as far as its message does not tell.
+
+    Args:
+        failure: A death without traceback.
+        cell: The cell's name, such as `Cell In[9]`.
+        last_line: The rank's last line of output, "" when there was none.
+    """
+    told: list[str] = []
+    if failure.line is not None and "last Python line" not in failure.message:
+        where = f", in {failure.where}" if failure.where else ""
+        told.append(f"its last Python line: {cell}, line {failure.line}{where}")
+    if last_line.strip() and "last output" not in failure.message:
+        told.append(f"its last output: {last_line.strip()}")
+    return told
+
+
+def other_lines(others: Iterable[Failure], culprit: int | None = None) -> list[str]:
+    """Return one line for each way in which further ranks ended, ranks of the same way together."""
+    ways: dict[str, list[int]] = {}
+    for other in others:
+        if other.rank is not None and other.rank != culprit:
+            ways.setdefault(_way(other), []).append(other.rank)
+    lines: list[str] = []
+    for way, ranks in ways.items():
+        verb = "" if way.startswith(":") else " was " if len(set(ranks)) == 1 else " were "
+        lines.append(f"{format_ranks(ranks)}{verb}{way}")
+    return lines
+
+
+def _way(other: Failure) -> str:
+    at = f" (line {other.line})" if other.line is not None else ""
+    if other.is_consequence:
+        return f"released from {other.where}{at}" if other.where else f"released{at}"
+    if other.kind is FailureKind.WORKER_DIED and not other.message.strip():
+        return f": {died_of(other)}{at}"
+    return f": {error_line(other)}{at}"
+
+
+def timeout_sentence(seconds: float) -> str:
+    return f"its time limit of {format_seconds(seconds)} is over (--timeout)"

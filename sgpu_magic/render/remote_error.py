@@ -1,0 +1,151 @@
+"""The exception that a failed run raises in the notebook, and how IPython shows it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container
+from dataclasses import dataclass
+
+from sgpu_magic import errors
+from sgpu_magic.protocol import ids
+from sgpu_magic.protocol.records import Failure
+from sgpu_magic.protocol.states import FailureKind
+from sgpu_magic.render.failure import (
+    death_sentence,
+    error_line,
+    last_part,
+    last_words,
+    other_lines,
+    timeout_sentence,
+)
+from sgpu_magic.render.units import format_seconds
+
+_UNDEFINED = re.compile(r"name '(\w+)' is not defined")
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """What `_render_traceback_` of one exception object returns. Picklable, as the exception must stay."""
+
+    lines: tuple[str, ...]
+
+    def __call__(self) -> list[str]:
+        return list(self.lines)
+
+
+def remote_exception(
+    failure: Failure,
+    others: tuple[Failure, ...],
+    run_id: str,
+    ranks: int,
+    seconds: float,
+    exception: BaseException | None,
+    notebook_names: Container[str] = (),
+) -> BaseException:
+    """Return the exception to raise for a failed run.
+
+    Args:
+        failure: The root cause.
+        others: Further ranks' failures.
+        run_id: The run's whole id.
+        ranks: Number of ranks.
+        seconds: Time from the lease to the failure.
+        exception: The user's own exception object, unpickled; None when it could not travel.
+        notebook_names: Names that exist in the notebook, for the hint on a NameError.
+
+    Returns:
+        `exception` itself with `.rank`, `.run_id` and `.remote_traceback`, or one of `errors` with the same.
+        One that would end a kernel (SystemExit and its like) comes as `RemoteError`.
+    """
+    run = f"run {ids.short(run_id)}"
+    more = " · ".join(other_lines(others, failure.rank))
+    attributes: dict[str, object] = {
+        "rank": failure.rank,
+        "run_id": run_id,
+        "remote_traceback": failure.traceback_text,
+    }
+    if failure.kind is FailureKind.USER_CODE:
+        hint = _name_hint(failure, notebook_names)
+        raised = exception if isinstance(exception, Exception) else None
+        if raised is None:
+            raised = errors.RemoteError(error_line(failure), type_name=failure.type_name or "Exception")
+        where = f"rank {failure.rank} of {ranks}" if failure.rank is not None else f"{ranks} ranks"
+        heading = f"{where} on {failure.host} · {run}" if failure.host else f"{where} · {run}"
+        trace = (failure.traceback_ansi or failure.traceback_text or error_line(failure)).strip("\n")
+        lines = (heading, trace, hint, more)
+        # outside IPython the notes are all that a plain traceback shows of the rank
+        note = "\n".join(filter(None, (heading, failure.traceback_text.strip("\n"), hint, more)))
+        attributes["__notes__"] = [*getattr(raised, "__notes__", ()), note]
+    else:
+        message = _message(failure, seconds, ranks, more, run)
+        raised = _for_kind(failure.kind, message)
+        trace = failure.traceback_text.strip("\n") if failure.kind is FailureKind.INTERNAL else ""
+        lines = (trace, f"{type(raised).__name__}: {message}")
+    attributes["_render_traceback_"] = _Drawing(tuple(line for line in lines if line))
+    return _dressed(raised, attributes)
+
+
+def _dressed(exception: Exception, attributes: dict[str, object]) -> Exception:
+    """Set the attributes on the object; where its type forbids that, on a type of the same name below it."""
+    refused: dict[str, object] = {}
+    for name, value in attributes.items():
+        try:
+            # past a __setattr__ of the user's, such as a frozen dataclass's
+            BaseException.__setattr__(exception, name, value)
+        except (AttributeError, TypeError):
+            refused[name] = value
+    if refused:
+        cls = type(exception)
+        body: dict[str, object] = {"__module__": cls.__module__, "__slots__": (), **refused}
+        drawing = body.get("_render_traceback_")
+        if isinstance(drawing, _Drawing):
+            body["_render_traceback_"] = staticmethod(drawing)
+        exception.__class__ = type(cls.__name__, (cls,), body)
+    return exception
+
+
+def _for_kind(kind: FailureKind, message: str) -> Exception:
+    match kind:
+        case FailureKind.SERIALIZATION:
+            return errors.SerializationError(message)
+        case FailureKind.ENVIRONMENT:
+            return errors.EnvironmentFailed(message)
+        case FailureKind.CAPACITY:
+            return errors.CapacityError(message)
+        case FailureKind.WORKER_DIED:
+            return errors.WorkerDied(message)
+        case FailureKind.NODE_LOST:
+            return errors.NodeLost(message)
+        case FailureKind.TIMEOUT:
+            return errors.RunTimeout(message)
+        case _:
+            return errors.InternalError(message)
+
+
+def _message(failure: Failure, seconds: float, ranks: int, more: str, run: str) -> str:
+    """Return one paragraph: what happened, where it was, who else, which run."""
+    after = format_seconds(seconds)
+    match failure.kind:
+        case FailureKind.TIMEOUT:
+            parts = [f"stopped after {after}: {failure.message.strip() or timeout_sentence(seconds)}", more]
+        case FailureKind.WORKER_DIED:
+            parts = [f"failed after {after} · {death_sentence(failure, ranks)}"]
+            parts += [*last_words(failure, "the cell", ""), more]
+        case FailureKind.NODE_LOST | FailureKind.INTERNAL:
+            parts = [f"failed after {after} · {death_sentence(failure, ranks)}", more]
+        case _:
+            # these speak for themselves: what can't be shipped, placed or started, and the remedy
+            return failure.message.strip() or f"the run failed: {failure.kind} · {run}"
+    return " · ".join(part for part in (*parts, run) if part)
+
+
+def _name_hint(failure: Failure, notebook_names: Container[str]) -> str:
+    if last_part(failure.type_name) != "NameError":
+        return ""
+    found = _UNDEFINED.search(failure.message) or _UNDEFINED.search(failure.traceback_text)
+    if found is None or found[1] not in notebook_names:
+        return ""
+    name = found[1]
+    return (
+        f"`{name}` exists in the notebook but the cell's code does not show that it is used: add --in {name}"
+    )

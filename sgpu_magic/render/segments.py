@@ -1,0 +1,41 @@
+"""A run's output as a notebook holds it: text between the displays that stand in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sgpu_magic.render.items import DisplayItem, GapItem, LineItem
+from sgpu_magic.render.view import RunView
+
+
+@dataclass(frozen=True, slots=True)
+class TextSegment:
+    """Lines (and perhaps the gap) between two displays.
+
+    Args:
+        items: Lines and at most one gap.
+        after: The serial of the display before it, 0 for the first segment.
+        next_rank: The rank whose display follows, None when none does or there is one rank only.
+    """
+
+    items: tuple[LineItem | GapItem, ...]
+    after: int
+    next_rank: int | None = None
+
+
+def segments(view: RunView) -> list[TextSegment | DisplayItem]:
+    """Cut a run's output at its displays. The first and the last are text, for the header and the footer."""
+    cut: list[TextSegment | DisplayItem] = []
+    lines: list[LineItem | GapItem] = []
+    after = 0
+    for item in view.items:
+        if isinstance(item, DisplayItem):
+            next_rank = item.rank if view.ranks > 1 else None
+            if lines or not cut or next_rank is not None:
+                cut.append(TextSegment(tuple(lines), after, next_rank))
+            cut.append(item)
+            lines, after = [], item.serial
+        else:
+            lines.append(item)
+    cut.append(TextSegment(tuple(lines), after))
+    return cut

@@ -1,0 +1,128 @@
+"""A run in a terminal: finished lines as they come, unfinished ones (progress bars) alive below them."""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from typing import TextIO
+
+from sgpu_magic.render import ansi
+from sgpu_magic.render.text import header_line, live_line, summary_line
+from sgpu_magic.render.units import count_of
+from sgpu_magic.render.view import RunView
+
+REDRAW_S = 0.1
+HEADER_AFTER_S = 0.1
+
+
+class TerminalPublisher:
+    """Writes a run to a text stream.
+
+    The header comes once, then finished lines and the text of displays, each with its rank, last the summary.
+    On a terminal each rank's unfinished line is drawn below and erased again; elsewhere it is written when
+    it is finished.
+
+    Args:
+        view: The run.
+        stream: A terminal, a file, a notebook's stdout.
+    """
+
+    def __init__(self, view: RunView, stream: TextIO) -> None:
+        self._view = view
+        self._stream = stream
+        self._is_terminal = stream.isatty()
+        self._live: list[str] = []
+        self._live_at = 0.0
+        self._began: float | None = None
+        self._has_header = False
+        self._notes = 0
+        self._waited = ""
+        self._finished = False
+        self._pending = view.take_lines()
+
+    def tick(self, now: float, final: bool = False) -> None:
+        """Write what is new.
+
+        Args:
+            now: Monotonic time in seconds.
+            final: The run is over: also write unfinished lines and the summary. Once.
+        """
+        if self._finished:
+            return
+        self._began = now if self._began is None else self._began
+        self._finished = final
+        lines = self._new_lines(now, final)
+        live = [] if final or not self._is_terminal else self._live_lines()
+        redraw = bool(lines) or final or (live != self._live and now - self._live_at >= REDRAW_S)
+        if not redraw:
+            return
+        erase = f"\x1b[{len(self._live)}A\r\x1b[J" if self._live else ""
+        text = "".join(f"{line}\n" for line in lines)
+        self._stream.write(erase + text + "".join(f"{line}\n" for line in live))
+        self._stream.flush()
+        self._live, self._live_at = live, now
+
+    def _new_lines(self, now: float, final: bool) -> list[str]:
+        began = now if self._began is None else self._began
+        view = self._view
+        fresh = self._pending + view.take_lines()
+        self._pending = []
+        lines: list[str] = []
+        placed = view.lease is not None
+        if not self._has_header and (placed or fresh or final):
+            self._has_header = True
+            lines.append(header_line(view))
+        elif not self._has_header and not self._is_terminal and now - began >= HEADER_AFTER_S:
+            lines.extend(self._queue_line())
+        if self._has_header:
+            notes = view.notes
+            lines.extend(f"note: {ansi.plain(note)}" for note in notes[self._notes :])
+            self._notes = len(notes)
+        draw = ansi.colours_only if self._is_terminal else ansi.plain
+        lines.extend(draw(line) for line in fresh)
+        if final:
+            if not view.is_final:
+                lines.extend(f"[{rank}] {ansi.plain(text)}" for rank, text in view.live_lines.items())
+            lines.append(summary_line(view))
+        return lines
+
+    def _queue_line(self) -> list[str]:
+        """Return the place in the queue when it has changed."""
+        line = f"{self._view.name} · {live_line(self._view)}"
+        if line == self._waited or not self._view.waiting_for:
+            return []
+        self._waited = line
+        return [line]
+
+    def _live_lines(self) -> list[str]:
+        size = _terminal_size(self._stream)
+        view = self._view
+        if not self._has_header:
+            lines = [f"{view.name} · {live_line(view)}"] if view.waiting_for else []
+        else:
+            lines = [f"[{rank}] {ansi.plain(text)}" for rank, text in view.live_lines.items()]
+        room = max(size.lines - 2, 1)
+        if len(lines) > room:
+            lines = [*lines[: room - 1], f"... and {count_of(len(lines) - room + 1, 'more rank')}"]
+        return [_fit(line, size.columns - 1) for line in lines]
+
+
+def _terminal_size(stream: TextIO) -> os.terminal_size:
+    try:
+        size = os.get_terminal_size(stream.fileno())
+    except OSError:  # no descriptor (io.UnsupportedOperation is one) or none of a terminal
+        return os.terminal_size((80, 24))
+    return os.terminal_size((size.columns or 80, size.lines or 24))
+
+
+def _fit(line: str, columns: int) -> str:
+    """Cut a line to the terminal's width: one that wraps could not be erased again."""
+    line = line.replace("\t", "    ")
+    if line.isascii():
+        return line[:columns]
+    used = 0
+    for at, char in enumerate(line):
+        used += 2 if unicodedata.east_asian_width(char) in "WF" else 1
+        if used > columns:
+            return line[:at]
+    return line

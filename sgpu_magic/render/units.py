@@ -1,0 +1,63 @@
+"""Numbers with their units, as every view writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+TIMES = "\u00d7"  # the multiplication sign of a number of devices
+
+
+def format_bytes(count: float) -> str:
+    """Return `1.2 kB`, `45.1 MB`: decimal units, one digit after the point."""
+    if count < 999.5:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB", "GB"):
+        count /= 1000
+        if count < 999.95:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1000:.1f} TB"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return `38 ms`, `12.4 s`, `31 s`, `2 min 14 s`, `1 h 05 min`."""
+    if seconds < 0.0995:
+        return f"{max(seconds, 0) * 1000:.0f} ms"
+    if seconds < 0.995:
+        return f"{seconds:.2f} s"
+    if seconds < 19.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 100:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def format_clock(seconds: float) -> str:
+    """Return `02:14`, above an hour `1:02:14`: for numbers that run."""
+    whole = int(max(seconds, 0))
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60:02d}:{rest % 60:02d}"
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return `rank 1`, `ranks 0, 2, 3`, `ranks 0-14, 16`."""
+    ordered = sorted(set(ranks))
+    pieces: list[str] = []
+    at = 0
+    while at < len(ordered):
+        end = at
+        while end + 1 < len(ordered) and ordered[end + 1] == ordered[end] + 1:
+            end += 1
+        if end - at >= 3:
+            pieces.append(f"{ordered[at]}-{ordered[end]}")
+        else:
+            pieces.extend(str(rank) for rank in ordered[at : end + 1])
+        at = end + 1
+    return f"{'rank' if len(ordered) == 1 else 'ranks'} {', '.join(pieces)}"
+
+
+def count_of(number: int, noun: str) -> str:
+    """Return `1 rank`, `4 ranks`, `204,816 lines`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

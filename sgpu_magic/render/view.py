@@ -1,0 +1,297 @@
+"""`RunView` = fold(events): the one thing that the text, the static HTML and the widget draw. No I/O."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from sgpu_magic.protocol import ids
+from sgpu_magic.protocol.events import (
+    DisplayPublished,
+    Event,
+    Noted,
+    OutputCleared,
+    OutputWritten,
+    PayloadReleased,
+    Placed,
+    QueueMoved,
+    RankFailed,
+    RanksStarted,
+    RunEnded,
+    StateChanged,
+)
+from sgpu_magic.protocol.records import Failure, Lease, RankResult, RunSpec
+from sgpu_magic.protocol.states import RunState
+from sgpu_magic.render import ansi
+from sgpu_magic.render.items import DisplayItem, GapItem, Item, LineItem, display_text, gap_lines
+from sgpu_magic.render.lines import LineAssembler
+from sgpu_magic.render.store import OutputStore
+from sgpu_magic.render.units import format_bytes
+
+__all__ = ["DisplayItem", "GapItem", "Item", "LineItem", "RunView"]
+
+_MAX_NOTES = 50
+_mime = msgspec.json.Decoder(dict[str, object])
+
+
+class RunView:
+    """Everything about one run that a view draws.
+
+    Args:
+        spec: What was submitted.
+        output_limit: Bytes of output kept: the first 40 % and the last 60 %; the middle becomes one gap.
+        pool: The pool's name.
+
+    Attributes:
+        state: The run's state.
+        reason: Why it is in it, "" when there is nothing to say.
+        position: Place in the queue (1 is next), None when it does not wait.
+        waiting_for: What it waits for, "" when it does not.
+        lease: The devices, None until they are granted.
+        host: Where its ranks are, "" until known.
+        labels: The devices' labels in rank order, empty when there are none.
+        warm: How the ranks were started: `standby`, `zygote`, `cold`; "" until then.
+        rank_failures: The first failure of each rank, in order of time.
+        ended: The run's last word, None while it goes on.
+        total_lines: Lines that ranks have finished, shown or not.
+        version: Grows with every event; equal versions draw equal pictures (but for the clock).
+    """
+
+    def __init__(self, spec: RunSpec, output_limit: int = 200_000, pool: str = "local") -> None:
+        self.spec = spec
+        self.output_limit = output_limit
+        self.pool = pool
+        self.state = RunState.QUEUED
+        self.reason = ""
+        self.position: int | None = None
+        self.waiting_for = ""
+        self.lease: Lease | None = None
+        self.host = ""
+        self.labels: tuple[str, ...] = ()
+        self.warm = ""
+        self.rank_failures: dict[int, Failure] = {}
+        self.ended: RunEnded | None = None
+        self.total_lines = 0
+        self.version = 0
+        self._started_at: float | None = None
+        self._notes: list[str] = []
+        self._store = OutputStore(output_limit)
+        self._assemblers: dict[tuple[int, str], LineAssembler] = {}
+        self._last_stream: dict[int, str] = {}
+        self._last_finished: dict[int, str] = {}
+        self._clear_before_next: set[int] = set()
+        self._cached: tuple[int, list[Item]] = (-1, [])
+        self._fresh: list[Item] | None = None
+
+    def apply(self, event: Event, frames: Sequence[bytes] = ()) -> None:
+        """Fold one event in. `frames` are the client's business: exceptions and results, not drawn."""
+        self.version += 1
+        match event.body:
+            case OutputWritten() as body:
+                self._write(body)
+            case StateChanged(state=state, reason=reason):
+                self.state, self.reason = state, reason
+                if state is not RunState.QUEUED:
+                    self.position, self.waiting_for = None, ""
+            case QueueMoved(position=position, reason=reason):
+                self.position, self.waiting_for = position, reason
+            case Placed(lease=lease, host=host, labels=labels):
+                self.lease, self.host, self.labels = lease, host, labels
+                self.position, self.waiting_for = None, ""
+                self._note(lease.note)
+            case RanksStarted(warm=warm):
+                self.warm, self._started_at = warm, event.at
+            case DisplayPublished() as body:
+                self._display(body)
+            case OutputCleared(rank=rank, wait=wait):
+                self._clear_before_next.add(rank)
+                if not wait:
+                    self._clear_if_due(rank)
+            case RankFailed(failure=failure):
+                self.rank_failures.setdefault(-1 if failure.rank is None else failure.rank, failure)
+            case Noted(text=text):
+                self._note(text)
+            case PayloadReleased(kept=kept, reason=reason):
+                self._note("" if kept else reason)
+            case RunEnded() as body:
+                self._end(body)
+
+    # ------------------------------------------------------------ what it is
+
+    @property
+    def run_id(self) -> str:
+        return self.spec.run_id
+
+    @property
+    def short_id(self) -> str:
+        return ids.short(self.spec.run_id)
+
+    @property
+    def name(self) -> str:
+        return self.spec.name or "cell"
+
+    @property
+    def ranks(self) -> int:
+        return self.spec.placement.ranks
+
+    @property
+    def is_final(self) -> bool:
+        return self.ended is not None
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for the user: what is heavy to ship, the payload's, the lease's and the run's own."""
+        heavy = [f"shipping {name} costs {format_bytes(size)}" for name, size in self.spec.shipped.heavy]
+        return [*heavy, *self.spec.shipped.notes, *self._notes]
+
+    @property
+    def failure(self) -> Failure | None:
+        """The root cause; before the run has ended none is known."""
+        return self.ended.failure if self.ended else None
+
+    @property
+    def others(self) -> tuple[Failure, ...]:
+        return self.ended.others if self.ended else ()
+
+    @property
+    def results(self) -> tuple[RankResult, ...]:
+        return self.ended.results if self.ended else ()
+
+    def elapsed_s(self, now: float | None = None) -> float:
+        """Return seconds the run has had its devices; it does not count the queue.
+
+        Args:
+            now: Wall-clock time, seconds since the epoch; used while the run goes on.
+        """
+        if self.ended:
+            return max(self.ended.total_s - self.ended.queued_s, 0.0)
+        if self._started_at is None:
+            return 0.0
+        return max((time.time() if now is None else now) - self._started_at, 0.0)
+
+    # ------------------------------------------------------------ its output
+
+    @property
+    def items(self) -> list[Item]:
+        """The output in order of arrival, bounded by `output_limit`. Not to be changed."""
+        if self._cached[0] != self.version:
+            self._cached = (self.version, self._store.items())
+        return self._cached[1]
+
+    @property
+    def live_lines(self) -> dict[int, str]:
+        """The unfinished line of each rank that has one, such as its progress bar."""
+        lines: dict[int, str] = {}
+        for rank in sorted(self._last_stream):
+            stream = self._last_stream[rank]
+            for key in ((rank, stream), (rank, "stderr"), (rank, "stdout")):
+                text = self._assemblers[key].partial if key in self._assemblers else ""
+                if text and ansi.plain(text).strip():
+                    lines[rank] = text
+                    break
+        return lines
+
+    @property
+    def last_lines(self) -> dict[int, str]:
+        """What each rank has said last: its unfinished line, else its last finished one."""
+        return dict(sorted({**self._last_finished, **self.live_lines}.items()))
+
+    def take_items(self) -> list[Item]:
+        """Return the items since the last call; the first call returns all that are kept.
+
+        An update of a display comes again as an item of its own.
+        """
+        taken = list(self.items) if self._fresh is None else self._fresh
+        self._fresh = []
+        return taken
+
+    def take_lines(self) -> list[str]:
+        """Return the finished lines since the last call, prefixed `[0] `; displays as their text."""
+        lines: list[str] = []
+        for item in self.take_items():
+            match item:
+                case LineItem(rank=rank, text=text):
+                    lines.append(f"[{rank}] {text}")
+                case DisplayItem(rank=rank):
+                    lines.extend(f"[{rank}] {line}" for line in display_text(item).split("\n"))
+                case GapItem():
+                    lines.extend(gap_lines(item, self.short_id))
+        return lines
+
+    def _write(self, body: OutputWritten) -> None:
+        rank = body.rank
+        if rank in self._clear_before_next:
+            self._clear_if_due(rank)
+        assembler = self._assembler(rank, body.stream)
+        text = body.text
+        if body.skipped_lines:
+            # what was left out begins in the unfinished line and ends in the first line of the text
+            assembler.flush()
+            self._store.add_skip(rank, body.skipped_lines)
+            self.total_lines += body.skipped_lines
+            if self._fresh is not None:
+                self._fresh.append(GapItem(body.skipped_lines, 1))
+        elif body.skipped_bytes:
+            text = f" ... {text}"
+        self._last_stream[rank] = body.stream
+        self._add_lines(rank, body.stream, assembler.feed(text))
+
+    def _add_lines(self, rank: int, stream: str, lines: list[str]) -> None:
+        if not lines:
+            return
+        self.total_lines += len(lines)
+        self._last_finished[rank] = lines[-1]
+        if self._fresh is not None:
+            self._fresh.extend([LineItem(rank, stream, text) for text in lines])
+        self._store.add_lines(rank, stream, lines)
+
+    def _assembler(self, rank: int, stream: str) -> LineAssembler:
+        key = (rank, stream)
+        if key not in self._assemblers:
+            self._assemblers[key] = LineAssembler()
+        return self._assemblers[key]
+
+    def _display(self, body: DisplayPublished) -> None:
+        rank = body.rank
+        self._clear_if_due(rank)
+        stdout = self._assembler(rank, "stdout")
+        if stdout.partial and not stdout.was_rewritten and not body.update:
+            self._add_lines(rank, "stdout", [stdout.flush()])
+        size = len(body.bundle) + len(body.metadata)
+        bundle, metadata = _decode(body.bundle, rank), _decode(body.metadata, rank)
+        if body.update:
+            changed = self._store.update_display(rank, bundle, metadata, body.display_id, size)
+        else:
+            changed = [self._store.add_display(rank, bundle, metadata, body.display_id, size)]
+        if self._fresh is not None:
+            self._fresh.extend(changed[-1:])
+
+    def _clear_if_due(self, rank: int) -> None:
+        if rank in self._clear_before_next:
+            self._clear_before_next.remove(rank)
+            self._store.clear(rank)
+            self._last_finished.pop(rank, None)
+            for stream in ("stdout", "stderr"):
+                self._assembler(rank, stream).flush()
+
+    def _note(self, text: str) -> None:
+        if text and text not in self._notes and len(self._notes) < _MAX_NOTES:
+            self._notes.append(text)
+
+    def _end(self, body: RunEnded) -> None:
+        for (rank, stream), assembler in sorted(self._assemblers.items(), key=lambda pair: pair[0]):
+            line = assembler.flush()
+            if ansi.plain(line).strip():
+                self._add_lines(rank, stream, [line])
+        self.ended = body
+        self.state = body.state
+        self.position, self.waiting_for = None, ""
+
+
+def _decode(raw: bytes, rank: int) -> dict[str, object]:
+    try:
+        return _mime.decode(raw)
+    except msgspec.DecodeError as error:
+        return {"text/plain": f"(rank {rank} displayed something that is no MIME bundle: {error})"}

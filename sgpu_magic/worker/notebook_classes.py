@@ -1,0 +1,25 @@
+"""Classes and functions of the notebook in child processes of a rank.
+
+multiprocessing pickles them by reference to `__main__`, which a spawned or forkserver child does not have: a
+DataLoader over a notebook's Dataset fails in every notebook (pytorch#51344). Here they are pickled by value.
+"""
+
+from __future__ import annotations
+
+import io
+import types
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import cloudpickle
+
+
+def teach_multiprocessing() -> None:
+    """Make multiprocessing's pickler send what `__main__` defines by value."""
+    ForkingPickler.reducer_override = _reduce_by_value  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _reduce_by_value(self: ForkingPickler, obj: object) -> Any:
+    if isinstance(obj, type | types.FunctionType) and getattr(obj, "__module__", None) == "__main__":
+        return cloudpickle.Pickler(io.BytesIO()).reducer_override(obj)
+    return NotImplemented

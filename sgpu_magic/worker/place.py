@@ -1,0 +1,66 @@
+"""Where a rank stands: the kernel's directory, path, environment and umask, its devices, its random seeds."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import sys
+
+import torch
+
+from sgpu_magic.protocol.messages import Execute
+from sgpu_magic.protocol.records import RankContext
+
+
+def stand_where_the_kernel_stands(context: RankContext, rank_variables: dict[str, str]) -> None:
+    """Take over working directory, `sys.path`, umask and the whole environment.
+
+    Raises:
+        OSError: The kernel's directory can't be entered any more.
+    """
+    os.umask(context.umask)
+    os.environ.clear()
+    os.environ.update(context.environ)
+    for name, value in rank_variables.items():
+        os.environ[name] = value
+    if context.cwd:
+        os.chdir(context.cwd)
+    sys.path[:] = context.sys_path
+    sys.argv[:] = [""]
+    # a module may have been installed or edited after the zygote looked
+    importlib.invalidate_caches()
+
+
+def reseed() -> None:
+    """Give this rank random numbers of its own. torch's generator starts as in any new process already."""
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
+def set_threads(context_environ: dict[str, str], ranks_here: int) -> None:
+    """Use the user's `OMP_NUM_THREADS`, else an equal share of the cores (torchrun gives 1).
+
+    `OMP_NUM_THREADS` alone does nothing once torch is imported. numpy's BLAS was held at one thread in the zygote.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    asked = context_environ.get("OMP_NUM_THREADS", "")
+    threads = int(asked) if asked.isdigit() and int(asked) > 0 else max(1, cores // ranks_here)
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    if threads > 1:
+        try:
+            import threadpoolctl
+        except ImportError:
+            return
+        threadpoolctl.threadpool_limits(limits=threads, user_api="blas")
+
+
+def set_device(order: Execute) -> torch.device:
+    """Make the rank's own GPU current and return the rank's device."""
+    if order.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(order.rank_variables["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,38 @@
+"""What the zygote imports and warms, so that no rank has to."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+
+def preload() -> str:
+    """Import torch and IPython and make the rank's shell. Returns torch's version.
+
+    Starts no thread: numpy's BLAS would start a pool at import, so its pool is held at one thread until the fork;
+    `place.set_threads` raises it again in the rank.
+    """
+    for variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[variable] = "1"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch
+        import torch.distributed as dist
+
+        _import_quietly("numpy")
+        from sgpu_magic.worker import execute, notebook_classes, rendezvous, shell
+
+        if dist.is_available():
+            rendezvous.accept_second_init()
+        notebook_classes.teach_multiprocessing()
+        rank_shell = shell.create()
+        execute.warm_up(rank_shell)
+    return str(torch.__version__)
+
+
+def _import_quietly(name: str) -> None:
+    import contextlib
+    import importlib
+
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)

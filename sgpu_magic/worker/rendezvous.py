@@ -1,0 +1,98 @@
+"""The process group of a run on one node: joined before the cell, accepted when user code asks again.
+
+The first rendezvous goes over a file (a memory file where there are such): no port to guess, no name to look up.
+`MASTER_ADDR` and `MASTER_PORT` name a loopback socket that the agent has bound already. Its server starts in rank 0
+only when somebody rendezvouses through it; torch is told, as under torchrun, that the launcher hosts the store
+(`TORCHELASTIC_USE_AGENT_STORE`), so every rank is a client.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+
+class _LateStore:
+    """Rank 0's listening socket, and the server once somebody needs it."""
+
+    def __init__(self) -> None:
+        self.listening_fd: int | None = None
+        self.server: object | None = None
+
+    def start_server(self) -> None:
+        if self.listening_fd is not None and self.server is None:
+            fd, self.listening_fd = self.listening_fd, None
+            self.server = dist.TCPStore(
+                "127.0.0.1",
+                int(os.environ["MASTER_PORT"]),
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=fd,
+                use_libuv=False,
+            )
+
+
+_late_store = _LateStore()
+
+
+def keep_listening_socket(descriptor: int) -> None:
+    """Rank 0 only: the socket behind `MASTER_PORT`."""
+    _late_store.listening_fd = descriptor
+
+
+def join(rank: int, ranks: int, store_path: str, *, cuda: bool) -> None:
+    """Initialise the default process group and return when this rank is in it.
+
+    Args:
+        rank: Global rank.
+        ranks: World size.
+        store_path: File of the first rendezvous.
+        cuda: Also use NCCL, for tensors on the rank's GPU.
+    """
+    if not dist.is_available():
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    store = dist.FileStore(store_path, ranks)
+    backend = "cpu:gloo,cuda:nccl" if cuda and dist.is_nccl_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+
+
+def accept_second_init() -> None:
+    """Let user code and frameworks call `init_process_group` although the group is there, and rendezvous again.
+
+    Done in the zygote, before anybody can have imported the functions by name.
+    """
+    original_init = c10d.init_process_group
+
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        if dist.is_initialized():
+            return
+        original_init(*args, **kwargs)
+
+    init_process_group.__doc__ = original_init.__doc__
+    init_process_group.__wrapped__ = original_init  # pyright: ignore[reportFunctionMemberAccess]
+    c10d.init_process_group = init_process_group
+    dist.init_process_group = init_process_group
+
+    # the package has a function of the same name
+    torch_rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+    create_store: Callable[..., Any] = torch_rendezvous._create_c10d_store
+
+    def create_store_with_server(hostname: str, port: int, *args: Any, **kwargs: Any) -> Any:
+        if str(port) == os.environ.get("MASTER_PORT"):
+            _late_store.start_server()
+        return create_store(hostname, port, *args, **kwargs)
+
+    torch_rendezvous._create_c10d_store = create_store_with_server
+
+
+def abort_nccl() -> None:
+    """Free a rank that sits in an NCCL collective (torch 2.6 or newer). Gloo's are freed through their sockets."""
+    if dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
+        c10d._abort_process_group()  # pyright: ignore[reportPrivateUsage]

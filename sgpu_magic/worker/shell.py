@@ -1,0 +1,151 @@
+"""IPython in a rank: displays, the last expression and tracebacks go to the notebook instead of a terminal."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from IPython.core.displayhook import DisplayHook
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets import Type
+from traitlets.config import Config
+
+from sgpu_magic.protocol.messages import Cleared, Displayed
+from sgpu_magic.protocol.records import CellSource, Record
+from sgpu_magic.worker import output
+
+Report = Callable[[Record], None]
+_PLAIN = "text/plain"
+
+
+def _discard(message: Record) -> None:
+    """Before the fork there is nobody to report to."""
+
+
+class RankDisplayPublisher(DisplayPublisher):
+    """`display()` and `clear_output()` of a rank."""
+
+    report: Report = staticmethod(_discard)
+
+    def publish(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        data: Mapping[str, object],
+        metadata: Mapping[str, object] | None = None,
+        *,
+        transient: Mapping[str, str] | None = None,
+        update: bool = False,
+        **kwargs: object,
+    ) -> None:
+        output.flush()
+        display_id = (transient or {}).get("display_id", "")
+        self.report(
+            Displayed(
+                bundle=_to_json(data), metadata=_to_json(metadata or {}), display_id=display_id, update=update
+            )
+        )
+
+    def clear_output(self, wait: bool = False) -> None:
+        output.flush()
+        self.report(Cleared(wait=wait))
+
+
+class RankDisplayHook(DisplayHook):
+    """The last expression: its value travels in the result, its rich forms are displayed."""
+
+    last_value: object = None
+    last_text: str = ""
+
+    def write_output_prompt(self) -> None:
+        """The value's text stands in the run's result, not after a prompt of each rank."""
+
+    def write_format_data(
+        self, format_dict: Mapping[str, object], md_dict: Mapping[str, object] | None = None
+    ) -> None:
+        self.last_text = str(format_dict.get(_PLAIN, ""))
+        if set(format_dict) - {_PLAIN}:
+            self.shell.display_pub.publish(format_dict, md_dict)  # pyright: ignore[reportOptionalMemberAccess]
+
+    def fill_exec_result(self, result: Any) -> None:
+        super().fill_exec_result(result)
+        self.last_value = result
+
+    def log_output(self, format_dict: Mapping[str, object]) -> None:
+        """Without history there is nothing to log to."""
+
+    def finish_displayhook(self) -> None:
+        """No prompt, so no line to end after it."""
+
+
+class RankShell(InteractiveShell):
+    """The shell that a rank's cell runs in."""
+
+    display_pub_class = Type(RankDisplayPublisher)
+    displayhook_class = Type(RankDisplayHook)
+    traceback_lines: list[str] = []  # noqa: RUF012  replaced, never changed in place
+
+    failed_at: float = 0.0
+
+    def showtraceback(self, *args: Any, **kwargs: Any) -> None:
+        """Note the time first: drawing a traceback takes up to 0.1 s, and the earliest failure is the one shown."""
+        self.failed_at = time.time()
+        super().showtraceback(*args, **kwargs)
+
+    def _showtraceback(self, etype: object, evalue: object, stb: list[str] | str) -> None:
+        self.traceback_lines = [stb] if isinstance(stb, str) else list(stb)
+
+    def enable_gui(self, gui: str | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """A rank has no event loop for windows; inline figures need none."""
+
+    def show_sources(self, entries: tuple[tuple[str, str, int | None], ...]) -> None:
+        """Let tracebacks and `inspect.getsource` see the notebook cells whose functions came along."""
+        for name, source, execution_count in entries:
+            linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+            if execution_count is not None:
+                self.compile._filename_map[name] = execution_count  # pyright: ignore[reportPrivateUsage]
+
+
+def create() -> RankShell:
+    """Make the process's one shell: no history, no profile, no start-up files, no threads."""
+    config = Config()
+    config.HistoryManager.enabled = False
+    config.HistoryManager.hist_file = ":memory:"
+    config.InteractiveShell.autocall = 0
+    config.InteractiveShell.banner1 = ""
+    warnings.filterwarnings("ignore", message="To exit: use 'exit', 'quit', or Ctrl-D")
+    shell = RankShell.instance(config=config)
+    shell.colors = "neutral" if "neutral" in str(type(shell).colors.info()).lower() else "Neutral"
+    return shell
+
+
+def report_to(shell: RankShell, report: Report) -> None:
+    """After the fork: where displays go."""
+    publisher = shell.display_pub
+    if isinstance(publisher, RankDisplayPublisher):
+        publisher.report = report
+
+
+def source_of(cell: CellSource) -> str:
+    """The cell with its magic's line as a comment, so that line numbers are the editor's.
+
+    A body that begins with a cell magic of its own must stay in front to be recognised.
+    """
+    if not cell.magic_line or cell.body.lstrip().startswith("%%"):
+        return cell.body
+    return f"# {cell.magic_line}\n{cell.body}"
+
+
+def _to_json(value: Mapping[str, object]) -> bytes:
+    return json.dumps(value, default=_encode_binary).encode()
+
+
+def _encode_binary(value: object) -> str:
+    import base64
+
+    if isinstance(value, bytes | bytearray | memoryview):
+        return base64.b64encode(value).decode("ascii")
+    return str(value)

@@ -1,0 +1,133 @@
+"""The zygote: a single-threaded process that has imported torch and IPython once and forks ranks.
+
+Started by the agent as `python -m sgpu_magic.worker.zygote <fd>` with the notebook's interpreter. It never touches
+CUDA or NVML, never runs a parallel operation and never starts a thread, so a fork of it is as good as a fresh
+process. It counts its threads before each fork and refuses when there is more than one.
+
+It is the ranks' parent and subreaper: it reports how each child ended, and when the agent is gone it kills every
+descendant and exits.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+from types import FrameType
+
+from sgpu_magic.protocol import codec
+from sgpu_magic.protocol.messages import Exited, Fork, Forked, ForkRefused, ToZygote, ZygoteFailed, ZygoteReady
+from sgpu_magic import processes
+from sgpu_magic.worker.link import Link
+
+
+def main() -> None:
+    link = Link(socket.socket(fileno=int(sys.argv[1])), codec.to_zygote)
+    processes.become_subreaper()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        from sgpu_magic.worker import preload
+
+        torch_version = preload.preload()
+    except Exception as error:  # noqa: BLE001  a process's entry: whatever a broken torch raises is told to the agent
+        link.send(ZygoteFailed(message=f"{type(error).__name__}: {error}"))
+        raise SystemExit(1) from error
+    # objects made so far never die: keeps the collector from touching, and so copying, their pages in every rank
+    gc.collect()
+    gc.freeze()
+    link.send(ZygoteReady(pid=os.getpid(), torch_version=torch_version))
+    _serve(link)
+    processes.kill_descendants()
+    os._exit(0)
+
+
+def _serve(link: Link[ToZygote]) -> None:
+    child_ended, wakeup = socket.socketpair()
+    child_ended.setblocking(False)
+    wakeup.setblocking(False)
+    signal.signal(signal.SIGCHLD, _wake)
+    signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+    inherited = (child_ended, wakeup)
+    while True:
+        ready, _, _ = select.select([link, child_ended], [], [])
+        if child_ended in ready:
+            child_ended.recv(4096)
+            if not _report_ended(link):
+                return
+        if link in ready:
+            while True:
+                received = link.receive()
+                if received is None:
+                    return
+                if not _fork(link, received[0], inherited):
+                    return
+                if not link.has_message():
+                    break
+
+
+def _wake(signum: int, stack: FrameType | None) -> None:
+    """SIGCHLD needs a handler, or no byte is written to the wakeup descriptor."""
+
+
+def _report_ended(link: Link[ToZygote]) -> bool:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return True
+        if pid == 0:
+            return True
+        try:
+            link.send(Exited(pid=pid, status=os.waitstatus_to_exitcode(status)))
+        except OSError:
+            return False
+
+
+def _fork(link: Link[ToZygote], order: Fork, inherited: tuple[socket.socket, ...]) -> bool:
+    descriptors = link.take_descriptors(3 if order.store_path else 4)
+    try:
+        threads = processes.thread_count()
+        if threads > 1:
+            raise OSError(f"the zygote has {threads} threads, so a fork of it could hang; a package starts them at import")
+        pid = os.fork()
+    except OSError as error:
+        reply = ForkRefused(group_id=order.group_id, rank=order.rank, message=str(error))
+    else:
+        if pid == 0:
+            _become_rank(link, order, descriptors, inherited)
+        reply = Forked(group_id=order.group_id, rank=order.rank, pid=pid)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    try:
+        link.send(reply)
+    except OSError:
+        return False
+    return True
+
+
+def _become_rank(
+    link: Link[ToZygote], order: Fork, descriptors: list[int], inherited: tuple[socket.socket, ...]
+) -> None:
+    """Turn the forked child into a rank. Never returns."""
+    parent = os.getppid()
+    status = 1
+    try:
+        processes.die_with_parent(parent)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        link.close()
+        for sock in inherited:
+            sock.close()
+        from sgpu_magic.worker import rank
+
+        status = rank.live(order, descriptors)
+    finally:
+        # never the interpreter's own exit, which takes 0.4 s after an import of torch
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

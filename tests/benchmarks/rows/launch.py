@@ -1,0 +1,183 @@
+"""Launching: a fresh group, a standby group, 300 in a row, the first cell of a kernel, and 64 ranks."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from tests.benchmarks import peers
+from tests.benchmarks.environment import Bench, CellTime, distributed
+from tests.benchmarks.kernel import BenchKernel
+from tests.benchmarks.measure import (
+    MeasurementFailed,
+    Row,
+    Series,
+    at_least_times_faster,
+    at_most,
+    at_most_times,
+    collect,
+)
+from tests.benchmarks.processes import run
+
+ALL_REDUCE = """
+import torch, torch.distributed as dist
+value = torch.ones(1)
+dist.all_reduce(value)
+value = value.item()
+"""
+STANDBY_PAUSE_S = 0.6  # between two cells that a person runs, the standby group is made anew
+
+
+def all_reduce(kernel: BenchKernel, ranks: int = 4, timeout_s: float = 60.0) -> CellTime:
+    """One cell: group, all_reduce, the sum back as a variable of the notebook."""
+    cell = distributed(
+        kernel, f"--gpus {ranks} --out value", ALL_REDUCE, expression="value", timeout_s=timeout_s
+    )
+    if cell.value != ranks:
+        raise MeasurementFailed(f"the sum over {ranks} ranks came back as {cell.value!r}")
+    return cell
+
+
+def _launches(kernel: BenchKernel, count: int, *, pause_s: float = 0.0) -> list[Series]:
+    """The same cells as the kernel sees them and as its client does."""
+    round_trips: list[float] = []
+
+    def sample() -> float:
+        cell = all_reduce(kernel)
+        round_trips.append(cell.round_trip_s)
+        return cell.kernel_s
+
+    for _ in range(3):
+        all_reduce(kernel)
+    seen_by_kernel = collect("in the kernel", sample, count, pause_s=pause_s)
+    return [seen_by_kernel, Series("client's round trip", tuple(round_trips))]
+
+
+def fresh_group(bench: Bench) -> Row:
+    row = Row("warm fresh-process cell, no standby: group, all_reduce, value back")
+    row.notes.append(
+        "4 ranks, `SGPU_STANDBY=0`, after 3 cells that are not counted, without pauses. The round trip "
+        "is that of the execute request of the same cells. torchrun is timed as a process, accelerate inside "
+        "its warm kernel."
+    )
+    with row.attempt(), bench.our_kernel(SGPU_STANDBY="0") as kernel:
+        row.ours = _launches(kernel, bench.count(50, 8))
+    row.peers = [peers.torchrun_all_reduce(bench), peers.accelerate_all_reduce(bench)]
+    row.checks = [at_most(row.series(0), 0.06), at_least_times_faster(row.series(0), row.peers[0], 80)]
+    return row
+
+
+def standby_group(bench: Bench) -> Row:
+    row = Row("the same from a standby group (the default)")
+    row.notes.append(
+        f"Default settings, {STANDBY_PAUSE_S} s of rest before each cell, in which the group is made anew."
+    )
+    with row.attempt(), bench.our_kernel() as kernel:
+        row.ours = _launches(kernel, bench.count(50, 8), pause_s=STANDBY_PAUSE_S)
+    row.peers = [peers.torchrun_all_reduce(bench), peers.accelerate_all_reduce(bench)]
+    row.checks = [at_most(row.series(0), 0.03)]
+    return row
+
+
+def many_in_a_row(bench: Bench) -> Row:
+    count = bench.count(300, 50)
+    row = Row(f"the same {count} times in a row")
+    row.notes.append("Default settings, no rest between cells.")
+    with row.attempt(), bench.our_kernel() as kernel:
+        row.ours = _launches(kernel, count)
+    row.peers = [peers.accelerate_all_reduce(bench)]
+    row.checks = [at_most(row.series(0), 0.3, of="slowest")]
+    return row
+
+
+def first_cell(bench: Bench) -> Row:
+    row = Row("first cell in a fresh kernel, no pool running, 2 s after `%load_ext`")
+    row.notes.append(
+        "A new kernel and empty state for each sample. accelerate: first launch in a fresh kernel "
+        "2 s after its import, and, as the client sees it, import and launch in one cell."
+    )
+    round_trips: list[float] = []
+
+    def sample() -> float:
+        with bench.our_kernel() as kernel:
+            time.sleep(2)
+            cell = all_reduce(kernel)
+            round_trips.append(cell.round_trip_s)
+            return cell.kernel_s
+
+    row.ours = [collect("in the kernel", sample, bench.count(7, 2), most_failures=3)]
+    row.ours.append(Series("client's round trip", tuple(round_trips)))
+    row.peers = [peers.accelerate_first_cell(bench), peers.accelerate_first_cell_with_import(bench)]
+    row.checks = [at_most(row.series(0), 0.35)]
+    return row
+
+
+def first_cell_at_once(bench: Bench) -> Row:
+    row = Row("the same with no pause after `%load_ext`")
+    row.notes.append(
+        'Extension and cell in one request; `python -c "import torch"` runs right after each sample with '
+        "the same interpreter. The limit is held against the cell; `%load_ext` with the cell is "
+        "stated beside it."
+    )
+    both: list[float] = []
+    imports: list[float] = []
+
+    def sample() -> float:
+        with bench.our_kernel(load=False) as kernel:
+            code = (
+                "bench_started = bench_time.perf_counter()\n"
+                "get_ipython().run_line_magic('load_ext', 'sgpu_magic')\n"
+                f"bench_s, _ = bench_cell('--gpus 4 --out value', {ALL_REDUCE!r})\n"
+                "bench_both = bench_time.perf_counter() - bench_started\n"
+            )
+            seconds, with_load, value = kernel.check(code, expression="[bench_s, bench_both, value]").value
+        if value != 4:
+            raise MeasurementFailed(f"the sum came back as {value!r}")
+        both.append(with_load)
+        started = time.perf_counter()
+        run([bench.python, "-c", "import torch"], timeout_s=60, environment=bench.environment(bench.scratch))
+        imports.append(time.perf_counter() - started)
+        return seconds
+
+    row.ours = [collect("in the kernel", sample, bench.count(7, 2), most_failures=3)]
+    row.ours.append(Series("`%load_ext` and the cell", tuple(both)))
+    row.ours.append(Series('`python -c "import torch"`', tuple(imports)))
+    row.peers = [peers.torchrun_all_reduce(bench)]
+    row.checks = [at_most_times(row.ours[0], row.ours[2], 1.6)]
+    return row
+
+
+OWN_MEMORY = """
+import re, torch, torch.distributed as dist
+text = open("/proc/self/smaps_rollup").read()
+kib = sum(int(number) for number in re.findall(r"^Private_(?:Clean|Dirty):\\s+(\\d+) kB", text, re.M))
+value = torch.ones(1)
+dist.all_reduce(value)
+value = value.item()
+own_mb = kib * 1024 / 1e6
+"""
+
+
+def many_ranks(bench: Bench) -> Row:
+    row = Row("64 ranks, group + all_reduce")
+    row.notes.append(
+        "`SGPU_CPU_SLOTS=64`, `SGPU_STANDBY=0`, after one cell that is not counted. Own memory: private "
+        "pages in `smaps_rollup`, read by each rank as the first act of a cell, so the cell's own "
+        "start is in it."
+    )
+    own = Series("own memory of a worker", (), unit="MB")
+    with row.attempt(), bench.our_kernel(SGPU_CPU_SLOTS="64", SGPU_STANDBY="0") as kernel:
+        all_reduce(kernel, 64)
+        row.ours = [
+            collect("in the kernel", lambda: all_reduce(kernel, 64).kernel_s, bench.count(7, 2), pause_s=1)
+        ]
+        cell = distributed(kernel, "--gpus 64 --out own_mb:all", OWN_MEMORY, expression="own_mb")
+        own = Series("own memory of a worker", tuple(cell.value), unit="MB")  # type: ignore[arg-type]
+        row.ours.append(own)
+        row.notes.append(f"Own memory over 64 ranks: mean {statistics.fmean(own.values):.1f} MB.")
+    row.checks = [at_most(row.series(0), 1.5), at_most(own, 8, of="largest", what="own memory of a worker")]
+    if bench.quick:
+        row.notes.append("torchrun with 64 ranks takes minutes and is left out with `--quick`.")
+    else:
+        row.peers = [peers.torchrun_all_reduce(bench, ranks=64, count=1)]
+    return row

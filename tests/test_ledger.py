@@ -1,0 +1,344 @@
+"""The ledger: what is written is read again, and damage costs history, not the pool."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sgpu_magic.errors import PoolError
+from sgpu_magic.pool import ledger as ledger_module
+from sgpu_magic.pool.ledger import MIGRATIONS, Ledger, migrate
+from sgpu_magic.protocol.messages import RunSummary
+from sgpu_magic.protocol.records import CellSource, Lease, Owner, Placement, RunSpec
+from sgpu_magic.protocol.states import RunState
+
+
+def spec(run_id: str, *, name: str = "cell", ranks: int = 2, at: float = 1.0) -> RunSpec:
+    return RunSpec(
+        run_id=run_id,
+        name=name,
+        cell=CellSource(body="1 + 1"),
+        placement=Placement(ranks=ranks),
+        outputs=(),
+        owner=Owner(pid=4711, host="here", user="me", notebook="train.ipynb"),
+        timeout_s=60.0,
+        submitted_at=at,
+    )
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state" / "ledger.sqlite3"
+
+
+@pytest.fixture
+def ledger(path: Path) -> Iterator[Ledger]:
+    book = Ledger(path)
+    yield book
+    book.close()
+
+
+def test_a_run_is_read_as_it_was_written(ledger: Ledger) -> None:
+    ledger.record(spec("7f3a0001", name="train — ünï", ranks=4, at=100.5), RunState.QUEUED)
+    lease = Lease(lease_id="00000001", device_type="a10", ranks=4, uuids=("GPU-b", "GPU-a"), simulated=True)
+    ledger.update("7f3a0001", state=RunState.STARTING, lease=lease)
+    ledger.update("7f3a0001", state=RunState.RUNNING, started_at=101.0)
+    ledger.update("7f3a0001", state=RunState.FAILED, ended_at=110.25, failure="rank 1: ValueError: NaN")
+    assert ledger.summary("7f3a0001") == RunSummary(
+        run_id="7f3a0001",
+        name="train — ünï",
+        ranks=4,
+        device_type="a10",
+        simulated=True,
+        state=RunState.FAILED,
+        submitted_at=100.5,
+        started_at=101.0,
+        ended_at=110.25,
+        failure="rank 1: ValueError: NaN",
+        uuids=("GPU-b", "GPU-a"),
+        owner_pid=4711,
+        notebook="train.ipynb",
+    )
+    assert ledger.problem == ""
+
+
+def test_a_new_run_has_what_was_asked_for(ledger: Ledger) -> None:
+    ledger.record(spec("0000000a"), RunState.QUEUED)
+    summary = ledger.summary("0000000a")
+    assert summary is not None
+    assert (summary.device_type, summary.state, summary.uuids) == ("any", RunState.QUEUED, ())
+    assert (summary.started_at, summary.ended_at, summary.failure) == (None, None, "")
+
+
+def test_unknown_runs_are_none_and_updates_of_them_do_nothing(ledger: Ledger) -> None:
+    ledger.update("ffffffff", state=RunState.RUNNING)
+    assert ledger.summary("ffffffff") is None
+    assert ledger.recent(10) == []
+
+
+def test_an_empty_update_changes_nothing(ledger: Ledger) -> None:
+    ledger.record(spec("0000000a"), RunState.QUEUED)
+    before = ledger.summary("0000000a")
+    ledger.update("0000000a")
+    assert ledger.summary("0000000a") == before
+
+
+def test_recent_is_newest_first_and_limited(ledger: Ledger) -> None:
+    # the same and even a backward time of submission: the order is that of recording
+    for number, at in enumerate((5.0, 5.0, 3.0)):
+        ledger.record(spec(f"{number:08x}", at=at), RunState.QUEUED)
+    assert [summary.run_id for summary in ledger.recent(2)] == ["00000002", "00000001"]
+    assert ledger.recent(0) == []
+    assert len(ledger.recent(100)) == 3
+
+
+def test_find_takes_a_prefix(ledger: Ledger) -> None:
+    for run_id in ("7f3a0000", "7f3affff", "7f3b0000", "ffffffff"):
+        ledger.record(spec(run_id), RunState.QUEUED)
+    assert ledger.find("7f3a") == ["7f3affff", "7f3a0000"]
+    assert ledger.find("7f3b0000") == ["7f3b0000"]
+    assert ledger.find("f") == ["ffffffff"]
+    assert ledger.find("0") == []
+
+
+@pytest.mark.parametrize("bad", ["", "%", "7F3A", "7f3a/..", "123456789", "7f3a\n", "_"])
+def test_find_refuses_what_begins_no_id(ledger: Ledger, bad: str) -> None:
+    with pytest.raises(ValueError, match="1 to 8 hexadecimal digits"):
+        ledger.find(bad)
+
+
+@pytest.mark.parametrize("bad", ["", "7f3a", "../../etc", "7F3A0000"])
+def test_ids_are_checked(ledger: Ledger, bad: str) -> None:
+    with pytest.raises(ValueError, match="not a run id"):
+        ledger.record(spec(bad), RunState.QUEUED)
+    with pytest.raises(ValueError, match="not a run id"):
+        ledger.update(bad, state=RunState.RUNNING)
+    with pytest.raises(ValueError, match="not a run id"):
+        ledger.summary(bad)
+
+
+def test_an_id_can_be_recorded_once(ledger: Ledger) -> None:
+    ledger.record(spec("0000000a", name="first"), RunState.QUEUED)
+    with pytest.raises(ValueError, match="0000000a is in the ledger already"):
+        ledger.record(spec("0000000a", name="second"), RunState.QUEUED)
+    summary = ledger.summary("0000000a")
+    assert summary is not None
+    assert summary.name == "first"
+
+
+def test_unfinished_are_those_in_no_final_state(ledger: Ledger) -> None:
+    for number, state in enumerate(RunState):
+        ledger.record(spec(f"{number:08x}"), RunState.QUEUED)
+        ledger.update(f"{number:08x}", state=state)
+    expected = [f"{number:08x}" for number, state in enumerate(RunState) if not state.is_final]
+    assert ledger.unfinished() == expected
+
+
+def test_the_file_and_what_lies_beside_it_are_private(ledger: Ledger, path: Path) -> None:
+    ledger.record(spec("0000000a"), RunState.QUEUED)
+    assert sorted(file.name for file in path.parent.iterdir()) == [
+        "ledger.sqlite3",
+        "ledger.sqlite3-shm",
+        "ledger.sqlite3-wal",
+    ]
+    assert {stat.S_IMODE(file.stat().st_mode) for file in path.parent.iterdir()} == {0o600}
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_a_file_that_others_could_read_is_made_private(path: Path) -> None:
+    Ledger(path).close()
+    path.chmod(0o644)
+    Ledger(path).close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_closing_leaves_one_file_that_opens_again(path: Path) -> None:
+    first = Ledger(path)
+    first.record(spec("0000000a"), RunState.RUNNING)
+    first.close()
+    assert [file.name for file in path.parent.iterdir()] == ["ledger.sqlite3"]
+    again = Ledger(path)
+    assert again.unfinished() == ["0000000a"]
+    assert again.problem == ""
+    again.close()
+
+
+def test_a_killed_service_loses_nothing_it_wrote(path: Path) -> None:
+    code = (
+        "import os, signal, sys; sys.path.insert(0, sys.argv[2])\n"
+        "from pathlib import Path; from test_ledger import spec; from sgpu_magic.pool.ledger import Ledger\n"
+        "from sgpu_magic.protocol.states import RunState\n"
+        "book = Ledger(Path(sys.argv[1])); book.record(spec('0000000a'), RunState.QUEUED)\n"
+        "book.update('0000000a', state=RunState.RUNNING); os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    here = Path(__file__).parent
+    environ = {**os.environ, "PYTHONPATH": str(here.parent)}
+    done = subprocess.run([sys.executable, "-c", code, str(path), str(here)], env=environ, check=False)
+    assert done.returncode == -9
+    book = Ledger(path)
+    assert book.problem == ""
+    assert book.unfinished() == ["0000000a"]
+    book.close()
+
+
+# ---------------------------------------------------------------- schema
+
+
+def test_an_older_ledger_is_brought_up(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = Ledger(path)
+    old.record(spec("0000000a"), RunState.QUEUED)
+    old.close()
+    step = ("ALTER TABLE runs ADD COLUMN cost REAL NOT NULL DEFAULT 0.5",)
+    monkeypatch.setattr(ledger_module, "MIGRATIONS", (*MIGRATIONS, step))
+    new = Ledger(path)
+    assert new.unfinished() == ["0000000a"]
+    assert new.problem == ""
+    new.close()
+    with sqlite3.connect(path) as database:
+        assert database.execute("SELECT cost FROM runs").fetchall() == [(0.5,)]
+        assert database.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS) + 1,)
+    database.close()
+    Ledger(path).close()  # and once only
+
+
+def test_a_failed_migration_leaves_the_version_before_it() -> None:
+    database = sqlite3.connect(":memory:", isolation_level=None)
+    good = ("CREATE TABLE a (x)",)
+    bad = ("CREATE TABLE b (x)", "INSERT INTO nowhere VALUES (1)")
+    with pytest.raises(sqlite3.OperationalError, match="nowhere"):
+        migrate(database, (good, bad))
+    assert database.execute("PRAGMA user_version").fetchone() == (1,)
+    assert database.execute("SELECT name FROM sqlite_master").fetchall() == [("a",)]
+    migrate(database, (good, bad[:1]))
+    assert database.execute("PRAGMA user_version").fetchone() == (2,)
+    database.close()
+
+
+def test_a_newer_ledger_is_kept_for_the_newer_package(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as newer:
+        newer.setattr(ledger_module, "MIGRATIONS", (*MIGRATIONS, ("CREATE TABLE future (x)",)))
+        book = Ledger(path)
+        book.record(spec("0000000a"), RunState.QUEUED)
+        book.close()
+    version = len(MIGRATIONS) + 1
+    old = Ledger(path)
+    kept = path.with_name(f"ledger.sqlite3.schema-{version}-1")
+    assert f"schema {version} of a newer sgpu-magic" in old.problem
+    assert str(kept) in old.problem
+    assert kept.exists()
+    assert old.recent(5) == []
+    old.close()
+
+
+# ---------------------------------------------------------------- damage
+
+
+def damaged_files(path: Path) -> list[str]:
+    return sorted(file.name for file in path.parent.iterdir() if "damaged" in file.name)
+
+
+def test_a_file_that_is_no_database_is_moved_aside(path: Path) -> None:
+    path.parent.mkdir()
+    for number in (1, 2):
+        path.write_bytes(b"this is no database, it only has the name of one" * 100)
+        book = Ledger(path)
+        assert damaged_files(path)[-1] == f"ledger.sqlite3.damaged-{number}"
+        assert f"moved to {path}.damaged-{number} and a new one begun" in book.problem
+        book.record(spec("0000000a"), RunState.QUEUED)
+        assert book.find("0") == ["0000000a"]
+        book.close()
+    assert path.with_name("ledger.sqlite3.damaged-1").read_bytes().startswith(b"this is no database")
+
+
+def fill(path: Path, runs: int = 300) -> None:
+    book = Ledger(path)
+    for number in range(runs):
+        book.record(spec(f"{number:08x}", name="n" * 50), RunState.SUCCEEDED)
+    book.close()
+
+
+def spoil(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(4096)
+        file.write(b"\xa5" * (path.stat().st_size - 4096))
+
+
+def test_damage_within_a_file_left_by_a_kill_is_seen_at_the_start(path: Path) -> None:
+    fill(path)
+    spoil(path)
+    path.with_name("ledger.sqlite3-wal").touch()  # what a service that was killed leaves
+    book = Ledger(path)
+    assert "ledger.sqlite3.damaged-1" in damaged_files(path)
+    assert "is damaged" in book.problem
+    assert book.recent(5) == []
+    book.close()
+
+
+def test_damage_found_later_does_not_stop_the_pool(path: Path) -> None:
+    fill(path)
+    spoil(path)
+    book = Ledger(path)
+    assert book.problem == ""
+    book.record(spec("0000000a"), RunState.QUEUED)
+    assert "ledger.sqlite3.damaged-1" in damaged_files(path)
+    assert "is damaged" in book.problem
+    assert book.find("0") == ["0000000a"]
+    book.update("0000000a", state=RunState.RUNNING)
+    assert book.unfinished() == ["0000000a"]
+    book.close()
+
+
+def test_a_truncated_file_is_moved_aside(path: Path) -> None:
+    fill(path)
+    os.truncate(path, 5000)
+    book = Ledger(path)
+    assert book.recent(5) == []
+    assert "is damaged" in book.problem
+    book.record(spec("0000000a"), RunState.QUEUED)
+    assert book.find("0") == ["0000000a"]
+    book.close()
+
+
+def test_a_write_that_fails_is_told_and_does_not_raise(ledger: Ledger, path: Path) -> None:
+    ledger.record(spec("0000000a"), RunState.QUEUED)
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    ledger.update("0000000a", state=RunState.RUNNING)
+    assert "can't be used: database is locked" in ledger.problem
+    other.execute("ROLLBACK")
+    other.close()
+    ledger.update("0000000a", state=RunState.RUNNING)
+    assert ledger.unfinished() == ["0000000a"]
+
+
+def test_a_ledger_that_can_not_be_made_names_the_remedy(path: Path) -> None:
+    path.mkdir(parents=True)
+    with pytest.raises(PoolError, match="SGPU_STATE_DIR"):
+        Ledger(path)
+
+
+def test_a_link_in_its_place_is_not_followed(path: Path, tmp_path: Path) -> None:
+    path.parent.mkdir()
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PoolError, match=r"ledger\.sqlite3 can't be opened"):
+        Ledger(path)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_writes_are_quick(ledger: Ledger) -> None:
+    seconds: list[float] = []
+    for number in range(200):
+        start = time.perf_counter()
+        ledger.record(spec(f"{number:08x}"), RunState.QUEUED)
+        ledger.update(f"{number:08x}", state=RunState.RUNNING, started_at=1.0)
+        seconds.append((time.perf_counter() - start) / 2)
+    # the median of some 0.05 ms, with room for a busy machine
+    assert sorted(seconds)[100] < 1e-3

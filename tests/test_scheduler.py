@@ -1,0 +1,990 @@
+"""The scheduler's rules, one by one, and then all of them at once under random traffic."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sgpu_magic import errors
+from sgpu_magic.pool.placement import CPU_LINE, Line, Room, Want, line_of
+from sgpu_magic.pool.scheduler import (
+    CancelRequested,
+    EndRun,
+    Instruction,
+    InventoryChanged,
+    LaunchRun,
+    LeaseRefused,
+    MoveRun,
+    RefuseRun,
+    RunMoved,
+    RunOver,
+    RunSubmitted,
+    Scheduler,
+    Stimulus,
+    StopRun,
+    TellQueue,
+    TimePassed,
+    span,
+)
+from sgpu_magic.protocol.ids import is_valid_id
+from sgpu_magic.protocol.records import CellSource, Device, Inventory, Lease, Owner, Placement, RunSpec
+from sgpu_magic.protocol.states import RunState, can_move
+
+A, B, C, D = "aaaa0000", "bbbb0000", "cccc0000", "dddd0000"
+
+
+def gpus(
+    count: int, kind: str = "a10", *, simulated: bool = False, outside: Sequence[int] = ()
+) -> tuple[Device, ...]:
+    return tuple(
+        Device(
+            uuid=f"{'SIM' if simulated else 'GPU'}-{kind}-{index}",
+            type=kind,
+            index=index,
+            simulated=simulated,
+            outside_use="python (pid 9) holds 12 GB" if index in outside else "",
+        )
+        for index in range(count)
+    )
+
+
+def node(*devices: Device, slots: int = 16, cores: int = 2, problem: str = "") -> Inventory:
+    return Inventory(host="here", devices=devices, cpu_slots=slots, cores=cores, problem=problem)
+
+
+def spec(
+    run_id: str,
+    ranks: int = 1,
+    kind: str = "a10",
+    *,
+    wait_s: float | None = None,
+    timeout_s: float = 7200.0,
+    allow_busy: bool = False,
+    stand_in: bool = False,
+) -> RunSpec:
+    return RunSpec(
+        run_id=run_id,
+        name="cell",
+        cell=CellSource(body="1"),
+        placement=Placement(ranks=ranks, device_type=kind, allow_busy=allow_busy, stand_in=stand_in),
+        outputs=(),
+        owner=Owner(pid=1, host="here", user="me"),
+        timeout_s=timeout_s,
+        wait_s=wait_s,
+    )
+
+
+def submit(scheduler: Scheduler, wanted: RunSpec, now: float = 0.0) -> list[Instruction]:
+    return scheduler.handle(RunSubmitted(wanted, now))
+
+
+def launched(instructions: Sequence[Instruction]) -> dict[str, Lease]:
+    return {one.run_id: one.lease for one in instructions if isinstance(one, LaunchRun)}
+
+
+def refusal(instructions: Sequence[Instruction]) -> RefuseRun:
+    (one,) = instructions
+    assert isinstance(one, RefuseRun)
+    assert issubclass(getattr(errors, one.error), errors.SgpuError)
+    return one
+
+
+def running(scheduler: Scheduler, run_id: str, now: float = 0.0) -> None:
+    for state in (RunState.STARTING, RunState.RUNNING):
+        assert scheduler.handle(RunMoved(run_id, state, now)) == [MoveRun(run_id, state)]
+
+
+# ---------------------------------------------------------------- devices and types
+
+
+def test_a_run_gets_devices_by_uuid_in_bus_order() -> None:
+    devices = tuple(reversed(gpus(4)))
+    lease = launched(submit(Scheduler(node(*devices)), spec(A, 3)))[A]
+    assert lease.uuids == ("GPU-a10-0", "GPU-a10-1", "GPU-a10-2")
+    assert (lease.device_type, lease.ranks, lease.cpu_slots, lease.simulated, lease.note) == (
+        "a10",
+        3,
+        0,
+        False,
+        "",
+    )
+    assert is_valid_id(lease.lease_id)
+
+
+def test_two_runs_never_share_a_device_and_a_freed_one_is_used_again() -> None:
+    scheduler = Scheduler(node(*gpus(3)))
+    first = launched(submit(scheduler, spec(A, 2)))[A]
+    second = launched(submit(scheduler, spec(B, 1)))[B]
+    assert set(first.uuids).isdisjoint(second.uuids)
+    assert first.lease_id != second.lease_id
+    assert scheduler.holder("GPU-a10-2") == B
+    running(scheduler, A)
+    assert scheduler.handle(RunOver(A, RunState.SUCCEEDED, 1.0)) == [MoveRun(A, RunState.SUCCEEDED)]
+    assert scheduler.holder("GPU-a10-0") is None
+    assert launched(submit(scheduler, spec(C, 2)))[C].uuids == first.uuids
+
+
+def test_ranks_that_are_done_hold_their_devices_until_they_are_reaped() -> None:
+    scheduler = Scheduler(node(*gpus(1)))
+    submit(scheduler, spec(A))
+    submit(scheduler, spec(B))
+    running(scheduler, A)
+    assert scheduler.handle(RunMoved(A, RunState.SUCCEEDED, 1.0)) == [MoveRun(A, RunState.SUCCEEDED)]
+    assert scheduler.holder("GPU-a10-0") == A
+    out = scheduler.handle(RunOver(A, RunState.FAILED, 2.0))
+    assert list(launched(out)) == [B]
+    assert not [one for one in out if isinstance(one, MoveRun)]  # A ended as it said first
+
+
+def test_any_takes_the_gpus_with_most_devices_that_are_enough() -> None:
+    scheduler = Scheduler(node(*gpus(2, "a10"), *gpus(4, "h100")))
+    assert launched(submit(scheduler, spec(A, 2, "any")))[A].device_type == "h100"
+    scheduler = Scheduler(node(*gpus(2, "a10"), *gpus(2, "h100", simulated=True)))
+    assert launched(submit(scheduler, spec(A, 2, "any")))[A].device_type == "a10"
+
+
+def test_any_is_cpu_where_there_are_no_gpus_and_says_so_where_they_are_too_few() -> None:
+    lease = launched(submit(Scheduler(node()), spec(A, 4, "any")))[A]
+    assert (lease.device_type, lease.cpu_slots, lease.uuids, lease.note) == ("cpu", 4, (), "")
+    lease = launched(submit(Scheduler(node(*gpus(2))), spec(A, 4, "any")))[A]
+    assert (lease.device_type, lease.cpu_slots) == ("cpu", 4)
+    assert lease.note == "on CPU: no type has 4 devices here, there are 2 A10"
+
+
+def test_any_waits_for_gpus_that_exist_rather_than_take_cpu() -> None:
+    scheduler = Scheduler(node(*gpus(2)))
+    submit(scheduler, spec(A, 2))
+    assert submit(scheduler, spec(B, 2, "any")) == [TellQueue(B, 1, "needs 2 more A10")]
+
+
+def test_a_type_that_the_pool_lacks_is_refused_with_what_it_has() -> None:
+    refused = refusal(submit(Scheduler(node()), spec(A, 2, "h100")))
+    assert refused.error == "UsageError"
+    assert refused.message == (
+        "this pool has no h100. It has: cpu (16 slots). Leave --type out to use what is there, choose "
+        "another pool with --pool, run the ranks on CPU instead with SGPU_STAND_IN=cpu, or declare simulated "
+        'devices with SGPU_SIMULATE="h100:8" to try things out.'
+    )
+    pool = node(*gpus(4), *gpus(8, "a100", simulated=True), problem="the driver is too old.")
+    message = refusal(submit(Scheduler(pool), spec(A, 12, "h100"))).message
+    assert "It has: 4 a10, 8 a100 (simulated), cpu (16 slots). " in message
+    assert "Its GPUs could not be read: the driver is too old. Leave" in message
+    assert 'SGPU_SIMULATE="h100:12"' in message
+
+
+def test_a_pool_without_cpu_slots_has_no_cpu() -> None:
+    message = refusal(submit(Scheduler(node(*gpus(1), slots=0)), spec(A, 1, "cpu"))).message
+    assert message.startswith("this pool has no cpu. It has: 1 a10. Leave --type out")
+    message = refusal(submit(Scheduler(node(slots=0)), spec(A, 1, "any"))).message
+    assert message.startswith("this pool can't place 1 ranks. It has: nothing.")
+
+
+def test_cpu_stands_in_for_a_missing_type_only_where_it_may() -> None:
+    scheduler = Scheduler(node())
+    lease = launched(submit(scheduler, spec(A, 4, "h100", stand_in=True)))[A]
+    assert (lease.device_type, lease.simulated, lease.cpu_slots, lease.uuids) == ("h100", True, 4, ())
+    assert scheduler.cpu_slots_free == 12
+    # a type that is there is used, and too few of it are too few
+    scheduler = Scheduler(node(*gpus(2)))
+    assert launched(submit(scheduler, spec(A, 2, stand_in=True)))[A].uuids == ("GPU-a10-0", "GPU-a10-1")
+    assert refusal(submit(scheduler, spec(B, 3, stand_in=True))).error == "UsageError"
+
+
+def test_more_gpus_than_exist_are_refused_with_how_many_do() -> None:
+    scheduler = Scheduler(node(*gpus(4)))
+    submit(scheduler, spec(A, 4))  # that they are taken does not matter
+    refused = refusal(submit(scheduler, spec(B, 8)))
+    assert refused.error == "UsageError"
+    assert refused.message.startswith("this pool has 4 A10, and the run asks for 8. Use --gpus 4 or fewer,")
+
+
+def test_no_ranks_are_refused() -> None:
+    assert refusal(submit(Scheduler(node()), spec(A, 0, "cpu"))).error == "UsageError"
+
+
+def test_simulated_devices_are_leased_like_devices_and_marked() -> None:
+    scheduler = Scheduler(node(*gpus(2, "h100", simulated=True)))
+    lease = launched(submit(scheduler, spec(A, 2, "h100")))[A]
+    assert (lease.uuids, lease.simulated, lease.cpu_slots) == (("SIM-h100-0", "SIM-h100-1"), True, 0)
+    assert submit(scheduler, spec(B, 1, "h100")) == [TellQueue(B, 1, "needs 1 more H100 (simulated)")]
+
+
+def test_a_lease_never_mixes_real_and_simulated_devices() -> None:
+    scheduler = Scheduler(node(*gpus(2), *gpus(4, simulated=True)))
+    assert not launched(submit(scheduler, spec(A, 2)))[A].simulated
+    assert launched(submit(scheduler, spec(B, 3)))[B].simulated
+    assert (
+        "has 2 A10 and 4 A10 (simulated), and the run asks for 5. Use --gpus 4"
+        in refusal(submit(scheduler, spec(C, 5))).message
+    )
+
+
+# ---------------------------------------------------------------- CPU slots
+
+
+def test_cpu_runs_take_slots() -> None:
+    scheduler = Scheduler(node(slots=4))
+    assert launched(submit(scheduler, spec(A, 3, "cpu")))[A].cpu_slots == 3
+    assert scheduler.cpu_slots_free == 1
+    assert submit(scheduler, spec(B, 2, "cpu")) == [TellQueue(B, 1, "needs 1 more CPU slot")]
+    assert list(launched(submit(scheduler, spec(C, 1, "cpu")))) == [C]
+
+
+def test_more_ranks_than_slots_take_them_all_and_the_lease_says_so() -> None:
+    scheduler = Scheduler(node(slots=16, cores=2))
+    submit(scheduler, spec(A, 1, "cpu"))
+    assert submit(scheduler, spec(B, 64, "cpu")) == [TellQueue(B, 1, "needs 1 more CPU slot")]
+    lease = launched(scheduler.handle(RunOver(A, RunState.FAILED, 1.0)))[B]
+    assert (lease.ranks, lease.cpu_slots, lease.note) == (64, 16, "64 ranks share 2 cores (16 slots)")
+    assert scheduler.cpu_slots_free == 0
+    lease = launched(submit(Scheduler(node(slots=1, cores=1)), spec(A, 2, "cpu")))[A]
+    assert lease.note == "2 ranks share 1 core (1 slots)"
+
+
+def test_more_ranks_than_cores_within_the_slots_need_no_note() -> None:
+    assert launched(submit(Scheduler(node(slots=16, cores=2)), spec(A, 16, "cpu")))[A].note == ""
+
+
+# ---------------------------------------------------------------- use from outside
+
+
+def test_devices_in_use_outside_the_pool_are_left_alone() -> None:
+    scheduler = Scheduler(node(*gpus(3, outside=[0])))
+    assert launched(submit(scheduler, spec(A, 2)))[A].uuids == ("GPU-a10-1", "GPU-a10-2")
+    told = submit(scheduler, spec(B, 1))
+    reason = (
+        "needs 1 more A10; 1 is in use outside the pool (python (pid 9) holds 12 GB; --allow-busy takes it)"
+    )
+    assert told == [TellQueue(B, 1, reason)]
+
+
+def test_allow_busy_takes_them_last() -> None:
+    scheduler = Scheduler(node(*gpus(3, outside=[0])))
+    assert launched(submit(scheduler, spec(A, 2, allow_busy=True)))[A].uuids == ("GPU-a10-1", "GPU-a10-2")
+    assert launched(submit(scheduler, spec(B, 1, allow_busy=True)))[B].uuids == ("GPU-a10-0",)
+
+
+def test_the_pools_own_use_is_no_use_from_outside() -> None:
+    scheduler = Scheduler(node(*gpus(2)), pass_over_s=10.0)
+    submit(scheduler, spec(A, 1))
+    submit(scheduler, spec(B, 2))
+    submit(scheduler, spec(C, 1))
+    assert scheduler.handle(InventoryChanged(node(*gpus(2, outside=[0, 1])), 20.0)) == [
+        TellQueue(B, 1, "needs 2 more A10; freed ones are kept for it")
+    ]
+
+
+def test_a_device_that_others_leave_is_given_out() -> None:
+    scheduler = Scheduler(node(*gpus(1, outside=[0])))
+    submit(scheduler, spec(A))
+    assert list(launched(scheduler.handle(InventoryChanged(node(*gpus(1)), 5.0)))) == [A]
+
+
+def test_a_refused_lease_goes_back_to_its_place_with_the_devices_barred() -> None:
+    scheduler = Scheduler(node(*gpus(2)))
+    submit(scheduler, spec(A, 2))
+    submit(scheduler, spec(B, 1, allow_busy=True))
+    out = scheduler.handle(LeaseRefused(A, ("GPU-a10-0",), "another user's pool holds it", 1.0))
+    # B may pass with the device that is left, and not even --allow-busy gets the locked one
+    assert launched(out)[B].uuids == ("GPU-a10-1",)
+    why = "1 is in use outside the pool (another user's pool holds it)"
+    assert TellQueue(A, 1, f"needs 2 more A10; {why}") in out
+    assert submit(scheduler, spec(C, 1, allow_busy=True)) == [TellQueue(C, 2, f"needs 1 more A10; {why}")]
+    scheduler.handle(CancelRequested(C, "", 2.0))
+    scheduler.handle(RunOver(B, RunState.FAILED, 2.0))
+    # the next look at the devices gives it another try, first in its line
+    out = scheduler.handle(InventoryChanged(node(*gpus(2)), 3.0))
+    assert launched(out)[A].uuids == ("GPU-a10-0", "GPU-a10-1")
+    assert launched(out).keys() == {A}
+
+
+@pytest.mark.parametrize("named", [(), ("GPU-of-nobody",)])
+def test_a_refusal_that_names_none_of_its_devices_bars_them_all(named: tuple[str, ...]) -> None:
+    scheduler = Scheduler(node(*gpus(3)))
+    submit(scheduler, spec(A, 2))
+    out = scheduler.handle(LeaseRefused(A, named, "", 1.0))
+    assert out == [TellQueue(A, 1, "needs 1 more A10; 2 are in use outside the pool")]
+
+
+def test_a_refused_cpu_lease_waits_for_the_next_inventory() -> None:
+    scheduler = Scheduler(node())
+    submit(scheduler, spec(A, 2, "cpu"))
+    out = scheduler.handle(LeaseRefused(A, (), "no memory", 1.0))
+    assert out == [TellQueue(A, 1, "needs 2 more CPU slots; the engine refuses more: no memory")]
+    assert list(launched(scheduler.handle(InventoryChanged(node(), 2.0)))) == [A]
+
+
+def test_a_refused_lease_of_a_run_that_would_not_wait_ends_it() -> None:
+    scheduler = Scheduler(node(*gpus(1)))
+    submit(scheduler, spec(A, wait_s=0.0))
+    moved, ended = scheduler.handle(LeaseRefused(A, ("GPU-a10-0",), "locked", 1.0))
+    assert isinstance(ended, EndRun)
+    assert moved == MoveRun(A, RunState.FAILED, ended.reason)
+    assert ended.reason.startswith(
+        "the run needs 1 A10, 0 are free, and it was not to wait: 1 is in use outside"
+    )
+    assert ended.reason.count("the pool (locked). Let it queue with --wait 10m")
+    assert scheduler.runs == ()
+
+
+def test_a_lease_that_ranks_run_on_can_not_be_refused() -> None:
+    scheduler = Scheduler(node(*gpus(1)))
+    submit(scheduler, spec(A))
+    running(scheduler, A)
+    assert scheduler.handle(LeaseRefused(A, ("GPU-a10-0",), "late", 1.0)) == []
+    assert scheduler.holder("GPU-a10-0") == A
+
+
+# ---------------------------------------------------------------- the queue
+
+
+def test_first_come_first_served_with_positions_told_once() -> None:
+    scheduler = Scheduler(node(*gpus(1)))
+    submit(scheduler, spec(A))
+    assert submit(scheduler, spec(B), 1.0) == [TellQueue(B, 1, "needs 1 more A10")]
+    assert submit(scheduler, spec(C), 2.0) == [TellQueue(C, 2, "needs 1 more A10")]
+    assert scheduler.handle(TimePassed(3.0)) == []
+    out = scheduler.handle(RunOver(A, RunState.FAILED, 4.0))
+    assert list(launched(out)) == [B]
+    assert TellQueue(C, 1, "needs 1 more A10") in out
+
+
+def test_each_type_has_a_line_of_its_own() -> None:
+    scheduler = Scheduler(node(*gpus(1), *gpus(1, "h100"), slots=2))
+    for number, kind in enumerate(("a10", "h100", "cpu")):
+        submit(scheduler, spec(f"0000000{number}", 1 if kind != "cpu" else 2, kind))
+    for number, kind in enumerate(("a10", "h100", "cpu")):
+        (told,) = submit(scheduler, spec(f"1000000{number}", 1, kind))
+        assert isinstance(told, TellQueue)
+        assert told.position == 1
+    assert list(launched(scheduler.handle(RunOver("00000001", RunState.FAILED, 1.0)))) == ["10000001"]
+
+
+def test_a_later_run_that_fits_passes_one_that_does_not() -> None:
+    scheduler = Scheduler(node(*gpus(2)))
+    submit(scheduler, spec(A, 1))
+    assert submit(scheduler, spec(B, 2)) == [TellQueue(B, 1, "needs 1 more A10")]
+    out = submit(scheduler, spec(C, 1))
+    assert list(launched(out)) == [C]
+    assert TellQueue(B, 1, "needs 2 more A10") in out
+
+
+def test_a_run_passed_over_for_long_keeps_freed_devices() -> None:
+    scheduler = Scheduler(node(*gpus(2), slots=4), pass_over_s=600.0)
+    submit(scheduler, spec(A, 1))
+    submit(scheduler, spec(B, 2), 100.0)
+    assert scheduler.next_deadline() is None  # waiting alone is not being passed over
+    assert list(launched(submit(scheduler, spec(C, 1), 200.0))) == [C]
+    assert scheduler.next_deadline() == 800.0
+    scheduler.handle(RunOver(C, RunState.FAILED, 300.0))
+    assert list(launched(submit(scheduler, spec(C, 1), 799.0))) == [C]  # still passes
+    assert scheduler.handle(TimePassed(800.0)) == [
+        TellQueue(B, 1, "needs 2 more A10; freed ones are kept for it")
+    ]
+    assert scheduler.next_deadline() is None
+    scheduler.handle(RunOver(C, RunState.FAILED, 900.0))
+    kept = "what is free is kept for run bbbb, which has waited longer"
+    assert submit(scheduler, spec(D, 1), 901.0) == [TellQueue(D, 2, kept)]
+    # other lines do not care
+    assert list(launched(submit(scheduler, spec("eeee0000", 1, "cpu"), 902.0))) == ["eeee0000"]
+    # who would not wait is told the same
+    refused = refusal(submit(scheduler, spec("ffff0000", 1, wait_s=0.0), 903.0))
+    assert f"the run needs 1 A10, 1 is free, and it was not to wait: {kept}." in refused.message
+    out = scheduler.handle(RunOver(A, RunState.FAILED, 904.0))
+    assert list(launched(out)) == [B]
+    assert TellQueue(D, 1, "needs 1 more A10") in out
+
+
+def test_when_the_run_that_devices_were_kept_for_is_cancelled_the_next_goes() -> None:
+    scheduler = Scheduler(node(*gpus(2)), pass_over_s=0.0)
+    submit(scheduler, spec(A, 1))
+    submit(scheduler, spec(B, 2))
+    submit(scheduler, spec(C, 1))
+    scheduler.handle(RunOver(C, RunState.FAILED, 1.0))
+    assert launched(submit(scheduler, spec(D, 1), 1.0)) == {}
+    assert list(launched(scheduler.handle(CancelRequested(B, "enough", 2.0)))) == [D]
+
+
+def test_when_the_run_that_devices_were_kept_for_gives_up_the_next_goes() -> None:
+    scheduler = Scheduler(node(*gpus(2)), pass_over_s=0.0)
+    submit(scheduler, spec(A, 1))
+    submit(scheduler, spec(B, 2, wait_s=10.0))
+    submit(scheduler, spec(C, 1))
+    scheduler.handle(RunOver(C, RunState.FAILED, 1.0))
+    submit(scheduler, spec(D, 1), 1.0)
+    out = scheduler.handle(TimePassed(10.0))
+    assert [type(one) for one in out] == [MoveRun, EndRun, LaunchRun]
+    assert list(launched(out)) == [D]
+
+
+def test_nothing_is_kept_for_a_run_that_could_not_use_it() -> None:
+    scheduler = Scheduler(node(*gpus(2)), pass_over_s=0.0)
+    submit(scheduler, spec(A, 1))
+    submit(scheduler, spec(B, 2))
+    submit(scheduler, spec(C, 1))
+    scheduler.handle(RunOver(C, RunState.FAILED, 1.0))
+    assert launched(submit(scheduler, spec(D, 1), 1.0)) == {}
+    # a device goes away: B can't run now whoever leaves, so it holds up nobody
+    out = scheduler.handle(InventoryChanged(node(*gpus(2)[1:]), 2.0))
+    assert list(launched(out)) == [D]
+    assert TellQueue(B, 1, "needs 2 more A10; the pool has only 1 A10 now") in out
+    # it comes back, and B's turn with it
+    scheduler.handle(InventoryChanged(node(*gpus(2)), 3.0))
+    scheduler.handle(RunOver(A, RunState.FAILED, 4.0))
+    assert list(launched(scheduler.handle(RunOver(D, RunState.FAILED, 5.0)))) == [B]
+
+
+def test_a_large_run_gets_its_turn_under_a_stream_of_small_ones() -> None:
+    scheduler = Scheduler(node(*gpus(4)), pass_over_s=600.0)
+    started: dict[str, float] = {}
+    for step in range(100):
+        now = step * 30.0
+        out = submit(scheduler, spec(A, 4) if step == 5 else spec(f"{step:08x}", 1), now)
+        for run in scheduler.runs:  # each small run lasts 120 s, so that 4 run at any time
+            if run.lease is not None and run.run_id != A and now >= started.get(run.run_id, now) + 120.0:
+                out += scheduler.handle(RunOver(run.run_id, RunState.FAILED, now))
+        started |= dict.fromkeys(launched(out), now)
+        if A in started:
+            break
+    # passed over first when a device becomes free, 10 min of others passing, then those four run out
+    assert 750.0 <= started[A] <= 150.0 + 30.0 + 600.0 + 120.0
+
+
+def test_any_run_that_waits_takes_up_with_the_devices_that_come() -> None:
+    scheduler = Scheduler(node(slots=2))
+    submit(scheduler, spec(A, 2, "cpu"))
+    assert submit(scheduler, spec(B, 1, "any")) == [TellQueue(B, 1, "needs 1 more CPU slot")]
+    assert launched(scheduler.handle(InventoryChanged(node(*gpus(1), slots=2), 1.0)))[B].uuids == (
+        "GPU-a10-0",
+    )
+
+
+def test_a_waiting_run_whose_devices_vanish_goes_on_waiting_and_says_why() -> None:
+    scheduler = Scheduler(node(*gpus(1)))
+    submit(scheduler, spec(A))
+    submit(scheduler, spec(B, wait_s=60.0))
+    assert scheduler.handle(InventoryChanged(node(problem="NVML: unknown error"), 1.0)) == [
+        TellQueue(B, 1, "needs 1 more A10; the pool has only 0 A10 now")
+    ]
+    assert scheduler.run(A) is not None  # its end is the agent's to tell
+    moved, ended = scheduler.handle(TimePassed(60.0))
+    assert (type(moved), type(ended)) == (MoveRun, EndRun)
+
+
+def test_an_id_is_submitted_once() -> None:
+    scheduler = Scheduler(node(*gpus(1)))
+    submit(scheduler, spec(A))
+    assert "submitted before" in refusal(submit(scheduler, spec(A))).message
+    assert scheduler.holder("GPU-a10-0") == A
+
+
+# ---------------------------------------------------------------- before the first inventory
+
+
+def test_runs_are_held_until_the_devices_are_known() -> None:
+    scheduler = Scheduler()
+    looking = "the pool is still looking for its devices"
+    assert submit(scheduler, spec(A)) == [TellQueue(A, 1, looking)]
+    assert submit(scheduler, spec(B, 1, "h100")) == [TellQueue(B, 2, looking)]
+    assert submit(scheduler, spec(C, 1, wait_s=0.0)) == [TellQueue(C, 3, looking)]
+    assert (scheduler.cpu_slots_free, scheduler.holder("GPU-a10-0"), scheduler.next_deadline()) == (
+        0,
+        None,
+        None,
+    )
+    assert scheduler.handle(CancelRequested("eeee0000", "", 0.5)) == []
+    out = scheduler.handle(InventoryChanged(node(*gpus(1)), 1.0))
+    assert list(launched(out)) == [A]
+    refused = {one.run_id: one.error for one in out if isinstance(one, RefuseRun)}
+    assert refused == {B: "UsageError", C: "CapacityError"}
+    assert [run.run_id for run in scheduler.runs] == [A]
+
+
+def test_a_held_run_can_be_cancelled() -> None:
+    scheduler = Scheduler()
+    submit(scheduler, spec(A))
+    out = scheduler.handle(CancelRequested(A, "enough", 0.5))
+    assert out == [MoveRun(A, RunState.CANCELLED, "enough"), EndRun(A, RunState.CANCELLED, "enough")]
+
+
+# ---------------------------------------------------------------- times
+
+
+def test_who_would_not_wait_is_refused_with_what_is_in_the_way() -> None:
+    scheduler = Scheduler(node(*gpus(4, outside=[3])))
+    submit(scheduler, spec(A, 2))
+    refused = refusal(submit(scheduler, spec(B, 3, wait_s=0.0)))
+    assert refused.error == "CapacityError"
+    assert refused.message == (
+        "the run needs 3 A10, 1 is free, and it was not to wait: 2 are held by run aaaa, 1 is in use outside "
+        "the pool (python (pid 9) holds 12 GB; --allow-busy takes it). Let it queue with --wait 10m, ask for "
+        "fewer with --gpus, or choose another pool with --pool."
+    )
+    assert scheduler.run(B) is None
+    assert list(launched(submit(scheduler, spec(B, 1, wait_s=0.0)))) == [B]
+
+
+def test_a_long_list_of_holders_is_cut() -> None:
+    scheduler = Scheduler(node(slots=6))
+    for number in range(6):
+        submit(scheduler, spec(f"{number}0000000", 1, "cpu"))
+    message = refusal(submit(scheduler, spec(A, 1, "cpu", wait_s=0.0))).message
+    assert "run 0000, 1 is held by run 1000, 1 is held by run 2000, 3 more runs hold others. Let" in message
+
+
+def test_waiting_ends_at_its_time_as_a_failure_of_capacity() -> None:
+    scheduler = Scheduler(node(*gpus(1)))
+    submit(scheduler, spec(A))
+    submit(scheduler, spec(B, wait_s=600.0), 10.0)
+    assert scheduler.next_deadline() == 610.0
+    assert scheduler.handle(TimePassed(609.9)) == []
+    moved, ended = scheduler.handle(TimePassed(610.0))
+    assert isinstance(ended, EndRun)
+    assert (ended.run_id, ended.state) == (B, RunState.FAILED)
+    assert ended.reason == (
+        "1 A10 did not become free within 10 min: 1 is held by run aaaa. Wait longer with --wait, ask for "
+        "fewer with --gpus, or choose another pool with --pool."
+    )
+    assert moved == MoveRun(B, RunState.FAILED, ended.reason)
+    assert scheduler.next_deadline() is None
+
+
+def test_devices_that_come_at_the_last_moment_are_taken() -> None:
+    scheduler = Scheduler(node(*gpus(1)))
+    submit(scheduler, spec(A))
+    submit(scheduler, spec(B, wait_s=600.0))
+    assert list(launched(scheduler.handle(RunOver(A, RunState.FAILED, 600.0)))) == [B]
+
+
+def test_the_time_limit_counts_from_the_start_and_stops_the_run() -> None:
+    scheduler = Scheduler(node(*gpus(1)))
+    submit(scheduler, spec(A, timeout_s=90.0))
+    scheduler.handle(RunMoved(A, RunState.PREPARING, 5.0))
+    assert scheduler.next_deadline() is None  # an environment's build is not on the meter
+    running(scheduler, A, 10.0)
+    assert scheduler.next_deadline() == 100.0
+    assert scheduler.handle(TimePassed(99.0)) == []
+    reason = "its time limit of 90 s is over"
+    assert scheduler.handle(TimePassed(100.0)) == [
+        MoveRun(A, RunState.CANCELLING, reason),
+        StopRun(A, RunState.TIMED_OUT, reason),
+    ]
+    assert scheduler.next_deadline() is None
+    assert scheduler.handle(TimePassed(200.0)) == []
+    assert scheduler.holder("GPU-a10-0") == A  # until its ranks are gone
+    assert scheduler.handle(RunOver(A, RunState.TIMED_OUT, 201.0)) == [MoveRun(A, RunState.TIMED_OUT)]
+
+
+def test_spans_are_exact() -> None:
+    assert [span(s) for s in (0.0, 0.5, 90.0, 600.0, 7200.0, 604800.0, 3601.0)] == [
+        "0 s",
+        "0.5 s",
+        "90 s",
+        "10 min",
+        "2 h",
+        "7 d",
+        "3601 s",
+    ]
+
+
+# ---------------------------------------------------------------- cancel, late reports
+
+
+def test_cancelling_a_queued_run_ends_it_and_moves_up_the_rest() -> None:
+    scheduler = Scheduler(node(*gpus(1)))
+    for run_id in (A, B, C):
+        submit(scheduler, spec(run_id))
+    assert scheduler.handle(CancelRequested(B, "interrupted", 1.0)) == [
+        MoveRun(B, RunState.CANCELLED, "interrupted"),
+        EndRun(B, RunState.CANCELLED, "interrupted"),
+        TellQueue(C, 1, "needs 1 more A10"),
+    ]
+
+
+def test_cancelling_a_running_run_takes_the_stop_path_once() -> None:
+    scheduler = Scheduler(node(*gpus(1)))
+    submit(scheduler, spec(A))
+    submit(scheduler, spec(B))
+    running(scheduler, A)
+    assert scheduler.handle(CancelRequested(A, "interrupted", 1.0)) == [
+        MoveRun(A, RunState.CANCELLING, "interrupted"),
+        StopRun(A, RunState.CANCELLED, "interrupted"),
+    ]
+    assert scheduler.handle(CancelRequested(A, "interrupted again", 2.0)) == []
+    assert scheduler.handle(RunMoved(A, RunState.RUNNING, 2.5)) == []  # sent before the stop came
+    out = scheduler.handle(RunOver(A, RunState.CANCELLED, 3.0))
+    assert out[0] == MoveRun(A, RunState.CANCELLED)
+    assert list(launched(out)) == [B]
+
+
+def test_a_run_that_a_cancel_overtook_may_have_succeeded() -> None:
+    scheduler = Scheduler(node(*gpus(1)))
+    submit(scheduler, spec(A))
+    running(scheduler, A)
+    scheduler.handle(CancelRequested(A, "", 1.0))
+    assert scheduler.handle(RunOver(A, RunState.SUCCEEDED, 1.1)) == [MoveRun(A, RunState.SUCCEEDED)]
+
+
+def test_cancel_between_launch_and_a_refused_lease() -> None:
+    scheduler = Scheduler(node(*gpus(1)))
+    submit(scheduler, spec(A))
+    assert scheduler.handle(CancelRequested(A, "enough", 1.0)) == [
+        MoveRun(A, RunState.CANCELLING, "enough"),
+        StopRun(A, RunState.CANCELLED, "enough"),
+    ]
+    out = scheduler.handle(LeaseRefused(A, ("GPU-a10-0",), "locked", 2.0))
+    assert out == [MoveRun(A, RunState.CANCELLED), EndRun(A, RunState.CANCELLED, "")]
+
+
+def test_cancelling_a_run_that_is_done_changes_nothing() -> None:
+    scheduler = Scheduler(node(*gpus(1)))
+    submit(scheduler, spec(A))
+    running(scheduler, A)
+    scheduler.handle(RunMoved(A, RunState.FAILED, 1.0))
+    assert scheduler.handle(CancelRequested(A, "", 2.0)) == []
+
+
+def test_reports_that_skip_the_start_still_follow_the_table() -> None:
+    scheduler = Scheduler(node(*gpus(2)))
+    submit(scheduler, spec(A, timeout_s=50.0))
+    submit(scheduler, spec(B))
+    both = [MoveRun(A, RunState.STARTING), MoveRun(A, RunState.RUNNING)]
+    assert scheduler.handle(RunMoved(A, RunState.RUNNING, 1.0)) == both
+    assert scheduler.next_deadline() == 51.0
+    over = [MoveRun(B, RunState.STARTING), MoveRun(B, RunState.SUCCEEDED)]
+    assert scheduler.handle(RunOver(B, RunState.SUCCEEDED, 2.0)) == over
+
+
+@pytest.mark.parametrize("state", [RunState.QUEUED, RunState.PREPARING, RunState.STARTING, RunState.RUNNING])
+def test_reports_that_lead_back_are_ignored(state: RunState) -> None:
+    scheduler = Scheduler(node(*gpus(1)))
+    submit(scheduler, spec(A))
+    running(scheduler, A)
+    assert scheduler.handle(RunMoved(A, state, 1.0)) == []
+
+
+def test_a_launch_that_failed_frees_the_lease() -> None:
+    scheduler = Scheduler(node(*gpus(1)))
+    submit(scheduler, spec(A))
+    assert scheduler.handle(RunOver(A, RunState.FAILED, 1.0)) == [MoveRun(A, RunState.FAILED)]
+    assert scheduler.runs == ()
+
+
+def test_what_is_said_of_unknown_runs_changes_nothing() -> None:
+    scheduler = Scheduler(node())
+    stimuli: list[Stimulus] = [
+        RunMoved(A, RunState.RUNNING, 1.0),
+        CancelRequested(A, "", 1.0),
+        RunOver(A, RunState.FAILED, 1.0),
+        LeaseRefused(A, (), "", 1.0),
+    ]
+    for stimulus in stimuli:
+        assert scheduler.handle(stimulus) == []
+
+
+def test_a_run_is_over_in_a_final_state_only() -> None:
+    scheduler = Scheduler(node(*gpus(1)))
+    submit(scheduler, spec(A))
+    with pytest.raises(ValueError, match="final state is needed"):
+        scheduler.handle(RunOver(A, RunState.RUNNING, 1.0))
+
+
+def test_a_device_can_not_be_counted_twice() -> None:
+    lease = Lease(lease_id="00000000", device_type="a10", ranks=1, uuids=("GPU-a10-0",))
+    room = Room(node(*gpus(1)), {A: lease}, {})
+    with pytest.raises(ValueError, match="takes devices twice"):
+        room.take(B, lease)
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(
+    traffic=st.lists(
+        # ranks, seconds since the submission before, seconds that it runs
+        st.tuples(
+            st.sampled_from([1, 1, 1, 2, 4]), st.sampled_from([0.0, 5.0, 10.0]), st.sampled_from([10.0, 30.0])
+        ),
+        max_size=60,
+    )
+)
+def test_nobody_starves(traffic: list[tuple[int, float, float]]) -> None:
+    scheduler = Scheduler(node(*gpus(4)), pass_over_s=50.0)
+    arrivals: list[tuple[float, str]] = []
+    arrived = 0.0
+    for number, (_, gap, _) in enumerate(traffic):
+        arrived += gap
+        arrivals.append((arrived, f"{number:08x}"))
+    ends: list[tuple[float, str]] = []
+    started: dict[str, float] = {}
+    passed: dict[str, tuple[float, int]] = {}  # when first, and how many were still before it then
+    while arrivals or ends:
+        if arrivals and (not ends or arrivals[0] < min(ends)):
+            now, run_id = arrivals.pop(0)
+            out = submit(scheduler, spec(run_id, traffic[int(run_id, 16)][0]), now)
+        else:
+            now, run_id = min(ends)
+            ends.remove((now, run_id))
+            out = scheduler.handle(RunOver(run_id, RunState.FAILED, now))
+        for launch in launched(out):
+            started[launch] = now
+            ends.append((now + traffic[int(launch, 16)][2], launch))
+            waiting = [run.run_id for run in scheduler.runs if run.lease is None]
+            for place, other in enumerate(waiting):
+                if other < launch:
+                    passed.setdefault(other, (now, place))
+    assert len(started) == len(traffic)
+    for run_id, (first, ahead) in passed.items():
+        # then nothing passes it: those before it, each in its turn, and the last ranks to leave
+        assert started[run_id] <= first + 50.0 + 30.0 * (ahead + 1), run_id
+
+
+# ---------------------------------------------------------------- everything at once
+
+PASS_OVER_S = 50.0
+TYPES = st.sampled_from(["a10", "h100", "cpu", "any"])
+
+
+class Pool(RuleBasedStateMachine):
+    """A service, an engine and users that do anything at any time; each step is checked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.scheduler = Scheduler(pass_over_s=PASS_OVER_S)
+        self.inventory: Inventory | None = None
+        self.states: dict[str, RunState] = {}  # as the instructions told, and nothing else
+        self.leases: dict[str, Lease] = {}
+        self.gone: set[str] = set()
+        self.submitted: list[str] = []
+        self.reported: set[str] = set()
+        self.stopped: set[str] = set()
+        self.first_passed: dict[str, float] = {}
+        self.barred: set[str] = set()
+
+    def feed(self, stimulus: Stimulus) -> None:
+        if isinstance(stimulus, InventoryChanged):
+            self.inventory = stimulus.inventory
+            self.barred.clear()
+        before = {run.run_id: run.want and run.want.line for run in self.scheduler.runs}
+        for instruction in self.scheduler.handle(stimulus):
+            run_id = instruction.run_id
+            assert run_id in self.submitted
+            assert run_id not in self.gone
+            match instruction:
+                case LaunchRun(lease=lease):
+                    self.launched(run_id, lease, before)
+                    self.leases[run_id] = lease
+                case MoveRun(state=state):
+                    assert can_move(self.states[run_id], state)
+                    self.states[run_id] = state
+                case StopRun():
+                    assert run_id in self.leases
+                    assert run_id not in self.stopped
+                    self.stopped.add(run_id)
+                case RefuseRun(error=error, message=message):
+                    # in answer to its submission, or to the inventory it was held for
+                    assert run_id not in before or before[run_id] is None
+                    assert issubclass(getattr(errors, error), errors.SgpuError)
+                    assert message
+                    self.gone.add(run_id)
+                case EndRun(state=state):
+                    assert state is self.states[run_id]
+                    assert state.is_final
+                    assert run_id not in self.leases
+                    self.gone.add(run_id)
+                case TellQueue(position=position, reason=reason):
+                    assert position >= 1
+                    assert reason
+                    assert run_id not in self.leases
+        for run in self.scheduler.runs:
+            line = run.want and run.want.line
+            if before.get(run.run_id) != line and self.first_passed.get(run.run_id, self.now) < self.now:
+                del self.first_passed[run.run_id]  # it changed its line: nobody has passed it there yet
+
+    def launched(self, run_id: str, lease: Lease, before: dict[str, Line | None]) -> None:
+        assert self.inventory is not None
+        assert run_id not in self.leases
+        assert self.states[run_id] is RunState.QUEUED
+        held = {uuid for other in self.leases.values() for uuid in other.uuids}
+        assert held.isdisjoint(lease.uuids)
+        devices = {device.uuid: device for device in self.inventory.devices}
+        run = self.scheduler.run(run_id)
+        assert run is not None
+        assert run.want is not None
+        if lease.cpu_slots:
+            assert not lease.uuids
+            taken = sum(other.cpu_slots for other in self.leases.values())
+            assert taken + lease.cpu_slots <= self.inventory.cpu_slots
+            assert lease.cpu_slots == min(lease.ranks, self.inventory.cpu_slots)
+        else:
+            assert len(set(lease.uuids)) == len(lease.uuids) == lease.ranks
+            for uuid in lease.uuids:
+                assert line_of(devices[uuid]) == run.want.line
+                assert uuid not in self.barred
+                assert run.want.allow_busy or not devices[uuid].outside_use
+        # nobody may pass a run of the same line that was first passed long ago and could run here
+        for other in self.scheduler.runs:
+            if other.run_id == run_id:
+                break
+            if other.lease is not None or other.want is None or other.want.line != run.want.line:
+                continue
+            if before.get(other.run_id) != other.want.line:
+                self.first_passed[other.run_id] = self.now  # new in this line
+            first = self.first_passed.setdefault(other.run_id, self.now)
+            assert self.now < first + PASS_OVER_S or not self.could_run(other.want)
+
+    def could_run(self, want: Want) -> bool:
+        assert self.inventory is not None
+        if want.line == CPU_LINE:
+            return self.inventory.cpu_slots > 0 and "cpu" not in self.barred
+        held = {uuid for lease in self.leases.values() for uuid in lease.uuids}
+        return want.ranks <= sum(
+            line_of(device) == want.line
+            and device.uuid not in self.barred
+            and (want.allow_busy or not device.outside_use or device.uuid in held)
+            for device in self.inventory.devices
+        )
+
+    # ------------------------------------------------------------ what users, the engine and the world do
+
+    @rule(
+        ranks=st.integers(1, 6),
+        kind=TYPES,
+        wait_s=st.sampled_from([None, 0.0, 30.0, 200.0]),
+        timeout_s=st.sampled_from([40.0, 1000.0]),
+        allow_busy=st.booleans(),
+        stand_in=st.booleans(),
+    )
+    def submit(
+        self, ranks: int, kind: str, wait_s: float | None, timeout_s: float, allow_busy: bool, stand_in: bool
+    ) -> None:
+        run_id = f"{len(self.submitted):08x}"
+        self.submitted.append(run_id)
+        self.states[run_id] = RunState.QUEUED
+        wanted = spec(
+            run_id, ranks, kind, wait_s=wait_s, timeout_s=timeout_s, allow_busy=allow_busy, stand_in=stand_in
+        )
+        self.feed(RunSubmitted(wanted, self.now))
+
+    @initialize(late=st.booleans())
+    def first_look(self, late: bool) -> None:
+        if not late:
+            self.feed(InventoryChanged(node(*gpus(4), *gpus(2, "h100"), slots=4), self.now))
+
+    @rule(
+        a10=st.integers(0, 4),
+        h100=st.integers(0, 2),
+        simulated=st.booleans(),
+        outside=st.lists(st.integers(0, 3), max_size=2),
+        slots=st.sampled_from([0, 2, 4]),
+    )
+    def look(self, a10: int, h100: int, simulated: bool, outside: list[int], slots: int) -> None:
+        devices = (*gpus(a10, outside=outside), *gpus(h100, "h100", simulated=simulated))
+        self.feed(InventoryChanged(node(*devices, slots=slots), self.now))
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, 20.0, 60.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.feed(TimePassed(self.now))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), state=st.sampled_from(list(RunState)))
+    def report(self, data: st.DataObject, state: RunState) -> None:
+        run_id = data.draw(st.sampled_from(sorted(self.leases)))
+        self.reported.add(run_id)
+        self.feed(RunMoved(run_id, state, self.now))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), state=st.sampled_from([state for state in RunState if state.is_final]))
+    def over(self, data: st.DataObject, state: RunState) -> None:
+        self.reap(data.draw(st.sampled_from(sorted(self.leases))), state)
+
+    def reap(self, run_id: str, state: RunState) -> None:
+        del self.leases[run_id]
+        self.feed(RunOver(run_id, state, self.now))
+        assert self.states[run_id].is_final
+        self.gone.add(run_id)
+
+    @precondition(lambda self: self.leases.keys() - self.reported)
+    @rule(data=st.data(), count=st.integers(0, 3))
+    def refuse_lease(self, data: st.DataObject, count: int) -> None:
+        run_id = data.draw(st.sampled_from(sorted(self.leases.keys() - self.reported)))
+        lease = self.leases.pop(run_id)
+        self.barred |= set(lease.uuids[:count]) or set(lease.uuids) or {"cpu"}
+        self.feed(LeaseRefused(run_id, lease.uuids[:count], "locked", self.now))
+
+    @precondition(lambda self: self.submitted)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        run_id = data.draw(st.sampled_from(self.submitted))
+        self.feed(CancelRequested(run_id, "interrupted", self.now))
+        state = self.states[run_id]
+        assert run_id in self.gone or state is RunState.CANCELLING or state.is_final
+
+    @precondition(lambda self: self.submitted)
+    @rule(data=st.data(), state=st.sampled_from(list(RunState)))
+    def late_report(self, data: st.DataObject, state: RunState) -> None:
+        run_id = data.draw(st.sampled_from(self.submitted))
+        if run_id not in self.leases:
+            self.feed(RunMoved(run_id, state, self.now))
+
+    # ------------------------------------------------------------ what always holds
+
+    @invariant()
+    def no_run_is_lost(self) -> None:
+        kept = {run.run_id: run for run in self.scheduler.runs}
+        assert kept.keys() | self.gone == set(self.submitted)
+        assert kept.keys().isdisjoint(self.gone)
+        for run_id, run in kept.items():
+            assert run.state is self.states[run_id]
+            assert run.lease == self.leases.get(run_id)
+            # whoever waits has been told what for
+            assert (run.told is None) == (run.lease is not None)
+
+    @invariant()
+    def positions_count_from_one(self) -> None:
+        by_line: dict[object, list[int]] = {}
+        for run in self.scheduler.runs:
+            if run.told is not None:
+                by_line.setdefault(run.want and run.want.line, []).append(run.told[0])
+        for positions in by_line.values():
+            assert positions == list(range(1, len(positions) + 1))
+
+    @invariant()
+    def nothing_is_left_idle_for_the_first_in_line(self) -> None:
+        seen: set[object] = set()
+        for run in self.scheduler.runs:
+            if run.lease is None and run.want is not None and run.want.line not in seen:
+                seen.add(run.want.line)
+                assert run.told is not None
+                assert re.match(r"needs [1-9]\d* more ", run.told[1])
+
+    @invariant()
+    def deadlines_are_not_past(self) -> None:
+        deadline = self.scheduler.next_deadline()
+        assert deadline is None or deadline > self.now
+
+    def teardown(self) -> None:
+        """With every device back and ranks that end when they are told or done, every run ends."""
+        self.feed(InventoryChanged(node(*gpus(6), *gpus(6, "h100"), slots=4), self.now))
+        for _ in range(len(self.submitted) + 1):
+            for run_id in sorted(self.leases):
+                self.reap(run_id, RunState.CANCELLED if run_id in self.stopped else RunState.SUCCEEDED)
+        waiting = {run.run_id for run in self.scheduler.runs}
+        # types that are only simulated at times are real now, and nothing else can be missing
+        assert waiting == set()
+        assert self.gone == set(self.submitted)
+
+
+TestPool = Pool.TestCase
+TestPool.settings = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
