@@ -109,10 +109,14 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     try:
         from_file = tomllib.loads(file.read_text()) if file.is_file() else {}
     except (OSError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"the settings file {file} can't be read: {error}. Mend it or move it away.") from error
+        raise UsageError(
+            f"the settings file {file} can't be read: {error}. Mend it or move it away."
+        ) from error
     for name, value in from_file.items():
         if name not in known:
-            raise UsageError(f"the settings file {file} has {name!r}, which is no setting. There are: {', '.join(known)}.")
+            raise UsageError(
+                f"the settings file {file} has {name!r}, which is no setting. There are: {', '.join(known)}."
+            )
         values[name] = _convert(name, str(known[name]), value, str(file))
     for name, kind in known.items():
         variable = f"SGPU_{name.upper()}"
@@ -127,9 +131,16 @@ def _convert(name: str, kind: str, value: object, where: str) -> object:
             case "bool":
                 if isinstance(value, bool):
                     return value
-                return {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}[
-                    str(value).lower()
-                ]
+                return {
+                    "1": True,
+                    "true": True,
+                    "yes": True,
+                    "on": True,
+                    "0": False,
+                    "false": False,
+                    "no": False,
+                    "off": False,
+                }[str(value).lower()]
             case "int":
                 return int(str(value))
             case "float":

@@ -2,6 +2,7 @@
 
     SgpuError                     one paragraph: the side, the cause, the remedy
     ├── UsageError                an option, a name or a cell that can't mean anything (notebook)
+    │   └── CellSyntaxError       the cell does not compile
     ├── CapacityError             the pool can't place the run, now or ever (pool)
     ├── SerializationError        something can't leave or enter the notebook (notebook or rank)
     ├── EnvironmentFailed         the ranks' Python could not be prepared (pool)
@@ -42,6 +43,23 @@ class UsageError(SgpuError):
     """An option, a name or a cell that can't mean anything."""
 
 
+class CellSyntaxError(UsageError):
+    """The cell does not compile. No SyntaxError: IPython would draw the magic's own frames above it.
+
+    Args:
+        message: What the compiler says.
+        place: The cell's name and the line in it.
+        excerpt: The line, and a caret below it.
+    """
+
+    def __init__(self, message: str, place: str = "", excerpt: str = "") -> None:
+        super().__init__(f"{message} ({place})" if place else message)
+        self._lines = [text for text in (place and f"  {place}", excerpt, f"SyntaxError: {message}") if text]
+
+    def _render_traceback_(self) -> list[str]:
+        return self._lines
+
+
 class CapacityError(SgpuError):
     """The pool can't place the run: it lacks the devices, or the queue's time is over."""
 
@@ -71,7 +89,9 @@ class RunFailed(SgpuError):
         remote_traceback: The rank's traceback as plain text, "" when there is none.
     """
 
-    def __init__(self, message: str, *, rank: int | None = None, run_id: str = "", remote_traceback: str = "") -> None:
+    def __init__(
+        self, message: str, *, rank: int | None = None, run_id: str = "", remote_traceback: str = ""
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.run_id = run_id
@@ -85,7 +105,15 @@ class RemoteError(RunFailed):
         type_name: The exception's qualified type name on the rank.
     """
 
-    def __init__(self, message: str, *, type_name: str, rank: int | None = None, run_id: str = "", remote_traceback: str = "") -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        type_name: str,
+        rank: int | None = None,
+        run_id: str = "",
+        remote_traceback: str = "",
+    ) -> None:
         super().__init__(message, rank=rank, run_id=run_id, remote_traceback=remote_traceback)
         self.type_name = type_name
 

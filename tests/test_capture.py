@@ -1,5 +1,7 @@
 """Which names a cell reads and may bind, and which objects are shipped for them."""
 
+# ruff: noqa: E501  a case stays on one line
+
 from __future__ import annotations
 
 import linecache

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from sgpu_magic import errors
 from sgpu_magic.pool.placement import CPU_LINE, Line, Room, Want, line_of
-from sgpu_magic.pool.scheduler import (
+from sgpu_magic.pool.scheduler import Scheduler, span
+from sgpu_magic.pool.stimuli import (
     CancelRequested,
     EndRun,
     Instruction,
@@ -24,12 +25,10 @@ from sgpu_magic.pool.scheduler import (
     RunMoved,
     RunOver,
     RunSubmitted,
-    Scheduler,
     Stimulus,
     StopRun,
     TellQueue,
     TimePassed,
-    span,
 )
 from sgpu_magic.protocol.ids import is_valid_id
 from sgpu_magic.protocol.records import CellSource, Device, Inventory, Lease, Owner, Placement, RunSpec
@@ -148,12 +147,12 @@ def test_any_takes_the_gpus_with_most_devices_that_are_enough() -> None:
     assert launched(submit(scheduler, spec(A, 2, "any")))[A].device_type == "a10"
 
 
-def test_any_is_cpu_where_there_are_no_gpus_and_says_so_where_they_are_too_few() -> None:
+def test_any_is_cpu_where_there_are_no_gpus_and_is_refused_where_they_are_too_few() -> None:
     lease = launched(submit(Scheduler(node()), spec(A, 4, "any")))[A]
     assert (lease.device_type, lease.cpu_slots, lease.uuids, lease.note) == ("cpu", 4, (), "")
-    lease = launched(submit(Scheduler(node(*gpus(2))), spec(A, 4, "any")))[A]
-    assert (lease.device_type, lease.cpu_slots) == ("cpu", 4)
-    assert lease.note == "on CPU: no type has 4 devices here, there are 2 A10"
+    refused = refusal(submit(Scheduler(node(*gpus(2))), spec(A, 4, "any")))
+    assert refused.error == "UsageError"
+    assert "this pool has 2 A10, and the run asks for 4" in refused.message
 
 
 def test_any_waits_for_gpus_that_exist_rather_than_take_cpu() -> None:

@@ -133,7 +133,9 @@ class Execution:
                 process.output.begin_log(self._directory.log_path(process.rank))
             self._send_cells()
         except OSError as error:
-            self._fail_whole(FailureKind.INTERNAL, f"the run could not be started on {socket.gethostname()}: {error}.")
+            self._fail_whole(
+                FailureKind.INTERNAL, f"the run could not be started on {socket.gethostname()}: {error}."
+            )
             return
         if self.group.broken:
             self.group_broken(self.group.broken)
@@ -143,7 +145,11 @@ class Execution:
                 self._directory.write(PAYLOAD, self._frames[0])
                 self._directory.payload_done(True, "")
         except OSError as error:
-            self._say(Noted(text=f"the run's directory {self._directory.path} could not be written: {error.strerror}"))
+            self._say(
+                Noted(
+                    text=f"the run's directory {self._directory.path} could not be written: {error.strerror}"
+                )
+            )
 
     def _open_payload(self) -> int:
         match self.launch.payload.source:
@@ -335,7 +341,7 @@ class Execution:
 
     def _end(self, state: RunState) -> None:
         for process in self.group.ranks:
-            process.output.drain()
+            process.output.drain(last=True)
             if process.output.log_problem:
                 self._say(Noted(text=process.output.log_problem))
         self._ended = True
@@ -355,15 +361,17 @@ class Execution:
         elif state is RunState.SUCCEEDED:
             results = tuple(self._results[process.rank] for process in self.group.ranks)
             frames += [self._result_frames[rank] for rank in sorted(self._result_frames)]
-        elif self._end_reason:
-            kind = FailureKind.TIMEOUT if state is RunState.TIMED_OUT else FailureKind.INTERNAL
-            failure = Failure(kind=kind, message=self._end_reason, host=socket.gethostname(), at=time.time())
+        elif state is RunState.TIMED_OUT:
+            failure = Failure(
+                kind=FailureKind.TIMEOUT, message=self._end_reason, host=socket.gethostname(), at=time.time()
+            )
         if not results:
             self._close_results()
         self._say(
             RunEnded(
                 state=state,
                 failure=failure,
+                reason=self._end_reason if state is RunState.CANCELLED else "",
                 others=others,
                 results=results,
                 starting_s=started - self._launched_at,

@@ -18,7 +18,6 @@ from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.events import OutputWritten
 from sgpu_magic.protocol.ids import new_id
 from sgpu_magic.protocol.messages import Execute, Fork, FromRank, Leave, Release
-from sgpu_magic.protocol.records import Record
 
 
 class GroupListener(Protocol):

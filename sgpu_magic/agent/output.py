@@ -84,11 +84,18 @@ class RankOutput:
         self._pending_start = self.lines = self.total_bytes = 0
         self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
-    def drain(self) -> None:
-        """Read what is in the pipes now, and send it. Not until end of file: a child may hold a pipe open."""
+    def drain(self, *, last: bool = False) -> None:
+        """Read what is in the pipes now, and send it. Not until end of file: a child may hold a pipe open.
+
+        Args:
+            last: Nothing more is to come, so what looks like the beginning of a mark is none.
+        """
         for index in range(len(self._readers)):
             while self._read(index, flush=False):
                 pass
+        if last and self._held:
+            held, self._held = self._held, b""
+            self._take(_STDERR if self._in_stderr else _STDOUT, held)
         self.flush()
 
     def tail(self, limit: int = 5) -> str:

@@ -8,7 +8,6 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -100,9 +99,7 @@ class Agent:
             self._refuse_launch(launch, f"{launch.interpreter.executable} can't be started: {error}")
             return
         try:
-            execution = Execution(
-                launch, frames, group, warm, self._keeper, self._settings, self
-            )
+            execution = Execution(launch, frames, group, warm, self._keeper, self._settings, self)
         except (OSError, ValueError) as error:
             group.dismiss()
             self._departing.append(group)
@@ -112,11 +109,13 @@ class Agent:
         execution.start()
 
     def _refuse_launch(self, launch: Launch, message: str) -> None:
-        failure = Failure(kind=FailureKind.ENVIRONMENT, message=message, host=socket.gethostname(), at=time.time())
+        failure = Failure(
+            kind=FailureKind.ENVIRONMENT, message=message, host=socket.gethostname(), at=time.time()
+        )
         self.happened(launch.spec.run_id, RunEnded(state=RunState.FAILED, failure=failure), ())
         self._pool.send(RanksGone(run_id=launch.spec.run_id))
 
-    def _take_inventory(self):  # noqa: ANN202
+    def _take_inventory(self):
         own = [pid for execution in self._executions.values() for pid in execution.group.pids]
         return telemetry.take_inventory(
             simulate=self._settings.simulate, cpu_slots=self._settings.cpu_slot_count, own_pids=own
@@ -148,7 +147,9 @@ class Agent:
             self._replenish(interpreter, ranks)
 
     def _replenish(self, interpreter: Interpreter, ranks: int) -> None:
-        if not self._settings.standby or any(not execution.group.gone for execution in self._executions.values()):
+        if not self._settings.standby or any(
+            not execution.group.gone for execution in self._executions.values()
+        ):
             return
         if self._standby is not None:
             if _fits(self._standby, interpreter, ranks):
@@ -244,5 +245,3 @@ async def _run(sock: socket.socket, settings: Settings) -> None:
 def decode_settings(text: str) -> Settings:
     """The settings as the pool passes them on the command line: JSON."""
     return msgspec.json.decode(text, type=Settings)
-
-

@@ -12,7 +12,15 @@ from typing import Protocol
 
 from sgpu_magic.agent.stream import MessageStream
 from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.messages import Exited, Fork, Forked, ForkRefused, FromZygote, ZygoteFailed, ZygoteReady
+from sgpu_magic.protocol.messages import (
+    Exited,
+    Fork,
+    Forked,
+    ForkRefused,
+    FromZygote,
+    ZygoteFailed,
+    ZygoteReady,
+)
 from sgpu_magic.protocol.records import Interpreter
 
 _MAX_IDLE = 2
@@ -141,7 +149,9 @@ class Zygotes:
     def retire(self, keep: Zygote | None = None) -> None:
         """Close idle zygotes: those beyond two, and those unused for too long."""
         now = asyncio.get_running_loop().time()
-        idle = sorted((z for z in self._by_key.values() if z.idle and z is not keep), key=lambda z: z.last_used)
+        idle = sorted(
+            (z for z in self._by_key.values() if z.idle and z is not keep), key=lambda z: z.last_used
+        )
         surplus = len(idle) - _MAX_IDLE + (keep is not None)
         for position, zygote in enumerate(idle):
             if position < surplus or now - zygote.last_used > self._idle_s:

@@ -1,12 +1,11 @@
 """The global names that a cell reads and those that it could bind.
 
-Read from compiled code objects, after IPython's own transform of magics and `!`, and statement by statement: a
-name that an earlier statement certainly bound is the cell's own. Where that is not certain the name counts as
-read; shipping too much costs time, shipping too little is an error on the rank.
+Read from compiled code objects, after IPython's own transform of magics and `!`, and statement by statement:
+a name that an earlier statement certainly bound is the cell's own. Where that is not certain the name counts
+as read; shipping too much costs time, shipping too little is an error on the rank.
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast
@@ -20,17 +19,19 @@ from sgpu_magic.payload.code_names import MAGIC_CALLS, compile_quietly, loaded_n
 
 _OWN_MAGIC = re.compile(r"%%(distributed|sgpu\w*)\b")
 _FUTURE_FLAGS = functools.reduce(
-    int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+    int.__or__, (getattr(__future__, n).compiler_flag for n in __future__.all_feature_names)
 )
 # a cell that calls one of these may bind any name
 _BINDERS = frozenset({"exec", "eval", "globals", "locals", "vars", "run_path", "run_module"})
 # magics that bind nothing but what their text says
 _PLAIN_MAGICS = frozenset(
-    """
-    time timeit prun lprun mprun memit capture matplotlib pip conda cd env set_env pwd ls who whos config autoreload
-    load_ext reload_ext pdb debug xmode precision sx system bash sh html latex javascript js svg markdown writefile
-    """.split()
-)
+    (
+        "time", "timeit", "prun", "lprun", "mprun", "memit", "capture", "matplotlib", "pip",
+        "conda", "cd", "env", "set_env", "pwd", "ls", "who", "whos", "config", "autoreload",
+        "load_ext", "reload_ext", "pdb", "debug", "xmode", "precision", "sx", "system", "bash",
+        "sh", "html", "latex", "javascript", "js", "svg", "markdown", "writefile",
+    )
+)  # fmt: skip
 _BARE = (ast.Pass, ast.Break, ast.Continue)
 
 
@@ -58,8 +59,8 @@ def names_stored(source: str, *, transform: Callable[[str], str] | None = None) 
         transform: As for `names_read`.
 
     Returns:
-        The names, or None when they can't be known: the cell calls `exec` or `globals`, imports `*`, or uses a
-        magic that may bind names.
+        The names, or None when they can't be known: the cell calls `exec` or `globals`, imports `*`, or uses
+        a magic that may bind names.
 
     Raises:
         SyntaxError: The cell does not compile.

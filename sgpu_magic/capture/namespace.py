@@ -53,7 +53,7 @@ def _near(name: str, user_ns: Mapping[str, object]) -> str:
 
 
 def submodules_read(code_names: Iterable[str], values: Iterable[object]) -> tuple[str, ...]:
-    """Return the loaded submodules that code reaches through a shipped package, such as `xml.etree.ElementTree`.
+    """Return the loaded submodules that code reaches through a shipped package, such as `xml.etree`.
 
     A package travels by reference; its submodule is only there on the rank if it is imported too.
 
@@ -74,7 +74,7 @@ def submodules_read(code_names: Iterable[str], values: Iterable[object]) -> tupl
 def cell_sources(
     files: Iterable[str], execution_counts: Mapping[str, int] | None = None
 ) -> tuple[tuple[str, str, int | None], ...]:
-    """Return (file name, source, execution count) of the cells that defined what is shipped, for `CellSource.linecache`.
+    """Return (file name, source, execution count) of the cells that defined what is shipped.
 
     Args:
         files: File names of code objects (`Packed.files`); real files are left out.

@@ -1,10 +1,10 @@
 """A library in the notebook's kernel and in the `sgpu` command: reaches a pool, submits, follows. Never schedules.
 
-    local_pool    finds the local pool or starts it
-    link          the socket's one thread; replies and events to whoever waits
-    pool          what one can ask of a pool
-    run           the handle of a submitted run
-    result        what a finished run returns
-    interpreter   the kernel's Python, as the ranks' zygote is keyed
-    uploads       where a payload's bytes lie while they are shipped
+local_pool    finds the local pool or starts it
+link          the socket's one thread; replies and events to whoever waits
+pool          what one can ask of a pool
+run           the handle of a submitted run
+result        what a finished run returns
+interpreter   the kernel's Python, as the ranks' zygote is keyed
+uploads       where a payload's bytes lie while they are shipped
 """

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -55,7 +58,9 @@ def start_pool(settings: Settings, warm: Warm | None = None) -> None:
         )
     log_path = private_dir(settings.state_path) / "pool.log"
     # a rank that starts a pool must not mark it as its own run's process
-    environ = {name: value for name, value in os.environ.items() if name != "SGPU_RUN_ID"} | {"PYTHONSAFEPATH": "1"}
+    environ = {name: value for name, value in os.environ.items() if name != "SGPU_RUN_ID"} | {
+        "PYTHONSAFEPATH": "1"
+    }
     with open(log_path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "sgpu_magic.pool"],
@@ -66,17 +71,43 @@ def start_pool(settings: Settings, warm: Warm | None = None) -> None:
             cwd="/",
             start_new_session=True,
         )
-    try:
-        answer, _ = process.communicate(msgspec.msgpack.encode(warm) if warm else b"", timeout=_START_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
+    answer = _first_line(process, msgspec.msgpack.encode(warm) if warm else b"")
+    if answer is None:
         raise PoolError(
             f"the local pool did not start within {_START_TIMEOUT_S:.0f} s. Its log is {log_path}; `sgpu doctor` "
             "looks for the reason."
-        ) from None
+        )
     if answer.strip() not in (b"ready", b"already running"):
         raise PoolError(f"the local pool could not be started: {_last_line(log_path)} Its log is {log_path}.")
+
+
+def _first_line(process: subprocess.Popen[bytes], order: bytes) -> bytes | None:
+    """Hand the order over and return the first line of the answer, None when none came in time.
+
+    Not the whole output: a descendant that inherits the pipe would hold it open for as long as it lives.
+    """
+    stdin, stdout = process.stdin, process.stdout
+    if stdin is None or stdout is None:
+        raise ValueError("the pool is started with both pipes")
+    with stdin, contextlib.suppress(BrokenPipeError):
+        stdin.write(order)
+        stdin.flush()
+    answer = b""
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    with stdout:
+        while not answer.endswith(b"\n"):
+            ready, _, _ = select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                process.kill()
+                process.wait()
+                return None
+            chunk = os.read(stdout.fileno(), 4096)
+            if not chunk:
+                break
+            answer += chunk
+    # it has forked the pool off and exits at once
+    process.wait()
+    return answer
 
 
 def _last_line(path: Path) -> str:

@@ -220,7 +220,7 @@ def _checked(link: PoolLink) -> PoolLink:
     )
 
 
-def _found(settings: Settings):  # noqa: ANN202
+def _found(settings: Settings):
     deadline = time.monotonic() + _OLD_POOL_EXIT_S
     while time.monotonic() < deadline:
         address = find_pool(settings)
@@ -249,4 +249,6 @@ def _wait_for_exit(pid: int) -> None:
         except OSError:
             return
         time.sleep(0.01)
-    raise PoolError(f"the local pool (process {pid}) did not end within {_OLD_POOL_EXIT_S:.0f} s; end it with `kill -9 {pid}`.")
+    raise PoolError(
+        f"the local pool (process {pid}) did not end within {_OLD_POOL_EXIT_S:.0f} s; end it with `kill -9 {pid}`."
+    )

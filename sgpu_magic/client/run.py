@@ -53,7 +53,9 @@ class Run:
         request, _ = self._link.new_request()
         self._link.send(Cancel(request=request, run=self.run_id, reason=reason))
 
-    def load_results(self, ended: RunEnded, frames: Sequence[bytes], namespace: dict[str, object]) -> list[RankValues]:
+    def load_results(
+        self, ended: RunEnded, frames: Sequence[bytes], namespace: dict[str, object]
+    ) -> list[RankValues]:
         """Unpack what the ranks returned, by rank, then let the pool free its side.
 
         Raises:
@@ -72,7 +74,9 @@ class Run:
                 elif isinstance(payload.source, SharedPayload):
                     data = _map(payload.source)
                 else:
-                    raise SerializationError(f"rank {result.rank}'s result lies in a file that is not of this machine.")
+                    raise SerializationError(
+                        f"rank {result.rank}'s result lies in a file that is not of this machine."
+                    )
                 content = unpack.unpack(data, payload.layout, self._key, namespace)
                 if not isinstance(content, dict):
                     raise SerializationError(f"rank {result.rank}'s result is not what a rank sends.")

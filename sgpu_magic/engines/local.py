@@ -58,6 +58,8 @@ class LocalEngine:
                     msgspec.json.encode(settings).decode(),
                 ],
                 stdin=subprocess.DEVNULL,
+                # the pool's standard output is a pipe that its starter reads to the end
+                stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 cwd="/",
                 start_new_session=True,

@@ -1,13 +1,14 @@
 """`%%distributed` and `%sgpu_status`: parse, submit, show; nothing else.
 
-    arguments    the magic's options
-    cell         a cell and its options -> what is submitted
-    distributed  submit, follow, bring back
-    completion   options and types in the front end's completer
+arguments    the magic's options
+cell         a cell and its options -> what is submitted
+distributed  submit, follow, bring back
+completion   options and types in the front end's completer
 """
 
 from __future__ import annotations
 
+from IPython.core.inputtransformer2 import cell_magic
 from IPython.core.interactiveshell import InteractiveShell
 
 from sgpu_magic.magics import completion
@@ -23,8 +24,18 @@ def load(shell: InteractiveShell) -> None:
     magics = DistributedMagics(shell)
     shell.register_magics(magics)
     completion.install(shell)
+    cleanup = shell.input_transformers_cleanup
+    cleanup.insert(cleanup.index(cell_magic) if cell_magic in cleanup else 0, _help_without_body)
     _loaded[id(shell)] = magics
     magics.pool.warm_in_background()
+
+
+def _help_without_body(lines: list[str]) -> list[str]:
+    """Give `%%distributed -h` a body: IPython refuses a cell magic without one before the magic is asked."""
+    asks = lines and lines[0].startswith("%%distributed") and {"-h", "--help"} & set(lines[0].split())
+    if asks and not any(line.strip() for line in lines[1:]):
+        return [lines[0].rstrip("\n") + "\n", "pass\n"]
+    return lines
 
 
 def unload(shell: InteractiveShell) -> None:
@@ -33,6 +44,8 @@ def unload(shell: InteractiveShell) -> None:
     if magics is None:
         return
     completion.remove(shell)
+    if _help_without_body in shell.input_transformers_cleanup:
+        shell.input_transformers_cleanup.remove(_help_without_body)
     for kind, name in (("cell", "distributed"), ("line", "sgpu_status")):
         shell.magics_manager.magics[kind].pop(name, None)
     magics.pool.close()

@@ -74,14 +74,39 @@ def parser() -> argparse.ArgumentParser:
         "The cell's value is a result: .values by rank, .lines, .logs(rank), .directory.",
     )
     add = made.add_argument
-    add("-n", "--gpus", type=_ranks, metavar="N", help="ranks, one per GPU (default: 2 on CPU, else all GPUs)")
+    add(
+        "-n", "--gpus", type=_ranks, metavar="N", help="ranks, one per GPU (default: 2 on CPU, else all GPUs)"
+    )
     add("--type", metavar="TYPE", help="a10, a100, h100, ..., cpu, any (default: what the pool has)")
-    add("--out", action="append", default=[], metavar="A,B:all", help="bring rank 0's A and every rank's B back")
-    add("--in", dest="extra", action="append", default=[], metavar="NAMES", help="also ship names that only eval uses")
+    add(
+        "--out",
+        action="append",
+        default=[],
+        metavar="A,B:all",
+        help="bring rank 0's A and every rank's B back",
+    )
+    add(
+        "--in",
+        dest="extra",
+        action="append",
+        default=[],
+        metavar="NAMES",
+        help="also ship names that only eval uses",
+    )
     add("--exclude", action="append", default=[], metavar="NAMES", help="names to leave in the notebook")
-    add("--env", action="append", default=[], metavar="KEY=VALUE", help="set a variable on the ranks (repeatable)")
+    add(
+        "--env",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="set a variable on the ranks (repeatable)",
+    )
     add("--timeout", metavar="90s|30m|2h", help="longest running time (default and most: 7d)")
-    add("--wait", metavar="10m|0", help="longest time in the queue, 0: run now or fail (default: as long as it takes)")
+    add(
+        "--wait",
+        metavar="10m|0",
+        help="longest time in the queue, 0: run now or fail (default: as long as it takes)",
+    )
     add("--name", default="", help="the run's name (default: the function or cell)")
     add("--pool", default="", help="the pool (default: local)")
     add("--ui", choices=UI_CHOICES, default="auto", help="how to show it (default: auto)")
@@ -141,7 +166,9 @@ def _timeout(text: str | None) -> float:
         return SEVEN_DAYS_S
     seconds = duration_s("--timeout", text)
     if not 0 < seconds <= SEVEN_DAYS_S:
-        raise UsageError(f"--timeout {text} is not possible: a run may take more than 0 s and at most 7 days (7d).")
+        raise UsageError(
+            f"--timeout {text} is not possible: a run may take more than 0 s and at most 7 days (7d)."
+        )
     return seconds
 
 
@@ -166,14 +193,18 @@ def _outputs(values: Sequence[str]) -> tuple[OutputName, ...]:
         name, colon, which = item.partition(":")
         _check_name("--out", name)
         if colon and which != "all":
-            raise UsageError(f"--out {item}: after the colon only `all` is possible, for a list of every rank's value.")
+            raise UsageError(
+                f"--out {item}: after the colon only `all` is possible, for a list of every rank's value."
+            )
         found[name] = OutputName(name, bool(colon))
     return tuple(found.values())
 
 
 def _check_name(option: str, name: str) -> None:
     if not name.isidentifier() or keyword.iskeyword(name):
-        raise UsageError(f"{option} {name!r}: that is not a variable's name. Write names with commas between: {option} a,b")
+        raise UsageError(
+            f"{option} {name!r}: that is not a variable's name. Write names with commas between: {option} a,b"
+        )
 
 
 def _variables(values: Sequence[str]) -> dict[str, str]:

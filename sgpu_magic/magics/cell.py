@@ -15,7 +15,7 @@ from sgpu_magic.capture.namespace import cell_sources, collect, submodules_read
 from sgpu_magic.client.interpreter import this_owner
 from sgpu_magic.client.pool import new_key
 from sgpu_magic.config import Settings
-from sgpu_magic.errors import UsageError
+from sgpu_magic.errors import CellSyntaxError, UsageError
 from sgpu_magic.magics.arguments import CellOptions
 from sgpu_magic.payload.pack import Packed, pack_namespace
 from sgpu_magic.protocol.ids import new_id
@@ -38,7 +38,9 @@ class Submission:
     environ: dict[str, str]
 
 
-def prepare(line: str, body: str, options: CellOptions, shell: InteractiveShell, settings: Settings, ranks: int) -> Submission:
+def prepare(
+    line: str, body: str, options: CellOptions, shell: InteractiveShell, settings: Settings, ranks: int
+) -> Submission:
     """Check, capture and pack a cell. Nothing has started when this raises.
 
     Args:
@@ -46,13 +48,16 @@ def prepare(line: str, body: str, options: CellOptions, shell: InteractiveShell,
 
     Raises:
         UsageError: The cell is empty, or an option names what does not exist.
-        SyntaxError: It does not compile.
+        CellSyntaxError: It does not compile.
         SerializationError: A variable can't leave the notebook.
     """
     begin = time.perf_counter()
     magic_line = f"%%distributed {line}".strip()
     source = f"{magic_line}\n{body}"
-    read = names_read(source, transform=shell.transform_cell)
+    try:
+        read = names_read(source, transform=shell.transform_cell)
+    except SyntaxError as error:
+        raise _does_not_compile(error, source, cell_number(shell)) from None
     _check_outputs(source, options, shell)
     namespace = shell.user_ns
     names = collect(read, namespace, extra=options.extra, exclude=options.exclude)
@@ -79,11 +84,11 @@ def prepare(line: str, body: str, options: CellOptions, shell: InteractiveShell,
     counts: Mapping[str, int] = getattr(shell.compile, "_filename_map", {})
     spec = RunSpec(
         run_id=new_id(),
-        name=options.name or _name_of(body, shell.execution_count),
+        name=options.name or _name_of(body, cell_number(shell)),
         cell=CellSource(
             body=body,
             magic_line=magic_line,
-            execution_count=shell.execution_count,
+            execution_count=cell_number(shell),
             linecache=cell_sources(packed.files, counts),
         ),
         placement=Placement(
@@ -105,7 +110,9 @@ def prepare(line: str, body: str, options: CellOptions, shell: InteractiveShell,
 def check_cell(body: str) -> None:
     """Raise UsageError for a cell without code: it would start ranks for nothing."""
     if not any(text and not text.startswith("#") for text in map(str.strip, body.splitlines())):
-        raise UsageError("the cell is empty. Write the code that each rank shall run under the %%distributed line.")
+        raise UsageError(
+            "the cell is empty. Write the code that each rank shall run under the %%distributed line."
+        )
 
 
 def _check_outputs(source: str, options: CellOptions, shell: InteractiveShell) -> None:
@@ -122,9 +129,25 @@ def _check_outputs(source: str, options: CellOptions, shell: InteractiveShell) -
             )
 
 
+def _does_not_compile(error: SyntaxError, source: str, number: int) -> CellSyntaxError:
+    """Say it as IPython says it of a plain cell."""
+    lines = source.splitlines()
+    line = error.lineno or 1
+    text = lines[line - 1] if line <= len(lines) else ""
+    column = max((error.offset or 1) - 1, 0) - (len(text) - len(text.lstrip()))
+    excerpt = f"    {text.strip()}\n    {' ' * max(column, 0)}^" if text.strip() else ""
+    return CellSyntaxError(error.msg, f"Cell In[{number}], line {line}", excerpt)
+
+
 def _name_of(body: str, execution_count: int) -> str:
     found = _DEFINITION.search(body)
     return found[1] if found is not None else f"cell {execution_count}"
+
+
+def cell_number(shell: InteractiveShell) -> int:
+    """The number of the cell that is running: newer IPythons count up before a cell runs, older ones after it."""
+    running = getattr(shell.displayhook, "exec_result", None)
+    return getattr(running, "execution_count", None) or shell.execution_count
 
 
 def notebook_name(shell: InteractiveShell) -> str:

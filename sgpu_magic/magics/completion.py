@@ -2,36 +2,57 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
 
+from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 from IPython.core.interactiveshell import InteractiveShell
 
 from sgpu_magic.magics.arguments import UI_CHOICES, parser
 from sgpu_magic.protocol.device_types import KNOWN_TYPES
 
-_KEYS = ("%%distributed", "%distributed")
+_LINE = re.compile(r"\s*%%?distributed\s")
 _VALUES = {"--type": ("any", "cpu", *KNOWN_TYPES), "--ui": UI_CHOICES, "--pool": ("local",)}
 _NAMES = ("--in", "--out", "--exclude")
+_matchers: dict[int, object] = {}
 
 
 def install(shell: InteractiveShell) -> None:
-    for key in _KEYS:
-        shell.set_hook("complete_command", _complete, str_key=key)
+    """Offer the options on the magic's line, and nothing else there: `--t` is no expression of Python."""
+    if shell.Completer is None:
+        return
+
+    @context_matcher(identifier="sgpu_magic.options", priority=1000)
+    def match(context: CompletionContext) -> SimpleMatcherResult:
+        before = context.text_until_cursor
+        if context.cursor_line != 0 or not _LINE.match(before):
+            return SimpleMatcherResult(completions=[], suppress=False)
+        word = re.split(r"[\s,]", before)[-1]
+        found = [text for text in _candidates(shell, before[: len(before) - len(word)]) if text.startswith(word)]
+        return SimpleMatcherResult(
+            completions=[SimpleCompletion(text=text, type="magic option") for text in found],
+            matched_fragment=word,
+            ordered=True,
+            suppress=True,
+        )
+
+    shell.Completer.custom_matchers.append(match)
+    _matchers[id(shell)] = match
 
 
 def remove(shell: InteractiveShell) -> None:
-    for key in _KEYS:
-        shell.strdispatchers["complete_command"].strs.pop(key, None)
+    """Take the completion away again."""
+    match = _matchers.pop(id(shell), None)
+    if shell.Completer is not None and match in shell.Completer.custom_matchers:
+        shell.Completer.custom_matchers.remove(match)
 
 
-def _complete(shell: InteractiveShell, event: Any) -> list[str]:
-    """Return what may stand at the cursor (`IPython.core.completer`'s event: line, symbol, text_until_cursor)."""
-    words = event.text_until_cursor.split()
-    if not event.text_until_cursor.endswith(" "):
-        words = words[:-1]
-    before = words[-1] if words else ""
-    if before in _VALUES:
-        return list(_VALUES[before])
-    if before in _NAMES:
+def _candidates(shell: InteractiveShell, before: str) -> list[str]:
+    """Return what may stand after `before`, which ends where a word begins."""
+    options = [option for action in parser()._actions for option in action.option_strings]  # pyright: ignore[reportPrivateUsage]
+    words = before.replace(",", " ").split()
+    after = next((word for word in reversed(words) if word.startswith("-")), "")
+    if words[-1] in _VALUES:
+        return list(_VALUES[words[-1]])
+    if after in _NAMES and (words[-1] == after or before.endswith(",")):
         return [name for name in shell.user_ns if not name.startswith("_")]
-    return [option for action in parser()._actions for option in action.option_strings]  # pyright: ignore[reportPrivateUsage]
+    return options

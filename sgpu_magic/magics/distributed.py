@@ -70,7 +70,9 @@ class DistributedMagics(Magics):
 
     def _check_pool(self, name: str) -> None:
         if name != self.pool.name:
-            raise UsageError(f"there is no pool named {name!r}. You have: {self.pool.name}. Leave --pool out to use it.")
+            raise UsageError(
+                f"there is no pool named {name!r}. You have: {self.pool.name}. Leave --pool out to use it."
+            )
 
     def _default_ranks(self, device_type: str | None) -> int:
         if device_type == "cpu":
@@ -83,7 +85,9 @@ class DistributedMagics(Magics):
             return cell.default_ranks(types.get(str(device_type), 0))
         if len(types) > 1:
             listed = ", ".join(f"{count} {name}" for name, count in types.items())
-            raise UsageError(f"this pool has several types ({listed}): say how many of which with --gpus N --type TYPE.")
+            raise UsageError(
+                f"this pool has several types ({listed}): say how many of which with --gpus N --type TYPE."
+            )
         return cell.default_ranks(sum(types.values()))
 
 

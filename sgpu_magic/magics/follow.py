@@ -45,8 +45,7 @@ def bring_back(
     if ended.state is RunState.SUCCEEDED:
         return _result(run, ended, frames, namespace, settings)
     if ended.state is RunState.CANCELLED:
-        reason = ended.failure.message if ended.failure is not None else "it was cancelled"
-        raise RunCancelled(f"run {short(run.run_id)} ended: {reason}.", run_id=run.run_id)
+        raise RunCancelled(f"run {short(run.run_id)} was cancelled: {ended.reason}.", run_id=run.run_id)
     failure = ended.failure
     if failure is None:
         raise NodeLost(f"run {short(run.run_id)} ended without saying why.", run_id=run.run_id)

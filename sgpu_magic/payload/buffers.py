@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 INLINE_LIMIT = 65536
 """Largest `total_bytes` that travels inside a message."""
 
-_CHUNK = 16 << 20
+_CHUNK = 4 << 20
 _THREADED_FROM = 8 << 20
 _COPY_THREADS = 2
 _CGROUP = Path("/sys/fs/cgroup")
@@ -28,7 +29,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 def write_packed(packed: Packed, target: memoryview) -> None:
     """Copy packed bytes into `target`, which has at least `packed.total_bytes` writable bytes.
 
-    Large buffers are copied by two threads: a fresh memory file's pages cost more than the bytes.
+    Large buffers are copied by two threads: the pages of a fresh memory file cost more than the bytes.
     """
     target[: len(packed.pickle)] = packed.pickle
     large: list[tuple[int, memoryview]] = []
@@ -38,21 +39,22 @@ def write_packed(packed: Packed, target: memoryview) -> None:
         else:
             large.append((offset, view))
     if large:
-        _copy_threaded(target, large)
+        _copy_threaded(_address(target), large)
 
 
-def _copy_threaded(target: memoryview, parts: list[tuple[int, memoryview]]) -> None:
-    base = _address(target)
+def _copy_threaded(base: int, parts: list[tuple[int, memoryview]]) -> None:
+    """Copy chunks until none is left, without the interpreter's lock.
+
+    Writing half of a fresh file by `pwrite` takes 0.26 s for 1 GiB instead of 0.35 s, but leaves pages
+    unmapped, and the next copy takes 0.15 s instead of 0.05 s.
+    """
+    work = (
+        (base + offset + begin, _address(view) + begin, min(_CHUNK, view.nbytes - begin))
+        for offset, view in parts
+        for begin in range(0, view.nbytes, _CHUNK)
+    )
     lock = threading.Lock()
     stop = threading.Event()
-
-    def chunks() -> Iterator[tuple[int, int, int]]:
-        for offset, view in parts:
-            source = _address(view)
-            for begin in range(0, view.nbytes, _CHUNK):
-                yield base + offset + begin, source + begin, min(_CHUNK, view.nbytes - begin)
-
-    work = chunks()
 
     def copy() -> None:
         while not stop.is_set():
@@ -60,7 +62,7 @@ def _copy_threaded(target: memoryview, parts: list[tuple[int, memoryview]]) -> N
                 chunk = next(work, None)
             if chunk is None:
                 return
-            ctypes.memmove(*chunk)  # without the interpreter's lock
+            ctypes.memmove(*chunk)
 
     threads = [threading.Thread(target=copy, name="sgpu-copy", daemon=True) for _ in range(_COPY_THREADS - 1)]
     for thread in threads:
@@ -82,7 +84,7 @@ def _address(view: memoryview) -> int:
 class SharedBuffer:
     """A memory file without a name that grows and is used again: touched pages are five times faster to fill.
 
-    Never write while somebody still maps it: private mappings see changes to pages that they have not written.
+    Never write while somebody still maps it: private mappings see changes to pages they have not written.
     """
 
     def __init__(self) -> None:
@@ -108,10 +110,8 @@ class SharedBuffer:
         os.ftruncate(self._fd, size)
         grown = mmap.mmap(self._fd, size)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
+            with contextlib.suppress(OSError):
                 grown.madvise(mmap.MADV_HUGEPAGE)  # helps where shmem_enabled is `advise`
-            except OSError:
-                pass
         if self._map is not None:
             self._map.close()
         self._map = grown
@@ -153,8 +153,9 @@ def write_file(packed: Packed, path: Path | str) -> None:
     free = shutil.disk_usage(path.parent).free
     if packed.total_bytes > free:
         raise UsageError(
-            f"the cell's variables take {packed.total_bytes / 1e9:,.1f} GB, but the disk under {path.parent} has only "
-            f"{free / 1e9:,.1f} GB free. Ship less (--exclude), free some room, or set SGPU_STATE_DIR to a larger disk."
+            f"the cell's variables take {packed.total_bytes / 1e9:,.1f} GB, but the disk under {path.parent} "
+            f"has only {free / 1e9:,.1f} GB free. Ship less (--exclude), free some room, or set "
+            "SGPU_STATE_DIR to a larger disk."
         )
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -170,8 +171,8 @@ def write_file(packed: Packed, path: Path | str) -> None:
             raise
     except OSError as error:
         raise UsageError(
-            f"the cell's variables ({packed.total_bytes / 1e9:,.1f} GB) can't be written under {path.parent}: "
-            f"{error.strerror}. Ship less (--exclude) or set SGPU_STATE_DIR to a larger disk."
+            f"the cell's variables ({packed.total_bytes / 1e9:,.1f} GB) can't be written under "
+            f"{path.parent}: {error.strerror}. Ship less (--exclude) or set SGPU_STATE_DIR to a larger disk."
         ) from error
 
 

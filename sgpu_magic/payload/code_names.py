@@ -95,7 +95,7 @@ def _names_in_text(text: str, *, is_shell: bool) -> Iterator[str]:
 
 
 def parse_quietly(source: str, filename: str) -> ast.Module:
-    """Parse as IPython does a cell (top-level await allowed), without warnings: the cell's run gives those."""
+    """Parse as IPython does a cell (top-level await allowed), without warnings: the run gives those."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tree = compile(source, filename, "exec", flags=ast.PyCF_ONLY_AST | _ALLOWED, dont_inherit=True)

@@ -1,36 +1,20 @@
 """What can't be pickled, named by its path, with the remedy.
 
-The pickler knows the object at which it stopped; a bounded walk from the value finds the way there. Where the object was
-made during pickling there is no way to it; then dill's detection may still name the attribute.
+The pickler knows the object at which it stopped; a bounded walk from the value finds the way there. Where the
+object was made during pickling there is no way to it; then dill's detection may still name the attribute.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-import time
 import types
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
-_LONGEST_WALK_S = 1.0
-_MOST_NODES = 300_000
+from sgpu_magic.payload.object_walk import find_way
+
 _DILL_NODES = 2_000
-_ATOMS = (
-    str,
-    bytes,
-    bytearray,
-    int,
-    float,
-    complex,
-    bool,
-    type(None),
-    type(Ellipsis),
-    types.CodeType,
-    types.ModuleType,
-    range,
-)
 
 
 class _Kind:
@@ -56,7 +40,7 @@ def explain_name(
     """Return why a variable can't leave the notebook.
 
     Args:
-        chain: Names from one that the cell reads to the one that can't be pickled, each used by the one before.
+        chain: Names from one that the cell reads to the one that can't be pickled, each used by the last.
         values: The values of these names.
         culprit: The object at which pickling stopped.
         error: What pickling raised.
@@ -73,16 +57,12 @@ def explain_name(
 
 def explain_result(obj: object, culprit: object, error: Exception) -> str:
     """Return why a result can't leave its rank; arguments as for `explain_name`."""
-    root, value = "the value", obj
-    names = obj.get("names") if isinstance(obj, dict) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-    if isinstance(names, dict):
-        parts: dict[str, object] = {**names, "the cell's value": obj.get("value")}  # pyright: ignore
-        for part, held in parts.items():
-            if _find(held, culprit)[0] is not None:
-                root, value = part, held
-                break
-    else:
-        root = f"the {type(obj).__name__}"
+    root, value = f"the {type(obj).__name__}", obj
+    result = cast("dict[object, object]", obj) if isinstance(obj, dict) else {}
+    if isinstance(names := result.get("names"), dict):
+        parts = {**cast("dict[str, object]", names), "the cell's value": result.get("value")}
+        ways = {part: held for part, held in parts.items() if find_way(held, culprit)[0] is not None}
+        root, value = next(iter(ways.items()), cast("tuple[str, object]", ("the value", obj)))
     what, kind, is_inside = _describe(root, value, culprit, error)
     shown = f"`{root}`" if root.isidentifier() else root
     remedies = [
@@ -103,7 +83,7 @@ def _describe(root: str, value: object, culprit: object, error: Exception) -> tu
     if isinstance(error.__cause__, RecursionError) or isinstance(error, RecursionError):
         kind = _Kind("", "long chain", "Build it inside the cell")
         return f"{root} is nested deeper than pickle can follow", kind, False
-    steps, nodes = _find(value, culprit)
+    steps, nodes = find_way(value, culprit)
     said = (
         ""
         if _is_stock_message(error)
@@ -160,7 +140,7 @@ def _kind_of(obj: object) -> _Kind:
 
 
 def _special(obj: object) -> _Kind | None:
-    """Return the words for the frequent culprits. Reads `sys.modules` rather than importing what is not in use."""
+    """Return the words for the frequent culprits. Imports nothing: what is in use is in `sys.modules`."""
     cls = type(obj)
     module, name = cls.__module__ or "", cls.__name__
     package = module.partition(".")[0]
@@ -207,128 +187,14 @@ def _is_a(obj: object, module: str, name: str) -> bool:
     return isinstance(cls, type) and isinstance(obj, cls)
 
 
-def _find(value: object, culprit: object) -> tuple[list[tuple[str, object]] | None, int]:
-    """Return the shortest way from `value` to `culprit` as (label, object) steps, None when there is none, and the nodes seen."""
-    parents: dict[int, tuple[int, str, object]] = {id(value): (0, "", value)}
-    queue: deque[object] = deque([value])
-    deadline = time.monotonic() + _LONGEST_WALK_S
-    if value is culprit:
-        return [("", value)], 1
-    looked_at = 0
-    while queue:
-        node = queue.popleft()
-        for label, child in _children(node):
-            looked_at += 1
-            if looked_at % 1024 == 0 and (time.monotonic() > deadline or len(parents) > _MOST_NODES):
-                return None, len(parents)
-            if isinstance(child, _ATOMS) or id(child) in parents:
-                continue
-            parents[id(child)] = (
-                id(node),
-                label,
-                child,
-            )  # keeps the child alive, so that its id stays its own
-            if child is culprit:
-                return _way(parents, id(child)), len(parents)
-            queue.append(child)
-    return None, len(parents)
-
-
-def _way(parents: dict[int, tuple[int, str, object]], at: int) -> list[tuple[str, object]]:
-    steps: list[tuple[str, object]] = []
-    while at:
-        at, label, node = parents[at]
-        steps.append((label, node))
-    return steps[::-1]
-
-
-def _children(node: Any) -> Iterator[tuple[str, object]]:
-    """Yield what pickling `node` reaches, each with how one writes it. Runs no code of the user's."""
-    if isinstance(node, dict):
-        for key, held in list(node.items()):
-            yield f"[{_short(key)}]", held
-            yield f".<key {_short(key)}>", key
-    elif isinstance(node, list | tuple | deque):
-        for index, held in enumerate(list(node)):
-            yield f"[{index}]", held
-    elif isinstance(node, set | frozenset):
-        for held in list(node):
-            yield ".<item>", held
-    elif isinstance(node, types.FunctionType):
-        yield from _function_parts(node)
-    elif isinstance(node, types.MethodType):
-        yield ".__self__", node.__self__
-        yield ".__func__", node.__func__
-    elif isinstance(node, functools.partial):
-        yield ".func", node.func
-        yield ".args", node.args
-        yield ".keywords", node.keywords
-    elif isinstance(node, staticmethod | classmethod):
-        yield ".__func__", node.__func__
-    elif isinstance(node, property):
-        yield from ((f".{part}", getattr(node, part)) for part in ("fget", "fset", "fdel"))
-    elif isinstance(node, type):
-        if node.__module__ == "__main__":
-            yield from ((f".{name}", held) for name, held in list(vars(node).items()))
-            yield from ((base.__name__, base) for base in node.__bases__)
-    elif type(node).__module__ == "numpy" and getattr(getattr(node, "dtype", None), "hasobject", False):
-        yield from ((f"[{index}]", held) for index, held in enumerate(node.flat))
-    if not isinstance(node, type | types.ModuleType):
-        yield from _attributes(node)
-
-
-def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, object]]:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        try:
-            yield f".<closure {name}>", cell.cell_contents
-        except ValueError:
-            continue
-    for index, held in enumerate(function.__defaults__ or ()):
-        yield (
-            f".<default {function.__code__.co_varnames[function.__code__.co_argcount - len(function.__defaults__ or ()) + index]}>",
-            held,
-        )
-    for name, held in (function.__kwdefaults__ or {}).items():
-        yield f".<default {name}>", held
-
-
-def _attributes(node: Any) -> Iterator[tuple[str, object]]:
-    try:
-        own = object.__getattribute__(node, "__dict__")
-    except AttributeError:
-        own = {}
-    if isinstance(own, dict):
-        for group in ("_modules", "_parameters", "_buffers"):  # written as torch.nn.Module shows them
-            held_group = own.get(group)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-            if isinstance(held_group, dict):
-                yield from ((f".{key}", held) for key, held in list(held_group.items()))  # pyright: ignore
-        yield from ((f".{key}", held) for key, held in list(own.items()))  # pyright: ignore
-    for cls in type(node).__mro__:
-        slots = vars(cls).get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else tuple(slots):
-            member = vars(cls).get(slot)
-            if isinstance(member, types.MemberDescriptorType):
-                try:
-                    yield f".{slot}", member.__get__(node, type(node))
-                except AttributeError:
-                    continue
-    if type(node).__module__ == "__main__":
-        yield type(node).__name__, type(node)
-
-
-def _short(key: object) -> str:
-    text = (
-        repr(key) if isinstance(key, str | int | float | bool | bytes | tuple) else f"<{type(key).__name__}>"
-    )
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
 def _dill_attribute(value: object) -> str | None:
-    import dill.detect  # pyright: ignore[reportMissingTypeStubs]
+    """Return the attribute of `value` that dill finds to be bad."""
+    import dill.detect
 
+    find_bad = cast("Any", dill.detect).badobjects
     try:
-        bad: Any = dill.detect.badobjects(value, depth=1)  # pyright: ignore
+        bad: dict[str, object] = find_bad(value, depth=1) or {}
     except Exception:  # noqa: BLE001  any class's code runs here, and the error to tell is another
         return None
     own = getattr(value, "__dict__", {})
-    return next((name for name in bad if name in own), None) if isinstance(bad, dict) else None  # pyright: ignore
+    return next((str(name) for name in bad if name in own), None)

@@ -1,5 +1,8 @@
 """From objects to a pickle stream and its out-of-band buffers."""
 
+# pyright: reportUnknownMemberType=false
+# cloudpickle has no types
+
 from __future__ import annotations
 
 import io
@@ -12,7 +15,7 @@ from sgpu_magic.payload import culprit
 from sgpu_magic.payload.buffers import write_packed
 from sgpu_magic.payload.code_names import is_ipythons, loaded_names
 from sgpu_magic.payload.pickler import NamespacePickler
-from sgpu_magic.payload.unpack import compute_mac
+from sgpu_magic.payload.unpack import collector_paused, compute_mac
 from sgpu_magic.protocol.records import PackedLayout
 
 _ALIGNMENT = 64
@@ -72,12 +75,13 @@ def pack_namespace(
     values = {name: value for name, value in names.items() if name not in exclude}
     packing = _Packing(namespace, exclude, tuple(submodules))
     order = _in_order(values, lambda name: _names_needed(values.get(name, namespace.get(name)), namespace))
-    for _ in range(_MOST_TRIES):
-        packing.run(values, order)
-        better = _in_order(packing.needs, lambda name: packing.needs.get(name, {}))
-        if better == packing.done or not packing.has_late_names():
-            break
-        order = better
+    with collector_paused():
+        for _ in range(_MOST_TRIES):
+            packing.run(values, order)
+            better = _in_order(packing.needs, lambda name: packing.needs.get(name, {}))
+            if better == packing.done or not packing.has_late_names():
+                break
+            order = better
     return packing.result(key)
 
 
@@ -96,7 +100,8 @@ def pack_object(obj: object, namespace: dict[str, object], key: bytes) -> Packed
     buffers: list[memoryview] = []
     pickler = NamespacePickler(stream, namespace, buffers, returning=True)
     try:
-        pickler.dump(obj)
+        with collector_paused():
+            pickler.dump(obj)
     except Exception as error:  # __reduce__ and __getstate__ of any class run here
         raise SerializationError(culprit.explain_result(obj, pickler.last, error)) from error
     return _packed(stream.getvalue(), buffers, key, (), {}, tuple(pickler.files))
@@ -175,7 +180,7 @@ class _Packing:
         return found
 
     def _chain(self, target: str) -> list[str]:
-        """Return the shortest chain of names, each needing the next, from one that was asked for to `target`."""
+        """Return the shortest chain of names, each needing the next, from one asked for to `target`."""
         ways: dict[str, list[str]] = {name: [name] for name in self._asked}
         waiting = list(self._asked)
         while waiting and target not in ways:

@@ -1,4 +1,7 @@
-"""The pickler: cloudpickle's, with the notebook's functions on the other side's namespace and tensors out of band."""
+"""The pickler: cloudpickle's, with functions on the other side's namespace and tensors out of band."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# cloudpickle has no types
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ from sgpu_magic.payload.code_names import loaded_names
 
 # smaller buffers lie in the pickle stream: an entry in the table and a mapping's alignment cost more
 _SMALLEST_BUFFER = 4096
+_cloudpickle: Any = cloudpickle_impl
 _LRU_TYPE = type(functools.lru_cache(lambda: None))
+_DISPATCH_CODE = cast("types.FunctionType", functools.singledispatch(lambda: None)).__code__
 _STANDARD_STREAMS = ("stdin", "stdout", "stderr")
 
 
@@ -49,7 +54,7 @@ class NamespacePickler(cloudpickle.Pickler):
         returning: Values go back to where their classes came from.
 
     Attributes:
-        found: Names of the namespace that the functions and classes pickled so far need; the caller empties it.
+        found: Names of the namespace that functions and classes pickled so far need; the caller empties it.
         files: File names of the functions' code.
         last: The object that was looked at last: the culprit when pickling failed.
     """
@@ -89,13 +94,15 @@ class NamespacePickler(cloudpickle.Pickler):
 
         Functions that are not bound: a cycle would keep the buffers in memory.
         """
-        here = type(self)
+        here: Any = type(self)
         if isinstance(obj, types.FunctionType):
             return here._reduce_function
         if isinstance(obj, type):
             return here._reduce_class
         if isinstance(obj, _LRU_TYPE):
             return here._reduce_lru_cache
+        if type(obj) is functools.cached_property:
+            return here._reduce_cached_property
         if isinstance(obj, io.IOBase):
             return here._reduce_stream
         if self._torch is not None and type(obj) is self._torch.Tensor:
@@ -116,6 +123,9 @@ class NamespacePickler(cloudpickle.Pickler):
 
     def _reduce_function(self, function: types.FunctionType) -> Any:
         if function.__globals__ is not self._namespace:
+            if function.__code__ is _DISPATCH_CODE and function.__module__ == self._namespace.get("__name__"):
+                self._note(function)
+                return unpack.make_singledispatch, (list(cast("Any", function).registry.items()),)
             return super().reducer_override(function)
         code = function.__code__
         names = [name for name in loaded_names(code) if name in self._namespace]
@@ -142,9 +152,9 @@ class NamespacePickler(cloudpickle.Pickler):
         }
         slots["__annotations__"] = function.__annotations__
         if getattr(function, "__type_params__", ()):
-            slots["__type_params__"] = function.__type_params__  # pyright: ignore[reportAttributeAccessIssue]
+            slots["__type_params__"] = cast("Any", function).__type_params__
         reached = [*(self._namespace[name] for name in names), *contents.values()]
-        find_submodules: Callable[..., list[object]] = cloudpickle_impl._find_imported_submodules
+        find_submodules: Callable[..., list[object]] = _cloudpickle._find_imported_submodules
         state = (dict(function.__dict__), slots, contents, find_submodules(code, reached))
         refs = (
             None
@@ -189,8 +199,12 @@ class NamespacePickler(cloudpickle.Pickler):
         self._note(cached)
         return unpack.make_lru_cache, (wrapped, options["maxsize"], options["typed"])
 
+    def _reduce_cached_property(self, cached: Any) -> Any:
+        # until Python 3.12 it holds a lock
+        return functools.cached_property, (cached.func,), {"attrname": cached.attrname}
+
     def _reduce_array(self, array: Any) -> Any:
-        """Arrays that numpy would copy into the stream: dates, not contiguous ones, those mapped from a file."""
+        """Arrays that numpy would copy into the stream: dates, not contiguous or mapped from a file."""
         numpy: Any = self._numpy
         if (
             type(array) not in (numpy.ndarray, numpy.memmap)

@@ -1,8 +1,9 @@
 """Storages of torch tensors: they leave out of band, and tensors that share one still share it.
 
-Torch pickles a tensor as its storage and how it lies in it; only the storage is taken over here, so Parameters,
-views, conjugates, sparse and quantized tensors and subclasses go as torch does it. CPU memory is not copied. CUDA
-memory travels through the host and arrives on the rank's own device. Importing this module does not import torch.
+Torch pickles a tensor as its storage and how it lies in it; only the storage is taken over here, so
+Parameters, views, conjugates, sparse and quantized tensors and subclasses go as torch does it. CPU memory is
+not copied. CUDA memory travels through the host and arrives on the rank's own device. Importing this module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def reduce_storage(torch: Any, storage: Any, refs: dict[tuple[str, int], Storage
 
 
 def reduce_tensor(torch: Any, tensor: Any) -> Reduced | None:
-    """Return how to pickle a tensor of a type that torch writes for `torch.load` alone, such as float8, else None."""
+    """Return how to pickle a tensor of a type that torch writes for `torch.load` alone; else None."""
     if (
         tensor.dtype not in _types_unknown_to_pickle(torch)
         or tensor.device.type == "meta"
@@ -70,7 +71,7 @@ def reduce_tensor(torch: Any, tensor: Any) -> Reduced | None:
 
 @functools.cache
 def _types_unknown_to_pickle(torch: Any) -> frozenset[Any]:
-    find = getattr(torch.storage, "_new_dtypes", frozenset)
+    find: Any = getattr(torch.storage, "_new_dtypes", frozenset)
     return frozenset(find()) - {getattr(torch, "complex32", None)}
 
 

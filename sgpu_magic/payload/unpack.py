@@ -1,12 +1,14 @@
 """From packed bytes back to objects. Light: imports nothing that a rank does not have anyway.
 
-Nothing is unpickled before the MAC under the run's key and the table of buffers were checked. Arrays and tensors lie
-in the given bytes, without a copy.
+Nothing is unpickled before the MAC under the run's key and the table of buffers were checked. Arrays and
+tensors lie in the given bytes, without a copy.
 """
 
 from __future__ import annotations
 
+import gc
 import hmac
+import importlib
 import io
 import mmap
 import pickle
@@ -14,7 +16,7 @@ import struct
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -92,13 +94,13 @@ def _checked_unpickler(data: PackedBytes, layout: PackedLayout, key: bytes) -> p
         for offset, length in layout.buffers
     ):
         raise SerializationError(
-            f"a packed object does not fit its {size:,} bytes: it was cut short on its way. Run the cell again."
+            f"a packed object does not fit its {size:,} bytes: it was cut short on its way. Run it again."
         )
     stream = view[: layout.pickle_size]
     if not hmac.compare_digest(compute_mac(key, stream, layout.buffers), layout.mac):
         raise SerializationError(
-            "a packed object does not carry this run's signature, so it was not unpickled. Somebody or something changed "
-            "it on its way. Run the cell again."
+            "a packed object does not carry this run's signature, so it was not unpickled. Somebody or "
+            "something changed it on its way. Run it again."
         )
     if view.readonly and layout.buffers:
         view = memoryview(bytearray(view))
@@ -107,18 +109,31 @@ def _checked_unpickler(data: PackedBytes, layout: PackedLayout, key: bytes) -> p
 
 
 @contextmanager
-def _standing_in(namespace: dict[str, object]) -> Iterator[None]:
+def _standing_in(namespace: dict[str, object]) -> Generator[None]:
     token = _namespace.set(namespace)
+    try:
+        with collector_paused():
+            yield
+    finally:
+        _namespace.reset(token)
+
+
+@contextmanager
+def collector_paused() -> Generator[None]:
+    """Hold the garbage collector off: with torch imported a full collection costs 0.1 s and finds nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        _namespace.reset(token)
+        if was_enabled:
+            gc.enable()
 
 
 def _load(unpickler: pickle.Unpickler, what: str) -> Any:
     try:
         return unpickler.load()
-    except Exception as error:  # noqa: BLE001  constructors and __setstate__ of any class run here
+    except Exception as error:  # constructors and __setstate__ of any class run here
         raise SerializationError(
             f"{what} can't be rebuilt on the other side: {type(error).__name__}: {error}. {_remedy(error)}"
         ) from error
@@ -129,7 +144,7 @@ def _remedy(error: Exception) -> str:
         return "That module has to be installed where the value arrives."
     if isinstance(error, AttributeError):
         return "Its class or function has to exist in the same version where the value arrives."
-    return "Create it inside the cell, or give its class __reduce__ or __getstate__ and __setstate__ that work elsewhere."
+    return "Create it inside the cell, or give its class a __reduce__ or __setstate__ that works elsewhere."
 
 
 def map_private(fd: int, size: int) -> mmap.mmap:
@@ -190,20 +205,28 @@ def make_lru_cache(function: Callable[..., object], maxsize: int | None, typed: 
     return functools.lru_cache(maxsize, typed)(function)
 
 
+def make_singledispatch(registry: list[tuple[type, Callable[..., object]]]) -> Callable[..., object]:
+    import functools
+
+    implementations = dict(registry)
+    dispatching = functools.singledispatch(implementations.pop(object))
+    for cls, implementation in implementations.items():
+        dispatching.register(cls, implementation)
+    return dispatching
+
+
 def find_or_make_class(make: Callable[..., type], *arguments: Any) -> type:
     """Return the class that left this process under the tracker's id, else a new one."""
-    from cloudpickle import cloudpickle
-
-    by_id: Any = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID  # pyright: ignore[reportPrivateUsage]
-    known = by_id.get(arguments[-2])
+    known = _cloudpickle()._DYNAMIC_CLASS_TRACKER_BY_ID.get(arguments[-2])
     return make(*arguments) if known is None else known
 
 
 def set_class_state(cls: type, state: Any) -> None:
     """Fill a class that comes back, unless it is one that this process has already."""
-    from cloudpickle import cloudpickle
-
     if cls not in known_classes:
         known_classes.add(cls)
-        set_state: Any = cloudpickle._class_setstate  # pyright: ignore[reportPrivateUsage]
-        set_state(cls, state)
+        _cloudpickle()._class_setstate(cls, state)
+
+
+def _cloudpickle() -> Any:
+    return importlib.import_module("cloudpickle.cloudpickle")

@@ -34,7 +34,7 @@ def main() -> None:
     processes.kill_descendants()
 
 
-def _run(settings, presence, first_order: bytes) -> None:  # noqa: ANN001
+def _run(settings, presence, first_order: bytes) -> None:
     import msgspec
 
     from sgpu_magic.engines.local import LocalEngine

@@ -113,17 +113,21 @@ def _resolve_any(placement: Placement, inventory: Inventory, counts: Counter[Lin
     enough = [line for line, count in counts.items() if count >= placement.ranks]
     if enough:
         return _on_devices(placement, max(enough, key=lambda line: (counts[line], not line.simulated)))
+    if counts:
+        has = " and ".join(f"{count} {line}" for line, count in counts.items())
+        most = max(counts.values())
+        return Refusal(
+            "UsageError",
+            f"this pool has {has}, and the run asks for {placement.ranks}. Use --gpus {most} or fewer, run on CPU "
+            "with --type cpu, or choose another pool with --pool.",
+        )
     if inventory.cpu_slots <= 0:
         return Refusal(
             "UsageError",
             f"this pool can't place {placement.ranks} ranks. It has: {describe(inventory)}. "
             "Ask for fewer with --gpus or choose another pool with --pool.",
         )
-    note = ""
-    if counts:
-        has = ", ".join(f"{count} {line}" for line, count in counts.items())
-        note = f"on CPU: no type has {placement.ranks} devices here, there are {has}"
-    return _on_cpu(placement, CPU, note=note)
+    return _on_cpu(placement, CPU)
 
 
 def _on_devices(placement: Placement, line: Line) -> Want:

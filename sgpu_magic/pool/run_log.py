@@ -29,9 +29,7 @@ class RunLog:
         self.problem = ""
         self._run_id = run_id
         self._seq = 0
-        self._file = os.open(
-            directory / EVENTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
-        )
+        self._file = os.open(directory / EVENTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def append(self, body: EventBody, at: float, frames: Sequence[bytes] = ()) -> Event:
         """Give the event its number and keep it. A full disk is noted in `problem` and stops the keeping only."""

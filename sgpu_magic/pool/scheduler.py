@@ -20,136 +20,26 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from sgpu_magic.pool.placement import Line, Refusal, Room, Want, resolve
+from sgpu_magic.pool.stimuli import (
+    CancelRequested,
+    EndRun,
+    Instruction,
+    InventoryChanged,
+    LaunchRun,
+    LeaseRefused,
+    MoveRun,
+    RefuseRun,
+    RunMoved,
+    RunOver,
+    RunSubmitted,
+    Stimulus,
+    StopRun,
+    TellQueue,
+)
 from sgpu_magic.protocol.device_types import CPU
 from sgpu_magic.protocol.ids import short
 from sgpu_magic.protocol.records import Inventory, Lease, RunSpec
 from sgpu_magic.protocol.states import RunState, can_move
-
-# ---------------------------------------------------------------- stimuli
-
-
-@dataclass(frozen=True, slots=True)
-class RunSubmitted:
-    """A client wants this run; the answer, or the first inventory's, has a `RefuseRun` if it can't be."""
-
-    spec: RunSpec
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class InventoryChanged:
-    """The node was looked at, and has this now."""
-
-    inventory: Inventory
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class RunMoved:
-    """The agent reports a run's new state. A final one does not free the lease: the ranks still exist."""
-
-    run_id: str
-    state: RunState
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class CancelRequested:
-    """Somebody wants the run stopped."""
-
-    run_id: str
-    reason: str
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class RunOver:
-    """The ranks are gone and reaped: the lease is free. `state` is final; ignored where one was reported."""
-
-    run_id: str
-    state: RunState
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseRefused:
-    """The engine could not take the locks of `uuids`; they count as used outside until the next inventory."""
-
-    run_id: str
-    uuids: tuple[str, ...]
-    why: str
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class TimePassed:
-    """The time of `next_deadline` has come."""
-
-    now: float
-
-
-Stimulus = RunSubmitted | InventoryChanged | RunMoved | CancelRequested | RunOver | LeaseRefused | TimePassed
-
-# ---------------------------------------------------------------- instructions
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchRun:
-    """Take the lease's locks and start the ranks. Answer with `RunMoved`, `LeaseRefused` or `RunOver`."""
-
-    run_id: str
-    lease: Lease
-
-
-@dataclass(frozen=True, slots=True)
-class MoveRun:
-    """The run's state is `state` from now on: tell the client, write it down."""
-
-    run_id: str
-    state: RunState
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TellQueue:
-    """The run waits at `position` (1 is next) of its line; given only when something changed."""
-
-    run_id: str
-    position: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class StopRun:
-    """Take the stop path with a launched run; `state` is what it ends as."""
-
-    run_id: str
-    state: RunState
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class RefuseRun:
-    """The run is not accepted and forgotten here. `error` names the class in `errors`."""
-
-    run_id: str
-    error: str
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class EndRun:
-    """A run that has no ranks is over and forgotten here; its `MoveRun` came just before.
-
-    FAILED means failure kind CAPACITY, with `reason` as its message.
-    """
-
-    run_id: str
-    state: RunState
-    reason: str
-
-
-Instruction = LaunchRun | MoveRun | TellQueue | StopRun | RefuseRun | EndRun
 
 # ---------------------------------------------------------------- the machine
 

@@ -14,10 +14,11 @@ import msgspec
 from sgpu_magic import __version__
 from sgpu_magic.config import SEVEN_DAYS_S, Settings
 from sgpu_magic.engines.base import Engine, LeaseUnavailable
-from sgpu_magic.pool import scheduler as sched
+from sgpu_magic.pool import stimuli as sched
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.lifecycle import PoolPresence
 from sgpu_magic.pool.run_log import RunLog
+from sgpu_magic.pool.scheduler import Scheduler
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.pool.status import pool_status
 from sgpu_magic.protocol.events import (
@@ -40,7 +41,6 @@ from sgpu_magic.protocol.messages import (
     Goodbye,
     Hello,
     Launch,
-    PoolMessage,
     ReclaimPayload,
     Refused,
     ResultsReceived,
@@ -92,7 +92,7 @@ class PoolService:
         self._presence = presence
         self._engine = engine
         self._loop = asyncio.get_running_loop()
-        self._scheduler = sched.Scheduler(pass_over_s=settings.pass_over_s)
+        self._scheduler = Scheduler(pass_over_s=settings.pass_over_s)
         self._ledger = Ledger(settings.state_path / "ledger.sqlite3")
         self._runs: dict[str, PoolRun] = {}
         # ranks are gone, but the payload's memory is still being copied
@@ -222,7 +222,9 @@ class PoolService:
             if run.client is client:
                 run.client = None
                 self._engine.results_received(run_id)
-                self._feed(sched.CancelRequested(run_id, "the notebook that started it is gone", time.monotonic()))
+                self._feed(
+                    sched.CancelRequested(run_id, "the notebook that started it is gone", time.monotonic())
+                )
 
     # ------------------------------------------------------------ from the engine (EngineListener)
 
@@ -253,18 +255,19 @@ class PoolService:
             body = msgspec.structs.replace(body, queued_s=placed - submitted, total_s=at - submitted)
             run.ended = True
             self._tell(run, body, at, frames)
-            self._ledger.update(
-                run_id, ended_at=at, failure=_headline(body.failure) if body.state is not RunState.SUCCEEDED else None
-            )
+            self._ledger.update(run_id, ended_at=at, failure=_headline(body.failure) or body.reason or None)
             self._feed(sched.RunMoved(run_id, body.state, now))
         else:
             self._tell(run, body, at, frames)
 
     def ranks_gone(self, run_id: str) -> None:
-        run = self._runs.pop(run_id, None)
+        run = self._runs.get(run_id)
         self._idle_since = time.monotonic()
         if run is not None:
-            self._feed(sched.RunOver(run_id, run.state if run.state.is_final else RunState.FAILED, time.monotonic()))
+            self._feed(
+                sched.RunOver(run_id, run.state if run.state.is_final else RunState.FAILED, time.monotonic())
+            )
+            del self._runs[run_id]
             if not isinstance(run.submit.payload.source, InlinePayload):
                 self._departed[run_id] = run
             elif run.log is not None:
@@ -274,7 +277,9 @@ class PoolService:
         """The agent died: its runs end, and the pool with it; the next command starts a new one."""
         for run in list(self._runs.values()):
             if not run.ended and run.log is not None:
-                self._end_unlaunched(run, RunState.FAILED, f"{why}; the run's processes were ended", FailureKind.NODE_LOST)
+                self._end_unlaunched(
+                    run, RunState.FAILED, f"{why}; the run's processes were ended", FailureKind.NODE_LOST
+                )
         self.stop()
 
     # ------------------------------------------------------------ what the scheduler says
@@ -336,7 +341,9 @@ class PoolService:
         try:
             self._engine.launch(launch, run.frames)
         except LeaseUnavailable as error:
-            self._loop.call_soon(self._feed, sched.LeaseRefused(run_id, error.uuids, error.why, time.monotonic()))
+            self._loop.call_soon(
+                self._feed, sched.LeaseRefused(run_id, error.uuids, error.why, time.monotonic())
+            )
             return
         run.placed_at = time.time()
         # what was only needed to launch, and may be secret or large
@@ -348,10 +355,16 @@ class PoolService:
 
     def _end_unlaunched(self, run: PoolRun, state: RunState, reason: str, kind: FailureKind) -> None:
         now = time.time()
-        failure = Failure(kind=kind, message=reason, at=now)
-        waited = now - run.submit.spec.submitted_at
+        cancelled = state is RunState.CANCELLED
+        ended = RunEnded(
+            state=state,
+            failure=None if cancelled else Failure(kind=kind, message=reason, at=now),
+            reason=reason if cancelled else "",
+            queued_s=now - run.submit.spec.submitted_at,
+            total_s=now - run.submit.spec.submitted_at,
+        )
         run.ended = True
-        self._tell(run, RunEnded(state=state, failure=failure, queued_s=waited, total_s=waited), now)
+        self._tell(run, ended, now)
         self._ledger.update(run.submit.spec.run_id, state=state, ended_at=now, failure=reason)
         if run.log is not None:
             run.log.close()
@@ -387,7 +400,11 @@ class PoolService:
             self._deadline = None
         due = self._scheduler.next_deadline()
         waits_for_devices = any(run.lease is None and run.accepted for run in self._scheduler.runs)
-        if waits_for_devices and self._inventory is not None and any(not d.simulated for d in self._inventory.devices):
+        if (
+            waits_for_devices
+            and self._inventory is not None
+            and any(not d.simulated for d in self._inventory.devices)
+        ):
             due = min(due or float("inf"), time.monotonic() + _QUEUE_REFRESH_S)
         if due is not None:
             self._deadline = self._loop.call_later(max(0.0, due - time.monotonic()), self._time_passed)
@@ -424,8 +441,6 @@ def _labels(lease: Lease, inventory: Inventory | None) -> tuple[str, ...]:
     """`A10 · 0` for each device of the lease, in rank order."""
     devices = {device.uuid: device for device in inventory.devices} if inventory is not None else {}
     return tuple(
-        f"{devices[uuid].type.upper()} · {devices[uuid].index}" if uuid in devices else uuid for uuid in lease.uuids
+        f"{devices[uuid].type.upper()} · {devices[uuid].index}" if uuid in devices else uuid
+        for uuid in lease.uuids
     )
-
-
-

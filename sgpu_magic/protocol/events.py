@@ -107,6 +107,7 @@ class RunEnded(Record, tag="ended", kw_only=True):
     Args:
         state: A final state.
         failure: The root cause; None when it succeeded or was cancelled.
+        reason: Who or what cancelled it, "" otherwise.
         others: Further ranks' failures, in order of time.
         results: By rank; empty unless it succeeded.
         queued_s: Time in the queue.
@@ -117,6 +118,7 @@ class RunEnded(Record, tag="ended", kw_only=True):
 
     state: RunState
     failure: Failure | None = None
+    reason: str = ""
     others: tuple[Failure, ...] = ()
     results: tuple[RankResult, ...] = ()
     queued_s: float = 0.0

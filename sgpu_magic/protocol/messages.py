@@ -1,9 +1,9 @@
 """Commands and replies between the four kinds of process, each link with its own union.
 
-    client <-> pool     ClientMessage / PoolMessage     ZeroMQ, raw frames beside
-    pool <-> agent      ToAgent / FromAgent             socketpair
-    agent <-> zygote    ToZygote / FromZygote           socketpair, descriptors beside
-    agent <-> rank      ToRank / FromRank               socketpair, descriptors beside
+client <-> pool     ClientMessage / PoolMessage     ZeroMQ, raw frames beside
+pool <-> agent      ToAgent / FromAgent             socketpair
+agent <-> zygote    ToZygote / FromZygote           socketpair, descriptors beside
+agent <-> rank      ToRank / FromRank               socketpair, descriptors beside
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class StopPool(Record, tag="stop-pool", kw_only=True):
     force: bool = False
 
 
-ClientMessage = Hello | Warm | Submit | Cancel | ReclaimPayload | ResultsReceived | AskStatus | Goodbye | StopPool
+ClientMessage = (
+    Hello | Warm | Submit | Cancel | ReclaimPayload | ResultsReceived | AskStatus | Goodbye | StopPool
+)
 
 # ---------------------------------------------------------------- pool -> client
 

@@ -73,7 +73,9 @@ def assert_hook(hook: object) -> RankDisplayHook:
     return hook
 
 
-def pack_result(shell: RankShell, outputs: Sequence[OutputName], rank: int, key: bytes) -> tuple[Packed | None, str]:
+def pack_result(
+    shell: RankShell, outputs: Sequence[OutputName], rank: int, key: bytes
+) -> tuple[Packed | None, str]:
     """Pack the names of `--out` that this rank returns and the last expression's value.
 
     Returns:
@@ -115,7 +117,9 @@ def _pack(names: dict[str, object], value: object, rank: int, key: bytes) -> Pac
             try:
                 pack_object(single, namespace, key)
             except SerializationError as error:
-                raise SerializationError(f"`{name}` of --out can't leave rank {rank}: {error.message}") from None
+                raise SerializationError(
+                    f"`{name}` of --out can't leave rank {rank}: {error.message}"
+                ) from None
         raise
 
 

@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any, NoReturn
 
-from IPython.core.error import StdinNotImplementedError, UsageError
+from IPython.core.error import StdinNotImplementedError
 from IPython.core.interactiveshell import InteractiveShell
 
 
@@ -30,7 +30,7 @@ def refuse(shell: InteractiveShell) -> None:
         )
 
     def no_debugger(line: str = "", cell: str | None = None) -> NoReturn:
-        raise UsageError(
+        raise RuntimeError(
             f"%debug and %pdb need a terminal, which rank {rank} has not. The notebook has the rank's traceback; "
             "run the failing function in a plain cell to step through it there."
         )

@@ -25,8 +25,9 @@ def preload() -> str:
         if dist.is_available():
             rendezvous.accept_second_init()
         notebook_classes.teach_multiprocessing()
-        rank_shell = shell.create()
-        execute.warm_up(rank_shell)
+    # outside: the shell's own filters stay, as in the notebook
+    rank_shell = shell.create()
+    execute.warm_up(rank_shell)
     return str(torch.__version__)
 
 

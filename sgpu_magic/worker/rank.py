@@ -99,7 +99,15 @@ class _Execution:
     def _prepare_and_run(self, payload_fd: int) -> tuple[Record, list[bytes], list[int]]:
         try:
             self._prepare(payload_fd)
-        except (SgpuError, OSError, ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        except (
+            SgpuError,
+            OSError,
+            ImportError,
+            AttributeError,
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ) as error:
             # unpickling runs the user's own classes: what they raise is the user's error, told like any other
             self._shell.showtraceback((type(error), error, error.__traceback__))
             return self._failed(error)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import linecache
+import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -86,14 +88,21 @@ class RankShell(InteractiveShell):
 
     display_pub_class = Type(RankDisplayPublisher)
     displayhook_class = Type(RankDisplayHook)
-    traceback_lines: list[str] = []  # noqa: RUF012  replaced, never changed in place
+    traceback_lines: list[str] = []
 
     failed_at: float = 0.0
 
     def showtraceback(self, *args: Any, **kwargs: Any) -> None:
         """Note the time first: drawing a traceback takes up to 0.1 s, and the earliest failure is the one shown."""
         self.failed_at = time.time()
-        super().showtraceback(*args, **kwargs)
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        # a rank that was released from a collective is interrupted next; its error must be told all the same
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
+        try:
+            super().showtraceback(*args, **kwargs)
+        finally:
+            if in_main_thread:
+                signal.signal(signal.SIGINT, previous)
 
     def _showtraceback(self, etype: object, evalue: object, stb: list[str] | str) -> None:
         self.traceback_lines = [stb] if isinstance(stb, str) else list(stb)

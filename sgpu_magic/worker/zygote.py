@@ -18,9 +18,17 @@ import socket
 import sys
 from types import FrameType
 
-from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.messages import Exited, Fork, Forked, ForkRefused, ToZygote, ZygoteFailed, ZygoteReady
 from sgpu_magic import processes
+from sgpu_magic.protocol import codec
+from sgpu_magic.protocol.messages import (
+    Exited,
+    Fork,
+    Forked,
+    ForkRefused,
+    ToZygote,
+    ZygoteFailed,
+    ZygoteReady,
+)
 from sgpu_magic.worker.link import Link
 
 
@@ -32,7 +40,7 @@ def main() -> None:
         from sgpu_magic.worker import preload
 
         torch_version = preload.preload()
-    except Exception as error:  # noqa: BLE001  a process's entry: whatever a broken torch raises is told to the agent
+    except Exception as error:
         link.send(ZygoteFailed(message=f"{type(error).__name__}: {error}"))
         raise SystemExit(1) from error
     # objects made so far never die: keeps the collector from touching, and so copying, their pages in every rank
@@ -91,7 +99,9 @@ def _fork(link: Link[ToZygote], order: Fork, inherited: tuple[socket.socket, ...
     try:
         threads = processes.thread_count()
         if threads > 1:
-            raise OSError(f"the zygote has {threads} threads, so a fork of it could hang; a package starts them at import")
+            raise OSError(
+                f"the zygote has {threads} threads, so a fork of it could hang; a package starts them at import"
+            )
         pid = os.fork()
     except OSError as error:
         reply = ForkRefused(group_id=order.group_id, rank=order.rank, message=str(error))

@@ -1,0 +1,76 @@
+# ruff: noqa: T201
+"""Run the quickstart notebook without a front end and say what came out.
+
+    python scripts/demo.py NOTEBOOK FOLDER
+
+FOLDER gets the executed notebook and a page of it. The run has a pool of its own, which ends with it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from nbconvert import HTMLExporter
+
+_CELL_TIMEOUT_S = 600
+_ACCURACY = re.compile(r"^.*accuracy (0\.\d+|1\.0+).*$", re.MULTILINE)
+_GOOD = 0.95
+
+
+def main(source: Path, folder: Path) -> int:
+    """Execute `source`; return 0 when it prints a good accuracy."""
+    folder.mkdir(parents=True, exist_ok=True)
+    notebook = nbformat.read(source, as_version=4)
+    begin = time.monotonic()
+    client = NotebookClient(notebook, timeout=_CELL_TIMEOUT_S, kernel_name="python3")
+    print(f"running {source} ...", flush=True)
+    try:
+        client.execute(cwd=str(source.parent))
+    except CellExecutionError as error:
+        print(error, file=sys.stderr)
+        return 1
+    finally:
+        nbformat.write(notebook, folder / source.name)
+    page, _ = HTMLExporter().from_notebook_node(notebook)
+    (folder / source.name).with_suffix(".html").write_text(page)
+    printed = "".join(
+        output["text"]
+        for cell in notebook.cells
+        for output in cell.get("outputs", ())
+        if output["output_type"] == "stream"
+    )
+    line = _ACCURACY.search(printed)
+    if line is None or float(line[1]) <= _GOOD:
+        print(f"no accuracy above {_GOOD} in {folder / source.name}", file=sys.stderr)
+        return 1
+    print(line[0])
+    print(f"took {time.monotonic() - begin:.0f} s; the executed notebook is {folder / source.name}")
+    print(f"and a page of it {(folder / source.name).with_suffix('.html')}")
+    return 0
+
+
+def with_own_pool(source: Path, folder: Path) -> int:
+    """`main`, with a pool that nobody else uses and that is stopped whatever happens."""
+    # short: a socket's path ends at 108 bytes
+    places = Path(tempfile.mkdtemp(prefix="sgpu-demo-"))
+    os.environ["SGPU_STATE_DIR"], os.environ["SGPU_RUNTIME_DIR"] = str(places / "state"), str(places / "run")
+    try:
+        return main(source, folder)
+    finally:
+        command = [sys.executable, "-m", "sgpu_magic.cli", "pool", "stop", "--force"]
+        subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        shutil.rmtree(places, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(with_own_pool(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -1,0 +1,99 @@
+# ruff: noqa: T201
+"""Install this project, editable, into the environment of the Python that runs this script.
+
+    python scripts/setup.py EXTRA...
+
+A torch that the environment already has is kept, whatever its build, from 2.6 on. Else the version of
+`constraints.txt` is installed, and what pip is about to download is said first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+ROOT = Path(__file__).resolve().parents[1]
+CONSTRAINTS = ROOT / "constraints.txt"
+OLDEST_TORCH = (2, 6)
+PIP = (sys.executable, "-m", "pip")
+_ASK_TIMEOUT_S = 15
+
+
+def main(extras: list[str]) -> int:
+    """Install the project with `extras`; return pip's exit status."""
+    # what a file manager or a desktop session left in the environment must not decide what is imported
+    os.environ.pop("PYTHONPATH", None)
+    constraints = CONSTRAINTS.read_text()
+    kept = torch_to_keep()
+    if kept:
+        print(f"torch {kept} is here already and stays", flush=True)
+        constraints = f"torch=={kept}\n"
+    else:
+        print(announcement(constraints.split()), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "constraints.txt"
+        file.write_text(constraints)
+        target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
+        command = [*PIP, "install", "--quiet", "--no-input", "--editable", target, "--constraint", str(file)]
+        return subprocess.run(command, stdin=subprocess.DEVNULL).returncode
+
+
+def torch_to_keep() -> str:
+    """The installed torch's version, "" when there is none or it is too old."""
+    try:
+        found = version("torch")
+    except PackageNotFoundError:
+        return ""
+    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
+    if numbers >= OLDEST_TORCH:
+        return found
+    print(f"torch {found} is too old: {'.'.join(map(str, OLDEST_TORCH))} or newer is needed", flush=True)
+    return ""
+
+
+def announcement(torch: list[str]) -> str:
+    """Say what installing torch will download, by asking pip what it would take and the index for the sizes."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [*PIP, "install", "--quiet", "--no-input", "--dry-run", "--report", str(report), *torch]
+        print(f"{' '.join(torch)} is not here yet; asking how much that is ...", flush=True)
+        if subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True).returncode != 0:
+            return "its size could not be found out: with CUDA it is about 3 GB, without about 0.2 GB"
+        items = json.loads(report.read_text())["install"]
+    sizes = {item["metadata"]["name"]: size_bytes(item["download_info"]["url"]) for item in items}
+    known = sum(size for size in sizes.values() if size)
+    heaviest = sorted(sizes.items(), key=lambda item: -(item[1] or 0))[:3]
+    listed = ", ".join(f"{name} {megabytes(size)}" for name, size in heaviest if size)
+    unknown = sum(1 for size in sizes.values() if not size)
+    rest = f"; the size of {unknown} of its {len(sizes)} packages is not known" if unknown else ""
+    if not known:
+        return "the index does not tell its size: with CUDA it is about 3 GB, without about 0.2 GB"
+    return f"installing torch: {megabytes(known)} in {len(sizes)} packages ({listed}){rest}"
+
+
+def size_bytes(url: str) -> int | None:
+    """The size of a file that pip would take, None when nobody tells."""
+    parts = urlsplit(url)
+    try:
+        if parts.scheme == "file":
+            return Path(unquote(parts.path)).stat().st_size
+        question = urllib.request.Request(url, method="HEAD")
+        with urllib.request.urlopen(question, timeout=_ASK_TIMEOUT_S) as answer:
+            return int(answer.headers.get("Content-Length") or 0) or None
+    except (OSError, ValueError):
+        return None
+
+
+def megabytes(size: int | None) -> str:
+    return f"{(size or 0) / 1e6:,.0f} MB"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,61 @@
+"""A run again outside the notebook: what `_air.py` in a run's directory calls on every rank under torchrun."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from sgpu_magic.payload import unpack
+from sgpu_magic.protocol.records import PackedLayout, RunSpec
+from sgpu_magic.worker.shell import source_of
+
+
+class _Recorded(msgspec.Struct):
+    """The part of `run.json` that is needed here."""
+
+    spec: RunSpec
+    payload_layout: PackedLayout
+    payload_kept: bool
+    payload_note: str = ""
+
+
+def run(directory: Path) -> None:
+    """Execute the run's cell on this rank, with torchrun's variables around it.
+
+    Prints the last expression's value as a terminal would. Ends the process with status 1 when the cell raises.
+
+    Raises:
+        SystemExit: The payload was not kept, or torchrun is not around.
+    """
+    recorded = msgspec.json.decode((directory / "run.json").read_bytes(), type=_Recorded)
+    if not recorded.payload_kept:
+        raise SystemExit(f"{directory} has no payload: {recorded.payload_note}.")
+    if "RANK" not in os.environ:
+        ranks = recorded.spec.placement.ranks
+        raise SystemExit(f"start it with: torchrun --nproc-per-node {ranks} {directory / '_air.py'}")
+    import torch
+    import torch.distributed as dist
+    from IPython.core.interactiveshell import InteractiveShell
+
+    cuda = torch.cuda.is_available()
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    shell = InteractiveShell.instance()
+    shell.user_ns.update(
+        rank=int(os.environ["RANK"]), local_rank=local_rank, world_size=dist.get_world_size(), device=device
+    )
+    payload = bytearray((directory / "payload.bin").read_bytes())
+    unpack.unpack_namespace(
+        memoryview(payload), recorded.payload_layout, (directory / "key").read_bytes(), shell.user_ns
+    )
+    outcome = shell.run_cell(source_of(recorded.spec.cell), store_history=False)
+    sys.stdout.flush()
+    if not outcome.success:
+        raise SystemExit(1)
+    dist.destroy_process_group()

@@ -1,0 +1,74 @@
+"""Fixtures of the end-to-end tests: a home, a kernel in it, and after each test the check for leaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from kernels import Home, Kernel
+
+
+@pytest.fixture(scope="module")
+def home(request: pytest.FixtureRequest) -> Iterator[Home]:
+    """A pool's home for the module. Its `HOME_VARIABLES` are everybody's environment there."""
+    made = Home(getattr(request.module, "HOME_VARIABLES", None))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def module_kernel(home: Home) -> Iterator[Kernel]:
+    """The module's kernel; use `kernel`."""
+    made = Kernel(home)
+    try:
+        made.check("%%distributed -n 2 --ui none\npass")
+        home.check_leaks()
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def kernel(module_kernel: Kernel) -> Kernel:
+    """A kernel with the extension loaded and a warm pool; the module's tests share it."""
+    return module_kernel
+
+
+@pytest.fixture
+def new_kernel(home: Home) -> Iterator[Callable[..., Kernel]]:
+    """Makes further kernels in the module's home: `new_kernel(load=True, variables={})`."""
+    made: list[Kernel] = []
+
+    def make(**options: object) -> Kernel:
+        made.append(Kernel(home, **options))
+        return made[-1]
+
+    yield make
+    for kernel in made:
+        kernel.close()
+
+
+@pytest.fixture
+def new_home() -> Iterator[Callable[..., Home]]:
+    """Makes homes for this test alone: `new_home({"SGPU_SIMULATE": "a10:4"})`."""
+    made: list[Home] = []
+
+    def make(variables: dict[str, str] | None = None) -> Home:
+        made.append(Home(variables))
+        return made[-1]
+
+    yield make
+    for home in made:
+        home.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After every test that has a home: no process, thread, descriptor or memory file more than before."""
+    yield
+    for name in ("home", "module_kernel"):
+        if name in request.fixturenames:
+            home = request.getfixturevalue("home")
+            # kernels of this one test may be dead already or are closed after this check
+            home.check_leaks()
+            return

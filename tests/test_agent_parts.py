@@ -1,0 +1,436 @@
+"""The agent's parts by themselves: root cause, marked output, ranks' connections, leftovers, the keeper."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sgpu_magic.agent.keeper import Keeper, KeepJob
+from sgpu_magic.agent.leftovers import RUN_VARIABLE, kill_leftovers
+from sgpu_magic.agent.output import RankOutput
+from sgpu_magic.agent.release import connections_between
+from sgpu_magic.agent.root_cause import death, find_root_cause
+from sgpu_magic.protocol.events import OutputWritten
+from sgpu_magic.protocol.output_marks import STDERR_BEGIN, STDERR_END
+from sgpu_magic.protocol.records import Failure
+from sgpu_magic.protocol.states import FailureKind
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+# ---------------------------------------------------------------- the root cause
+
+
+def failure(rank: int, at: float, *, victim: bool = False, message: str = "") -> Failure:
+    return Failure(kind=FailureKind.USER_CODE, message=message, rank=rank, at=at, is_consequence=victim)
+
+
+def test_nothing_failed():
+    assert find_root_cause([]) is None
+
+
+def test_the_first_failure_is_to_blame():
+    first, second = failure(3, 1.0), failure(0, 2.0)
+    assert find_root_cause([second, first]) == (first, (second,))
+
+
+def test_a_victim_is_not_to_blame_although_it_was_first():
+    victim, culprit, late = failure(0, 1.0, victim=True), failure(2, 1.5), failure(1, 1.7, victim=True)
+    assert find_root_cause([victim, culprit, late]) == (culprit, (victim, late))
+
+
+def test_with_victims_only_the_earliest_is_shown():
+    one, two = failure(1, 5.0, victim=True), failure(0, 4.0, victim=True)
+    assert find_root_cause([one, two]) == (two, (one,))
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 10), st.booleans()).map(lambda p: failure(0, p[0], victim=p[1])), min_size=1
+    )
+)
+def test_the_culprit_is_never_a_victim_when_there_is_another(failures: list[Failure]):
+    found = find_root_cause(failures)
+    assert found is not None
+    culprit, others = found
+    assert len(others) == len(failures) - 1
+    assert [other.at for other in others] == sorted(other.at for other in others)
+    causes = [one.at for one in failures if not one.is_consequence]
+    assert culprit.is_consequence == (not causes)
+    assert culprit.at == min(causes or [one.at for one in failures])
+
+
+@pytest.mark.parametrize(
+    ("status", "says"),
+    [
+        (-signal.SIGKILL, "rank 2 of 4 was killed by SIGKILL: most likely out of memory"),
+        (-signal.SIGSEGV, "rank 2 of 4 was killed by SIGSEGV: a crash in C code"),
+        (-63, "rank 2 of 4 was killed by signal 63"),
+        (7, "rank 2 of 4 left with exit code 7 before its cell was done"),
+        (0, "rank 2 of 4 left with exit code 0 before its cell was done"),
+    ],
+)
+def test_a_death_tells_how(status: int, says: str):
+    told = death(2, 4, "node", status, 1.0, "one\nlast words\n")
+    assert told.message.startswith(says)
+    assert told.message.endswith("its last output: last words")
+    assert (told.kind, told.rank, told.exit_status) == (FailureKind.WORKER_DIED, 2, status)
+
+
+# ---------------------------------------------------------------- output
+
+
+def through_pipes(
+    chunks: list[tuple[int, bytes]], log: Path | None = None, whole_bytes: int = 1 << 20
+) -> tuple[list[OutputWritten], RankOutput]:
+    """Write each chunk into the rank's pipe 0 or 1 and read it before the next, as a busy agent does."""
+    batches: list[OutputWritten] = []
+
+    async def run() -> RankOutput:
+        output = RankOutput(0, whole_bytes, batches.append)
+        if log is not None:
+            output.begin_log(str(log))
+        for pipe, data in chunks:
+            os.write(output.child_ends[pipe], data)
+            output.drain()
+        output.drain(last=True)
+        output.close()
+        return output
+
+    return batches, asyncio.run(run())
+
+
+def text_of(batches: list[OutputWritten], stream: str) -> str:
+    return "".join(batch.text for batch in batches if batch.stream == stream)
+
+
+texts = st.text(st.sampled_from("ab\n\r\x1b]é🙂sgpu;12\x07"), min_size=1)
+pieces = st.lists(st.tuples(st.sampled_from(["stdout", "stderr"]), texts), max_size=6)
+
+
+@settings(deadline=None, max_examples=150)
+@given(written=pieces, cuts=st.lists(st.integers(1, 9), min_size=1, max_size=30))
+def test_marked_output_cut_anywhere_is_the_same_text(written: list[tuple[str, str]], cuts: list[int]):
+    # a program that prints a mark itself is not meant
+    written = [(stream, text) for stream, text in written if "\x1b]sgpu;" not in text]
+    marked = b"".join(
+        text.encode() if stream == "stdout" else STDERR_BEGIN + text.encode() + STDERR_END
+        for stream, text in written
+    )
+    chunks: list[tuple[int, bytes]] = []
+    rest, turn = marked, 0
+    while rest:
+        size = cuts[turn % len(cuts)]
+        chunks.append((0, rest[:size]))
+        rest, turn = rest[size:], turn + 1
+    batches, output = through_pipes(chunks)
+    for stream in ("stdout", "stderr"):
+        assert text_of(batches, stream) == "".join(text for its, text in written if its == stream)
+    everything = "".join(text for _, text in written)
+    assert output.total_bytes == len(everything.encode())
+    assert output.lines == everything.count("\n")
+
+
+def test_what_python_prints_to_both_streams_keeps_its_order():
+    data = b"one\n" + STDERR_BEGIN + b"two\n" + STDERR_END + b"three\n"
+    batches, _ = through_pipes([(0, data)])
+    assert [(batch.stream, batch.text) for batch in batches] == [
+        ("stdout", "one\n"),
+        ("stderr", "two\n"),
+        ("stdout", "three\n"),
+    ]
+
+
+def test_the_second_pipe_is_stderr_of_c_code():
+    batches, _ = through_pipes([(0, b"python\n"), (1, b"child process\n")])
+    assert text_of(batches, "stderr") == "child process\n"
+
+
+def test_output_that_ends_like_a_mark_begins_is_not_lost(tmp_path: Path):
+    batches, _ = through_pipes([(0, b"end" + STDERR_BEGIN[:1])], tmp_path / "log")
+    assert text_of(batches, "stdout") == "end\x1b"
+    assert (tmp_path / "log").read_bytes() == b"end\x1b"
+
+
+def test_a_half_mark_that_never_ends_is_not_lost():
+    batches, _ = through_pipes([(0, b"text" + STDERR_BEGIN[:4]), (0, b"more\n")])
+    assert text_of(batches, "stdout") == "text" + STDERR_BEGIN[:4].decode() + "more\n"
+
+
+def test_a_character_cut_in_two_reads_whole():
+    first, last = "é".encode()[:1], "é".encode()[1:]
+    batches, _ = through_pipes([(0, first), (0, last + b"\n")])
+    assert text_of(batches, "stdout") == "é\n"
+
+
+def test_bytes_that_are_no_text_are_shown_as_such_and_kept_as_they_are(tmp_path: Path):
+    batches, _ = through_pipes([(0, b"a\xff\xfeb\n")], tmp_path / "log")
+    assert text_of(batches, "stdout") == "a\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}b\n"
+    assert (tmp_path / "log").read_bytes() == b"a\xff\xfeb\n"
+
+
+def test_a_flood_is_cut_in_what_is_sent_and_whole_in_the_log(tmp_path: Path):
+    lines = b"".join(b"line %06d\n" % number for number in range(20_000))
+    chunks = [(0, lines[begin : begin + 60_000]) for begin in range(0, len(lines), 60_000)]
+    batches, output = through_pipes(chunks, tmp_path / "log", whole_bytes=10_000)
+    assert (tmp_path / "log").read_bytes() == lines
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
+    assert (output.lines, output.total_bytes) == (20_000, len(lines))
+    shown = sum(batch.text.count("\n") for batch in batches)
+    assert shown + sum(batch.skipped_lines for batch in batches) == 20_000
+    assert shown < 10_000
+    ends = [batch.end for batch in batches]
+    assert [batch.start for batch in batches] == [0, *ends[:-1]]
+    assert ends[-1] == len(lines)
+    assert all(batch.text.startswith("line ") for batch in batches if batch.skipped_bytes)
+
+
+def test_what_a_standby_rank_printed_belongs_to_no_run(tmp_path: Path):
+    async def run() -> tuple[list[OutputWritten], int]:
+        batches: list[OutputWritten] = []
+        output = RankOutput(0, 1 << 20, batches.append)
+        os.write(output.child_ends[0], b"import noise\n")
+        output.begin_log(str(tmp_path / "log"))
+        os.write(output.child_ends[0], b"the run\n")
+        output.drain()
+        output.close()
+        return batches, output.lines
+
+    batches, lines = asyncio.run(run())
+    assert (text_of(batches, "stdout"), lines) == ("the run\n", 1)
+    assert (tmp_path / "log").read_bytes() == b"the run\n"
+
+
+def test_the_end_does_not_wait_for_a_child_that_holds_the_pipe():
+    async def run() -> float:
+        output = RankOutput(0, 1 << 20, lambda batch: None)
+        with subprocess.Popen(["sleep", "60"], stdout=output.child_ends[0]) as child:
+            output.close_child_ends()
+            begin = time.monotonic()
+            output.drain()
+            output.close()
+            took = time.monotonic() - begin
+            child.kill()
+        return took
+
+    assert asyncio.run(run()) < 1.0
+
+
+@linux_only
+def test_a_full_disk_stops_the_log_and_not_the_rank():
+    batches, output = through_pipes([(0, b"kept\n"), (0, b"still sent\n")], Path("/dev/full"))
+    assert text_of(batches, "stdout") == "kept\nstill sent\n"
+    assert output.log_problem == "the log of rank 0 ends here: No space left on device"
+
+
+# ---------------------------------------------------------------- release
+
+
+CONNECT = """
+import os, socket, sys
+family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
+s = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+print(s.fileno(), flush=True)
+s.recv(1)
+print("released", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def peer(address: str, port: int) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process connected to us, and the number of its descriptor."""
+    with subprocess.Popen(
+        [sys.executable, "-c", CONNECT, address, str(port)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield process, int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+@linux_only
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_connections_between_ranks_are_found_and_no_others(address: str):
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        server = socket.create_server((address, 0), family=family)
+    except OSError as error:
+        pytest.skip(f"no {address} here: {error}")
+    with server, peer(address, server.getsockname()[1]) as (rank, fd):
+        ours, _ = server.accept()
+        with ours, peer(address, server.getsockname()[1]) as (stranger, _):
+            theirs, _ = server.accept()
+            with theirs:
+                found = connections_between([os.getpid(), rank.pid])
+                # the stranger's connection, the listener and this process's other sockets are left alone
+                assert found == {os.getpid(): (ours.fileno(),), rank.pid: (fd,)}
+                assert connections_between([rank.pid, stranger.pid]) == {}
+                assert connections_between([rank.pid]) == {}
+                ours.shutdown(socket.SHUT_RDWR)
+                assert rank.stdout is not None
+                assert rank.stdout.readline() == "released\n"
+                assert stranger.stdout is not None
+                assert not select.select([stranger.stdout], [], [], 0)[0]
+
+
+@linux_only
+def test_a_process_that_is_gone_has_no_connections():
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    assert connections_between([gone.pid, 2**22 - 1]) == {}
+
+
+# ---------------------------------------------------------------- leftovers
+
+
+@contextlib.contextmanager
+def sleeper(*, session: bool, mark: str = "", nested: bool = False) -> Iterator[subprocess.Popen[bytes]]:
+    """A sleeping process, in a session of its own or in ours, marked as a run's or not."""
+    environ = {**os.environ, **({RUN_VARIABLE: mark} if mark else {})}
+    command = ["sleep", "300"]
+    if nested:
+        command = [sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '300'])"]
+    with subprocess.Popen(command, env=environ, start_new_session=session) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def ended(process: subprocess.Popen[bytes], timeout_s: float = 5.0) -> bool:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout_s)
+    return process.returncode is not None
+
+
+@linux_only
+def test_leftovers_of_a_run_are_killed_and_nobody_else():
+    with (
+        sleeper(session=True) as rank_like,
+        sleeper(session=True, mark="abcd1234") as marked,
+        sleeper(session=True, mark="abcd1235") as of_another_run,
+        sleeper(session=True) as stranger,
+        sleeper(session=False) as neighbour,
+    ):
+        killed = kill_leftovers("abcd1234", {rank_like.pid})
+        assert set(killed) == {rank_like.pid, marked.pid}
+        assert ended(rank_like)
+        assert ended(marked)
+        assert [of_another_run.poll(), stranger.poll(), neighbour.poll()] == [None, None, None]
+
+
+@linux_only
+def test_the_children_of_a_ranks_session_are_leftovers_too():
+    with sleeper(session=True, nested=True) as rank_like:
+        children = Path(f"/proc/{rank_like.pid}/task/{rank_like.pid}/children")
+        deadline = time.monotonic() + 10
+        while not (found := children.read_text().split()) and time.monotonic() < deadline:
+            select.select([], [], [], 0.01)
+        killed = kill_leftovers("abcd1234", {rank_like.pid})
+        assert set(killed) == {rank_like.pid, int(found[0])}
+        assert ended(rank_like)
+
+
+@linux_only
+def test_a_run_without_leftovers_kills_nothing():
+    with sleeper(session=True) as stranger:
+        assert kill_leftovers("00000000", set()) == []
+        assert stranger.poll() is None
+
+
+# ---------------------------------------------------------------- the keeper
+
+
+@pytest.fixture
+def keeper() -> Iterator[Keeper]:
+    made = Keeper()
+    yield made
+    made.close()
+
+
+class Waiter:
+    """What the keeper says, for the test's thread."""
+
+    def __init__(self) -> None:
+        self.said: tuple[bool, str] | None = None
+        self._event = threading.Event()
+
+    def __call__(self, kept: bool, why: str) -> None:
+        self.said = (kept, why)
+        self._event.set()
+
+    def wait(self) -> tuple[bool, str]:
+        assert self._event.wait(10)
+        assert self.said is not None
+        return self.said
+
+
+def memory_file(data: bytes) -> int:
+    descriptor = os.memfd_create("test", os.MFD_CLOEXEC)
+    os.write(descriptor, data)
+    return descriptor
+
+
+needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memory files")
+
+
+@needs_memfd
+def test_a_payload_is_kept_whole_and_private(keeper: Keeper, tmp_path: Path):
+    data = os.urandom(40 << 20)
+    source = memory_file(data)
+    said = Waiter()
+    keeper.keep(KeepJob(source, len(data), tmp_path / "payload.bin", said))
+    assert said.wait() == (True, "")
+    assert (tmp_path / "payload.bin").read_bytes() == data
+    assert (tmp_path / "payload.bin").stat().st_mode & 0o777 == 0o600
+    assert os.listdir(tmp_path) == ["payload.bin"]
+    with pytest.raises(OSError):
+        os.fstat(source)
+
+
+@needs_memfd
+@pytest.mark.parametrize(
+    ("prepare", "says"),
+    [
+        (lambda job: job.given_up.set(), "the notebook's next run used the same memory"),
+        (lambda job: os.ftruncate(job.source, 10), "the memory file is shorter"),
+    ],
+)
+def test_what_can_not_be_kept_leaves_nothing(
+    keeper: Keeper, tmp_path: Path, prepare: Callable[[KeepJob], None], says: str
+):
+    said = Waiter()
+    job = KeepJob(memory_file(b"x" * 100_000), 100_000, tmp_path / "payload.bin", said)
+    prepare(job)
+    keeper.keep(job)
+    kept, why = said.wait()
+    assert not kept
+    assert says in why
+    assert os.listdir(tmp_path) == []
+
+
+@needs_memfd
+def test_the_keeper_goes_on_after_a_failure(keeper: Keeper, tmp_path: Path):
+    failed, kept = Waiter(), Waiter()
+    keeper.keep(KeepJob(memory_file(b"a"), 1, tmp_path / "missing" / "payload.bin", failed))
+    keeper.keep(KeepJob(memory_file(b"b"), 1, tmp_path / "payload.bin", kept))
+    assert failed.wait()[0] is False
+    assert kept.wait() == (True, "")

@@ -1,0 +1,217 @@
+"""Imports go one way, heavy packages have one owner each, and `import sgpu_magic` costs next to nothing."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "sgpu_magic"
+
+FOR_ALL = {"errors", "config", "protocol", "processes", "__version__"}
+BY_HAND = {"capture", "payload", "environment", "client", "render"}
+MAY_USE: dict[str, set[str]] = {
+    "__init__": {"magics", "distributed"},
+    "errors": set(),
+    "config": set(),
+    "processes": set(),
+    "protocol": set(),
+    "payload": set(),
+    "capture": {"payload"},
+    "environment": set(),
+    "client": {"payload", "environment"},
+    "render": set(),
+    "magics": BY_HAND,
+    "distributed": BY_HAND,
+    # the command looks at everything that a person may want to see from a shell
+    "cli": BY_HAND | {"pool", "agent"},
+    "__main__": {"cli"},
+    "runtime": set(),
+    "pool": {"engines"},
+    "engines": {"agent"},
+    # the worker only by its command line
+    "agent": set(),
+    "worker": {"payload", "tracking", "runtime"},
+    "tracking": set(),
+    "jupyter_server": {"client", "render"},
+}
+"""What a part of the package may import of the others."""
+
+HEAVY_OWNERS: dict[str, set[str]] = {
+    "torch": {"worker", "payload/tensors.py", "runtime.py"},
+    "ray": {"engines/ray"},
+    "pynvml": {"agent/telemetry.py"},
+    "IPython": {"magics", "render", "worker", "capture/names.py"},
+    "ipykernel": {"magics", "render", "worker"},
+    "mlflow": {"tracking"},
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement.
+
+    Args:
+        file: Relative to the package.
+        line: Its line.
+        module: The absolute name of what is imported, down to the imported name.
+        at_import: It runs when its module is imported, not in a function.
+    """
+
+    file: str
+    line: int
+    module: str
+    at_import: bool
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def imports_in(source: str, file: str) -> Iterator[Import]:
+    """Every import that runs at some time; those for type checkers only are left out."""
+
+    def walk(node: ast.AST, top: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                for other in child.orelse:
+                    yield from walk(other, top)
+                continue
+            if isinstance(child, ast.Import):
+                for alias in child.names:
+                    yield Import(file, child.lineno, alias.name, top)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{file}:{child.lineno}: a relative import"
+                for alias in child.names:
+                    yield Import(file, child.lineno, f"{child.module}.{alias.name}", top)
+            else:
+                inner = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+                yield from walk(child, top and not inner)
+
+    yield from walk(ast.parse(source), True)
+
+
+def all_imports() -> list[Import]:
+    found: list[Import] = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        found += imports_in(path.read_text(), path.relative_to(PACKAGE).as_posix())
+    return found
+
+
+IMPORTS = all_imports()
+
+
+def part_of(file: str) -> str:
+    return file.split("/")[0].removesuffix(".py")
+
+
+def wrong_way(imports: list[Import]) -> list[str]:
+    wrong: list[str] = []
+    for found in imports:
+        top, _, rest = found.module.partition(".")
+        if top != "sgpu_magic":
+            continue
+        part, target = part_of(found.file), rest.split(".")[0]
+        if target != part and target not in FOR_ALL | MAY_USE.get(part, set()):
+            wrong.append(f"{found.place}: {part} imports {target}")
+    return wrong
+
+
+def strangers(imports: list[Import]) -> list[str]:
+    wrong: list[str] = []
+    for found in imports:
+        heavy = found.module.split(".")[0]
+        owners = HEAVY_OWNERS.get(heavy)
+        if owners is not None and not any(
+            found.file == owner or found.file.startswith(owner + "/") for owner in owners
+        ):
+            wrong.append(f"{found.place} imports {heavy}")
+    return wrong
+
+
+def test_every_part_of_the_package_is_known_here():
+    parts = {part_of(path.relative_to(PACKAGE).as_posix()) for path in PACKAGE.rglob("*.py")}
+    assert parts - set(MAY_USE) == set()
+
+
+def test_imports_go_one_way():
+    assert wrong_way(IMPORTS) == []
+
+
+def test_each_heavy_package_has_its_owner():
+    assert strangers(IMPORTS) == []
+
+
+def test_a_wrong_import_would_be_found():
+    bad = "def f():\n    from sgpu_magic.worker import zygote\n    import torch\nimport sgpu_magic.errors\n"
+    imports = list(imports_in(bad, "agent/service.py"))
+    assert wrong_way(imports) == ["agent/service.py:2: agent imports worker"]
+    assert strangers(imports) == ["agent/service.py:3 imports torch"]
+    assert strangers(list(imports_in("import pynvml", "agent/output.py"))) == [
+        "agent/output.py:1 imports pynvml"
+    ]
+
+
+def test_the_protocol_does_no_io():
+    forbidden = {"socket", "zmq", "threading", "asyncio", "time", "subprocess", "multiprocessing"}
+    assert [
+        f"{found.place} imports {found.module}"
+        for found in IMPORTS
+        if found.file.startswith("protocol/") and found.module.split(".")[0] in forbidden
+    ] == []
+
+
+def test_nobody_imports_pickle_but_who_packs():
+    unpacks = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing"}
+    assert [
+        f"{found.place} imports {found.module}"
+        for found in IMPORTS
+        if found.module.split(".")[0] in unpacks and part_of(found.file) not in ("payload", "worker")
+    ] == []
+
+
+def loaded_after(code: str) -> set[str]:
+    script = f"import sys\n{code}\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return {name.split(".")[0] for name in done.stdout.split()}
+
+
+HEAVY = {"torch", "ray", "mlflow", "pynvml", "IPython", "numpy", "zmq", "cloudpickle"}
+
+
+@pytest.mark.parametrize(
+    ("code", "without"),
+    [
+        pytest.param("import sgpu_magic", HEAVY, id="the package"),
+        pytest.param("import sgpu_magic.runtime", HEAVY, id="runtime"),
+        pytest.param("import sgpu_magic.protocol.codec", HEAVY, id="protocol"),
+        pytest.param("import sgpu_magic.agent.service", HEAVY - {"zmq"}, id="agent"),
+        pytest.param(
+            "import sgpu_magic.pool.service, sgpu_magic.engines.local",
+            HEAVY - {"zmq"},
+            id="pool",
+        ),
+        pytest.param("from sgpu_magic.payload import buffers, unpack", {"torch", "numpy"}, id="unpack"),
+        pytest.param("import sgpu_magic.magics", {"torch", "ray", "mlflow", "pynvml"}, id="magics"),
+        pytest.param("import sgpu_magic.cli", {"torch", "ray", "mlflow", "IPython"}, id="command"),
+    ],
+)  # fmt: skip
+def test_an_import_brings_nothing_heavy(code: str, without: set[str]):
+    if "cli" in code and not (PACKAGE / "cli.py").exists():
+        pytest.skip("there is no command yet")
+    assert loaded_after(code) & without == set()
+
+
+def test_the_public_names_are_the_documented_ones():
+    code = (
+        "import sgpu_magic; print(*sgpu_magic.__all__); [getattr(sgpu_magic, n) for n in sgpu_magic.__all__]"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    names = set(done.stdout.split())
+    assert {"__version__", "load_ipython_extension", "unload_ipython_extension"} <= names
+    assert not any(name.startswith("_") and name != "__version__" for name in names)
