@@ -6,9 +6,11 @@ zygotes         the processes that fork ranks, one per environment
 group           N ranks, from the fork to the exit
 execution       one run in one group, from the launch to the last exit
 output          pipes -> log and batches
+gathering       what the ranks reported
 root_cause      which failure is to blame (pure)
 release         frees ranks that sit in a collective
 leftovers       what a run's processes left behind
-run_directory   what a run leaves on disk; keeper copies the large parts in the background
+run_directory   what a run leaves on disk
+run_memory      payload and results in memory; keeper copies them to disk in the background
 telemetry       the devices
 """

@@ -22,9 +22,11 @@ from typing import Protocol
 import msgspec
 
 from sgpu_magic.agent import leftovers, release, root_cause
+from sgpu_magic.agent.gathering import Gathering
 from sgpu_magic.agent.group import Group
-from sgpu_magic.agent.keeper import Keeper, KeepJob
+from sgpu_magic.agent.keeper import Keeper
 from sgpu_magic.agent.run_directory import PAYLOAD, RunDirectory
+from sgpu_magic.agent.run_memory import RunMemory
 from sgpu_magic.agent.variables import torchrun_variables
 from sgpu_magic.config import Settings
 from sgpu_magic.protocol.events import (
@@ -36,7 +38,6 @@ from sgpu_magic.protocol.events import (
     PayloadReleased,
     RankFailed,
     RanksStarted,
-    RunEnded,
 )
 from sgpu_magic.protocol.messages import (
     Cleared,
@@ -93,11 +94,8 @@ class Execution:
         self.launch = launch
         self.run_id = launch.spec.run_id
         self.group = group
-        self.results_fds: dict[int, int] = {}
         self._frames = frames
         self._warm = warm
-        self._keeper = keeper
-        self._keep_payload = settings.keep_payload
         self._default_grace_s = settings.grace_s
         self._grace_s = launch.spec.grace_s
         self._listener = listener
@@ -106,20 +104,19 @@ class Execution:
         self._launched_at = time.monotonic()
         self._started_at: float | None = None
         self._joined: set[int] = set()
-        self._results: dict[int, RankResult] = {}
-        self._failures: dict[int, Failure] = {}
-        self._exception_frames: dict[int, bytes] = {}
-        self._result_frames: dict[int, bytes] = {}
+        self._gathering = Gathering(len(group.ranks))
         self._ending_as: RunState | None = None
         self._end_reason = ""
+        self._final_state = RunState.FAILED
+        self._host = socket.gethostname()
         self._releasing = False
         self._ended = False
         self._deciding = False
         self._gone = False
-        self._payload_fd = -1
-        self._keep_job: KeepJob | None = None
-        self._payload_released = launch.payload.source.__class__ is InlinePayload
         self._directory = RunDirectory(launch)
+        self._memory = RunMemory(
+            launch.payload.source, self._directory.path, keeper, settings.keep_payload, self._payload_released
+        )
         group.listener = self
 
     # ------------------------------------------------------------ start
@@ -128,14 +125,12 @@ class Execution:
         """Send every rank its cell. Failures come as events like any other."""
         launch = self.launch
         try:
-            self._payload_fd = self._open_payload()
+            self._memory.open_payload()
             for process in self.group.ranks:
                 process.output.begin_log(self._directory.log_path(process.rank))
             self._send_cells()
         except OSError as error:
-            self._fail_whole(
-                FailureKind.INTERNAL, f"the run could not be started on {socket.gethostname()}: {error}."
-            )
+            self._fail_whole(FailureKind.INTERNAL, f"the run could not be started on {self._host}: {error}.")
             return
         if self.group.broken:
             self.group_broken(self.group.broken)
@@ -150,16 +145,6 @@ class Execution:
                     text=f"the run's directory {self._directory.path} could not be written: {error.strerror}"
                 )
             )
-
-    def _open_payload(self) -> int:
-        match self.launch.payload.source:
-            case SharedPayload(pid=pid, fd=fd):
-                # a number that is not a live process's descriptor fails here, before any rank hears of the run
-                return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-            case InlinePayload():
-                return -1
-            case source:
-                return os.open(source.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def _send_cells(self) -> None:
         launch = self.launch
@@ -181,9 +166,9 @@ class Execution:
                     visible_devices=lease.uuids if device == "cuda" else (),
                     rank_variables=torchrun_variables(launch, rank, port, device),
                 )
-                descriptors = [] if inline else [os.dup(self._payload_fd)]
+                descriptors = [] if inline else [self._memory.payload_fd]
                 if rank == 0:
-                    descriptors.append(os.dup(rendezvous.fileno()))
+                    descriptors.append(rendezvous.fileno())
                 self.group.execute(rank, order, self._frames[:1] if inline else (), descriptors)
 
     # ------------------------------------------------------------ from the group
@@ -212,35 +197,24 @@ class Execution:
             case Finished():
                 self._take_result(rank, message.result, frames)
             case Failed():
-                if frames:
-                    self._exception_frames[rank] = frames[0]
-                self._take_failure(message.failure)
+                self._take_failure(message.failure, frames)
 
     def rank_wrote(self, batch: OutputWritten) -> None:
         if not self._ended:
             self._say(batch)
 
     def rank_exited(self, rank: int, status: int) -> None:
-        if not self._has_reported(rank) and not self._ended:
+        if not self._ended and (self._gathering.has_finished(rank) or not self._gathering.has_reported(rank)):
             output = self.group.ranks[rank].output
             output.drain()
-            failure = root_cause.death(
-                rank, len(self.group.ranks), socket.gethostname(), status, time.time(), output.tail()
-            )
-            self._take_failure(failure)
-        elif rank in self._results and not self._ended and rank not in self._failures:
-            self._take_failure(
-                root_cause.death(rank, len(self.group.ranks), socket.gethostname(), status, time.time(), "")
-            )
+            ranks = len(self.group.ranks)
+            self._take_failure(root_cause.death(rank, ranks, self._host, status, time.time(), output.tail()))
         self._finish_if_gone()
 
     def group_broken(self, message: str) -> None:
         self._fail_whole(FailureKind.ENVIRONMENT, message)
 
     # ------------------------------------------------------------ gather
-
-    def _has_reported(self, rank: int) -> bool:
-        return rank in self._results or rank in self._failures
 
     def _take_result(self, rank: int, result: RankResult, frames: Sequence[bytes]) -> None:
         output = self.group.ranks[rank].output
@@ -251,22 +225,21 @@ class Execution:
             if stream is None:
                 return
             (descriptor,) = stream.take_descriptors(1)
-            self.results_fds[rank] = descriptor
+            self._memory.hold_result(rank, descriptor)
             source = SharedPayload(pid=os.getpid(), fd=descriptor, size=payload.source.size)
             payload = Payload(source=source, layout=payload.layout)
-        elif frames:
-            self._result_frames[rank] = frames[0]
-        self._results[rank] = msgspec.structs.replace(
+        result = msgspec.structs.replace(
             result, payload=payload, lines=output.lines, output_bytes=output.total_bytes
         )
+        self._gathering.add_result(result, frames)
         self._check_all_reported()
 
-    def _take_failure(self, failure: Failure) -> None:
+    def _take_failure(self, failure: Failure, frames: Sequence[bytes] = ()) -> None:
         rank = failure.rank
-        if rank is None or rank in self._failures:
+        if rank is None or self._gathering.has_failed(rank):
             return
         self.group.ranks[rank].output.drain()
-        self._failures[rank] = failure
+        self._gathering.add_failure(failure, frames)
         if self._ended:
             return
         if self._ending_as is None:
@@ -284,11 +257,11 @@ class Execution:
         self._check_all_reported()
 
     def _check_all_reported(self) -> None:
-        if self._ended or not all(self._has_reported(process.rank) for process in self.group.ranks):
+        if self._ended or not self._gathering.complete:
             return
         if self._ending_as is not None:
             self._end(self._ending_as)
-        elif self._failures:
+        elif self._gathering.failed:
             self._end(RunState.FAILED)
         else:
             self._end(RunState.SUCCEEDED)
@@ -317,11 +290,11 @@ class Execution:
 
     def _interrupt(self) -> None:
         for process in self.group.ranks:
-            if not self._has_reported(process.rank):
+            if not self._gathering.has_reported(process.rank):
                 process.signal(signal.SIGINT)
 
     def _release(self) -> None:
-        if not all(self._has_reported(process.rank) for process in self.group.ranks):
+        if not self._gathering.complete:
             self.group.release(release.connections_between(self.group.pids))
 
     def _stop_waiting(self) -> None:
@@ -333,8 +306,7 @@ class Execution:
         if self._ended:
             self._finish_if_gone()
             return
-        failure = Failure(kind=kind, message=message, host=socket.gethostname(), at=time.time())
-        self._failures.setdefault(-1, failure)
+        self._gathering.add_failure(Failure(kind=kind, message=message, host=self._host, at=time.time()))
         self._end(RunState.FAILED)
 
     # ------------------------------------------------------------ end
@@ -345,48 +317,29 @@ class Execution:
             if process.output.log_problem:
                 self._say(Noted(text=process.output.log_problem))
         self._ended = True
+        self._final_state = state
         now = time.monotonic()
         started = self._started_at or now
-        failure: Failure | None = None
-        others: tuple[Failure, ...] = ()
-        frames: list[bytes] = []
-        results: tuple[RankResult, ...] = ()
-        blamed = root_cause.find_root_cause(self._failures.values())
-        if state is RunState.FAILED and blamed is not None:
-            failure, others = blamed
-            if failure.exception is not None and failure.rank is not None:
-                frames.append(self._exception_frames[failure.rank])
-            # only the culprit's exception travels
-            others = tuple(msgspec.structs.replace(other, exception=None) for other in others)
-        elif state is RunState.SUCCEEDED:
-            results = tuple(self._results[process.rank] for process in self.group.ranks)
-            frames += [self._result_frames[rank] for rank in sorted(self._result_frames)]
-        elif state is RunState.TIMED_OUT:
-            failure = Failure(
-                kind=FailureKind.TIMEOUT, message=self._end_reason, host=socket.gethostname(), at=time.time()
-            )
-        if not results:
-            self._close_results()
-        self._say(
-            RunEnded(
-                state=state,
-                failure=failure,
-                reason=self._end_reason if state is RunState.CANCELLED else "",
-                others=others,
-                results=results,
-                starting_s=started - self._launched_at,
-                running_s=now - started,
-            ),
-            frames,
+        ended, frames = self._gathering.last_word(
+            state,
+            self._end_reason,
+            host=self._host,
+            now=time.time(),
+            starting_s=started - self._launched_at,
+            running_s=now - started,
         )
-        self._final_state = state
+        if not ended.results:
+            self._memory.close_results()
+        self._say(ended, frames)
         self._later(_LEAVE_DELAY_S, self._let_leave)
         self._finish_if_gone()
 
     def _let_leave(self) -> None:
         """Ranks that are done exit; the others get TERM, the grace, KILL."""
         self.group.leave()
-        unreported = [process for process in self.group.ranks if not self._has_reported(process.rank)]
+        unreported = [
+            process for process in self.group.ranks if not self._gathering.has_reported(process.rank)
+        ]
         for process in unreported:
             process.signal(signal.SIGTERM, whole_session=True)
         if not unreported:
@@ -419,61 +372,22 @@ class Execution:
 
     def keep_large_parts(self) -> None:
         """Copy the payload's and the results' memory files into the run's directory, in the background."""
-        for rank, descriptor in list(self.results_fds.items()):
-            size = os.fstat(descriptor).st_size
-            if size <= self._keep_payload:
-                target = self._directory.path / f"result-{rank}.bin"
-                self._keeper.keep(KeepJob(os.dup(descriptor), size, target, lambda kept, why: None))
-        if self._payload_released:
-            return
-        if self._payload_fd < 0:
-            self._payload_is_done(False, "it was never read")
-            return
-        descriptor, self._payload_fd = self._payload_fd, -1
-        size = os.fstat(descriptor).st_size
-        if size > self._keep_payload:
-            os.close(descriptor)
-            self._payload_is_done(False, f"it has {size / 1e9:.1f} GB, more than keep_payload allows")
-            return
-        job = KeepJob(descriptor, size, self._directory.path / PAYLOAD, self._kept_in_thread)
-        self._keep_job = job
-        self._keeper.keep(job)
+        self._memory.keep()
 
     def give_payload_up(self) -> None:
         """The notebook wants its memory file back."""
-        if self._payload_released:
-            return
-        if self._keep_job is not None:
-            self._keep_job.given_up.set()
-        elif self._gone or self._ended:
-            if self._payload_fd >= 0:
-                os.close(self._payload_fd)
-                self._payload_fd = -1
-            self._payload_is_done(False, "the notebook's next run used the same memory before it was copied")
+        if self._gone or (self._ended and self._final_state is RunState.SUCCEEDED):
+            self._memory.give_payload_up()
 
     def results_received(self) -> None:
         """The notebook holds the results itself."""
-        self._close_results()
+        self._memory.close_results()
 
     def close(self) -> None:
         """Free what is still held."""
-        self._close_results()
-        if self._payload_fd >= 0:
-            os.close(self._payload_fd)
-            self._payload_fd = -1
+        self._memory.close()
 
-    def _close_results(self) -> None:
-        for descriptor in self.results_fds.values():
-            os.close(descriptor)
-        self.results_fds.clear()
-
-    def _kept_in_thread(self, kept: bool, why: str) -> None:
-        self._loop.call_soon_threadsafe(self._payload_is_done, kept, why)
-
-    def _payload_is_done(self, kept: bool, why: str) -> None:
-        if self._payload_released:
-            return
-        self._payload_released = True
+    def _payload_released(self, kept: bool, why: str) -> None:
         try:
             self._directory.payload_done(kept, why)
         except OSError as error:

@@ -39,7 +39,6 @@ class RankProcess:
         self.pidfd: int | None = None
         self.exit_status: int | None = None
         self.stream: MessageStream[FromRank] | None = None
-        self.child_socket: socket.socket | None = None
 
     @property
     def alive(self) -> bool:
@@ -132,8 +131,6 @@ class Group:
             if process.stream is not None:
                 process.stream.close()
                 process.stream = None
-            if process.child_socket is not None:
-                process.child_socket.close()
             if process.pidfd is not None:
                 os.close(process.pidfd)
                 process.pidfd = None
@@ -147,10 +144,10 @@ class Group:
         if hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):
                 process.pidfd = os.pidfd_open(pid)
-        self._order_done(process)
+        self._order_done()
 
     def fork_refused(self, rank: int, message: str) -> None:
-        self._order_done(self.ranks[rank])
+        self._order_done()
         self._break(f"a rank could not be started: {message}.")
 
     def exited(self, pid: int, status: int) -> None:
@@ -178,7 +175,6 @@ class Group:
 
     def _order(self, process: RankProcess) -> None:
         ours, theirs = socket.socketpair()
-        process.child_socket = theirs
         process.stream = MessageStream[FromRank](
             ours,
             codec.from_rank,
@@ -196,12 +192,10 @@ class Group:
             store_path=self._store_path,
         )
         self.zygote.fork(order, descriptors, self)
-
-    def _order_done(self, process: RankProcess) -> None:
-        if process.child_socket is not None:
-            process.child_socket.close()
-            process.child_socket = None
+        theirs.close()
         process.output.close_child_ends()
+
+    def _order_done(self) -> None:
         self._unforked -= 1
         if self._unforked == 0:
             self._close_store()

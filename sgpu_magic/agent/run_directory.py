@@ -33,7 +33,7 @@ if __name__ == "__main__":
 '''
 
 
-class RunRecord(Record, kw_only=True):
+class RunRecord(Record, frozen=True, kw_only=True):
     """`run.json`.
 
     Args:

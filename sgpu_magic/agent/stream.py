@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import os
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -48,21 +49,18 @@ class MessageStream(Generic[M]):
         self._loop.add_reader(sock, self._readable)
 
     def send(self, message: Record, blobs: Iterable[bytes] = (), descriptors: Sequence[int] = ()) -> None:
-        """Send one message, now or when the socket takes it. The descriptors must stay open until `flushed`."""
+        """Send one message, now or when the socket takes it. Own copies of the descriptors are sent."""
         if self._closed:
             return
         was_empty = not self._unsent
-        self._unsent.append((memoryview(frame(message, blobs)), tuple(descriptors)))
+        copies = tuple(os.dup(descriptor) for descriptor in descriptors)
+        self._unsent.append((memoryview(frame(message, blobs)), copies))
         if was_empty:
             self._write()
 
     def take_descriptors(self, count: int) -> list[int]:
         """Return the next `count` descriptors that came along; the caller owns them."""
         return [self._descriptors.popleft() for _ in range(count)]
-
-    @property
-    def flushed(self) -> bool:
-        return not self._unsent
 
     def close(self) -> None:
         if self._closed:
@@ -71,8 +69,12 @@ class MessageStream(Generic[M]):
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()
-        while self._descriptors:
-            socket.close(self._descriptors.popleft())
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        for _, copies in self._unsent:
+            _close_all(copies)
+        self._descriptors.clear()
+        self._unsent.clear()
 
     def _write(self) -> None:
         while self._unsent:
@@ -88,6 +90,7 @@ class MessageStream(Generic[M]):
             except OSError:
                 self._lost()
                 return
+            _close_all(descriptors)
             if sent < len(data):
                 self._unsent[0] = (data[sent:], ())
             else:
@@ -115,3 +118,8 @@ class MessageStream(Generic[M]):
         if not self._closed:
             self.close()
             self._on_closed()
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -73,7 +73,7 @@ class Zygote:
         return not self._groups
 
     def fork(self, order: Fork, descriptors: Sequence[int], listener: ForkListener) -> None:
-        """Order one rank; the descriptors must stay open until `forked` or `fork_refused`."""
+        """Order one rank."""
         self.last_used = asyncio.get_running_loop().time()
         self._groups[order.group_id] = listener
         self.stream.send(order, descriptors=descriptors)

@@ -9,6 +9,11 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sgpu_magic.config import Settings
+    from sgpu_magic.pool.lifecycle import PoolPresence
 
 
 def main() -> None:
@@ -25,6 +30,7 @@ def main() -> None:
     settings = config.load_settings()
     config.private_dir(settings.runtime_path)
     config.private_dir(settings.state_path)
+    config.private_dir(settings.runs_path)
     try:
         presence = PoolPresence(settings.runtime_path)
     except AlreadyRunning:
@@ -34,7 +40,7 @@ def main() -> None:
     processes.kill_descendants()
 
 
-def _run(settings, presence, first_order: bytes) -> None:
+def _run(settings: Settings, presence: PoolPresence, first_order: bytes) -> None:
     import msgspec
 
     from sgpu_magic.engines.local import LocalEngine

@@ -33,6 +33,8 @@ def warm_up(shell: RankShell) -> None:
         shell.run_cell(source, store_history=False)
     shell.reset(new_session=True)
     shell.traceback_lines = []
+    # multiprocessing asks for it before it starts a child that is not forked
+    shell.user_module.__spec__ = None
 
 
 class CellOutcome:

@@ -6,7 +6,6 @@ DataLoader over a notebook's Dataset fails in every notebook (pytorch#51344). He
 
 from __future__ import annotations
 
-import io
 import types
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -19,7 +18,14 @@ def teach_multiprocessing() -> None:
     ForkingPickler.reducer_override = _reduce_by_value  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def load(data: bytes) -> object:
+    """In the child: rebuild a class or function, and send such things back by value too."""
+    teach_multiprocessing()
+    return cloudpickle.loads(data)
+
+
 def _reduce_by_value(self: ForkingPickler, obj: object) -> Any:
     if isinstance(obj, type | types.FunctionType) and getattr(obj, "__module__", None) == "__main__":
-        return cloudpickle.Pickler(io.BytesIO()).reducer_override(obj)
+        # multiprocessing's pickler can't take code objects, so cloudpickle's stream lies within its own
+        return load, (cloudpickle.dumps(obj),)
     return NotImplemented

@@ -33,8 +33,12 @@ def stand_where_the_kernel_stands(context: RankContext, rank_variables: dict[str
 
 
 def reseed() -> None:
-    """Give this rank random numbers of its own. torch's generator starts as in any new process already."""
+    """Give this rank random numbers of its own, as every new process has them.
+
+    A new process seeds torch's CPU generator from the system (c10 `createCPUGenerator`), its CUDA ones alike everywhere.
+    """
     random.seed()
+    torch.default_generator.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
 

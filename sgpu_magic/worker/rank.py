@@ -51,7 +51,7 @@ def live(order: Fork, descriptors: list[int]) -> int:
         return 0
     try:
         _Execution(link, received[0], received[1], order, store_path).run()
-    except OSError:
+    except ConnectionError:
         # the agent is gone; there is nobody left to tell
         return 1
     return 0
@@ -77,6 +77,8 @@ class _Execution:
         self._store_path = store_path
         self._shell = rank_shell.RankShell.instance()
         self._may_leave = threading.Event()
+        # open until the agent has its own descriptor
+        self._result_buffer: buffers.SharedBuffer | None = None
 
     def run(self) -> None:
         order, rank = self._order, self._fork.rank
@@ -171,7 +173,7 @@ class _Execution:
             payload = Payload(source=InlinePayload(), layout=packed.layout)
             blobs.append(packed.to_bytes())
         elif packed is not None:
-            shared = buffers.SharedBuffer()
+            shared = self._result_buffer = buffers.SharedBuffer()
             shared.write(packed)
             payload = Payload(
                 source=SharedPayload(pid=os.getpid(), fd=shared.fd, size=shared.size), layout=packed.layout

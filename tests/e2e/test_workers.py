@@ -36,7 +36,15 @@ def on_ranks(kernel: Kernel, code: str, ranks: int = 2, options: str = "", timeo
 
 
 def last_run(home: Home) -> Path:
-    return home.run_dir(home.runs[-1])
+    """Directory of the run that was submitted last; directories' own times change later too."""
+
+    def first_event_at(run_id: str) -> float:
+        with contextlib.suppress(OSError):
+            for event, _ in read_events(home.run_dir(run_id)):
+                return event.at
+        return 0.0
+
+    return home.run_dir(max(home.runs, key=first_event_at))
 
 
 def bodies(directory: Path, kind: type) -> list[Any]:
@@ -82,7 +90,7 @@ def test_torchruns_variables_exactly(kernel: Kernel, home: Home, tmp_path: Path)
         for name in theirs.keys() - differ - torchruns_own:
             assert ours[rank][name] == theirs[name], name
         assert ours[rank]["MASTER_ADDR"] == "127.0.0.1"
-        assert ours[rank]["TORCHELASTIC_RUN_ID"] == home.runs[-1]
+        assert ours[rank]["TORCHELASTIC_RUN_ID"] == last_run(home).name
 
 
 def test_the_process_group_is_ready(kernel: Kernel):
@@ -278,19 +286,26 @@ def test_the_users_site_is_seen(new_kernel: Callable[..., Kernel], home: Home, t
     assert on_ranks(kernel, "import only_for_me; out = only_for_me.WHO") == ["me", "me"]
 
 
-def test_random_numbers_differ_by_rank_and_torchs_seed_is_a_fresh_process_s(kernel: Kernel):
+def test_random_numbers_differ_by_rank_and_run(kernel: Kernel):
+    """As in processes of their own; so a new process seeds torch's CPU generator too."""
     code = """
         import random, numpy, torch
-        out = [random.random(), numpy.random.rand(), torch.rand(1).item()]
+        out = [random.random(), numpy.random.rand(), torch.rand(1).item(), torch.initial_seed()]
         """
     first, again = on_ranks(kernel, code, 3), on_ranks(kernel, code, 3)
-    for index in (0, 1):
+    for index in range(4):
         assert len({values[index] for values in first + again}) == 6
-    fresh = subprocess.run(
-        [sys.executable, "-c", "import torch; print(torch.rand(1).item())"],
+
+
+def test_a_seed_gives_what_it_gives_in_any_process(kernel: Kernel):
+    numbers = "torch.manual_seed(7); numpy.random.seed(7); random.seed(7); " \
+        "out = [torch.rand(1).item(), numpy.random.rand(), random.random()]"  # fmt: skip
+    out = on_ranks(kernel, f"import random, numpy, torch; {numbers}")
+    done = subprocess.run(
+        [sys.executable, "-c", f"import json, random, numpy, torch; {numbers}; print(json.dumps(out))"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert {values[2] for values in first + again} == {float(fresh.stdout)}
+    assert out == [json.loads(done.stdout)] * 2
 
 
 def test_every_run_is_fresh(kernel: Kernel):
@@ -392,7 +407,7 @@ def test_inspect_reads_the_cells_source(kernel: Kernel):
 def test_what_needs_a_keyboard_fails_at_once_with_the_remedy(kernel: Kernel, code: str, says: str):
     reply = kernel.run(f"%%distributed -n 2 --ui none\n{code}")
     assert reply.status == "error", reply.story
-    assert says in reply.traceback + reply.evalue, reply.story
+    assert says in reply.story
     assert reply.seconds < 5
 
 
@@ -407,10 +422,13 @@ def test_exit_handlers_run(kernel: Kernel, home: Home):
 
 DATASET = """
 import torch
+class Batch:
+    def __init__(self, numbers): self.numbers = numbers
 class Numbers(torch.utils.data.Dataset):
     def __len__(self): return 8
-    def __getitem__(self, index): return torch.tensor(scaled(index))
+    def __getitem__(self, index): return scaled(index)
 def scaled(index): return index * FACTOR
+def collate(numbers): return Batch(torch.tensor(numbers))
 FACTOR = 10
 """
 
@@ -422,8 +440,11 @@ def test_a_notebook_dataset_in_loader_workers(kernel: Kernel, method: str):
         kernel,
         f"""
         from torch.utils.data import DataLoader
-        loader = DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context="{method}")
-        out = [batch.tolist() for batch in loader]
+        loader = DataLoader(Numbers(), batch_size=4, num_workers=2, collate_fn=collate,
+                            worker_init_fn=lambda number: None, multiprocessing_context="{method}")
+        batches = list(loader)
+        assert all(type(batch) is Batch for batch in batches)
+        out = [batch.numbers.tolist() for batch in batches]
         """,
         1,
         timeout_s=90,
@@ -611,7 +632,7 @@ def test_the_memory_file_is_used_again_and_the_payload_kept(new_kernel: Callable
     assert on_ranks(kernel, "out = big[-1].item()") == [4_999_999] * 2
     directory = last_run(home)
     first = memory_files(kernel)
-    assert len(first) == 1
+    assert len(set(first)) == 1
     said = eventually(lambda: released(directory), 10, "the payload is not released")
     assert said == PayloadReleased(kept=True)
     payload = directory / "payload.bin"

@@ -1,0 +1,139 @@
+"""The memory files of a run: the notebook's payload and the ranks' results, held until nobody needs them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from sgpu_magic.agent.keeper import Keeper, KeepJob
+from sgpu_magic.agent.run_directory import PAYLOAD
+from sgpu_magic.protocol.records import FilePayload, InlinePayload, PayloadSource, SharedPayload
+
+_REUSED = "the notebook's next run used the same memory before it was copied"
+
+
+class RunMemory:
+    """Descriptors of one run's payload and results.
+
+    Args:
+        source: Where the payload lies.
+        directory: The run's directory.
+        keeper: Who copies in the background.
+        keep_bytes: Largest part that is kept.
+        released: Called once when the payload's memory is no longer read, with whether it was kept and why not.
+    """
+
+    def __init__(
+        self,
+        source: PayloadSource,
+        directory: Path,
+        keeper: Keeper,
+        keep_bytes: int,
+        released: Callable[[bool, str], None],
+    ) -> None:
+        self._source = source
+        self._directory = directory
+        self._keeper = keeper
+        self._keep_bytes = keep_bytes
+        self._on_released = released
+        self._released = isinstance(source, InlinePayload)
+        self._payload_fd = -1
+        self._job: KeepJob | None = None
+        self._results: dict[int, int] = {}
+        self._loop = asyncio.get_running_loop()
+
+    def open_payload(self) -> None:
+        """Hold the payload, so that it outlives the notebook.
+
+        Raises:
+            OSError: It is gone, or was never there.
+        """
+        match self._source:
+            case SharedPayload(pid=pid, fd=fd):
+                self._payload_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+            case FilePayload(path=path):
+                self._payload_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            case InlinePayload():
+                pass
+
+    @property
+    def payload_fd(self) -> int:
+        """The payload's descriptor, -1 when it travels inline."""
+        return self._payload_fd
+
+    def hold_result(self, rank: int, descriptor: int) -> None:
+        self._results[rank] = descriptor
+
+    def keep(self) -> None:
+        """Copy what lies in memory into the run's directory, in the background."""
+        for rank, descriptor in self._results.items():
+            size = os.fstat(descriptor).st_size
+            if size <= self._keep_bytes:
+                target = self._directory / f"result-{rank}.bin"
+                self._keeper.keep(KeepJob(os.dup(descriptor), size, target, lambda kept, why: None))
+        if self._released or self._job is not None:
+            return
+        if self._payload_fd < 0:
+            self._payload_done(False, "it was never read")
+            return
+        descriptor, self._payload_fd = self._payload_fd, -1
+        if isinstance(self._source, FilePayload):
+            os.close(descriptor)
+            self._take_file(self._source)
+            return
+        size = os.fstat(descriptor).st_size
+        if size > self._keep_bytes:
+            os.close(descriptor)
+            self._payload_done(
+                False, f"it has {size / 1e9:.1f} GB, more than the setting keep_payload allows"
+            )
+            return
+        self._job = KeepJob(descriptor, size, self._directory / PAYLOAD, self._copied_in_thread)
+        self._keeper.keep(self._job)
+
+    def give_payload_up(self) -> None:
+        """The notebook wants its memory file back. Only once no rank maps it any more."""
+        if self._job is not None:
+            self._job.given_up.set()
+        elif not self._released:
+            self._close_payload()
+            self._payload_done(False, _REUSED)
+
+    def close_results(self) -> None:
+        """The notebook holds them itself, or nobody will fetch them."""
+        for descriptor in self._results.values():
+            os.close(descriptor)
+        self._results.clear()
+
+    def close(self) -> None:
+        self.close_results()
+        self._close_payload()
+
+    def _take_file(self, source: FilePayload) -> None:
+        """The file was made for this run: it moves into the run's directory, or goes."""
+        if source.size > self._keep_bytes:
+            os.unlink(source.path)
+            size = source.size / 1e9
+            self._payload_done(False, f"it has {size:.1f} GB, more than the setting keep_payload allows")
+            return
+        try:
+            os.replace(source.path, self._directory / PAYLOAD)
+        except OSError as error:
+            self._payload_done(False, f"it could not be moved: {error.strerror}")
+        else:
+            self._payload_done(True, "")
+
+    def _close_payload(self) -> None:
+        if self._payload_fd >= 0:
+            os.close(self._payload_fd)
+            self._payload_fd = -1
+
+    def _copied_in_thread(self, kept: bool, why: str) -> None:
+        self._loop.call_soon_threadsafe(self._payload_done, kept, why)
+
+    def _payload_done(self, kept: bool, why: str) -> None:
+        if not self._released:
+            self._released = True
+            self._on_released(kept, why)

@@ -1,0 +1,145 @@
+"""The `sgpu` command: the pool, its runs and this machine's set-up from a shell. Parses, delegates, prints."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from sgpu_magic import __version__
+from sgpu_magic.config import load_settings
+from sgpu_magic.errors import SgpuError, UsageError
+
+_OK, _FAILED, _USAGE = 0, 1, 2
+_INTERRUPTED = 128 + signal.SIGINT
+# what a shell reports of a program that SIGPIPE ended
+_NOBODY_READS = 128 + 13
+_RECENT = 20
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports what it does not understand as any other usage error."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}. `{self.prog} --help` shows what there is.")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 0, 1 for a failure, 2 for usage, 130 for an interrupt."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            # a terminal that lacks a character gets another, never an error
+            reconfigure(errors="replace")
+    try:
+        code = _run(_parser().parse_args(arguments))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # `sgpu logs 7f3a | head`; the interpreter's own last flush must find somebody too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _NOBODY_READS
+    except SgpuError as error:
+        print(f"sgpu: {error.message}", file=sys.stderr)
+        return _USAGE if isinstance(error, UsageError) else _FAILED
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    return code
+
+
+def _run(options: argparse.Namespace) -> int:
+    match options.command:
+        case "pool":
+            from sgpu_magic.commands import pool
+
+            settings = load_settings()
+            if options.action == "status":
+                print(pool.status(settings))
+            else:
+                print(pool.stop(settings, force=options.force))
+        case "runs":
+            from sgpu_magic.commands import runs
+
+            table, note = runs.recent(load_settings(), None if options.all else options.number)
+            print(table)
+            if note:
+                _note(note)
+        case "logs":
+            from sgpu_magic.commands import logs
+
+            logs.show(
+                load_settings(),
+                options.run,
+                rank=options.rank,
+                follow=options.follow,
+                out=sys.stdout,
+                note=_note,
+            )
+        case "cancel":
+            from sgpu_magic.commands import runs
+
+            print(runs.cancel(load_settings(), options.run))
+        case "doctor":
+            from sgpu_magic import doctor
+
+            return _OK if doctor.run(os.environ, sys.stdout) else _FAILED
+        case _:
+            _parser().print_help(sys.stderr)
+            return _USAGE
+    return _OK
+
+
+def _note(text: str) -> None:
+    sys.stdout.flush()
+    print(f"sgpu: {text}", file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="sgpu",
+        description="The pool behind %%distributed, its runs, and this machine's set-up.",
+        epilog="RUN is a run's id or its first digits, as `sgpu runs` lists them.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"sgpu-magic {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+
+    pool = commands.add_parser("pool", help="show or stop this machine's pool", allow_abbrev=False)
+    actions = pool.add_subparsers(dest="action", metavar="ACTION", required=True)
+    actions.add_parser("status", help="devices, queue and runs; starts no pool", allow_abbrev=False)
+    stop = actions.add_parser("stop", help="end the pool; the next run starts one", allow_abbrev=False)
+    stop.add_argument("--force", action="store_true", help="also when runs are going on: they end too")
+
+    runs = commands.add_parser("runs", help="list the newest runs", allow_abbrev=False)
+    how_many = runs.add_mutually_exclusive_group()
+    how_many.add_argument("-n", dest="number", type=_positive, default=_RECENT, metavar="N", help="how many (20)")
+    how_many.add_argument("--all", action="store_true", help="all of them")
+
+    logs = commands.add_parser("logs", help="print what a run's ranks printed", allow_abbrev=False)
+    logs.add_argument("run", metavar="RUN")
+    logs.add_argument("--rank", type=_rank, metavar="N", help="of this rank only")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on until the run is over")
+
+    cancel = commands.add_parser("cancel", help="stop a run", allow_abbrev=False)
+    cancel.add_argument("run", metavar="RUN")
+
+    commands.add_parser("doctor", help="say what is wrong with this machine's set-up", allow_abbrev=False)
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 0 < int(text) < 1_000_000_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _rank(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rank: 0, 1, 2 ...")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

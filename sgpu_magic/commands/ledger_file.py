@@ -1,0 +1,70 @@
+"""The ledger's file, read only: beside a living pool, and when there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from sgpu_magic.client.local_pool import find_pool
+from sgpu_magic.config import Settings
+from sgpu_magic.errors import PoolError
+from sgpu_magic.protocol.messages import RunSummary
+from sgpu_magic.protocol.states import RunState
+
+_BUSY_TIMEOUT_S = 2.0
+_FIELDS = frozenset(field.name for field in msgspec.structs.fields(RunSummary))
+LOST = "the pool service ended while the run was going on"
+
+
+def recent_runs(settings: Settings, limit: int | None) -> list[RunSummary]:
+    """Return the runs submitted last, newest first; all of them when `limit` is None.
+
+    Raises:
+        PoolError: There is a ledger but it can't be read.
+    """
+    return _read(settings, "ORDER BY seq DESC LIMIT ?", (-1 if limit is None else limit,))
+
+
+def find_run(settings: Settings, run_id: str) -> RunSummary | None:
+    """Return a run's row, None when the ledger does not have it.
+
+    Raises:
+        PoolError: There is a ledger but it can't be read.
+    """
+    rows = _read(settings, "WHERE run_id = ?", (run_id,))
+    return rows[0] if rows else None
+
+
+def _read(settings: Settings, rest: str, values: Sequence[str | int]) -> list[RunSummary]:
+    path = settings.state_path / "ledger.sqlite3"
+    if not path.exists():
+        return []
+    try:
+        uri = f"file:{quote(str(path))}?mode=ro"
+        with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_TIMEOUT_S)) as database:
+            database.row_factory = sqlite3.Row
+            # every column that it has: an older or newer schema is read as far as it goes
+            rows = [dict(row) for row in database.execute(f"SELECT * FROM runs {rest}", values)]
+        alive = find_pool(settings) is not None
+        return [_summary(row, pool_lives=alive) for row in rows]
+    except (sqlite3.Error, msgspec.ValidationError, ValueError) as error:
+        raise PoolError(
+            f"the pool's ledger {path} can't be read: {error}. The next pool mends it or moves it aside."
+        ) from error
+
+
+def _summary(row: dict[str, Any], *, pool_lives: bool) -> RunSummary:
+    known = {name: value for name, value in row.items() if name in _FIELDS}
+    known["uuids"] = json.loads(row.get("uuids", "[]"))
+    known["simulated"] = bool(row.get("simulated", 0))
+    run = msgspec.convert(known, RunSummary)
+    if pool_lives or run.state.is_final:
+        return run
+    # what the next pool will write down: nobody can still be at it
+    return msgspec.structs.replace(run, state=RunState.FAILED, failure=run.failure or LOST)

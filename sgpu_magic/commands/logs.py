@@ -1,0 +1,185 @@
+"""`sgpu logs`: what the ranks of a run printed, streamed from the logs in its directory."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from sgpu_magic.client.local_pool import find_pool
+from sgpu_magic.commands import ledger_file
+from sgpu_magic.commands.runs import find_directory
+from sgpu_magic.config import Settings
+from sgpu_magic.errors import UsageError
+from sgpu_magic.protocol.ids import check_id, short
+from sgpu_magic.protocol.messages import RunSummary
+from sgpu_magic.render import ansi
+
+_LOG_NAME = re.compile(r"rank-(0|[1-9][0-9]{0,4})\.log")
+_READ_BYTES = 1 << 18
+# a line without an end is shown in pieces of this length, so that no log is ever held in memory
+_LONGEST_LINE_CHARS = 1 << 20
+_POLL_S = 0.1
+# the directory of a run is there a moment before its row in the ledger
+_NEW_S = 5.0
+
+
+def show(
+    settings: Settings, run: str, *, rank: int | None, follow: bool, out: TextIO, note: Callable[[str], None]
+) -> None:
+    """Write the logs of a run to `out`.
+
+    Args:
+        settings: Where it lies.
+        run: The first digits of its id.
+        rank: One rank only; None for all, each line with its rank in front when there are several.
+        follow: Go on until the run is over.
+        out: Where to.
+        note: Takes sentences about the run that are no output of it.
+
+    Raises:
+        UsageError: There is no such run, or no such rank in it.
+    """
+    run_id = check_id(find_directory(settings, run))
+    directory = settings.runs_path / run_id
+    row = ledger_file.find_run(settings, run_id)
+    ranks = row.ranks if row is not None else _ranks_with_logs(directory)
+    if rank is not None and not 0 <= rank < ranks:
+        has = f"ranks 0 to {ranks - 1}" if ranks > 1 else "only rank 0" if ranks else "no rank that has started"
+        raise UsageError(f"run {short(run_id)} has {has}, not {rank}.")
+    clean = ansi.colours_only if _has_colours(out) else ansi.plain
+    wanted = range(ranks) if rank is None else [rank]
+    logs = [
+        RankLog(directory / f"rank-{number}.log", f"[{number}] " if len(wanted) > 1 else "", clean)
+        for number in wanted
+    ]
+    try:
+        if follow:
+            row = _follow(settings, run_id, directory, logs, out)
+        else:
+            for log in logs:
+                while log.copy_to(out):
+                    pass
+        for log in logs:
+            log.finish(out)
+        out.flush()
+    finally:
+        for log in logs:
+            log.close()
+    if not any(log.exists for log in logs):
+        note(_why_none(run_id, row))
+    elif follow and row is not None:
+        note(f"run {short(run_id)} {row.state.value}" + (f": {row.failure}" if row.failure else ""))
+
+
+class RankLog:
+    """One rank's log, read on from where the last read ended. It may not exist yet.
+
+    Args:
+        path: The file.
+        prefix: Stands before each line.
+        clean: Makes a line fit for where it goes.
+    """
+
+    def __init__(self, path: Path, prefix: str, clean: Callable[[str], str]) -> None:
+        self._path = path
+        self._prefix = prefix
+        self._clean = clean
+        self._file: int | None = None
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._pending = ""
+
+    @property
+    def exists(self) -> bool:
+        return self._file is not None
+
+    def copy_to(self, out: TextIO) -> bool:
+        """Write the lines that a piece of the log finishes; False at its present end."""
+        if self._file is None:
+            try:
+                self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return False
+        data = os.read(self._file, _READ_BYTES)
+        if data:
+            self._write(self._lines(self._decoder.decode(data)), out)
+        return bool(data)
+
+    def finish(self, out: TextIO) -> None:
+        """Write the line that has no end."""
+        rest = self._pending + self._decoder.decode(b"", final=True)
+        self._pending = ""
+        if rest:
+            self._write([rest], out)
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+
+    def _lines(self, text: str) -> Iterator[str]:
+        lines = (self._pending + text).split("\n")
+        self._pending = lines.pop()
+        yield from lines
+        if len(self._pending) > _READ_BYTES:
+            # of a progress bar only the last state is ever shown
+            self._pending = self._pending[self._pending.rstrip("\r").rfind("\r") + 1 :]
+        while len(self._pending) > _LONGEST_LINE_CHARS:
+            yield self._pending[:_LONGEST_LINE_CHARS]
+            self._pending = self._pending[_LONGEST_LINE_CHARS:]
+
+    def _write(self, lines: Sequence[str] | Iterator[str], out: TextIO) -> None:
+        prefix, clean = self._prefix, self._clean
+        out.write("".join(f"{prefix}{clean(_last_state(line))}\n" for line in lines))
+
+
+def _last_state(line: str) -> str:
+    """What a terminal shows of a line that carriage returns begin again."""
+    return line.rstrip("\r").rpartition("\r")[2] if "\r" in line else line
+
+
+def _follow(
+    settings: Settings, run_id: str, directory: Path, logs: Sequence[RankLog], out: TextIO
+) -> RunSummary | None:
+    while True:
+        # looked at before the logs are: whatever was written until then is read
+        row = ledger_file.find_run(settings, run_id)
+        over = _is_over(settings, directory, row)
+        more = [log.copy_to(out) for log in logs]
+        out.flush()
+        if not any(more):
+            if over:
+                return row
+            time.sleep(_POLL_S)
+
+
+def _is_over(settings: Settings, directory: Path, row: RunSummary | None) -> bool:
+    if row is not None:
+        return row.state.is_final
+    try:
+        is_new = time.time() - directory.stat().st_mtime < _NEW_S
+    except FileNotFoundError:
+        return True
+    return not is_new or find_pool(settings) is None
+
+
+def _ranks_with_logs(directory: Path) -> int:
+    matches = [_LOG_NAME.fullmatch(name) for name in os.listdir(directory)]
+    return 1 + max((int(match[1]) for match in matches if match), default=-1)
+
+
+def _why_none(run_id: str, row: RunSummary | None) -> str:
+    name = f"run {short(run_id)}"
+    if row is None:
+        return f"{name} has no logs"
+    if not row.state.is_final:
+        return f"{name} is {row.state.value}: no rank has printed yet. --follow waits for them"
+    why = f" ({row.failure})" if row.failure else ""
+    return f"{name} {row.state.value} before its ranks started{why}, so there are no logs"
+
+
+def _has_colours(out: TextIO) -> bool:
+    return out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -1,0 +1,210 @@
+"""What the system offers: names, GPUs, memory files, process control, limits."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from sgpu_magic.agent.telemetry import take_inventory
+from sgpu_magic.commands.finding import Finding, ok, problem, warning
+from sgpu_magic.commands.python_checks import ProbeFacts
+from sgpu_magic.config import is_linux
+from sgpu_magic.render.units import count_of, format_bytes, format_seconds
+
+_SLOW_LOOKUP_S = 1.0
+_LOOKUP_DEADLINE_S = 10.0
+_SMALL_SHARED_MEMORY_BYTES = 256 * 10**6
+# 64 ranks and their standby group cost the agent eight descriptors each while it starts them
+_FILES_FOR_64 = 1024
+_FILES_LEAST = 256
+# a rank has some five threads, and each counts
+_TASKS_FOR_64 = 512
+_TASKS_LEAST = 64
+_PR_GET_CHILD_SUBREAPER = 37
+
+
+def hostname() -> Iterator[Finding]:
+    """How long the look-up of this machine's own name takes; gloo and c10d look it up too."""
+    name = socket.gethostname()
+    problems: list[str] = []
+    seconds: list[float] = []
+
+    def look_up() -> None:
+        start = time.monotonic()
+        try:
+            socket.getaddrinfo(name, None)
+        except OSError as error:
+            problems.append(error.strerror or str(error))
+        seconds.append(time.monotonic() - start)
+
+    thread = threading.Thread(target=look_up, daemon=True)
+    thread.start()
+    thread.join(_LOOKUP_DEADLINE_S)
+    remedy = f"Add a line `127.0.1.1 {name}` to /etc/hosts, or mend the name servers in /etc/resolv.conf."
+    if not seconds:
+        yield warning("hostname", f"{name}: no answer within {_LOOKUP_DEADLINE_S:.0f} s", remedy)
+    elif problems:
+        text = f"{name} can't be looked up ({problems[0]}); code that rendezvouses by name fails"
+        yield warning("hostname", text, remedy)
+    elif seconds[0] > _SLOW_LOOKUP_S:
+        yield warning("hostname", f"{name}: the look-up took {format_seconds(seconds[0])}", remedy)
+    else:
+        yield ok("hostname", f"{name}, looked up in {format_seconds(seconds[0])}")
+
+
+def gpus(facts: ProbeFacts, simulate: str) -> Iterator[Finding]:
+    """The driver's devices, and whether this torch can use them."""
+    inventory = take_inventory(simulate="", cpu_slots=0)
+    real = inventory.devices
+    if inventory.problem:
+        what, _, remedy = inventory.problem.partition("; ")
+        yield problem("gpu", what, remedy[:1].upper() + remedy[1:] if remedy else "See what `nvidia-smi` says.")
+    elif not real:
+        yield ok("gpu", "no GPU on this machine: ranks run on CPU with gloo")
+    if real:
+        names = ", ".join(sorted({device.name or device.type for device in real}))
+        yield ok("gpu", f"{count_of(len(real), 'device')}: {names}")
+        for device in real:
+            if device.outside_use:
+                yield warning(
+                    "gpu",
+                    f"{device.type.upper()} {device.index} is in use outside the pool: {device.outside_use}",
+                    "It is leased only with --allow-busy.",
+                )
+        yield from _gpu_torch(facts)
+    if simulate:
+        yield ok("gpu", f"simulated devices stand in place of real ones: {simulate}")
+
+
+def _gpu_torch(facts: ProbeFacts) -> Iterator[Finding]:
+    if not facts.torch:
+        return
+    if not facts.gpu_build:
+        yield problem(
+            "torch and gpu",
+            f"torch {facts.torch} was built without CUDA, so no cell can use the GPUs here",
+            "Install a build with CUDA: the selector at pytorch.org/get-started gives the command.",
+        )
+    elif facts.gpus == 0:
+        yield problem(
+            "torch and gpu",
+            f"torch {facts.torch} (for CUDA {facts.gpu_build}) finds no GPU it can use, though the driver lists some",
+            "Update the NVIDIA driver, or install a torch for an older CUDA; "
+            '`python -c "import torch; torch.cuda.init()"` says why.',
+        )
+    elif not facts.nccl:
+        yield warning(
+            "torch and gpu", "this torch has no NCCL: GPU tensors go over gloo, slowly", "Install a build with NCCL."
+        )
+    else:
+        yield ok("torch and gpu", f"built for CUDA {facts.gpu_build}, with NCCL")
+
+
+def visible_devices(environ: Mapping[str, str]) -> Iterator[Finding]:
+    value = environ.get("CUDA_VISIBLE_DEVICES")
+    if value is not None:
+        yield warning(
+            "CUDA_VISIBLE_DEVICES",
+            f"is set to {value!r}, which the pool does not follow: it leases all GPUs that the driver lists",
+            "Unset it. A rank sees the devices of its run only, whatever it says.",
+        )
+
+
+def memory_files() -> Iterator[Finding]:
+    """memfd for payloads, and the size of /dev/shm for user code."""
+    if not is_linux():
+        yield ok("memory files", "this system has none: payloads go through files in the state directory")
+        return
+    try:
+        os.close(os.memfd_create("sgpu-doctor", os.MFD_CLOEXEC))
+    except (OSError, AttributeError) as error:
+        text = f"memfd_create does not work ({error}): payloads go through files, slower"
+        yield warning("memory files", text, "Use Linux 3.17 or newer, or allow memfd_create in the sandbox.")
+    else:
+        yield ok("memory files", "memfd works")
+    try:
+        total = shutil.disk_usage("/dev/shm").total
+    except OSError as error:
+        total, text = 0, f"can't be looked at: {error.strerror}"
+    else:
+        text = format_bytes(total)
+    if total < _SMALL_SHARED_MEMORY_BYTES:
+        yield warning(
+            "/dev/shm",
+            f"{text}: DataLoader workers in a cell may die with a bus error (runs themselves do not use it)",
+            "Start the container with --shm-size=8g or --ipc=host.",
+        )
+    else:
+        yield ok("/dev/shm", text)
+
+
+def process_control() -> Iterator[Finding]:
+    """What lets the pool see a death at once and keep descendants from escaping."""
+    if not is_linux():
+        yield ok("process control", "no pidfd and no subreaper here: deaths are seen within a second")
+        return
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (OSError, AttributeError) as error:
+        text = f"pidfd_open does not work ({error}): a dead kernel is seen late"
+        yield warning("pidfd", text, "Use Linux 5.3 or newer, or allow pidfd_open in the sandbox.")
+    else:
+        yield ok("pidfd", "works")
+    if ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(ctypes.c_int()), 0, 0, 0) == 0:
+        yield ok("subreaper", "works")
+    else:
+        text = "prctl(PR_SET_CHILD_SUBREAPER) is not allowed: a rank's own children may outlive it"
+        yield warning("subreaper", text, "Allow prctl in the sandbox.")
+
+
+def limits() -> Iterator[Finding]:
+    """Open files and tasks, for 64 ranks."""
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    remedy = f"`ulimit -n {4096 if most == resource.RLIM_INFINITY else min(4096, most)}` before Jupyter is started."
+    if files == resource.RLIM_INFINITY or files >= _FILES_FOR_64:
+        yield ok("open files", "no limit" if files == resource.RLIM_INFINITY else f"up to {files:,}")
+    elif files >= _FILES_LEAST:
+        yield warning("open files", f"up to {files:,}: too few for 64 ranks", remedy)
+    else:
+        yield problem("open files", f"up to {files:,}: too few for a pool", remedy)
+    room, text = _task_room()
+    if room is None or room >= _TASKS_FOR_64:
+        yield ok("processes", text)
+    else:
+        say = problem if room < _TASKS_LEAST else warning
+        yield say("processes", f"{text}: too few for 64 ranks", "Raise `ulimit -u`, or the container's pids limit.")
+
+
+def _task_room() -> tuple[int | None, str]:
+    """Processes and threads that may still be started; None when nothing limits them."""
+    room: list[tuple[int, str]] = []
+    most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    # root is not held by it
+    if most != resource.RLIM_INFINITY and os.getuid() != 0:
+        used = _own_tasks()
+        room.append((most - used, f"ulimit -u {most:,}, {used:,} in use"))
+    for folder in ("/sys/fs/cgroup", "/sys/fs/cgroup/pids"):
+        with contextlib.suppress(OSError, ValueError):
+            # "max" is no number
+            limit = int(Path(folder, "pids.max").read_text())
+            used = int(Path(folder, "pids.current").read_text())
+            room.append((limit - used, f"the container's limit {limit:,}, {used:,} in use"))
+    return min(room) if room else (None, "no limit")
+
+
+def _own_tasks() -> int:
+    """Threads of this user's processes: each counts against the limit (setrlimit(2))."""
+    count = 0
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if entry.stat().st_uid == os.getuid():
+                count += len(os.listdir(entry / "task"))
+    return count

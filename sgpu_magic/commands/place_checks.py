@@ -1,0 +1,197 @@
+"""Settings, directories, and the pool that lives in them."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+
+from platformdirs import user_config_path
+
+from sgpu_magic import __version__
+from sgpu_magic.client.local_pool import find_pool
+from sgpu_magic.client.pool import Pool
+from sgpu_magic.commands.finding import Finding, ok, problem, warning
+from sgpu_magic.config import Settings, load_settings
+from sgpu_magic.errors import PoolError, UsageError
+from sgpu_magic.protocol.address import MAX_SOCKET_PATH_BYTES, address_file, socket_file
+from sgpu_magic.protocol.messages import PROTOCOL_VERSION
+from sgpu_magic.render.units import count_of, format_bytes
+
+# SGPU_RUN_ID marks a run's processes
+_OTHER_VARIABLES = ("SGPU_CONFIG", "SGPU_RUN_ID")
+_NETWORK_TYPES = frozenset(
+    "nfs nfs4 cifs smb3 smbfs afs ceph lustre gpfs beegfs glusterfs 9p fuse.sshfs fuse.glusterfs fuse.ceph".split()
+)
+_LITTLE_BYTES = 1_000_000_000
+_HARDLY_ANY_BYTES = 50_000_000
+
+
+def settings_file(environ: Mapping[str, str]) -> tuple[Settings, list[Finding]]:
+    """Return the settings, and what is wrong with `config.toml` or a variable's value.
+
+    Settings that can't be read stand at their defaults, except for the directories.
+    """
+    try:
+        settings = load_settings(environ)
+    except UsageError as error:
+        what, _, remedy = error.message.rpartition(". ")
+        places = {
+            name: environ.get(f"SGPU_{name.upper()}", "") for name in ("state_dir", "runtime_dir", "lock_dir")
+        }
+        found = problem("settings", what or error.message, remedy if what else "Mend it.")
+        return Settings(**places), [found]
+    path = Path(environ.get("SGPU_CONFIG") or user_config_path("sgpu-magic", appauthor=False) / "config.toml")
+    if path.is_file():
+        return settings, [ok("settings", str(path))]
+    if environ.get("SGPU_CONFIG"):
+        text = f"SGPU_CONFIG names {path}, which is not there: the defaults apply"
+        return settings, [warning("settings", text, "Unset it, or write the file.")]
+    return settings, [ok("settings", "the defaults (there is no config.toml)")]
+
+
+def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """`SGPU_*` variables that nothing reads."""
+    known = [*(f"SGPU_{field.name.upper()}" for field in fields(Settings)), *_OTHER_VARIABLES]
+    for name in sorted(environ):
+        if name.startswith("SGPU_") and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            remedy = f"Is {near[0]} meant?" if near else f"There are: {', '.join(sorted(known))}."
+            yield warning("variables", f"{name} means nothing here", remedy)
+
+
+def state_directory(settings: Settings) -> Iterator[Finding]:
+    """Whose it is, whether it can be written, where it lies, how much room it has."""
+    path = settings.state_path
+    base = _nearest(path)
+    remedy = "Make it yours and writable, or set SGPU_STATE_DIR to a directory on a local disk that is."
+    why = _not_usable(path) or _not_writable(base)
+    if why:
+        yield problem("state directory", f"{path} {why}", remedy)
+        return
+    kind = filesystem_type(base)
+    if kind in _NETWORK_TYPES:
+        yield warning(
+            "state directory",
+            f"{path} is on a network file system ({kind}), where the ledger's locks may fail and logs are slow",
+            "Set SGPU_STATE_DIR to a directory on a local disk.",
+        )
+    else:
+        yield ok("state directory", f"{path}" + (f" ({kind})" if kind else ""))
+    free = shutil.disk_usage(base).free
+    text = f"{format_bytes(free)} free for logs and payloads"
+    if free < _HARDLY_ANY_BYTES:
+        yield problem("disk", text, f"Free space there; old runs in {settings.runs_path} can be removed.")
+    elif free < _LITTLE_BYTES:
+        yield warning("disk", text, f"Free space there; old runs in {settings.runs_path} can be removed.")
+    else:
+        yield ok("disk", text)
+    if aside := sorted(path.glob("ledger.sqlite3.*-[0-9]*")):
+        yield warning(
+            "ledger", f"{aside[-1]} could not be used and was moved aside", "Remove it when nobody needs it."
+        )
+
+
+def runtime_directory(settings: Settings) -> Iterator[Finding]:
+    """The length of the socket's path, whose the directory is, who may enter it."""
+    name, path = "runtime directory", settings.runtime_path
+    size = len(os.fsencode(socket_file(path)))
+    if size > MAX_SOCKET_PATH_BYTES:
+        yield problem(
+            name,
+            f"{path} is too long: the socket's path in it has {size} bytes, and {MAX_SOCKET_PATH_BYTES} are the most",
+            "Set SGPU_RUNTIME_DIR to a shorter directory.",
+        )
+        return
+    why = _not_usable(path) or _not_writable(_nearest(path))
+    if why:
+        remedy = "Remove it, or set SGPU_RUNTIME_DIR to a directory that is yours."
+        yield problem(name, f"{path} {why}", remedy)
+    elif path.exists() and (mode := stat.S_IMODE(path.stat().st_mode)) != 0o700:
+        text = f"{path} has mode {mode:04o}, so others may look into it; the next pool makes it 0700"
+        yield warning(name, text, f"`chmod 700 {path}`.")
+    else:
+        yield ok(name, f"{path}")
+
+
+def pool(settings: Settings) -> Iterator[Finding]:
+    """Whether a pool lives, answers and is of this version; what a dead one left."""
+    address = find_pool(settings)
+    if address is None:
+        runtime = settings.runtime_path
+        left = [str(file) for file in (address_file(runtime), socket_file(runtime)) if file.exists()]
+        if left:
+            text = f"none runs, but one that was killed left {' and '.join(left)}"
+            yield warning("pool", text, "Nothing to do: the next pool clears that away.")
+        else:
+            yield ok("pool", "none runs; the first %%distributed cell starts one")
+        return
+    client = Pool(settings)
+    try:
+        status = client.status(recent=0, start=False)
+    except PoolError as error:
+        yield problem("pool", error.message, "`sgpu pool stop --force` ends it; the next run starts a new one.")
+        return
+    finally:
+        client.close()
+    if status is None:
+        yield ok("pool", "it has just ended")
+        return
+    text = f"process {status.pid}, sgpu-magic {status.package_version}, protocol {PROTOCOL_VERSION}"
+    if status.package_version != __version__:
+        remedy = "`sgpu pool stop` when it is idle; the next run starts one of this version."
+        yield warning("pool", f"{text}, but here is sgpu-magic {__version__}", remedy)
+    else:
+        # this command is one of them
+        yield ok("pool", f"{text}, {count_of(max(0, status.clients - 1), 'client')}")
+
+
+def filesystem_type(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
+    """The type of the file system that `path` lies on, "" when the system does not tell."""
+    try:
+        lines = mounts.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    found, longest = "", -1
+    target = path.resolve()
+    for line in lines:
+        parts = line.split(" ")
+        if len(parts) < 3:
+            continue
+        # blanks and the like are written as octal escapes, fstab(5)
+        point = parts[1].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
+        # of two on one point the later one is seen
+        if target.is_relative_to(point) and len(point) >= longest:
+            found, longest = parts[2], len(point)
+    return found
+
+
+def _nearest(path: Path) -> Path:
+    """The path itself, or the first directory above it that exists."""
+    while not os.path.lexists(path) and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _not_usable(path: Path) -> str:
+    if not os.path.lexists(path):
+        return ""
+    status = os.lstat(path)
+    if stat.S_ISLNK(status.st_mode):
+        return "is a link, and nothing private is kept behind one"
+    if not stat.S_ISDIR(status.st_mode):
+        return "is not a directory"
+    return "belongs to another user" if status.st_uid != os.getuid() else ""
+
+
+def _not_writable(directory: Path) -> str:
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            return ""
+    except OSError as error:
+        return f"can't be written: {error.strerror}"

@@ -1,0 +1,235 @@
+"""This Python and its packages, and a real group of two ranks that reduces a tensor over loopback.
+
+Everything heavy happens in two processes of their own, as it does in ranks: this one imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+
+import msgspec
+
+from sgpu_magic.commands.finding import Finding, ok, problem, warning
+from sgpu_magic.render.units import format_seconds
+
+_OLDEST_PYTHON = (3, 11)
+_OLDEST_TORCH = (2, 6)
+_PROBE_TIMEOUT_S = 90.0
+# joining takes some 10 ms; seconds mean name look-ups that time out
+_SLOW_GROUP_S = 1.0
+# set by launchers; the two ranks have their own
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")
+
+# Arguments: rank, the store's file. Prints one JSON object per step, so that a crash leaves what was found before it.
+_PROBE = r"""
+import json, os, sys, threading, time
+from datetime import timedelta
+
+def ends_with_its_parent():
+    os.read(0, 1)
+    os._exit(3)
+
+def say(**facts):
+    print(json.dumps(facts), flush=True)
+
+def text_of(error):
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+
+threading.Thread(target=ends_with_its_parent, daemon=True).start()
+rank, store_path = int(sys.argv[1]), sys.argv[2]
+try:
+    import numpy
+    say(numpy=numpy.__version__)
+except Exception as error:
+    say(numpy_error=text_of(error))
+start = time.perf_counter()
+try:
+    import torch
+    import torch.distributed as dist
+except Exception as error:
+    say(torch_error=text_of(error))
+    os._exit(0)
+say(torch=torch.__version__, import_s=time.perf_counter() - start,
+    gpu_build=torch.version.cuda or torch.version.hip or "", distributed=dist.is_available())
+if not dist.is_available():
+    os._exit(0)
+say(gloo=dist.is_gloo_available(), nccl=dist.is_nccl_available())
+if not dist.is_gloo_available():
+    os._exit(0)
+try:
+    store = dist.FileStore(store_path, 2)
+    store.set_timeout(timedelta(seconds=60))
+    store.set(f"here-{rank}", "1")
+    store.wait(["here-0", "here-1"])
+    start = time.perf_counter()
+    dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=2,
+                            timeout=timedelta(seconds=20))
+    group_s = time.perf_counter() - start
+    tensor = torch.full((1000,), rank + 1.0)
+    start = time.perf_counter()
+    dist.all_reduce(tensor)
+    say(group_s=group_s, reduce_s=time.perf_counter() - start, right=bool((tensor == 3).all()))
+except Exception as error:
+    say(group_error=text_of(error))
+say(gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0)
+os._exit(0)
+"""
+
+
+class ProbeFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 of the probe said; a field that it did not come to has its default.
+
+    Args:
+        gpu_build: CUDA's or ROCm's version that torch was built with, "" for none.
+        import_s: Seconds of `import torch`.
+        group_s: Seconds of `init_process_group`.
+        reduce_s: Seconds of the first `all_reduce`.
+        right: The reduced tensor has the right values.
+        gpus: GPUs that torch can use; None when it was not asked.
+        last_words: The last line on standard error, or how the process ended.
+    """
+
+    numpy: str = ""
+    numpy_error: str = ""
+    torch: str = ""
+    torch_error: str = ""
+    import_s: float = 0.0
+    gpu_build: str = ""
+    distributed: bool = False
+    gloo: bool = False
+    nccl: bool = False
+    group_s: float | None = None
+    reduce_s: float = 0.0
+    right: bool = False
+    group_error: str = ""
+    gpus: int | None = None
+    last_words: str = ""
+
+
+def probe(environ: Mapping[str, str]) -> ProbeFacts:
+    """Start two ranks of this Python, let them reduce a tensor, and return what rank 0 said."""
+    variables = {name: value for name, value in environ.items() if name not in _RANK_VARIABLES}
+    variables |= {"GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0", "OMP_NUM_THREADS": "1"}
+    ranks: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory(prefix="sgpu-doctor-") as folder:
+        try:
+            for rank in (0, 1):
+                command = [sys.executable, "-P", "-c", _PROBE, str(rank), os.path.join(folder, "store")]
+                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+                ranks.append(subprocess.Popen(command, env=variables, cwd=folder, **pipes))
+            try:
+                # standard input stays open: its end tells the ranks that the doctor is gone
+                said, errors = _read_both(ranks[0])
+                last_words = _last_words(ranks[0].returncode, errors)
+            except subprocess.TimeoutExpired as error:
+                said, last_words = error.stdout or b"", f"it took longer than {_PROBE_TIMEOUT_S:.0f} s"
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+                for stream in (process.stdin, process.stdout, process.stderr):
+                    if stream is not None:
+                        stream.close()
+    facts: dict[str, object] = {"last_words": last_words}
+    for line in said.decode(errors="replace").splitlines():
+        if line.startswith("{"):
+            facts |= json.loads(line)
+    return msgspec.convert(facts, ProbeFacts)
+
+
+def _read_both(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+    # communicate() closes the standard input, which is the lifeline
+    stdin, process.stdin = process.stdin, None
+    try:
+        return process.communicate(timeout=_PROBE_TIMEOUT_S)
+    finally:
+        process.stdin = stdin
+
+
+def _last_words(returncode: int, errors: bytes) -> str:
+    lines = errors.decode(errors="replace").strip().splitlines()
+    if returncode < 0:
+        return f"its process was ended by signal {-returncode}"
+    return lines[-1] if lines else f"its process ended with exit code {returncode}"
+
+
+def python_version() -> Iterator[Finding]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    text = f"{version} at {sys.executable} (checked is the Python that `sgpu` runs in)"
+    if sys.version_info[:2] < _OLDEST_PYTHON:
+        yield problem("python", text, "Use Python 3.11 or newer.")
+    else:
+        yield ok("python", text)
+
+
+def ipykernel_version() -> Iterator[Finding]:
+    try:
+        version = metadata.version("ipykernel")
+    except metadata.PackageNotFoundError:
+        yield problem("ipykernel", "is not installed here", "`pip install 'ipykernel>=6.29,!=7.0.*'`.")
+        return
+    if version.startswith("7.0."):
+        yield problem(
+            "ipykernel",
+            f"{version} loses messages of threads",
+            "`pip install -U 'ipykernel!=7.0.*'`, then restart the kernels.",
+        )
+    else:
+        yield ok("ipykernel", version)
+
+
+def packages(facts: ProbeFacts) -> Iterator[Finding]:
+    """numpy, torch, and what torch was built with."""
+    if facts.numpy:
+        yield ok("numpy", facts.numpy)
+    elif facts.numpy_error:
+        yield problem("numpy", f"can't be imported: {facts.numpy_error}", "`pip install -U numpy`.")
+    if not facts.torch:
+        why = facts.torch_error or facts.last_words
+        remedy = "`pip install torch` into this Python, or mend the one that is there."
+        yield problem("torch", f"can't be imported: {why}", remedy)
+        return
+    text = f"{facts.torch}, imported in {format_seconds(facts.import_s)}"
+    if _numbers(facts.torch) < _OLDEST_TORCH:
+        yield problem("torch", f"{text}, is older than 2.6", "`pip install -U 'torch>=2.6'`.")
+    else:
+        yield ok("torch", text)
+    if not facts.distributed or not facts.gloo:
+        what = "gloo" if facts.distributed else "torch.distributed"
+        yield problem("distributed", f"this torch was built without {what}", "Install a torch from pytorch.org.")
+
+
+def group(facts: ProbeFacts) -> Iterator[Finding]:
+    """The two ranks' all_reduce."""
+    if not facts.gloo:
+        return
+    name = "all_reduce"
+    if facts.group_s is None:
+        why = facts.group_error or facts.last_words
+        yield problem(
+            name,
+            f"two gloo ranks on this machine could not reduce a tensor: {why}",
+            "Loopback (127.0.0.1) must be up and open: see `ip addr show lo` and local firewall rules.",
+        )
+    elif not facts.right:
+        yield problem(name, "two gloo ranks got a wrong sum", "Reinstall torch.")
+    else:
+        took = f"2 gloo ranks joined in {format_seconds(facts.group_s)}"
+        text = f"{took} and reduced a tensor in {format_seconds(facts.reduce_s)}"
+        if facts.group_s > _SLOW_GROUP_S:
+            remedy = "Joining takes some 20 ms. Seconds are name look-ups that time out: see `hostname` below."
+            yield warning(name, text, remedy)
+        else:
+            yield ok(name, text)
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)

@@ -1,0 +1,151 @@
+"""`sgpu runs` and `sgpu cancel`, and how a run is named: by the first digits of its id."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from sgpu_magic.client.local_pool import find_pool
+from sgpu_magic.client.pool import Pool
+from sgpu_magic.commands import ledger_file
+from sgpu_magic.config import Settings
+from sgpu_magic.errors import PoolError, UsageError
+from sgpu_magic.protocol.ids import is_valid_id, short
+from sgpu_magic.protocol.messages import RunSummary
+from sgpu_magic.render import ansi
+from sgpu_magic.render.units import TIMES, format_clock
+
+_PREFIX = re.compile(r"[0-9a-f]{1,8}")
+_MAX_LISTED = 8
+_MAX_FAILURE = 100
+_ALL = 1_000_000_000
+
+
+def recent(settings: Settings, limit: int | None) -> tuple[str, str]:
+    """Return the table of the newest runs, and a sentence about where it is from ("" when there is none).
+
+    From the pool when one runs, else from the ledger's file.
+
+    Args:
+        settings: Where they lie.
+        limit: How many; None for all.
+
+    Raises:
+        PoolError: The ledger can't be read.
+    """
+    note = ""
+    runs: Sequence[RunSummary] | None = None
+    pool = Pool(settings)
+    try:
+        answer = pool.status(recent=_ALL if limit is None else limit, start=False)
+        runs = None if answer is None else answer.runs
+    except PoolError as error:
+        note = f"this list is from the ledger's file, because {error.message}"
+    finally:
+        pool.close()
+    if runs is None:
+        runs = ledger_file.recent_runs(settings, limit)
+    return runs_table(runs, time.time()), note
+
+
+def cancel(settings: Settings, run: str) -> str:
+    """Cancel a run by the first digits of its id and return a sentence. Never starts a pool.
+
+    Raises:
+        PoolError: No pool runs, or it does not answer.
+        UsageError: No run, or more than one, has an id like that.
+    """
+    prefix = check_prefix(run)
+    if find_pool(settings) is None:
+        raise PoolError("no local pool is running, so no run is going on that could be cancelled.")
+    pool = Pool(settings)
+    try:
+        return pool.cancel(prefix, "cancelled by `sgpu cancel`")
+    finally:
+        pool.close()
+
+
+def check_prefix(text: str) -> str:
+    """Return `text` as the beginning of a run id.
+
+    Raises:
+        UsageError: It can't be one.
+    """
+    prefix = text.strip().lower()
+    if _PREFIX.fullmatch(prefix) is None:
+        raise UsageError(
+            f"{text[:40]!r} is no run: give its id or the first digits of it (0-9, a-f), as `sgpu runs` lists them."
+        )
+    return prefix
+
+
+def find_directory(settings: Settings, text: str) -> str:
+    """Return the id of the one run with a directory whose id begins with `text`.
+
+    Raises:
+        UsageError: No run, or more than one, has an id like that.
+    """
+    prefix = check_prefix(text)
+    try:
+        names = os.listdir(settings.runs_path)
+    except FileNotFoundError:
+        names = []
+    found = sorted(name for name in names if is_valid_id(name) and name.startswith(prefix))
+    if not found:
+        raise UsageError(
+            f"no run on this machine has an id that begins with {prefix!r}. `sgpu runs --all` lists them; "
+            f"their directories are in {settings.runs_path}."
+        )
+    if len(found) > 1:
+        listed = ", ".join(found[:_MAX_LISTED]) + (", ..." if len(found) > _MAX_LISTED else "")
+        raise UsageError(f"{prefix!r} begins the ids of {len(found)} runs: {listed}. Give more digits.")
+    return found[0]
+
+
+def runs_table(runs: Sequence[RunSummary], now: float) -> str:
+    """Return the runs as aligned text; `now` in seconds since the epoch."""
+    if not runs:
+        return "no runs yet"
+    times_seen = Counter(short(run.run_id) for run in runs)
+    rows = [("run", "name", "ranks", "state", "submitted", "for", "")]
+    for run in runs:
+        shown = short(run.run_id) if times_seen[short(run.run_id)] == 1 else run.run_id
+        submitted = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.submitted_at))
+        rows.append((shown, run.name, _ranks(run), run.state.value, submitted, _duration(run, now), _remark(run)))
+    return "\n".join(aligned(rows, right=(5,)))
+
+
+def aligned(rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
+    """Return the rows with their columns below each other, those in `right` at the right."""
+    rows = [tuple(ansi.plain(cell) for cell in row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "   ".join(
+            cell.rjust(width) if at in right else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _ranks(run: RunSummary) -> str:
+    if run.device_type == "any":
+        return str(run.ranks)
+    kind = run.device_type if run.device_type == "cpu" else run.device_type.upper()
+    return f"{run.ranks} {TIMES} {kind}" + (" (simulated on cpu)" if run.simulated else "")
+
+
+def _duration(run: RunSummary, now: float) -> str:
+    if run.state.is_final and run.ended_at is None:
+        # its pool died with it, and nobody saw when
+        return "-"
+    since = run.submitted_at if run.started_at is None else run.started_at
+    return format_clock((now if run.ended_at is None else run.ended_at) - since)
+
+
+def _remark(run: RunSummary) -> str:
+    text = run.failure.strip().partition("\n")[0] or run.waiting_for
+    return text if len(text) <= _MAX_FAILURE else text[:_MAX_FAILURE] + " ..."
