@@ -1,4 +1,4 @@
-"""`sgpu doctor`: looks at everything that a run needs on this machine, and names the remedy for what is wrong.
+"""`sgpu doctor`: looks at all that a run needs on this machine, and names the remedy for what is wrong.
 
 It starts no pool and changes nothing. Each check says what it found in one line, as soon as it knows.
 """
@@ -45,7 +45,7 @@ def findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     facts = python_checks.probe(environ)
     yield from python_checks.packages(facts)
     yield from _guarded("ipykernel", python_checks.ipykernel_version)
-    yield from python_checks.group(facts)
+    yield from python_checks.group(facts, environ)
     yield from _guarded("hostname", machine_checks.hostname)
     settings, found = place_checks.settings_file(environ)
     yield from found

@@ -260,6 +260,9 @@ class Home:
                 self._levels[pid] = level(pid)
                 continue
             before = self._levels[pid]
+            if level(pid)["libraries"] != before["libraries"]:
+                # the notebook has imported something that may have threads of its own
+                before = self._levels[pid] = level(pid)
             eventually(
                 lambda pid=pid, before=before: _no_more(level(pid), before),
                 10,
@@ -578,6 +581,15 @@ def thread_count(pid: int) -> int:
         return 0
 
 
+def library_count(pid: int) -> int:
+    """Shared libraries that the process has loaded."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return 0
+    return len({line.split(maxsplit=5)[-1] for line in lines if ".so" in line})
+
+
 def level(pid: int) -> dict[str, int]:
     """What must not grow: descriptors (less those of ranks and payloads), threads, memory files."""
     links = list(descriptors(pid).values())
@@ -586,6 +598,7 @@ def level(pid: int) -> dict[str, int]:
     return {
         "fds": len(links) - _AGENT_FDS_PER_RANK * ranks - memory,
         "threads": thread_count(pid),
+        "libraries": library_count(pid),
         "memory files": memory,
     }
 

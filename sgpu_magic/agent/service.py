@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ from sgpu_magic.agent.execution import Execution
 from sgpu_magic.agent.group import Group
 from sgpu_magic.agent.keeper import Keeper
 from sgpu_magic.agent.stream import MessageStream
-from sgpu_magic.agent.zygotes import Zygotes
+from sgpu_magic.agent.zygotes import Zygotes, raise_open_files_limit
 from sgpu_magic.config import Settings
 from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.events import EventBody, RunEnded
@@ -33,7 +34,7 @@ from sgpu_magic.protocol.messages import (
     ToAgent,
     WarmZygote,
 )
-from sgpu_magic.protocol.records import Failure, Interpreter
+from sgpu_magic.protocol.records import Failure, Interpreter, Inventory
 from sgpu_magic.protocol.states import FailureKind, RunState
 
 # above this the ranks of a standby group join late: gloo's loops cost CPU while they wait
@@ -62,12 +63,14 @@ class Agent:
         self._executions: dict[str, Execution] = {}
         self._standby: Group | None = None
         self._departing: list[Group] = []
+        self._background: set[asyncio.Task[None]] = set()
         self._pool = MessageStream[ToAgent](sock, codec.to_agent, self._obey, self._pool_lost)
         self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
         self._housekeeping = self._loop.call_later(_HOUSEKEEPING_S, self._keep_house)
 
-    def report_ready(self) -> None:
-        self._pool.send(AgentReady(pid=os.getpid(), inventory=self._take_inventory()))
+    async def report_ready(self) -> None:
+        """Tell the pool what this node has."""
+        self._pool.send(AgentReady(pid=os.getpid(), inventory=await self._take_inventory()))
 
     # ------------------------------------------------------------ from the pool
 
@@ -90,7 +93,8 @@ class Agent:
                 if execution is not None:
                     execution.results_received()
             case TakeInventory():
-                self._pool.send(InventoryTaken(inventory=self._take_inventory()))
+                self._background.add(task := self._loop.create_task(self._tell_inventory()))
+                task.add_done_callback(self._background.discard)
 
     def _launch(self, launch: Launch, frames: Sequence[bytes]) -> None:
         try:
@@ -115,11 +119,19 @@ class Agent:
         self.happened(launch.spec.run_id, RunEnded(state=RunState.FAILED, failure=failure), ())
         self._pool.send(RanksGone(run_id=launch.spec.run_id))
 
-    def _take_inventory(self):
+    async def _tell_inventory(self) -> None:
+        self._pool.send(InventoryTaken(inventory=await self._take_inventory()))
+
+    async def _take_inventory(self) -> Inventory:
+        """In a thread of its own: a real driver may take seconds to answer."""
         own = [pid for execution in self._executions.values() for pid in execution.group.pids]
-        return telemetry.take_inventory(
-            simulate=self._settings.simulate, cpu_slots=self._settings.cpu_slot_count, own_pids=own
+        take = functools.partial(
+            telemetry.take_inventory,
+            simulate=self._settings.simulate,
+            cpu_slots=self._settings.cpu_slot_count,
+            own_pids=[*own, *self._zygotes.pids()],
         )
+        return await self._loop.run_in_executor(None, take)
 
     # ------------------------------------------------------------ groups
 
@@ -229,6 +241,7 @@ def _fits(group: Group, interpreter: Interpreter, ranks: int) -> bool:
 
 def run(sock: socket.socket, settings: Settings) -> None:
     """Be the agent until the pool service is gone."""
+    raise_open_files_limit()
     asyncio.run(_run(sock, settings))
 
 
@@ -236,7 +249,7 @@ async def _run(sock: socket.socket, settings: Settings) -> None:
     (settings.state_path / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
     agent = Agent(sock, settings)
     try:
-        agent.report_ready()
+        await agent.report_ready()
         await agent.finished
     finally:
         agent.close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import resource
 import socket
 import subprocess
 from collections.abc import Callable, Sequence
@@ -26,6 +28,22 @@ from sgpu_magic.protocol.records import Interpreter
 _MAX_IDLE = 2
 # forks cost page tables; with huge pages for malloc's heap they cost half
 _MALLOC_TUNABLE = "glibc.malloc.hugetlb=1"
+
+
+_INITIAL_OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def raise_open_files_limit() -> None:
+    """Take all the open files that the system allows: a rank costs the agent five."""
+    soft, hard = _INITIAL_OPEN_FILES
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _restore_open_files_limit(pid: int) -> None:
+    if hasattr(resource, "prlimit"):
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, _INITIAL_OPEN_FILES)
 
 
 class ForkListener(Protocol):
@@ -66,6 +84,8 @@ class Zygote:
                 cwd="/",
                 start_new_session=True,
             )
+        # ranks have the notebook's limit of open files, not the agent's
+        _restore_open_files_limit(self.process.pid)
         self.stream = MessageStream[FromZygote](ours, codec.from_zygote, self._message, self._closed)
 
     @property

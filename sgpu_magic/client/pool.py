@@ -17,7 +17,7 @@ from sgpu_magic.client.uploads import Uploads, remove_upload
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, PoolVersionError
 from sgpu_magic.payload.pack import Packed
-from sgpu_magic.protocol.address import socket_file
+from sgpu_magic.protocol.address import PoolAddress, socket_file
 from sgpu_magic.protocol.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -99,7 +99,7 @@ class Pool:
         """Ask for devices, queue and runs; None when no pool runs and none shall be started."""
         if not start and self._alive() is None and find_pool(self.settings) is None:
             return None
-        link = self._connect(start=True)
+        link = self._connect(start=start)
         request, reply = link.new_request()
         link.send(AskStatus(request=request, recent=recent))
         answer = _wait(reply)
@@ -128,18 +128,23 @@ class Pool:
             return False
         try:
             link = self._connect(start=False)
-        except PoolVersionError:
+            request, reply = link.new_request()
+            link.send(StopPool(request=request, force=force))
+            _wait(reply)
+        except PoolLost:
+            pass
+        except PoolError:
+            # of another version, or it does not answer
             if not force:
                 raise
             os.kill(address.pid, signal.SIGTERM)
-        else:
-            request, reply = link.new_request()
-            link.send(StopPool(request=request, force=force))
-            try:
-                _wait(reply)
-            except PoolLost:
-                pass
-        _wait_for_exit(address.pid)
+        try:
+            _wait_for_exit(address.pid)
+        except PoolError:
+            if not force:
+                raise
+            os.kill(address.pid, signal.SIGKILL)
+            _wait_for_exit(address.pid)
         self.close()
         return True
 
@@ -220,7 +225,7 @@ def _checked(link: PoolLink) -> PoolLink:
     )
 
 
-def _found(settings: Settings):
+def _found(settings: Settings) -> PoolAddress:
     deadline = time.monotonic() + _OLD_POOL_EXIT_S
     while time.monotonic() < deadline:
         address = find_pool(settings)

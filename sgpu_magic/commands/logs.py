@@ -49,7 +49,9 @@ def show(
     row = ledger_file.find_run(settings, run_id)
     ranks = row.ranks if row is not None else _ranks_with_logs(directory)
     if rank is not None and not 0 <= rank < ranks:
-        has = f"ranks 0 to {ranks - 1}" if ranks > 1 else "only rank 0" if ranks else "no rank that has started"
+        has = (
+            f"ranks 0 to {ranks - 1}" if ranks > 1 else "only rank 0" if ranks else "no rank that has started"
+        )
         raise UsageError(f"run {short(run_id)} has {has}, not {rank}.")
     clean = ansi.colours_only if _has_colours(out) else ansi.plain
     wanted = range(ranks) if rank is None else [rank]

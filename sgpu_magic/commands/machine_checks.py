@@ -66,7 +66,9 @@ def gpus(facts: ProbeFacts, simulate: str) -> Iterator[Finding]:
     real = inventory.devices
     if inventory.problem:
         what, _, remedy = inventory.problem.partition("; ")
-        yield problem("gpu", what, remedy[:1].upper() + remedy[1:] if remedy else "See what `nvidia-smi` says.")
+        yield problem(
+            "gpu", what, remedy[:1].upper() + remedy[1:] if remedy else "See what `nvidia-smi` says."
+        )
     elif not real:
         yield ok("gpu", "no GPU on this machine: ranks run on CPU with gloo")
     if real:
@@ -96,13 +98,15 @@ def _gpu_torch(facts: ProbeFacts) -> Iterator[Finding]:
     elif facts.gpus == 0:
         yield problem(
             "torch and gpu",
-            f"torch {facts.torch} (for CUDA {facts.gpu_build}) finds no GPU it can use, though the driver lists some",
+            f"torch {facts.torch} (for CUDA {facts.gpu_build}) can use none of the GPUs that the driver lists",
             "Update the NVIDIA driver, or install a torch for an older CUDA; "
             '`python -c "import torch; torch.cuda.init()"` says why.',
         )
     elif not facts.nccl:
         yield warning(
-            "torch and gpu", "this torch has no NCCL: GPU tensors go over gloo, slowly", "Install a build with NCCL."
+            "torch and gpu",
+            "this torch has no NCCL: GPU tensors go over gloo, slowly",
+            "Install a build with NCCL.",
         )
     else:
         yield ok("torch and gpu", f"built for CUDA {facts.gpu_build}, with NCCL")
@@ -168,7 +172,8 @@ def process_control() -> Iterator[Finding]:
 def limits() -> Iterator[Finding]:
     """Open files and tasks, for 64 ranks."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    remedy = f"`ulimit -n {4096 if most == resource.RLIM_INFINITY else min(4096, most)}` before Jupyter is started."
+    wanted = 4096 if most == resource.RLIM_INFINITY else min(4096, most)
+    remedy = f"`ulimit -n {wanted}` before Jupyter is started."
     if files == resource.RLIM_INFINITY or files >= _FILES_FOR_64:
         yield ok("open files", "no limit" if files == resource.RLIM_INFINITY else f"up to {files:,}")
     elif files >= _FILES_LEAST:
@@ -180,7 +185,9 @@ def limits() -> Iterator[Finding]:
         yield ok("processes", text)
     else:
         say = problem if room < _TASKS_LEAST else warning
-        yield say("processes", f"{text}: too few for 64 ranks", "Raise `ulimit -u`, or the container's pids limit.")
+        yield say(
+            "processes", f"{text}: too few for 64 ranks", "Raise `ulimit -u`, or the container's pids limit."
+        )
 
 
 def _task_room() -> tuple[int | None, str]:

@@ -26,7 +26,7 @@ from sgpu_magic.render.units import count_of, format_bytes
 # SGPU_RUN_ID marks a run's processes
 _OTHER_VARIABLES = ("SGPU_CONFIG", "SGPU_RUN_ID")
 _NETWORK_TYPES = frozenset(
-    "nfs nfs4 cifs smb3 smbfs afs ceph lustre gpfs beegfs glusterfs 9p fuse.sshfs fuse.glusterfs fuse.ceph".split()
+    ("nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p")
 )
 _LITTLE_BYTES = 1_000_000_000
 _HARDLY_ANY_BYTES = 50_000_000
@@ -41,11 +41,9 @@ def settings_file(environ: Mapping[str, str]) -> tuple[Settings, list[Finding]]:
         settings = load_settings(environ)
     except UsageError as error:
         what, _, remedy = error.message.rpartition(". ")
-        places = {
-            name: environ.get(f"SGPU_{name.upper()}", "") for name in ("state_dir", "runtime_dir", "lock_dir")
-        }
         found = problem("settings", what or error.message, remedy if what else "Mend it.")
-        return Settings(**places), [found]
+        state_dir, runtime_dir = environ.get("SGPU_STATE_DIR", ""), environ.get("SGPU_RUNTIME_DIR", "")
+        return Settings(state_dir=state_dir, runtime_dir=runtime_dir), [found]
     path = Path(environ.get("SGPU_CONFIG") or user_config_path("sgpu-magic", appauthor=False) / "config.toml")
     if path.is_file():
         return settings, [ok("settings", str(path))]
@@ -75,10 +73,10 @@ def state_directory(settings: Settings) -> Iterator[Finding]:
         yield problem("state directory", f"{path} {why}", remedy)
         return
     kind = filesystem_type(base)
-    if kind in _NETWORK_TYPES:
+    if kind in _NETWORK_TYPES or kind.startswith("fuse."):
         yield warning(
             "state directory",
-            f"{path} is on a network file system ({kind}), where the ledger's locks may fail and logs are slow",
+            f"{path} is on a network file system ({kind}): the ledger's locks may fail, logs are slow",
             "Set SGPU_STATE_DIR to a directory on a local disk.",
         )
     else:
@@ -104,7 +102,7 @@ def runtime_directory(settings: Settings) -> Iterator[Finding]:
     if size > MAX_SOCKET_PATH_BYTES:
         yield problem(
             name,
-            f"{path} is too long: the socket's path in it has {size} bytes, and {MAX_SOCKET_PATH_BYTES} are the most",
+            f"{path} is too long: the socket in it has a path of {size} bytes, not {MAX_SOCKET_PATH_BYTES}",
             "Set SGPU_RUNTIME_DIR to a shorter directory.",
         )
         return
@@ -135,7 +133,10 @@ def pool(settings: Settings) -> Iterator[Finding]:
     try:
         status = client.status(recent=0, start=False)
     except PoolError as error:
-        yield problem("pool", error.message, "`sgpu pool stop --force` ends it; the next run starts a new one.")
+        what, _, remedy = error.message.partition(". ")
+        yield problem(
+            "pool", what, remedy or "`sgpu pool stop --force` ends it; the next run starts a new one."
+        )
         return
     finally:
         client.close()

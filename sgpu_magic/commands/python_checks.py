@@ -27,7 +27,7 @@ _SLOW_GROUP_S = 1.0
 # set by launchers; the two ranks have their own
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")
 
-# Arguments: rank, the store's file. Prints one JSON object per step, so that a crash leaves what was found before it.
+# Arguments: rank, the store's file. One JSON object per step: a crash leaves what was found before it.
 _PROBE = r"""
 import json, os, sys, threading, time
 from datetime import timedelta
@@ -116,14 +116,23 @@ class ProbeFacts(msgspec.Struct, frozen=True, kw_only=True):
 def probe(environ: Mapping[str, str]) -> ProbeFacts:
     """Start two ranks of this Python, let them reduce a tensor, and return what rank 0 said."""
     variables = {name: value for name, value in environ.items() if name not in _RANK_VARIABLES}
-    variables |= {"GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0", "OMP_NUM_THREADS": "1"}
+    # as in a rank, where a variable of the user's stands too
+    variables.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    variables["OMP_NUM_THREADS"] = "1"
     ranks: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="sgpu-doctor-") as folder:
         try:
             for rank in (0, 1):
                 command = [sys.executable, "-P", "-c", _PROBE, str(rank), os.path.join(folder, "store")]
-                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-                ranks.append(subprocess.Popen(command, env=variables, cwd=folder, **pipes))
+                process = subprocess.Popen(
+                    command,
+                    env=variables,
+                    cwd=folder,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                )
+                ranks.append(process)
             try:
                 # standard input stays open: its end tells the ranks that the doctor is gone
                 said, errors = _read_both(ranks[0])
@@ -203,28 +212,29 @@ def packages(facts: ProbeFacts) -> Iterator[Finding]:
         yield ok("torch", text)
     if not facts.distributed or not facts.gloo:
         what = "gloo" if facts.distributed else "torch.distributed"
-        yield problem("distributed", f"this torch was built without {what}", "Install a torch from pytorch.org.")
+        yield problem(
+            "distributed", f"this torch was built without {what}", "Install a torch from pytorch.org."
+        )
 
 
-def group(facts: ProbeFacts) -> Iterator[Finding]:
+def group(facts: ProbeFacts, environ: Mapping[str, str]) -> Iterator[Finding]:
     """The two ranks' all_reduce."""
     if not facts.gloo:
         return
     name = "all_reduce"
     if facts.group_s is None:
         why = facts.group_error or facts.last_words
-        yield problem(
-            name,
-            f"two gloo ranks on this machine could not reduce a tensor: {why}",
-            "Loopback (127.0.0.1) must be up and open: see `ip addr show lo` and local firewall rules.",
-        )
+        remedy = "Loopback (127.0.0.1) must be up and open: see `ip addr show lo` and local firewall rules."
+        if interface := environ.get("GLOO_SOCKET_IFNAME"):
+            remedy = f"Unset GLOO_SOCKET_IFNAME, which is {interface!r}. {remedy}"
+        yield problem(name, f"two gloo ranks on this machine could not reduce a tensor: {why}", remedy)
     elif not facts.right:
         yield problem(name, "two gloo ranks got a wrong sum", "Reinstall torch.")
     else:
         took = f"2 gloo ranks joined in {format_seconds(facts.group_s)}"
         text = f"{took} and reduced a tensor in {format_seconds(facts.reduce_s)}"
         if facts.group_s > _SLOW_GROUP_S:
-            remedy = "Joining takes some 20 ms. Seconds are name look-ups that time out: see `hostname` below."
+            remedy = "Joining takes some 20 ms. Seconds are name look-ups that time out: see `hostname`."
             yield warning(name, text, remedy)
         else:
             yield ok(name, text)

@@ -77,7 +77,7 @@ def check_prefix(text: str) -> str:
     prefix = text.strip().lower()
     if _PREFIX.fullmatch(prefix) is None:
         raise UsageError(
-            f"{text[:40]!r} is no run: give its id or the first digits of it (0-9, a-f), as `sgpu runs` lists them."
+            f"{text[:40]!r} is no run: give the first digits of its id (0-9, a-f), as `sgpu runs` lists them."
         )
     return prefix
 
@@ -114,7 +114,9 @@ def runs_table(runs: Sequence[RunSummary], now: float) -> str:
     for run in runs:
         shown = short(run.run_id) if times_seen[short(run.run_id)] == 1 else run.run_id
         submitted = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.submitted_at))
-        rows.append((shown, run.name, _ranks(run), run.state.value, submitted, _duration(run, now), _remark(run)))
+        rows.append(
+            (shown, run.name, _ranks(run), run.state.value, submitted, _duration(run, now), _remark(run))
+        )
     return "\n".join(aligned(rows, right=(5,)))
 
 

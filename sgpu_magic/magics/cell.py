@@ -25,6 +25,7 @@ RANK_NAMES = ("rank", "local_rank", "world_size", "device")
 _WORD = re.compile(r"[^\W\d]\w*")
 _HEAVY_BYTES = 100_000_000
 _CPU_RANKS = 2
+_ENV_VALUE = re.compile(r"""(--env[=\s]\s*['"]?\w+=)("[^"]*"|'[^']*'|[^\s'"]*)+""")
 _DEFINITION = re.compile(r"^(?:async\s+)?(?:def|class)\s+(\w+)", re.MULTILINE)
 
 
@@ -52,7 +53,7 @@ def prepare(
         SerializationError: A variable can't leave the notebook.
     """
     begin = time.perf_counter()
-    magic_line = f"%%distributed {line}".strip()
+    magic_line = _without_values(f"%%distributed {line}".strip())
     source = f"{magic_line}\n{body}"
     try:
         read = names_read(source, transform=shell.transform_cell)
@@ -105,6 +106,11 @@ def prepare(
         shipped=shipped,
     )
     return Submission(spec, packed, key, environ)
+
+
+def _without_values(magic_line: str) -> str:
+    """The magic's line as it may be written down: values of --env are often secrets."""
+    return _ENV_VALUE.sub(r"\1***", magic_line)
 
 
 def check_cell(body: str) -> None:

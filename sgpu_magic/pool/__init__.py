@@ -2,9 +2,10 @@
 
     lifecycle   one pool per user and machine: lock, address file, idle end
     server      clients' messages in, events out
-    scheduler   who gets what, when (pure)
+    scheduler   who gets what, when (pure); stimuli, placement
     service     does what the scheduler says
-    run_log     a run's events, numbered and kept
+    run_book    the runs it holds, and their last words
+run_log     a run's events, numbered and kept
     ledger      every run's row
 
 It never unpickles anything and never imports torch.

@@ -57,7 +57,8 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.linger = 0
+        # the last words of a pool that stops
+        self._socket.linger = 500
         # a bounded queue would drop events in silence; what is in it is bounded by the batches' limits
         self._socket.sndhwm = self._socket.rcvhwm = 0
         self._socket.bind(f"ipc://{path}")

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -17,13 +16,12 @@ from sgpu_magic.engines.base import Engine, LeaseUnavailable
 from sgpu_magic.pool import stimuli as sched
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.lifecycle import PoolPresence
-from sgpu_magic.pool.run_log import RunLog
+from sgpu_magic.pool.run_book import PoolRun, RunBook
 from sgpu_magic.pool.scheduler import Scheduler
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.pool.status import pool_status
 from sgpu_magic.protocol.events import (
     EventBody,
-    Noted,
     PayloadReleased,
     Placed,
     QueueMoved,
@@ -49,33 +47,12 @@ from sgpu_magic.protocol.messages import (
     Warm,
     Welcome,
 )
-from sgpu_magic.protocol.records import Failure, InlinePayload, Inventory, Lease
+from sgpu_magic.protocol.records import Failure, Inventory, Lease
 from sgpu_magic.protocol.states import FailureKind, RunState
 
 # an inventory older than this is taken anew before a run is placed on real devices
 _INVENTORY_FRESH_S = 2.0
 _QUEUE_REFRESH_S = 5.0
-
-
-@dataclass(eq=False, slots=True)
-class PoolRun:
-    """A run as the service holds it, from its submission until its ranks are gone.
-
-    Args:
-        submit: What the client sent, with its raw frames.
-        client: Who follows it; None when that process is dead.
-        log: None until the run is accepted.
-        state: What the scheduler moved it to.
-        ended: The agent's last word came.
-    """
-
-    submit: Submit
-    frames: Sequence[bytes]
-    client: ConnectedClient | None
-    log: RunLog | None = None
-    state: RunState = RunState.QUEUED
-    placed_at: float | None = None
-    ended: bool = False
 
 
 class PoolService:
@@ -94,9 +71,6 @@ class PoolService:
         self._loop = asyncio.get_running_loop()
         self._scheduler = Scheduler(pass_over_s=settings.pass_over_s)
         self._ledger = Ledger(settings.state_path / "ledger.sqlite3")
-        self._runs: dict[str, PoolRun] = {}
-        # ranks are gone, but the payload's memory is still being copied
-        self._departed: dict[str, PoolRun] = {}
         self._inventory: Inventory | None = None
         self._inventory_at = 0.0
         self._waiting_for_inventory: list[Callable[[], None]] = []
@@ -111,8 +85,9 @@ class PoolService:
                 ended_at=time.time(),
                 failure="the pool service ended while the run was going on",
             )
-        engine.start(self)
         self._server = Server(presence.socket_path, self._heard, self._client_gone)
+        self._book = RunBook(self._ledger, settings.runs_path, self._server.send)
+        engine.start(self)
         for number in (signal.SIGTERM, signal.SIGHUP):
             self._loop.add_signal_handler(number, self.stop)
         self._idle_timer = self._loop.call_later(self._idle_check_s, self._check_idle)
@@ -123,9 +98,11 @@ class PoolService:
 
     def close(self) -> None:
         """Withdraw, tell the clients of runs that end with the pool, end the ranks."""
-        for run in self._runs.values():
+        for run in self._book.going:
             if run.log is not None and not run.ended:
-                self._end_unlaunched(run, RunState.CANCELLED, "the pool was stopped", FailureKind.INTERNAL)
+                self._book.end_without_ranks(
+                    run, RunState.CANCELLED, "the pool was stopped", FailureKind.INTERNAL
+                )
         self._server.close()
         self._engine.close()
         self._ledger.close()
@@ -141,7 +118,7 @@ class PoolService:
                     protocol_version=PROTOCOL_VERSION,
                     package_version=__version__,
                     pid=os.getpid(),
-                    busy=bool(self._runs),
+                    busy=bool(self._book.going),
                 )
                 self._server.send(client, welcome)
             case Warm():
@@ -165,7 +142,7 @@ class PoolService:
     def _submit(self, client: ConnectedClient, submit: Submit, frames: Sequence[bytes]) -> None:
         spec = submit.spec
         problem = ""
-        if not is_valid_id(spec.run_id) or spec.run_id in self._runs or self._ledger.find(spec.run_id):
+        if not is_valid_id(spec.run_id) or self._book.get(spec.run_id) or self._ledger.find(spec.run_id):
             problem = "the run's id is not valid or was used before."
         elif spec.placement.ranks < 1:
             problem = f"a run needs at least one rank, not {spec.placement.ranks}."
@@ -176,11 +153,12 @@ class PoolService:
             return
         spec = msgspec.structs.replace(spec, submitted_at=time.time())
         submit = msgspec.structs.replace(submit, spec=spec)
-        self._runs[spec.run_id] = PoolRun(submit, frames, client)
+        self._book.add(PoolRun(submit, frames, client))
         self._with_fresh_inventory(lambda: self._feed(sched.RunSubmitted(spec, time.monotonic())))
 
     def _cancel(self, client: ConnectedClient, message: Cancel) -> None:
-        matches = [run_id for run_id in self._runs if message.run and run_id.startswith(message.run)]
+        going = [run.run_id for run in self._book.going]
+        matches = [run_id for run_id in going if message.run and run_id.startswith(message.run)]
         if len(matches) == 1:
             text = f"run {short(matches[0])} is being cancelled"
             self._server.send(client, Accepted(request=message.request, run_id=matches[0], text=text))
@@ -207,8 +185,8 @@ class PoolService:
         self._server.send(client, status)
 
     def _stop_asked(self, client: ConnectedClient, message: StopPool) -> None:
-        if self._runs and not message.force:
-            names = ", ".join(short(run_id) for run_id in self._runs)
+        if self._book.going and not message.force:
+            names = ", ".join(short(run.run_id) for run in self._book.going)
             text = f"the pool has runs going on ({names}). Wait for them, cancel them, or stop it with --force, which ends them."
             self._server.send(client, Refused(request=message.request, error="PoolError", message=text))
             return
@@ -218,13 +196,12 @@ class PoolService:
     def _client_gone(self, client: ConnectedClient) -> None:
         """A kernel is dead or has unloaded: its runs have no owner any more."""
         self._idle_since = time.monotonic()
-        for run_id, run in list(self._runs.items()):
+        reason = "the notebook that started it is gone"
+        for run in self._book.going:
             if run.client is client:
                 run.client = None
-                self._engine.results_received(run_id)
-                self._feed(
-                    sched.CancelRequested(run_id, "the notebook that started it is gone", time.monotonic())
-                )
+                self._engine.results_received(run.run_id)
+                self._feed(sched.CancelRequested(run.run_id, reason, time.monotonic()))
 
     # ------------------------------------------------------------ from the engine (EngineListener)
 
@@ -237,49 +214,42 @@ class PoolService:
             call()
 
     def run_happened(self, run_id: str, at: float, body: EventBody, frames: Sequence[bytes]) -> None:
-        run = self._runs.get(run_id) or self._departed.get(run_id)
+        run = self._book.speaker(run_id)
         if run is None:
             return
         now = time.monotonic()
         if isinstance(body, PayloadReleased):
-            self._tell(run, body, at)
-            if self._departed.pop(run_id, None) is not None and run.log is not None:
-                run.log.close()
+            self._book.tell(run, body, at)
+            self._book.payload_released(run)
         elif isinstance(body, RanksStarted):
             self._ledger.update(run_id, started_at=at)
-            self._tell(run, body, at)
+            self._book.tell(run, body, at)
             self._feed(sched.RunMoved(run_id, RunState.RUNNING, now))
         elif isinstance(body, RunEnded):
             submitted = run.submit.spec.submitted_at
             placed = run.placed_at or at
             body = msgspec.structs.replace(body, queued_s=placed - submitted, total_s=at - submitted)
             run.ended = True
-            self._tell(run, body, at, frames)
+            self._book.tell(run, body, at, frames)
             self._ledger.update(run_id, ended_at=at, failure=_headline(body.failure) or body.reason or None)
             self._feed(sched.RunMoved(run_id, body.state, now))
         else:
-            self._tell(run, body, at, frames)
+            self._book.tell(run, body, at, frames)
 
     def ranks_gone(self, run_id: str) -> None:
-        run = self._runs.get(run_id)
+        run = self._book.get(run_id)
         self._idle_since = time.monotonic()
         if run is not None:
-            self._feed(
-                sched.RunOver(run_id, run.state if run.state.is_final else RunState.FAILED, time.monotonic())
-            )
-            del self._runs[run_id]
-            if not isinstance(run.submit.payload.source, InlinePayload):
-                self._departed[run_id] = run
-            elif run.log is not None:
-                run.log.close()
+            state = run.state if run.state.is_final else RunState.FAILED
+            self._feed(sched.RunOver(run_id, state, time.monotonic()))
+            self._book.ranks_gone(run)
 
     def nodes_lost(self, why: str) -> None:
         """The agent died: its runs end, and the pool with it; the next command starts a new one."""
-        for run in list(self._runs.values()):
-            if not run.ended and run.log is not None:
-                self._end_unlaunched(
-                    run, RunState.FAILED, f"{why}; the run's processes were ended", FailureKind.NODE_LOST
-                )
+        reason = f"{why}; the run's processes were ended"
+        for run in self._book.going:
+            if run.log is not None and not run.ended:
+                self._book.end_without_ranks(run, RunState.FAILED, reason, FailureKind.NODE_LOST)
         self.stop()
 
     # ------------------------------------------------------------ what the scheduler says
@@ -290,40 +260,30 @@ class PoolService:
         self._set_deadline()
 
     def _obey(self, instruction: sched.Instruction) -> None:
-        run = self._runs.get(instruction.run_id)
+        run = self._book.get(instruction.run_id)
         if run is None:
             return
         match instruction:
             case sched.RefuseRun(error=error, message=message):
-                del self._runs[instruction.run_id]
+                self._book.forget(instruction.run_id)
                 if run.client is not None:
                     refused = Refused(request=run.submit.request, error=error, message=message)
                     self._server.send(run.client, refused)
             case sched.LaunchRun(lease=lease):
-                self._accept(run)
+                self._book.accept(run)
                 self._launch(run, lease)
             case sched.TellQueue(position=position, reason=reason):
-                self._accept(run)
-                self._tell(run, QueueMoved(position=position, reason=reason), time.time())
+                self._book.accept(run)
+                self._book.tell(run, QueueMoved(position=position, reason=reason), time.time())
             case sched.MoveRun(state=state, reason=reason):
-                run.state = state
-                self._ledger.update(instruction.run_id, state=state)
-                self._tell(run, StateChanged(state=state, reason=reason), time.time())
+                self._book.move(run, state)
+                self._book.tell(run, StateChanged(state=state, reason=reason), time.time())
             case sched.StopRun(state=state, reason=reason):
                 self._engine.end_run(instruction.run_id, state, reason)
             case sched.EndRun(state=state, reason=reason):
                 kind = FailureKind.CAPACITY if state is RunState.FAILED else FailureKind.TIMEOUT
-                self._end_unlaunched(run, state, reason, kind)
-                del self._runs[instruction.run_id]
-
-    def _accept(self, run: PoolRun) -> None:
-        if run.log is not None:
-            return
-        spec = run.submit.spec
-        run.log = RunLog(self._settings.runs_path / spec.run_id, spec.run_id)
-        self._ledger.record(spec, RunState.QUEUED)
-        if run.client is not None:
-            self._server.send(run.client, Accepted(request=run.submit.request, run_id=spec.run_id))
+                self._book.end_without_ranks(run, state, reason, kind)
+                self._book.forget(instruction.run_id)
 
     def _launch(self, run: PoolRun, lease: Lease) -> None:
         submit = run.submit
@@ -336,7 +296,7 @@ class PoolService:
             payload=submit.payload,
             lease=lease,
             labels=labels,
-            run_dir=str(self._settings.runs_path / run_id),
+            run_dir=str(self._book.directory(run_id)),
         )
         try:
             self._engine.launch(launch, run.frames)
@@ -350,36 +310,10 @@ class PoolService:
         run.frames = ()
         self._ledger.update(run_id, lease=lease)
         host = self._inventory.host if self._inventory is not None else ""
-        self._tell(run, Placed(lease=lease, host=host, labels=labels), run.placed_at)
+        self._book.tell(run, Placed(lease=lease, host=host, labels=labels), run.placed_at)
         self._loop.call_soon(self._feed, sched.RunMoved(run_id, RunState.STARTING, time.monotonic()))
 
-    def _end_unlaunched(self, run: PoolRun, state: RunState, reason: str, kind: FailureKind) -> None:
-        now = time.time()
-        cancelled = state is RunState.CANCELLED
-        ended = RunEnded(
-            state=state,
-            failure=None if cancelled else Failure(kind=kind, message=reason, at=now),
-            reason=reason if cancelled else "",
-            queued_s=now - run.submit.spec.submitted_at,
-            total_s=now - run.submit.spec.submitted_at,
-        )
-        run.ended = True
-        self._tell(run, ended, now)
-        self._ledger.update(run.submit.spec.run_id, state=state, ended_at=now, failure=reason)
-        if run.log is not None:
-            run.log.close()
-
     # ------------------------------------------------------------ within
-
-    def _tell(self, run: PoolRun, body: EventBody, at: float, frames: Sequence[bytes] = ()) -> None:
-        if run.log is None:
-            return
-        event = run.log.append(body, at, frames)
-        if run.log.problem:
-            problem, run.log.problem = run.log.problem, ""
-            self._tell(run, Noted(text=problem), at)
-        if run.client is not None:
-            self._server.send(run.client, event, frames)
 
     def _with_fresh_inventory(self, call: Callable[[], None]) -> None:
         """Real devices may be in use outside the pool since the last look."""
@@ -418,7 +352,7 @@ class PoolService:
         return max(0.2, min(30.0, self._settings.pool_idle_s / 4))
 
     def _check_idle(self) -> None:
-        idle = not self._runs and not self._server.clients
+        idle = not self._book.going and not self._server.clients
         if idle and time.monotonic() - self._idle_since > self._settings.pool_idle_s:
             self.stop()
             return

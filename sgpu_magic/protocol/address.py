@@ -10,7 +10,7 @@ from sgpu_magic.protocol.records import Record
 MAX_SOCKET_PATH_BYTES = 107
 
 
-class PoolAddress(Record, kw_only=True):
+class PoolAddress(Record, frozen=True, kw_only=True):
     """`pool.json`. `process_start` tells the pool's process from another that got its pid."""
 
     pid: int

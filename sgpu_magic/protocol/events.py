@@ -6,21 +6,21 @@ from sgpu_magic.protocol.records import Failure, Lease, RankResult, Record
 from sgpu_magic.protocol.states import RunState
 
 
-class StateChanged(Record, tag="state", kw_only=True):
+class StateChanged(Record, frozen=True, tag="state", kw_only=True):
     """The run moved to `state`; `reason` says why when it is worth a word."""
 
     state: RunState
     reason: str = ""
 
 
-class QueueMoved(Record, tag="queue", kw_only=True):
+class QueueMoved(Record, frozen=True, tag="queue", kw_only=True):
     """The run waits: its position (1 is next) and what it waits for."""
 
     position: int
     reason: str
 
 
-class Placed(Record, tag="placed", kw_only=True):
+class Placed(Record, frozen=True, tag="placed", kw_only=True):
     """Devices were granted."""
 
     lease: Lease
@@ -28,14 +28,14 @@ class Placed(Record, tag="placed", kw_only=True):
     labels: tuple[str, ...] = ()
 
 
-class RanksStarted(Record, tag="started", kw_only=True):
+class RanksStarted(Record, frozen=True, tag="started", kw_only=True):
     """All ranks are in the process group. `pids` by local rank; `warm` says how: standby, zygote or cold."""
 
     pids: tuple[int, ...]
     warm: str
 
 
-class OutputWritten(Record, tag="output", kw_only=True):
+class OutputWritten(Record, frozen=True, tag="output", kw_only=True):
     """A rank wrote to its log.
 
     Args:
@@ -57,7 +57,7 @@ class OutputWritten(Record, tag="output", kw_only=True):
     skipped_lines: int = 0
 
 
-class DisplayPublished(Record, tag="display", kw_only=True):
+class DisplayPublished(Record, frozen=True, tag="display", kw_only=True):
     """A rank displayed something rich.
 
     Args:
@@ -75,33 +75,33 @@ class DisplayPublished(Record, tag="display", kw_only=True):
     update: bool = False
 
 
-class OutputCleared(Record, tag="clear", kw_only=True):
+class OutputCleared(Record, frozen=True, tag="clear", kw_only=True):
     """A rank called `clear_output`."""
 
     rank: int
     wait: bool = False
 
 
-class RankFailed(Record, tag="rank-failed", kw_only=True):
+class RankFailed(Record, frozen=True, tag="rank-failed", kw_only=True):
     """A rank failed; the run's own failure follows when the root cause is known."""
 
     failure: Failure
 
 
-class Noted(Record, tag="note", kw_only=True):
+class Noted(Record, frozen=True, tag="note", kw_only=True):
     """A sentence for the user."""
 
     text: str
 
 
-class PayloadReleased(Record, tag="payload-released", kw_only=True):
+class PayloadReleased(Record, frozen=True, tag="payload-released", kw_only=True):
     """The pool no longer reads the payload's memory file; `kept` says whether it lies in the run's directory."""
 
     kept: bool
     reason: str = ""
 
 
-class RunEnded(Record, tag="ended", kw_only=True):
+class RunEnded(Record, frozen=True, tag="ended", kw_only=True):
     """The last word of a run, except for `PayloadReleased`.
 
     Args:
@@ -142,7 +142,7 @@ EventBody = (
 )
 
 
-class Event(Record, tag="event", kw_only=True):
+class Event(Record, frozen=True, tag="event", kw_only=True):
     """One event as the pool keeps and sends it. Raw frames may follow: exceptions and inline results.
 
     Args:

@@ -31,7 +31,7 @@ OLDEST_PROTOCOL_VERSION = 1
 # ---------------------------------------------------------------- client -> pool
 
 
-class Hello(Record, tag="hello", kw_only=True):
+class Hello(Record, frozen=True, tag="hello", kw_only=True):
     """The first message of a client. Stable across versions."""
 
     protocol_version: int
@@ -39,14 +39,14 @@ class Hello(Record, tag="hello", kw_only=True):
     pid: int
 
 
-class Warm(Record, tag="warm", kw_only=True):
+class Warm(Record, frozen=True, tag="warm", kw_only=True):
     """Start this interpreter's zygote in the background, and a standby group of `ranks` (0 for none)."""
 
     interpreter: Interpreter
     ranks: int = 0
 
 
-class Submit(Record, tag="submit", kw_only=True):
+class Submit(Record, frozen=True, tag="submit", kw_only=True):
     """Run this. An inline payload is the first raw frame."""
 
     request: int
@@ -56,7 +56,7 @@ class Submit(Record, tag="submit", kw_only=True):
     payload: Payload
 
 
-class Cancel(Record, tag="cancel", kw_only=True):
+class Cancel(Record, frozen=True, tag="cancel", kw_only=True):
     """Stop a run by the one stop path. `run` may be a unique prefix of its id."""
 
     request: int
@@ -64,28 +64,28 @@ class Cancel(Record, tag="cancel", kw_only=True):
     reason: str = ""
 
 
-class ReclaimPayload(Record, tag="reclaim", kw_only=True):
+class ReclaimPayload(Record, frozen=True, tag="reclaim", kw_only=True):
     """The client wants to write its memory file again: stop copying it; answered by `PayloadReleased`."""
 
     run_id: str
 
 
-class ResultsReceived(Record, tag="results-received", kw_only=True):
+class ResultsReceived(Record, frozen=True, tag="results-received", kw_only=True):
     """The client has mapped the results: the agent may close its own descriptors."""
 
     run_id: str
 
 
-class AskStatus(Record, tag="ask-status", kw_only=True):
+class AskStatus(Record, frozen=True, tag="ask-status", kw_only=True):
     request: int
     recent: int = 20
 
 
-class Goodbye(Record, tag="goodbye", kw_only=True):
+class Goodbye(Record, frozen=True, tag="goodbye", kw_only=True):
     """The client unloads; its runs that it does not wait for are cancelled."""
 
 
-class StopPool(Record, tag="stop-pool", kw_only=True):
+class StopPool(Record, frozen=True, tag="stop-pool", kw_only=True):
     """End the service; refused while runs go on unless `force`."""
 
     request: int
@@ -99,7 +99,7 @@ ClientMessage = (
 # ---------------------------------------------------------------- pool -> client
 
 
-class Welcome(Record, tag="welcome", kw_only=True):
+class Welcome(Record, frozen=True, tag="welcome", kw_only=True):
     """The answer to `Hello`. Stable across versions."""
 
     protocol_version: int
@@ -109,7 +109,7 @@ class Welcome(Record, tag="welcome", kw_only=True):
     busy: bool = False
 
 
-class Accepted(Record, tag="accepted", kw_only=True):
+class Accepted(Record, frozen=True, tag="accepted", kw_only=True):
     """A request was taken; its events follow. `text` is for a person."""
 
     request: int
@@ -117,7 +117,7 @@ class Accepted(Record, tag="accepted", kw_only=True):
     text: str = ""
 
 
-class Refused(Record, tag="refused", kw_only=True):
+class Refused(Record, frozen=True, tag="refused", kw_only=True):
     """A request was not taken. `error` names the class in `errors`."""
 
     request: int
@@ -125,7 +125,7 @@ class Refused(Record, tag="refused", kw_only=True):
     message: str
 
 
-class RunSummary(Record, kw_only=True):
+class RunSummary(Record, frozen=True, kw_only=True):
     """One row of the ledger."""
 
     run_id: str
@@ -145,7 +145,7 @@ class RunSummary(Record, kw_only=True):
     notebook: str = ""
 
 
-class PoolStatus(Record, tag="status", kw_only=True):
+class PoolStatus(Record, frozen=True, tag="status", kw_only=True):
     """What `%sgpu_status` and `sgpu pool status` show."""
 
     request: int
@@ -165,12 +165,12 @@ PoolMessage = Welcome | Accepted | Refused | PoolStatus | Event
 # ---------------------------------------------------------------- pool <-> agent
 
 
-class WarmZygote(Record, tag="warm-zygote", kw_only=True):
+class WarmZygote(Record, frozen=True, tag="warm-zygote", kw_only=True):
     interpreter: Interpreter
     ranks: int = 0
 
 
-class Launch(Record, tag="launch", kw_only=True):
+class Launch(Record, frozen=True, tag="launch", kw_only=True):
     """Start a run's ranks on this node. An inline payload is the first raw frame."""
 
     spec: RunSpec
@@ -182,7 +182,7 @@ class Launch(Record, tag="launch", kw_only=True):
     run_dir: str
 
 
-class EndRun(Record, tag="end-run", kw_only=True):
+class EndRun(Record, frozen=True, tag="end-run", kw_only=True):
     """Take the stop path with this run; `state` is what it ends as."""
 
     run_id: str
@@ -190,23 +190,23 @@ class EndRun(Record, tag="end-run", kw_only=True):
     reason: str
 
 
-class TakeInventory(Record, tag="take-inventory", kw_only=True):
+class TakeInventory(Record, frozen=True, tag="take-inventory", kw_only=True):
     pass
 
 
 ToAgent = WarmZygote | Launch | EndRun | ReclaimPayload | ResultsReceived | TakeInventory
 
 
-class AgentReady(Record, tag="agent-ready", kw_only=True):
+class AgentReady(Record, frozen=True, tag="agent-ready", kw_only=True):
     pid: int
     inventory: Inventory
 
 
-class InventoryTaken(Record, tag="inventory-taken", kw_only=True):
+class InventoryTaken(Record, frozen=True, tag="inventory-taken", kw_only=True):
     inventory: Inventory
 
 
-class RunEvent(Record, tag="run-event", kw_only=True):
+class RunEvent(Record, frozen=True, tag="run-event", kw_only=True):
     """An event of a run on this node; the pool numbers and keeps it."""
 
     run_id: str
@@ -214,7 +214,7 @@ class RunEvent(Record, tag="run-event", kw_only=True):
     body: EventBody
 
 
-class RanksGone(Record, tag="ranks-gone", kw_only=True):
+class RanksGone(Record, frozen=True, tag="ranks-gone", kw_only=True):
     """Every process of the run is dead and reaped: its lease is free."""
 
     run_id: str
@@ -225,7 +225,7 @@ FromAgent = AgentReady | InventoryTaken | RunEvent | RanksGone
 # ---------------------------------------------------------------- agent <-> zygote
 
 
-class Fork(Record, tag="fork", kw_only=True):
+class Fork(Record, frozen=True, tag="fork", kw_only=True):
     """Fork one rank of a group. Its descriptors come along: control socket, output pipe, error pipe, store file.
 
     Args:
@@ -240,13 +240,13 @@ class Fork(Record, tag="fork", kw_only=True):
     store_path: str = ""
 
 
-class Forked(Record, tag="forked", kw_only=True):
+class Forked(Record, frozen=True, tag="forked", kw_only=True):
     group_id: str
     rank: int
     pid: int
 
 
-class ForkRefused(Record, tag="fork-refused", kw_only=True):
+class ForkRefused(Record, frozen=True, tag="fork-refused", kw_only=True):
     """The zygote has more than one thread, or the machine has no process left."""
 
     group_id: str
@@ -254,18 +254,18 @@ class ForkRefused(Record, tag="fork-refused", kw_only=True):
     message: str
 
 
-class ZygoteReady(Record, tag="zygote-ready", kw_only=True):
+class ZygoteReady(Record, frozen=True, tag="zygote-ready", kw_only=True):
     pid: int
     torch_version: str
 
 
-class ZygoteFailed(Record, tag="zygote-failed", kw_only=True):
+class ZygoteFailed(Record, frozen=True, tag="zygote-failed", kw_only=True):
     """The interpreter can't be preloaded; the zygote exits after this."""
 
     message: str
 
 
-class Exited(Record, tag="exited", kw_only=True):
+class Exited(Record, frozen=True, tag="exited", kw_only=True):
     """A child of the zygote ended. `status` is the exit code, negative for a signal."""
 
     pid: int
@@ -278,7 +278,7 @@ FromZygote = Forked | ForkRefused | ZygoteReady | ZygoteFailed | Exited
 # ---------------------------------------------------------------- agent <-> rank
 
 
-class Execute(Record, tag="execute", kw_only=True):
+class Execute(Record, frozen=True, tag="execute", kw_only=True):
     """Run a cell in this rank. The payload's descriptor comes along unless it is inline (the first raw frame).
 
     Args:
@@ -299,24 +299,24 @@ class Execute(Record, tag="execute", kw_only=True):
     rank_variables: dict[str, str]
 
 
-class Release(Record, tag="release", kw_only=True):
+class Release(Record, frozen=True, tag="release", kw_only=True):
     """Shut these connected sockets down (numbers in the rank), which frees it from a collective."""
 
     fds: tuple[int, ...]
 
 
-class Leave(Record, tag="leave", kw_only=True):
+class Leave(Record, frozen=True, tag="leave", kw_only=True):
     """All ranks have finished: exit."""
 
 
 ToRank = Execute | Release | Leave
 
 
-class Joined(Record, tag="joined", kw_only=True):
+class Joined(Record, frozen=True, tag="joined", kw_only=True):
     """The rank is in the process group."""
 
 
-class Displayed(Record, tag="displayed", kw_only=True):
+class Displayed(Record, frozen=True, tag="displayed", kw_only=True):
     """Something rich; the agent adds the rank."""
 
     bundle: bytes
@@ -325,11 +325,11 @@ class Displayed(Record, tag="displayed", kw_only=True):
     update: bool = False
 
 
-class Cleared(Record, tag="cleared", kw_only=True):
+class Cleared(Record, frozen=True, tag="cleared", kw_only=True):
     wait: bool = False
 
 
-class Finished(Record, tag="finished", kw_only=True):
+class Finished(Record, frozen=True, tag="finished", kw_only=True):
     """The cell is done. The result's descriptor comes along unless it is inline (the first raw frame).
 
     Args:
@@ -339,7 +339,7 @@ class Finished(Record, tag="finished", kw_only=True):
     result: RankResult
 
 
-class Failed(Record, tag="failed", kw_only=True):
+class Failed(Record, frozen=True, tag="failed", kw_only=True):
     """The cell raised. The pickled exception, if any, is the first raw frame."""
 
     failure: Failure

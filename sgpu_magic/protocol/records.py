@@ -11,7 +11,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     """Base of the records: immutable, defaults left out on the wire."""
 
 
-class Device(Record, kw_only=True):
+class Device(Record, frozen=True, kw_only=True):
     """One GPU (or simulated GPU) of a node.
 
     Args:
@@ -37,7 +37,7 @@ class Device(Record, kw_only=True):
     outside_use: str = ""
 
 
-class Inventory(Record, kw_only=True):
+class Inventory(Record, frozen=True, kw_only=True):
     """What a node really has. `problem` says why NVML could not tell, "" when it could or no driver exists."""
 
     host: str
@@ -47,7 +47,7 @@ class Inventory(Record, kw_only=True):
     problem: str = ""
 
 
-class Placement(Record, kw_only=True):
+class Placement(Record, frozen=True, kw_only=True):
     """What a run asks for.
 
     Args:
@@ -63,7 +63,7 @@ class Placement(Record, kw_only=True):
     stand_in: bool = False
 
 
-class Lease(Record, kw_only=True):
+class Lease(Record, frozen=True, kw_only=True):
     """Devices granted to one run.
 
     Args:
@@ -84,11 +84,11 @@ class Lease(Record, kw_only=True):
     note: str = ""
 
 
-class InlinePayload(Record, tag="inline", kw_only=True):
+class InlinePayload(Record, frozen=True, tag="inline", kw_only=True):
     """The packed bytes are the message's first raw frame."""
 
 
-class SharedPayload(Record, tag="shared", kw_only=True):
+class SharedPayload(Record, frozen=True, tag="shared", kw_only=True):
     """The packed bytes lie in a memory file of a live process: `/proc/<pid>/fd/<fd>`."""
 
     pid: int
@@ -96,7 +96,7 @@ class SharedPayload(Record, tag="shared", kw_only=True):
     size: int
 
 
-class FilePayload(Record, tag="file", kw_only=True):
+class FilePayload(Record, frozen=True, tag="file", kw_only=True):
     """The packed bytes lie in a file on the node, used when memory is short."""
 
     path: str
@@ -106,7 +106,7 @@ class FilePayload(Record, tag="file", kw_only=True):
 PayloadSource = InlinePayload | SharedPayload | FilePayload
 
 
-class PackedLayout(Record, kw_only=True):
+class PackedLayout(Record, frozen=True, kw_only=True):
     """How one packed object lies in its bytes: `[pickle][buffer 0][buffer 1]...`.
 
     Args:
@@ -121,19 +121,19 @@ class PackedLayout(Record, kw_only=True):
     mac: bytes
 
 
-class Payload(Record, kw_only=True):
+class Payload(Record, frozen=True, kw_only=True):
     source: PayloadSource
     layout: PackedLayout
 
 
-class OutputName(Record):
+class OutputName(Record, frozen=True):
     """One name of `--out`: rank 0's value, or all ranks' as a list."""
 
     name: str
     all_ranks: bool = False
 
 
-class CellSource(Record, kw_only=True):
+class CellSource(Record, frozen=True, kw_only=True):
     """The cell as the notebook has it.
 
     Args:
@@ -149,7 +149,7 @@ class CellSource(Record, kw_only=True):
     linecache: tuple[tuple[str, str, int | None], ...] = ()
 
 
-class Interpreter(Record, kw_only=True):
+class Interpreter(Record, frozen=True, kw_only=True):
     """The Python that ranks run in, and what its zygote is keyed by.
 
     Args:
@@ -163,7 +163,7 @@ class Interpreter(Record, kw_only=True):
     variables: dict[str, str]
 
 
-class RankContext(Record, kw_only=True):
+class RankContext(Record, frozen=True, kw_only=True):
     """Where a rank starts: the kernel's place. Held in memory only; never written anywhere.
 
     Args:
@@ -181,7 +181,7 @@ class RankContext(Record, kw_only=True):
     key: bytes
 
 
-class Owner(Record, kw_only=True):
+class Owner(Record, frozen=True, kw_only=True):
     """Who submitted a run."""
 
     pid: int
@@ -190,7 +190,7 @@ class Owner(Record, kw_only=True):
     notebook: str = ""
 
 
-class Shipped(Record, kw_only=True):
+class Shipped(Record, frozen=True, kw_only=True):
     """What was captured, for the line that tells the user.
 
     Args:
@@ -208,7 +208,7 @@ class Shipped(Record, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-class RunSpec(Record, kw_only=True):
+class RunSpec(Record, frozen=True, kw_only=True):
     """One submitted cell: everything about it that may be written down.
 
     Args:
@@ -232,7 +232,7 @@ class RunSpec(Record, kw_only=True):
     submitted_at: float = 0.0
 
 
-class Failure(Record, kw_only=True):
+class Failure(Record, frozen=True, kw_only=True):
     """Why one rank, or the run, failed.
 
     Args:
@@ -266,7 +266,7 @@ class Failure(Record, kw_only=True):
     exception: PackedLayout | None = None
 
 
-class RankResult(Record, kw_only=True):
+class RankResult(Record, frozen=True, kw_only=True):
     """What one rank returned.
 
     Args:

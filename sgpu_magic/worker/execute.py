@@ -32,6 +32,8 @@ def warm_up(shell: RankShell) -> None:
     for source in ("1 + 1", "def _f():\n    raise ValueError('warm')\n_f()"):
         shell.run_cell(source, store_history=False)
     shell.reset(new_session=True)
+    # `reset` takes these too, and multiprocessing reads them
+    shell.user_ns.update(dict.fromkeys(("__spec__", "__loader__", "__package__", "__doc__")))
     shell.traceback_lines = []
     # multiprocessing asks for it before it starts a child that is not forked
     shell.user_module.__spec__ = None
@@ -56,6 +58,7 @@ def run_cell(shell: RankShell, order: Execute) -> CellOutcome:
     """Run the cell in the shell's namespace."""
     hook = shell.displayhook
     assert_hook(hook).last_value = None
+    assert_hook(hook).source = order.cell.body
     shell.execution_count = order.cell.execution_count or 1
     begin = time.perf_counter()
     outcome = shell.run_cell(source_of(order.cell), store_history=False)

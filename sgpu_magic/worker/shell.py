@@ -61,6 +61,11 @@ class RankDisplayHook(DisplayHook):
 
     last_value: object = None
     last_text: str = ""
+    source: str = ""
+
+    def quiet(self) -> bool:
+        """Whether the cell ends with a semicolon. IPython asks the history, which a rank has not."""
+        return self.semicolon_at_end_of_expression(self.source)
 
     def write_output_prompt(self) -> None:
         """The value's text stands in the run's result, not after a prompt of each rank."""

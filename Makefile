@@ -1,0 +1,59 @@
+# make demo   set up and run notebooks/quickstart.ipynb without a front end
+# make lab    open it in JupyterLab
+# make test   set up and run the tests;  make test-all runs the slow ones too
+# make bench  measure this package and its peers
+# make lint   format and lint checks, types
+#
+# PYTHON=...  the Python to use, 3.11 or newer; a torch that it has is used instead of a download
+# VENV=...    the environment's folder; one that is there already is used as it is
+# TESTS="tests/test_capture.py -k names"  what pytest gets
+
+SHELL := /bin/sh
+VENV ?= .venv
+PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && exit; done; echo python3)
+TESTS ?=
+BENCH ?=
+
+BIN := $(abspath $(VENV))/bin
+STATED := pyproject.toml constraints.txt scripts/make_venv.py scripts/setup.py
+NOTEBOOK := notebooks/quickstart.ipynb
+OUT := build/demo
+
+.PHONY: demo lab test test-all bench lint format clean help
+
+help:
+	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
+
+demo: $(VENV)/.ready-quickstart
+	@$(BIN)/python scripts/demo.py $(NOTEBOOK) $(OUT)
+
+lab: $(VENV)/.ready-quickstart-lab
+	$(BIN)/python -m jupyterlab $(NOTEBOOK)
+
+test: $(VENV)/.ready-test
+	$(BIN)/python -m pytest -m "not slow" $(TESTS)
+
+test-all: $(VENV)/.ready-test
+	$(BIN)/python -m pytest $(TESTS)
+
+bench: $(VENV)/.ready-test
+	$(BIN)/python -m tests.benchmarks $(BENCH)
+
+lint: $(VENV)/.ready-test
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m pyright --pythonpath $(BIN)/python
+
+format: $(VENV)/.ready-test
+	$(BIN)/python -m ruff format .
+	$(BIN)/python -m ruff check --fix .
+
+clean:
+	rm -rf build .venv
+
+# one environment; a stamp for each set of extras says that it is installed as pyproject.toml now wants it
+$(VENV)/.ready-%: $(STATED)
+	@$(PYTHON) scripts/make_venv.py $(VENV)
+	@$(BIN)/python scripts/setup.py $(subst -, ,$*)
+	@touch $@
