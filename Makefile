@@ -15,7 +15,7 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 TESTS ?=
 BENCH ?=
 
-BIN := $(abspath $(VENV))/bin
+BIN := $(VENV)/bin
 STATED := pyproject.toml constraints.txt scripts/make_venv.py scripts/setup.py
 NOTEBOOK := notebooks/quickstart.ipynb
 OUT := build/demo
@@ -23,7 +23,7 @@ OUT := build/demo
 .PHONY: demo lab test test-all bench lint format clean help
 
 help:
-	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
+	@sed -n 's/^# \{0,1\}//p;t;q' Makefile
 
 demo: $(VENV)/.ready-quickstart
 	@$(BIN)/python scripts/demo.py $(NOTEBOOK) $(OUT)

@@ -18,8 +18,9 @@ import time
 from pathlib import Path
 
 import nbformat
+from ipykernel import kernelspec
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbconvert import HTMLExporter
 
 _CELL_TIMEOUT_S = 600
@@ -34,13 +35,14 @@ def main(source: Path, folder: Path) -> int:
     begin = time.monotonic()
     client = NotebookClient(notebook, timeout=_CELL_TIMEOUT_S, kernel_name="python3")
     print(f"running {source} ...", flush=True)
-    try:
-        client.execute(cwd=str(source.parent))
-    except CellExecutionError as error:
-        print(error, file=sys.stderr)
-        return 1
-    finally:
-        nbformat.write(notebook, folder / source.name)
+    with open(folder / "kernel.log", "wb") as log:
+        try:
+            client.execute(cwd=str(source.parent), stderr=log)
+        except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+            print(f"{error}\nThe kernel's own words are in {log.name}", file=sys.stderr)
+            return 1
+        finally:
+            nbformat.write(notebook, folder / source.name)
     page, _ = HTMLExporter().from_notebook_node(notebook)
     (folder / source.name).with_suffix(".html").write_text(page)
     printed = "".join(
@@ -64,6 +66,9 @@ def with_own_pool(source: Path, folder: Path) -> int:
     # short: a socket's path ends at 108 bytes
     places = Path(tempfile.mkdtemp(prefix="sgpu-demo-"))
     os.environ["SGPU_STATE_DIR"], os.environ["SGPU_RUNTIME_DIR"] = str(places / "state"), str(places / "run")
+    # this Python's kernel, whatever other kernels of that name the user has
+    kernelspec.install(prefix=str(places))
+    os.environ["JUPYTER_PATH"] = str(places / "share" / "jupyter")
     try:
         return main(source, folder)
     finally:

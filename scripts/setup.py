@@ -41,7 +41,9 @@ def main(extras: list[str]) -> int:
         file = Path(folder) / "constraints.txt"
         file.write_text(constraints)
         target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
-        command = [*PIP, "install", "--quiet", "--no-input", "--editable", target, "--constraint", str(file)]
+        # a person sees pip's progress; a log gets only what goes wrong
+        quiet = () if sys.stdout.isatty() else ("-qq",)
+        command = [*PIP, "install", *quiet, "--no-input", "--editable", target, "--constraint", str(file)]
         return subprocess.run(command, stdin=subprocess.DEVNULL).returncode
 
 

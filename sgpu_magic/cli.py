@@ -114,9 +114,7 @@ def _parser() -> argparse.ArgumentParser:
 
     runs = commands.add_parser("runs", help="list the newest runs", allow_abbrev=False)
     how_many = runs.add_mutually_exclusive_group()
-    how_many.add_argument(
-        "-n", dest="number", type=_positive, default=_RECENT, metavar="N", help="how many (20)"
-    )
+    how_many.add_argument("-n", dest="number", type=_positive, default=_RECENT, metavar="N", help="how many (20)")
     how_many.add_argument("--all", action="store_true", help="all of them")
 
     logs = commands.add_parser("logs", help="print what a run's ranks printed", allow_abbrev=False)

@@ -29,7 +29,9 @@ MAY_USE: dict[str, set[str]] = {
     "magics": BY_HAND,
     "distributed": BY_HAND,
     # the command looks at everything that a person may want to see from a shell
-    "cli": BY_HAND | {"pool", "agent"},
+    "cli": {"commands", "doctor"},
+    "doctor": {"commands", "render"},
+    "commands": BY_HAND | {"agent"},
     "__main__": {"cli"},
     "runtime": set(),
     "pool": {"engines"},

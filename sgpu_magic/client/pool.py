@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
@@ -137,7 +138,8 @@ class Pool:
             # of another version, or it does not answer
             if not force:
                 raise
-            os.kill(address.pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(address.pid, signal.SIGTERM)
         try:
             _wait_for_exit(address.pid)
         except PoolError:

@@ -49,15 +49,12 @@ def show(
     row = ledger_file.find_run(settings, run_id)
     ranks = row.ranks if row is not None else _ranks_with_logs(directory)
     if rank is not None and not 0 <= rank < ranks:
-        has = (
-            f"ranks 0 to {ranks - 1}" if ranks > 1 else "only rank 0" if ranks else "no rank that has started"
-        )
+        has = f"ranks 0 to {ranks - 1}" if ranks > 1 else "only rank 0" if ranks else "no rank that has started"
         raise UsageError(f"run {short(run_id)} has {has}, not {rank}.")
     clean = ansi.colours_only if _has_colours(out) else ansi.plain
     wanted = range(ranks) if rank is None else [rank]
     logs = [
-        RankLog(directory / f"rank-{number}.log", f"[{number}] " if len(wanted) > 1 else "", clean)
-        for number in wanted
+        RankLog(directory / f"rank-{number}.log", f"[{number}] " if len(wanted) > 1 else "", clean) for number in wanted
     ]
     try:
         if follow:
@@ -66,6 +63,7 @@ def show(
             for log in logs:
                 while log.copy_to(out):
                     pass
+                log.finish(out)
         for log in logs:
             log.finish(out)
         out.flush()

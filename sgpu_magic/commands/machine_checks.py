@@ -66,9 +66,7 @@ def gpus(facts: ProbeFacts, simulate: str) -> Iterator[Finding]:
     real = inventory.devices
     if inventory.problem:
         what, _, remedy = inventory.problem.partition("; ")
-        yield problem(
-            "gpu", what, remedy[:1].upper() + remedy[1:] if remedy else "See what `nvidia-smi` says."
-        )
+        yield problem("gpu", what, remedy[:1].upper() + remedy[1:] if remedy else "See what `nvidia-smi` says.")
     elif not real:
         yield ok("gpu", "no GPU on this machine: ranks run on CPU with gloo")
     if real:
@@ -98,7 +96,7 @@ def _gpu_torch(facts: ProbeFacts) -> Iterator[Finding]:
     elif facts.gpus == 0:
         yield problem(
             "torch and gpu",
-            f"torch {facts.torch} (for CUDA {facts.gpu_build}) can use none of the GPUs that the driver lists",
+            f"torch {facts.torch} (CUDA {facts.gpu_build}) can use none of the GPUs that the driver lists",
             "Update the NVIDIA driver, or install a torch for an older CUDA; "
             '`python -c "import torch; torch.cuda.init()"` says why.',
         )
@@ -185,9 +183,7 @@ def limits() -> Iterator[Finding]:
         yield ok("processes", text)
     else:
         say = problem if room < _TASKS_LEAST else warning
-        yield say(
-            "processes", f"{text}: too few for 64 ranks", "Raise `ulimit -u`, or the container's pids limit."
-        )
+        yield say("processes", f"{text}: too few for 64 ranks", "Raise `ulimit -u`, or the container's pids limit.")
 
 
 def _task_room() -> tuple[int | None, str]:

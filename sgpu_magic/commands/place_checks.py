@@ -90,9 +90,7 @@ def state_directory(settings: Settings) -> Iterator[Finding]:
     else:
         yield ok("disk", text)
     if aside := sorted(path.glob("ledger.sqlite3.*-[0-9]*")):
-        yield warning(
-            "ledger", f"{aside[-1]} could not be used and was moved aside", "Remove it when nobody needs it."
-        )
+        yield warning("ledger", f"{aside[-1]} could not be used and was moved aside", "Remove it when nobody needs it.")
 
 
 def runtime_directory(settings: Settings) -> Iterator[Finding]:
@@ -134,9 +132,7 @@ def pool(settings: Settings) -> Iterator[Finding]:
         status = client.status(recent=0, start=False)
     except PoolError as error:
         what, _, remedy = error.message.partition(". ")
-        yield problem(
-            "pool", what, remedy or "`sgpu pool stop --force` ends it; the next run starts a new one."
-        )
+        yield problem("pool", what, remedy or "`sgpu pool stop --force` ends it; the next run starts a new one.")
         return
     finally:
         client.close()

@@ -212,9 +212,7 @@ def packages(facts: ProbeFacts) -> Iterator[Finding]:
         yield ok("torch", text)
     if not facts.distributed or not facts.gloo:
         what = "gloo" if facts.distributed else "torch.distributed"
-        yield problem(
-            "distributed", f"this torch was built without {what}", "Install a torch from pytorch.org."
-        )
+        yield problem("distributed", f"this torch was built without {what}", "Install a torch from pytorch.org.")
 
 
 def group(facts: ProbeFacts, environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -114,9 +114,7 @@ def runs_table(runs: Sequence[RunSummary], now: float) -> str:
     for run in runs:
         shown = short(run.run_id) if times_seen[short(run.run_id)] == 1 else run.run_id
         submitted = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.submitted_at))
-        rows.append(
-            (shown, run.name, _ranks(run), run.state.value, submitted, _duration(run, now), _remark(run))
-        )
+        rows.append((shown, run.name, _ranks(run), run.state.value, submitted, _duration(run, now), _remark(run)))
     return "\n".join(aligned(rows, right=(5,)))
 
 

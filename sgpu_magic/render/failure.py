@@ -136,8 +136,12 @@ def _way(other: Failure) -> str:
     at = f" (line {other.line})" if other.line is not None else ""
     if other.is_consequence:
         return f"released from {other.where}{at}" if other.where else f"released{at}"
-    if other.kind is FailureKind.WORKER_DIED and not other.message.strip():
-        return f": {died_of(other)}{at}"
+    if last_part(other.type_name) == "KeyboardInterrupt":
+        # what the stop path sends to those that a collective does not hold
+        return f"stopped{at}"
+    if other.kind is FailureKind.WORKER_DIED:
+        said = re.sub(r"^rank \d+ of \d+ ", "", other.message.strip())
+        return f": {said or died_of(other)}{at}"
     return f": {error_line(other)}{at}"
 
 

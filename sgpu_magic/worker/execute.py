@@ -15,15 +15,9 @@ from sgpu_magic.payload.pack import Packed, pack_object
 from sgpu_magic.protocol.messages import Execute
 from sgpu_magic.protocol.records import Failure, OutputName
 from sgpu_magic.protocol.states import FailureKind
-from sgpu_magic.worker.shell import RankDisplayHook, RankShell, source_of
+from sgpu_magic.worker.shell import RankDisplayHook, RankShell, is_peer_lost, source_of
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-# how a lost peer shows in gloo and NCCL (torch 2.6 to 2.13): always a consequence, never the cause
-_PEER_LOST = re.compile(
-    r"Connection (closed|reset) by peer|Broken pipe|gloo/transport|remote process exited|NCCL communicator was aborted"
-    r"|process group .*(aborted|shut down)",
-    re.IGNORECASE,
-)
 _VALUE_LIMIT_BYTES = 100_000_000
 
 
@@ -154,12 +148,8 @@ def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
         traceback_ansi=ansi,
         line=line,
         where=where,
-        is_consequence=_is_peer_lost(error),
+        is_consequence=is_peer_lost(error),
     )
-
-
-def _is_peer_lost(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and _PEER_LOST.search(str(error)) is not None
 
 
 def _position(traceback: types.TracebackType | None, shell: RankShell) -> tuple[int | None, str]:

@@ -205,6 +205,7 @@ class _Execution:
     def _obey(self, message: ToRank) -> None:
         match message:
             case Release(fds=fds):
+                self._shell.released = True
                 for fd in fds:
                     _shut_down(fd)
                 rendezvous.abort_nccl()

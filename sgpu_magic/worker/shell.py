@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import linecache
-import signal
-import threading
+import re
+import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,6 +24,12 @@ from sgpu_magic.worker import output
 
 Report = Callable[[Record], None]
 _PLAIN = "text/plain"
+# torch 2.6 to 2.13
+_PEER_LOST = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|gloo/transport|remote process exited|NCCL communicator was aborted"
+    r"|process group .*(aborted|shut down)",
+    re.IGNORECASE,
+)
 
 
 def _discard(message: Record) -> None:
@@ -96,18 +103,20 @@ class RankShell(InteractiveShell):
     traceback_lines: list[str] = []
 
     failed_at: float = 0.0
+    released: bool = False
 
     def showtraceback(self, *args: Any, **kwargs: Any) -> None:
-        """Note the time first: drawing a traceback takes up to 0.1 s, and the earliest failure is the one shown."""
+        """Note the time first: drawing a traceback takes up to 0.1 s, and the earliest failure is the one shown.
+
+        A rank that a peer's failure took down is told of in one line: its traceback is not drawn at all, which
+        would only keep the culprit's waiting.
+        """
         self.failed_at = time.time()
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        # a rank that was released from a collective is interrupted next; its error must be told all the same
-        previous = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
-        try:
+        error = sys.exc_info()[1]
+        if error is not None and (self.released or is_peer_lost(error)):
+            self.traceback_lines = traceback.format_exception(error)
+        else:
             super().showtraceback(*args, **kwargs)
-        finally:
-            if in_main_thread:
-                signal.signal(signal.SIGINT, previous)
 
     def _showtraceback(self, etype: object, evalue: object, stb: list[str] | str) -> None:
         self.traceback_lines = [stb] if isinstance(stb, str) else list(stb)
@@ -121,6 +130,11 @@ class RankShell(InteractiveShell):
             linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
             if execution_count is not None:
                 self.compile._filename_map[name] = execution_count  # pyright: ignore[reportPrivateUsage]
+
+
+def is_peer_lost(error: BaseException) -> bool:
+    """Whether this is how the loss of a peer shows in gloo and NCCL: always a consequence, never the cause."""
+    return isinstance(error, RuntimeError) and _PEER_LOST.search(str(error)) is not None
 
 
 def create() -> RankShell:

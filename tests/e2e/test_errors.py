@@ -1,0 +1,282 @@
+"""Errors of ranks in the notebook: the culprit, its own type, the cell's own lines."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from kernels import Kernel, Reply
+
+DISTRIBUTED = "get_ipython().run_cell_magic('distributed', '-n 2 --ui none', {body!r})"
+
+
+def line_of(reply: Reply) -> int:
+    """The line of the cell that the arrow of the shown traceback points to."""
+    found = re.search(r"^-+> (\d+) ", reply.traceback, re.MULTILINE)
+    assert found, reply.traceback
+    return int(found[1])
+
+
+# ---------------------------------------------------------------- the culprit
+
+
+def test_culprit_is_shown_not_the_victims_in_the_barrier(kernel: Kernel):
+    reply = kernel.run(
+        "%%distributed -n 4\n"
+        "import torch.distributed as dist\n"
+        "if rank == 2:\n"
+        "    raise ValueError('NaN in batch 118')\n"
+        "dist.barrier()\n"
+        "print('never')"
+    )
+    assert (reply.ename, reply.evalue) == ("ValueError", "NaN in batch 118")
+    assert reply.seconds < 3
+    assert "rank 2 of 4 on " in reply.traceback
+    assert "ranks 0, 1 and 3 were released from barrier" in reply.traceback.replace(", 3", " and 3")
+    assert "rank 2 of 4" in reply.text
+    assert "never" not in reply.text
+    # the victims' own words about lost connections and interrupts are not the story
+    for word in ("KeyboardInterrupt", "Connection", "gloo"):
+        assert word not in reply.text.replace("(cpu, gloo)", ""), reply.text
+    assert kernel.check("%%distributed -n 4\nprint('next')").lines(3) == ["next"]
+
+
+def test_last_victim_is_not_blamed_when_the_culprit_is_slow_to_tell(kernel: Kernel):
+    # gloo tells the victims at once when the culprit dies; the culprit's traceback takes longer to draw
+    reply = kernel.run(
+        "%%distributed -n 2\n"
+        "import torch, torch.distributed as dist\n"
+        "def deep(n):\n"
+        "    if n == 0: raise OverflowError('deep down')\n"
+        "    return deep(n - 1)\n"
+        "if rank == 1:\n"
+        "    dist.destroy_process_group()\n"
+        "    deep(30)\n"
+        "dist.all_reduce(torch.ones(1))"
+    )
+    assert (reply.ename, reply.evalue) == ("OverflowError", "deep down")
+
+
+def test_two_ranks_fail_the_first_is_shown_the_other_is_a_line(kernel: Kernel):
+    reply = kernel.run(
+        "%%distributed -n 2\n"
+        "import time\n"
+        "if rank == 0:\n"
+        "    time.sleep(0.05)  # a fault after the first one\n"
+        "raise KeyError(f'of rank {rank}')"
+    )
+    assert reply.ename == "KeyError"
+    assert "of rank 1" in reply.evalue
+    assert [line for line in reply.traceback.splitlines() if line.startswith("rank 0: KeyError")], reply.traceback
+
+
+# ---------------------------------------------------------------- types
+
+
+def test_builtin_type_and_attributes(kernel: Kernel):
+    body = "if rank == 1: raise FileNotFoundError(2, 'gone', 'weights.pt')"
+    kernel.check(
+        "try:\n"
+        f"    {DISTRIBUTED.format(body=body)}\n"
+        "except FileNotFoundError as error:\n"
+        "    told = [error.errno, error.filename, error.rank, error.run_id, error.remote_traceback]"
+    )
+    errno, filename, rank, run_id, text = kernel.value("told")
+    assert (errno, filename, rank) == (2, "weights.pt", 1)
+    assert run_id == kernel.home.runs[-1]
+    assert "FileNotFoundError" in text
+    assert "if rank == 1: raise" in text
+    assert "\x1b" not in text
+
+
+def test_notebook_class_is_caught_by_its_own_type(kernel: Kernel):
+    kernel.check("class MyError(Exception):\n    def __init__(self, a, b): super().__init__(a, b); self.b = b")
+    kernel.check(
+        "try:\n"
+        f"    {DISTRIBUTED.format(body='raise MyError(1, [rank])')}\n"
+        "except MyError as error:\n"
+        "    told = [type(error) is MyError, error.args[0], error.b == [error.rank]]"
+    )
+    assert kernel.value("told") == [True, 1, True]
+
+
+def test_class_defined_in_the_cell_keeps_name_and_message(kernel: Kernel):
+    reply = kernel.run("%%distributed -n 2\nclass OnlyThere(Exception): pass\nraise OnlyThere('lost')")
+    assert "OnlyThere" in reply.traceback
+    assert "lost" in reply.evalue
+
+
+def test_exception_with_required_arguments_that_pickle_breaks(kernel: Kernel):
+    reply = kernel.run(
+        "%%distributed -n 1\n"
+        "class Picky(Exception):\n"
+        "    def __init__(self, code, detail):\n"
+        "        super().__init__(f'{code}: {detail}')\n"
+        "raise Picky(7, 'sad')"
+    )
+    assert reply.status == "error"
+    assert "Picky" in reply.traceback
+    assert "7: sad" in reply.evalue
+    assert line_of(reply) == 5
+
+
+def test_unpicklable_exception_still_tells_type_message_and_line(kernel: Kernel):
+    body = (
+        "import threading\n"
+        "class Stuck(Exception):\n"
+        "    def __reduce__(self): raise TypeError('never')\n"
+        "raise Stuck('held by a lock')"
+    )
+    reply = kernel.run(f"%%distributed -n 2\n{body}")
+    assert reply.ename == "RemoteError"
+    assert "Stuck: held by a lock" in reply.evalue
+    assert line_of(reply) == 5
+    kernel.check(
+        "from sgpu_magic.errors import RemoteError\n"
+        "try:\n"
+        f"    {DISTRIBUTED.format(body=body)}\n"
+        "except RemoteError as error:\n"
+        "    told = [error.type_name.rpartition('.')[2], 'held by a lock' in error.remote_traceback]"
+    )
+    assert kernel.value("told") == ["Stuck", True]
+
+
+def test_frozen_and_slotted_exceptions_get_their_attributes(kernel: Kernel):
+    kernel.check(
+        "import dataclasses\n"
+        "@dataclasses.dataclass(frozen=True)\n"
+        "class Frozen(Exception):\n"
+        "    code: int\n"
+    )
+    kernel.check(
+        "try:\n"
+        f"    {DISTRIBUTED.format(body='raise Frozen(3)')}\n"
+        "except Frozen as error:\n"
+        "    told = [error.code, error.rank in (0, 1), len(error.run_id) > 3]"
+    )
+    assert kernel.value("told") == [3, True, True]
+
+
+def test_cause_is_shown(kernel: Kernel):
+    reply = kernel.run(
+        "%%distributed -n 1\n"
+        "try:\n"
+        "    {}['missing']\n"
+        "except KeyError as error:\n"
+        "    raise RuntimeError('no config') from error"
+    )
+    assert (reply.ename, reply.evalue) == ("RuntimeError", "no config")
+    assert "KeyError: 'missing'" in reply.traceback
+    assert "direct cause" in reply.traceback
+
+
+def test_exception_group_keeps_its_type(kernel: Kernel):
+    kernel.check(
+        "try:\n"
+        f"    {DISTRIBUTED.format(body='raise ExceptionGroup(chr(109), [ValueError(1)])')}\n"
+        "except* ValueError as group:\n"
+        "    told = len(group.exceptions)"
+    )
+    assert kernel.value("told") == 1
+
+
+# ---------------------------------------------------------------- lines
+
+
+def test_line_numbers_are_the_editors(kernel: Kernel):
+    count = kernel.check("pass").execution_count
+    reply = kernel.run(
+        "%%distributed -n 2\n"  # line 1
+        "x = 1\n"
+        "\n"
+        "def broken():\n"
+        "    return 1 / 0\n"  # line 5
+        "\n"
+        "if rank == 0: broken()"  # line 7
+    )
+    assert reply.ename == "ZeroDivisionError"
+    assert f"Cell In[{count + 1}], line 7" in reply.traceback
+    assert f"Cell In[{count + 1}], line 5" in reply.traceback
+    assert "----> 7 if rank == 0: broken()" in reply.traceback
+    assert "----> 5     return 1 / 0" in reply.traceback
+
+
+def test_lines_of_a_function_of_another_cell(kernel: Kernel):
+    defined = kernel.check("x = 1\n\ndef divide(a):\n    return a / 0").execution_count
+    reply = kernel.run("%%distributed -n 1\ndivide(3)")
+    assert f"Cell In[{defined}], line 4" in reply.traceback
+    assert "----> 4     return a / 0" in reply.traceback
+    assert "----> 2 divide(3)" in reply.traceback
+
+
+def test_leading_blank_lines_and_comments_count(kernel: Kernel):
+    reply = kernel.run("%%distributed -n 1\n\n# a remark\n\nraise ValueError('here')")
+    assert line_of(reply) == 5
+
+
+def test_no_frame_of_ours_in_a_users_error(kernel: Kernel):
+    reply = kernel.run("%%distributed -n 2\nraise ValueError('mine')")
+    assert "sgpu_magic/" not in reply.traceback
+    assert "interactiveshell" not in reply.traceback
+
+
+def test_name_error_hints_at_in(kernel: Kernel):
+    kernel.check("only_eval_sees = 1")
+    reply = kernel.run("%%distributed -n 1\neval('only_eval_sees')")
+    assert reply.ename == "NameError"
+    assert "--in only_eval_sees" in reply.traceback
+    reply = kernel.run("%%distributed -n 1\neval('nobody_has_it')")
+    assert "--in" not in reply.traceback
+
+
+# ---------------------------------------------------------------- ends without an exception
+
+
+def test_sys_exit_with_a_code_fails_and_without_is_success(kernel: Kernel):
+    reply = kernel.run("%%distributed -n 2\nimport sys\nsys.exit(3)")
+    assert reply.status == "error"
+    assert "SystemExit" in reply.evalue + reply.ename
+    assert "3" in reply.evalue
+    assert "To exit: use" not in reply.text
+    # the kernel itself goes on
+    assert kernel.value("1 + 1") == 2
+    assert "succeeded" in kernel.check("%%distributed -n 2\nimport sys\nsys.exit(0)").text
+
+
+def test_os_exit_is_told_with_its_code(kernel: Kernel):
+    reply = kernel.run(
+        "%%distributed -n 2\n"
+        "import os, torch.distributed as dist\n"
+        "dist.barrier()\n"
+        "print('last words', flush=True)\n"
+        "if rank == 1: os._exit(3)\n"
+        "dist.barrier()"
+    )
+    assert reply.ename == "WorkerDied"
+    assert "rank 1 of 2" in reply.evalue
+    assert "exit code 3" in reply.evalue
+    assert reply.lines(1) == ["last words"]
+
+
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (11, "SIGSEGV"), (15, "SIGTERM")])
+def test_signal_death_is_told_with_its_name(kernel: Kernel, number: int, name: str):
+    reply = kernel.run(
+        "%%distributed -n 2\n"
+        "import os, time, torch.distributed as dist\n"
+        "dist.barrier()\n"
+        f"if rank == 1: os.kill(os.getpid(), {number}); time.sleep(60)\n"
+        "dist.barrier()"
+    )
+    assert reply.ename == "WorkerDied"
+    assert reply.seconds < 3
+    assert f"rank 1 of 2 was killed by {name}" in reply.evalue
+    if number == 9:
+        assert "out of memory" in reply.evalue
+    assert kernel.check("%%distributed -n 2\nprint('next')").lines(0) == ["next"]
+
+
+def test_recursion_and_memory_errors_are_ordinary(kernel: Kernel):
+    reply = kernel.run("%%distributed -n 1\ndef f(): return f()\nf()")
+    assert reply.ename == "RecursionError"
+    reply = kernel.run("%%distributed -n 1\nb = bytearray(1 << 60)")
+    assert reply.ename == "MemoryError"

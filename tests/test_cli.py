@@ -1,0 +1,331 @@
+"""The `sgpu` command: real kernels, real runs, the command as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from kernels import Home, Kernel, eventually
+
+COMMAND = [sys.executable, "-m", "sgpu_magic.cli"]
+# the command's memory without any log, measured at 45 MB
+MOST_MEMORY_KB = 90_000
+
+
+def sgpu(home: Home, *arguments: str, **variables: str) -> tuple[int, str, str]:
+    """Run the command to its end: exit code, standard output, standard error."""
+    done = subprocess.run(
+        [*COMMAND, *arguments],
+        env=home.environ | variables,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=30,
+        check=False,
+    )
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+def output_of(home: Home, *arguments: str) -> str:
+    code, out, err = sgpu(home, *arguments)
+    assert (code, err) == (0, "")
+    return out
+
+
+def only_error(result: tuple[int, str, str], code: int) -> str:
+    """The one paragraph of a failed command."""
+    assert (result[0], result[1]) == (code, "")
+    assert result[2].startswith("sgpu: ")
+    assert result[2].count("\n") == 1
+    return result[2]
+
+
+def kept_run(home: Home, run_id: str, logs: dict[int, bytes]) -> str:
+    """A run's directory as a pool of an earlier time left it."""
+    directory = home.run_dir(run_id)
+    directory.mkdir(parents=True)
+    for rank, data in logs.items():
+        (directory / f"rank-{rank}.log").write_bytes(data)
+    return run_id
+
+
+@pytest.fixture
+def bare_home() -> Iterator[Home]:
+    """A home in which nothing ever ran."""
+    made = Home()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def started(home: Home) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts the command without waiting for it."""
+    made: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*COMMAND, *arguments],
+            env=home.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        made.append(process)
+        return process
+
+    yield start
+    for process in made:
+        process.kill()
+        process.communicate()
+
+
+def newest_run(home: Home) -> str:
+    return home.runs[-1]
+
+
+# ------------------------------------------------------------ no pool
+
+
+def test_without_a_pool_everything_says_so_and_starts_none(bare_home: Home):
+    assert "no local pool is running" in output_of(bare_home, "pool", "status")
+    assert "no local pool is running" in output_of(bare_home, "pool", "stop")
+    assert output_of(bare_home, "runs") == "no runs yet\n"
+    assert "no local pool is running" in only_error(sgpu(bare_home, "cancel", "7f3a"), 1)
+    assert "begins with '7f3a'" in only_error(sgpu(bare_home, "logs", "7f3a"), 2)
+    assert bare_home.pool_pid() is None
+    assert list(bare_home.state.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["logs"], "RUN"),
+        (["logs", "../../etc/passwd"], "is no run"),
+        (["logs", ""], "is no run"),
+        (["logs", "7f3a", "--rank", "-1"], "--rank"),
+        (["logs", "7f3a", "--rank", "one"], "'one' is not a rank"),
+        (["runs", "-n", "0"], "'0' is not a whole number above 0"),
+        (["runs", "--all", "-n", "3"], "not allowed with"),
+        (["pool", "restart"], "restart"),
+        (["cancel", "%"], "is no run"),
+        (["fly"], "fly"),
+    ],
+)  # fmt: skip
+def test_what_means_nothing_is_one_paragraph(bare_home: Home, arguments: list[str], word: str):
+    assert word in only_error(sgpu(bare_home, *arguments), 2)
+
+
+def test_settings_that_mean_nothing_are_one_paragraph(bare_home: Home):
+    assert "SGPU_CPU_SLOTS" in only_error(sgpu(bare_home, "runs", SGPU_CPU_SLOTS="many"), 2)
+
+
+def test_help_and_version(bare_home: Home):
+    assert output_of(bare_home, "--version").startswith("sgpu-magic 0.")
+    for arguments in (["--help"], ["pool", "--help"], ["logs", "--help"]):
+        assert output_of(bare_home, *arguments).startswith("usage: sgpu")
+    code, out, err = sgpu(bare_home)
+    assert (code, out) == (2, "")
+    assert "doctor" in err
+
+
+def test_the_installed_command_is_this_one():
+    installed = Path(sys.executable).with_name("sgpu")
+    done = subprocess.run([installed, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("sgpu-magic 0.")
+
+
+# ------------------------------------------------------------ logs that lie there
+
+
+def test_a_log_is_made_safe_for_a_terminal(bare_home: Home):
+    data = b"bad \xff\xfe byte\n\x1b[2Jcleared \x1b]0;title\x07\x1b[31mred\x1b[0m\n 10%\r 20%\r 30%\r\nend"
+    kept_run(bare_home, "7f3a0001", {0: data})
+    assert output_of(bare_home, "logs", "7f3a") == "bad \ufffd\ufffd byte\ncleared red\n 30%\nend\n"
+
+
+def test_a_character_cut_in_two_by_a_read_is_whole(bare_home: Home):
+    text = "€" * 200_000
+    kept_run(bare_home, "7f3a0001", {0: text.encode() + b"\n"})
+    assert output_of(bare_home, "logs", "7f3a") == text + "\n"
+
+
+def test_several_ranks_have_their_number_in_front(bare_home: Home):
+    kept_run(bare_home, "7f3a0001", {0: b"a\nb\n", 1: b"c", 10: b"d\n"})
+    assert output_of(bare_home, "logs", "7F3A0001") == "[0] a\n[0] b\n[1] c\n[10] d\n"
+    assert output_of(bare_home, "logs", "7f", "--rank", "1") == "c\n"
+    assert "ranks 0 to 10, not 11" in only_error(sgpu(bare_home, "logs", "7f", "--rank", "11"), 2)
+
+
+def test_an_id_that_two_runs_begin_with_lists_them(bare_home: Home):
+    kept_run(bare_home, "7f3a0001", {0: b"a\n"})
+    kept_run(bare_home, "7f3b0001", {0: b"b\n"})
+    error = only_error(sgpu(bare_home, "logs", "7f3"), 2)
+    assert "7f3a0001, 7f3b0001" in error
+    assert output_of(bare_home, "logs", "7f3b") == "b\n"
+
+
+@pytest.mark.parametrize("line", [b"x" * 99 + b"\n", b"x" * 100, b"step\r"], ids=["lines", "no end", "bar"])
+def test_a_large_log_is_streamed(bare_home: Home, line: bytes):
+    size = 60_000_000
+    kept_run(bare_home, "7f3a0001", {0: line * (size // len(line))})
+    code = (
+        "import sys; from sgpu_magic.cli import main; main(['logs', '7f3a']);"
+        "print(*(line for line in open('/proc/self/status') if 'VmHWM' in line), file=sys.stderr)"
+    )
+    with open(bare_home.path / "out", "wb") as out:
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=bare_home.environ, stdout=out, stderr=subprocess.PIPE, check=True
+        )
+    assert int(done.stderr.split()[1]) < MOST_MEMORY_KB
+    written = (bare_home.path / "out").stat().st_size
+    assert written >= size or line.endswith(b"\r")
+
+
+def test_a_reader_that_leaves_is_no_error(bare_home: Home):
+    kept_run(bare_home, "7f3a0001", {0: b"line\n" * 2_000_000})
+    command = f"{shlex.join([*COMMAND, 'logs', '7f3a'])} | head -n 1"
+    done = subprocess.run(["bash", "-c", command], env=bare_home.environ, capture_output=True, check=True)
+    assert (done.stdout, done.stderr) == (b"line\n", b"")
+
+
+# ------------------------------------------------------------ with a pool
+
+
+def test_status_is_that_of_the_magic(kernel: Kernel, home: Home):
+    shown = output_of(home, "pool", "status")
+    assert shown.splitlines()[0] == kernel.check("%sgpu_status").text.splitlines()[0]
+    assert "succeeded" in shown
+
+
+def test_runs_and_logs_of_a_cell(kernel: Kernel, home: Home):
+    kernel.check("%%distributed -n 2 --name talkative --ui none\nprint('hello from', rank)")
+    run_id = newest_run(home)
+    head, first, *_ = output_of(home, "runs", "-n", "1").splitlines()
+    assert head.split()[:5] == ["run", "name", "ranks", "state", "submitted"]
+    assert first.split()[:2] == [run_id[:4], "talkative"]
+    assert "2 \u00d7 cpu" in first
+    assert "succeeded" in first
+    assert len(output_of(home, "runs", "--all").splitlines()) > 2
+    assert output_of(home, "logs", run_id) == "[0] hello from 0\n[1] hello from 1\n"
+    assert output_of(home, "logs", run_id, "--rank", "1") == "hello from 1\n"
+    kernel.check("%%distributed -n 1 --ui none\nprint('alone')")
+    assert output_of(home, "logs", newest_run(home)) == "alone\n"
+
+
+def test_a_failed_run_says_why(kernel: Kernel, home: Home):
+    kernel.run("%%distributed -n 2 --name broken --ui none\nraise ValueError('no such thing')")
+    row = output_of(home, "runs", "-n", "1").splitlines()[1]
+    assert "failed" in row
+    assert "ValueError: no such thing" in row
+
+
+WAITS = (
+    "import os, time\nprint('begun', rank)\nwhile not os.path.exists({flag!r}): time.sleep(0.01)\nprint('done', rank)"
+)
+
+
+def test_following_goes_on_until_the_run_is_over(
+    kernel: Kernel, home: Home, started: Callable[..., subprocess.Popen[str]]
+):
+    flag = home.work / "go"
+    before = set(home.runs)
+    cell = kernel.start("%%distributed -n 2 --ui none\n" + WAITS.format(flag=str(flag)))
+    (run_id,) = eventually(lambda: set(home.runs) - before)
+    process = started("logs", run_id, "--follow")
+    assert process.stdout is not None
+    assert {process.stdout.readline(), process.stdout.readline()} == {"[0] begun 0\n", "[1] begun 1\n"}
+    flag.touch()
+    out, err = process.communicate(timeout=20)
+    assert sorted(out.splitlines()) == ["[0] done 0", "[1] done 1"]
+    assert (process.returncode, err) == (0, f"sgpu: run {run_id[:4]} succeeded\n")
+    assert cell.wait(20).status == "ok"
+
+
+def test_cancel_and_interrupt(kernel: Kernel, home: Home, started: Callable[..., subprocess.Popen[str]]):
+    before = set(home.runs)
+    cell = kernel.start("%%distributed -n 2 --ui none\nprint('begun')\nimport time; time.sleep(60)")
+    (run_id,) = eventually(lambda: set(home.runs) - before)
+    process = started("logs", run_id, "--follow", "--rank", "0")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (130, "")
+    assert "runs going on" in only_error(sgpu(home, "pool", "stop"), 1)
+    assert "is being cancelled" in output_of(home, "cancel", run_id[:6])
+    assert cell.wait(20).ename == "RunCancelled"
+    assert "cancelled" in output_of(home, "runs", "-n", "1").splitlines()[1]
+    eventually(lambda: not home.rank_pids())
+    assert "no run of this pool" in only_error(sgpu(home, "cancel", run_id), 2)
+
+
+def test_runs_are_the_same_after_the_pool_is_stopped(new_home: Callable[..., Home]):
+    home = new_home()
+    kernel = Kernel(home)
+    try:
+        kernel.check("%%distributed -n 2 --name first --ui none\nprint('kept')")
+        cell = kernel.start("%%distributed -n 2 --name second --ui none\nimport time; time.sleep(60)")
+        eventually(lambda: "running" in output_of(home, "runs"))
+        pid = home.pool_pid()
+        assert f"process {pid}" in output_of(home, "pool", "stop", "--force")
+        assert home.pool_pid() is None
+        assert cell.wait(20).status == "error"
+        rows = output_of(home, "runs").splitlines()
+        assert [row.split()[1] for row in rows[1:]] == ["second", "first"]
+        assert "cancelled" in rows[1]
+        assert output_of(home, "logs", rows[2].split()[0]) == "[0] kept\n[1] kept\n"
+        assert home.pool_pid() is None
+    finally:
+        kernel.close()
+
+
+def test_a_killed_pool_ends_what_is_followed(new_home: Callable[..., Home]):
+    home = new_home()
+    kernel = Kernel(home)
+    try:
+        cell = kernel.start("%%distributed -n 2 --ui none\nprint('begun')\nimport time; time.sleep(60)")
+        (run_id,) = eventually(lambda: home.runs)
+        process = subprocess.Popen(
+            [*COMMAND, "logs", run_id, "-f"], env=home.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline().endswith(b"begun\n")
+        pid = home.pool_pid()
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        _, err = process.communicate(timeout=20)
+        assert b"failed: the pool service ended" in err
+        assert cell.wait(20).status == "error"
+        assert "failed" in output_of(home, "runs").splitlines()[1]
+        eventually(lambda: not home.unexpected(), 20, lambda: str(home.unexpected()))
+        for left in home.runtime.iterdir():
+            left.unlink()
+    finally:
+        kernel.close()
+
+
+@pytest.mark.slow
+def test_a_pool_that_hangs_is_ended_by_force(new_home: Callable[..., Home]):
+    home = new_home()
+    kernel = Kernel(home)
+    try:
+        kernel.check("%%distributed -n 2 --ui none\npass")
+        pid = home.pool_pid()
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        start = time.monotonic()
+        assert "does not answer" in only_error(sgpu(home, "pool", "stop"), 1)
+        assert "is stopped" in output_of(home, "pool", "stop", "--force")
+        assert time.monotonic() - start < 40
+        assert home.pool_pid() is None
+        for left in home.runtime.iterdir():
+            left.unlink()
+    finally:
+        kernel.close()
