@@ -281,6 +281,7 @@ def test_runs_are_the_same_after_the_pool_is_stopped(new_home: Callable[..., Hom
         assert [row.split()[1] for row in rows[1:]] == ["second", "first"]
         assert "cancelled" in rows[1]
         assert output_of(home, "logs", rows[2].split()[0]) == "[0] kept\n[1] kept\n"
+        assert [entry.name for entry in home.state.glob("ledger*")] == ["ledger.sqlite3"]
         assert home.pool_pid() is None
     finally:
         kernel.close()

@@ -162,6 +162,7 @@ class Execution:
                     layout=launch.payload.layout,
                     inline=inline,
                     outputs=launch.spec.outputs,
+                    run_dir=launch.run_dir,
                     device=device,
                     visible_devices=lease.uuids if device == "cuda" else (),
                     rank_variables=torchrun_variables(launch, rank, port, device),

@@ -72,11 +72,9 @@ class Run:
                 if isinstance(payload.source, InlinePayload):
                     data = memoryview(bytearray(next(inline)))
                 elif isinstance(payload.source, SharedPayload):
-                    data = _map(payload.source)
+                    data = _map(f"/proc/{payload.source.pid}/fd/{payload.source.fd}")
                 else:
-                    raise SerializationError(
-                        f"rank {result.rank}'s result lies in a file that is not of this machine."
-                    )
+                    data = _map(payload.source.path)
                 content = unpack.unpack(data, payload.layout, self._key, namespace)
                 if not isinstance(content, dict):
                     raise SerializationError(f"rank {result.rank}'s result is not what a rank sends.")
@@ -111,8 +109,8 @@ class RankValues:
         self.value = value
 
 
-def _map(source: SharedPayload) -> memoryview:
-    descriptor = os.open(f"/proc/{source.pid}/fd/{source.fd}", os.O_RDONLY | os.O_CLOEXEC)
+def _map(path: str) -> memoryview:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return memoryview(unpack.map_private(descriptor, os.fstat(descriptor).st_size))
     finally:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.config import Settings, private_dir
-from sgpu_magic.payload.buffers import INLINE_LIMIT, SharedBuffer, memory_available_bytes, write_file
+from sgpu_magic.payload.buffers import INLINE_LIMIT, SharedBuffer, fits_memory, write_file
 from sgpu_magic.payload.pack import Packed
 from sgpu_magic.protocol.messages import ReclaimPayload
 from sgpu_magic.protocol.records import FilePayload, InlinePayload, Payload, SharedPayload
@@ -18,7 +18,6 @@ from sgpu_magic.protocol.records import FilePayload, InlinePayload, Payload, Sha
 _RECLAIM_TIMEOUT_S = 0.05
 # the memory of a large payload goes back to the machine after this
 _IDLE_S = 60.0
-_MEMORY_RESERVE = 1.25
 
 
 @dataclass(slots=True)
@@ -51,7 +50,7 @@ class Uploads:
         if packed.total_bytes <= INLINE_LIMIT:
             return Payload(source=InlinePayload(), layout=packed.layout), [packed.to_bytes()]
         with self._lock:
-            slot = self._reusable(packed.total_bytes, link) if hasattr(os, "memfd_create") else None
+            slot = self._reusable(packed.total_bytes, link)
             if slot is None:
                 path = private_dir(settings.state_path / "uploads") / f"{run_id}.bin"
                 write_file(packed, path)
@@ -92,10 +91,10 @@ class Uploads:
     def _reusable(self, size: int, link: PoolLink) -> _Slot | None:
         for slot in sorted(self._slots, key=lambda slot: -slot.buffer.size):
             if slot.released.is_set() or (slot.run_over and self._reclaim(slot, link)):
-                if slot.buffer.size >= size or _has_memory(size - slot.buffer.size):
+                if slot.buffer.size >= size or fits_memory(size - slot.buffer.size):
                     return slot
                 return None
-        if not _has_memory(size):
+        if not fits_memory(size):
             return None
         slot = _Slot(SharedBuffer(), "", threading.Event())
         self._slots.append(slot)
@@ -120,10 +119,6 @@ class Uploads:
             self._timer = None
             if self._slots:
                 self._restart_timer()
-
-
-def _has_memory(size: int) -> bool:
-    return size * _MEMORY_RESERVE < memory_available_bytes()
 
 
 def remove_upload(payload: Payload) -> None:

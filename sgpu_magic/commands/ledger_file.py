@@ -46,7 +46,9 @@ def _read(settings: Settings, rest: str, values: Sequence[str | int]) -> list[Ru
     if not path.exists():
         return []
     try:
-        uri = f"file:{quote(str(path))}?mode=ro"
+        # a ledger that was closed well is all in one file, and reading it must not leave others beside it
+        closed = not path.with_name(f"{path.name}-wal").exists()
+        uri = f"file:{quote(str(path))}?mode=ro" + ("&immutable=1" if closed else "")
         with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_TIMEOUT_S)) as database:
             database.row_factory = sqlite3.Row
             # every column that it has: an older or newer schema is read as far as it goes

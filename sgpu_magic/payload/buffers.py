@@ -21,6 +21,7 @@ INLINE_LIMIT = 65536
 """Largest `total_bytes` that travels inside a message."""
 
 _CHUNK = 4 << 20
+_MEMORY_RESERVE = 1.25
 _THREADED_FROM = 8 << 20
 _COPY_THREADS = 2
 _CGROUP = Path("/sys/fs/cgroup")
@@ -180,6 +181,11 @@ def _write_all(fd: int, offset: int, view: memoryview) -> None:
     while view.nbytes:
         written = os.pwrite(fd, view[: 1 << 30], offset)
         view, offset = view[written:], offset + written
+
+
+def fits_memory(size: int) -> bool:
+    """Whether a memory file of `size` bytes can be made and leaves the machine some room."""
+    return hasattr(os, "memfd_create") and size * _MEMORY_RESERVE < memory_available_bytes()
 
 
 def memory_available_bytes() -> int:

@@ -34,7 +34,7 @@ def main() -> None:
     try:
         presence = PoolPresence(settings.runtime_path)
     except AlreadyRunning:
-        print("already running", flush=True)
+        sys.stdout.write("already running\n")
         return
     _run(settings, presence, first_order)
     processes.kill_descendants()
@@ -55,7 +55,8 @@ def _run(settings: Settings, presence: PoolPresence, first_order: bytes) -> None
 
         service = PoolService(settings, presence, engine)
         presence.announce()
-        print("ready", flush=True)
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         try:
             await service.finished

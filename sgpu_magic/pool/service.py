@@ -167,7 +167,7 @@ class PoolService:
         if matches:
             text = f"{message.run!r} begins the ids of {len(matches)} runs: {', '.join(matches)}. Give more digits."
         else:
-            text = f"no run of this pool that is going on has an id that begins with {message.run!r}. `sgpu runs` lists them."
+            text = f"no run that is going on here has an id that begins with {message.run!r}. `sgpu runs` lists them."
         self._server.send(client, Refused(request=message.request, error="UsageError", message=text))
 
     def _tell_status(self, client: ConnectedClient, message: AskStatus) -> None:
@@ -187,7 +187,7 @@ class PoolService:
     def _stop_asked(self, client: ConnectedClient, message: StopPool) -> None:
         if self._book.going and not message.force:
             names = ", ".join(short(run.run_id) for run in self._book.going)
-            text = f"the pool has runs going on ({names}). Wait for them, cancel them, or stop it with --force, which ends them."
+            text = f"the pool has runs going on ({names}). Wait for them, or stop it with --force, which ends them."
             self._server.send(client, Refused(request=message.request, error="PoolError", message=text))
             return
         self._server.send(client, Accepted(request=message.request, text="the pool stops"))

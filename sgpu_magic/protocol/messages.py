@@ -282,6 +282,7 @@ class Execute(Record, frozen=True, tag="execute", kw_only=True):
     """Run a cell in this rank. The payload's descriptor comes along unless it is inline (the first raw frame).
 
     Args:
+        run_dir: Where a result goes that memory has no room for.
         device: `cpu`, or `cuda` when the rank has a GPU of its own.
         visible_devices: UUIDs of the run's devices on this node, in rank order.
         rank_variables: torchrun's variables for this rank. `MASTER_PORT` is a bound loopback socket kept for user
@@ -294,6 +295,7 @@ class Execute(Record, frozen=True, tag="execute", kw_only=True):
     layout: PackedLayout
     inline: bool
     outputs: tuple[OutputName, ...]
+    run_dir: str
     device: str
     visible_devices: tuple[str, ...]
     rank_variables: dict[str, str]

@@ -45,7 +45,7 @@ class _MarkedStderr(io.RawIOBase):
 
 
 def install(stdout_pipe: int, stderr_pipe: int) -> None:
-    """Make the two pipes this process's descriptors 1 and 2, `/dev/null` 0, and replace `sys.stdout` and `sys.stderr`."""
+    """Make the two pipes this process's descriptors 1 and 2, `/dev/null` 0, and replace Python's streams."""
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (stdout_pipe, 1), (stderr_pipe, 2)):
         os.dup2(source, target, inheritable=True)

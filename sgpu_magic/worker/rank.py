@@ -11,13 +11,14 @@ import signal
 import socket
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.payload import buffers, unpack
 from sgpu_magic.payload.pack import Packed
 from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.messages import Execute, Failed, Finished, Fork, Joined, Leave, Release, ToRank
-from sgpu_magic.protocol.records import InlinePayload, Payload, RankResult, Record, SharedPayload
+from sgpu_magic.protocol.records import FilePayload, InlinePayload, Payload, RankResult, Record, SharedPayload
 from sgpu_magic.worker import execute, interaction, output, place, rendezvous
 from sgpu_magic.worker import shell as rank_shell
 from sgpu_magic.worker.link import Link
@@ -172,6 +173,10 @@ class _Execution:
         if packed is not None and packed.total_bytes <= buffers.INLINE_LIMIT:
             payload = Payload(source=InlinePayload(), layout=packed.layout)
             blobs.append(packed.to_bytes())
+        elif packed is not None and not buffers.fits_memory(packed.total_bytes):
+            path = Path(self._order.run_dir) / f"result-{self._fork.rank}.bin"
+            buffers.write_file(packed, path)
+            payload = Payload(source=FilePayload(path=str(path), size=packed.total_bytes), layout=packed.layout)
         elif packed is not None:
             shared = self._result_buffer = buffers.SharedBuffer()
             shared.write(packed)

@@ -665,7 +665,7 @@ def test_a_file_carries_the_payload_when_memory_is_short(new_kernel: Callable[..
     kernel = new_kernel()
     kernel.check(
         "import sgpu_magic.client.uploads as uploads\n"
-        "uploads._has_memory = lambda size: False\n"
+        "uploads.fits_memory = lambda size: False\n"
         "import torch; big = torch.arange(1_000_000)"
     )
     assert on_ranks(kernel, "out = [big[-1].item(), big.sum().item()]") == [[999_999, 499_999_500_000]] * 2
@@ -682,7 +682,7 @@ def test_a_payload_larger_than_the_disk(new_kernel: Callable[..., Kernel], home:
     kernel.check(
         "import shutil, types, torch\n"
         "import sgpu_magic.client.uploads as uploads\n"
-        "uploads._has_memory = lambda size: False\n"
+        "uploads.fits_memory = lambda size: False\n"
         "shutil.disk_usage = lambda path: types.SimpleNamespace(free=1_000_000)\n"
         "big = torch.ones(1_000_000)"
     )
