@@ -30,7 +30,9 @@ def main(folder: Path) -> int:
     print(f"making {folder} with Python {sys.version.split()[0]}", flush=True)
     made = subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], stdin=subprocess.DEVNULL)
     if made.returncode != 0 or not works(python):
-        return fail("the virtual environment could not be made. On Debian and Ubuntu the package python3-venv is needed.")
+        return fail(
+            "the virtual environment could not be made. On Debian and Ubuntu the package python3-venv is needed."
+        )
     try:
         torch = version("torch")
     except PackageNotFoundError:

@@ -109,9 +109,7 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     try:
         from_file = tomllib.loads(file.read_text()) if file.is_file() else {}
     except (OSError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(
-            f"the settings file {file} can't be read: {error}. Mend it or move it away."
-        ) from error
+        raise UsageError(f"the settings file {file} can't be read: {error}. Mend it or move it away.") from error
     for name, value in from_file.items():
         if name not in known:
             raise UsageError(

@@ -89,9 +89,7 @@ class RunFailed(SgpuError):
         remote_traceback: The rank's traceback as plain text, "" when there is none.
     """
 
-    def __init__(
-        self, message: str, *, rank: int | None = None, run_id: str = "", remote_traceback: str = ""
-    ) -> None:
+    def __init__(self, message: str, *, rank: int | None = None, run_id: str = "", remote_traceback: str = "") -> None:
         super().__init__(message)
         self.rank = rank
         self.run_id = run_id

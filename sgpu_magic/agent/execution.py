@@ -140,11 +140,7 @@ class Execution:
                 self._directory.write(PAYLOAD, self._frames[0])
                 self._directory.payload_done(True, "")
         except OSError as error:
-            self._say(
-                Noted(
-                    text=f"the run's directory {self._directory.path} could not be written: {error.strerror}"
-                )
-            )
+            self._say(Noted(text=f"the run's directory {self._directory.path} could not be written: {error.strerror}"))
 
     def _send_cells(self) -> None:
         launch = self.launch
@@ -229,9 +225,7 @@ class Execution:
             self._memory.hold_result(rank, descriptor)
             source = SharedPayload(pid=os.getpid(), fd=descriptor, size=payload.source.size)
             payload = Payload(source=source, layout=payload.layout)
-        result = msgspec.structs.replace(
-            result, payload=payload, lines=output.lines, output_bytes=output.total_bytes
-        )
+        result = msgspec.structs.replace(result, payload=payload, lines=output.lines, output_bytes=output.total_bytes)
         self._gathering.add_result(result, frames)
         self._check_all_reported()
 
@@ -248,9 +242,7 @@ class Execution:
             if not self._deciding:
                 self._deciding = True
                 patience = (
-                    root_cause.PATIENCE_WITH_VICTIM_S
-                    if failure.is_consequence
-                    else root_cause.PATIENCE_WITH_CAUSE_S
+                    root_cause.PATIENCE_WITH_VICTIM_S if failure.is_consequence else root_cause.PATIENCE_WITH_CAUSE_S
                 )
                 self._later(patience, self._blame)
             elif not failure.is_consequence:
@@ -338,9 +330,7 @@ class Execution:
     def _let_leave(self) -> None:
         """Ranks that are done exit; the others get TERM, the grace, KILL."""
         self.group.leave()
-        unreported = [
-            process for process in self.group.ranks if not self._gathering.has_reported(process.rank)
-        ]
+        unreported = [process for process in self.group.ranks if not self._gathering.has_reported(process.rank)]
         for process in unreported:
             process.signal(signal.SIGTERM, whole_session=True)
         if not unreported:

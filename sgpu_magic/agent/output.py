@@ -42,9 +42,7 @@ class RankOutput:
         self._log: int | None = None
         self._pending: list[tuple[str, bytes]] = []
         self._pending_start = 0
-        self._decoders = {
-            stream: codecs.getincrementaldecoder("utf-8")("replace") for stream in (_STDOUT, _STDERR)
-        }
+        self._decoders = {stream: codecs.getincrementaldecoder("utf-8")("replace") for stream in (_STDOUT, _STDERR)}
         self._in_stderr = False
         self._held = b""
         self._last_data = b""

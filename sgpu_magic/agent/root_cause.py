@@ -60,6 +60,4 @@ def death(rank: int, ranks: int, host: str, status: int, at: float, last_output:
         )
     if last_output:
         message += "\nits last output: " + last_output.strip().splitlines()[-1]
-    return Failure(
-        kind=FailureKind.WORKER_DIED, message=message, rank=rank, host=host, at=at, exit_status=status
-    )
+    return Failure(kind=FailureKind.WORKER_DIED, message=message, rank=rank, host=host, at=at, exit_status=status)

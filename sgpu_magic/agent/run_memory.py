@@ -86,9 +86,7 @@ class RunMemory:
         size = os.fstat(descriptor).st_size
         if size > self._keep_bytes:
             os.close(descriptor)
-            self._payload_done(
-                False, f"it has {size / 1e9:.1f} GB, more than the setting keep_payload allows"
-            )
+            self._payload_done(False, f"it has {size / 1e9:.1f} GB, more than the setting keep_payload allows")
             return
         self._job = KeepJob(descriptor, size, self._directory / PAYLOAD, self._copied_in_thread)
         self._keeper.keep(self._job)

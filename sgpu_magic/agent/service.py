@@ -113,9 +113,7 @@ class Agent:
         execution.start()
 
     def _refuse_launch(self, launch: Launch, message: str) -> None:
-        failure = Failure(
-            kind=FailureKind.ENVIRONMENT, message=message, host=socket.gethostname(), at=time.time()
-        )
+        failure = Failure(kind=FailureKind.ENVIRONMENT, message=message, host=socket.gethostname(), at=time.time())
         self.happened(launch.spec.run_id, RunEnded(state=RunState.FAILED, failure=failure), ())
         self._pool.send(RanksGone(run_id=launch.spec.run_id))
 
@@ -159,9 +157,7 @@ class Agent:
             self._replenish(interpreter, ranks)
 
     def _replenish(self, interpreter: Interpreter, ranks: int) -> None:
-        if not self._settings.standby or any(
-            not execution.group.gone for execution in self._executions.values()
-        ):
+        if not self._settings.standby or any(not execution.group.gone for execution in self._executions.values()):
             return
         if self._standby is not None:
             if _fits(self._standby, interpreter, ranks):
@@ -187,9 +183,7 @@ class Agent:
         self._pool.send(RanksGone(run_id=execution.run_id))
         launch = execution.launch
         if not execution.group.broken:
-            self._loop.call_later(
-                _REPLENISH_DELAY_S, self._replenish, launch.interpreter, launch.spec.placement.ranks
-            )
+            self._loop.call_later(_REPLENISH_DELAY_S, self._replenish, launch.interpreter, launch.spec.placement.ranks)
         self._loop.call_later(_KEEP_DELAY_S, execution.keep_large_parts)
         self._loop.call_later(_RESULTS_KEPT_S, self._forget, execution)
 

@@ -79,9 +79,7 @@ class MessageStream(Generic[M]):
     def _write(self) -> None:
         while self._unsent:
             data, descriptors = self._unsent[0]
-            ancillary = (
-                [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-            )
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
             try:
                 sent = self._socket.sendmsg([data], ancillary)
             except BlockingIOError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from sgpu_magic.agent.leftovers import RUN_VARIABLE
 from sgpu_magic.protocol.messages import Launch
 
@@ -37,5 +39,6 @@ def torchrun_variables(launch: Launch, rank: int, master_port: int, device: str)
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": launch.context.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": visible,
+        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
         RUN_VARIABLE: launch.spec.run_id,
     }

@@ -169,9 +169,7 @@ class Zygotes:
     def retire(self, keep: Zygote | None = None) -> None:
         """Close idle zygotes: those beyond two, and those unused for too long."""
         now = asyncio.get_running_loop().time()
-        idle = sorted(
-            (z for z in self._by_key.values() if z.idle and z is not keep), key=lambda z: z.last_used
-        )
+        idle = sorted((z for z in self._by_key.values() if z.idle and z is not keep), key=lambda z: z.last_used)
         surplus = len(idle) - _MAX_IDLE + (keep is not None)
         for position, zygote in enumerate(idle):
             if position < surplus or now - zygote.last_used > self._idle_s:

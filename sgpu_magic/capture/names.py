@@ -76,9 +76,7 @@ def names_stored(source: str, *, transform: Callable[[str], str] | None = None) 
                     return None
                 case ast.Attribute(attr=name) if name in MAGIC_CALLS and name.startswith("run_"):
                     words = [
-                        arg.value
-                        for arg in node.args
-                        if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+                        arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
                     ]
                     if not words or words[0] not in _PLAIN_MAGICS:
                         return None
@@ -101,9 +99,7 @@ def _parse(source: str, transform: Callable[[str], str] | None) -> tuple[ast.Mod
     """Return the transformed cell as a tree with its own line numbers, and its `__future__` flags."""
     lines = source.splitlines(keepends=True)
     skipped = 0
-    while skipped < len(lines) and (
-        not lines[skipped].strip() or (skipped == 0 and _OWN_MAGIC.match(lines[0]))
-    ):
+    while skipped < len(lines) and (not lines[skipped].strip() or (skipped == 0 and _OWN_MAGIC.match(lines[0]))):
         skipped += 1
     # the transform drops leading blank lines, so they are put back after it
     text = "\n" * skipped + (transform or _stock_transform())("".join(lines[skipped:]))
@@ -160,9 +156,7 @@ class _Reader:
                     self._expressions([item.context_expr], bound)
                     if item.optional_vars is not None:
                         bound = self._target(item.optional_vars, bound)
-                self.block(
-                    node.body, bound
-                )  # may have been left early by an exception that the manager swallowed
+                self.block(node.body, bound)  # may have been left early by an exception that the manager swallowed
                 return bound
             case ast.Try() | ast.TryStar():
                 return self._try(node, bound)
@@ -226,9 +220,7 @@ class _Reader:
         return bound | _targets([target])
 
     def _expressions(self, expressions: Iterable[ast.expr], bound: frozenset[str]) -> None:
-        self._code(
-            [ast.copy_location(ast.Expr(value=expression), expression) for expression in expressions], bound
-        )
+        self._code([ast.copy_location(ast.Expr(value=expression), expression) for expression in expressions], bound)
 
     def _code(self, statements: list[ast.stmt], bound: frozenset[str]) -> None:
         if statements:

@@ -58,9 +58,7 @@ def start_pool(settings: Settings, warm: Warm | None = None) -> None:
         )
     log_path = private_dir(settings.state_path) / "pool.log"
     # a rank that starts a pool must not mark it as its own run's process
-    environ = {name: value for name, value in os.environ.items() if name != "SGPU_RUN_ID"} | {
-        "PYTHONSAFEPATH": "1"
-    }
+    environ = {name: value for name, value in os.environ.items() if name != "SGPU_RUN_ID"} | {"PYTHONSAFEPATH": "1"}
     with open(log_path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "sgpu_magic.pool"],

@@ -112,7 +112,7 @@ class Pool:
         Raises:
             UsageError: No run, or more than one, has an id like that.
         """
-        link = self._connect(start=True)
+        link = self._connect(start=False)
         request, reply = link.new_request()
         link.send(Cancel(request=request, run=run, reason=reason))
         answer = _wait(reply)

@@ -33,9 +33,7 @@ class RunResult:
         self.run_id = spec.run_id
         self.name = spec.name
         self.values = list(values)
-        self.problems = {
-            result.rank: result.value_problem for result in ended.results if result.value_problem
-        }
+        self.problems = {result.rank: result.value_problem for result in ended.results if result.value_problem}
         self.lines = [result.lines for result in ended.results]
         self.seconds = [result.seconds for result in ended.results]
         self.queued_s = ended.queued_s

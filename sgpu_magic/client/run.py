@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 from collections.abc import Sequence
+from typing import Any, cast
 
 from sgpu_magic.client.link import EventItem, PoolLink
 from sgpu_magic.errors import SerializationError
@@ -24,9 +25,7 @@ class Run:
         events: Where its events come in.
     """
 
-    def __init__(
-        self, spec: RunSpec, key: bytes, link: PoolLink, events: queue.SimpleQueue[EventItem | None]
-    ) -> None:
+    def __init__(self, spec: RunSpec, key: bytes, link: PoolLink, events: queue.SimpleQueue[EventItem | None]) -> None:
         self.spec = spec
         self.run_id = spec.run_id
         self._key = key
@@ -53,9 +52,7 @@ class Run:
         request, _ = self._link.new_request()
         self._link.send(Cancel(request=request, run=self.run_id, reason=reason))
 
-    def load_results(
-        self, ended: RunEnded, frames: Sequence[bytes], namespace: dict[str, object]
-    ) -> list[RankValues]:
+    def load_results(self, ended: RunEnded, frames: Sequence[bytes], namespace: dict[str, object]) -> list[RankValues]:
         """Unpack what the ranks returned, by rank, then let the pool free its side.
 
         Raises:
@@ -76,9 +73,7 @@ class Run:
                 else:
                     data = _map(payload.source.path)
                 content = unpack.unpack(data, payload.layout, self._key, namespace)
-                if not isinstance(content, dict):
-                    raise SerializationError(f"rank {result.rank}'s result is not what a rank sends.")
-                loaded.append(RankValues(content["names"], content["value"]))
+                loaded.append(RankValues.of(content, result.rank))
         finally:
             self._link.send(ResultsReceived(run_id=self.run_id))
         return loaded
@@ -107,6 +102,14 @@ class RankValues:
     def __init__(self, names: dict[str, object], value: object) -> None:
         self.names = names
         self.value = value
+
+    @classmethod
+    def of(cls, content: object, rank: int) -> RankValues:
+        """Check what a rank sent: `{"names": {...}, "value": ...}`."""
+        if not isinstance(content, dict):
+            raise SerializationError(f"rank {rank}'s result is not what a rank sends.")
+        parts = cast("dict[str, Any]", content)
+        return cls(parts["names"], parts["value"])
 
 
 def _map(path: str) -> memoryview:

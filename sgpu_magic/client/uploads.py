@@ -36,9 +36,7 @@ class Uploads:
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
 
-    def place(
-        self, packed: Packed, run_id: str, link: PoolLink, settings: Settings
-    ) -> tuple[Payload, list[bytes]]:
+    def place(self, packed: Packed, run_id: str, link: PoolLink, settings: Settings) -> tuple[Payload, list[bytes]]:
         """Put the packed bytes where ranks can read them.
 
         Returns:
@@ -54,9 +52,7 @@ class Uploads:
             if slot is None:
                 path = private_dir(settings.state_path / "uploads") / f"{run_id}.bin"
                 write_file(packed, path)
-                return Payload(
-                    source=FilePayload(path=str(path), size=packed.total_bytes), layout=packed.layout
-                ), []
+                return Payload(source=FilePayload(path=str(path), size=packed.total_bytes), layout=packed.layout), []
             slot.buffer.write(packed)
             slot.run_id, slot.released, slot.run_over = run_id, threading.Event(), False
         source = SharedPayload(pid=os.getpid(), fd=slot.buffer.fd, size=packed.total_bytes)

@@ -117,7 +117,7 @@ def probe(environ: Mapping[str, str]) -> ProbeFacts:
     """Start two ranks of this Python, let them reduce a tensor, and return what rank 0 said."""
     variables = {name: value for name, value in environ.items() if name not in _RANK_VARIABLES}
     # as in a rank, where a variable of the user's stands too
-    variables.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    variables["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     variables["OMP_NUM_THREADS"] = "1"
     ranks: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="sgpu-doctor-") as folder:

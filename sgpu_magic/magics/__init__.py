@@ -6,6 +6,9 @@ distributed  submit, follow, bring back
 completion   options and types in the front end's completer
 """
 
+# IPython's own attributes are only partly typed
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 from IPython.core.inputtransformer2 import cell_magic

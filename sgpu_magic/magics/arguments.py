@@ -74,9 +74,7 @@ def parser() -> argparse.ArgumentParser:
         "The cell's value is a result: .values by rank, .lines, .logs(rank), .directory.",
     )
     add = made.add_argument
-    add(
-        "-n", "--gpus", type=_ranks, metavar="N", help="ranks, one per GPU (default: 2 on CPU, else all GPUs)"
-    )
+    add("-n", "--gpus", type=_ranks, metavar="N", help="ranks, one per GPU (default: 2 on CPU, else all GPUs)")
     add("--type", metavar="TYPE", help="a10, a100, h100, ..., cpu, any (default: what the pool has)")
     add(
         "--out",
@@ -166,9 +164,7 @@ def _timeout(text: str | None) -> float:
         return SEVEN_DAYS_S
     seconds = duration_s("--timeout", text)
     if not 0 < seconds <= SEVEN_DAYS_S:
-        raise UsageError(
-            f"--timeout {text} is not possible: a run may take more than 0 s and at most 7 days (7d)."
-        )
+        raise UsageError(f"--timeout {text} is not possible: a run may take more than 0 s and at most 7 days (7d).")
     return seconds
 
 
@@ -193,9 +189,7 @@ def _outputs(values: Sequence[str]) -> tuple[OutputName, ...]:
         name, colon, which = item.partition(":")
         _check_name("--out", name)
         if colon and which != "all":
-            raise UsageError(
-                f"--out {item}: after the colon only `all` is possible, for a list of every rank's value."
-            )
+            raise UsageError(f"--out {item}: after the colon only `all` is possible, for a list of every rank's value.")
         found[name] = OutputName(name, bool(colon))
     return tuple(found.values())
 

@@ -1,5 +1,8 @@
 """A cell and its options become what is submitted: checked, captured, packed, described."""
 
+# IPython's own attributes are only partly typed
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import os
@@ -116,9 +119,7 @@ def _without_values(magic_line: str) -> str:
 def check_cell(body: str) -> None:
     """Raise UsageError for a cell without code: it would start ranks for nothing."""
     if not any(text and not text.startswith("#") for text in map(str.strip, body.splitlines())):
-        raise UsageError(
-            "the cell is empty. Write the code that each rank shall run under the %%distributed line."
-        )
+        raise UsageError("the cell is empty. Write the code that each rank shall run under the %%distributed line.")
 
 
 def _check_outputs(source: str, options: CellOptions, shell: InteractiveShell) -> None:

@@ -1,5 +1,8 @@
 """Completion of the magic's options, types and names."""
 
+# IPython's own attributes are only partly typed
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import re
@@ -18,10 +21,8 @@ _matchers: dict[int, object] = {}
 
 def install(shell: InteractiveShell) -> None:
     """Offer the options on the magic's line, and nothing else there: `--t` is no expression of Python."""
-    if shell.Completer is None:
-        return
 
-    @context_matcher(identifier="sgpu_magic.options", priority=1000)
+    @context_matcher(identifier="sgpu_magic.options", priority=1000)  # pyright: ignore[reportUntypedFunctionDecorator]
     def match(context: CompletionContext) -> SimpleMatcherResult:
         before = context.text_until_cursor
         if context.cursor_line != 0 or not _LINE.match(before):
@@ -42,7 +43,7 @@ def install(shell: InteractiveShell) -> None:
 def remove(shell: InteractiveShell) -> None:
     """Take the completion away again."""
     match = _matchers.pop(id(shell), None)
-    if shell.Completer is not None and match in shell.Completer.custom_matchers:
+    if match in shell.Completer.custom_matchers:
         shell.Completer.custom_matchers.remove(match)
 
 

@@ -63,15 +63,14 @@ def bring_back(
 
 def _follow(run: Run, view: RunView, publisher: Publisher) -> tuple[RunEnded, Sequence[bytes]]:
     while True:
-        item = run.next_event(_TICK_S)
-        for _ in range(_BATCH):
+        for turn in range(_BATCH):
+            item = run.next_event(0 if turn else _TICK_S)
             if item is None:
                 break
             event, frames = item
             view.apply(event, frames)
             if isinstance(event.body, RunEnded):
                 return event.body, frames
-            item = run.next_event(0)
         if run.link_lost:
             return _last_words(run, view)
         publisher.tick(time.monotonic())
@@ -96,9 +95,7 @@ def _last_words(run: Run, view: RunView) -> tuple[RunEnded, Sequence[bytes]]:
     return ended, ()
 
 
-def _after_interrupt(
-    run: Run, view: RunView, publisher: Publisher
-) -> tuple[RunEnded | None, Sequence[bytes]]:
+def _after_interrupt(run: Run, view: RunView, publisher: Publisher) -> tuple[RunEnded | None, Sequence[bytes]]:
     """Wait for the ranks to stop, but not for long; a second interrupt does not wait at all."""
     deadline = time.monotonic() + _CANCEL_PATIENCE_S
     try:

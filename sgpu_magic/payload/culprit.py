@@ -34,9 +34,7 @@ class _Kind:
         self.hides_inside = hides_inside
 
 
-def explain_name(
-    chain: Sequence[str], values: Mapping[str, object], culprit: object, error: Exception
-) -> str:
+def explain_name(chain: Sequence[str], values: Mapping[str, object], culprit: object, error: Exception) -> str:
     """Return why a variable can't leave the notebook.
 
     Args:
@@ -105,17 +103,13 @@ def _describe(root: str, value: object, culprit: object, error: Exception) -> tu
     for label, _ in steps[1:]:
         path = path + label if label[:1] in ".[" else label
     is_inside = (
-        len(steps) > 1
-        and steps[-1][0].startswith((".", "["))
-        and any(_has_getstate(step) for _, step in steps[:-1])
+        len(steps) > 1 and steps[-1][0].startswith((".", "[")) and any(_has_getstate(step) for _, step in steps[:-1])
     )
     return f"{path} is {kind.phrase}{said}", kind, is_inside
 
 
 def _has_getstate(obj: object) -> bool:
-    return not isinstance(
-        obj, (dict, list, tuple, set, frozenset, types.FunctionType, functools.partial, type)
-    )
+    return not isinstance(obj, (dict, list, tuple, set, frozenset, types.FunctionType, functools.partial, type))
 
 
 def _is_stock_message(error: Exception) -> bool:
@@ -130,11 +124,7 @@ def _kind_of(obj: object) -> _Kind:
     if special is not None:
         return special
     cls = type(obj)
-    name = (
-        cls.__qualname__
-        if cls.__module__ in ("builtins", "__main__")
-        else f"{cls.__module__}.{cls.__qualname__}"
-    )
+    name = cls.__qualname__ if cls.__module__ in ("builtins", "__main__") else f"{cls.__module__}.{cls.__qualname__}"
     article = "an" if name.lstrip("_")[:1].lower() in "aeiou" else "a"
     return _Kind(f"{article} {name}", cls.__name__, hides_inside=False)
 

@@ -132,7 +132,5 @@ def _attributes(node: Any) -> Iterator[tuple[str, object]]:
 
 
 def _short(key: object) -> str:
-    text = (
-        repr(key) if isinstance(key, str | int | float | bool | bytes | tuple) else f"<{type(key).__name__}>"
-    )
+    text = repr(key) if isinstance(key, str | int | float | bool | bytes | tuple) else f"<{type(key).__name__}>"
     return text if len(text) <= 40 else text[:37] + "..."

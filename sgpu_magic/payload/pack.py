@@ -116,9 +116,7 @@ class _Packing:
         submodules: Modules to import on the other side.
     """
 
-    def __init__(
-        self, namespace: dict[str, object], exclude: frozenset[str], submodules: tuple[str, ...]
-    ) -> None:
+    def __init__(self, namespace: dict[str, object], exclude: frozenset[str], submodules: tuple[str, ...]) -> None:
         self._namespace = namespace
         self._exclude = exclude
         self._submodules = submodules
@@ -167,15 +165,11 @@ class _Packing:
         except Exception as error:  # __reduce__ and __getstate__ of any class run here
             chain = self._chain(name)
             values = {link: self._values.get(link, self._namespace.get(link)) for link in chain}
-            raise SerializationError(
-                culprit.explain_name(chain, values, self._pickler.last, error)
-            ) from error
+            raise SerializationError(culprit.explain_name(chain, values, self._pickler.last, error)) from error
         size = self._stream.tell() - begin + sum(view.nbytes for view in self._buffers[first_buffer:])
         self._sizes[name] = size
         self.done.append(name)
-        found = {
-            n: None for n in self._pickler.found if n != name and (n in self._values or self._is_shippable(n))
-        }
+        found = {n: None for n in self._pickler.found if n != name and (n in self._values or self._is_shippable(n))}
         self.needs[name] = found
         return found
 

@@ -156,11 +156,7 @@ class NamespacePickler(cloudpickle.Pickler):
         reached = [*(self._namespace[name] for name in names), *contents.values()]
         find_submodules: Callable[..., list[object]] = _cloudpickle._find_imported_submodules
         state = (dict(function.__dict__), slots, contents, find_submodules(code, reached))
-        refs = (
-            None
-            if cells is None
-            else tuple(self._cells.setdefault(id(cell), _CellRef(cell)) for cell in cells)
-        )
+        refs = None if cells is None else tuple(self._cells.setdefault(id(cell), _CellRef(cell)) for cell in cells)
         return (
             unpack.make_function,
             (code, self._namespace_ref, refs),
@@ -206,11 +202,7 @@ class NamespacePickler(cloudpickle.Pickler):
     def _reduce_array(self, array: Any) -> Any:
         """Arrays that numpy would copy into the stream: dates, not contiguous or mapped from a file."""
         numpy: Any = self._numpy
-        if (
-            type(array) not in (numpy.ndarray, numpy.memmap)
-            or array.dtype.hasobject
-            or array.nbytes < _SMALLEST_BUFFER
-        ):
+        if type(array) not in (numpy.ndarray, numpy.memmap) or array.dtype.hasobject or array.nbytes < _SMALLEST_BUFFER:
             return NotImplemented
         is_contiguous = array.flags.c_contiguous or array.flags.f_contiguous
         is_date = array.dtype.kind in "mM"  # has no buffer interface

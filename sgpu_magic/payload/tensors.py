@@ -59,11 +59,7 @@ def reduce_storage(torch: Any, storage: Any, refs: dict[tuple[str, int], Storage
 
 def reduce_tensor(torch: Any, tensor: Any) -> Reduced | None:
     """Return how to pickle a tensor of a type that torch writes for `torch.load` alone; else None."""
-    if (
-        tensor.dtype not in _types_unknown_to_pickle(torch)
-        or tensor.device.type == "meta"
-        or tensor.is_sparse
-    ):
+    if tensor.dtype not in _types_unknown_to_pickle(torch) or tensor.device.type == "meta" or tensor.is_sparse:
         return None
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     return rebuild_as, (tensor.detach().view(integers), tensor.dtype, tensor.requires_grad)

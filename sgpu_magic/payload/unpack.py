@@ -36,9 +36,7 @@ def compute_mac(key: bytes, stream: bytes | memoryview, buffers: tuple[tuple[int
     """Return the HMAC-SHA256 under `key` over a pickle stream and its table of buffers."""
     mac = hmac.new(key, _MAC_PREFIX, "sha256")
     mac.update(
-        struct.pack(
-            f"<QQ{2 * len(buffers)}Q", len(stream), len(buffers), *(n for pair in buffers for n in pair)
-        )
+        struct.pack(f"<QQ{2 * len(buffers)}Q", len(stream), len(buffers), *(n for pair in buffers for n in pair))
     )
     mac.update(stream)
     return mac.digest()
@@ -61,9 +59,7 @@ def unpack(data: PackedBytes, layout: PackedLayout, key: bytes, namespace: dict[
         return _load(unpickler, "the value")
 
 
-def unpack_namespace(
-    data: PackedBytes, layout: PackedLayout, key: bytes, namespace: dict[str, object]
-) -> None:
+def unpack_namespace(data: PackedBytes, layout: PackedLayout, key: bytes, namespace: dict[str, object]) -> None:
     """Set the names that `pack_namespace` packed in `namespace`.
 
     Args:
@@ -90,8 +86,7 @@ def _checked_unpickler(data: PackedBytes, layout: PackedLayout, key: bytes) -> p
         view = view.cast("B")
     size = view.nbytes
     if not 0 <= layout.pickle_size <= size or any(
-        offset < layout.pickle_size or length < 0 or offset + length > size
-        for offset, length in layout.buffers
+        offset < layout.pickle_size or length < 0 or offset + length > size for offset, length in layout.buffers
     ):
         raise SerializationError(
             f"a packed object does not fit its {size:,} bytes: it was cut short on its way. Run it again."
@@ -167,9 +162,7 @@ def current_namespace() -> dict[str, object]:
     try:
         return _namespace.get()
     except LookupError:
-        raise SerializationError(
-            "a packed notebook function can only be read by sgpu_magic.payload.unpack."
-        ) from None
+        raise SerializationError("a packed notebook function can only be read by sgpu_magic.payload.unpack.") from None
 
 
 def make_cell() -> types.CellType:

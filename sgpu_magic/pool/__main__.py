@@ -31,6 +31,7 @@ def main() -> None:
     config.private_dir(settings.runtime_path)
     config.private_dir(settings.state_path)
     config.private_dir(settings.runs_path)
+    config.private_dir(settings.runs_path)
     try:
         presence = PoolPresence(settings.runtime_path)
     except AlreadyRunning:

@@ -210,9 +210,7 @@ class Room:
                 note="; ".join(filter(None, notes)),
             )
         # untouched devices before those that others use; then in bus order: neighbours are near each other
-        free = sorted(
-            self._free(want), key=lambda device: (device.outside_use != "", device.index, device.uuid)
-        )
+        free = sorted(self._free(want), key=lambda device: (device.outside_use != "", device.index, device.uuid))
         chosen = sorted(free[: want.ranks], key=lambda device: (device.index, device.uuid))
         return Lease(
             lease_id=lease_id,

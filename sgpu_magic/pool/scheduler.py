@@ -282,9 +282,7 @@ class Scheduler:
                 are = "is" if free == 1 else "are"
                 waited = f"the run needs {need}, {free} {are} free, and it was not to wait"
                 remedy = "Let it queue with --wait 10m"
-            message = (
-                f"{waited}: {why}. {remedy}, ask for fewer with --gpus, or choose another pool with --pool."
-            )
+            message = f"{waited}: {why}. {remedy}, ask for fewer with --gpus, or choose another pool with --pool."
             if run.accepted:
                 out += self._end(run, RunState.FAILED, message)
             else:
@@ -379,6 +377,4 @@ def _waits_for(run: ScheduledRun, want: Want, room: Room, keepers: dict[Line, st
 
 
 def _kept_for(keepers: dict[Line, str], run: ScheduledRun, want: Want) -> str:
-    return (
-        f"what is free is kept for run {short(keepers.get(want.line, run.run_id))}, which has waited longer"
-    )
+    return f"what is free is kept for run {short(keepers.get(want.line, run.run_id))}, which has waited longer"

@@ -100,9 +100,7 @@ class PoolService:
         """Withdraw, tell the clients of runs that end with the pool, end the ranks."""
         for run in self._book.going:
             if run.log is not None and not run.ended:
-                self._book.end_without_ranks(
-                    run, RunState.CANCELLED, "the pool was stopped", FailureKind.INTERNAL
-                )
+                self._book.end_without_ranks(run, RunState.CANCELLED, "the pool was stopped", FailureKind.INTERNAL)
         self._server.close()
         self._engine.close()
         self._ledger.close()
@@ -301,9 +299,7 @@ class PoolService:
         try:
             self._engine.launch(launch, run.frames)
         except LeaseUnavailable as error:
-            self._loop.call_soon(
-                self._feed, sched.LeaseRefused(run_id, error.uuids, error.why, time.monotonic())
-            )
+            self._loop.call_soon(self._feed, sched.LeaseRefused(run_id, error.uuids, error.why, time.monotonic()))
             return
         run.placed_at = time.time()
         # what was only needed to launch, and may be secret or large
@@ -334,11 +330,7 @@ class PoolService:
             self._deadline = None
         due = self._scheduler.next_deadline()
         waits_for_devices = any(run.lease is None and run.accepted for run in self._scheduler.runs)
-        if (
-            waits_for_devices
-            and self._inventory is not None
-            and any(not d.simulated for d in self._inventory.devices)
-        ):
+        if waits_for_devices and self._inventory is not None and any(not d.simulated for d in self._inventory.devices):
             due = min(due or float("inf"), time.monotonic() + _QUEUE_REFRESH_S)
         if due is not None:
             self._deadline = self._loop.call_later(max(0.0, due - time.monotonic()), self._time_passed)
@@ -375,6 +367,5 @@ def _labels(lease: Lease, inventory: Inventory | None) -> tuple[str, ...]:
     """`A10 · 0` for each device of the lease, in rank order."""
     devices = {device.uuid: device for device in inventory.devices} if inventory is not None else {}
     return tuple(
-        f"{devices[uuid].type.upper()} · {devices[uuid].index}" if uuid in devices else uuid
-        for uuid in lease.uuids
+        f"{devices[uuid].type.upper()} · {devices[uuid].index}" if uuid in devices else uuid for uuid in lease.uuids
     )

@@ -35,6 +35,7 @@ def pool_status(
         cpu_slots_free=scheduler.cpu_slots_free,
         runs=runs,
         clients=clients,
+        problem=ledger.problem,
     )
 
 

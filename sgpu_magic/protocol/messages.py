@@ -92,9 +92,7 @@ class StopPool(Record, frozen=True, tag="stop-pool", kw_only=True):
     force: bool = False
 
 
-ClientMessage = (
-    Hello | Warm | Submit | Cancel | ReclaimPayload | ResultsReceived | AskStatus | Goodbye | StopPool
-)
+ClientMessage = Hello | Warm | Submit | Cancel | ReclaimPayload | ResultsReceived | AskStatus | Goodbye | StopPool
 
 # ---------------------------------------------------------------- pool -> client
 
@@ -146,7 +144,7 @@ class RunSummary(Record, frozen=True, kw_only=True):
 
 
 class PoolStatus(Record, frozen=True, tag="status", kw_only=True):
-    """What `%sgpu_status` and `sgpu pool status` show."""
+    """What `%sgpu_status` and `sgpu pool status` show. `problem` is the ledger's, "" when it has none."""
 
     request: int
     pool: str
@@ -157,7 +155,7 @@ class PoolStatus(Record, frozen=True, tag="status", kw_only=True):
     cpu_slots_free: int
     runs: tuple[RunSummary, ...]
     clients: int
-    ends_at: float | None = None
+    problem: str = ""
 
 
 PoolMessage = Welcome | Accepted | Refused | PoolStatus | Event

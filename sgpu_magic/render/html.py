@@ -50,10 +50,7 @@ _SHAPES = {
     RunState.CANCELLED: "■",
     RunState.CANCELLING: "■",
 }
-_PRE = (
-    f"margin:0;padding:6px 12px;{MONO};font-size:12px;line-height:1.5;white-space:pre-wrap;"
-    "overflow-wrap:anywhere"
-)
+_PRE = f"margin:0;padding:6px 12px;{MONO};font-size:12px;line-height:1.5;white-space:pre-wrap;overflow-wrap:anywhere"
 _MAX_EXCERPT_CHARS = 12_000
 _MAX_WHOLE_CHARS = 40_000
 _MAX_LIVE_CHARS = 160
@@ -74,9 +71,7 @@ def render_html(view: RunView) -> str:
     return "".join(drawn)
 
 
-def render_segment_html(
-    view: RunView, segment: TextSegment, first: bool, last: bool, limit: int | None = None
-) -> str:
+def render_segment_html(view: RunView, segment: TextSegment, first: bool, last: bool, limit: int | None = None) -> str:
     """Return one segment: the first has the header and the live lines, the last the error and the footer.
 
     Args:
@@ -180,9 +175,7 @@ def _ranks(view: RunView) -> str:
 def _lines(view: RunView, segment: TextSegment, room: int, live: bool) -> str:
     if live and len(segment.items) > _MAX_LIVE_LINES:
         segment = replace(segment, items=_newest(segment.items))
-    drawn = {
-        at: _line(item.rank, item.text) for at, item in enumerate(segment.items) if isinstance(item, LineItem)
-    }
+    drawn = {at: _line(item.rank, item.text) for at, item in enumerate(segment.items) if isinstance(item, LineItem)}
     # ASCII is the rule, so that measuring costs nothing
     sizes = [
         0 if (text := drawn.get(at)) is None else 1 + (len(text) if text.isascii() else len(text.encode()))
@@ -227,9 +220,7 @@ def _error(view: RunView) -> str:
         if not excerpt and failure.message:
             lines.append(escape(ansi.plain(failure.message)[:_MAX_EXCERPT_CHARS]))
         if left_out:
-            body = "\n".join(
-                _traceback_line(line) for line in _cut(traceback_body(failure), _MAX_WHOLE_CHARS)
-            )
+            body = "\n".join(_traceback_line(line) for line in _cut(traceback_body(failure), _MAX_WHOLE_CHARS))
             whole = (
                 f'<details style="padding:0 12px 6px;font-size:12px"><summary style="cursor:pointer;{SOFT}">'
                 f'the whole traceback</summary><pre style="{_PRE};padding:4px 0 0">{body}</pre></details>'

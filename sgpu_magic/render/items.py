@@ -67,9 +67,7 @@ def gap_lines(gap: GapItem, short_id: str) -> list[str]:
     return told
 
 
-def trim(
-    items: Sequence[Item], sizes: Sequence[int], limit: int, head_share: float = HEAD_SHARE
-) -> list[Item]:
+def trim(items: Sequence[Item], sizes: Sequence[int], limit: int, head_share: float = HEAD_SHARE) -> list[Item]:
     """Return `items` of at most `limit` bytes: the middle's lines join the one gap.
 
     Args:

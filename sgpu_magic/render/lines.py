@@ -80,6 +80,4 @@ def _step_back(line: str) -> str:
 def _shorten(line: str) -> str:
     if len(line) <= MAX_LINE_CHARS:
         return line
-    return (
-        f"{line[:MAX_LINE_CHARS]} ... {len(line) - MAX_LINE_CHARS:,} more characters of this line in the log"
-    )
+    return f"{line[:MAX_LINE_CHARS]} ... {len(line) - MAX_LINE_CHARS:,} more characters of this line in the log"

@@ -146,6 +146,4 @@ def _name_hint(failure: Failure, notebook_names: Container[str]) -> str:
     if found is None or found[1] not in notebook_names:
         return ""
     name = found[1]
-    return (
-        f"`{name}` exists in the notebook but the cell's code does not show that it is used: add --in {name}"
-    )
+    return f"`{name}` exists in the notebook but the cell's code does not show that it is used: add --in {name}"

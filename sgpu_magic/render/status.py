@@ -93,20 +93,11 @@ def _waiting(status: PoolStatus) -> list[str]:
 
 
 def _remarks(status: PoolStatus) -> list[str]:
-    remarks = [status.inventory.problem] if status.inventory.problem else []
-    if status.ends_at is not None:
-        at = time.strftime("%H:%M", time.localtime(status.ends_at))
-        remarks.append(f"the pool is idle and ends itself at {at}")
-    return remarks
+    return [problem for problem in (status.inventory.problem, status.problem) if problem]
 
 
 def _device_rows(status: PoolStatus) -> list[Row]:
-    holders = {
-        uuid: (run, rank)
-        for run in status.runs
-        if run.state in _HOLDING
-        for rank, uuid in enumerate(run.uuids)
-    }
+    holders = {uuid: (run, rank) for run in status.runs if run.state in _HOLDING for rank, uuid in enumerate(run.uuids)}
     rows: list[Row] = []
     for device in status.inventory.devices:
         holder = holders.get(device.uuid)
@@ -141,9 +132,7 @@ def _run_row(run: RunSummary, now: float) -> Row:
     if run.device_type in ("cpu", "any"):
         ranks = f"{run.ranks} {TIMES} {run.device_type}" if run.device_type == "cpu" else f"{run.ranks}"
     else:
-        ranks = f"{run.ranks} {TIMES} {run.device_type.upper()}" + (
-            " (simulated on cpu)" if run.simulated else ""
-        )
+        ranks = f"{run.ranks} {TIMES} {run.device_type.upper()}" + (" (simulated on cpu)" if run.simulated else "")
     since = run.started_at if run.started_at is not None else run.submitted_at
     duration = format_clock((run.ended_at if run.ended_at is not None else now) - since)
     failure = run.failure.strip().split("\n", 1)[0]
@@ -156,9 +145,7 @@ def _aligned(rows: Sequence[Row], right: tuple[int, ...]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "   ".join(
-            ansi.plain(cell).rjust(widths[column])
-            if column in right
-            else ansi.plain(cell).ljust(widths[column])
+            ansi.plain(cell).rjust(widths[column]) if column in right else ansi.plain(cell).ljust(widths[column])
             for column, cell in enumerate(row)
         ).rstrip()
         for row in rows

@@ -97,12 +97,7 @@ class OutputStore:
                 size = _size(lines)
             self._sealed = True
         last = self._tail[-1] if self._tail else None
-        if (
-            isinstance(last, _Lines)
-            and last.rank == rank
-            and last.stream == stream
-            and last.size < _MERGE_BYTES
-        ):
+        if isinstance(last, _Lines) and last.rank == rank and last.stream == stream and last.size < _MERGE_BYTES:
             last.lines.extend(lines)
             last.size += size
         else:

@@ -65,9 +65,7 @@ def render_text(view: RunView) -> str:
     return "\n".join(text for text in drawn if text)
 
 
-def render_segment_text(
-    view: RunView, segment: TextSegment, first: bool, last: bool, limit: int | None = None
-) -> str:
+def render_segment_text(view: RunView, segment: TextSegment, first: bool, last: bool, limit: int | None = None) -> str:
     """Return one segment: the first has the header and the notes, the last the summary.
 
     Args:
@@ -155,9 +153,7 @@ def live_line(view: RunView) -> str:
     run = f"run {view.short_id}"
     if view.state is RunState.QUEUED:
         position = f", position {view.position}" if view.position else ""
-        return " · ".join(
-            part for part in (f"queued{position}", view.waiting_for or view.reason, run) if part
-        )
+        return " · ".join(part for part in (f"queued{position}", view.waiting_for or view.reason, run) if part)
     elapsed = view.elapsed_s()
     since = f" for {format_seconds(elapsed)}" if elapsed else ""
     return " · ".join(part for part in (f"{view.state}{since}", view.reason, run) if part)

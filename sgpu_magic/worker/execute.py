@@ -1,5 +1,8 @@
 """One cell in one rank: run it, pack what it returns, describe how it failed."""
 
+# IPython's own attributes are only partly typed
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import os
@@ -72,9 +75,7 @@ def assert_hook(hook: object) -> RankDisplayHook:
     return hook
 
 
-def pack_result(
-    shell: RankShell, outputs: Sequence[OutputName], rank: int, key: bytes
-) -> tuple[Packed | None, str]:
+def pack_result(shell: RankShell, outputs: Sequence[OutputName], rank: int, key: bytes) -> tuple[Packed | None, str]:
     """Pack the names of `--out` that this rank returns and the last expression's value.
 
     Returns:
@@ -116,9 +117,7 @@ def _pack(names: dict[str, object], value: object, rank: int, key: bytes) -> Pac
             try:
                 pack_object(single, namespace, key)
             except SerializationError as error:
-                raise SerializationError(
-                    f"`{name}` of --out can't leave rank {rank}: {error.message}"
-                ) from None
+                raise SerializationError(f"`{name}` of --out can't leave rank {rank}: {error.message}") from None
         raise
 
 

@@ -1,5 +1,8 @@
 """A rank has no keyboard: whatever asks for one fails at once and says what to do instead."""
 
+# IPython's own attributes are only partly typed
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import builtins
@@ -40,7 +43,7 @@ def refuse(shell: InteractiveShell) -> None:
     sys.breakpointhook = no_breakpoint
     sys.stdin = _NoKeyboard(no_input)
     for magic in ("debug", "pdb"):
-        shell.register_magic_function(no_debugger, "line", magic)
+        shell.register_magic_function(no_debugger, "line", magic)  # pyright: ignore[reportArgumentType]
     shell.raw_input = no_input  # pyright: ignore[reportAttributeAccessIssue]
 
     import pdb

@@ -4,6 +4,9 @@ multiprocessing pickles them by reference to `__main__`, which a spawned or fork
 DataLoader over a notebook's Dataset fails in every notebook (pytorch#51344). Here they are pickled by value.
 """
 
+# IPython's own attributes are only partly typed
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import types

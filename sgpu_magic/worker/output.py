@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from sgpu_magic.protocol.output_marks import STDERR_BEGIN, STDERR_END
 
 if TYPE_CHECKING:
-    from collections.abc import Buffer
+    from typing_extensions import Buffer
 
 _BUFFER_BYTES = 1 << 16
 
@@ -77,4 +77,4 @@ def flush() -> None:
 def _buffer_lines() -> None:
     """A child has no helper thread that flushes."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
+        sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportUnknownMemberType]

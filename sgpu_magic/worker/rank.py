@@ -1,5 +1,8 @@
 """One rank's life: join the group, execute what the agent sends, report, wait for the others, leave."""
 
+# IPython's own attributes are only partly typed
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import atexit
@@ -227,7 +230,7 @@ class _Execution:
         """
         with contextlib.suppress(OSError, AttributeError):
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        atexit._run_exitfuncs()
+        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
         output.flush()
 
 

@@ -6,6 +6,9 @@ only when somebody rendezvouses through it; torch is told, as under torchrun, th
 (`TORCHELASTIC_USE_AGENT_STORE`), so every rank is a client.
 """
 
+# torch.distributed re-exports its stores without saying so
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import importlib
@@ -57,7 +60,8 @@ def join(rank: int, ranks: int, store_path: str, *, cuda: bool) -> None:
     """
     if not dist.is_available():
         return
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    # whatever a cluster's settings say: all ranks are on this node, and any other interface looks names up
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     store = dist.FileStore(store_path, ranks)
     backend = "cpu:gloo,cuda:nccl" if cuda and dist.is_nccl_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)

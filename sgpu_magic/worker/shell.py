@@ -1,5 +1,8 @@
 """IPython in a rank: displays, the last expression and tracebacks go to the notebook instead of a terminal."""
 
+# IPython's own attributes are only partly typed
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import json
@@ -53,9 +56,7 @@ class RankDisplayPublisher(DisplayPublisher):
         output.flush()
         display_id = (transient or {}).get("display_id", "")
         self.report(
-            Displayed(
-                bundle=_to_json(data), metadata=_to_json(metadata or {}), display_id=display_id, update=update
-            )
+            Displayed(bundle=_to_json(data), metadata=_to_json(metadata or {}), display_id=display_id, update=update)
         )
 
     def clear_output(self, wait: bool = False) -> None:
@@ -72,14 +73,12 @@ class RankDisplayHook(DisplayHook):
 
     def quiet(self) -> bool:
         """Whether the cell ends with a semicolon. IPython asks the history, which a rank has not."""
-        return self.semicolon_at_end_of_expression(self.source)
+        return bool(self.semicolon_at_end_of_expression(self.source))
 
     def write_output_prompt(self) -> None:
         """The value's text stands in the run's result, not after a prompt of each rank."""
 
-    def write_format_data(
-        self, format_dict: Mapping[str, object], md_dict: Mapping[str, object] | None = None
-    ) -> None:
+    def write_format_data(self, format_dict: Mapping[str, object], md_dict: Mapping[str, object] | None = None) -> None:
         self.last_text = str(format_dict.get(_PLAIN, ""))
         if set(format_dict) - {_PLAIN}:
             self.shell.display_pub.publish(format_dict, md_dict)  # pyright: ignore[reportOptionalMemberAccess]

@@ -1,5 +1,8 @@
 """A run again outside the notebook: what `_air.py` in a run's directory calls on every rank under torchrun."""
 
+# IPython's own attributes are only partly typed
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import os
