@@ -44,7 +44,7 @@ class DistributedMagics(Magics):
         ranks = options.ranks or self._default_ranks(options.device_type)
         submission = cell.prepare(line, cell_body, options, self._shell, settings, ranks)
         run = self.pool.submit(submission.spec, submission.packed, submission.key, submission.environ)
-        view = RunView(submission.spec, settings.output_limit, pool=self.pool.name)
+        view = RunView(submission.spec, settings.output_limit, pool=self.pool.name, error_follows=True)
         publisher = publisher_for(options.ui, view, sys.stdout, notebook=is_notebook(self._shell))
         try:
             return follow.bring_back(run, view, publisher, self._shell.user_ns, settings)

@@ -15,7 +15,7 @@ from sgpu_magic.render.failure import cell_excerpt, last_part, other_lines, trac
 from sgpu_magic.render.items import DisplayItem, GapItem, LineItem, display_text, gap_lines, trim
 from sgpu_magic.render.segments import TextSegment, segments
 from sgpu_magic.render.text import backend, culprits_last_words, failure_sentence, returned_text, shipped_text
-from sgpu_magic.render.units import TIMES, count_of, format_clock
+from sgpu_magic.render.units import TIMES, count_of, format_clock, format_seconds
 from sgpu_magic.render.view import RunView
 
 __all__ = ["device_html", "render_html", "render_segment_html", "segments"]
@@ -121,7 +121,8 @@ def _header(view: RunView) -> str:
         meta += [f"position {view.position}"] if view.position else []
         meta += [escape(view.waiting_for or view.reason)] if view.waiting_for or view.reason else []
     else:
-        meta.append(format_clock(view.elapsed_s()))
+        elapsed = view.elapsed_s()
+        meta.append(format_seconds(elapsed) if view.is_final else format_clock(elapsed))
         if view.reason and (view.state is RunState.CANCELLED or not view.is_final):
             meta.append(escape(view.reason))
     return (
@@ -215,7 +216,7 @@ def _error(view: RunView) -> str:
         where = [f"on rank {failure.rank}" if failure.rank is not None else "", escape(failure.host)]
         name = escape(last_part(failure.type_name) or "error")
         lines = [f'<b style="font-weight:600;color:{BAD}">{name}</b> {" · ".join(filter(None, where))}']
-        excerpt, left_out = cell_excerpt(failure)
+        excerpt, left_out = ([], False) if view.error_follows else cell_excerpt(failure)
         lines += [_traceback_line(line) for line in _cut(excerpt, _MAX_EXCERPT_CHARS)]
         if not excerpt and failure.message:
             lines.append(escape(ansi.plain(failure.message)[:_MAX_EXCERPT_CHARS]))
@@ -228,7 +229,8 @@ def _error(view: RunView) -> str:
     else:
         sentence = ansi.plain(failure_sentence(view))[:_MAX_EXCERPT_CHARS]
         lines = [escape(sentence), *(escape(line) for line in culprits_last_words(view))]
-        lines += [_traceback_line(line) for line in _cut(traceback_body(failure), _MAX_EXCERPT_CHARS)]
+        if not view.error_follows:
+            lines += [_traceback_line(line) for line in _cut(traceback_body(failure), _MAX_EXCERPT_CHARS)]
     newline = "\n"
     return (
         f'<div style="border-top:1px solid {LINE};border-left:3px solid {BAD}">'

@@ -13,7 +13,7 @@ from sgpu_magic.protocol.records import Device
 from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render import ansi
 from sgpu_magic.render.html import BAD, LINE, PANEL, SANS, SOFT, WARN
-from sgpu_magic.render.units import TIMES, count_of, format_clock
+from sgpu_magic.render.units import TIMES, count_of, format_clock, format_seconds
 
 _HOLDING = (RunState.PREPARING, RunState.STARTING, RunState.RUNNING, RunState.CANCELLING)
 _MAX_FAILURE = 100
@@ -134,7 +134,7 @@ def _run_row(run: RunSummary, now: float) -> Row:
     else:
         ranks = f"{run.ranks} {TIMES} {run.device_type.upper()}" + (" (simulated on cpu)" if run.simulated else "")
     since = run.started_at if run.started_at is not None else run.submitted_at
-    duration = format_clock((run.ended_at if run.ended_at is not None else now) - since)
+    duration = format_clock(now - since) if run.ended_at is None else format_seconds(run.ended_at - since)
     failure = run.failure.strip().split("\n", 1)[0]
     if len(failure) > _MAX_FAILURE:
         failure = failure[:_MAX_FAILURE] + " ..."
@@ -167,7 +167,7 @@ def _table(heads: Row, rows: Sequence[Row], right: tuple[int, ...]) -> str:
     head = cells(heads, "th", f";font-weight:400;{SOFT}")
     body = "".join(cells(row, "td", "") for row in rows)
     return (
-        f'<table style="border-collapse:collapse;width:100%;margin:0;border:0;border-top:1px solid {LINE};'
+        f'<table style="border-collapse:collapse;table-layout:auto;width:auto;margin:0;border:0;border-top:1px solid {LINE};'
         f'font-size:12.5px"><thead>{head}</thead><tbody>{body}</tbody></table>'
     )
 

@@ -43,6 +43,7 @@ class RunView:
         spec: What was submitted.
         output_limit: Bytes of output kept: the first 40 % and the last 60 %; the middle becomes one gap.
         pool: The pool's name.
+        error_follows: The cell raises what the run failed with, traceback and all: say it in one line.
 
     Attributes:
         state: The run's state.
@@ -59,7 +60,10 @@ class RunView:
         version: Grows with every event; equal versions draw equal pictures (but for the clock).
     """
 
-    def __init__(self, spec: RunSpec, output_limit: int = 200_000, pool: str = "local") -> None:
+    def __init__(
+        self, spec: RunSpec, output_limit: int = 200_000, pool: str = "local", *, error_follows: bool = False
+    ) -> None:
+        self.error_follows = error_follows
         self.spec = spec
         self.output_limit = output_limit
         self.pool = pool

@@ -35,7 +35,7 @@ def stand_where_the_kernel_stands(context: RankContext, rank_variables: dict[str
 def reseed() -> None:
     """Give this rank random numbers of its own, as every new process has them.
 
-    A new process seeds torch's CPU generator from the system (c10 `createCPUGenerator`), its CUDA ones alike everywhere.
+    A new process seeds torch's CPU generator from the system (c10 `createCPUGenerator`), its CUDA ones all alike.
     """
     random.seed()
     torch.default_generator.seed()

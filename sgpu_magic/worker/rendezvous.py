@@ -22,9 +22,10 @@ import torch.distributed.distributed_c10d as c10d
 
 
 class _LateStore:
-    """Rank 0's listening socket, and the server once somebody needs it."""
+    """Rank 0's listening socket, and the server once somebody needs it; and how often this rank has made the group."""
 
     def __init__(self) -> None:
+        self.groups_made = 0
         self.listening_fd: int | None = None
         self.server: object | None = None
 
@@ -77,6 +78,7 @@ def accept_second_init() -> None:
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         if dist.is_initialized():
             return
+        _late_store.groups_made += 1
         original_init(*args, **kwargs)
 
     init_process_group.__doc__ = original_init.__doc__
@@ -89,9 +91,12 @@ def accept_second_init() -> None:
     create_store: Callable[..., Any] = torch_rendezvous._create_c10d_store
 
     def create_store_with_server(hostname: str, port: int, *args: Any, **kwargs: Any) -> Any:
-        if str(port) == os.environ.get("MASTER_PORT"):
-            _late_store.start_server()
-        return create_store(hostname, port, *args, **kwargs)
+        if str(port) != os.environ.get("MASTER_PORT"):
+            return create_store(hostname, port, *args, **kwargs)
+        _late_store.start_server()
+        store = create_store(hostname, port, *args, **kwargs)
+        # under torchrun a third group reads the addresses of the second and hangs
+        return dist.PrefixStore(f"group_{_late_store.groups_made}", store)
 
     torch_rendezvous._create_c10d_store = create_store_with_server
 
