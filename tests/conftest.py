@@ -22,6 +22,8 @@ def module_kernel(home: Home) -> Iterator[Kernel]:
     made = Kernel(home)
     try:
         made.check("%%distributed -n 2 --ui none\npass")
+        # pyzmq has a thread of its own from the first large message on
+        made.check("print('x' * 200_000)")
         home.check_leaks()
         yield made
     finally:

@@ -46,10 +46,18 @@ from sgpu_magic.protocol.messages import (
     Failed,
     Finished,
     FromRank,
+    InPlace,
     Joined,
     Launch,
 )
-from sgpu_magic.protocol.records import Failure, InlinePayload, Payload, RankResult, SharedPayload
+from sgpu_magic.protocol.records import (
+    Failure,
+    InlinePayload,
+    Payload,
+    RankResult,
+    Record,
+    SharedPayload,
+)
 from sgpu_magic.protocol.states import FailureKind, RunState
 
 # from one rung of the stop path to the next, where no grace is given
@@ -188,9 +196,11 @@ class Execution:
                         update=message.update,
                     )
                 )
+                self._tell(rank, InPlace())
             case Cleared():
                 self.group.ranks[rank].output.drain()
                 self._say(OutputCleared(rank=rank, wait=message.wait))
+                self._tell(rank, InPlace())
             case Finished():
                 self._take_result(rank, message.result, frames)
             case Failed():
@@ -386,6 +396,11 @@ class Execution:
         self._say(PayloadReleased(kept=kept, reason=why))
 
     # ------------------------------------------------------------ within
+
+    def _tell(self, rank: int, message: Record) -> None:
+        stream = self.group.ranks[rank].stream
+        if stream is not None:
+            stream.send(message)
 
     def _say(self, body: EventBody, frames: Sequence[bytes] = ()) -> None:
         self._listener.happened(self.run_id, body, frames)

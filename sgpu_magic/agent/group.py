@@ -79,7 +79,7 @@ class Group:
         self.join_early = join_early
         self.listener: GroupListener | None = None
         self.broken = ""
-        self.created_at = asyncio.get_running_loop().time()
+        self.wanted_at = asyncio.get_running_loop().time()
         self._unforked = ranks
         self._store_path = ""
         self._store_fd = -1

@@ -161,6 +161,7 @@ class Agent:
             return
         if self._standby is not None:
             if _fits(self._standby, interpreter, ranks):
+                self._standby.wanted_at = self._loop.time()
                 return
             self._drop_standby()
         try:
@@ -196,7 +197,7 @@ class Agent:
     def _keep_house(self) -> None:
         standby = self._standby
         if standby is not None and (
-            standby.broken or self._loop.time() - standby.created_at > self._settings.standby_idle_s
+            standby.broken or self._loop.time() - standby.wanted_at > self._settings.standby_idle_s
         ):
             self._drop_standby()
         for group in [group for group in self._departing if group.gone]:

@@ -30,7 +30,7 @@ from sgpu_magic.protocol.messages import (
     Submit,
     Warm,
 )
-from sgpu_magic.protocol.records import RunSpec
+from sgpu_magic.protocol.records import Interpreter, RunSpec
 
 _REPLY_TIMEOUT_S = 15.0
 _OLD_POOL_EXIT_S = 10.0
@@ -55,6 +55,12 @@ class Pool:
         thread = threading.Thread(target=self._warm, name="sgpu-warm", daemon=True)
         thread.start()
         return thread
+
+    def warm(self, interpreter: Interpreter, ranks: int) -> None:
+        """Ask for this interpreter's zygote and a standby group of `ranks`, if the pool is there; nobody waits."""
+        link = self._alive()
+        if link is not None:
+            link.send(Warm(interpreter=interpreter, ranks=ranks))
 
     def submit(self, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str]) -> Run:
         """Ship the payload and queue the run; returns when the pool has taken it.

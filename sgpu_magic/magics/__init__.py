@@ -3,6 +3,7 @@
 arguments    the magic's options
 cell         a cell and its options -> what is submitted
 distributed  submit, follow, bring back
+warmth       keeps ranks at hand while cells run
 completion   options and types in the front end's completer
 """
 
@@ -29,6 +30,7 @@ def load(shell: InteractiveShell) -> None:
     completion.install(shell)
     cleanup = shell.input_transformers_cleanup
     cleanup.insert(cleanup.index(cell_magic) if cell_magic in cleanup else 0, _help_without_body)
+    shell.events.register("post_run_cell", magics.warmth.after_cell)
     _loaded[id(shell)] = magics
     magics.pool.warm_in_background()
 
@@ -47,6 +49,7 @@ def unload(shell: InteractiveShell) -> None:
     if magics is None:
         return
     completion.remove(shell)
+    shell.events.unregister("post_run_cell", magics.warmth.after_cell)
     if _help_without_body in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.remove(_help_without_body)
     for kind, name in (("cell", "distributed"), ("line", "sgpu_status")):

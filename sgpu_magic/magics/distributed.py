@@ -16,6 +16,7 @@ from sgpu_magic.client.result import RunResult
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.magics import arguments, cell, follow
+from sgpu_magic.magics.warmth import Warmth
 from sgpu_magic.render.publisher import publisher_for
 from sgpu_magic.render.status import status_html, status_text
 from sgpu_magic.render.view import RunView
@@ -30,6 +31,7 @@ class DistributedMagics(Magics):
         self._shell = shell
         self.settings = load_settings()
         self.pool = Pool(self.settings)
+        self.warmth = Warmth(self.pool)
 
     @cell_magic
     def distributed(self, line: str, cell_body: str) -> RunResult | None:
@@ -49,6 +51,7 @@ class DistributedMagics(Magics):
         try:
             return follow.bring_back(run, view, publisher, self._shell.user_ns, settings)
         finally:
+            self.warmth.ran(ranks)
             self.pool.run_over(run.run_id)
             run.close()
 

@@ -309,7 +309,11 @@ class Leave(Record, frozen=True, tag="leave", kw_only=True):
     """All ranks have finished: exit."""
 
 
-ToRank = Execute | Release | Leave
+class InPlace(Record, frozen=True, tag="in_place", kw_only=True):
+    """The rank's last display or clearing has its place: what is written from now on comes after it."""
+
+
+ToRank = Execute | Release | Leave | InPlace
 
 
 class Joined(Record, frozen=True, tag="joined", kw_only=True):

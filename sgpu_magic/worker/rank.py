@@ -20,13 +20,25 @@ from sgpu_magic.errors import SgpuError
 from sgpu_magic.payload import buffers, unpack
 from sgpu_magic.payload.pack import Packed
 from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.messages import Execute, Failed, Finished, Fork, Joined, Leave, Release, ToRank
+from sgpu_magic.protocol.messages import (
+    Execute,
+    Failed,
+    Finished,
+    Fork,
+    InPlace,
+    Joined,
+    Leave,
+    Release,
+    ToRank,
+)
 from sgpu_magic.protocol.records import FilePayload, InlinePayload, Payload, RankResult, Record, SharedPayload
 from sgpu_magic.worker import execute, interaction, output, place, rendezvous
 from sgpu_magic.worker import shell as rank_shell
 from sgpu_magic.worker.link import Link
 
 _FLUSH_INTERVAL_S = 0.05
+# an agent that is busy with a flood answers later; a display out of place is better than a rank that waits
+_DISPLAY_TIMEOUT_S = 1.0
 
 
 def live(order: Fork, descriptors: list[int]) -> int:
@@ -81,6 +93,9 @@ class _Execution:
         self._store_path = store_path
         self._shell = rank_shell.RankShell.instance()
         self._may_leave = threading.Event()
+        self._in_place = threading.Event()
+        self._display_lock = threading.RLock()
+        self._pid = os.getpid()
         # open until the agent has its own descriptor
         self._result_buffer: buffers.SharedBuffer | None = None
 
@@ -140,7 +155,7 @@ class _Execution:
         self._link.send(Joined())
         device = place.set_device(order)
         interaction.refuse(self._shell)
-        rank_shell.report_to(self._shell, self._link.send)
+        rank_shell.report_to(self._shell, self._report_display)
         self._shell.show_sources(order.cell.linecache)
         namespace = self._shell.user_ns
         namespace.update(
@@ -195,6 +210,20 @@ class _Execution:
     def _send(self, reply: Record, blobs: list[bytes], descriptors: list[int]) -> None:
         self._link.send(reply, blobs, descriptors)
 
+    def _report_display(self, message: Record) -> None:
+        """Send a display and wait until it has its place.
+
+        Output goes another way than messages: what is printed next could overtake the display otherwise.
+        """
+        if os.getpid() != self._pid:
+            # a forked child has no helper thread that would hear the answer
+            self._link.send(message)
+            return
+        with self._display_lock:
+            self._in_place.clear()
+            self._link.send(message)
+            self._in_place.wait(_DISPLAY_TIMEOUT_S)
+
     def _help(self) -> None:
         """Flush the output every 50 ms and do what the agent asks while the cell runs."""
         while True:
@@ -219,6 +248,8 @@ class _Execution:
                 rendezvous.abort_nccl()
             case Leave():
                 self._may_leave.set()
+            case InPlace():
+                self._in_place.set()
             case Execute():
                 raise ValueError("a fresh rank executes one cell")
 

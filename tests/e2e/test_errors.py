@@ -27,7 +27,7 @@ def test_culprit_is_shown_not_the_victims_in_the_barrier(kernel: Kernel):
         "if rank == 2:\n"
         "    raise ValueError('NaN in batch 118')\n"
         "dist.barrier()\n"
-        "print('never')"
+        "print('ne' + 'ver')"
     )
     assert (reply.ename, reply.evalue) == ("ValueError", "NaN in batch 118")
     assert reply.seconds < 3
