@@ -14,6 +14,7 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && exit; done; echo python3)
 TESTS ?=
 BENCH ?=
+LAB ?=
 
 BIN := $(VENV)/bin
 STATED := pyproject.toml constraints.txt scripts/make_venv.py scripts/setup.py
@@ -29,7 +30,7 @@ demo: $(VENV)/.ready-quickstart
 	@$(BIN)/python scripts/demo.py $(NOTEBOOK) $(OUT)
 
 lab: $(VENV)/.ready-quickstart-lab
-	$(BIN)/python -m jupyterlab $(NOTEBOOK)
+	$(BIN)/python -m jupyterlab $(LAB) $(NOTEBOOK)
 
 test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest -m "not slow" $(TESTS)
@@ -54,6 +55,6 @@ clean:
 
 # one environment; a stamp for each set of extras says that it is installed as pyproject.toml now wants it
 $(VENV)/.ready-%: $(STATED)
-	@$(PYTHON) scripts/make_venv.py $(VENV)
-	@$(BIN)/python scripts/setup.py $(subst -, ,$*)
+	@$(PYTHON) -I scripts/make_venv.py $(VENV)
+	@$(BIN)/python -I scripts/setup.py $(subst -, ,$*)
 	@touch $@

@@ -28,7 +28,7 @@ _ASK_TIMEOUT_S = 15
 
 def main(extras: list[str]) -> int:
     """Install the project with `extras`; return pip's exit status."""
-    # what a file manager or a desktop session left in the environment must not decide what is imported
+    # what lies there is not the environment's own
     os.environ.pop("PYTHONPATH", None)
     constraints = CONSTRAINTS.read_text()
     kept = torch_to_keep()

@@ -80,7 +80,7 @@ def shapes() -> str:
 
 def test_every_message_has_its_declared_shape():
     """Whoever changes the wire changes this list, and thinks of the version."""
-    if os.environ.get("SGPU_TEST_WRITE_GOLDEN"):
+    if os.environ.get("SGPU_UPDATE_GOLDEN"):
         GOLDEN.write_text(shapes())
     assert shapes() == GOLDEN.read_text()
 

@@ -375,6 +375,11 @@ class Execution:
         """Copy the payload's and the results' memory files into the run's directory, in the background."""
         self._memory.keep()
 
+    @property
+    def holds_memory(self) -> bool:
+        """Whether somebody may still ask for its results or its payload's memory."""
+        return self._memory.in_use
+
     def give_payload_up(self) -> None:
         """The notebook wants its memory file back."""
         if self._gone or (self._ended and self._final_state is RunState.SUCCEEDED):

@@ -63,6 +63,11 @@ class RunMemory:
         """The payload's descriptor, -1 when it travels inline."""
         return self._payload_fd
 
+    @property
+    def in_use(self) -> bool:
+        """Results that nobody has fetched, or a payload that is still being read."""
+        return bool(self._results) or not self._released
+
     def hold_result(self, rank: int, descriptor: int) -> None:
         self._results[rank] = descriptor
 

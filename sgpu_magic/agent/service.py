@@ -185,8 +185,14 @@ class Agent:
         launch = execution.launch
         if not execution.group.broken:
             self._loop.call_later(_REPLENISH_DELAY_S, self._replenish, launch.interpreter, launch.spec.placement.ranks)
-        self._loop.call_later(_KEEP_DELAY_S, execution.keep_large_parts)
-        self._loop.call_later(_RESULTS_KEPT_S, self._forget, execution)
+        self._loop.call_later(_KEEP_DELAY_S, self._keep, execution)
+
+    def _keep(self, execution: Execution) -> None:
+        execution.keep_large_parts()
+        if execution.holds_memory:
+            self._loop.call_later(_RESULTS_KEPT_S, self._forget, execution)
+        else:
+            self._forget(execution)
 
     def _forget(self, execution: Execution) -> None:
         execution.close()

@@ -15,6 +15,7 @@ from typing import Protocol
 from sgpu_magic.agent.stream import MessageStream
 from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.messages import (
+    PROTOCOL_VERSION,
     Exited,
     Fork,
     Forked,
@@ -108,6 +109,13 @@ class Zygote:
 
     def _message(self, message: FromZygote, frames: Sequence[bytes]) -> None:
         match message:
+            case ZygoteReady() if message.protocol_version != PROTOCOL_VERSION:
+                self._failure = (
+                    f"its sgpu-magic speaks protocol {message.protocol_version}, the pool {PROTOCOL_VERSION}. "
+                    "Restart the pool with `sgpu pool stop`"
+                )
+                self.stream.close()
+                self._closed()
             case ZygoteReady():
                 self.ready = True
             case ZygoteFailed():
@@ -129,7 +137,7 @@ class Zygote:
         self._on_lost(self)
         where = f"{self.interpreter.executable} (its log: {self._log})"
         if self._failure:
-            text = f"the ranks' Python could not import what it needs: {self._failure}. It is {where}."
+            text = f"the ranks' Python can't be used: {self._failure}. It is {where}."
         elif self.ready:
             text = f"the process that forks ranks ended unexpectedly. It was {where}."
         else:

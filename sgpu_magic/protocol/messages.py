@@ -253,8 +253,11 @@ class ForkRefused(Record, frozen=True, tag="fork-refused", kw_only=True):
 
 
 class ZygoteReady(Record, frozen=True, tag="zygote-ready", kw_only=True):
+    """Its interpreter may have another sgpu-magic than the pool; stable across versions."""
+
     pid: int
     torch_version: str
+    protocol_version: int
 
 
 class ZygoteFailed(Record, frozen=True, tag="zygote-failed", kw_only=True):
@@ -309,7 +312,7 @@ class Leave(Record, frozen=True, tag="leave", kw_only=True):
     """All ranks have finished: exit."""
 
 
-class InPlace(Record, frozen=True, tag="in_place", kw_only=True):
+class InPlace(Record, frozen=True, tag="in-place", kw_only=True):
     """The rank's last display or clearing has its place: what is written from now on comes after it."""
 
 

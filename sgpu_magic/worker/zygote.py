@@ -16,11 +16,13 @@ import select
 import signal
 import socket
 import sys
+import traceback
 from types import FrameType
 
 from sgpu_magic import processes
 from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.messages import (
+    PROTOCOL_VERSION,
     Exited,
     Fork,
     Forked,
@@ -29,6 +31,7 @@ from sgpu_magic.protocol.messages import (
     ZygoteFailed,
     ZygoteReady,
 )
+from sgpu_magic.worker import output
 from sgpu_magic.worker.link import Link
 
 
@@ -47,7 +50,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     processes.collapse_pages()
-    link.send(ZygoteReady(pid=os.getpid(), torch_version=torch_version))
+    link.send(ZygoteReady(pid=os.getpid(), torch_version=torch_version, protocol_version=PROTOCOL_VERSION))
     _serve(link)
     processes.kill_descendants()
     os._exit(0)
@@ -135,6 +138,9 @@ def _become_rank(
         from sgpu_magic.worker import rank
 
         status = rank.live(order, descriptors)
+    except Exception:  # noqa: BLE001  a process's entry: the rank's log is where a fault of ours can be read
+        traceback.print_exc()
+        output.flush()
     finally:
         # never the interpreter's own exit, which takes 0.4 s after an import of torch
         os._exit(status)
