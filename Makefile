@@ -20,6 +20,7 @@ BIN := $(VENV)/bin
 STATED := pyproject.toml constraints.txt scripts/make_venv.py scripts/setup.py
 NOTEBOOK := notebooks/quickstart.ipynb
 OUT := build/demo
+CODE := sgpu_magic tests scripts
 
 .PHONY: demo lab test test-all bench lint format clean help
 
@@ -42,13 +43,13 @@ bench: $(VENV)/.ready-test
 	$(BIN)/python -m tests.benchmarks $(BENCH)
 
 lint: $(VENV)/.ready-test
-	$(BIN)/python -m ruff format --check .
-	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check $(CODE)
+	$(BIN)/python -m ruff check $(CODE)
 	$(BIN)/python -m pyright --pythonpath $(BIN)/python
 
 format: $(VENV)/.ready-test
-	$(BIN)/python -m ruff format .
-	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format $(CODE)
+	$(BIN)/python -m ruff check --fix $(CODE)
 
 clean:
 	rm -rf build .venv

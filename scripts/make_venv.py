@@ -3,20 +3,20 @@
 
     python scripts/make_venv.py FOLDER
 
-Run by the Python that the environment shall be of. Where that Python has a torch of its own, the environment sees
-its packages behind its own ones, so that torch is not downloaded a second time; nothing is installed over there.
+Run by the Python that the environment shall be of. Where that Python has a torch, the environment sees it, and what
+it requires, through links behind its own packages: nothing is downloaded a second time or installed over there.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
-import sysconfig
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
 OLDEST_PYTHON = (3, 11)
-_BORROWED = "borrowed-packages.pth"
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
 def main(folder: Path) -> int:
@@ -34,22 +34,55 @@ def main(folder: Path) -> int:
             "the virtual environment could not be made. On Debian and Ubuntu the package python3-venv is needed."
         )
     try:
-        torch = version("torch")
+        torch = distribution("torch")
     except PackageNotFoundError:
         return 0
-    print(f"torch {torch} of {sys.executable} is used", flush=True)
-    query = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    site = subprocess.run([str(python), "-c", query], capture_output=True, text=True, check=True).stdout.strip()
-    theirs = dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
-    (Path(site) / _BORROWED).write_text("".join(f"{path}\n" for path in theirs))
+    print(f"torch {torch.version} of {sys.executable} is used", flush=True)
+    borrow(torch, folder.absolute() / "borrowed", site_packages(python))
     return 0
+
+
+def borrow(package: Distribution, folder: Path, site: Path) -> None:
+    """Link a package and what it requires into `folder`, and put that behind `site` on the path."""
+    folder.mkdir()
+    for found in required(package):
+        for file in found.files or ():
+            top = Path(file.parts[0])
+            link = folder / top
+            # scripts lie outside, above
+            if top.name not in ("..", "__pycache__") and not link.is_symlink():
+                link.symlink_to(Path(str(found.locate_file(top))).absolute())
+    (site / "borrowed.pth").write_text(f"{folder}\n")
+
+
+def required(package: Distribution) -> list[Distribution]:
+    """The package and all that it requires, as far as it is installed."""
+    found = {package.name: package}
+    waiting = [package]
+    while waiting:
+        for line in waiting.pop().requires or ():
+            name = _NAME.match(line)
+            if name is None or "extra ==" in line or name[0] in found:
+                continue
+            try:
+                found[name[0]] = distribution(name[0])
+            except PackageNotFoundError:
+                # its marker is for another platform
+                continue
+            waiting.append(found[name[0]])
+    return list(found.values())
+
+
+def site_packages(python: Path) -> Path:
+    query = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return Path(subprocess.run([python, "-c", query], capture_output=True, text=True, check=True).stdout.strip())
 
 
 def works(python: Path) -> bool:
     """Whether there is a Python with pip."""
     if not python.exists():
         return False
-    return subprocess.run([str(python), "-m", "pip", "--version"], capture_output=True).returncode == 0
+    return subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0
 
 
 def fail(reason: str) -> int:

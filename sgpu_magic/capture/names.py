@@ -102,7 +102,13 @@ def _parse(source: str, transform: Callable[[str], str] | None) -> tuple[ast.Mod
     while skipped < len(lines) and (not lines[skipped].strip() or (skipped == 0 and _OWN_MAGIC.match(lines[0]))):
         skipped += 1
     # the transform drops leading blank lines, so they are put back after it
-    text = "\n" * skipped + (transform or _stock_transform())("".join(lines[skipped:]))
+    try:
+        transformed = (transform or _stock_transform())("".join(lines[skipped:]))
+    except SyntaxError as error:
+        # the tokenizer's own, of a wrong indentation
+        error.lineno = (error.lineno or 1) + skipped
+        raise
+    text = "\n" * skipped + transformed
     tree = parse_quietly(text, "<cell>")
     return tree, compile_quietly(tree, "<cell>").co_flags & _FUTURE_FLAGS
 

@@ -15,10 +15,10 @@ from sgpu_magic.client.link import PoolLink, PoolLost
 from sgpu_magic.client.local_pool import find_pool, start_pool
 from sgpu_magic.client.run import Run
 from sgpu_magic.client.uploads import Uploads, remove_upload
-from sgpu_magic.config import Settings
+from sgpu_magic.config import Settings, is_linux
 from sgpu_magic.errors import PoolError, PoolVersionError
 from sgpu_magic.payload.pack import Packed
-from sgpu_magic.protocol.address import PoolAddress, socket_file
+from sgpu_magic.protocol.address import PoolAddress, process_start, socket_file
 from sgpu_magic.protocol.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -256,10 +256,14 @@ def _wait(reply: Future[Accepted | PoolStatus]) -> Accepted | PoolStatus:
 
 def _wait_for_exit(pid: int) -> None:
     deadline = time.monotonic() + _OLD_POOL_EXIT_S
+    started = process_start(pid)
     while time.monotonic() < deadline:
         try:
             os.kill(pid, 0)
         except OSError:
+            return
+        if process_start(pid) != started or (is_linux() and not started):
+            # a zombie, or another process that got its number
             return
         time.sleep(0.01)
     raise PoolError(

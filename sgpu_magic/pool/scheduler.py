@@ -44,6 +44,8 @@ from sgpu_magic.protocol.states import RunState, can_move
 # ---------------------------------------------------------------- the machine
 
 _RUNS_ON_METER = (RunState.STARTING, RunState.RUNNING)
+# a run that is over holds its devices until its ranks have left; one that was not to wait waits for that
+_LEAVING_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ class Scheduler:
         """When `TimePassed` is next useful, None when only events can change anything."""
         times: list[float | None] = []
         for run in self._runs.values():
-            times += [run.queue_deadline, run.time_limit]
+            times += [self._queue_deadline(run), run.time_limit]
             if run.lease is None and run.passed_at is not None:
                 keeps_from = run.passed_at + self._pass_over_s
                 times.append(keeps_from if keeps_from > self._now else None)
@@ -271,7 +273,8 @@ class Scheduler:
         room = self._room(self._inventory)
         keepers = self._keepers(room)
         for run, want in self._waiting():
-            if run.queue_deadline is None or now < run.queue_deadline:
+            deadline = self._queue_deadline(run)
+            if deadline is None or now < deadline:
                 continue
             why = _kept_for(keepers, run, want) if room.missing(want) == 0 else room.obstacles(want)
             need, free = room.amount(want), room.free(want)
@@ -311,6 +314,12 @@ class Scheduler:
         return out
 
     # ------------------------------------------------------------ small parts
+
+    def _queue_deadline(self, run: ScheduledRun) -> float | None:
+        deadline = run.queue_deadline
+        if deadline is not None and any(other.state.is_final for other in self._runs.values()):
+            return max(deadline, run.submitted_at + _LEAVING_S)
+        return deadline
 
     def _move(self, run_id: str, state: RunState, reason: str, now: float) -> list[Instruction]:
         """The one place where a state changes. A move that the table lacks is a report that came too late."""

@@ -29,9 +29,13 @@ def address_file(runtime: Path) -> Path:
 
 
 def process_start(pid: int) -> int:
-    """The process's start in clock ticks since boot, 0 where the system does not tell or it is gone."""
+    """The process's start in clock ticks since boot, 0 where the system does not tell or it has ended.
+
+    A zombie has ended: in a container nobody may reap what a killed pool leaves.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[19])
+            fields = file.read().rpartition(b")")[2].split()
+        return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
     except (OSError, IndexError, ValueError):
         return 0

@@ -19,8 +19,10 @@ def preload() -> str:
         import torch
         import torch.distributed as dist
 
-        _import_quietly("numpy")
-        from sgpu_magic.worker import execute, notebook_classes, rendezvous, shell
+        # what each rank needs at once would otherwise be imported, and lie in memory, once per rank
+        for name in ("numpy.random", "threadpoolctl", "pdb"):
+            _import_quietly(name)
+        from sgpu_magic.worker import execute, notebook_classes, rank, rendezvous, shell  # noqa: F401
 
         if dist.is_available():
             rendezvous.accept_second_init()

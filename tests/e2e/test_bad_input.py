@@ -37,8 +37,8 @@ def refused(kernel: Kernel, code: str) -> str:
 
 def ledger(home: Home) -> int:
     """Number of runs that the ledger knows."""
-    file = next(home.state.glob("ledger.sqlite*"), None)
-    if file is None:
+    file = home.state / "ledger.sqlite3"
+    if not file.exists():
         return 0
     connection = sqlite3.connect(f"file:{file}?mode=ro", uri=True)
     try:
@@ -182,7 +182,7 @@ def test_unpicklable_capture_names_the_path(kernel: Kernel):
         ("thing = open(__import__('os').devnull)", "thing"),
         ("thing = (i for i in range(3))", "generator"),
         ("thing = {'deep': [1, {'er': __import__('threading').Thread()}]}", "deep"),
-        ("thing = __import__('sqlite3').connect(':memory:')", "sqlite3"),
+        ("thing = __import__('sqlite3').connect(':memory:')", "SQLite"),
     ],
 )
 def test_other_unpicklable_captures(kernel: Kernel, make: str, words: str):

