@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -67,6 +68,11 @@ class Agent:
         self._pool = MessageStream[ToAgent](sock, codec.to_agent, self._obey, self._pool_lost)
         self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
         self._housekeeping = self._loop.call_later(_HOUSEKEEPING_S, self._keep_house)
+
+    def broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A fault of this program in a callback: say it in the log and end, so that no cell waits for ever."""
+        loop.default_exception_handler(context)
+        self._pool_lost()
 
     async def report_ready(self) -> None:
         """Tell the pool what this node has."""
@@ -249,6 +255,7 @@ def run(sock: socket.socket, settings: Settings) -> None:
 async def _run(sock: socket.socket, settings: Settings) -> None:
     (settings.state_path / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
     agent = Agent(sock, settings)
+    asyncio.get_running_loop().set_exception_handler(agent.broken)
     try:
         await agent.report_ready()
         await agent.finished

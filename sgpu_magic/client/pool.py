@@ -70,7 +70,15 @@ class Pool:
             UsageError: The pool refuses the run, or there is no room for its payload.
             CapacityError: There is no room now and the run was not to wait.
         """
-        link = self._connect(start=True)
+        try:
+            return self._submit_once(self._connect(start=True), spec, packed, key, environ)
+        except PoolLost:
+            # it was about to end when it was asked, and had not taken the run
+            return self._submit_once(self._connect(start=True), spec, packed, key, environ)
+
+    def _submit_once(
+        self, link: PoolLink, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str]
+    ) -> Run:
         payload, frames = self._uploads.place(packed, spec.run_id, link, self.settings)
         request, reply = link.new_request()
         events = link.follow(spec.run_id)

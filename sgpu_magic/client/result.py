@@ -64,7 +64,7 @@ class RunResult:
     def __repr__(self) -> str:
         head = f"run {short(self.run_id)}: "
         if not any(self._texts):
-            return f"{head}{len(self.values)} ranks, no value"
+            return f"{head}{len(self.values)} rank{'s' * (len(self.values) > 1)}, no value"
         texts = [_one_line(text) if text else "None" for text in self._texts]
         if len(set(texts)) == 1 and len(texts) > 1:
             shown = f"{texts[0]} on each of {len(texts)} ranks"

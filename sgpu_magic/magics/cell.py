@@ -62,9 +62,9 @@ def prepare(
         read = names_read(source, transform=shell.transform_cell)
     except SyntaxError as error:
         raise _does_not_compile(error, source, cell_number(shell)) from None
-    _check_outputs(source, options, shell)
     namespace = shell.user_ns
     names = collect(read, namespace, extra=options.extra, exclude=options.exclude)
+    _check_outputs(source, options, names, shell)
     key = new_key()
     packed = pack_namespace(
         names,
@@ -122,13 +122,15 @@ def check_cell(body: str) -> None:
         raise UsageError("the cell is empty. Write the code that each rank shall run under the %%distributed line.")
 
 
-def _check_outputs(source: str, options: CellOptions, shell: InteractiveShell) -> None:
+def _check_outputs(
+    source: str, options: CellOptions, shipped: Mapping[str, object], shell: InteractiveShell
+) -> None:
+    """Refuse what the cell can't return, rather than run it for nothing."""
     stored = names_stored(source, transform=shell.transform_cell)
     if stored is None:
         return
     for output in options.outputs:
-        shipped_anyway = output.name in options.extra
-        if output.name not in stored and not shipped_anyway and output.name not in shell.user_ns:
+        if output.name not in stored and output.name not in shipped:
             known = ", ".join(sorted(stored)) or "none"
             raise UsageError(
                 f"--out names `{output.name}`, which the cell never sets. It sets: {known}. Set it in the cell or "

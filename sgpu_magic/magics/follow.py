@@ -90,7 +90,7 @@ def _last_words(run: Run, view: RunView) -> tuple[RunEnded, Sequence[bytes]]:
         "Run the cell again: that starts a new pool"
     )
     failure = Failure(kind=FailureKind.NODE_LOST, message=message, at=time.time())
-    ended = RunEnded(state=RunState.FAILED, failure=failure)
+    ended = RunEnded(state=RunState.FAILED, failure=failure, running_s=view.elapsed_s())
     view.apply(Event(run_id=run.run_id, seq=1 << 60, at=time.time(), body=ended), ())
     return ended, ()
 

@@ -116,7 +116,8 @@ class RunBook:
             state=state,
             failure=None if cancelled else Failure(kind=kind, message=reason, at=now),
             reason=reason if cancelled else "",
-            queued_s=waited,
+            queued_s=waited if run.placed_at is None else run.placed_at - run.submit.spec.submitted_at,
+            running_s=0.0 if run.placed_at is None else now - run.placed_at,
             total_s=waited,
         )
         run.ended = True

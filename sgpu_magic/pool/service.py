@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -78,6 +79,7 @@ class PoolService:
         self._idle_since = time.monotonic()
         self._started_at = time.time()
         self.finished = self._loop.create_future()
+        self._loop.set_exception_handler(self._broken)
         for run_id in self._ledger.unfinished():
             self._ledger.update(
                 run_id,
@@ -95,6 +97,11 @@ class PoolService:
     def stop(self) -> None:
         if not self.finished.done():
             self.finished.set_result(None)
+
+    def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A fault of this program in a callback: say it in the log and end, so that no cell waits for ever."""
+        loop.default_exception_handler(context)
+        self.stop()
 
     def close(self) -> None:
         """Withdraw, tell the clients of runs that end with the pool, end the ranks."""

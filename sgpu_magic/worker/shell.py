@@ -112,6 +112,7 @@ class RankShell(InteractiveShell):
         """
         self.failed_at = time.time()
         error = sys.exc_info()[1]
+        _leave_own_frames_out(error)
         if error is not None and (self.released or is_peer_lost(error)):
             self.traceback_lines = traceback.format_exception(error)
         else:
@@ -129,6 +130,17 @@ class RankShell(InteractiveShell):
             linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
             if execution_count is not None:
                 self.compile._filename_map[name] = execution_count  # pyright: ignore[reportPrivateUsage]
+
+
+def _leave_own_frames_out(error: BaseException | None) -> None:
+    """End the traceback where the cell called into this package, as `input()` in a rank does."""
+    last, entry = None, error.__traceback__ if error is not None else None
+    while entry is not None:
+        if entry.tb_frame.f_globals.get("__name__", "").startswith("sgpu_magic.worker.interaction"):
+            if last is not None:
+                last.tb_next = None
+            return
+        last, entry = entry, entry.tb_next
 
 
 def is_peer_lost(error: BaseException) -> bool:
