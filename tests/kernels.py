@@ -247,9 +247,7 @@ class Home:
 
     def check_leaks(self) -> None:
         """Wait until nothing is left of what ran; fail if something stays."""
-        eventually(
-            lambda: not self.unexpected(), 10, lambda: f"processes are left behind: {self.unexpected()}"
-        )
+        eventually(lambda: not self.unexpected(), 10, lambda: f"processes are left behind: {self.unexpected()}")
         pool = self.pool_pid()
         agents = self.agent_pids()
         watched = [pid for pid in (pool, *agents, *self.kernel_pids) if pid is not None and is_alive(pid)]
@@ -284,9 +282,7 @@ class Home:
         try:
             if pool is not None:
                 stop_process(pool, signal.SIGTERM, 10)
-            eventually(
-                lambda: not self.processes(), 10, lambda: f"left after the pool's end: {self.processes()}"
-            )
+            eventually(lambda: not self.processes(), 10, lambda: f"left after the pool's end: {self.processes()}")
             left = [entry.name for entry in self.runtime.iterdir() if entry.name != "pool.lock"]
             problem = f"left in the runtime directory: {left}" if left else ""
         finally:
@@ -468,9 +464,7 @@ def _take(reply: Reply, kind: str, content: Mapping[str, Any]) -> None:
             if last is not None and last.kind == "stream" and last.stream == content["name"]:
                 last.data["text/plain"] += content["text"]
             else:
-                reply.outputs.append(
-                    Output("stream", {"text/plain": content["text"]}, stream=content["name"])
-                )
+                reply.outputs.append(Output("stream", {"text/plain": content["text"]}, stream=content["name"]))
         case "display_data":
             display_id = content.get("transient", {}).get("display_id", "")
             reply.outputs.append(Output("display", content["data"], display_id))

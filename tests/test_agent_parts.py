@@ -57,11 +57,7 @@ def test_with_victims_only_the_earliest_is_shown():
     assert find_root_cause([one, two]) == (two, (one,))
 
 
-@given(
-    st.lists(
-        st.tuples(st.floats(0, 10), st.booleans()).map(lambda p: failure(0, p[0], victim=p[1])), min_size=1
-    )
-)
+@given(st.lists(st.tuples(st.floats(0, 10), st.booleans()).map(lambda p: failure(0, p[0], victim=p[1])), min_size=1))
 def test_the_culprit_is_never_a_victim_when_there_is_another(failures: list[Failure]):
     found = find_root_cause(failures)
     assert found is not None
@@ -127,8 +123,7 @@ def test_marked_output_cut_anywhere_is_the_same_text(written: list[tuple[str, st
     # a program that prints a mark itself is not meant
     written = [(stream, text) for stream, text in written if "\x1b]sgpu;" not in text]
     marked = b"".join(
-        text.encode() if stream == "stdout" else STDERR_BEGIN + text.encode() + STDERR_END
-        for stream, text in written
+        text.encode() if stream == "stdout" else STDERR_BEGIN + text.encode() + STDERR_END for stream, text in written
     )
     chunks: list[tuple[int, bytes]] = []
     rest, turn = marked, 0

@@ -154,9 +154,7 @@ def test_a_wrong_import_would_be_found():
     imports = list(imports_in(bad, "agent/service.py"))
     assert wrong_way(imports) == ["agent/service.py:2: agent imports worker"]
     assert strangers(imports) == ["agent/service.py:3 imports torch"]
-    assert strangers(list(imports_in("import pynvml", "agent/output.py"))) == [
-        "agent/output.py:1 imports pynvml"
-    ]
+    assert strangers(list(imports_in("import pynvml", "agent/output.py"))) == ["agent/output.py:1 imports pynvml"]
 
 
 def test_the_protocol_does_no_io():
@@ -210,9 +208,7 @@ def test_an_import_brings_nothing_heavy(code: str, without: set[str]):
 
 
 def test_the_public_names_are_the_documented_ones():
-    code = (
-        "import sgpu_magic; print(*sgpu_magic.__all__); [getattr(sgpu_magic, n) for n in sgpu_magic.__all__]"
-    )
+    code = "import sgpu_magic; print(*sgpu_magic.__all__); [getattr(sgpu_magic, n) for n in sgpu_magic.__all__]"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     names = set(done.stdout.split())
     assert {"__version__", "load_ipython_extension", "unload_ipython_extension"} <= names

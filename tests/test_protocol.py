@@ -171,9 +171,7 @@ def test_an_unknown_field_of_a_newer_version_is_passed_over():
     wire = msgspec.msgpack.encode(
         {"type": "hello", "protocol_version": 9, "package_version": "9.9", "pid": 1, "colour": "blue"}
     )
-    assert codec.client_messages.decode(wire) == messages.Hello(
-        protocol_version=9, package_version="9.9", pid=1
-    )
+    assert codec.client_messages.decode(wire) == messages.Hello(protocol_version=9, package_version="9.9", pid=1)
 
 
 # ---------------------------------------------------------------- frames on a stream
@@ -253,9 +251,7 @@ def test_one_flipped_bit_gives_a_message_or_a_value_error():
 # ---------------------------------------------------------------- ids and states
 
 
-@pytest.mark.parametrize(
-    "text", ["", "../../etc", "abcd123", "abcd12345", "ABCD1234", "abcd123/", "abcd1234\n"]
-)
+@pytest.mark.parametrize("text", ["", "../../etc", "abcd123", "abcd12345", "ABCD1234", "abcd123/", "abcd1234\n"])
 def test_what_is_no_id_is_refused(text: str):
     assert not ids.is_valid_id(text)
     with pytest.raises(ValueError, match="not a run id"):

@@ -20,9 +20,9 @@ def preload() -> str:
         import torch.distributed as dist
 
         # what each rank needs at once would otherwise be imported, and lie in memory, once per rank
-        for name in ("numpy.random", "threadpoolctl", "pdb"):
+        for name in ("numpy.random", "threadpoolctl", "pdb", "sgpu_magic.worker.rank"):
             _import_quietly(name)
-        from sgpu_magic.worker import execute, notebook_classes, rank, rendezvous, shell  # noqa: F401
+        from sgpu_magic.worker import execute, notebook_classes, rendezvous, shell
 
         if dist.is_available():
             rendezvous.accept_second_init()

@@ -18,7 +18,9 @@ def shipped(kernel: Kernel, body: str, line: str = "-n 1 --ui none") -> list[str
 
 
 def test_only_what_the_cell_uses_is_shipped(kernel: Kernel):
-    kernel.check("import numpy as np; huge = np.zeros(50_000_000); used = 1; loader_lock = __import__('threading').Lock()")
+    kernel.check(
+        "import numpy as np; huge = np.zeros(50_000_000); used = 1; loader_lock = __import__('threading').Lock()"
+    )
     assert shipped(kernel, "used + 1") == ["used"]
     assert kernel.value("result.shipped.total_bytes") < 1000
     kernel.check("del huge, loader_lock")
@@ -156,9 +158,7 @@ def test_torch_jit_script_of_a_notebook_function(kernel: Kernel, where: str):
 
 def test_comprehensions_lambdas_and_magics_show_what_they_use(kernel: Kernel):
     kernel.check("a, b, c, d = 1, 2, 3, 4")
-    names = shipped(
-        kernel, "f = lambda x: x + a\ng = [b for _ in range(2)]\n%time y = c\nh = f'{d}'\n(f(1), g, y, h)"
-    )
+    names = shipped(kernel, "f = lambda x: x + a\ng = [b for _ in range(2)]\n%time y = c\nh = f'{d}'\n(f(1), g, y, h)")
     assert names == ["a", "b", "c", "d"]
     assert kernel.value("result.values") == [[2, [2, 2], 3, "4"]]
 

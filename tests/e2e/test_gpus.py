@@ -160,7 +160,9 @@ def two_pools(machine: dict[str, str], new_home: Callable[..., Home], home: Home
 
 def test_two_pools_never_share_a_device(two_pools: tuple[Kernel, Kernel], home: Home):
     first, second = two_pools
-    holding = first.start("%%distributed -n 3\nimport pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.01)")
+    holding = first.start(
+        "%%distributed -n 3\nimport pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.01)"
+    )
     holding.until(lambda: len(home.rank_pids()) == 3, 20, "three ranks")
     seen_busy(second, 3)
     assert ranks_on(second, "-n 1 --wait 0")[0][0] == UUIDS[3]

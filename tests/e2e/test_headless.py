@@ -56,9 +56,7 @@ def text_of(cell: nbformat.NotebookNode) -> str:
 
 
 def execute(home: Home, made: nbformat.NotebookNode, **options) -> nbformat.NotebookNode:
-    client = nbclient.NotebookClient(
-        made, timeout=60, resources={"metadata": {"path": str(home.work)}}, **options
-    )
+    client = nbclient.NotebookClient(made, timeout=60, resources={"metadata": {"path": str(home.work)}}, **options)
     return client.execute()
 
 
@@ -101,7 +99,9 @@ def test_nbclient_fails_at_a_failed_rank(environment: Home):
 
 
 def test_papermill_passes_parameters_and_fails_alike(environment: Home, tmp_path: Path):
-    made = notebook("n = 1", "%load_ext sgpu_magic", "%%distributed -n 2\nprint('n is', n)\nif n == 7: raise KeyError(n)")
+    made = notebook(
+        "n = 1", "%load_ext sgpu_magic", "%%distributed -n 2\nprint('n is', n)\nif n == 7: raise KeyError(n)"
+    )
     made.cells[0].metadata["tags"] = ["parameters"]
     source = tmp_path / "in.ipynb"
     nbformat.write(made, source)
@@ -187,12 +187,18 @@ def test_terminal_shows_lines_summary_value_and_error(terminal: Terminal):
 
 
 def test_terminal_control_c_frees_the_prompt(terminal: Terminal):
-    terminal.run(cell("print('up', flush=True)\nwhile True: pass"), r"\[0\] up")
+    terminal.run(
+        cell("import time\nfor i in range(30): print('step', i, flush=True); time.sleep(0.01)\nwhile True: pass"),
+        r"\[0\] step 29",
+    )
     pressed = time.monotonic()
     terminal.send("\x03")
     text = terminal.wait_for(lambda: re.search(r"In \[3\]: ", terminal.text), 10, "the prompt")
     assert time.monotonic() - pressed < 3
     assert "interrupted" in text or "cancelled" in text
+    # each line was printed once, as it came
+    assert text.count("2 ranks on local") == 1
+    assert text.count("[0] step 3\n") == 1
     assert "[1] next 1" in terminal.run(cell("print('next', rank)"), r"In \[4\]: ")
 
 

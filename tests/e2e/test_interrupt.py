@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import pytest
@@ -78,6 +80,40 @@ def test_ranks_that_ignore_signals_free_the_cell_too(kernel: Kernel):
     assert time.monotonic() - pressed < 3
     # they hold their lease until the grace of 5 s is over, and the next run need not wait for that
     assert kernel.check("%%distributed -n 2\nprint('next')").lines(0) == ["next"]
+
+
+def test_interrupt_frees_the_cell_when_nobody_answers(kernel: Kernel):
+    """The agent itself hangs: the cell is free all the same."""
+    cell = kernel.start("%%distributed -n 2\nprint('up', flush=True)\nwhile True: pass")
+    cell.until_shown("[1] up")
+    (agent,) = kernel.home.agent_pids()
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        pressed = time.monotonic()
+        kernel.interrupt()
+        reply = cell.wait(15)
+        assert time.monotonic() - pressed < 3
+        assert reply.ename == "RunCancelled"
+        assert "being stopped" in reply.evalue
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    assert kernel.check("%%distributed -n 2\nprint('next')").lines(1) == ["next"]
+
+
+def test_second_interrupt_does_not_wait(kernel: Kernel):
+    cell = kernel.start("%%distributed -n 2\nprint('up', flush=True)\nwhile True: pass")
+    cell.until_shown("[0] up")
+    (agent,) = kernel.home.agent_pids()
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        kernel.interrupt()
+        time.sleep(0.3)  # a person presses again
+        pressed = time.monotonic()
+        kernel.interrupt()
+        assert cell.wait(15).status == "error"
+        assert time.monotonic() - pressed < 1
+    finally:
+        os.kill(agent, signal.SIGCONT)
 
 
 def test_cells_queued_behind_are_aborted_and_later_ones_run(kernel: Kernel):

@@ -96,9 +96,7 @@ def test_out_brings_large_arrays_tensors_and_frames_back_whole(kernel: Kernel):
         "weights = torch.arange(2_000_000)"
     )
     kernel.check("big[0][0] = 7  # what came back is the notebook's own, not a read-only view")
-    got = kernel.value(
-        "[[float(x.sum()) for x in big], table.shape, int(weights.sum()), [x.nbytes for x in big]]"
-    )
+    got = kernel.value("[[float(x.sum()) for x in big], table.shape, int(weights.sum()), [x.nbytes for x in big]]")
     assert got == [[7.0, 3_000_000.0], [3, 1], sum(range(2_000_000)), [12_000_000] * 2]
     kernel.check("del big, table, weights")
 
@@ -197,7 +195,7 @@ def test_result_object(kernel: Kernel):
     kernel.check(
         "data = list(range(10))\n"
         "result = get_ipython().run_cell_magic('distributed', '-n 2 --name named --ui none',\n"
-        "    'print(\"one\\\\ntwo\")\\nif rank: print(\"three\")\\nsum(data) + rank')"
+        '    \'print("one\\\\ntwo")\\nif rank: print("three")\\nsum(data) + rank\')'
     )
     assert kernel.value("result.values") == [45, 46]
     assert kernel.value("[result[1], len(result), result.name]") == [46, 2, "named"]

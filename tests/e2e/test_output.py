@@ -158,6 +158,23 @@ def test_displays_stand_in_their_place(kernel: Kernel):
     assert at("[0] before") < at("<IPython.core.display.HTML object>") < at("[0] after") < at("succeeded")
 
 
+def test_many_displays_stay_between_their_lines(kernel: Kernel):
+    reply = kernel.check(
+        "%%distributed -n 1\n"
+        "import os\n"
+        "from IPython.display import Markdown, display\n"
+        "for i in range(60):\n"
+        "    os.write(1, b'before %d\\n' % i)\n"
+        "    display(Markdown(f'shown {i}'))\n"
+        "    os.write(1, b'after %d\\n' % i)\n"
+    )
+    found = []
+    for output in reply.outputs:
+        found += [output.data["text/markdown"]] if "text/markdown" in output.data else []
+        found += re.findall(r"^\[0\] ((?:before|after) \d+)", output.text, re.MULTILINE)
+    assert found == [f"{what} {i}" for i in range(60) for what in ("before", "shown", "after")]
+
+
 def test_displays_of_several_ranks_tell_whose_they_are(kernel: Kernel):
     reply = kernel.check(
         "%%distributed -n 2\nfrom IPython.display import Markdown, display\ndisplay(Markdown(f'of *{rank}*'))"
@@ -170,11 +187,7 @@ def test_displays_of_several_ranks_tell_whose_they_are(kernel: Kernel):
 
 def test_figure_comes_as_an_image(kernel: Kernel):
     reply = kernel.check(
-        "%%distributed -n 2\n"
-        "import matplotlib.pyplot as plt\n"
-        "if rank == 0:\n"
-        "    plt.plot([1, 2, 3])\n"
-        "    plt.show()",
+        "%%distributed -n 2\nimport matplotlib.pyplot as plt\nif rank == 0:\n    plt.plot([1, 2, 3])\n    plt.show()",
         90,
     )
     images = [data["image/png"] for data in reply.displays if "image/png" in data]
@@ -183,9 +196,7 @@ def test_figure_comes_as_an_image(kernel: Kernel):
 
 
 def test_last_expression_dataframe_is_displayed_rich(kernel: Kernel):
-    reply = kernel.check(
-        "%%distributed -n 1\nimport pandas as pd\npd.DataFrame({'loss': [0.5, 0.25]})"
-    )
+    reply = kernel.check("%%distributed -n 1\nimport pandas as pd\npd.DataFrame({'loss': [0.5, 0.25]})")
     tables = [data for data in reply.displays if "<table" in data.get("text/html", "") and "loss" in data["text/html"]]
     assert len(tables) == 1, reply.html
     quiet = kernel.check("%%distributed -n 1\nimport pandas as pd\npd.DataFrame({'loss': [0.5, 0.25]});")

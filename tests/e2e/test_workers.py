@@ -706,8 +706,7 @@ def test_a_payload_larger_than_the_disk(new_kernel: Callable[..., Kernel], home:
 def test_what_a_run_leaves(kernel: Kernel, home: Home):
     kernel.check("word = 'hello'; secret = 'in the environment'")
     kernel.check(
-        "%%distributed -n 2 --out word --name demo --env SECRET_TOKEN=hush-hush\n"
-        "print(word, rank)\nword = word.upper()"
+        "%%distributed -n 2 --out word --name demo --env SECRET_TOKEN=hush-hush\nprint(word, rank)\nword = word.upper()"
     )
     directory = last_run(home)
     names = {"run.json", "cell.py", "payload.bin", "_air.py", "key", "rank-0.log", "rank-1.log", "events.msgpack"}
@@ -733,7 +732,9 @@ def test_what_a_run_leaves(kernel: Kernel, home: Home):
 
 
 def test_the_event_log_is_whole_and_strict(kernel: Kernel, home: Home):
-    kernel.check("%%distributed -n 2\nprint('x' * 1000)\nfrom IPython.display import display, HTML\ndisplay(HTML('<b>1</b>'))\n41 + rank")
+    kernel.check(
+        "%%distributed -n 2\nprint('x' * 1000)\nfrom IPython.display import display, HTML\ndisplay(HTML('<b>1</b>'))\n41 + rank"
+    )
     directory = last_run(home)
     eventually(lambda: not home.rank_pids(), 5, "ranks stay")
     events: list[Event] = [event for event, _ in read_events(directory)]
@@ -749,7 +750,9 @@ def test_the_event_log_is_whole_and_strict(kernel: Kernel, home: Home):
 
 @pytest.mark.parametrize("size", [10, 1_000_000])
 def test_torchrun_runs_the_same_outside_the_notebook(kernel: Kernel, home: Home, tmp_path: Path, size: int):
-    kernel.check(f"import torch; data = torch.arange({size}); factor = 3\ndef total(): return (data * factor).sum().item()")
+    kernel.check(
+        f"import torch; data = torch.arange({size}); factor = 3\ndef total(): return (data * factor).sum().item()"
+    )
     kernel.check(
         "%%distributed -n 2 --ui none\nimport torch.distributed as dist\n"
         "x = torch.tensor([total() + rank]); dist.all_reduce(x); print('total', x.item(), rank)"

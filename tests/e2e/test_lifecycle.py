@@ -1,0 +1,501 @@
+"""Who lives how long: the pool, what it starts, and what is left when something is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from kernels import Cell, Home, Kernel, eventually, is_alive, stop_process, wait_gone
+
+from sgpu_magic.pool.run_log import read_events
+from sgpu_magic.protocol.address import process_start
+from sgpu_magic.protocol.events import RanksStarted, RunEnded
+
+# promise 4: nothing outlives its owner
+GONE_S = 5.0
+
+SLEEP = "import time\nprint('begun', flush=True)\ntime.sleep(600)"
+BARRIER = (
+    "import time, torch.distributed as dist\nprint('begun', flush=True)\n"
+    "time.sleep(600) if rank == 0 else dist.barrier()"
+)
+WORK = {"sleep": SLEEP, "barrier": BARRIER}
+
+
+@pytest.fixture(autouse=True)
+def stranger() -> Iterator[int]:
+    """Somebody else's process, which must outlive every test."""
+    with subprocess.Popen(["sleep", "3600"], start_new_session=True) as process:
+        yield process.pid
+        survived = process.poll() is None
+        process.kill()
+    assert survived, "a process that is not ours was ended"
+
+
+def begun(kernel: Kernel, work: str, ranks: int = 3) -> Cell:
+    """Start a long run and wait until all its ranks are in their cells."""
+    cell = kernel.start(f"%%distributed -n {ranks}\n{WORK[work]}")
+    for rank in range(ranks):
+        cell.until_shown(f"[{rank}] begun", 20)
+    return cell
+
+
+def victims(home: Home, which: str) -> list[int]:
+    found = {
+        "pool": [home.pool_pid()],
+        "agent": home.agent_pids(),
+        "zygote": home.zygote_pids(),
+        # an orphan of a rank has the same parent, but another command
+        "rank": [pid for pid in home.rank_pids() if "zygote" in home.processes()[pid].command][-1:],
+        "standby": home.standby_pids()[-1:],
+    }[which]
+    assert found
+    assert None not in found, which
+    return [pid for pid in found if pid is not None]
+
+
+def kill(*pids: int) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def all_gone(pids: set[int], deadline_s: float = GONE_S) -> None:
+    eventually(
+        lambda: not any(map(is_alive, pids)),
+        deadline_s,
+        lambda: f"still there: {[pid for pid in pids if is_alive(pid)]}",
+    )
+
+
+def others(home: Home) -> set[int]:
+    """Everything of this home but its kernels."""
+    return set(home.processes()) - home.kernel_pids
+
+
+def standby_ready(home: Home, ranks: int) -> None:
+    eventually(lambda: len(home.standby_pids()) == ranks, 15, "no standby group")
+
+
+def runs_again(kernel: Kernel) -> None:
+    reply = kernel.check("%%distributed -n 2 --out word\nword = f'fine {world_size}'")
+    assert "Error" not in reply.text
+    assert kernel.value("word") == "fine 2"
+
+
+# ---------------------------------------------------------------- killed while a run goes on
+
+
+@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize(
+    ("which", "error", "says"),
+    [
+        ("pool", "NodeLost", "pool"),
+        ("agent", "NodeLost", "agent"),
+        ("zygote", "", "fork"),
+        ("rank", "WorkerDied", "SIGKILL"),
+    ],
+)
+def test_a_kill_while_a_run_goes_on(kernel: Kernel, home: Home, which: str, error: str, says: str, work: str):
+    cell = begun(kernel, work)
+    pid = victims(home, which)[0]
+    doomed = {"pool": others(home), "agent": others(home), "zygote": set(home.rank_pids())}.get(
+        which, set(home.rank_pids())
+    )
+    kill(pid)
+    at = time.monotonic()
+    reply = cell.wait(10)
+    assert time.monotonic() - at < 1.5, "the notebook waits"
+    assert reply.status == "error", reply.story
+    assert says in reply.evalue, reply.story
+    assert reply.ename == error or not error, reply.story
+    all_gone(doomed | {pid})
+    runs_again(kernel)
+
+
+@pytest.mark.parametrize("together", [("pool", "agent"), ("agent", "zygote"), ("pool", "agent", "zygote")])
+def test_several_killed_at_once(kernel: Kernel, home: Home, together: tuple[str, ...]):
+    cell = begun(kernel, "barrier")
+    doomed = others(home)
+    kill(*(victims(home, which)[0] for which in together))
+    assert cell.wait(10).status == "error"
+    all_gone(doomed)
+    runs_again(kernel)
+
+
+@pytest.mark.parametrize("which", ["pool", "agent", "zygote", "standby"])
+def test_a_kill_while_nothing_runs(kernel: Kernel, home: Home, which: str):
+    runs_again(kernel)
+    standby_ready(home, 2)
+    standby = set(home.standby_pids())
+    doomed = others(home) if which in ("pool", "agent") else standby
+    (pid, *_) = victims(home, which)
+    kill(pid)
+    if which == "standby":
+        wait_gone(pid)
+    else:
+        all_gone(doomed | {pid})
+    runs_again(kernel)
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_a_killed_kernel_takes_its_run_along(home: Home, new_kernel: Callable[..., Kernel], work: str):
+    kernel = new_kernel()
+    begun(kernel, work)
+    ranks, pool, run_id = set(home.rank_pids()), home.pool_pid(), newest(home)
+    kernel.kill()
+    all_gone(ranks)
+    eventually(lambda: not home.unexpected(), GONE_S, lambda: f"left: {home.unexpected()}")
+    assert home.pool_pid() == pool
+    ended = eventually(lambda: last_word(home, run_id), 5, "no last word")
+    assert ended.state == "cancelled"
+    runs_again(new_kernel())
+
+
+def test_a_killed_kernel_while_nothing_runs(home: Home, new_kernel: Callable[..., Kernel]):
+    kernel = new_kernel()
+    kernel.check("import torch; big = torch.ones(1_000_000)")
+    kernel.check("%%distributed -n 2 --ui none\nbig.sum()")
+    pool = home.pool_pid()
+    kernel.kill()
+    eventually(lambda: not home.unexpected(), GONE_S, lambda: f"left: {home.unexpected()}")
+    assert home.pool_pid() == pool
+    runs_again(new_kernel())
+
+
+def newest(home: Home) -> str:
+    def at(run_id: str) -> float:
+        with contextlib.suppress(OSError):
+            return next(iter(read_events(home.run_dir(run_id))))[0].at
+        return 0.0
+
+    return max(home.runs, key=at)
+
+
+def last_word(home: Home, run_id: str) -> RunEnded | None:
+    for event, _ in read_events(home.run_dir(run_id)):
+        if isinstance(event.body, RunEnded):
+            return event.body
+    return None
+
+
+# ---------------------------------------------------------------- the pool's own life
+
+
+def test_the_pool_starts_by_itself_and_is_shared(home: Home, new_kernel: Callable[..., Kernel]):
+    first, second = new_kernel(load=False), new_kernel()
+    runs_again(second)
+    pool = home.pool_pid()
+    first.check("%load_ext sgpu_magic")
+    runs_again(first)
+    assert home.pool_pid() == pool
+    assert os.getsid(pool or 0) != os.getsid(first.pid)
+
+
+def test_the_pool_outlives_kernels_and_restarts(home: Home, new_kernel: Callable[..., Kernel]):
+    kernel = new_kernel()
+    runs_again(kernel)
+    pool = home.pool_pid()
+    begun(kernel, "barrier")
+    ranks = set(home.rank_pids())
+    kernel.restart()
+    all_gone(ranks)
+    assert home.pool_pid() == pool
+    kernel.check("%load_ext sgpu_magic")
+    runs_again(kernel)
+    assert home.pool_pid() == pool
+    kernel.close()
+    eventually(lambda: not home.unexpected(), GONE_S, lambda: f"left: {home.unexpected()}")
+    assert home.pool_pid() == pool
+
+
+def test_unloading_ends_nothing_but_the_link(home: Home, new_kernel: Callable[..., Kernel]):
+    kernel = new_kernel()
+    runs_again(kernel)
+    pool = home.pool_pid()
+    kernel.check("%unload_ext sgpu_magic")
+    assert kernel.run("%%distributed\n1").status == "error"
+    kernel.check("%load_ext sgpu_magic")
+    runs_again(kernel)
+    assert home.pool_pid() == pool
+
+
+def test_the_pool_ends_itself_when_nobody_needs_it(new_home: Callable[..., Home]):
+    home = new_home({"SGPU_POOL_IDLE_S": "0.5"})
+    kernel = Kernel(home)
+    runs_again(kernel)
+    pool = home.pool_pid()
+    kernel.check("import time; time.sleep(2)")
+    assert home.pool_pid() == pool, "a pool ends although a kernel is connected to it"
+    everything = others(home)
+    kernel.close()
+    all_gone(everything, 10)
+    assert [entry.name for entry in home.runtime.iterdir()] == ["pool.lock"]
+
+
+def test_what_a_killed_pool_left_is_in_nobodys_way(home: Home, new_kernel: Callable[..., Kernel]):
+    runs_again(new_kernel())
+    (pool,) = victims(home, "pool")
+    kill(pool)
+    wait_gone(pool)
+    assert {"pool.json", "pool.sock"} <= {entry.name for entry in home.runtime.iterdir()}
+    runs_again(new_kernel())
+    assert home.pool_pid() != pool
+
+
+def test_an_address_of_a_process_that_is_no_pool(home: Home, new_kernel: Callable[..., Kernel], stranger: int):
+    runs_again(new_kernel())
+    (pool,) = victims(home, "pool")
+    kill(pool)
+    wait_gone(pool)
+    file = home.runtime / "pool.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pid": stranger}))
+    runs_again(new_kernel())
+    assert is_alive(stranger)
+
+
+@pytest.mark.parametrize("junk", [b"", b"{", b"\xff\xfe", b'{"pid": "x"}'])
+def test_a_damaged_address_file(home: Home, new_kernel: Callable[..., Kernel], junk: bytes):
+    runs_again(new_kernel())
+    (pool,) = victims(home, "pool")
+    kill(pool)
+    wait_gone(pool)
+    (home.runtime / "pool.json").write_bytes(junk)
+    runs_again(new_kernel())
+
+
+OTHER_VERSION = """
+import fcntl, os, sys, zmq, msgspec
+runtime, version, busy, start = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "busy", None
+lock = os.open(f"{runtime}/pool.lock", os.O_RDWR | os.O_CREAT, 0o600)
+fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+router = zmq.Context().socket(zmq.ROUTER)
+for name in ("pool.sock", "pool.json"):
+    if os.path.exists(f"{runtime}/{name}"):
+        os.unlink(f"{runtime}/{name}")
+router.bind(f"ipc://{runtime}/pool.sock")
+with open("/proc/self/stat", "rb") as file:
+    start = int(file.read().rpartition(b")")[2].split()[19])
+with open(f"{runtime}/pool.json", "wb") as file:
+    file.write(msgspec.json.encode({"pid": os.getpid(), "process_start": start, "protocol_version": version,
+                                    "package_version": f"{version}.0", "started_at": 1.0}))
+print("ready", flush=True)
+while True:
+    identity, *parts = router.recv_multipart()
+    if msgspec.msgpack.decode(parts[0]).get("type") == "hello":
+        router.send_multipart([identity, msgspec.msgpack.encode({
+            "type": "welcome", "protocol_version": version, "oldest_protocol_version": version,
+            "package_version": f"{version}.0", "pid": os.getpid(), "busy": busy})])
+"""
+
+
+@pytest.fixture
+def other_version(home: Home) -> Iterator[Callable[[int, str], subprocess.Popen[str]]]:
+    """Starts a pool that speaks another protocol in this home: `other_version(99, "busy")`."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(version: int, busy: str) -> subprocess.Popen[str]:
+        pool = home.pool_pid()
+        if pool is not None:
+            stop_process(pool, signal.SIGTERM, 10)
+        command = [sys.executable, "-c", OTHER_VERSION, str(home.runtime), str(version), busy]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("version", [0, 99])
+def test_an_idle_pool_of_another_version_is_replaced(
+    kernel: Kernel, home: Home, other_version: Callable[[int, str], subprocess.Popen[str]], version: int
+):
+    other = other_version(version, "idle")
+    runs_again(kernel)
+    assert other.wait(5) == -signal.SIGTERM
+    assert home.pool_pid() not in (None, other.pid)
+
+
+@pytest.mark.parametrize("version", [0, 99])
+def test_a_busy_pool_of_another_version_is_left_alone(
+    kernel: Kernel, home: Home, other_version: Callable[[int, str], subprocess.Popen[str]], version: int
+):
+    other = other_version(version, "busy")
+    reply = kernel.run("%%distributed -n 2\n1")
+    assert (reply.status, reply.ename) == ("error", "PoolVersionError"), reply.story
+    assert f"sgpu-magic {version}.0" in reply.evalue
+    assert f"protocol {version}" in reply.evalue
+    assert "sgpu pool stop" in reply.evalue
+    assert len(reply.traceback.strip().splitlines()) == 1
+    assert other.poll() is None
+    other.kill()
+    other.wait()
+    runs_again(kernel)
+
+
+CLIENT = """
+import sys
+from sgpu_magic.client.pool import Pool
+from sgpu_magic.config import load_settings
+sys.stdin.readline()
+print(Pool(load_settings()).status().pid, flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_many_clients_at_the_same_moment_start_one_pool(new_home: Callable[..., Home]):
+    home = new_home()
+    for _ in range(10):
+        clients = [
+            subprocess.Popen(
+                [sys.executable, "-c", CLIENT],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=home.environ,
+            )
+            for _ in range(3)
+        ]  # fmt: skip
+        for client in clients:
+            assert client.stdin is not None
+            client.stdin.write("go\n")
+            client.stdin.flush()
+        seen = {int(client.stdout.readline()) for client in clients if client.stdout is not None}
+        assert seen == {home.pool_pid()}
+        for client in clients:
+            client.communicate("end\n")
+        (pool,) = seen
+        everything = set(home.processes())
+        stop_process(pool, signal.SIGTERM, 10)
+        all_gone(everything)
+
+
+def test_a_pool_that_is_asked_to_end_ends_its_run_and_says_so(kernel: Kernel, home: Home):
+    cell = begun(kernel, "barrier")
+    everything = others(home)
+    (pool,) = victims(home, "pool")
+    stop_process(pool, signal.SIGTERM, 10)
+    reply = cell.wait(10)
+    assert reply.status == "error"
+    assert "pool" in reply.evalue + reply.text
+    all_gone(everything)
+    runs_again(kernel)
+
+
+# ---------------------------------------------------------------- the queue across kernels
+
+
+def test_first_come_first_served_across_kernels(new_home: Callable[..., Home]):
+    home = new_home({"SGPU_SIMULATE": "a10:2"})
+    kernels = [Kernel(home) for _ in range(3)]
+    try:
+        holding = kernels[0].start(
+            "%%distributed -n 2\nimport pathlib, time\nprint('holds', flush=True)\n"
+            "while not pathlib.Path('go').exists(): time.sleep(0.01)"
+        )
+        holding.until_shown("holds")
+        cells: list[Cell] = []
+        for number, kernel in enumerate([kernels[1], kernels[2]]):
+            cell = kernel.start(f"%%distributed -n 2 --name waits-{number}\nprint('ran')")
+            cell.until_shown(f"position {number + 1}" if number else "queued", 15)
+            cells.append(cell)
+        (home.work / "go").touch()
+        assert holding.wait().status == "ok"
+        assert [cell.wait().status for cell in cells] == ["ok", "ok"]
+        started = {}
+        for run_id in home.runs:
+            name = json.loads((home.run_dir(run_id) / "run.json").read_text())["spec"]["name"]
+            (at,) = [e.at for e, _ in read_events(home.run_dir(run_id)) if isinstance(e.body, RanksStarted)]
+            started[name] = at
+        assert started["waits-0"] < started["waits-1"]
+    finally:
+        for kernel in kernels:
+            kernel.close()
+
+
+# ---------------------------------------------------------------- what a rank starts
+
+
+CHILDREN = """
+import os, pathlib, subprocess, sys
+plain = subprocess.Popen(["sleep", "3601"])
+away = subprocess.Popen(["sleep", "3602"], start_new_session=True)
+twice = subprocess.Popen([sys.executable, "-c", "import os, time; os.fork() and os._exit(0); os.setsid(); "
+                          "open('twice', 'w').write(str(os.getpid())); time.sleep(3603)"])
+twice.wait()
+while not os.path.exists("twice") or not open("twice").read(): pass
+pathlib.Path("children").write_text(f"{plain.pid} {away.pid} {open('twice').read()}")
+print("begun", flush=True)
+"""
+
+
+@pytest.fixture
+def children_file(home: Home) -> Iterator[Path]:
+    file = home.work / "children"
+    yield file
+    file.unlink(missing_ok=True)
+    (home.work / "twice").unlink(missing_ok=True)
+
+
+def children_of(file: Path) -> set[int]:
+    found = {int(pid) for pid in file.read_text().split()}
+    assert len(found) == 3
+    return found
+
+
+@pytest.mark.parametrize("ending", ["", "raise ValueError('no')", "os.kill(os.getpid(), 9)"])
+def test_what_a_rank_started_ends_with_the_run(kernel: Kernel, children_file: Path, ending: str):
+    reply = kernel.run(f"%%distributed -n 1\n{CHILDREN}\n{ending}")
+    assert reply.status == ("error" if ending else "ok"), reply.story
+    all_gone(children_of(children_file))
+
+
+@pytest.mark.parametrize("which", ["pool", "agent", "zygote", "rank", "kernel"])
+def test_what_a_rank_started_ends_with_whoever_is_killed(
+    home: Home, new_kernel: Callable[..., Kernel], children_file: Path, which: str
+):
+    kernel = new_kernel()
+    cell = kernel.start(f"%%distributed -n 1\n{CHILDREN}\n{SLEEP}")
+    cell.until_shown("begun", 20)
+    children = eventually(lambda: children_file.exists() and children_of(children_file), 5)
+    if which == "kernel":
+        kernel.kill()
+    else:
+        kill(*victims(home, which))
+    all_gone(children)
+    eventually(lambda: not home.unexpected(), GONE_S, lambda: f"left: {home.unexpected()}")
+    if which != "kernel":
+        assert cell.wait(10).status == "error"
+
+
+def test_a_child_without_any_mark_ends_with_the_pool(new_home: Callable[..., Home]):
+    """A daemon that cleared its environment can't be told from others, but it never gets past the subreapers."""
+    home = new_home()
+    kernel = Kernel(home)
+    try:
+        kernel.check(
+            textwrap.dedent("""\
+            %%distributed -n 1 --out hidden --ui none
+            import subprocess
+            hidden = subprocess.Popen(["sleep", "3604"], start_new_session=True, env={}).pid""")
+        )
+        hidden = kernel.value("hidden")
+    finally:
+        kernel.close()
+    stop_process(home.pool_pid() or 0, signal.SIGTERM, 10)
+    all_gone({hidden})
+
+
+def test_process_start_tells_a_pid_that_was_given_again(stranger: int):
+    assert process_start(stranger) > 0
+    assert process_start(2**22 - 1) == 0
