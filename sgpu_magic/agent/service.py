@@ -63,6 +63,7 @@ class Agent:
         self._keeper = Keeper()
         self._executions: dict[str, Execution] = {}
         self._standby: Group | None = None
+        self._last_on_gpus = False
         self._departing: list[Group] = []
         self._background: set[asyncio.Task[None]] = set()
         self._pool = MessageStream[ToAgent](sock, codec.to_agent, self._obey, self._pool_lost)
@@ -104,7 +105,7 @@ class Agent:
 
     def _launch(self, launch: Launch, frames: Sequence[bytes]) -> None:
         try:
-            group, warm = self._group_for(launch.interpreter, launch.spec.placement.ranks)
+            group, warm = self._group_for(launch)
         except OSError as error:
             self._refuse_launch(launch, f"{launch.interpreter.executable} can't be started: {error}")
             return
@@ -139,15 +140,16 @@ class Agent:
 
     # ------------------------------------------------------------ groups
 
-    def _group_for(self, interpreter: Interpreter, ranks: int) -> tuple[Group, str]:
+    def _group_for(self, launch: Launch) -> tuple[Group, str]:
+        interpreter, ranks, on_gpus = launch.interpreter, launch.spec.placement.ranks, _on_gpus(launch)
         standby = self._standby
-        if standby is not None and _fits(standby, interpreter, ranks):
+        if standby is not None and _fits(standby, interpreter, ranks, on_gpus):
             self._standby = None
             return standby, "standby"
         self._drop_standby()
         zygote = self._zygotes.get(interpreter)
         warm = "zygote" if zygote.ready else "cold"
-        return self._make_group(interpreter, ranks, join_early=True), warm
+        return self._make_group(interpreter, ranks, join_early=not on_gpus), warm
 
     def _make_group(self, interpreter: Interpreter, ranks: int, join_early: bool) -> Group:
         zygote = self._zygotes.get(interpreter)
@@ -166,12 +168,13 @@ class Agent:
         if not self._settings.standby or any(not execution.group.gone for execution in self._executions.values()):
             return
         if self._standby is not None:
-            if _fits(self._standby, interpreter, ranks):
+            if _fits(self._standby, interpreter, ranks, self._last_on_gpus):
                 self._standby.wanted_at = self._loop.time()
                 return
             self._drop_standby()
         try:
-            self._standby = self._make_group(interpreter, ranks, join_early=ranks <= _JOIN_EARLY_MAX)
+            join_early = ranks <= _JOIN_EARLY_MAX and not self._last_on_gpus
+            self._standby = self._make_group(interpreter, ranks, join_early)
         except OSError:
             return
 
@@ -189,6 +192,7 @@ class Agent:
     def run_gone(self, execution: Execution) -> None:
         self._pool.send(RanksGone(run_id=execution.run_id))
         launch = execution.launch
+        self._last_on_gpus = _on_gpus(launch)
         if not execution.group.broken:
             self._loop.call_later(_REPLENISH_DELAY_S, self._replenish, launch.interpreter, launch.spec.placement.ranks)
         self._loop.call_later(_KEEP_DELAY_S, self._keep, execution)
@@ -242,8 +246,15 @@ class Agent:
         self._keeper.close()
 
 
-def _fits(group: Group, interpreter: Interpreter, ranks: int) -> bool:
-    return not group.broken and group.zygote.interpreter.key == interpreter.key and len(group.ranks) == ranks
+def _on_gpus(launch: Launch) -> bool:
+    return bool(launch.lease.uuids) and not launch.lease.simulated
+
+
+def _fits(group: Group, interpreter: Interpreter, ranks: int, on_gpus: bool) -> bool:
+    if group.broken or group.zygote.interpreter.key != interpreter.key or len(group.ranks) != ranks:
+        return False
+    # one that has joined is a group of gloo: NCCL asks the driver, which then no longer hears which devices are its
+    return not (on_gpus and group.join_early)
 
 
 def run(sock: socket.socket, settings: Settings) -> None:

@@ -167,7 +167,8 @@ def _table(heads: Row, rows: Sequence[Row], right: tuple[int, ...]) -> str:
     head = cells(heads, "th", f";font-weight:400;{SOFT}")
     body = "".join(cells(row, "td", "") for row in rows)
     return (
-        f'<table style="border-collapse:collapse;table-layout:auto;width:auto;margin:0;border:0;border-top:1px solid {LINE};'
+        f'<table style="border-collapse:collapse;table-layout:auto;width:auto;margin:0;border:0;'
+        f"border-top:1px solid {LINE};"
         f'font-size:12.5px"><thead>{head}</thead><tbody>{body}</tbody></table>'
     )
 

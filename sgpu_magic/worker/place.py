@@ -63,7 +63,14 @@ def set_threads(context_environ: dict[str, str], ranks_here: int) -> None:
 
 def set_device(order: Execute) -> torch.device:
     """Make the rank's own GPU current and return the rank's device."""
-    if order.device == "cpu" or not torch.cuda.is_available():
+    if order.device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        if order.rank_variables["LOCAL_RANK"] == "0":
+            sys.stderr.write(
+                f"the run has GPUs, but torch {torch.__version__} can't use them: its ranks compute on the CPU. "
+                "`sgpu doctor` says why.\n"
+            )
         return torch.device("cpu")
     device = torch.device("cuda", int(order.rank_variables["LOCAL_RANK"]))
     torch.cuda.set_device(device)

@@ -61,7 +61,7 @@ def live(order: Fork, descriptors: list[int]) -> int:
     # gloo's and torch's own pools: a fork is safe only when the first parallel operation finds a fresh setting
     torch.set_num_threads(1)
     if order.join_early:
-        rendezvous.join(order.rank, order.ranks, store_path, cuda=_has_cuda())
+        rendezvous.join(order.rank, order.ranks, store_path, cuda=False)
     received = link.receive()
     if received is None or not isinstance(received[0], Execute):
         return 0
@@ -71,13 +71,6 @@ def live(order: Fork, descriptors: list[int]) -> int:
         # the agent is gone; there is nobody left to tell
         return 1
     return 0
-
-
-def _has_cuda() -> bool:
-    """Whether torch was built with CUDA and a driver is there, without initialising it."""
-    import torch
-
-    return torch.backends.cuda.is_built() and os.path.exists("/proc/driver/nvidia/version")
 
 
 class _Execution:
@@ -150,10 +143,10 @@ class _Execution:
         order = self._order
         place.stand_where_the_kernel_stands(order.context, order.rank_variables)
         place.set_threads(order.context.environ, int(order.rank_variables["LOCAL_WORLD_SIZE"]))
+        device = place.set_device(order)
         if not self._fork.join_early:
             rendezvous.join(self._fork.rank, self._fork.ranks, self._store_path, cuda=order.device != "cpu")
         self._link.send(Joined())
-        device = place.set_device(order)
         interaction.refuse(self._shell)
         rank_shell.report_to(self._shell, self._report_display)
         self._shell.show_sources(order.cell.linecache)
