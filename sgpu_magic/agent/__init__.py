@@ -8,9 +8,10 @@ execution       one run in one group, from the launch to the last exit
 output          pipes -> log and batches
 gathering       what the ranks reported
 root_cause      which failure is to blame (pure)
+stop_path       interrupt, release, TERM, grace, KILL
 release         frees ranks that sit in a collective
 leftovers       what a run's processes left behind
 run_directory   what a run leaves on disk
 run_memory      payload and results in memory; keeper copies them to disk in the background
-telemetry       the devices
+telemetry       the devices; device_users who uses them
 """

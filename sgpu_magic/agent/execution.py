@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -21,12 +20,13 @@ from typing import Protocol
 
 import msgspec
 
-from sgpu_magic.agent import leftovers, release, root_cause
+from sgpu_magic.agent import leftovers, root_cause
 from sgpu_magic.agent.gathering import Gathering
 from sgpu_magic.agent.group import Group
 from sgpu_magic.agent.keeper import Keeper
 from sgpu_magic.agent.run_directory import PAYLOAD, RunDirectory
 from sgpu_magic.agent.run_memory import RunMemory
+from sgpu_magic.agent.stop_path import StopPath
 from sgpu_magic.agent.variables import torchrun_variables
 from sgpu_magic.config import Settings
 from sgpu_magic.protocol.events import (
@@ -60,13 +60,8 @@ from sgpu_magic.protocol.records import (
 )
 from sgpu_magic.protocol.states import FailureKind, RunState
 
-# from one rung of the stop path to the next, where no grace is given
-_RUNG_S = 0.3
-# a cell that an interrupt reaches in Python ends as KeyboardInterrupt; only then are the connections shut
-_INTERRUPT_LEAD_S = 0.03
 # nothing may compete with the result on its way to the notebook
 _LEAVE_DELAY_S = 0.03
-_EXIT_HANDLERS_S = 5.0
 
 
 class ExecutionListener(Protocol):
@@ -113,11 +108,11 @@ class Execution:
         self._started_at: float | None = None
         self._joined: set[int] = set()
         self._gathering = Gathering(len(group.ranks))
+        self._stop = StopPath(group, self._gathering, self._later)
         self._ending_as: RunState | None = None
         self._end_reason = ""
         self._final_state = RunState.FAILED
         self._host = socket.gethostname()
-        self._releasing = False
         self._ended = False
         self._deciding = False
         self._gone = False
@@ -277,28 +272,12 @@ class Execution:
             return
         self._ending_as = state
         self._end_reason = reason
-        self._stop_ranks(interrupt_first=True)
+        self._stop.begin(interrupt_first=True, waited=self._stop_waiting)
 
     def _blame(self) -> None:
         """The culprit is known: free the others."""
-        if not self._ended and self._ending_as is None and not self._releasing:
-            self._stop_ranks(interrupt_first=False)
-
-    def _stop_ranks(self, *, interrupt_first: bool) -> None:
-        self._releasing = True
-        steps = (self._interrupt, self._release) if interrupt_first else (self._release, self._interrupt)
-        steps[0]()
-        self._later(_INTERRUPT_LEAD_S, steps[1])
-        self._later(_RUNG_S, self._stop_waiting)
-
-    def _interrupt(self) -> None:
-        for process in self.group.ranks:
-            if not self._gathering.has_reported(process.rank):
-                process.signal(signal.SIGINT)
-
-    def _release(self) -> None:
-        if not self._gathering.complete:
-            self.group.release(release.connections_between(self.group.pids))
+        if not self._ended and self._ending_as is None and not self._stop.begun:
+            self._stop.begin(interrupt_first=False, waited=self._stop_waiting)
 
     def _stop_waiting(self) -> None:
         if not self._ended:
@@ -338,22 +317,11 @@ class Execution:
         self._finish_if_gone()
 
     def _let_leave(self) -> None:
-        """Ranks that are done exit; the others get TERM, the grace, KILL."""
-        self.group.leave()
-        unreported = [process for process in self.group.ranks if not self._gathering.has_reported(process.rank)]
-        for process in unreported:
-            process.signal(signal.SIGTERM, whole_session=True)
-        if not unreported:
-            self._later(_EXIT_HANDLERS_S, self._kill)
-        elif self._ending_as is not None:
-            self._later(self._default_grace_s if self._grace_s is None else self._grace_s, self._kill)
+        if self._ending_as is not None:
+            self._stop.end(self._default_grace_s if self._grace_s is None else self._grace_s)
         else:
             # survivors of a failure get none unless it was asked for
-            self._later(self._grace_s or 0.0, self._kill)
-
-    def _kill(self) -> None:
-        for process in self.group.ranks:
-            process.signal(signal.SIGKILL, whole_session=True)
+            self._stop.end(self._grace_s or 0.0)
 
     def _finish_if_gone(self) -> None:
         if not self._ended or self._gone or not self.group.gone:

@@ -76,9 +76,7 @@ class Pool:
             # it was about to end when it was asked, and had not taken the run
             return self._submit_once(self._connect(start=True), spec, packed, key, environ)
 
-    def _submit_once(
-        self, link: PoolLink, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str]
-    ) -> Run:
+    def _submit_once(self, link: PoolLink, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str]) -> Run:
         payload, frames = self._uploads.place(packed, spec.run_id, link, self.settings)
         request, reply = link.new_request()
         events = link.follow(spec.run_id)

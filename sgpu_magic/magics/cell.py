@@ -122,9 +122,7 @@ def check_cell(body: str) -> None:
         raise UsageError("the cell is empty. Write the code that each rank shall run under the %%distributed line.")
 
 
-def _check_outputs(
-    source: str, options: CellOptions, shipped: Mapping[str, object], shell: InteractiveShell
-) -> None:
+def _check_outputs(source: str, options: CellOptions, shipped: Mapping[str, object], shell: InteractiveShell) -> None:
     """Refuse what the cell can't return, rather than run it for nothing."""
     stored = names_stored(source, transform=shell.transform_cell)
     if stored is None:

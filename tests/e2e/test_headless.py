@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
 import re
@@ -38,10 +39,9 @@ def environment(home: Home, monkeypatch: pytest.MonkeyPatch) -> Home:
         monkeypatch.setenv(name, value)
     folder = Path(home.environ["JUPYTER_DATA_DIR"]) / "kernels" / "sgpu-test"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "kernel.json").write_text(
-        '{"argv": ["%s", "-m", "ipykernel_launcher", "-f", "{connection_file}"], '
-        '"display_name": "test", "language": "python"}' % sys.executable
-    )
+    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    spec = {"argv": argv, "display_name": "test", "language": "python"}
+    (folder / "kernel.json").write_text(json.dumps(spec))
     assert jupyter_client.kernelspec.KernelSpecManager().get_kernel_spec("sgpu-test").argv[0] == sys.executable
     return home
 

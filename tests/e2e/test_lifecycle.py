@@ -50,15 +50,18 @@ def begun(kernel: Kernel, work: str, ranks: int = 3) -> Cell:
 
 
 def victims(home: Home, which: str) -> list[int]:
+    """Pids of the pool, the agent, the zygotes, one rank or one standby rank."""
+    processes = home.processes()
+    ranks = [pid for pid in home.rank_pids() if pid in processes and "zygote" in processes[pid].command]
     found = {
         "pool": [home.pool_pid()],
         "agent": home.agent_pids(),
         "zygote": home.zygote_pids(),
         # an orphan of a rank has the same parent, but another command
-        "rank": [pid for pid in home.rank_pids() if "zygote" in home.processes()[pid].command][-1:],
+        "rank": ranks[-1:],
         "standby": home.standby_pids()[-1:],
     }[which]
-    assert found
+    assert found, which
     assert None not in found, which
     return [pid for pid in found if pid is not None]
 
