@@ -45,7 +45,7 @@ def findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     facts = python_checks.probe(environ)
     yield from python_checks.packages(facts)
     yield from _guarded("ipykernel", python_checks.ipykernel_version)
-    yield from python_checks.group(facts, environ)
+    yield from python_checks.group(facts)
     yield from _guarded("hostname", machine_checks.hostname)
     settings, found = place_checks.settings_file(environ)
     yield from found

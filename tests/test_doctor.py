@@ -121,7 +121,8 @@ def test_everything_wrong_at_once_is_named_with_its_remedy(bare_home: Home):
     assert report.code == 1
     assert "problems" in report.sum
     assert report.has("ipykernel", "problem", "7.0.1", "pip install -U")
-    assert report.has("all_reduce", "problem", "Unset GLOO_SOCKET_IFNAME")
+    # ranks of one machine talk over loopback whatever the environment says
+    assert report.has("all_reduce", "ok")
     assert report.has("settings", "problem", str(config), "Mend it")
     assert report.has("variables", "warning", "SGPU_CPU_SLOT ", "Is SGPU_CPU_SLOTS meant?")
     assert report.has("CUDA_VISIBLE_DEVICES", "warning", "Unset it")
@@ -166,7 +167,7 @@ def test_packages_that_do_not_fit(facts: ProbeFacts, words: str):
 
 def test_a_slow_group_is_a_warning():
     facts = ProbeFacts(torch="2.9.0", distributed=True, gloo=True, group_s=5.02, reduce_s=0.001, right=True)
-    (found,) = python_checks.group(facts, {})
+    (found,) = python_checks.group(facts)
     assert (found.level, "5.0 s" in found.text) == (Level.WARNING, True)
 
 
@@ -178,7 +179,7 @@ def test_a_gpu_and_a_torch_without_cuda(bare_home: Home, nvml_stub: Callable[...
     report = Report(bare_home, nvml_stub(devices=nvml.a10s(2)))
     assert report.code == 1
     assert report.has("gpu", "ok", "2 devices: NVIDIA A10")
-    assert report.has("torch and gpu", "problem", "without CUDA", "pytorch.org")
+    assert report.has("torch and gpu", "problem", "without CUDA", "installation page")
 
 
 def test_a_pool_that_lives_and_one_that_was_killed(new_home: Callable[..., Home]):

@@ -91,7 +91,7 @@ def _gpu_torch(facts: ProbeFacts) -> Iterator[Finding]:
         yield problem(
             "torch and gpu",
             f"torch {facts.torch} was built without CUDA, so no cell can use the GPUs here",
-            "Install a build with CUDA: the selector at pytorch.org/get-started gives the command.",
+            "Install a build with CUDA: the installation page of PyTorch gives the command.",
         )
     elif facts.gpus == 0:
         yield problem(

@@ -212,10 +212,10 @@ def packages(facts: ProbeFacts) -> Iterator[Finding]:
         yield ok("torch", text)
     if not facts.distributed or not facts.gloo:
         what = "gloo" if facts.distributed else "torch.distributed"
-        yield problem("distributed", f"this torch was built without {what}", "Install a torch from pytorch.org.")
+        yield problem("distributed", f"this torch was built without {what}", "Install a build of torch that has it.")
 
 
-def group(facts: ProbeFacts, environ: Mapping[str, str]) -> Iterator[Finding]:
+def group(facts: ProbeFacts) -> Iterator[Finding]:
     """The two ranks' all_reduce."""
     if not facts.gloo:
         return
@@ -223,8 +223,6 @@ def group(facts: ProbeFacts, environ: Mapping[str, str]) -> Iterator[Finding]:
     if facts.group_s is None:
         why = facts.group_error or facts.last_words
         remedy = "Loopback (127.0.0.1) must be up and open: see `ip addr show lo` and local firewall rules."
-        if interface := environ.get("GLOO_SOCKET_IFNAME"):
-            remedy = f"Unset GLOO_SOCKET_IFNAME, which is {interface!r}. {remedy}"
         yield problem(name, f"two gloo ranks on this machine could not reduce a tensor: {why}", remedy)
     elif not facts.right:
         yield problem(name, "two gloo ranks got a wrong sum", "Reinstall torch.")

@@ -14,7 +14,7 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.config import Settings, load_settings
-from sgpu_magic.errors import UsageError
+from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.magics import arguments, cell, follow
 from sgpu_magic.magics.warmth import Warmth
 from sgpu_magic.render.publisher import publisher_for
@@ -44,8 +44,11 @@ class DistributedMagics(Magics):
         self._check_pool(options.pool or settings.pool)
         cell.check_cell(cell_body)
         ranks = options.ranks or self._default_ranks(options.device_type)
-        submission = cell.prepare(line, cell_body, options, self._shell, settings, ranks)
-        run = self.pool.submit(submission.spec, submission.packed, submission.key, submission.environ)
+        try:
+            submission = cell.prepare(line, cell_body, options, self._shell, settings, ranks)
+            run = self.pool.submit(submission.spec, submission.packed, submission.key, submission.environ)
+        except KeyboardInterrupt:
+            raise RunCancelled("interrupted before the pool had taken the run; nothing was started.") from None
         view = RunView(submission.spec, settings.output_limit, pool=self.pool.name, error_follows=True)
         publisher = publisher_for(options.ui, view, sys.stdout, notebook=is_notebook(self._shell))
         try:

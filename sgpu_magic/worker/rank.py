@@ -60,13 +60,18 @@ def live(order: Fork, descriptors: list[int]) -> int:
 
     # gloo's and torch's own pools: a fork is safe only when the first parallel operation finds a fresh setting
     torch.set_num_threads(1)
+    join_error: RuntimeError | None = None
     if order.join_early:
-        rendezvous.join(order.rank, order.ranks, store_path, cuda=False)
+        try:
+            rendezvous.join(order.rank, order.ranks, store_path, cuda=False)
+        except RuntimeError as error:
+            # a peer is gone already; told once there is a run to tell it of
+            join_error = error
     received = link.receive()
     if received is None or not isinstance(received[0], Execute):
         return 0
     try:
-        _Execution(link, received[0], received[1], order, store_path).run()
+        _Execution(link, received[0], received[1], order, store_path, join_error).run()
     except ConnectionError:
         # the agent is gone; there is nobody left to tell
         return 1
@@ -77,13 +82,20 @@ class _Execution:
     """One cell in this rank, with the helper thread that flushes its output and listens to the agent meanwhile."""
 
     def __init__(
-        self, link: Link[ToRank], order: Execute, frames: Sequence[bytes], fork: Fork, store_path: str
+        self,
+        link: Link[ToRank],
+        order: Execute,
+        frames: Sequence[bytes],
+        fork: Fork,
+        store_path: str,
+        join_error: RuntimeError | None,
     ) -> None:
         self._link = link
         self._order = order
         self._frames = frames
         self._fork = fork
         self._store_path = store_path
+        self._join_error = join_error
         self._shell = rank_shell.RankShell.instance()
         self._may_leave = threading.Event()
         self._in_place = threading.Event()
@@ -143,6 +155,8 @@ class _Execution:
         order = self._order
         place.stand_where_the_kernel_stands(order.context, order.rank_variables)
         place.set_threads(order.context.environ, int(order.rank_variables["LOCAL_WORLD_SIZE"]))
+        if self._join_error is not None:
+            raise self._join_error
         device = place.set_device(order)
         if not self._fork.join_early:
             rendezvous.join(self._fork.rank, self._fork.ranks, self._store_path, cuda=order.device != "cpu")

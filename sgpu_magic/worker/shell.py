@@ -29,6 +29,7 @@ Report = Callable[[Record], None]
 _PLAIN = "text/plain"
 # torch 2.6 to 2.13
 _PEER_LOST = re.compile(
+    r"connectFullMesh failed|"
     r"Connection (closed|reset) by peer|Broken pipe|gloo/transport|remote process exited|NCCL communicator was aborted"
     r"|process group .*(aborted|shut down)",
     re.IGNORECASE,
