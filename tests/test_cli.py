@@ -263,7 +263,7 @@ def test_cancel_and_interrupt(kernel: Kernel, home: Home, started: Callable[...,
     assert cell.wait(20).ename == "RunCancelled"
     assert "cancelled" in output_of(home, "runs", "-n", "1").splitlines()[1]
     eventually(lambda: not home.rank_pids())
-    assert "no run that is pool" in only_error(sgpu(home, "cancel", run_id), 2)
+    assert "no run that is going on here" in only_error(sgpu(home, "cancel", run_id), 2)
 
 
 def test_runs_are_the_same_after_the_pool_is_stopped(new_home: Callable[..., Home]):
