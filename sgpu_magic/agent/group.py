@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import socket
 from collections.abc import Sequence
@@ -122,6 +123,16 @@ class Group:
     @property
     def gone(self) -> bool:
         return self._unforked == 0 and not any(process.alive for process in self.ranks)
+
+    def has_dead_rank(self) -> bool:
+        """Whether a rank has ended, also when the zygote has not yet told so."""
+        if self.broken:
+            return True
+        poll = select.poll()
+        for process in self.ranks:
+            if process.pidfd is not None:
+                poll.register(process.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         """Free what the agent holds; the ranks must be gone or about to go."""

@@ -143,7 +143,7 @@ class Agent:
     def _group_for(self, launch: Launch) -> tuple[Group, str]:
         interpreter, ranks, on_gpus = launch.interpreter, launch.spec.placement.ranks, _on_gpus(launch)
         standby = self._standby
-        if standby is not None and _fits(standby, interpreter, ranks, on_gpus):
+        if standby is not None and _fits(standby, interpreter, ranks, on_gpus) and not standby.has_dead_rank():
             self._standby = None
             return standby, "standby"
         self._drop_standby()

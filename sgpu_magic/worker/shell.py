@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import linecache
 import re
+import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -114,10 +116,19 @@ class RankShell(InteractiveShell):
         self.failed_at = time.time()
         error = sys.exc_info()[1]
         _leave_own_frames_out(error)
-        if error is not None and (self.released or is_peer_lost(error)):
-            self.traceback_lines = traceback.format_exception(error)
-        else:
-            super().showtraceback(*args, **kwargs)
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        # a rank that was released from a collective is interrupted next; its error must be told all the same
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
+        try:
+            # IPython prints groups itself, past every hook
+            plain = self.released or isinstance(error, BaseExceptionGroup)
+            if error is not None and (plain or is_peer_lost(error)):
+                self.traceback_lines = traceback.format_exception(error)
+            else:
+                super().showtraceback(*args, **kwargs)
+        finally:
+            if in_main_thread:
+                signal.signal(signal.SIGINT, previous)
 
     def _showtraceback(self, etype: object, evalue: object, stb: list[str] | str) -> None:
         self.traceback_lines = [stb] if isinstance(stb, str) else list(stb)
