@@ -195,10 +195,7 @@ def test_builtins_only_when_shadowed() -> None:
 def test_a_misspelt_in_is_told_with_what_is_near() -> None:
     with pytest.raises(UsageError) as caught:
         collect([], {"model": 1, "models": 2, "x": 3}, extra=["modle"])
-    assert (
-        str(caught.value)
-        == "the notebook has no `modle`, which --in names. Did you mean `model` or `models`?"
-    )
+    assert str(caught.value) == "the notebook has no `modle`, which --in names. Did you mean `model` or `models`?"
     with pytest.raises(UsageError) as caught:
         collect([], {"x": 3}, extra=["loader"])
     assert str(caught.value) == (

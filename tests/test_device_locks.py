@@ -317,9 +317,7 @@ def test_two_users_share_the_directory_in_either_order(directory: Path) -> None:
         with holder(directory, FIRST, uid=OTHER_UID) as (other, said):
             assert said == "held"
             assert (directory / f"{FIRST}.lock").stat().st_uid == OTHER_UID
-            assert locks.locked_elsewhere([FIRST])[FIRST].startswith(
-                f"process {other.pid} of user {name} on host "
-            )
+            assert locks.locked_elsewhere([FIRST])[FIRST].startswith(f"process {other.pid} of user {name} on host ")
             with pytest.raises(DevicesLocked, match=f"of user {name}"):
                 locks.acquire([FIRST])
         locks.acquire([FIRST, SECOND])  # FIRST's file belongs to the other user
@@ -367,7 +365,5 @@ def test_a_directory_of_another_user_that_is_not_shared_is_refused(directory: Pa
     directory.mkdir(mode=0o755)
     (directory / "something").write_text("")
     with holder(directory, FIRST, uid=OTHER_UID) as (_, said):
-        assert said.startswith(
-            f"PoolError: the directory of device locks {directory} must let this user make files"
-        )
+        assert said.startswith(f"PoolError: the directory of device locks {directory} must let this user make files")
         assert "SGPU_LOCK_DIR" in said

@@ -46,9 +46,7 @@ def inventory(environ: dict[str, str], own_pids: Collection[int] = ()) -> Invent
 @pytest.fixture
 def sleeper():
     """A process of ours and its child: (parent's pid, child's pid)."""
-    code = (
-        "import subprocess, sys; p = subprocess.Popen(['sleep', '300']); print(p.pid, flush=True); p.wait()"
-    )
+    code = "import subprocess, sys; p = subprocess.Popen(['sleep', '300']); print(p.pid, flush=True); p.wait()"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as parent:
@@ -123,9 +121,7 @@ def test_a_misspelt_type_is_answered_with_those_close_to_it() -> None:
 
 
 def test_known_types_have_a_memory_size_and_are_their_own_names() -> None:
-    assert {"a10", "a100", "h100", "h200", "rtx4090", "t4", "l40s", "b200", "rtx6000ada", "v100"} <= set(
-        KNOWN_TYPES
-    )
+    assert {"a10", "a100", "h100", "h200", "rtx4090", "t4", "l40s", "b200", "rtx6000ada", "v100"} <= set(KNOWN_TYPES)
     for kind in KNOWN_TYPES:
         assert canonical_type(kind) == kind
         assert memory_of(kind) > 5 * GB
@@ -243,9 +239,7 @@ def test_a_process_that_has_ended_is_no_use_unless_it_may_be_the_hosts(nvml_stub
     processes = [nvml.StubProcess(gone.pid)]
     (device,) = inventory(nvml_stub([nvml.StubGpu(nvml.gpu_uuid(0), processes=processes)])).devices
     in_container = os.stat("/proc/self/ns/pid").st_ino != 0xEFFFFFFC
-    assert device.outside_use == (
-        f"process {gone.pid} outside this container uses it" if in_container else ""
-    )
+    assert device.outside_use == (f"process {gone.pid} outside this container uses it" if in_container else "")
 
 
 @pytest.mark.needs_root
@@ -265,9 +259,7 @@ def test_mig_slices_are_devices_of_their_own(nvml_stub: Stub, sleeper: tuple[int
     name = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
     slices = [
         nvml.StubSlice("MIG-11111111-0000-0000-0000-000000000000", name, 5 * GB),
-        nvml.StubSlice(
-            "MIG-22222222-0000-0000-0000-000000000000", name, 5 * GB, GB, [nvml.StubProcess(sleeper[0])]
-        ),
+        nvml.StubSlice("MIG-22222222-0000-0000-0000-000000000000", name, 5 * GB, GB, [nvml.StubProcess(sleeper[0])]),
     ]
     gpus = [
         nvml.StubGpu(nvml.gpu_uuid(0), "NVIDIA A100-SXM4-40GB", bus=1, utilization_pct=None, slices=slices),
@@ -324,9 +316,7 @@ def test_a_lost_gpu_is_named_and_the_others_are_listed(nvml_stub: Stub) -> None:
     gpus = [nvml.StubGpu(nvml.gpu_uuid(0), bus=1, error=15), nvml.StubGpu(nvml.gpu_uuid(1), bus=2)]
     found = inventory(nvml_stub(gpus))
     assert [(device.uuid, device.index) for device in found.devices] == [(nvml.gpu_uuid(1), 0)]
-    assert found.problem.startswith(
-        "GPU 0 (NVML's number) can't be read: it has fallen off the bus; reset it"
-    )
+    assert found.problem.startswith("GPU 0 (NVML's number) can't be read: it has fallen off the bus; reset it")
 
 
 @pytest.mark.parametrize(
@@ -368,7 +358,4 @@ def test_nvml_is_loaded_only_when_it_is_asked() -> None:
         "import sys; from sgpu_magic.agent.telemetry import take_inventory;"
         "take_inventory(simulate='a10:1', cpu_slots=1); sys.exit('pynvml' in sys.modules)"
     )
-    assert (
-        subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode
-        == 0
-    )
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 0

@@ -203,9 +203,7 @@ def test_a_large_global_travels_once(notebook: Notebook, far_side: FarSide) -> N
     ]  # fmt: skip
 
 
-def test_names_are_found_through_everything_that_holds_functions(
-    notebook: Notebook, far_side: FarSide
-) -> None:
+def test_names_are_found_through_everything_that_holds_functions(notebook: Notebook, far_side: FarSide) -> None:
     notebook.cell("""
         import functools, math, dataclasses
         a = b = c = d = e = g = h = 0
@@ -396,9 +394,7 @@ def test_classes_of_many_kinds(notebook: Notebook, far_side: FarSide) -> None:
     assert answer == [8, True, "BLUE!", True, 3, [2], 2, 9, True, [2, True], [], 5, True, True, True]
 
 
-def test_a_constructor_that_runs_while_unpickling_finds_its_globals(
-    notebook: Notebook, far_side: FarSide
-) -> None:
+def test_a_constructor_that_runs_while_unpickling_finds_its_globals(notebook: Notebook, far_side: FarSide) -> None:
     notebook.cell("""
         registry = {}
         default = 4
@@ -690,18 +686,14 @@ def test_tensors_of_many_kinds() -> None:
         elif name != "meta":
             left, right = (t.detach().to_dense() if t.is_sparse else t.detach() for t in (got, value))
             assert (
-                torch.equal(left.dequantize(), right.dequantize())
-                if value.is_quantized
-                else torch.equal(left, right)
+                torch.equal(left.dequantize(), right.dequantize()) if value.is_quantized else torch.equal(left, right)
             ), name
     assert back["tagged"].tag == "x"
     assert back["expanded"].stride() == (0,)
 
 
 def test_a_module_and_its_optimizer_stay_tied() -> None:
-    model = torch.nn.Sequential(
-        torch.nn.Linear(200, 200), torch.nn.BatchNorm1d(200), torch.nn.Linear(200, 200)
-    )
+    model = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.BatchNorm1d(200), torch.nn.Linear(200, 200))
     model[2].weight = model[0].weight
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(8, 200)).sum().backward()
@@ -731,9 +723,9 @@ def test_a_dataset_and_loader_of_the_notebook(notebook: Notebook, far_side: FarS
         power = 2
         loader = DataLoader(Squares(), batch_size=1000, shuffle=True, generator=torch.Generator())
     """)
-    assert far_side.run(
-        notebook.pack("loader"), "answer = sum(b.sum().item() for b in loader)"
-    ) == pytest.approx(float(sum(i * i for i in range(5000))), rel=1e-5)
+    assert far_side.run(notebook.pack("loader"), "answer = sum(b.sum().item() for b in loader)") == pytest.approx(
+        float(sum(i * i for i in range(5000))), rel=1e-5
+    )
 
 
 def test_a_tensor_subclass_goes_torchs_way() -> None:
@@ -903,9 +895,7 @@ def test_what_can_not_be_rebuilt_is_named(notebook: Notebook) -> None:
         p.x = 1
     """)
     packed = notebook.pack("p")
-    with pytest.raises(
-        SerializationError, match="`p` can't be rebuilt on the other side: RuntimeError: only at home"
-    ):
+    with pytest.raises(SerializationError, match="`p` can't be rebuilt on the other side: RuntimeError: only at home"):
         unpack_namespace(packed.to_bytes(), packed.layout, KEY, {})
 
 
@@ -928,9 +918,7 @@ def test_changed_bytes_are_refused_before_unpickling(tmp_path: Path) -> None:
         (data, PackedLayout(pickle_size=pickle_size, buffers=layout.buffers, mac=b""), KEY),
     ]
     for bad_data, bad_layout, key in cases:
-        with pytest.raises(
-            SerializationError, match="does not carry this run's signature, so it was not unpickled"
-        ):
+        with pytest.raises(SerializationError, match="does not carry this run's signature, so it was not unpickled"):
             unpack(bad_data, bad_layout, key, {})
     for bad_data, bad_layout in [
         (data[:-1], layout),
@@ -958,9 +946,7 @@ def test_a_packed_function_can_not_be_read_without_unpack(notebook: Notebook) ->
 
 def sample(size: int = 3_000_000) -> Packed:
     rng = np.random.default_rng(0)
-    return pack_object(
-        [rng.bytes(100), rng.integers(0, 255, size, dtype=np.uint8), np.arange(5_000)], {}, KEY
-    )
+    return pack_object([rng.bytes(100), rng.integers(0, 255, size, dtype=np.uint8), np.arange(5_000)], {}, KEY)
 
 
 def test_every_place_holds_the_same_bytes(tmp_path: Path) -> None:
@@ -1060,17 +1046,9 @@ def test_sizes_tell_heavy_names(notebook: Notebook) -> None:
 # ---------------------------------------------------------------- plain values, at random
 
 plain = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | st.text()
-    | st.binary(max_size=9000),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=9000),
     lambda inner: (
-        st.lists(inner)
-        | st.dictionaries(st.text(), inner)
-        | st.tuples(inner, inner)
-        | st.frozensets(st.integers())
+        st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner) | st.frozensets(st.integers())
     ),
     max_leaves=20,
 )

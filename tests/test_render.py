@@ -93,8 +93,7 @@ class Run:
                 outputs=tuple(OutputName(name) for name in outputs),
                 owner=Owner(pid=1, host="h", user="u"),
                 timeout_s=90.0,
-                shipped=shipped
-                or Shipped(names=("model", "loader", "cfg"), total_bytes=45_100_000, seconds=0.038),
+                shipped=shipped or Shipped(names=("model", "loader", "cfg"), total_bytes=45_100_000, seconds=0.038),
             ),
             limit,
             pool,
@@ -135,9 +134,7 @@ class Run:
     def show(self, rank: int, display_id: str = "", update: bool = False, **bundle: str) -> Run:
         data = {key.replace("_", "/"): value for key, value in bundle.items()}
         return self.tell(
-            ev.DisplayPublished(
-                rank=rank, bundle=json.dumps(data).encode(), display_id=display_id, update=update
-            )
+            ev.DisplayPublished(rank=rank, bundle=json.dumps(data).encode(), display_id=display_id, update=update)
         )
 
     def end(
@@ -212,9 +209,7 @@ def failed() -> Run:
 
 def died() -> Run:
     message = "was killed by SIGKILL: most likely out of memory (it held 21.8 of 24 GB)"
-    failure = Failure(
-        kind=FailureKind.WORKER_DIED, message=message, rank=2, line=6, where="build", exit_status=-9
-    )
+    failure = Failure(kind=FailureKind.WORKER_DIED, message=message, rank=2, line=6, where="build", exit_status=-9)
     run = Run().start("a10").say(2, "step 1180  loss 0.22\n")
     return run.end(RunState.FAILED, 31, failure, released(0, 1, 3))
 
@@ -245,9 +240,7 @@ def running() -> Run:
     return run
 
 
-FORMS = {
-    form.__name__: form for form in (succeeded, failed, died, cancelled, timed_out, queued, gapped, running)
-}
+FORMS = {form.__name__: form for form in (succeeded, failed, died, cancelled, timed_out, queued, gapped, running)}
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -344,9 +337,7 @@ def test_endless_line_is_cut_into_pieces() -> None:
 
 def test_a_million_lines_stay_bounded() -> None:
     run = Run().start()
-    batches = [
-        "".join(f"rank {rank} step {step:07d} loss 0.2200\n" for step in range(500)) for rank in range(4)
-    ]
+    batches = ["".join(f"rank {rank} step {step:07d} loss 0.2200\n" for step in range(500)) for rank in range(4)]
     began = time.perf_counter()
     for at in range(2000):
         run.say(at % 4, batches[at % 4])
@@ -404,9 +395,7 @@ def test_skipped_lines_count_into_the_one_gap() -> None:
 
 def test_bytes_skipped_within_a_line_leave_a_mark() -> None:
     run = Run().start().say(0, "begin")
-    run.tell(
-        ev.OutputWritten(rank=0, stream="stdout", text="end\n", start=5, end=50_000, skipped_bytes=49_991)
-    )
+    run.tell(ev.OutputWritten(rank=0, stream="stdout", text="end\n", start=5, end=50_000, skipped_bytes=49_991))
     assert run.view.items == [LineItem(0, "stdout", "begin ... end")]
 
 
@@ -545,9 +534,7 @@ def test_html_reads_without_styles() -> None:
 
 def test_ansi_colours_become_spans() -> None:
     assert ansi.to_html("a \x1b[31mb<\x1b[0m c") == 'a <span style="color:#e75c58">b&lt;</span> c'
-    assert 'style="color:#5f87af;background:#010203;font-weight:bold"' in ansi.to_html(
-        "\x1b[1;38;5;67;48;2;1;2;3mx"
-    )
+    assert 'style="color:#5f87af;background:#010203;font-weight:bold"' in ansi.to_html("\x1b[1;38;5;67;48;2;1;2;3mx")
     assert ansi.to_html("\x1b[2J\x1b[3;4Hx\x07\x00\x1b[") == "x"
     assert ansi.plain("\x1b[1mx\x1b[0m\x1b]0;t\x1b\\y") == "xy"
     assert ansi.colours_only("\x1b[31mx\x1b[2K\x1b]52;c;aGk=\x07") == "\x1b[31mx\x1b[0m"
@@ -715,8 +702,7 @@ def test_terminal_writes_every_line() -> None:
 
 def test_failed_run_ends_with_one_line_in_a_terminal() -> None:
     assert summary_line(failed().view) == (
-        "train_digits · failed after 9.2 s · rank 1 of 4 (this machine) · "
-        "ValueError: NaN in batch 118 · run 7f40"
+        "train_digits · failed after 9.2 s · rank 1 of 4 (this machine) · ValueError: NaN in batch 118 · run 7f40"
     )
 
 
@@ -832,9 +818,7 @@ def test_ipython_shows_the_ranks_traceback(capsys: pytest.CaptureFixture[str]) -
     shell = InteractiveShell.instance(colors="nocolor")
     try:
         shell.push({"raised": raised})
-        outcome = shell.run_cell(
-            "try:\n    raise raised\nexcept ValueError as e:\n    caught = e.rank\nraise raised"
-        )
+        outcome = shell.run_cell("try:\n    raise raised\nexcept ValueError as e:\n    caught = e.rank\nraise raised")
         assert outcome.error_in_exec is raised
         assert shell.user_ns["caught"] == 1
     finally:
@@ -887,9 +871,7 @@ def test_signal_death_reads_as_drawn() -> None:
 
 
 def test_a_name_the_notebook_has_gives_a_hint() -> None:
-    failure = Failure(
-        kind=FailureKind.USER_CODE, message="name 'x' is not defined", rank=0, type_name="NameError"
-    )
+    failure = Failure(kind=FailureKind.USER_CODE, message="name 'x' is not defined", rank=0, type_name="NameError")
     raised = remote_exception(failure, (), RUN_ID, 2, 1.0, NameError("name 'x' is not defined"), {"x"})
     hint = "`x` exists in the notebook but the cell's code does not show that it is used: add --in x"
     assert hint in raised._render_traceback_()  # type: ignore[attr-defined]

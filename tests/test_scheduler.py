@@ -37,9 +37,7 @@ from sgpu_magic.protocol.states import RunState, can_move
 A, B, C, D = "aaaa0000", "bbbb0000", "cccc0000", "dddd0000"
 
 
-def gpus(
-    count: int, kind: str = "a10", *, simulated: bool = False, outside: Sequence[int] = ()
-) -> tuple[Device, ...]:
+def gpus(count: int, kind: str = "a10", *, simulated: bool = False, outside: Sequence[int] = ()) -> tuple[Device, ...]:
     return tuple(
         Device(
             uuid=f"{'SIM' if simulated else 'GPU'}-{kind}-{index}",
@@ -256,9 +254,7 @@ def test_devices_in_use_outside_the_pool_are_left_alone() -> None:
     scheduler = Scheduler(node(*gpus(3, outside=[0])))
     assert launched(submit(scheduler, spec(A, 2)))[A].uuids == ("GPU-a10-1", "GPU-a10-2")
     told = submit(scheduler, spec(B, 1))
-    reason = (
-        "needs 1 more A10; 1 is in use outside the pool (python (pid 9) holds 12 GB; --allow-busy takes it)"
-    )
+    reason = "needs 1 more A10; 1 is in use outside the pool (python (pid 9) holds 12 GB; --allow-busy takes it)"
     assert told == [TellQueue(B, 1, reason)]
 
 
@@ -324,9 +320,7 @@ def test_a_refused_lease_of_a_run_that_would_not_wait_ends_it() -> None:
     moved, ended = scheduler.handle(LeaseRefused(A, ("GPU-a10-0",), "locked", 1.0))
     assert isinstance(ended, EndRun)
     assert moved == MoveRun(A, RunState.FAILED, ended.reason)
-    assert ended.reason.startswith(
-        "the run needs 1 A10, 0 are free, and it was not to wait: 1 is in use outside"
-    )
+    assert ended.reason.startswith("the run needs 1 A10, 0 are free, and it was not to wait: 1 is in use outside")
     assert ended.reason.count("the pool (locked). Let it queue with --wait 10m")
     assert scheduler.runs == ()
 
@@ -382,9 +376,7 @@ def test_a_run_passed_over_for_long_keeps_freed_devices() -> None:
     assert scheduler.next_deadline() == 800.0
     scheduler.handle(RunOver(C, RunState.FAILED, 300.0))
     assert list(launched(submit(scheduler, spec(C, 1), 799.0))) == [C]  # still passes
-    assert scheduler.handle(TimePassed(800.0)) == [
-        TellQueue(B, 1, "needs 2 more A10; freed ones are kept for it")
-    ]
+    assert scheduler.handle(TimePassed(800.0)) == [TellQueue(B, 1, "needs 2 more A10; freed ones are kept for it")]
     assert scheduler.next_deadline() is None
     scheduler.handle(RunOver(C, RunState.FAILED, 900.0))
     kept = "what is free is kept for run bbbb, which has waited longer"
@@ -458,9 +450,7 @@ def test_any_run_that_waits_takes_up_with_the_devices_that_come() -> None:
     scheduler = Scheduler(node(slots=2))
     submit(scheduler, spec(A, 2, "cpu"))
     assert submit(scheduler, spec(B, 1, "any")) == [TellQueue(B, 1, "needs 1 more CPU slot")]
-    assert launched(scheduler.handle(InventoryChanged(node(*gpus(1), slots=2), 1.0)))[B].uuids == (
-        "GPU-a10-0",
-    )
+    assert launched(scheduler.handle(InventoryChanged(node(*gpus(1), slots=2), 1.0)))[B].uuids == ("GPU-a10-0",)
 
 
 def test_a_waiting_run_whose_devices_vanish_goes_on_waiting_and_says_why() -> None:
@@ -704,9 +694,7 @@ def test_a_device_can_not_be_counted_twice() -> None:
 @given(
     traffic=st.lists(
         # ranks, seconds since the submission before, seconds that it runs
-        st.tuples(
-            st.sampled_from([1, 1, 1, 2, 4]), st.sampled_from([0.0, 5.0, 10.0]), st.sampled_from([10.0, 30.0])
-        ),
+        st.tuples(st.sampled_from([1, 1, 1, 2, 4]), st.sampled_from([0.0, 5.0, 10.0]), st.sampled_from([10.0, 30.0])),
         max_size=60,
     )
 )
@@ -864,9 +852,7 @@ class Pool(RuleBasedStateMachine):
         run_id = f"{len(self.submitted):08x}"
         self.submitted.append(run_id)
         self.states[run_id] = RunState.QUEUED
-        wanted = spec(
-            run_id, ranks, kind, wait_s=wait_s, timeout_s=timeout_s, allow_busy=allow_busy, stand_in=stand_in
-        )
+        wanted = spec(run_id, ranks, kind, wait_s=wait_s, timeout_s=timeout_s, allow_busy=allow_busy, stand_in=stand_in)
         self.feed(RunSubmitted(wanted, self.now))
 
     @initialize(late=st.booleans())

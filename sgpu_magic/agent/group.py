@@ -72,12 +72,16 @@ class Group:
         join_early: Whether they join the process group before they know their run.
         whole_bytes: Output per rank that is sent on uncut.
         scratch: Directory for the store's file where memory files do not exist.
+        rehearse: Whether they run a small cell while they wait.
     """
 
-    def __init__(self, zygote: Zygote, ranks: int, join_early: bool, whole_bytes: int, scratch: Path) -> None:
+    def __init__(
+        self, zygote: Zygote, ranks: int, join_early: bool, whole_bytes: int, scratch: Path, *, rehearse: bool = False
+    ) -> None:
         self.group_id = new_id()
         self.zygote = zygote
         self.join_early = join_early
+        self._rehearse = rehearse
         self.listener: GroupListener | None = None
         self.broken = ""
         self.wanted_at = asyncio.get_running_loop().time()
@@ -200,6 +204,7 @@ class Group:
             rank=process.rank,
             ranks=len(self.ranks),
             join_early=self.join_early,
+            rehearse=self._rehearse,
             store_path=self._store_path,
         )
         self.zygote.fork(order, descriptors, self)

@@ -151,9 +151,10 @@ class Agent:
         warm = "zygote" if zygote.ready else "cold"
         return self._make_group(interpreter, ranks, join_early=not on_gpus), warm
 
-    def _make_group(self, interpreter: Interpreter, ranks: int, join_early: bool) -> Group:
+    def _make_group(self, interpreter: Interpreter, ranks: int, join_early: bool, *, rehearse: bool = False) -> Group:
+        settings = self._settings
         zygote = self._zygotes.get(interpreter)
-        return Group(zygote, ranks, join_early, self._settings.output_limit, self._settings.runtime_path)
+        return Group(zygote, ranks, join_early, settings.output_limit, settings.runtime_path, rehearse=rehearse)
 
     def _warm(self, interpreter: Interpreter, ranks: int) -> None:
         try:
@@ -174,7 +175,7 @@ class Agent:
             self._drop_standby()
         try:
             join_early = ranks <= _JOIN_EARLY_MAX and not self._last_on_gpus
-            self._standby = self._make_group(interpreter, ranks, join_early)
+            self._standby = self._make_group(interpreter, ranks, join_early, rehearse=join_early)
         except OSError:
             return
 

@@ -229,12 +229,14 @@ class Fork(Record, frozen=True, tag="fork", kw_only=True):
     Args:
         store_path: The store's file where memory files do not exist; "" when its descriptor comes along.
         join_early: Join the process group before `Execute` arrives.
+        rehearse: Also run a small cell before it does: there is time. All ranks of a group do, or none.
     """
 
     group_id: str
     rank: int
     ranks: int
     join_early: bool
+    rehearse: bool = False
     store_path: str = ""
 
 

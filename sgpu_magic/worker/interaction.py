@@ -8,7 +8,6 @@ from __future__ import annotations
 import builtins
 import getpass
 import io
-import os
 import sys
 from typing import Any, NoReturn
 
@@ -16,9 +15,8 @@ from IPython.core.error import StdinNotImplementedError
 from IPython.core.interactiveshell import InteractiveShell
 
 
-def refuse(shell: InteractiveShell) -> None:
+def refuse(shell: InteractiveShell, rank: int) -> None:
     """Replace `input`, `getpass`, `breakpoint` and the debugger's magics."""
-    rank = os.environ.get("RANK", "?")
 
     def no_input(*args: object, **kwargs: object) -> NoReturn:
         raise StdinNotImplementedError(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import contextlib
 import faulthandler
@@ -67,6 +68,10 @@ def live(order: Fork, descriptors: list[int]) -> int:
         except RuntimeError as error:
             # a peer is gone already; told once there is a run to tell it of
             join_error = error
+    shell = rank_shell.RankShell.instance()
+    interaction.refuse(shell, order.rank)
+    if order.rehearse and join_error is None:
+        execute.rehearse(shell)
     received = link.receive()
     if received is None or not isinstance(received[0], Execute):
         return 0
@@ -109,7 +114,9 @@ class _Execution:
         payload_fd = -1 if order.inline else self._link.take_descriptors(1)[0]
         if rank == 0:
             rendezvous.keep_listening_socket(self._link.take_descriptors(1)[0])
-        threading.Thread(target=self._help, name="sgpu-helper", daemon=True).start()
+        # not a `threading.Thread`: its start waits until it runs, milliseconds on a busy machine, and user code that
+        # lists threads need not see it
+        _thread.start_new_thread(self._help, ())
         signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             reply = self._prepare_and_run(payload_fd)
@@ -161,7 +168,6 @@ class _Execution:
         if not self._fork.join_early:
             rendezvous.join(self._fork.rank, self._fork.ranks, self._store_path, cuda=order.device != "cpu")
         self._link.send(Joined())
-        interaction.refuse(self._shell)
         rank_shell.report_to(self._shell, self._report_display)
         self._shell.show_sources(order.cell.linecache)
         namespace = self._shell.user_ns

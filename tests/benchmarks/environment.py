@@ -175,9 +175,7 @@ def make_peers() -> Path:
     Raises:
         MeasurementFailed: pip failed; its last line says why.
     """
-    wanted = (
-        (HERE / "peers.txt").read_bytes() + (ROOT / "constraints.txt").read_bytes() + sys.version.encode()
-    )
+    wanted = (HERE / "peers.txt").read_bytes() + (ROOT / "constraints.txt").read_bytes() + sys.version.encode()
     folder = HERE / f".venv-peers-{hashlib.sha256(wanted).hexdigest()[:12]}"
     python, done = folder / "bin" / "python", folder / "complete"
     if done.exists():
@@ -197,8 +195,6 @@ def make_peers() -> Path:
     ]
     finished = subprocess.run(command, capture_output=True, text=True)
     if finished.returncode != 0:
-        raise MeasurementFailed(
-            f"pip install of the peers: {(finished.stderr.strip().splitlines() or ['?'])[-1]}"
-        )
+        raise MeasurementFailed(f"pip install of the peers: {(finished.stderr.strip().splitlines() or ['?'])[-1]}")
     done.touch()
     return python

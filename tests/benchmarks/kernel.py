@@ -82,11 +82,7 @@ class CommProbe:
         self._asked_at = time.perf_counter()
 
     def take(self, content: Mapping[str, Any], now: float) -> None:
-        if (
-            content.get("comm_id") == "bench"
-            and content["data"].get("answer") == self._count
-            and self._asked_at
-        ):
+        if content.get("comm_id") == "bench" and content["data"].get("answer") == self._count and self._asked_at:
             self.answers_s.append(now - self._asked_at)
             self._asked_at, self._next_at = None, now + self._pause_s
 
@@ -182,10 +178,7 @@ class BenchKernel:
             now = time.perf_counter()
             if shell in ready:
                 message = client.shell_channel.get_msg(timeout=1)
-                if (
-                    message["parent_header"].get("msg_id") == request
-                    and message["msg_type"] == "execute_reply"
-                ):
+                if message["parent_header"].get("msg_id") == request and message["msg_type"] == "execute_reply":
                     replied, reply.round_trip_s = True, now - started
                     _read_reply(reply, message["content"])
             if iopub in ready:
@@ -208,9 +201,7 @@ class BenchKernel:
         """
         reply = self.execute(code, timeout_s=timeout_s, expression=expression)
         if reply.status != "ok":
-            raise MeasurementFailed(
-                reply.error or f"the cell's status is {reply.status!r} after {timeout_s:g} s"
-            )
+            raise MeasurementFailed(reply.error or f"the cell's status is {reply.status!r} after {timeout_s:g} s")
         return reply
 
     def open_probe(self) -> CommProbe:

@@ -63,9 +63,7 @@ bench_view.execute("import torch, torch.distributed as dist; "
 """
 
 
-def seconds_of(
-    bench: Bench, python: str, script: str, *arguments: str, label: str, timeout_s: float = 300.0
-) -> Series:
+def seconds_of(bench: Bench, python: str, script: str, *arguments: str, label: str, timeout_s: float = 300.0) -> Series:
     """Run a script that prints its own samples, under "ours" or "peers" Python."""
     interpreter = bench.python if python == "ours" else bench.need_peers()
     found = bench.script(interpreter, script, *arguments, timeout_s=timeout_s)
@@ -190,9 +188,7 @@ def ipyparallel_lines(bench: Bench) -> tuple[Series, str]:
             kernel.check(IPYPARALLEL, timeout_s=90)
 
             def sample() -> float:
-                body = (
-                    f"for number in range({LINES_PER_RANK}): print(f'line {{number:06d}} of rank {{rank}}')"
-                )
+                body = f"for number in range({LINES_PER_RANK}): print(f'line {{number:06d}} of rank {{rank}}')"
                 reply = kernel.execute(f"%%px\n{body}", timeout_s=120)
                 if reply.status != "ok":
                     raise MeasurementFailed(reply.error[:200] or reply.status)
@@ -219,9 +215,7 @@ def torchrun_lines(bench: Bench) -> tuple[Series, str]:
         started = time.perf_counter()
         command = bench.torchrun(4, "numbered_lines.py", str(LINES_PER_RANK))
         log = folder / "lines.txt"
-        status, _, _ = run(
-            command, timeout_s=120, environment=bench.environment(folder), stdout=log, cwd=folder
-        )
+        status, _, _ = run(command, timeout_s=120, environment=bench.environment(folder), stdout=log, cwd=folder)
         seconds = time.perf_counter() - started
         if status != 0:
             raise MeasurementFailed(f"exit status {status}")

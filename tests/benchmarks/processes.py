@@ -113,9 +113,7 @@ def _end_tree(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def run_script(
-    command: Sequence[str | Path], *, timeout_s: float, environment: Mapping[str, str]
-) -> dict[str, object]:
+def run_script(command: Sequence[str | Path], *, timeout_s: float, environment: Mapping[str, str]) -> dict[str, object]:
     """Run one of `scripts/` and return the record that it printed.
 
     Raises:

@@ -20,9 +20,7 @@ def machine() -> str:
     """One line about the machine and the versions that matter."""
     try:
         information = Path("/proc/cpuinfo").read_text()
-        model = next(
-            line.split(":", 1)[1].strip() for line in information.splitlines() if "model name" in line
-        )
+        model = next(line.split(":", 1)[1].strip() for line in information.splitlines() if "model name" in line)
     except (OSError, StopIteration):
         model = platform.machine()
     memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
@@ -68,9 +66,7 @@ def markdown(rows: Sequence[Row], *, command: str, load_before: float, load_afte
 
 def _table_line(row: Row) -> str:
     ours = "<br>".join(
-        "{}: {} ({}, {})".format(
-            one.label, *(show(value, one.unit) for value in (one.median, one.p99, one.slowest))
-        )
+        "{}: {} ({}, {})".format(one.label, *(show(value, one.unit) for value in (one.median, one.p99, one.slowest)))
         for one in row.ours
     )
     reference = row.ours[0].median if row.ours else math.nan

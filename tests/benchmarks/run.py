@@ -80,12 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.benchmarks", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument(
-        "--only", nargs="+", choices=list(ROWS), metavar="NAME", help=f"rows: {', '.join(ROWS)}"
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=list(ROWS), metavar="NAME", help=f"rows: {', '.join(ROWS)}")
     parser.add_argument("--quick", action="store_true", help="few samples: to see that everything works")
     parser.add_argument("--peers-python", type=Path, help="interpreter of an environment that has peers.txt")
     parser.add_argument(

@@ -97,9 +97,7 @@ def describe(devices: Sequence[StubGpu], failures: Mapping[str, int] | None = No
     return "".join("\t".join(map(str, row)) + "\n" for row in rows)
 
 
-def change(
-    environ: Mapping[str, str], devices: Sequence[StubGpu], failures: Mapping[str, int] | None = None
-) -> None:
+def change(environ: Mapping[str, str], devices: Sequence[StubGpu], failures: Mapping[str, int] | None = None) -> None:
     """Put other devices into a stubbed machine; running processes see them at their next question."""
     file = Path(environ["SGPU_TEST_NVML"])
     new = file.with_suffix(".new")

@@ -30,9 +30,7 @@ STANDBY_PAUSE_S = 0.6  # between two cells that a person runs, the standby group
 
 def all_reduce(kernel: BenchKernel, ranks: int = 4, timeout_s: float = 60.0) -> CellTime:
     """One cell: group, all_reduce, the sum back as a variable of the notebook."""
-    cell = distributed(
-        kernel, f"--gpus {ranks} --out value", ALL_REDUCE, expression="value", timeout_s=timeout_s
-    )
+    cell = distributed(kernel, f"--gpus {ranks} --out value", ALL_REDUCE, expression="value", timeout_s=timeout_s)
     if cell.value != ranks:
         raise MeasurementFailed(f"the sum over {ranks} ranks came back as {cell.value!r}")
     return cell
@@ -168,9 +166,7 @@ def many_ranks(bench: Bench) -> Row:
     own = Series("own memory of a worker", (), unit="MB")
     with row.attempt(), bench.our_kernel(SGPU_CPU_SLOTS="64", SGPU_STANDBY="0") as kernel:
         all_reduce(kernel, 64)
-        row.ours = [
-            collect("in the kernel", lambda: all_reduce(kernel, 64).kernel_s, bench.count(7, 2), pause_s=1)
-        ]
+        row.ours = [collect("in the kernel", lambda: all_reduce(kernel, 64).kernel_s, bench.count(7, 2), pause_s=1)]
         cell = distributed(kernel, "--gpus 64 --out own_mb:all", OWN_MEMORY, expression="own_mb")
         own = Series("own memory of a worker", tuple(cell.value), unit="MB")  # type: ignore[arg-type]
         row.ours.append(own)

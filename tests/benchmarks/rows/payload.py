@@ -36,9 +36,7 @@ dist.barrier()
 
 def _summed_pss_mib(kernel: BenchKernel, before: str = "") -> float:
     """PSS of four ranks after the lines `before`, in MiB; each reads its own while all are alive."""
-    cell = distributed(
-        kernel, "--gpus 4 --out pss_mib:all", f"import torch\n{before}\n{PSS}", expression="pss_mib"
-    )
+    cell = distributed(kernel, "--gpus 4 --out pss_mib:all", f"import torch\n{before}\n{PSS}", expression="pss_mib")
     return sum(cell.value)  # type: ignore[arg-type]
 
 
@@ -125,9 +123,7 @@ def back_from_each(bench: Bench) -> Row:
         row.ours = [collect("in the kernel", sample, bench.count(10, 3), pause_s=0.6)]
     arguments = ("shared", str(bench.count(10, 3)))
     label = "one shared-memory file each"
-    floor = bench.once(
-        label, lambda: peers.seconds_of(bench, "ours", "forked_ranks.py", *arguments, label=label)
-    )
+    floor = bench.once(label, lambda: peers.seconds_of(bench, "ours", "forked_ranks.py", *arguments, label=label))
     row.checks = [at_most_times(row.series(0), floor, 2)]
     row.peers = [floor, peers.ipyparallel_return(bench)]
     return row

@@ -45,8 +45,6 @@ def step_loop(bench: Bench) -> Row:
     whole = min(len(ours), len(theirs))
     mean, bound = ratio_with_upper_bound(ours[:whole], theirs[:whole])
     met = None if math.isnan(bound) else bound <= 1.02
-    row.checks = [
-        Check("ratio's 95 % upper bound at most 1.02", f"{bound:.3f}" if ours else "not measured", met)
-    ]
+    row.checks = [Check("ratio's 95 % upper bound at most 1.02", f"{bound:.3f}" if ours else "not measured", met)]
     row.notes.append(f"Ratio over {whole} pairs: mean {mean:.3f}, upper bound {bound:.3f}.")
     return row

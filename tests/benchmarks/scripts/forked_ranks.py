@@ -111,10 +111,7 @@ def shared_files(repeats: int) -> list[float]:
         for rank in range(RANKS):
             with mmap.mmap(files[count][rank], size) as shared:
                 tensor = torch.frombuffer(shared, dtype=torch.float32)
-                if (
-                    float(tensor[::FLOATS_PER_PAGE].sum())
-                    != (rank + 1) * QUARTER_GIB_FLOATS / FLOATS_PER_PAGE
-                ):
+                if float(tensor[::FLOATS_PER_PAGE].sum()) != (rank + 1) * QUARTER_GIB_FLOATS / FLOATS_PER_PAGE:
                     raise SystemExit("wrong content")
                 del tensor
         seconds.append(time.perf_counter() - started)
