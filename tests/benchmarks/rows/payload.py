@@ -52,9 +52,10 @@ def _ship(kernel: BenchKernel, round_number: int, body: str = SPARSE) -> float:
 def to_all_ranks(bench: Bench) -> Row:
     row = Row("1 GiB torch tensor captured and touched in all ranks")
     row.notes.append(
-        "One number of every MiB is read on every rank and checked (of every page in the third series, which "
-        "four processes' page tables bound); the tensor is changed before every cell. First time: a fresh kernel, whose pool has run one small cell. Peers have warm processes. "
-        "PSS: summed over the ranks of a cell that touched the tensor, less that of a cell without it."
+        "One number of every MiB is read on every rank and checked (of every page in the third series, which the "
+        "page tables of four processes bound); the tensor is changed before every cell. First time: a fresh kernel, "
+        "whose pool has run one small cell. Peers have warm processes and read all. PSS: summed over the ranks of a "
+        "cell that touched the tensor, less that of a cell without it."
     )
     again: list[float] = []
     again_failures: list[str] = []
