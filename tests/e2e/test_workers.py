@@ -467,12 +467,26 @@ def test_the_second_run_of_a_size_is_taken_from_standby(kernel: Kernel, home: Ho
     assert how_it_started(home) == "zygote"
 
 
-def test_idle_processes_are_light(kernel: Kernel, home: Home):
+@pytest.mark.parametrize("ranks", [4, 12])
+def test_idle_ranks_take_at_most_8_mb_of_their_own(kernel: Kernel, home: Home, ranks: int):
+    """Groups of up to 8 have joined and are ready; larger ones join late."""
+    on_ranks(kernel, "out = 0", ranks)
+    standby = wait_for_standby(home, ranks)
+    if ranks <= 8:
+        eventually(lambda: all(thread_count(pid) > 1 for pid in standby), 5, "standby ranks join early")
+    readings: list[list[int]] = []
+
+    def settled() -> bool:
+        readings.append([psutil.Process(pid).memory_full_info().uss for pid in standby])
+        return len(readings) > 10 and all(reading == readings[-1] for reading in readings[-10:])
+
+    eventually(settled, 10, "the ranks do not come to rest")
+    assert max(readings[-1]) < 8 * MB, [f"{size / MB:.1f} MB" for size in readings[-1]]
+
+
+def test_torch_is_only_where_it_is_needed(kernel: Kernel, home: Home):
     on_ranks(kernel, "out = 0", 4)
     standby = wait_for_standby(home, 4)
-    eventually(lambda: all(thread_count(pid) > 1 for pid in standby), 5, "standby ranks join early")
-    own = [psutil.Process(pid).memory_full_info().uss for pid in standby]
-    assert max(own) < 8 * MB, [f"{size / MB:.1f} MB" for size in own]
     (zygote,) = {home.processes()[pid].parent for pid in standby}
     assert thread_count(zygote) == 1
     assert "libtorch" in Path(f"/proc/{zygote}/maps").read_text()
