@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import socket
@@ -49,7 +48,6 @@ def rehearse(shell: RankShell) -> None:
     environ = dict(os.environ)
     os.environ.clear()
     os.environ.update(environ)
-    importlib.invalidate_caches()
     before = set(shell.user_ns)
     shell.run_cell("1 + 1", store_history=False)
     for name in set(shell.user_ns) - before:
