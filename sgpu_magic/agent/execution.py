@@ -24,7 +24,7 @@ from sgpu_magic.agent import leftovers, root_cause
 from sgpu_magic.agent.gathering import Gathering
 from sgpu_magic.agent.group import Group
 from sgpu_magic.agent.keeper import Keeper
-from sgpu_magic.agent.run_directory import PAYLOAD, RunDirectory
+from sgpu_magic.agent.run_directory import RunDirectory
 from sgpu_magic.agent.run_memory import RunMemory
 from sgpu_magic.agent.stop_path import StopPath
 from sgpu_magic.agent.variables import torchrun_variables
@@ -105,6 +105,7 @@ class Execution:
         self._loop = asyncio.get_running_loop()
         self._timers: list[asyncio.TimerHandle] = []
         self._launched_at = time.monotonic()
+        self._launched_ticks = leftovers.now_in_ticks()
         self._started_at: float | None = None
         self._joined: set[int] = set()
         self._gathering = Gathering(len(group.ranks))
@@ -138,10 +139,7 @@ class Execution:
         if self.group.broken:
             self.group_broken(self.group.broken)
         try:
-            self._directory.describe()
-            if isinstance(launch.payload.source, InlinePayload):
-                self._directory.write(PAYLOAD, self._frames[0])
-                self._directory.payload_done(True, "")
+            self._directory.describe(self._frames[0] if isinstance(launch.payload.source, InlinePayload) else None)
         except OSError as error:
             self._say(Noted(text=f"the run's directory {self._directory.path} could not be written: {error.strerror}"))
 
@@ -329,7 +327,7 @@ class Execution:
         self._gone = True
         for timer in self._timers:
             timer.cancel()
-        leftovers.kill_leftovers(self.run_id, set(self.group.pids))
+        leftovers.kill_leftovers(self.run_id, set(self.group.pids), self._launched_ticks)
         self.group.close()
         try:
             self._directory.ended(self._final_state)

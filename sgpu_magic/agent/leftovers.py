@@ -5,12 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Collection
 
 RUN_VARIABLE = "SGPU_RUN_ID"
 
 
-def kill_leftovers(run_id: str, sessions: Collection[int]) -> list[int]:
+def now_in_ticks() -> int:
+    """The time as /proc counts processes' starts: clock ticks since boot. 0 where there is no such clock."""
+    if not hasattr(time, "CLOCK_BOOTTIME"):
+        return 0
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+
+
+def kill_leftovers(run_id: str, sessions: Collection[int], since_ticks: int = 0) -> list[int]:
     """Kill what still lives of a run and return the pids. Linux only.
 
     A process belongs to the run when its session was made by one of the run's ranks, or when it was started with
@@ -19,6 +27,7 @@ def kill_leftovers(run_id: str, sessions: Collection[int]) -> list[int]:
     Args:
         run_id: The run.
         sessions: The ranks' pids, each the id of its session.
+        since_ticks: When the run began (`now_in_ticks`); what is older can't be of it and is not looked into.
     """
     killed: list[int] = []
     mark = f"{RUN_VARIABLE}={run_id}".encode()
@@ -35,6 +44,8 @@ def kill_leftovers(run_id: str, sessions: Collection[int]) -> list[int]:
             if fields[0] in (b"Z", b"X"):
                 continue
             if int(fields[3]) not in sessions:
+                if int(fields[19]) < since_ticks:
+                    continue
                 with open(f"/proc/{pid}/environ", "rb") as file:
                     if mark not in file.read().split(b"\0"):
                         continue

@@ -75,9 +75,16 @@ class RunDirectory:
     def log_path(self, rank: int) -> str:
         return str(self.path / f"rank-{rank}.log")
 
-    def describe(self) -> None:
-        """Write everything but the large parts."""
+    def describe(self, payload: bytes | None) -> None:
+        """Write everything but the large parts.
+
+        Args:
+            payload: The packed payload when it came inline.
+        """
         spec = self._launch.spec
+        if payload is not None:
+            self.write(PAYLOAD, payload)
+            self._record = msgspec.structs.replace(self._record, payload_kept=True, payload_note="")
         self.write("cell.py", spec.cell.body.encode())
         self.write("key", self._launch.context.key)
         self._write_record()

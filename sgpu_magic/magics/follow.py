@@ -18,6 +18,9 @@ from sgpu_magic.render.remote_error import remote_exception
 from sgpu_magic.render.view import RunView
 
 _TICK_S = 0.05
+# nothing comes: only the clock moves, and every wake-up is taken from the ranks
+_IDLE_TICK_S = 0.25
+_LIVELY_S = 0.5
 # an interrupted cell is free after this whatever the ranks do (promise: 3 s)
 _CANCEL_PATIENCE_S = 2.5
 _BATCH = 64
@@ -62,11 +65,14 @@ def bring_back(
 
 
 def _follow(run: Run, view: RunView, publisher: Publisher) -> tuple[RunEnded, Sequence[bytes]]:
+    lively_until = time.monotonic() + _LIVELY_S
     while True:
+        patience = _TICK_S if time.monotonic() < lively_until else _IDLE_TICK_S
         for turn in range(_BATCH):
-            item = run.next_event(0 if turn else _TICK_S)
+            item = run.next_event(0 if turn else patience)
             if item is None:
                 break
+            lively_until = time.monotonic() + _LIVELY_S
             event, frames = item
             view.apply(event, frames)
             if isinstance(event.body, RunEnded):

