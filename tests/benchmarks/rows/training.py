@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from tests.benchmarks.environment import SCRIPTS, Bench, distributed
-from tests.benchmarks.measure import Check, Row, Series, ratio_with_upper_bound
+from tests.benchmarks.measure import Check, MeasurementFailed, Row, Series, ratio_with_upper_bound
 from tests.benchmarks.processes import run_script
 
 STEPS = 1500
@@ -32,8 +32,16 @@ def step_loop(bench: Bench) -> Row:
             ours.append(float(distributed(kernel, "--gpus 2 --out loop_s", body, expression="loop_s").value))  # type: ignore[arg-type]
 
         def measure_theirs() -> None:
-            found = run_script(command, timeout_s=120, environment=bench.environment(folder))
-            theirs.append(float(found["loop_s"]))  # type: ignore[arg-type]
+            for last_try in (False, False, True):
+                try:
+                    found = run_script(command, timeout_s=120, environment=bench.environment(folder))
+                except MeasurementFailed:
+                    # a rank that leaves its last barrier first fails the other one now and then
+                    if last_try:
+                        raise
+                else:
+                    theirs.append(float(found["loop_s"]))  # type: ignore[arg-type]
+                    return
 
         distributed(kernel, "--gpus 2", "rank")
         for pair in range(pairs):
