@@ -161,7 +161,6 @@ class Execution:
                     outputs=launch.spec.outputs,
                     run_dir=launch.run_dir,
                     device=device,
-                    visible_devices=lease.uuids if device == "cuda" else (),
                     rank_variables=torchrun_variables(launch, rank, port, device),
                 )
                 descriptors = [] if inline else [self._memory.payload_fd]

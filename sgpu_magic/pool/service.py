@@ -300,7 +300,6 @@ class PoolService:
             context=submit.context,
             payload=submit.payload,
             lease=lease,
-            labels=labels,
             run_dir=str(self._book.directory(run_id)),
         )
         try:

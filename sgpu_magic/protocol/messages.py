@@ -176,7 +176,6 @@ class Launch(Record, frozen=True, tag="launch", kw_only=True):
     context: RankContext
     payload: Payload
     lease: Lease
-    labels: tuple[str, ...]
     run_dir: str
 
 
@@ -287,7 +286,6 @@ class Execute(Record, frozen=True, tag="execute", kw_only=True):
     Args:
         run_dir: Where a result goes that memory has no room for.
         device: `cpu`, or `cuda` when the rank has a GPU of its own.
-        visible_devices: UUIDs of the run's devices on this node, in rank order.
         rank_variables: torchrun's variables for this rank. `MASTER_PORT` is a bound loopback socket kept for user
             code that rendezvouses again; rank 0 gets its listening descriptor.
     """
@@ -300,7 +298,6 @@ class Execute(Record, frozen=True, tag="execute", kw_only=True):
     outputs: tuple[OutputName, ...]
     run_dir: str
     device: str
-    visible_devices: tuple[str, ...]
     rank_variables: dict[str, str]
 
 

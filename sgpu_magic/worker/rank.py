@@ -124,7 +124,7 @@ class _Execution:
             reply = self._failed(error)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         output.flush()
-        self._send(*reply)
+        self._link.send(*reply)
         while not self._may_leave.wait(1.0):
             output.flush()
         self._leave()
@@ -219,9 +219,6 @@ class _Execution:
             rank=self._fork.rank, payload=payload, value_repr=text, value_problem=problem, seconds=seconds
         )
         return Finished(result=result), blobs, descriptors
-
-    def _send(self, reply: Record, blobs: list[bytes], descriptors: list[int]) -> None:
-        self._link.send(reply, blobs, descriptors)
 
     def _report_display(self, message: Record) -> None:
         """Send a display and wait until it has its place.
