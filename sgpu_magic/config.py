@@ -38,8 +38,14 @@ class Settings:
         standby: Keep a standby group of the last-used size.
         standby_idle_s: Idle seconds after which it is dropped.
         zygote_idle_s: Idle seconds after which a zygote is retired.
-        pool_idle_s: Seconds without runs, sessions and clients after which the local pool ends itself.
+        pool_idle_s: Seconds without runs after which the local pool gives its processes back.
         grace_s: Seconds from TERM to KILL when a run is cancelled.
+        adopt_timeout_s: Seconds for which ranks outlive a killed pool service.
+        stall_s: Seconds without any progress after which a run's view says where its ranks wait; 0 never says it.
+        detach_on_restart: Runs go on when their kernel is restarted.
+        keep_runs: Ended runs whose directories are kept.
+        keep_days: Days for which they are kept.
+        keep_bytes: Bytes that they may have together.
         keep_payload: Largest payload in bytes that is kept in the run's directory.
         pass_over_s: Seconds a run may be passed over before freed devices are reserved for it.
         output_limit: Bytes of output that a cell shows; the rest is in the log.
@@ -57,6 +63,12 @@ class Settings:
     zygote_idle_s: float = 600.0
     pool_idle_s: float = 3600.0
     grace_s: float = 5.0
+    adopt_timeout_s: float = 30.0
+    stall_s: float = 30.0
+    detach_on_restart: bool = False
+    keep_runs: int = 500
+    keep_days: float = 30.0
+    keep_bytes: int = 20_000_000_000
     keep_payload: int = 2_000_000_000
     pass_over_s: float = 600.0
     output_limit: int = 200_000

@@ -2,7 +2,8 @@
 
     SgpuError                     one paragraph: the side, the cause, the remedy
     ├── UsageError                an option, a name or a cell that can't mean anything (notebook)
-    │   └── CellSyntaxError       the cell does not compile
+    │   ├── CellSyntaxError       the cell does not compile
+    │   └── RunUnknown            the pool has no such run
     ├── CapacityError             the pool can't place the run, now or ever (pool)
     ├── SerializationError        something can't leave or enter the notebook (notebook or rank)
     ├── EnvironmentFailed         the ranks' Python could not be prepared (pool)
@@ -58,6 +59,10 @@ class CellSyntaxError(UsageError):
 
     def _render_traceback_(self) -> list[str]:
         return self._lines
+
+
+class RunUnknown(UsageError):
+    """The pool has no run of that id, or no longer its record."""
 
 
 class CapacityError(SgpuError):

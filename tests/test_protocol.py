@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgpu_magic.protocol import codec, events, ids, messages, records
+from sgpu_magic.protocol import codec, events, ids, messages, node_messages, records
 from sgpu_magic.protocol.records import Record
 from sgpu_magic.protocol.states import TRANSITIONS, RunState, can_move
 
@@ -28,12 +28,12 @@ GOLDEN = Path(__file__).parent / "golden" / "protocol_shapes.txt"
 UNIONS: dict[str, tuple[Any, msgspec.msgpack.Decoder[Any]]] = {
     "client -> pool": (messages.ClientMessage, codec.client_messages),
     "pool -> client": (messages.PoolMessage, codec.pool_messages),
-    "pool -> agent": (messages.ToAgent, codec.to_agent),
-    "agent -> pool": (messages.FromAgent, codec.from_agent),
-    "agent -> zygote": (messages.ToZygote, codec.to_zygote),
-    "zygote -> agent": (messages.FromZygote, codec.from_zygote),
-    "agent -> rank": (messages.ToRank, codec.to_rank),
-    "rank -> agent": (messages.FromRank, codec.from_rank),
+    "pool -> agent": (node_messages.ToAgent, codec.to_agent),
+    "agent -> pool": (node_messages.FromAgent, codec.from_agent),
+    "agent -> zygote": (node_messages.ToZygote, codec.to_zygote),
+    "zygote -> agent": (node_messages.FromZygote, codec.from_zygote),
+    "agent -> rank": (node_messages.ToRank, codec.to_rank),
+    "rank -> agent": (node_messages.FromRank, codec.from_rank),
     "event bodies": (events.EventBody, msgspec.msgpack.Decoder(events.EventBody)),
 }
 
@@ -45,7 +45,7 @@ def members(union: Any) -> tuple[type[Record], ...]:
 def all_records() -> list[type[Record]]:
     found = {
         thing
-        for module in (records, messages, events)
+        for module in (records, messages, node_messages, events)
         for thing in vars(module).values()
         if isinstance(thing, type) and issubclass(thing, Record) and thing is not Record
     }
@@ -156,7 +156,7 @@ def test_every_message_comes_back_as_it_was(link: str, record: type[Record], dat
 
 
 def test_a_message_of_another_link_is_refused():
-    leave = codec.encode(messages.Leave())
+    leave = codec.encode(node_messages.Leave())
     with pytest.raises(msgspec.ValidationError):
         codec.client_messages.decode(leave)
 

@@ -39,7 +39,7 @@ from sgpu_magic.protocol.events import (
     RankFailed,
     RanksStarted,
 )
-from sgpu_magic.protocol.messages import (
+from sgpu_magic.protocol.node_messages import (
     Cleared,
     Displayed,
     Execute,

@@ -18,7 +18,7 @@ from sgpu_magic.agent.zygotes import Zygote
 from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.events import OutputWritten
 from sgpu_magic.protocol.ids import new_id
-from sgpu_magic.protocol.messages import Execute, Fork, FromRank, Leave, Release
+from sgpu_magic.protocol.node_messages import Execute, Fork, FromRank, Leave, Release
 
 
 class GroupListener(Protocol):

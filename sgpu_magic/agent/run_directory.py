@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.protocol.ids import check_id
-from sgpu_magic.protocol.messages import Launch
+from sgpu_magic.protocol.node_messages import Launch
 from sgpu_magic.protocol.records import Lease, PackedLayout, Record, RunSpec
 from sgpu_magic.protocol.states import RunState
 

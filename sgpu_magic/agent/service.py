@@ -22,14 +22,13 @@ from sgpu_magic.agent.zygotes import Zygotes, raise_open_files_limit
 from sgpu_magic.config import Settings
 from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.events import EventBody, RunEnded
-from sgpu_magic.protocol.messages import (
+from sgpu_magic.protocol.messages import PROTOCOL_VERSION, ReclaimPayload, ResultsReceived
+from sgpu_magic.protocol.node_messages import (
     AgentReady,
     EndRun,
     InventoryTaken,
     Launch,
     RanksGone,
-    ReclaimPayload,
-    ResultsReceived,
     RunEvent,
     TakeInventory,
     ToAgent,
@@ -77,7 +76,9 @@ class Agent:
 
     async def report_ready(self) -> None:
         """Tell the pool what this node has."""
-        self._pool.send(AgentReady(pid=os.getpid(), inventory=await self._take_inventory()))
+        self._pool.send(
+            AgentReady(pid=os.getpid(), protocol_version=PROTOCOL_VERSION, inventory=await self._take_inventory())
+        )
 
     # ------------------------------------------------------------ from the pool
 
@@ -188,7 +189,7 @@ class Agent:
     # ------------------------------------------------------------ from executions
 
     def happened(self, run_id: str, body: EventBody, frames: Sequence[bytes]) -> None:
-        self._pool.send(RunEvent(run_id=run_id, at=time.time(), body=body), frames)
+        self._pool.send(RunEvent(run_id=run_id, number=0, at=time.time(), body=body), frames)
 
     def run_gone(self, execution: Execution) -> None:
         self._pool.send(RanksGone(run_id=execution.run_id))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from sgpu_magic.agent.leftovers import RUN_VARIABLE
-from sgpu_magic.protocol.messages import Launch
+from sgpu_magic.protocol.node_messages import Launch
 
 
 def torchrun_variables(launch: Launch, rank: int, master_port: int, device: str) -> dict[str, str]:

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from sgpu_magic.agent.stream import MessageStream
 from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.messages import (
-    PROTOCOL_VERSION,
+from sgpu_magic.protocol.messages import PROTOCOL_VERSION
+from sgpu_magic.protocol.node_messages import (
     Exited,
     Fork,
     Forked,

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from sgpu_magic.protocol.events import EventBody
-from sgpu_magic.protocol.messages import Launch, Warm
+from sgpu_magic.protocol.messages import Warm
+from sgpu_magic.protocol.node_messages import Launch
 from sgpu_magic.protocol.records import Inventory
 from sgpu_magic.protocol.states import RunState
 

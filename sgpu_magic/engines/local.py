@@ -15,18 +15,16 @@ from sgpu_magic.config import Settings
 from sgpu_magic.engines.base import EngineListener, LeaseUnavailable
 from sgpu_magic.engines.device_locks import DeviceLocks, DevicesLocked
 from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.messages import (
+from sgpu_magic.protocol.messages import ReclaimPayload, ResultsReceived, Warm
+from sgpu_magic.protocol.node_messages import (
     AgentReady,
     EndRun,
     FromAgent,
     InventoryTaken,
     Launch,
     RanksGone,
-    ReclaimPayload,
-    ResultsReceived,
     RunEvent,
     TakeInventory,
-    Warm,
     WarmZygote,
 )
 from sgpu_magic.protocol.records import Inventory

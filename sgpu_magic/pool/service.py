@@ -39,7 +39,6 @@ from sgpu_magic.protocol.messages import (
     ClientMessage,
     Goodbye,
     Hello,
-    Launch,
     ReclaimPayload,
     Refused,
     ResultsReceived,
@@ -48,6 +47,7 @@ from sgpu_magic.protocol.messages import (
     Warm,
     Welcome,
 )
+from sgpu_magic.protocol.node_messages import Launch
 from sgpu_magic.protocol.records import Failure, Inventory, Lease
 from sgpu_magic.protocol.states import FailureKind, RunState
 

@@ -12,16 +12,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from sgpu_magic.protocol.messages import (
-    ClientMessage,
-    FromAgent,
-    FromRank,
-    FromZygote,
-    PoolMessage,
-    ToAgent,
-    ToRank,
-    ToZygote,
-)
+from sgpu_magic.protocol.messages import ClientMessage, PoolMessage
+from sgpu_magic.protocol.node_messages import FromAgent, FromRank, FromZygote, ToAgent, ToRank, ToZygote
 from sgpu_magic.protocol.records import Record
 
 _encoder = msgspec.msgpack.Encoder()

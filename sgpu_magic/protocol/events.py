@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from sgpu_magic.protocol.records import Failure, Lease, RankResult, Record
+from sgpu_magic.protocol.records import Failure, Lease, RankResult, RankStack, Record, RunSpec
 from sgpu_magic.protocol.states import RunState
+
+
+class Submitted(Record, frozen=True, tag="submitted", kw_only=True):
+    """The first event of every run: what was submitted."""
+
+    spec: RunSpec
 
 
 class StateChanged(Record, frozen=True, tag="state", kw_only=True):
@@ -94,6 +100,37 @@ class Noted(Record, frozen=True, tag="note", kw_only=True):
     text: str
 
 
+class AttemptFailed(Record, frozen=True, tag="attempt-failed", kw_only=True):
+    """The group failed and is started again.
+
+    Args:
+        attempt: The one that failed, from 1.
+        attempts: How many there may be.
+        failure: Its root cause.
+    """
+
+    attempt: int
+    attempts: int
+    failure: Failure
+
+
+class Detached(Record, frozen=True, tag="detached", kw_only=True):
+    """The run goes on whatever becomes of its notebook. `reason` is who wanted it."""
+
+    reason: str = ""
+
+
+class Stalled(Record, frozen=True, tag="stalled", kw_only=True):
+    """No output, CPU or GPU has moved for `seconds` while ranks are in a collective; told again when it changed."""
+
+    seconds: float
+    stacks: tuple[RankStack, ...]
+
+
+class Resumed(Record, frozen=True, tag="resumed", kw_only=True):
+    """The run moves again after `Stalled`."""
+
+
 class PayloadReleased(Record, frozen=True, tag="payload-released", kw_only=True):
     """The pool no longer reads the payload's memory file; `kept` says whether it lies in the run's directory."""
 
@@ -110,6 +147,7 @@ class RunEnded(Record, frozen=True, tag="ended", kw_only=True):
         reason: Who or what cancelled it, "" otherwise.
         others: Further ranks' failures, in order of time.
         results: By rank; empty unless it succeeded.
+        stacks: Where the ranks were when its time was over; empty otherwise.
         queued_s: Time in the queue.
         starting_s: From lease to all ranks in the group.
         running_s: From there to the last rank's end.
@@ -121,6 +159,7 @@ class RunEnded(Record, frozen=True, tag="ended", kw_only=True):
     reason: str = ""
     others: tuple[Failure, ...] = ()
     results: tuple[RankResult, ...] = ()
+    stacks: tuple[RankStack, ...] = ()
     queued_s: float = 0.0
     starting_s: float = 0.0
     running_s: float = 0.0
@@ -128,7 +167,8 @@ class RunEnded(Record, frozen=True, tag="ended", kw_only=True):
 
 
 EventBody = (
-    StateChanged
+    Submitted
+    | StateChanged
     | QueueMoved
     | Placed
     | RanksStarted
@@ -137,6 +177,10 @@ EventBody = (
     | OutputCleared
     | RankFailed
     | Noted
+    | AttemptFailed
+    | Detached
+    | Stalled
+    | Resumed
     | PayloadReleased
     | RunEnded
 )
@@ -149,9 +193,11 @@ class Event(Record, frozen=True, tag="event", kw_only=True):
         run_id: The run.
         seq: 1, 2, 3 ... without gaps.
         at: Wall-clock time, seconds since the epoch.
+        number: The agent's own number of it; 0 for an event of the pool service.
     """
 
     run_id: str
     seq: int
     at: float
     body: EventBody
+    number: int = 0

@@ -215,6 +215,9 @@ class RunSpec(Record, frozen=True, kw_only=True):
         timeout_s: Longest running time in seconds.
         wait_s: Longest time in the queue in seconds; None waits for ever.
         grace_s: Seconds between TERM and KILL; None is the pool's default on a cancel and 0 after a failure.
+        retries: How often the group is started again after a worker's or a node's failure.
+        retry_any: Also after an error of the user's code.
+        detach: Goes on when its notebook is gone.
         env_names: Names (never values) given by `--env`.
     """
 
@@ -227,9 +230,52 @@ class RunSpec(Record, frozen=True, kw_only=True):
     timeout_s: float
     wait_s: float | None = None
     grace_s: float | None = None
+    retries: int = 0
+    retry_any: bool = False
+    detach: bool = False
     env_names: tuple[str, ...] = ()
     shipped: Shipped = Shipped()
     submitted_at: float = 0.0
+
+
+class StackFrame(Record, frozen=True):
+    """One line of a Python stack. `file` is as Python has it; a notebook's cell is `<ipython-input-7-...>`."""
+
+    file: str
+    line: int
+    function: str
+
+
+class Collective(Record, frozen=True, kw_only=True):
+    """One entry of torch's flight recorder.
+
+    Args:
+        name: Such as `all_reduce`.
+        seq: Its number in the process group, from 1; alike on all ranks.
+        pending: The rank has entered it and it is not done.
+        group: The process group's name, "" for the default one.
+    """
+
+    name: str
+    seq: int
+    pending: bool
+    group: str = ""
+
+
+class RankStack(Record, frozen=True, kw_only=True):
+    """Where one rank is.
+
+    Args:
+        rank: The rank.
+        frames: Its main thread's Python stack, innermost first; empty when it could not be had.
+        collective: What the flight recorder has of it; None when it has nothing.
+        problem: Why the stack is missing, "" when it is not.
+    """
+
+    rank: int
+    frames: tuple[StackFrame, ...] = ()
+    collective: Collective | None = None
+    problem: str = ""
 
 
 class Failure(Record, frozen=True, kw_only=True):
@@ -247,6 +293,8 @@ class Failure(Record, frozen=True, kw_only=True):
         line: The cell's line at which the rank was, None when unknown.
         where: What the rank was in, such as `all_reduce`; "" when unknown.
         exit_status: The process's exit code, negative for a signal.
+        pid: The process that died; None when none did.
+        stack: Where it was last, innermost first; empty when unknown or told by `traceback_text`.
         is_consequence: True when it looks like the effect of a peer's failure.
         exception: The packed exception's layout; its bytes are a raw frame. None when it can't be pickled.
     """
@@ -262,6 +310,8 @@ class Failure(Record, frozen=True, kw_only=True):
     line: int | None = None
     where: str = ""
     exit_status: int | None = None
+    pid: int | None = None
+    stack: tuple[StackFrame, ...] = ()
     is_consequence: bool = False
     exception: PackedLayout | None = None
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from sgpu_magic.errors import SerializationError, UsageError
 from sgpu_magic.payload import unpack
 from sgpu_magic.payload.pack import Packed, pack_object
-from sgpu_magic.protocol.messages import Execute
+from sgpu_magic.protocol.node_messages import Execute
 from sgpu_magic.protocol.records import Failure, OutputName
 from sgpu_magic.protocol.states import FailureKind
 from sgpu_magic.worker.shell import RankDisplayHook, RankShell, is_peer_lost, source_of

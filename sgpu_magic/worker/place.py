@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from sgpu_magic.protocol.messages import Execute
+from sgpu_magic.protocol.node_messages import Execute
 from sgpu_magic.protocol.records import RankContext
 
 

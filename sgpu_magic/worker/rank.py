@@ -21,7 +21,7 @@ from sgpu_magic.errors import SgpuError
 from sgpu_magic.payload import buffers, unpack
 from sgpu_magic.payload.pack import Packed
 from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.messages import (
+from sgpu_magic.protocol.node_messages import (
     Execute,
     Failed,
     Finished,

@@ -23,7 +23,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
 
-from sgpu_magic.protocol.messages import Cleared, Displayed
+from sgpu_magic.protocol.node_messages import Cleared, Displayed
 from sgpu_magic.protocol.records import CellSource, Record
 from sgpu_magic.worker import output
 

@@ -21,8 +21,8 @@ from types import FrameType
 
 from sgpu_magic import processes
 from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.messages import (
-    PROTOCOL_VERSION,
+from sgpu_magic.protocol.messages import PROTOCOL_VERSION
+from sgpu_magic.protocol.node_messages import (
     Exited,
     Fork,
     Forked,
