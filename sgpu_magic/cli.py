@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from sgpu_magic import __version__
 from sgpu_magic.config import load_settings
-from sgpu_magic.errors import SgpuError, UsageError
+from sgpu_magic.errors import SgpuError, UsageError, see
 
 _OK, _FAILED, _USAGE = 0, 1, 2
 _INTERRUPTED = 128 + signal.SIGINT
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _NOBODY_READS
     except SgpuError as error:
-        print(f"sgpu: {error.message}", file=sys.stderr)
+        print(f"sgpu: {error.message}\n{see(error.section)}", file=sys.stderr)
         return _USAGE if isinstance(error, UsageError) else _FAILED
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -81,6 +81,14 @@ def _run(options: argparse.Namespace) -> int:
             from sgpu_magic.commands import runs
 
             print(runs.cancel(load_settings(), options.run))
+        case "detach":
+            from sgpu_magic.commands import runs
+
+            print(runs.detach(load_settings(), options.run))
+        case "stacks":
+            from sgpu_magic.commands import runs
+
+            print(runs.stacks(load_settings(), options.run))
         case "doctor":
             from sgpu_magic import doctor
 
@@ -124,6 +132,12 @@ def _parser() -> argparse.ArgumentParser:
 
     cancel = commands.add_parser("cancel", help="stop a run", allow_abbrev=False)
     cancel.add_argument("run", metavar="RUN")
+
+    detach = commands.add_parser("detach", help="let a run go on without its notebook", allow_abbrev=False)
+    detach.add_argument("run", metavar="RUN")
+
+    stacks = commands.add_parser("stacks", help="show where every rank of a run is", allow_abbrev=False)
+    stacks.add_argument("run", metavar="RUN")
 
     commands.add_parser("doctor", help="say what is wrong with this machine's set-up", allow_abbrev=False)
     return parser

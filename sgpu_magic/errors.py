@@ -19,9 +19,28 @@
 
 An exception that user code raised on a rank is raised in the notebook as its own type where that type
 exists here, with the three attributes of `RunFailed` set on it; see `render.remote_error`.
+
+Each class has a `section` of the troubleshooting notebook, and names it where it is shown.
 """
 
 from __future__ import annotations
+
+from typing import ClassVar
+
+from sgpu_magic.protocol.states import FailureKind
+
+GUIDE = "notebooks/troubleshooting.ipynb"
+SECTION_OF_HANGS = "A run hangs"
+
+
+def see(section: str) -> str:
+    """Return the line that sends a reader to a section of the troubleshooting notebook."""
+    return f'See "{section}" in {GUIDE}.'
+
+
+def section_of(kind: FailureKind) -> str:
+    """Return the section about runs that failed like this."""
+    return _ERRORS[kind].section
 
 
 class SgpuError(Exception):
@@ -29,7 +48,12 @@ class SgpuError(Exception):
 
     In a notebook it shows as one paragraph without a traceback: what went wrong lies in what was asked for,
     not in this package's lines.
+
+    Attributes:
+        section: Heading in the troubleshooting notebook.
     """
+
+    section: ClassVar[str] = "A fault of sgpu-magic"
 
     @property
     def message(self) -> str:
@@ -37,11 +61,13 @@ class SgpuError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """IPython's hook for exceptions that draw themselves (`InteractiveShell.showtraceback`)."""
-        return [f"{type(self).__name__}: {self.message}"]
+        return [f"{type(self).__name__}: {self.message}", see(self.section)]
 
 
 class UsageError(SgpuError):
     """An option, a name or a cell that can't mean anything."""
+
+    section = "The cell or an option is wrong"
 
 
 class CellSyntaxError(UsageError):
@@ -58,7 +84,7 @@ class CellSyntaxError(UsageError):
         self._lines = [text for text in (place and f"  {place}", excerpt, f"SyntaxError: {message}") if text]
 
     def _render_traceback_(self) -> list[str]:
-        return self._lines
+        return [*self._lines, see(self.section)]
 
 
 class RunUnknown(UsageError):
@@ -68,17 +94,25 @@ class RunUnknown(UsageError):
 class CapacityError(SgpuError):
     """The pool can't place the run: it lacks the devices, or the queue's time is over."""
 
+    section = "There is no room"
+
 
 class SerializationError(SgpuError):
     """A value can't be pickled on its way to or from the ranks."""
+
+    section = "A value can't travel"
 
 
 class EnvironmentFailed(SgpuError):
     """The Python that the ranks were to run in could not be started."""
 
+    section = "The ranks' Python does not start"
+
 
 class PoolError(SgpuError):
     """The pool can't be started or reached."""
+
+    section = "The pool can't be reached"
 
 
 class PoolVersionError(PoolError):
@@ -108,6 +142,8 @@ class RemoteError(RunFailed):
         type_name: The exception's qualified type name on the rank.
     """
 
+    section = "Your code raised"
+
     def __init__(
         self,
         message: str,
@@ -124,22 +160,44 @@ class RemoteError(RunFailed):
 class WorkerDied(RunFailed):
     """A rank's process ended without saying so: a signal, `os._exit`, or a crash in C."""
 
+    section = "A rank died"
+
 
 class NodeLost(RunFailed):
     """The agent that held the ranks, or its machine, went away."""
+
+    section = "The node was lost"
 
 
 class RunTimeout(RunFailed):
     """The run's time limit ended it."""
 
+    section = "The time was over"
+
 
 class InternalError(RunFailed):
     """A fault of sgpu-magic itself; the message says what to report."""
+
+    section = "A fault of sgpu-magic"
 
 
 class RunCancelled(SgpuError, KeyboardInterrupt):
     """The run was cancelled. Also a KeyboardInterrupt, so that Run All stops as it does for a plain cell."""
 
+    section = "The run was cancelled"
+
     def __init__(self, message: str, *, run_id: str = "") -> None:
         super().__init__(message)
         self.run_id = run_id
+
+
+_ERRORS: dict[FailureKind, type[SgpuError]] = {
+    FailureKind.USER_CODE: RemoteError,
+    FailureKind.SERIALIZATION: SerializationError,
+    FailureKind.ENVIRONMENT: EnvironmentFailed,
+    FailureKind.WORKER_DIED: WorkerDied,
+    FailureKind.NODE_LOST: NodeLost,
+    FailureKind.TIMEOUT: RunTimeout,
+    FailureKind.CAPACITY: CapacityError,
+    FailureKind.INTERNAL: InternalError,
+}

@@ -29,6 +29,23 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def is_alive(pid: int) -> bool:
+    """Whether the process runs. A zombie does not: in a container nobody may reap it."""
+    if _LINUX:
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+        except OSError:
+            return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
 def collapse_pages() -> None:
     """Gather this process's memory into huge pages where Linux (6.1 or newer) can.
 

@@ -7,17 +7,22 @@ rank 0 of 1.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from sgpu_magic.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "checkpoint_dir",
     "get_device",
     "get_global_rank",
     "get_local_rank",
     "get_local_world_size",
     "get_node_rank",
+    "get_restart_count",
     "get_world_size",
 ]
 
@@ -45,6 +50,36 @@ def get_local_world_size() -> int:
 def get_node_rank() -> int:
     """Number of this node, from 0."""
     return int(os.environ.get("GROUP_RANK", "0"))
+
+
+def get_restart_count() -> int:
+    """How often the run was started again after a failure (`--retries`): 0 the first time."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def checkpoint_dir() -> Path:
+    """A directory for the run's checkpoints, made when first asked for.
+
+    It is the same for all ranks and for every attempt of a run with `--retries`, and another for each run: what lies
+    there is from an earlier attempt of this very run. It is the folder `checkpoints` of the run's directory and goes
+    with it, by default after 30 days or when ended runs have more than 20 GB: copy elsewhere what you want to keep.
+
+    Under plain torchrun, or in the notebook itself, there is no run. Set SGPU_CHECKPOINT_DIR there; a run's `_air.py`
+    uses its own.
+
+    Raises:
+        UsageError: There is no run, and SGPU_CHECKPOINT_DIR is not set.
+    """
+    path = os.environ.get("SGPU_CHECKPOINT_DIR", "")
+    if not path:
+        # no ./checkpoints instead: what another training left there would be taken for this one's
+        raise UsageError(
+            "there is no run here, so checkpoint_dir() has no directory to give. Call it in a cell that begins with "
+            "%%distributed, or set SGPU_CHECKPOINT_DIR to a directory of yours."
+        )
+    directory = Path(path)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return directory
 
 
 def get_device() -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,11 +40,12 @@ def output_of(home: Home, *arguments: str) -> str:
 
 
 def only_error(result: tuple[int, str, str], code: int) -> str:
-    """The one paragraph of a failed command."""
+    """The one paragraph of a failed command, above the pointer to its section."""
     assert (result[0], result[1]) == (code, "")
     assert result[2].startswith("sgpu: ")
-    assert result[2].count("\n") == 1
-    return result[2]
+    paragraph, pointer = result[2].splitlines()
+    assert pointer.startswith('See "')
+    return paragraph
 
 
 def kept_run(home: Home, run_id: str, logs: dict[int, bytes]) -> str:
@@ -217,6 +219,18 @@ def test_runs_and_logs_of_a_cell(kernel: Kernel, home: Home):
     assert output_of(home, "logs", run_id, "--rank", "1") == "hello from 1\n"
     kernel.check("%%distributed -n 1 --ui none\nprint('alone')")
     assert output_of(home, "logs", newest_run(home)) == "alone\n"
+
+
+def test_logs_of_a_directory_that_was_removed_say_so(kernel: Kernel, home: Home):
+    kernel.check("%%distributed -n 1\nprint('gone')")
+    run_id = newest_run(home)
+    shutil.rmtree(home.run_dir(run_id))
+    error = only_error(sgpu(home, "logs", run_id), 2)
+    assert f"run {run_id[:4]} printed and returned is no longer kept" in error
+    assert "500" in error
+    assert "30 days" in error
+    assert "20.0 GB" in error
+    assert run_id[:4] in output_of(home, "runs")
 
 
 def test_a_failed_run_says_why(kernel: Kernel, home: Home):

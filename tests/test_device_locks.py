@@ -367,3 +367,31 @@ def test_a_directory_of_another_user_that_is_not_shared_is_refused(directory: Pa
     with holder(directory, FIRST, uid=OTHER_UID) as (_, said):
         assert said.startswith(f"PoolError: the directory of device locks {directory} must let this user make files")
         assert "SGPU_LOCK_DIR" in said
+
+
+# ---------------------------------------------------------------- handed over
+
+
+def test_a_lock_lasts_as_long_as_any_copy_of_its_descriptor(tmp_path: Path):
+    first = DeviceLocks(tmp_path)
+    first.acquire([FIRST, SECOND])
+    copies = [os.dup(descriptor) for descriptor in first.descriptors([FIRST, SECOND])]
+    # a killed process lets go of everything without a word
+    for descriptor in first.descriptors([FIRST, SECOND]):
+        os.close(descriptor)
+    with DeviceLocks(tmp_path) as heir:
+        with pytest.raises(DevicesLocked):
+            heir.acquire([FIRST])
+        heir.take_over([FIRST, SECOND], copies)
+        assert heir.held == {FIRST, SECOND}
+        assert heir.locked_elsewhere([FIRST, SECOND]) == {}
+        with holder(tmp_path, FIRST) as (_, said):
+            assert said.startswith("DevicesLocked")
+        heir.release([FIRST])
+        with holder(tmp_path, FIRST) as (_, said):
+            assert said == "held"
+
+
+def test_taking_over_needs_a_descriptor_for_each_device(tmp_path: Path):
+    with DeviceLocks(tmp_path) as locks, pytest.raises(ValueError, match="shorter"):
+        locks.take_over([FIRST, SECOND], [])

@@ -26,6 +26,7 @@ from sgpu_magic.protocol import events as ev
 from sgpu_magic.protocol.messages import PoolStatus, RunSummary
 from sgpu_magic.protocol.records import (
     CellSource,
+    Collective,
     Device,
     Failure,
     InlinePayload,
@@ -37,8 +38,10 @@ from sgpu_magic.protocol.records import (
     Payload,
     Placement,
     RankResult,
+    RankStack,
     RunSpec,
     Shipped,
+    StackFrame,
 )
 from sgpu_magic.protocol.states import FailureKind, RunState
 from sgpu_magic.render import ansi
@@ -49,6 +52,7 @@ from sgpu_magic.render.lines import LineAssembler
 from sgpu_magic.render.publisher import NotebookPublisher, SilentPublisher, TerminalPublisher, publisher_for
 from sgpu_magic.render.remote_error import remote_exception
 from sgpu_magic.render.segments import TextSegment, segments
+from sgpu_magic.render.stacks import group_stacks, last_python_line, stacks_html, stacks_text, verdict
 from sgpu_magic.render.status import status_html, status_text
 from sgpu_magic.render.text import render_text, summary_line
 from sgpu_magic.render.units import format_bytes, format_clock, format_ranks, format_seconds
@@ -82,17 +86,20 @@ class Run:
         limit: int = 200_000,
         pool: str = "local",
         run_id: str = RUN_ID,
+        cell: CellSource | None = None,
+        retries: int = 0,
     ) -> None:
         self.seq = 0
         self.view = RunView(
             RunSpec(
                 run_id=run_id,
                 name="train_digits",
-                cell=CellSource(body="", execution_count=9),
+                cell=cell or CellSource(body="", execution_count=9),
                 placement=Placement(ranks=ranks),
                 outputs=tuple(OutputName(name) for name in outputs),
                 owner=Owner(pid=1, host="h", user="u"),
                 timeout_s=90.0,
+                retries=retries,
                 shipped=shipped or Shipped(names=("model", "loader", "cfg"), total_bytes=45_100_000, seconds=0.038),
             ),
             limit,
@@ -145,10 +152,12 @@ class Run:
         others: tuple[Failure, ...] = (),
         results: tuple[RankResult, ...] = (),
         queued: float = 0.0,
+        stacks: tuple[RankStack, ...] = (),
     ) -> Run:
         return self.tell(
             ev.RunEnded(
                 state=state,
+                stacks=stacks,
                 failure=failure,
                 others=others,
                 results=results,
@@ -240,7 +249,75 @@ def running() -> Run:
     return run
 
 
-FORMS = {form.__name__: form for form in (succeeded, failed, died, cancelled, timed_out, queued, gapped, running)}
+CELL = CellSource(
+    magic_line="%%distributed -n 4",
+    body="def load_batch(f):\n    # a slow disk\n    x = f.read()\n    return x\n\nwhile True:\n    loss.backward()\n",
+    execution_count=7,
+)
+LAUNCHER = (
+    StackFrame("/env/IPython/core/interactiveshell.py", 3100, "run_code"),
+    StackFrame("/env/sgpu_magic/worker/rank.py", 150, "run"),
+)
+IN_BACKWARD = (
+    StackFrame("/env/torch/autograd/graph.py", 841, "_engine_run_backward"),
+    StackFrame("/env/torch/_tensor.py", 630, "backward"),
+    StackFrame("<ipython-input-7-0a1b2c>", 8, "<module>"),
+    *LAUNCHER,
+)
+IN_LOAD = (
+    StackFrame("<ipython-input-7-0a1b2c>", 4, "load_batch"),
+    StackFrame("<ipython-input-7-0a1b2c>", 8, "<module>"),
+    *LAUNCHER,
+)
+
+
+def waiting(rank: int, seq: int = 41, name: str = "all_reduce", pending: bool = True) -> RankStack:
+    return RankStack(rank=rank, frames=IN_BACKWARD, collective=Collective(name=name, seq=seq, pending=pending))
+
+
+def loading(rank: int, seq: int = 40) -> RankStack:
+    return RankStack(
+        rank=rank, frames=IN_LOAD, collective=Collective(name="all_reduce", seq=seq, pending=False) if seq else None
+    )
+
+
+STUCK = (waiting(0), loading(1), waiting(2), waiting(3))
+
+
+def stalled() -> Run:
+    return Run(cell=CELL).start().say(0, "epoch 1\n").tell(ev.Stalled(seconds=30.0, stacks=STUCK))
+
+
+def timed_out_in_a_collective() -> Run:
+    failure = Failure(kind=FailureKind.TIMEOUT, message="")
+    return stalled().end(RunState.TIMED_OUT, 90, failure, stacks=STUCK)
+
+
+def failed_when_stalled() -> Run:
+    failure = Failure(kind=FailureKind.WORKER_DIED, message="", rank=1, exit_status=-9, pid=4711)
+    return stalled().end(RunState.FAILED, 61, failure)
+
+
+def started_again() -> Run:
+    failure = Failure(kind=FailureKind.WORKER_DIED, message="was killed by SIGKILL", rank=2, exit_status=-9)
+    run = Run(retries=2).start().say(2, "step 7")
+    run.tell(ev.AttemptFailed(attempt=1, attempts=3, failure=failure), at=109.0)
+    return run.start(at=110.0).say(2, "from step 5\n")
+
+
+def left_alone() -> Run:
+    run = running()
+    run.view.leave("run 7f3a goes on without this notebook")
+    return run
+
+
+FORMS = {
+    form.__name__: form
+    for form in (
+        succeeded, failed, died, cancelled, timed_out, queued, gapped, running, stalled, timed_out_in_a_collective,
+        failed_when_stalled, started_again, left_alone,
+    )
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -252,6 +329,187 @@ def test_text_is_as_drawn(name: str) -> None:
     if os.environ.get("SGPU_UPDATE_GOLDEN"):
         file.write_text(text)
     assert text == file.read_text()
+
+
+# ------------------------------------------------------------ stacks
+
+
+def test_equal_stacks_are_one_line_and_who_is_missing_is_said() -> None:
+    text = stacks_text(RUN_ID, STUCK, CELL)
+    assert text.splitlines()[:4] == [
+        "run 7f3a",
+        "  ranks 0, 2, 3   wait in all_reduce #41   Cell In[7], line 8   loss.backward()",
+        "  rank 1          is in load_batch         Cell In[7], line 4   x = f.read()",
+        "rank 1 has not come to all_reduce #41",
+    ]
+    assert text.splitlines()[4:] == [
+        "",
+        "ranks 0, 2, 3 wait in all_reduce #41",
+        "  Cell In[7], line 8",
+        "    loss.backward()",
+        "  File /env/torch/_tensor.py, line 630, in backward",
+        "  File /env/torch/autograd/graph.py, line 841, in _engine_run_backward",
+        "",
+        "rank 1 is in load_batch",
+        "  Cell In[7], line 8",
+        "    loss.backward()",
+        "  Cell In[7], line 4, in load_batch",
+        "    x = f.read()",
+    ]
+    page = read(stacks_html(RUN_ID, STUCK, CELL)).text
+    assert "ranks 0, 2, 3 wait in all_reduce #41" in page
+    assert "rank 1 has not come to all_reduce #41" in page
+
+
+def test_stacks_as_html_are_escaped() -> None:
+    frame = StackFrame("<ipython-input-7-0a1b2c>", 2, "<lambda>")
+    cell = CellSource(body="x\nf('<script>')", execution_count=7)
+    html = stacks_html(RUN_ID, (RankStack(rank=0, frames=(frame,)),), cell)
+    assert "<script" not in html
+    assert "&lt;script&gt;" in html
+    assert "<lambda" not in html
+
+
+@pytest.mark.parametrize(
+    ("stack", "doing"),
+    [
+        (RankStack(rank=0, frames=IN_BACKWARD), "is in backward"),
+        (RankStack(rank=0, frames=IN_LOAD), "is in load_batch"),
+        (RankStack(rank=0, frames=IN_LOAD[1:]), "is in the cell"),
+        (RankStack(rank=0, frames=(StackFrame("/lib/mine.py", 3, "crunch"), *IN_LOAD[1:])), "is in crunch"),
+        (RankStack(rank=0, frames=(StackFrame("/env/torch/distributed/c10d.py", 3, "barrier"), *IN_LOAD[1:])),
+         "waits in barrier"),
+        (RankStack(rank=0, frames=(StackFrame("/env/torch/x.py", 9, "wrapper"), *IN_LOAD[1:])), "is in wrapper"),
+        (RankStack(rank=0, frames=LAUNCHER), "is in run_code"),
+        (RankStack(rank=0, problem="it did not answer within 2 s"), "can't be looked at"),
+        (waiting(0), "waits in all_reduce #41"),
+        (waiting(0, pending=False), "is in backward"),
+    ],
+)  # fmt: skip
+def test_what_a_rank_is_in(stack: RankStack, doing: str) -> None:
+    (group,) = group_stacks([stack], CELL)
+    assert group.doing == doing
+
+
+def test_functions_of_other_cells_have_their_own_lines() -> None:
+    source = "def fit():\n    step()\n"
+    cell = CellSource(body="fit()", execution_count=7, linecache=(("/tmp/ipykernel_9/88.py", source, 3),))
+    frames = (StackFrame("/tmp/ipykernel_9/88.py", 2, "fit"), StackFrame("<ipython-input-7-a>", 1, "<module>"))
+    assert last_python_line(frames, cell) == "Cell In[3], line 2, in fit: step()"
+    assert "  Cell In[7], line 1\n    fit()\n  Cell In[3], line 2, in fit\n    step()" in stacks_text(
+        RUN_ID, (RankStack(rank=0, frames=frames),), cell
+    )
+
+
+def test_a_cell_that_begins_with_another_magic_counts_its_lines_without_ours() -> None:
+    cell = CellSource(magic_line="%%distributed", body="%%time\nwork()", execution_count=7)
+    assert last_python_line((StackFrame("<ipython-input-7-a>", 2, "<module>"),), cell).endswith("line 2: work()")
+
+
+@pytest.mark.parametrize(
+    ("stacks", "told"),
+    [
+        (STUCK, ["rank 1 has not come to all_reduce #41"]),
+        # it has none on record, and its stack says that it is elsewhere
+        ((waiting(0), loading(1, seq=0)), ["rank 1 has not come to all_reduce #41"]),
+        # it is ahead
+        ((waiting(0), loading(1, seq=41)), []),
+        ((waiting(0), waiting(1)), ["all ranks are in all_reduce #41"]),
+        ((waiting(0), waiting(1, name="broadcast")),
+         ["rank 0 in all_reduce #41, rank 1 in broadcast #41: they wait for each other, because their collectives "
+          "differ"]),
+        # nothing is known of it
+        ((waiting(0), RankStack(rank=1, problem="it did not answer")), []),
+        ((loading(0), loading(1)), []),
+    ],
+)  # fmt: skip
+def test_who_has_not_come(stacks: tuple[RankStack, ...], told: list[str]) -> None:
+    assert verdict(stacks, CELL) == told
+
+
+def test_a_very_deep_stack_is_cut() -> None:
+    frames = tuple(StackFrame("<ipython-input-7-a>", 1, f"f{at}") for at in range(5000))
+    text = stacks_text(RUN_ID, (RankStack(rank=0, frames=frames),), CELL)
+    assert "in f4999" in text
+    assert "in f0\n" in text
+    assert "4,940 more frames" in text
+    assert len(text.splitlines()) < 140
+
+
+def test_a_stall_is_shown_while_it_lasts(front_end: _Captured) -> None:
+    run = stalled()
+    publisher = NotebookPublisher(run.view)
+    publisher.tick(0.0)
+    publisher.tick(1.0)
+    (output,) = front_end.outputs.values()
+    assert "no progress for 30 s" in str(output["text/plain"])
+    assert (
+        "rank 1 has not come to all_reduce #41 · %sgpu_stacks shows everything · run 7f3a"
+        in read(str(output["text/html"])).text
+    )
+    run.tell(ev.Resumed())
+    publisher.tick(2.0)
+    (output,) = front_end.outputs.values()
+    assert "no progress" not in str(output)
+    run.tell(ev.Stalled(seconds=31.0, stacks=STUCK)).end()
+    publisher.tick(3.0, final=True)
+    (output,) = front_end.outputs.values()
+    assert "no progress" not in str(output)
+    assert "nothing had moved" not in str(output)
+
+
+def test_a_stall_is_told_once_where_nothing_can_be_taken_back() -> None:
+    stream = io.StringIO()
+    run = stalled()
+    publisher = TerminalPublisher(run.view, stream)
+    publisher.tick(0.0)
+    publisher.tick(1.0)
+    run.tell(ev.Resumed())
+    publisher.tick(2.0)
+    run.end()
+    publisher.tick(3.0, final=True)
+    assert stream.getvalue().count("no progress for 30 s") == 1
+    assert "it goes on\nsucceeded" in stream.getvalue()
+
+
+def test_the_stacks_of_a_timeout_are_in_its_error() -> None:
+    failure = Failure(kind=FailureKind.TIMEOUT, message="")
+    error = remote_exception(failure, (), RUN_ID, 4, 90, None, cell=CELL, stacks=STUCK)
+    assert isinstance(error, errors.RunTimeout)
+    assert "ranks 0, 2, 3 wait in all_reduce #41 Cell In[7], line 8 loss.backward()" in error.message
+    assert "rank 1 has not come to all_reduce #41" in error.message
+    assert "\n" not in error.message
+    assert "in _engine_run_backward" in error.remote_traceback
+
+
+def test_a_death_tells_where_it_was_and_what_it_had_said() -> None:
+    message = "was killed by SIGKILL: most likely out of memory"
+    failure = Failure(kind=FailureKind.WORKER_DIED, message=message, rank=1, exit_status=-9, pid=4711, stack=IN_LOAD)
+    run = Run(cell=CELL).start().say(1, "step 1180  loss 0.22\n").end(RunState.FAILED, 31, failure)
+    assert render_text(run.view).splitlines()[-4:] == [
+        "train_digits · failed after 31 s · rank 1 of 4 (pid 4711) was killed by SIGKILL: most likely out of memory",
+        "its last Python line: Cell In[7], line 4, in load_batch: x = f.read()",
+        "its last output: step 1180  loss 0.22",
+        "run 7f3a",
+    ]
+    error = remote_exception(failure, (), RUN_ID, 4, 31, None, cell=CELL, last_output="step 1180  loss 0.22")
+    assert isinstance(error, errors.WorkerDied)
+    assert "its last Python line: Cell In[7], line 4, in load_batch: x = f.read()" in error.message
+    assert "its last output: step 1180" in error.message
+    assert error.remote_traceback.splitlines() == [
+        "Cell In[7], line 8",
+        "  loss.backward()",
+        "Cell In[7], line 4, in load_batch",
+        "  x = f.read()",
+    ]
+
+
+def test_an_attempt_begins_with_a_clean_slate() -> None:
+    run = started_again()
+    assert run.lines == ["step 7", "from step 5"]
+    assert run.view.rank_failures == {}
+    assert "attempt 2 of 3" in read(render_html(run.view)).text
+    assert summary_line(run.view).split(" · ")[1] == "attempt 2 of 3"
 
 
 # ------------------------------------------------------------ lines
@@ -810,7 +1068,10 @@ def test_the_users_own_exception_is_raised(original: Exception) -> None:
     assert drawn[0] == "rank 1 of 4 on node-2 · run 7f3a"
     assert "---> 14" in drawn[1]
     assert "\x1b[31m" in drawn[1]
-    assert drawn[-1] == "ranks 0, 2, 3 were released from all_reduce (line 15)"
+    assert drawn[-2:] == [
+        "ranks 0, 2, 3 were released from all_reduce (line 15)",
+        'See "Your code raised" in notebooks/troubleshooting.ipynb.',
+    ]
 
 
 def test_ipython_shows_the_ranks_traceback(capsys: pytest.CaptureFixture[str]) -> None:
@@ -858,7 +1119,10 @@ def test_other_failures_have_their_own_class(kind: FailureKind, cls: type[errors
     raised = remote_exception(failure, (), RUN_ID, 4, 31.0, None)
     assert type(raised) is cls
     assert (raised.rank, raised.run_id) == (2, RUN_ID)  # type: ignore[attr-defined]
-    assert raised._render_traceback_() == [f"{cls.__name__}: {raised}"]
+    assert raised._render_traceback_() == [
+        f"{cls.__name__}: {raised}",
+        f'See "{cls.section}" in notebooks/troubleshooting.ipynb.',
+    ]
     assert "the reason and the remedy" in str(raised)
     assert "\n" not in str(raised)
 

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from sgpu_magic import errors
 from sgpu_magic.pool.placement import CPU_LINE, Line, Room, Want, line_of
-from sgpu_magic.pool.scheduler import Scheduler, span
+from sgpu_magic.pool.scheduled_run import span
+from sgpu_magic.pool.scheduler import Scheduler
 from sgpu_magic.pool.stimuli import (
     CancelRequested,
     EndRun,
@@ -22,6 +23,7 @@ from sgpu_magic.pool.stimuli import (
     LeaseRefused,
     MoveRun,
     RefuseRun,
+    RunAdopted,
     RunMoved,
     RunOver,
     RunSubmitted,
@@ -649,7 +651,7 @@ def test_reports_that_skip_the_start_still_follow_the_table() -> None:
     assert scheduler.handle(RunOver(B, RunState.SUCCEEDED, 2.0)) == over
 
 
-@pytest.mark.parametrize("state", [RunState.QUEUED, RunState.PREPARING, RunState.STARTING, RunState.RUNNING])
+@pytest.mark.parametrize("state", [RunState.QUEUED, RunState.PREPARING, RunState.RUNNING])
 def test_reports_that_lead_back_are_ignored(state: RunState) -> None:
     scheduler = Scheduler(node(*gpus(1)))
     submit(scheduler, spec(A))
@@ -681,6 +683,33 @@ def test_a_run_is_over_in_a_final_state_only() -> None:
     submit(scheduler, spec(A))
     with pytest.raises(ValueError, match="final state is needed"):
         scheduler.handle(RunOver(A, RunState.RUNNING, 1.0))
+
+
+def test_an_adopted_run_keeps_its_devices_and_its_time() -> None:
+    scheduler = Scheduler()
+    lease = Lease(lease_id="l", device_type="a10", ranks=2, uuids=("GPU-a10-0", "GPU-a10-1"))
+    adopted = spec("aaaaaaaa", 2, "a10", timeout_s=100.0)
+    assert not launched(scheduler.handle(RunAdopted(adopted, lease, RunState.RUNNING, 0.0, 40.0)))
+    out = scheduler.handle(InventoryChanged(node(*gpus(2)), 40.0))
+    out += submit(scheduler, spec("bbbbbbbb", 1, "a10"), 41.0)
+    assert not launched(out)
+    assert scheduler.next_deadline() == 100.0
+    assert StopRun("aaaaaaaa", RunState.TIMED_OUT, "its time limit of 100 s is over") in scheduler.handle(
+        TimePassed(100.0)
+    )
+    assert list(launched(scheduler.handle(RunOver("aaaaaaaa", RunState.TIMED_OUT, 101.0)))) == ["bbbbbbbb"]
+
+
+def test_a_group_that_is_started_again_keeps_its_lease_and_its_time() -> None:
+    scheduler = Scheduler(node(*gpus(2)))
+    submit(scheduler, spec("aaaaaaaa", 2, "a10", timeout_s=100.0), 0.0)
+    for state, now in ((RunState.STARTING, 1.0), (RunState.RUNNING, 2.0)):
+        scheduler.handle(RunMoved("aaaaaaaa", state, now))
+    assert scheduler.handle(RunMoved("aaaaaaaa", RunState.STARTING, 50.0)) == [MoveRun("aaaaaaaa", RunState.STARTING)]
+    run = scheduler.run("aaaaaaaa")
+    assert run is not None
+    assert run.lease is not None
+    assert run.time_limit == 101.0
 
 
 def test_a_device_can_not_be_counted_twice() -> None:
@@ -916,6 +945,24 @@ class Pool(RuleBasedStateMachine):
         run_id = data.draw(st.sampled_from(self.submitted))
         if run_id not in self.leases:
             self.feed(RunMoved(run_id, state, self.now))
+
+    @precondition(lambda self: self.inventory is not None)
+    @rule()
+    def service_is_killed_and_another_takes_over(self) -> None:
+        """Runs with ranks are adopted as the agent has them; those that waited are submitted again."""
+        specs = {run.run_id: run.spec for run in self.scheduler.runs}
+        self.scheduler = Scheduler(pass_over_s=PASS_OVER_S)
+        self.first_passed.clear()
+        for run_id in list(specs):
+            if run_id in self.leases:
+                self.reported.add(run_id)
+                if self.states[run_id] is RunState.QUEUED:
+                    self.states[run_id] = RunState.STARTING
+                self.feed(RunAdopted(specs[run_id], self.leases[run_id], self.states[run_id], self.now, self.now))
+            else:
+                self.feed(RunSubmitted(specs[run_id], self.now))
+        assert self.inventory is not None
+        self.feed(InventoryChanged(self.inventory, self.now))
 
     # ------------------------------------------------------------ what always holds
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -24,8 +25,12 @@ from sgpu_magic.agent import leftovers, root_cause
 from sgpu_magic.agent.gathering import Gathering
 from sgpu_magic.agent.group import Group
 from sgpu_magic.agent.keeper import Keeper
+from sgpu_magic.agent.out_of_memory import MemoryWatch
 from sgpu_magic.agent.run_directory import RunDirectory
 from sgpu_magic.agent.run_memory import RunMemory
+from sgpu_magic.agent.stack_taking import StackTaker
+from sgpu_magic.agent.stacks import NotebookFrames
+from sgpu_magic.agent.stall_watch import StallWatch
 from sgpu_magic.agent.stop_path import StopPath
 from sgpu_magic.agent.variables import torchrun_variables
 from sgpu_magic.config import Settings
@@ -41,6 +46,7 @@ from sgpu_magic.protocol.events import (
 )
 from sgpu_magic.protocol.node_messages import (
     Cleared,
+    Collectives,
     Displayed,
     Execute,
     Failed,
@@ -55,6 +61,7 @@ from sgpu_magic.protocol.records import (
     InlinePayload,
     Payload,
     RankResult,
+    RankStack,
     Record,
     SharedPayload,
 )
@@ -82,6 +89,7 @@ class Execution:
         keeper: Who copies large parts into the run's directory.
         settings: For the largest payload that is kept and the default grace.
         listener: Who hears what happened.
+        predecessor: The attempt before this one, whose payload this one takes over.
     """
 
     def __init__(
@@ -93,6 +101,7 @@ class Execution:
         keeper: Keeper,
         settings: Settings,
         listener: ExecutionListener,
+        predecessor: Execution | None = None,
     ) -> None:
         self.launch = launch
         self.run_id = launch.spec.run_id
@@ -110,6 +119,12 @@ class Execution:
         self._joined: set[int] = set()
         self._gathering = Gathering(len(group.ranks))
         self._stop = StopPath(group, self._gathering, self._later)
+        self._memory_watch = MemoryWatch()
+        self._notebook = NotebookFrames(launch.spec.cell)
+        self._taker = StackTaker(group, self._notebook, self._gathering.has_reported)
+        uuids = () if launch.lease.simulated else launch.lease.uuids
+        self._stalls = StallWatch(group, self._taker, self._notebook, uuids, settings.stall_s, self._say)
+        self._last_stacks: tuple[RankStack, ...] = ()
         self._ending_as: RunState | None = None
         self._end_reason = ""
         self._final_state = RunState.FAILED
@@ -118,9 +133,12 @@ class Execution:
         self._deciding = False
         self._gone = False
         self._directory = RunDirectory(launch)
-        self._memory = RunMemory(
-            launch.payload.source, self._directory.path, keeper, settings.keep_payload, self._payload_released
-        )
+        if predecessor is not None and predecessor.payload_at_hand:
+            self._memory, self._frames = predecessor.hand_payload_over(self._payload_released)
+        else:
+            self._memory = RunMemory(
+                launch.payload.source, self._directory.path, keeper, settings.keep_payload, self._payload_released
+            )
         group.listener = self
 
     # ------------------------------------------------------------ start
@@ -137,7 +155,7 @@ class Execution:
             self._fail_whole(FailureKind.INTERNAL, f"the run could not be started on {self._host}: {error}.")
             return
         if self.group.broken:
-            self.group_broken(self.group.broken)
+            self.group_broken(self.group.broken_kind, self.group.broken)
         try:
             self._directory.describe(self._frames[0] if isinstance(launch.payload.source, InlinePayload) else None)
         except OSError as error:
@@ -176,6 +194,7 @@ class Execution:
                 self._joined.add(rank)
                 if len(self._joined) == len(self.group.ranks) and self._started_at is None:
                     self._started_at = time.monotonic()
+                    self._stalls.start()
                     self._say(RanksStarted(pids=tuple(self.group.pids), warm=self._warm))
             case Displayed():
                 self.group.ranks[rank].output.drain()
@@ -197,21 +216,25 @@ class Execution:
                 self._take_result(rank, message.result, frames)
             case Failed():
                 self._take_failure(message.failure, frames)
+            case Collectives():
+                self._taker.answered(rank, message)
 
     def rank_wrote(self, batch: OutputWritten) -> None:
         if not self._ended:
+            self._stalls.wrote()
             self._say(batch)
+
+    def rank_log_ended(self, rank: int, problem: str) -> None:
+        self._say(Noted(text=f"the log of rank {rank} ends here: {problem}; the run goes on, and its output is shown"))
 
     def rank_exited(self, rank: int, status: int) -> None:
         if not self._ended and (self._gathering.has_finished(rank) or not self._gathering.has_reported(rank)):
-            output = self.group.ranks[rank].output
-            output.drain()
-            ranks = len(self.group.ranks)
-            self._take_failure(root_cause.death(rank, ranks, self._host, status, time.time(), output.tail()))
+            self._take_failure(self._death(rank, status))
+        self._stop.reported()
         self._finish_if_gone()
 
-    def group_broken(self, message: str) -> None:
-        self._fail_whole(FailureKind.ENVIRONMENT, message)
+    def group_broken(self, kind: FailureKind, message: str) -> None:
+        self._fail_whole(kind, message)
 
     # ------------------------------------------------------------ gather
 
@@ -229,6 +252,7 @@ class Execution:
             payload = Payload(source=source, layout=payload.layout)
         result = msgspec.structs.replace(result, payload=payload, lines=output.lines, output_bytes=output.total_bytes)
         self._gathering.add_result(result, frames)
+        self._stop.reported()
         self._check_all_reported()
 
     def _take_failure(self, failure: Failure, frames: Sequence[bytes] = ()) -> None:
@@ -237,6 +261,7 @@ class Execution:
             return
         self.group.ranks[rank].output.drain()
         self._gathering.add_failure(failure, frames)
+        self._stop.reported()
         if self._ended:
             return
         if self._ending_as is None:
@@ -251,6 +276,30 @@ class Execution:
                 self._later(root_cause.PATIENCE_WITH_CAUSE_S, self._blame)
         self._check_all_reported()
 
+    def _death(self, rank: int, status: int) -> Failure:
+        """Describe a rank that ended without a word: what its process was, where it was, what it said last."""
+        process = self.group.ranks[rank]
+        process.output.drain()
+        stack = self._notebook.upwards(process.stack_file.last_frames())
+        frame = self._notebook.innermost(stack) or (stack[0] if stack else None)
+        meaning = ""
+        if status == -signal.SIGKILL:
+            others = [other.pid for other in self.group.ranks if other.alive and other.pid is not None]
+            meaning = self._memory_watch.verdict(process.peak_bytes, others)
+        failure = root_cause.death(
+            rank,
+            len(self.group.ranks),
+            self._host,
+            status,
+            time.time(),
+            pid=process.pid,
+            meaning=meaning,
+            last_line=self._notebook.describe(frame) if frame is not None else "",
+            last_output=process.output.tail(),
+        )
+        line = frame.line if frame is not None and self._notebook.has(frame) else None
+        return msgspec.structs.replace(failure, stack=stack, line=line, where=self._notebook.collective(stack))
+
     def _check_all_reported(self) -> None:
         if self._ended or not self._gathering.complete:
             return
@@ -264,17 +313,39 @@ class Execution:
     # ------------------------------------------------------------ stop path
 
     def end_as(self, state: RunState, reason: str) -> None:
-        """Stop the run: interrupt, release, TERM, grace, KILL."""
+        """Stop the run: TERM to those that handle it, interrupt, release, TERM, grace, KILL."""
         if self._ended or self._ending_as is not None:
             return
         self._ending_as = state
         self._end_reason = reason
-        self._stop.begin(interrupt_first=True, waited=self._stop_waiting)
+        self._stalls.stop()
+        if state is RunState.TIMED_OUT:
+            self._taker.take(self._stop_with_stacks)
+        else:
+            self._stop.begin(self._grace(), interrupt_first=True, waited=self._stop_waiting)
+
+    def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
+        """Look where each rank is and call `done` within half a second."""
+        self._taker.take(done)
+
+    def _stop_with_stacks(self, stacks: tuple[RankStack, ...]) -> None:
+        self._last_stacks = stacks
+        if not self._ended:
+            self._stop.begin(self._grace(), interrupt_first=True, waited=self._stop_waiting)
+
+    def _grace(self) -> float:
+        """Seconds after a cancel or a time-out."""
+        return self._default_grace_s if self._grace_s is None else self._grace_s
 
     def _blame(self) -> None:
         """The culprit is known: free the others."""
-        if not self._ended and self._ending_as is None and not self._stop.begun:
-            self._stop.begin(interrupt_first=False, waited=self._stop_waiting)
+        if self._ended or self._ending_as is not None or self._stop.begun:
+            return
+        if self._grace_s and self._stop.any_handles_term():
+            # the error is told at once; those that save a checkpoint finish behind it, with their connections whole
+            self._end(RunState.FAILED)
+        else:
+            self._stop.begin(0.0, interrupt_first=False, waited=self._stop_waiting)
 
     def _stop_waiting(self) -> None:
         if not self._ended:
@@ -293,8 +364,7 @@ class Execution:
     def _end(self, state: RunState) -> None:
         for process in self.group.ranks:
             process.output.drain(last=True)
-            if process.output.log_problem:
-                self._say(Noted(text=process.output.log_problem))
+        self._stalls.stop()
         self._ended = True
         self._final_state = state
         now = time.monotonic()
@@ -306,6 +376,7 @@ class Execution:
             now=time.time(),
             starting_s=started - self._launched_at,
             running_s=now - started,
+            stacks=self._last_stacks,
         )
         if not ended.results:
             self._memory.close_results()
@@ -315,10 +386,14 @@ class Execution:
 
     def _let_leave(self) -> None:
         if self._ending_as is not None:
-            self._stop.end(self._default_grace_s if self._grace_s is None else self._grace_s)
+            self._stop.end(self._grace())
+            return
+        # survivors of a failure get none unless it was asked for
+        grace_s = self._grace_s or 0.0
+        if self._stop.begun or self._gathering.complete:
+            self._stop.end(grace_s)
         else:
-            # survivors of a failure get none unless it was asked for
-            self._stop.end(self._grace_s or 0.0)
+            self._stop.begin(grace_s, interrupt_first=False, waited=lambda: self._stop.end(grace_s))
 
     def _finish_if_gone(self) -> None:
         if not self._ended or self._gone or not self.group.gone:
@@ -336,6 +411,45 @@ class Execution:
 
     # ------------------------------------------------------------ payload and results
 
+    def hand_payload_over(self, released: Callable[[bool, str], None]) -> tuple[RunMemory, Sequence[bytes]]:
+        """Give the payload to the next attempt, which calls `released` when it is no longer read."""
+        self._memory.close_results()
+        self._memory.on_released = released
+        return self._memory, self._frames
+
+    @property
+    def payload_at_hand(self) -> bool:
+        """Whether a further attempt can have the payload from here."""
+        return self._gone and self._memory.at_hand
+
+    def detach(self) -> None:
+        """The run goes on when its notebook is gone."""
+        spec = msgspec.structs.replace(self.launch.spec, detach=True)
+        self.launch = msgspec.structs.replace(self.launch, spec=spec)
+
+    @property
+    def state(self) -> RunState:
+        if self._ended:
+            return self._final_state
+        if self._ending_as is not None:
+            return RunState.CANCELLING
+        return RunState.STARTING if self._started_at is None else RunState.RUNNING
+
+    @property
+    def ended(self) -> bool:
+        """Its last word was said; its ranks may still be there."""
+        return self._ended
+
+    @property
+    def gone(self) -> bool:
+        """Its ranks are dead and reaped."""
+        return self._gone
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since its launch."""
+        return time.monotonic() - self._launched_at
+
     def keep_large_parts(self) -> None:
         """Copy the payload's and the results' memory files into the run's directory, in the background."""
         self._memory.keep()
@@ -351,8 +465,9 @@ class Execution:
             self._memory.give_payload_up()
 
     def results_received(self) -> None:
-        """The notebook holds the results itself."""
-        self._memory.close_results()
+        """The notebook holds the results itself. Those of a detached run stay until they are in its directory."""
+        if not self.launch.spec.detach:
+            self._memory.close_results()
 
     def close(self) -> None:
         """Free what is still held."""

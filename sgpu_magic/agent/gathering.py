@@ -8,7 +8,7 @@ import msgspec
 
 from sgpu_magic.agent.root_cause import find_root_cause
 from sgpu_magic.protocol.events import RunEnded
-from sgpu_magic.protocol.records import Failure, RankResult
+from sgpu_magic.protocol.records import Failure, RankResult, RankStack
 from sgpu_magic.protocol.states import FailureKind, RunState
 
 # the key of a failure that no rank is to blame for
@@ -61,7 +61,15 @@ class Gathering:
             self._exception_frames.setdefault(rank, frames[0])
 
     def last_word(
-        self, state: RunState, reason: str, *, host: str, now: float, starting_s: float, running_s: float
+        self,
+        state: RunState,
+        reason: str,
+        *,
+        host: str,
+        now: float,
+        starting_s: float,
+        running_s: float,
+        stacks: tuple[RankStack, ...] = (),
     ) -> tuple[RunEnded, list[bytes]]:
         """Return the run's `RunEnded` and its raw frames.
 
@@ -70,6 +78,7 @@ class Gathering:
             reason: Why it was stopped, when it was.
             host: This node.
             now: Wall-clock time, seconds since the epoch.
+            stacks: Where the ranks were when its time was over.
         """
         failure: Failure | None = None
         others: tuple[Failure, ...] = ()
@@ -93,6 +102,7 @@ class Gathering:
             reason=reason if state is RunState.CANCELLED else "",
             others=others,
             results=results,
+            stacks=stacks,
             starting_s=starting_s,
             running_s=running_s,
         )

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Protocol
 
 from sgpu_magic.agent.output import RankOutput
+from sgpu_magic.agent.stacks import StackFile
 from sgpu_magic.agent.stream import MessageStream
 from sgpu_magic.agent.zygotes import Zygote
 from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.events import OutputWritten
 from sgpu_magic.protocol.ids import new_id
 from sgpu_magic.protocol.node_messages import Execute, Fork, FromRank, Leave, Release
+from sgpu_magic.protocol.states import FailureKind
 
 
 class GroupListener(Protocol):
@@ -27,18 +29,21 @@ class GroupListener(Protocol):
     def rank_said(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None: ...
     def rank_wrote(self, batch: OutputWritten) -> None: ...
     def rank_exited(self, rank: int, status: int) -> None: ...
-    def group_broken(self, message: str) -> None: ...
+    def rank_log_ended(self, rank: int, problem: str) -> None: ...
+    def group_broken(self, kind: FailureKind, message: str) -> None: ...
 
 
 class RankProcess:
     """One rank as the agent holds it."""
 
-    def __init__(self, rank: int, output: RankOutput) -> None:
+    def __init__(self, rank: int, output: RankOutput, stack_file: StackFile) -> None:
         self.rank = rank
         self.output = output
+        self.stack_file = stack_file
         self.pid: int | None = None
         self.pidfd: int | None = None
         self.exit_status: int | None = None
+        self.peak_bytes = 0
         self.stream: MessageStream[FromRank] | None = None
 
     @property
@@ -71,7 +76,7 @@ class Group:
         ranks: How many.
         join_early: Whether they join the process group before they know their run.
         whole_bytes: Output per rank that is sent on uncut.
-        scratch: Directory for the store's file where memory files do not exist.
+        scratch: Directory for files where memory files do not exist.
         rehearse: Whether they run a small cell while they wait.
     """
 
@@ -84,6 +89,7 @@ class Group:
         self._rehearse = rehearse
         self.listener: GroupListener | None = None
         self.broken = ""
+        self.broken_kind = FailureKind.ENVIRONMENT
         self.wanted_at = asyncio.get_running_loop().time()
         self._unforked = ranks
         self._store_path = ""
@@ -92,7 +98,10 @@ class Group:
             self._store_fd = os.memfd_create("sgpu-store", os.MFD_CLOEXEC)
         else:
             self._store_path = str(scratch / f"store-{self.group_id}")
-        self.ranks = [RankProcess(rank, RankOutput(rank, whole_bytes, self._wrote)) for rank in range(ranks)]
+        self.ranks = [
+            RankProcess(rank, RankOutput(rank, whole_bytes, self._wrote, self._log_ended), StackFile(scratch))
+            for rank in range(ranks)
+        ]
         for process in self.ranks:
             self._order(process)
 
@@ -150,6 +159,7 @@ class Group:
                 os.close(process.pidfd)
                 process.pidfd = None
             process.output.close()
+            process.stack_file.close()
 
     # ------------------------------------------------------------ from the zygote (ForkListener)
 
@@ -163,21 +173,21 @@ class Group:
 
     def fork_refused(self, rank: int, message: str) -> None:
         self._order_done()
-        self._break(f"a rank could not be started: {message}.")
+        self._break(FailureKind.ENVIRONMENT, f"a rank could not be started: {message}.")
 
-    def exited(self, pid: int, status: int) -> None:
+    def exited(self, pid: int, status: int, peak_bytes: int) -> None:
         for process in self.ranks:
             if process.pid == pid and process.exit_status is None:
-                process.exit_status = status
+                process.exit_status, process.peak_bytes = status, peak_bytes
                 if self.listener is not None:
                     self.listener.rank_exited(process.rank, status)
                 else:
                     self.broken = self.broken or f"a standby rank ended with status {status}"
 
-    def zygote_lost(self, message: str) -> None:
+    def zygote_lost(self, kind: FailureKind, message: str) -> None:
         self._unforked = 0
         self._close_store()
-        self._break(message)
+        self._break(kind, message)
         for process in self.ranks:
             if process.alive:
                 process.signal(signal.SIGKILL, whole_session=True)
@@ -196,7 +206,7 @@ class Group:
             lambda message, frames: self._said(process.rank, message, frames),
             lambda: None,  # the zygote tells how a rank ended; end of file alone does not
         )
-        descriptors = [theirs.fileno(), *process.output.child_ends]
+        descriptors = [theirs.fileno(), *process.output.child_ends, process.stack_file.fd]
         if self._store_fd >= 0:
             descriptors.append(self._store_fd)
         order = Fork(
@@ -225,12 +235,16 @@ class Group:
         if self.listener is not None:
             self.listener.rank_said(rank, message, frames)
 
+    def _log_ended(self, rank: int, problem: str) -> None:
+        if self.listener is not None:
+            self.listener.rank_log_ended(rank, problem)
+
     def _wrote(self, batch: OutputWritten) -> None:
         if self.listener is not None:
             self.listener.rank_wrote(batch)
 
-    def _break(self, message: str) -> None:
+    def _break(self, kind: FailureKind, message: str) -> None:
         if not self.broken:
-            self.broken = message
+            self.broken, self.broken_kind = message, kind
             if self.listener is not None:
-                self.listener.group_broken(message)
+                self.listener.group_broken(kind, message)

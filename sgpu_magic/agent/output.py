@@ -31,13 +31,21 @@ class RankOutput:
         rank: The rank.
         whole_bytes: Bytes of output per stream that are sent whole; later batches are cut to their tail.
         emit: Takes each batch.
+        log_ended: Told once, with the rank and why, when the log can't be written any more.
     """
 
-    def __init__(self, rank: int, whole_bytes: int, emit: Callable[[OutputWritten], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        whole_bytes: int,
+        emit: Callable[[OutputWritten], None],
+        log_ended: Callable[[int, str], None],
+    ) -> None:
         self.rank = rank
         self.lines = 0
         self.total_bytes = 0
         self._emit = emit
+        self._log_ended = log_ended
         self._whole_bytes = whole_bytes
         self._log: int | None = None
         self._pending: list[tuple[str, bytes]] = []
@@ -49,7 +57,6 @@ class RankOutput:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._last_emitted = 0.0
-        self.log_problem = ""
         self._readers: list[int] = []
         self.child_ends: tuple[int, int] = self._open_pipes()
 
@@ -166,12 +173,15 @@ class RankOutput:
         self._last_data = (self._last_data + data[-_LAST_BYTES:])[-_LAST_BYTES:]
         if self._log is not None:
             try:
-                os.write(self._log, data)
+                rest = memoryview(data)
+                while rest:
+                    # a disk that is nearly full takes a part
+                    rest = rest[os.write(self._log, rest) :]
             except OSError as error:
                 # a full disk stops the capture, never the training
-                self.log_problem = f"the log of rank {self.rank} ends here: {error.strerror}"
                 os.close(self._log)
                 self._log = None
+                self._log_ended(self.rank, error.strerror or str(error))
         if self._pending and self._pending[-1][0] == stream:
             self._pending[-1] = (stream, self._pending[-1][1] + data)
         else:

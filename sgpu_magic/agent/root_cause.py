@@ -18,8 +18,8 @@ PATIENCE_WITH_VICTIM_S = 0.25
 PATIENCE_WITH_CAUSE_S = 0.03
 
 _SIGNAL_MEANINGS = {
-    signal.SIGKILL: "most likely out of memory, or somebody killed it",
-    signal.SIGSEGV: "a crash in C code: it touched memory that is not its own",
+    signal.SIGKILL: "out of memory, or somebody killed it",
+    signal.SIGSEGV: "a crash in C code: it touched memory that is not its own, or its stack overflowed",
     signal.SIGBUS: "a crash in C code, or a memory-mapped file whose disk or memory ran out",
     signal.SIGABRT: "C code gave up; its last words are in the rank's output",
     signal.SIGFPE: "a crash in C code: a division by zero",
@@ -39,25 +39,45 @@ def find_root_cause(failures: Iterable[Failure]) -> tuple[Failure, tuple[Failure
     return culprit, tuple(others)
 
 
-def death(rank: int, ranks: int, host: str, status: int, at: float, last_output: str) -> Failure:
+def death(
+    rank: int,
+    ranks: int,
+    host: str,
+    status: int,
+    at: float,
+    *,
+    pid: int | None = None,
+    meaning: str = "",
+    last_line: str = "",
+    last_output: str = "",
+) -> Failure:
     """Describe a rank whose process ended without a word.
 
     Args:
         status: Exit code, negative for a signal.
+        pid: Its process.
+        meaning: What its signal was, where more is known than the signal usually means.
+        last_line: Where in Python it was last, "" when unknown.
         last_output: Its last lines.
     """
+    who = f"rank {rank} of {ranks}" + (f" (process {pid})" if pid is not None else "")
     if status < 0:
         try:
             number = signal.Signals(-status)
-            name, meaning = number.name, _SIGNAL_MEANINGS.get(number, "")
+            name, meaning = number.name, meaning or _SIGNAL_MEANINGS.get(number, "")
         except ValueError:
-            name, meaning = f"signal {-status}", ""
-        message = f"rank {rank} of {ranks} was killed by {name}" + (f": {meaning}" if meaning else "")
+            name = f"signal {-status}"
+        message = f"{who} was killed by {name}" + (f": {meaning}" if meaning else "")
     else:
         message = (
-            f"rank {rank} of {ranks} left with exit code {status} before its cell was done: something in it "
+            f"{who} left with exit code {status} before its cell was done: something in it "
             "called os._exit or ended the process"
         )
-    if last_output:
-        message += "\nits last output: " + last_output.strip().splitlines()[-1]
-    return Failure(kind=FailureKind.WORKER_DIED, message=message, rank=rank, host=host, at=at, exit_status=status)
+    if last_line:
+        message += f"\nits last Python line: {last_line}"
+    if last_output.strip():
+        lines = last_output.strip().splitlines()
+        message += "\nits last output: " + "\n  ".join(lines)
+    return Failure(
+        kind=FailureKind.WORKER_DIED, message=message, rank=rank, host=host, at=at, exit_status=status, pid=pid
+    )

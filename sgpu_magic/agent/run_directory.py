@@ -13,9 +13,9 @@ import msgspec
 from sgpu_magic.protocol.ids import check_id
 from sgpu_magic.protocol.node_messages import Launch
 from sgpu_magic.protocol.records import Lease, PackedLayout, Record, RunSpec
+from sgpu_magic.protocol.run_files import KEY, PAYLOAD
 from sgpu_magic.protocol.states import RunState
 
-PAYLOAD = "payload.bin"
 _AIR = '''"""Run {name} (run {run_id}) again, outside the notebook:
 
     torchrun --nproc-per-node {ranks} {path}
@@ -86,7 +86,7 @@ class RunDirectory:
             self.write(PAYLOAD, payload)
             self._record = msgspec.structs.replace(self._record, payload_kept=True, payload_note="")
         self.write("cell.py", spec.cell.body.encode())
-        self.write("key", self._launch.context.key)
+        self.write(KEY, self._launch.context.key)
         self._write_record()
 
     def payload_done(self, kept: bool, note: str) -> None:

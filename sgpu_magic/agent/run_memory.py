@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 from sgpu_magic.agent.keeper import Keeper, KeepJob
-from sgpu_magic.agent.run_directory import PAYLOAD
 from sgpu_magic.protocol.records import FilePayload, InlinePayload, PayloadSource, SharedPayload
+from sgpu_magic.protocol.run_files import PAYLOAD
 
 _REUSED = "the notebook's next run used the same memory before it was copied"
 
@@ -37,7 +38,7 @@ class RunMemory:
         self._directory = directory
         self._keeper = keeper
         self._keep_bytes = keep_bytes
-        self._on_released = released
+        self.on_released = released
         self._released = isinstance(source, InlinePayload)
         self._payload_fd = -1
         self._job: KeepJob | None = None
@@ -50,6 +51,9 @@ class RunMemory:
         Raises:
             OSError: It is gone, or was never there.
         """
+        if self._payload_fd >= 0:
+            # an earlier attempt's
+            return
         match self._source:
             case SharedPayload(pid=pid, fd=fd):
                 self._payload_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -62,6 +66,11 @@ class RunMemory:
     def payload_fd(self) -> int:
         """The payload's descriptor, -1 when it travels inline."""
         return self._payload_fd
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether the payload can be given to ranks once more."""
+        return self._payload_fd >= 0 or isinstance(self._source, InlinePayload)
 
     @property
     def in_use(self) -> bool:
@@ -77,7 +86,8 @@ class RunMemory:
             size = os.fstat(descriptor).st_size
             if size <= self._keep_bytes:
                 target = self._directory / f"result-{rank}.bin"
-                self._keeper.keep(KeepJob(os.dup(descriptor), size, target, lambda kept, why: None))
+                copied = functools.partial(self._result_copied_in_thread, rank)
+                self._keeper.keep(KeepJob(os.dup(descriptor), size, target, copied))
         if self._released or self._job is not None:
             return
         if self._payload_fd < 0:
@@ -133,10 +143,20 @@ class RunMemory:
             os.close(self._payload_fd)
             self._payload_fd = -1
 
+    def _result_copied_in_thread(self, rank: int, kept: bool, why: str) -> None:
+        # whoever comes now finds it in the run's directory
+        if kept:
+            self._loop.call_soon_threadsafe(self._close_result, rank)
+
+    def _close_result(self, rank: int) -> None:
+        descriptor = self._results.pop(rank, -1)
+        if descriptor >= 0:
+            os.close(descriptor)
+
     def _copied_in_thread(self, kept: bool, why: str) -> None:
         self._loop.call_soon_threadsafe(self._payload_done, kept, why)
 
     def _payload_done(self, kept: bool, why: str) -> None:
         if not self._released:
             self._released = True
-            self._on_released(kept, why)
+            self.on_released(kept, why)

@@ -54,6 +54,19 @@ def take_inventory(*, simulate: str, cpu_slots: int, own_pids: Collection[int] =
     return Inventory(host=host_name(), devices=devices, cpu_slots=cpu_slots, cores=cores, problem=problem)
 
 
+def utilizations(uuids: Collection[str]) -> dict[str, float]:
+    """Return how busy these GPUs were in the last moments, 0 to 100; without those whose driver does not tell.
+
+    Opens and closes NVML, so call it in a thread of its own.
+    """
+    devices, _ = _real_devices(frozenset())
+    return {
+        device.uuid: device.utilization_pct
+        for device in devices
+        if device.uuid in uuids and device.utilization_pct is not None
+    }
+
+
 # ---------------------------------------------------------------- simulated
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from sgpu_magic.agent.leftovers import RUN_VARIABLE
@@ -33,12 +34,14 @@ def torchrun_variables(launch: Launch, rank: int, master_port: int, device: str)
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(master_port),
         "TORCHELASTIC_RUN_ID": launch.spec.run_id,
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RESTART_COUNT": str(launch.attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(launch.spec.retries),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": launch.context.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": visible,
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
         RUN_VARIABLE: launch.spec.run_id,
+        # made by `runtime.checkpoint_dir`
+        "SGPU_CHECKPOINT_DIR": os.path.join(launch.run_dir, "checkpoints"),
     }

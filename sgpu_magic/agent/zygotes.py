@@ -25,6 +25,7 @@ from sgpu_magic.protocol.node_messages import (
     ZygoteReady,
 )
 from sgpu_magic.protocol.records import Interpreter
+from sgpu_magic.protocol.states import FailureKind
 
 _MAX_IDLE = 2
 # forks cost page tables; with huge pages for malloc's heap they cost half
@@ -52,8 +53,8 @@ class ForkListener(Protocol):
 
     def forked(self, rank: int, pid: int) -> None: ...
     def fork_refused(self, rank: int, message: str) -> None: ...
-    def exited(self, pid: int, status: int) -> None: ...
-    def zygote_lost(self, message: str) -> None: ...
+    def exited(self, pid: int, status: int, peak_bytes: int) -> None: ...
+    def zygote_lost(self, kind: FailureKind, message: str) -> None: ...
 
 
 class Zygote:
@@ -129,21 +130,27 @@ class Zygote:
             case Exited():
                 listener = self._group_of.pop(message.pid, None)
                 if listener is not None:
-                    listener.exited(message.pid, message.status)
+                    listener.exited(message.pid, message.status, message.peak_bytes)
             case _:
                 pass
 
     def _closed(self) -> None:
         self._on_lost(self)
+        kind = FailureKind.ENVIRONMENT
         where = f"{self.interpreter.executable} (its log: {self._log})"
         if self._failure:
             text = f"the ranks' Python can't be used: {self._failure}. It is {where}."
         elif self.ready:
-            text = f"the process that forks ranks ended unexpectedly. It was {where}."
+            # its ranks die with it
+            kind = FailureKind.WORKER_DIED
+            text = (
+                "the process that forks ranks ended unexpectedly, and its ranks with it: somebody killed it, or the "
+                f"system did. It was {where}."
+            )
         else:
             text = f"the ranks' Python could not be started: {where} says: {_last_line(self._log)}"
         for listener in list(self._groups.values()):
-            listener.zygote_lost(text)
+            listener.zygote_lost(kind, text)
         self._groups.clear()
 
 

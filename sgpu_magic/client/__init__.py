@@ -1,6 +1,7 @@
 """A library in the notebook's kernel and in the `sgpu` command: reaches a pool, submits, follows. Never schedules.
 
 local_pool    finds the local pool or starts it
+connection    the one link of a kernel: made when needed, made again when the pool died
 link          the socket's one thread; replies and events to whoever waits
 pool          what one can ask of a pool
 run           the handle of a submitted run

@@ -11,7 +11,7 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -25,15 +25,18 @@ from sgpu_magic.protocol.events import Event, PayloadReleased
 from sgpu_magic.protocol.messages import (
     PROTOCOL_VERSION,
     Accepted,
+    Attached,
     Hello,
+    Notice,
     PoolMessage,
     PoolStatus,
     Refused,
+    Stacks,
     Welcome,
 )
 from sgpu_magic.protocol.records import Record
 
-Reply = Accepted | PoolStatus
+Reply = Accepted | Attached | Stacks | PoolStatus
 EventItem = tuple[Event, Sequence[bytes]]
 _HELLO_TIMEOUT_S = 10.0
 
@@ -48,13 +51,15 @@ class PoolLink:
     Args:
         path: The pool's socket.
         pid: The pool's process.
+        on_notice: Called in the link's thread with each sentence that the pool wants to be known, "" when none is.
 
     Raises:
         PoolError: The pool does not answer.
     """
 
-    def __init__(self, path: Path, pid: int) -> None:
+    def __init__(self, path: Path, pid: int, on_notice: Callable[[str], None] | None = None) -> None:
         self.pid = pid
+        self._on_notice = on_notice
         self.lost = threading.Event()
         self._requests = itertools.count(1)
         self._replies: dict[int, Future[Reply]] = {}
@@ -77,6 +82,10 @@ class PoolLink:
                 f"the local pool (process {pid}) does not answer. End it with `sgpu pool stop --force`; the next run "
                 "starts a new one."
             ) from None
+        except BaseException:
+            # interrupted: nobody else knows of the thread
+            self.close()
+            raise
 
     # ------------------------------------------------------------ for any thread
 
@@ -99,12 +108,19 @@ class PoolLink:
         events: queue.SimpleQueue[EventItem | None] = queue.SimpleQueue()
         with self._lock:
             self._followers[run_id] = events
-            self._released[run_id] = threading.Event()
+            self._released.setdefault(run_id, threading.Event())
             if self.lost.is_set():
                 events.put(None)
         return events
 
+    def attached(self, run_id: str) -> queue.SimpleQueue[EventItem | None]:
+        """Return the queue of a run that `Attached` has told of: events may have come into it already."""
+        with self._lock:
+            events = self._followers.get(run_id)
+        return events if events is not None else self.follow(run_id)
+
     def unfollow(self, run_id: str) -> None:
+        """Let the run's further events fall; that its memory is released is still noticed."""
         with self._lock:
             self._followers.pop(run_id, None)
 
@@ -196,6 +212,13 @@ class PoolLink:
                     self._welcome.set_result(message)
             case Refused(request=request):
                 self._reply(request, exception=_refusal(message))
+            case Attached(spec=spec):
+                # its events follow at once: they must not find nobody
+                self.follow(spec.run_id)
+                self._reply(message.request, result=message)
+            case Notice(text=text):
+                if self._on_notice is not None:
+                    self._on_notice(text)
             case _:
                 self._reply(message.request, result=message)
 
@@ -214,16 +237,14 @@ class PoolLink:
             self.lost.set()
             replies, self._replies = list(self._replies.values()), {}
             followers = list(self._followers.values())
-            released = list(self._released.values())
         if not self._welcome.done():
             self._welcome.set_exception(_lost(self.pid))
         for future in replies:
             if not future.done():
                 future.set_exception(_lost(self.pid))
         for events in followers:
+            # what reads a payload's memory may outlive the pool, so nothing is released here
             events.put(None)
-        for event in released:
-            event.set()
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):

@@ -7,33 +7,35 @@ import os
 import secrets
 import signal
 import threading
-import time
-from concurrent.futures import Future
+from collections.abc import Callable
 
+import msgspec
+
+from sgpu_magic.client.connection import REPLY_TIMEOUT_S, Connection, wait_for, wait_for_exit
 from sgpu_magic.client.interpreter import this_context, this_interpreter
 from sgpu_magic.client.link import PoolLink, PoolLost
-from sgpu_magic.client.local_pool import find_pool, start_pool
+from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.run import Run
 from sgpu_magic.client.uploads import Uploads, remove_upload
-from sgpu_magic.config import Settings, is_linux
-from sgpu_magic.errors import PoolError, PoolVersionError
+from sgpu_magic.config import Settings
+from sgpu_magic.errors import PoolError, RunUnknown, SgpuError
 from sgpu_magic.payload.pack import Packed
-from sgpu_magic.protocol.address import PoolAddress, process_start, socket_file
 from sgpu_magic.protocol.messages import (
-    PROTOCOL_VERSION,
     Accepted,
+    AskStacks,
     AskStatus,
+    Attach,
+    Attached,
     Cancel,
-    Goodbye,
+    Detach,
     PoolStatus,
+    Stacks,
     StopPool,
     Submit,
     Warm,
 )
 from sgpu_magic.protocol.records import Interpreter, RunSpec
-
-_REPLY_TIMEOUT_S = 15.0
-_OLD_POOL_EXIT_S = 10.0
+from sgpu_magic.protocol.states import RunState
 
 
 class Pool:
@@ -41,14 +43,19 @@ class Pool:
 
     Args:
         settings: Where the pool lives.
+        on_notice: Called in a thread of the link with what the pool wants to be known, "" when it takes that back.
+
+    Attributes:
+        notice: The pool's last notice.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, on_notice: Callable[[str], None] | None = None) -> None:
         self.settings = settings
+        self.notice = ""
+        self._on_notice = on_notice
         self.name = "local"
-        self._link: PoolLink | None = None
-        self._lock = threading.RLock()
         self._uploads = Uploads()
+        self._connection = Connection(settings, self._link_lost, self._noticed)
 
     def warm_in_background(self) -> threading.Thread:
         """Start the pool and this interpreter's zygote, unless they are there, without anybody waiting."""
@@ -58,7 +65,7 @@ class Pool:
 
     def warm(self, interpreter: Interpreter, ranks: int) -> None:
         """Ask for this interpreter's zygote and a standby group of `ranks`, if the pool is there; nobody waits."""
-        link = self._alive()
+        link = self._connection.alive
         if link is not None:
             link.send(Warm(interpreter=interpreter, ranks=ranks))
 
@@ -71,10 +78,22 @@ class Pool:
             CapacityError: There is no room now and the run was not to wait.
         """
         try:
-            return self._submit_once(self._connect(start=True), spec, packed, key, environ)
+            return self._submit_once(self._connection.made(start=True), spec, packed, key, environ)
         except PoolLost:
-            # it was about to end when it was asked, and had not taken the run
-            return self._submit_once(self._connect(start=True), spec, packed, key, environ)
+            # it was about to end when it was asked, and had not taken the run; or it was killed when it had
+            link = self._connection.made(start=True)
+            with contextlib.suppress(RunUnknown):
+                return self._taken_before(link, spec, key)
+            return self._submit_once(link, spec, packed, key, environ)
+
+    def _taken_before(self, link: PoolLink, spec: RunSpec, key: bytes) -> Run:
+        request, reply = link.new_request()
+        link.send(Attach(request=request, run=spec.run_id, owns=True))
+        wait_for(reply)
+        self._uploads.forget(spec.run_id)
+        run = Run(spec, key, link, link.attached(spec.run_id), self.settings.runs_path / spec.run_id)
+        run.owned = True
+        return run
 
     def _submit_once(self, link: PoolLink, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str]) -> Run:
         payload, frames = self._uploads.place(packed, spec.run_id, link, self.settings)
@@ -91,7 +110,7 @@ class Pool:
                 payload=payload,
             )
             link.send(message, frames)
-            _wait(reply)
+            wait_for(reply)
             accepted = True
         except BaseException:
             # also an interrupt while waiting: a run that was taken after all must not go on unseen
@@ -102,20 +121,122 @@ class Pool:
         finally:
             if not accepted:
                 self._uploads.run_over(spec.run_id, accepted=False)
-        return Run(spec, key, link, events)
+        return Run(spec, key, link, events, self.settings.runs_path / spec.run_id, (message, frames))
 
     def run_over(self, run_id: str) -> None:
         """The run ended: its memory may be used for the next one."""
         self._uploads.run_over(run_id, accepted=True)
 
+    def run_left(self, run_id: str) -> None:
+        """The run goes on without this process, or is lost: its memory is never written again."""
+        self._uploads.forget(run_id)
+
+    def attach(self, run: str) -> tuple[Run, RunState]:
+        """Follow a run from its first event on.
+
+        Args:
+            run: A unique prefix of its id; "" is the newest run that goes on without a notebook, else the newest.
+
+        Returns:
+            Its handle, and its state now.
+
+        Raises:
+            RunUnknown: There is no such run.
+        """
+        link = self._connection.made(start=True)
+        request, reply = link.new_request()
+        link.send(Attach(request=request, run=run))
+        answer = wait_for(reply)
+        if not isinstance(answer, Attached):
+            raise PoolError("the local pool gave an answer that fits no question. Restart it: `sgpu pool stop`.")
+        spec = answer.spec
+        events = link.attached(spec.run_id)
+        return Run(spec, answer.key, link, events, self.settings.runs_path / spec.run_id), answer.state
+
+    def find_again(self, run: Run) -> None:
+        """Follow a run on after the pool service has died: with the next one, which may have to be started.
+
+        A run that was still queued is submitted again: nobody else has it.
+
+        Raises:
+            RunUnknown: It had started, and the new service does not have it.
+            PoolLost: The new service died too.
+            PoolError: It can't be started or reached.
+        """
+        link = self._connection.made(start=True)
+        request, reply = link.new_request()
+        link.send(Attach(request=request, run=run.run_id, after=run.last_seq, owns=run.owned))
+        try:
+            wait_for(reply)
+        except RunUnknown:
+            if run.submission is None:
+                raise
+            message, frames = run.submission
+            request, reply = link.new_request()
+            events = link.follow(run.run_id)
+            self._uploads.moved(run.run_id, link)
+            link.send(msgspec.structs.replace(message, request=request), frames)
+            wait_for(reply)
+            run.moved(link, events, from_start=True)
+            return
+        self._uploads.moved(run.run_id, link)
+        run.moved(link, link.attached(run.run_id))
+
+    def cancel_in_background(self, run: Run, reason: str) -> None:
+        """Cancel a run whose pool service has died, when the next one is there; nobody waits."""
+
+        # a run that was still queued has ended with its pool
+        run.submission = None
+
+        def work() -> None:
+            try:
+                self.find_again(run)
+            except SgpuError:
+                # without a pool that has it the run's agent ends it
+                return
+            run.cancel(reason)
+
+        threading.Thread(target=work, name="sgpu-cancel", daemon=True).start()
+
+    def detach(self, run: str, timeout_s: float = REPLY_TIMEOUT_S, *, start: bool = False) -> str:
+        """Let a run go on without its notebook and return a sentence.
+
+        Args:
+            run: A unique prefix of its id; "" is every run of this process.
+            timeout_s: How long to wait for the answer in seconds.
+            start: Start a pool when there is none: it may have runs to take over.
+
+        Raises:
+            UsageError: No run, or more than one, has an id like that.
+        """
+        link = self._connection.made(start=start)
+        request, reply = link.new_request()
+        link.send(Detach(request=request, run=run))
+        answer = wait_for(reply, timeout_s)
+        return answer.text if isinstance(answer, Accepted) else ""
+
+    def stacks(self, run: str, *, start: bool = False) -> Stacks:
+        """Ask where every rank of a run is now; `run` as in `attach`, of runs that go on; `start` as in `detach`.
+
+        Raises:
+            RunUnknown: No such run goes on.
+        """
+        link = self._connection.made(start=start)
+        request, reply = link.new_request()
+        link.send(AskStacks(request=request, run=run))
+        answer = wait_for(reply)
+        if not isinstance(answer, Stacks):
+            raise PoolError("the local pool gave an answer that fits no question. Restart it: `sgpu pool stop`.")
+        return answer
+
     def status(self, recent: int = 20, *, start: bool = True) -> PoolStatus | None:
         """Ask for devices, queue and runs; None when no pool runs and none shall be started."""
-        if not start and self._alive() is None and find_pool(self.settings) is None:
+        if not start and self._connection.alive is None and find_pool(self.settings) is None:
             return None
-        link = self._connect(start=start)
+        link = self._connection.made(start=start)
         request, reply = link.new_request()
         link.send(AskStatus(request=request, recent=recent))
-        answer = _wait(reply)
+        answer = wait_for(reply)
         return answer if isinstance(answer, PoolStatus) else None
 
     def cancel(self, run: str, reason: str) -> str:
@@ -124,10 +245,10 @@ class Pool:
         Raises:
             UsageError: No run, or more than one, has an id like that.
         """
-        link = self._connect(start=False)
+        link = self._connection.made(start=False)
         request, reply = link.new_request()
         link.send(Cancel(request=request, run=run, reason=reason))
-        answer = _wait(reply)
+        answer = wait_for(reply)
         return answer.text if isinstance(answer, Accepted) else ""
 
     def stop(self, *, force: bool) -> bool:
@@ -140,10 +261,10 @@ class Pool:
         if address is None:
             return False
         try:
-            link = self._connect(start=False)
+            link = self._connection.made(start=False)
             request, reply = link.new_request()
             link.send(StopPool(request=request, force=force))
-            _wait(reply)
+            wait_for(reply)
         except PoolLost:
             pass
         except PoolError:
@@ -153,69 +274,35 @@ class Pool:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(address.pid, signal.SIGTERM)
         try:
-            _wait_for_exit(address.pid)
+            wait_for_exit(address.pid)
         except PoolError:
             if not force:
                 raise
             os.kill(address.pid, signal.SIGKILL)
-            _wait_for_exit(address.pid)
+            wait_for_exit(address.pid)
         self.close()
         return True
 
     def close(self) -> None:
         """Say goodbye; runs that this kernel follows are cancelled."""
-        with self._lock:
-            if self._link is not None:
-                if not self._link.lost.is_set():
-                    self._link.send(Goodbye())
-                self._link.close()
-                self._link = None
-            self._uploads.close()
+        self._connection.close()
+        self._uploads.close()
 
     # ------------------------------------------------------------ within
 
-    def _alive(self) -> PoolLink | None:
-        with self._lock:
-            link = self._link
-            return link if link is not None and not link.lost.is_set() else None
+    def _link_lost(self) -> None:
+        self._uploads.pool_lost()
+        self._noticed("")
 
-    def _connect(self, *, start: bool) -> PoolLink:
-        with self._lock:
-            link = self._alive()
-            if link is not None:
-                return link
-            if self._link is not None:
-                self._link.close()
-                self._link = None
-            address = find_pool(self.settings)
-            if address is None:
-                if not start:
-                    raise PoolError("no local pool is running.")
-                start_pool(self.settings, Warm(interpreter=this_interpreter()))
-                address = _found(self.settings)
-            link = PoolLink(socket_file(self.settings.runtime_path), address.pid)
-            self._link = self._with_version_checked(link) if start else _checked(link)
-            return self._link
-
-    def _with_version_checked(self, link: PoolLink) -> PoolLink:
-        """Use a pool that understands us; replace one of another version when it is idle."""
-        try:
-            return _checked(link)
-        except PoolVersionError:
-            if link.welcome.busy:
-                raise
-            os.kill(link.pid, signal.SIGTERM)
-            _wait_for_exit(link.pid)
-            start_pool(self.settings, Warm(interpreter=this_interpreter()))
-            return _checked(PoolLink(socket_file(self.settings.runtime_path), _found(self.settings).pid))
+    def _noticed(self, text: str) -> None:
+        if text != self.notice:
+            self.notice = text
+            if self._on_notice is not None:
+                self._on_notice(text)
 
     def _warm(self) -> None:
         try:
-            with self._lock:
-                fresh = self._alive() is None and find_pool(self.settings) is None
-                link = self._connect(start=True)
-            if not fresh:
-                link.send(Warm(interpreter=this_interpreter()))
+            self._connection.warmed()
         except PoolError:
             # the first run meets the same problem and tells it where it can be seen
             return
@@ -224,54 +311,3 @@ class Pool:
 def new_key() -> bytes:
     """A run's HMAC key."""
     return secrets.token_bytes(32)
-
-
-def _checked(link: PoolLink) -> PoolLink:
-    welcome = link.welcome
-    if welcome.oldest_protocol_version <= PROTOCOL_VERSION <= welcome.protocol_version:
-        return link
-    link.close()
-    raise PoolVersionError(
-        f"the local pool (process {welcome.pid}) is sgpu-magic {welcome.package_version} and speaks protocol "
-        f"{welcome.protocol_version}; this notebook speaks {PROTOCOL_VERSION}. "
-        "Wait for its runs and restart it with `sgpu pool stop`, or end them too with `sgpu pool stop --force`; "
-        "the next run starts a pool of this version."
-    )
-
-
-def _found(settings: Settings) -> PoolAddress:
-    deadline = time.monotonic() + _OLD_POOL_EXIT_S
-    while time.monotonic() < deadline:
-        address = find_pool(settings)
-        if address is not None:
-            return address
-        # another client's pool is about to announce itself
-        time.sleep(0.01)
-    raise PoolError("the local pool ended as soon as it was started; `sgpu doctor` looks for the reason.")
-
-
-def _wait(reply: Future[Accepted | PoolStatus]) -> Accepted | PoolStatus:
-    try:
-        return reply.result(_REPLY_TIMEOUT_S)
-    except TimeoutError:
-        raise PoolError(
-            f"the local pool did not answer within {_REPLY_TIMEOUT_S:.0f} s. `sgpu doctor` looks for the reason; "
-            "`sgpu pool stop --force` ends the pool."
-        ) from None
-
-
-def _wait_for_exit(pid: int) -> None:
-    deadline = time.monotonic() + _OLD_POOL_EXIT_S
-    started = process_start(pid)
-    while time.monotonic() < deadline:
-        try:
-            os.kill(pid, 0)
-        except OSError:
-            return
-        if process_start(pid) != started or (is_linux() and not started):
-            # a zombie, or another process that got its number
-            return
-        time.sleep(0.01)
-    raise PoolError(
-        f"the local pool (process {pid}) did not end within {_OLD_POOL_EXIT_S:.0f} s; end it with `kill -9 {pid}`."
-    )

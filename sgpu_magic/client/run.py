@@ -1,18 +1,21 @@
-"""The handle of a submitted run: its events, its cancelling, and what it returns."""
+"""The handle of a run: its events, its cancelling, and what it returns."""
 
 from __future__ import annotations
 
+import hmac
 import os
 import queue
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from sgpu_magic.client.link import EventItem, PoolLink
 from sgpu_magic.errors import SerializationError
 from sgpu_magic.payload import unpack
-from sgpu_magic.protocol.events import Event, RunEnded
-from sgpu_magic.protocol.messages import Cancel, ResultsReceived
-from sgpu_magic.protocol.records import InlinePayload, PackedLayout, RunSpec, SharedPayload
+from sgpu_magic.protocol.events import Event, Placed, RunEnded
+from sgpu_magic.protocol.ids import short
+from sgpu_magic.protocol.messages import Cancel, ResultsReceived, Submit, Unfollow
+from sgpu_magic.protocol.records import FilePayload, InlinePayload, PackedLayout, RankResult, RunSpec, SharedPayload
 
 
 class Run:
@@ -20,14 +23,33 @@ class Run:
 
     Args:
         spec: What was submitted.
-        key: The run's HMAC key.
+        key: The run's HMAC key; empty when it is not known any more.
         link: The connection to its pool.
         events: Where its events come in.
+        directory: The run's directory.
+        submission: What submits it again when its pool dies before it was placed; None for a run that was only
+            attached to.
+
+    Attributes:
+        last_seq: Number of the last event that was taken.
+        owned: This process has submitted it.
     """
 
-    def __init__(self, spec: RunSpec, key: bytes, link: PoolLink, events: queue.SimpleQueue[EventItem | None]) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        key: bytes,
+        link: PoolLink,
+        events: queue.SimpleQueue[EventItem | None],
+        directory: Path,
+        submission: tuple[Submit, Sequence[bytes]] | None = None,
+    ) -> None:
         self.spec = spec
         self.run_id = spec.run_id
+        self.directory = directory
+        self.last_seq = 0
+        self.owned = submission is not None
+        self.submission = submission
         self._key = key
         self._link = link
         self._events = events
@@ -42,10 +64,34 @@ class Run:
 
     def next_event(self, timeout_s: float) -> tuple[Event, Sequence[bytes]] | None:
         """Return the next event and its raw frames, None when none came in time or the pool is lost."""
-        try:
-            return self._events.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
+        while True:
+            try:
+                item = self._events.get(timeout=timeout_s)
+            except queue.Empty:
+                return None
+            if item is None:
+                return None
+            event = item[0]
+            if event.seq <= self.last_seq:
+                # a pool that was told to send them again may have sent some already
+                continue
+            self.last_seq = event.seq
+            if isinstance(event.body, Placed):
+                # from now on a pool that does not know it can't be given it again
+                self.submission = None
+            return item
+
+    def moved(self, link: PoolLink, events: queue.SimpleQueue[EventItem | None], *, from_start: bool = False) -> None:
+        """Another pool service has the run now.
+
+        Args:
+            link: The connection to it.
+            events: Where its events come in.
+            from_start: It was submitted again, so that its events begin anew.
+        """
+        self._link, self._events = link, events
+        if from_start:
+            self.last_seq = 0
 
     def cancel(self, reason: str) -> None:
         """Ask the pool to stop the run; its events tell when it has."""
@@ -56,33 +102,60 @@ class Run:
         """Unpack what the ranks returned, by rank, then let the pool free its side.
 
         Raises:
-            SerializationError: Something can't be rebuilt in the notebook.
+            SerializationError: Something can't be rebuilt in the notebook, or lies nowhere any more.
         """
         inline = iter(frames)
         loaded: list[RankValues] = []
         try:
             for result in ended.results:
-                payload = result.payload
-                if payload is None:
+                if result.payload is None:
                     loaded.append(RankValues({}, None))
-                    continue
-                if isinstance(payload.source, InlinePayload):
-                    data = memoryview(bytearray(next(inline)))
-                elif isinstance(payload.source, SharedPayload):
-                    data = _map(f"/proc/{payload.source.pid}/fd/{payload.source.fd}")
                 else:
-                    data = _map(payload.source.path)
-                content = unpack.unpack(data, payload.layout, self._key, namespace)
-                loaded.append(RankValues.of(content, result.rank))
+                    loaded.append(RankValues.of(self._unpack_result(result, inline, namespace), result.rank))
         finally:
             self._link.send(ResultsReceived(run_id=self.run_id))
         return loaded
+
+    def _unpack_result(self, result: RankResult, inline: Iterator[bytes], namespace: dict[str, object]) -> object:
+        payload = result.payload
+        if payload is None:
+            return None
+        if not self._key:
+            raise SerializationError(
+                f"what run {short(self.run_id)} returned can't be checked any more: its key is gone with its "
+                f"directory {self.directory}. Run the cell again."
+            )
+        source = payload.source
+        if isinstance(source, InlinePayload):
+            data = next(inline, None)
+            if data is None:
+                raise self._results_gone(result.rank)
+            return unpack.unpack(memoryview(bytearray(data)), payload.layout, self._key, namespace)
+        kept = str(self.directory / f"result-{result.rank}.bin")
+        in_memory = source.path if isinstance(source, FilePayload) else _descriptor_path(source)
+        # of a run that ended long ago the memory's number may be another file's: its copy comes first then
+        paths = [in_memory, kept] if self.owned else [kept, in_memory]
+        for path in dict.fromkeys(paths):
+            try:
+                data = _map(path)
+            except (OSError, ValueError):
+                continue
+            if self.owned or _is_signed(data, payload.layout, self._key):
+                return unpack.unpack(data, payload.layout, self._key, namespace)
+        raise self._results_gone(result.rank)
+
+    def _results_gone(self, rank: int) -> SerializationError:
+        return SerializationError(
+            f"what rank {rank} of run {short(self.run_id)} returned is gone: it was fetched by another notebook or its "
+            f"pool was stopped, and {self.directory} has no copy (the setting keep_payload is the most that is "
+            "kept). Its output is above; run the cell again for its values."
+        )
 
     def load_exception(
         self, layout: PackedLayout | None, frames: Sequence[bytes], namespace: dict[str, object]
     ) -> BaseException | None:
         """Unpack the culprit's exception, None when it did not travel or its type does not exist here."""
-        if layout is None or not frames:
+        if layout is None or not frames or not self._key:
             return None
         try:
             error = unpack.unpack(memoryview(bytearray(frames[0])), layout, self._key, namespace)
@@ -91,7 +164,10 @@ class Run:
         return error if isinstance(error, BaseException) else None
 
     def close(self) -> None:
+        """Stop following it. The pool goes on telling its owner what it needs to know."""
         self._link.unfollow(self.run_id)
+        if not self.owned and not self.link_lost:
+            self._link.send(Unfollow(run_id=self.run_id))
 
 
 class RankValues:
@@ -110,6 +186,17 @@ class RankValues:
             raise SerializationError(f"rank {rank}'s result is not what a rank sends.")
         parts = cast("dict[str, Any]", content)
         return cls(parts["names"], parts["value"])
+
+
+def _is_signed(data: memoryview, layout: PackedLayout, key: bytes) -> bool:
+    """Whether these are the run's bytes at all: a descriptor's number may long be another file's."""
+    if layout.pickle_size > data.nbytes:
+        return False
+    return hmac.compare_digest(unpack.compute_mac(key, data[: layout.pickle_size], layout.buffers), layout.mac)
+
+
+def _descriptor_path(source: SharedPayload) -> str:
+    return f"/proc/{source.pid}/fd/{source.fd}"
 
 
 def _map(path: str) -> memoryview:

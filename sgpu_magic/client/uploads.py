@@ -65,6 +65,24 @@ class Uploads:
                 if slot.run_id == run_id:
                     slot.released = link.payload_released(run_id)
 
+    def moved(self, run_id: str, link: PoolLink) -> None:
+        """Another pool service has the run now, and says when it no longer reads the memory."""
+        self.submitted(run_id, link)
+
+    def forget(self, run_id: str) -> None:
+        """Never write the run's memory again: whoever reads it holds it, and nobody tells when that ends."""
+        with self._lock:
+            for slot in [slot for slot in self._slots if slot.run_id == run_id]:
+                slot.buffer.close()
+                self._slots.remove(slot)
+
+    def pool_lost(self) -> None:
+        """The pool is gone: what it was still copying is not waited for."""
+        with self._lock:
+            for slot in [slot for slot in self._slots if slot.run_over and not slot.released.is_set()]:
+                slot.buffer.close()
+                self._slots.remove(slot)
+
     def run_over(self, run_id: str, accepted: bool) -> None:
         """No rank reads the run's memory any more (it may still be copied to disk)."""
         with self._lock:

@@ -1,12 +1,13 @@
-"""`sgpu runs` and `sgpu cancel`, and how a run is named: by the first digits of its id."""
+"""`sgpu runs`, `cancel`, `detach` and `stacks`, and how a run is named: by the first digits of its id."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.pool import Pool
@@ -16,7 +17,8 @@ from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.protocol.ids import is_valid_id, short
 from sgpu_magic.protocol.messages import RunSummary
 from sgpu_magic.render import ansi
-from sgpu_magic.render.units import TIMES, format_clock
+from sgpu_magic.render.stacks import stacks_text
+from sgpu_magic.render.units import TIMES, format_bytes, format_clock
 
 _PREFIX = re.compile(r"[0-9a-f]{1,8}")
 _MAX_LISTED = 8
@@ -59,11 +61,42 @@ def cancel(settings: Settings, run: str) -> str:
         UsageError: No run, or more than one, has an id like that.
     """
     prefix = check_prefix(run)
+    with _running_pool(settings, "that could be cancelled") as pool:
+        return pool.cancel(prefix, "cancelled by `sgpu cancel`")
+
+
+def detach(settings: Settings, run: str) -> str:
+    """Let a run go on without its notebook and return a sentence. Never starts a pool.
+
+    Raises:
+        PoolError: No pool runs, or it does not answer.
+        UsageError: No run, or more than one, has an id like that.
+    """
+    prefix = check_prefix(run)
+    with _running_pool(settings, "that could be detached") as pool:
+        return pool.detach(prefix)
+
+
+def stacks(settings: Settings, run: str) -> str:
+    """Return where every rank of a run is. Never starts a pool.
+
+    Raises:
+        PoolError: No pool runs, or it does not answer.
+        UsageError: No run that goes on, or more than one, has an id like that.
+    """
+    prefix = check_prefix(run)
+    with _running_pool(settings, "whose ranks could be looked at") as pool:
+        answer = pool.stacks(prefix)
+    return stacks_text(answer.run_id, answer.stacks, answer.cell)
+
+
+@contextlib.contextmanager
+def _running_pool(settings: Settings, wish: str) -> Generator[Pool]:
     if find_pool(settings) is None:
-        raise PoolError("no local pool is running, so no run is going on that could be cancelled.")
+        raise PoolError(f"no local pool is running, so no run is going on {wish}.")
     pool = Pool(settings)
     try:
-        return pool.cancel(prefix, "cancelled by `sgpu cancel`")
+        yield pool
     finally:
         pool.close()
 
@@ -95,6 +128,7 @@ def find_directory(settings: Settings, text: str) -> str:
         names = []
     found = sorted(name for name in names if is_valid_id(name) and name.startswith(prefix))
     if not found:
+        _check_not_removed(settings, prefix)
         raise UsageError(
             f"no run on this machine has an id that begins with {prefix!r}. `sgpu runs --all` lists them; "
             f"their directories are in {settings.runs_path}."
@@ -103,6 +137,17 @@ def find_directory(settings: Settings, text: str) -> str:
         listed = ", ".join(found[:_MAX_LISTED]) + (", ..." if len(found) > _MAX_LISTED else "")
         raise UsageError(f"{prefix!r} begins the ids of {len(found)} runs: {listed}. Give more digits.")
     return found[0]
+
+
+def _check_not_removed(settings: Settings, prefix: str) -> None:
+    """Raise UsageError if the ledger has a run of that prefix: its directory was there once."""
+    for run in ledger_file.recent_runs(settings, None):
+        if run.run_id.startswith(prefix):
+            raise UsageError(
+                f"what run {short(run.run_id)} printed and returned is no longer kept, only that it was: `sgpu runs "
+                f"--all`. Of ended runs the newest {settings.keep_runs:,} are kept, for {settings.keep_days:g} days "
+                f"and within {format_bytes(settings.keep_bytes)} (settings keep_runs, keep_days, keep_bytes)."
+            )
 
 
 def runs_table(runs: Sequence[RunSummary], now: float) -> str:

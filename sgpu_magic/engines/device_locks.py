@@ -122,6 +122,18 @@ class DeviceLocks:
             raise
         self._held.update(taken)
 
+    def descriptors(self, uuids: Collection[str]) -> list[int]:
+        """The descriptors that hold the locks of `uuids`; a copy of one in another process holds its lock too."""
+        return [self._held[uuid] for uuid in uuids if uuid in self._held]
+
+    def take_over(self, uuids: Collection[str], descriptors: Collection[int]) -> None:
+        """Own locks that another process of this pool holds, by copies of its descriptors, in the order of `uuids`.
+
+        Raises:
+            ValueError: Their numbers differ, or one is held here already.
+        """
+        self._held.update(zip((uuid for uuid in uuids if uuid not in self._held), descriptors, strict=True))
+
     def release(self, uuids: Collection[str]) -> None:
         """Unlock those of `uuids` that are held here; others are passed over."""
         for uuid in uuids:

@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
+import time
 from collections.abc import Sequence
 
 import msgspec
 
-from sgpu_magic.agent.stream import MessageStream
+from sgpu_magic.agent import leftovers
 from sgpu_magic.config import Settings
 from sgpu_magic.engines.base import EngineListener, LeaseUnavailable
 from sgpu_magic.engines.device_locks import DeviceLocks, DevicesLocked
-from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.messages import ReclaimPayload, ResultsReceived, Warm
+from sgpu_magic.engines.local_agent import LocalAgent
+from sgpu_magic.protocol.messages import PROTOCOL_VERSION, ReclaimPayload, ResultsReceived, Warm
 from sgpu_magic.protocol.node_messages import (
+    Adopt,
     AgentReady,
+    DetachRun,
     EndRun,
+    EventsKept,
     FromAgent,
     InventoryTaken,
     Launch,
     RanksGone,
     RunEvent,
+    StacksTaken,
     TakeInventory,
+    TakeStacks,
     WarmZygote,
 )
-from sgpu_magic.protocol.records import Inventory
+from sgpu_magic.protocol.records import Inventory, Lease
 from sgpu_magic.protocol.states import RunState
+
+# an agent that dies this soon, this often in a row, will not live the next time either
+_SHORT_LIFE_S = 5.0
+_SHORT_LIVES = 3
 
 
 class LocalEngine:
-    """Starts the agent at once, so that its zygote imports torch while the pool service is still starting.
+    """Starts or finds the agent at once, so that its zygote imports torch while the pool service is still starting.
+
+    An agent that a killed service left is taken over with its runs; one that dies is replaced.
 
     Args:
         settings: The pool's settings.
@@ -40,89 +48,94 @@ class LocalEngine:
     """
 
     def __init__(self, settings: Settings, warm: Warm | None = None) -> None:
+        self._settings = settings
         self._locks = DeviceLocks(settings.lock_path)
-        self._leased: dict[str, tuple[str, ...]] = {}
-        self._inventory: Inventory | None = None
+        self._leases: dict[str, Lease] = {}
         self._listener: EngineListener | None = None
-        self._stream: MessageStream[FromAgent] | None = None
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "sgpu_magic.agent",
-                    str(theirs.fileno()),
-                    msgspec.json.encode(settings).decode(),
-                ],
-                stdin=subprocess.DEVNULL,
-                # the pool's standard output is a pipe that its starter reads to the end
-                stdout=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                cwd="/",
-                start_new_session=True,
-                env={**os.environ, "PYTHONSAFEPATH": "1"},
-            )
-        if warm is not None:
-            self._socket.sendall(codec.frame(WarmZygote(interpreter=warm.interpreter, ranks=warm.ranks)))
+        self._warm = warm
+        self._agent = LocalAgent(settings, warm)
+        self._agent_since = time.monotonic()
+        self._short_lives = 0
 
     def start(self, listener: EngineListener) -> None:
         self._listener = listener
-        self._stream = MessageStream[FromAgent](self._socket, codec.from_agent, self._said, self._agent_lost)
+        self._agent.listen(self._said, self._agent_lost)
 
     def warm(self, order: Warm) -> None:
-        self._send(WarmZygote(interpreter=order.interpreter, ranks=order.ranks))
+        self._warm = order
+        self._agent.send(WarmZygote(interpreter=order.interpreter, ranks=order.ranks))
 
     def take_inventory(self) -> None:
-        self._send(TakeInventory())
+        self._agent.send(TakeInventory())
 
     def launch(self, launch: Launch, frames: Sequence[bytes]) -> None:
-        uuids = launch.lease.uuids
-        if uuids and not launch.lease.simulated:
+        lease = launch.lease
+        if _has_locks(lease):
             try:
-                self._locks.acquire(uuids)
+                self._locks.acquire(lease.uuids)
             except DevicesLocked as error:
                 raise LeaseUnavailable(tuple(error.uuids), error.message) from None
-            self._leased[launch.spec.run_id] = uuids
-        self._send(launch, frames)
+        self._leases[launch.spec.run_id] = lease
+        locks = self._locks.descriptors(lease.uuids) if _has_locks(lease) else []
+        self._agent.send(msgspec.structs.replace(launch, locks=len(locks)), frames, locks)
+
+    def adopt(self, run_id: str, number: int) -> None:
+        self._agent.send(Adopt(run_id=run_id, number=number))
+
+    def events_kept(self, run_id: str, number: int) -> None:
+        self._agent.send(EventsKept(run_id=run_id, number=number))
+
+    def detach_run(self, run_id: str) -> None:
+        self._agent.send(DetachRun(run_id=run_id))
+
+    def take_stacks(self, request: int, run_id: str) -> None:
+        self._agent.send(TakeStacks(request=request, run_id=run_id))
 
     def end_run(self, run_id: str, state: RunState, reason: str) -> None:
-        self._send(EndRun(run_id=run_id, state=state, reason=reason))
+        self._agent.send(EndRun(run_id=run_id, state=state, reason=reason))
 
     def reclaim_payload(self, run_id: str) -> None:
-        self._send(ReclaimPayload(run_id=run_id))
+        self._agent.send(ReclaimPayload(run_id=run_id))
 
     def results_received(self, run_id: str) -> None:
-        self._send(ResultsReceived(run_id=run_id))
+        self._agent.send(ResultsReceived(run_id=run_id))
 
     def close(self) -> None:
-        """End of file tells the agent to end its ranks and itself; wait for it."""
-        if self._stream is not None:
-            self._stream.close()
-        self._socket.close()
-        try:
-            self.process.wait(10.0)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        self._agent.end()
         self._locks.close()
-
-    def _send(self, message: msgspec.Struct, frames: Sequence[bytes] = ()) -> None:
-        if self._stream is not None:
-            self._stream.send(message, frames)  # pyright: ignore[reportArgumentType]
 
     def _said(self, message: FromAgent, frames: Sequence[bytes]) -> None:
         listener = self._listener
         if listener is None:
             return
         match message:
-            case AgentReady() | InventoryTaken():
+            case AgentReady():
+                self._ready(message, listener)
+            case InventoryTaken():
                 listener.inventory_taken(self._with_locks(message.inventory))
             case RunEvent():
-                listener.run_happened(message.run_id, message.at, message.body, frames)
+                listener.run_happened(message, frames)
+            case StacksTaken():
+                listener.stacks_taken(message.request, message.stacks)
             case RanksGone():
-                self._locks.release(self._leased.pop(message.run_id, ()))
+                self._release(message.run_id)
                 listener.ranks_gone(message.run_id)
+
+    def _ready(self, ready: AgentReady, listener: EngineListener) -> None:
+        if ready.protocol_version != PROTOCOL_VERSION:
+            # an agent of another version, left by a service of that version: its runs can't be followed
+            self._agent.end()
+            self._replace_agent()
+            listener.nodes_lost("the agent on this machine was of another version of sgpu-magic")
+            return
+        for held in ready.runs:
+            lease = held.launch.lease
+            locks = self._agent.take_descriptors(held.locks)
+            if not held.gone:
+                self._leases[held.launch.spec.run_id] = lease
+                if locks:
+                    self._locks.take_over(lease.uuids, locks)
+        listener.node_found(self._with_locks(ready.inventory), ready.runs)
 
     def _with_locks(self, inventory: Inventory) -> Inventory:
         """Mark the devices that another pool holds the lock of."""
@@ -139,7 +152,33 @@ class LocalEngine:
         return msgspec.structs.replace(inventory, devices=devices)
 
     def _agent_lost(self) -> None:
-        self._locks.release([uuid for uuids in self._leased.values() for uuid in uuids])
-        self._leased.clear()
-        if self._listener is not None:
-            self._listener.nodes_lost("the agent on this machine ended unexpectedly")
+        self._agent.clean_up_after()
+        for run_id in list(self._leases):
+            # what left its session, and was nobody's child any more when the agent died
+            leftovers.kill_leftovers(run_id, ())
+            self._release(run_id)
+        lived_s = time.monotonic() - self._agent_since
+        self._short_lives = self._short_lives + 1 if lived_s < _SHORT_LIFE_S else 0
+        listener = self._listener
+        if listener is None:
+            return
+        why = "the agent on this machine ended unexpectedly"
+        if self._short_lives >= _SHORT_LIVES:
+            listener.broken(f"{why} {_SHORT_LIVES} times in a row, as soon as it was started")
+            return
+        self._replace_agent()
+        listener.nodes_lost(why)
+
+    def _replace_agent(self) -> None:
+        self._agent = LocalAgent(self._settings, self._warm, look=False)
+        self._agent_since = time.monotonic()
+        self._agent.listen(self._said, self._agent_lost)
+
+    def _release(self, run_id: str) -> None:
+        lease = self._leases.pop(run_id, None)
+        if lease is not None and _has_locks(lease):
+            self._locks.release(lease.uuids)
+
+
+def _has_locks(lease: Lease) -> bool:
+    return bool(lease.uuids) and not lease.simulated

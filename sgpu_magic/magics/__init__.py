@@ -1,8 +1,12 @@
-"""`%%distributed` and `%sgpu_status`: parse, submit, show; nothing else.
+"""`%%distributed`, `%sgpu_status` and their like: parse, submit, show; nothing else.
 
 arguments    the magic's options
 cell         a cell and its options -> what is submitted
-distributed  submit, follow, bring back
+distributed  the magics
+follow       a run's events, to its end
+outcome      a run that has ended -> names, result or exception
+restarts     detaches runs when their kernel is restarted
+notices      what the pool wants to be known
 warmth       keeps ranks at hand while cells run
 completion   options and types in the front end's completer
 """
@@ -52,6 +56,7 @@ def unload(shell: InteractiveShell) -> None:
     shell.events.unregister("post_run_cell", magics.warmth.after_cell)
     if _help_without_body in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.remove(_help_without_body)
-    for kind, name in (("cell", "distributed"), ("line", "sgpu_status")):
-        shell.magics_manager.magics[kind].pop(name, None)
-    magics.pool.close()
+    for kind, names in DistributedMagics.magics.items():
+        for name in names:
+            shell.magics_manager.magics[kind].pop(name, None)
+    magics.close()

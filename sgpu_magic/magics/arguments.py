@@ -16,9 +16,12 @@ from sgpu_magic.protocol.device_types import canonical_type
 from sgpu_magic.protocol.records import OutputName
 
 UI_CHOICES = ("auto", "widget", "text", "none")
+RETRY_CHOICES = ("failure", "any")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|d)?")
 _UNITS = {None: 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_RUN = re.compile(r"[0-9a-f]{1,8}")
 _MAX_RANKS = 4096
+_MAX_RETRIES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,10 @@ class CellOptions:
         pool: `--pool`.
         ui: `--ui`.
         allow_busy: `--allow-busy`.
+        grace_s: `--grace` in seconds; None is the pool's default.
+        retries: `--retries`.
+        retry_any: `--retry-on any`.
+        detach: `--detach`.
         help: `-h`.
     """
 
@@ -53,12 +60,30 @@ class CellOptions:
     pool: str
     ui: str
     allow_busy: bool
+    grace_s: float | None
+    retries: int
+    retry_any: bool
+    detach: bool
     help: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What stands behind `%sgpu_attach` and its like.
+
+    Args:
+        run: The first digits of a run's id, "" when left out.
+        ui: `--ui`.
+    """
+
+    run: str
+    ui: str
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"%%distributed: {message}. `%%distributed -h` shows the options.")
+        remedy = f" `{self.prog} -h` shows the options." if self.prog.startswith("%%") else ""
+        raise UsageError(f"{self.prog}: {message}.{remedy}")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -105,6 +130,17 @@ def parser() -> argparse.ArgumentParser:
         metavar="10m|0",
         help="longest time in the queue, 0: run now or fail (default: as long as it takes)",
     )
+    add(
+        "--grace", metavar="60s", help="time between TERM and KILL when it is stopped (default: 5s; 0s after a failure)"
+    )
+    add(
+        "--retries",
+        type=_retries,
+        metavar="N",
+        help="start the ranks again up to N times when a worker or node fails (default: 0)",
+    )
+    add("--retry-on", choices=RETRY_CHOICES, help="any: also after an error of the cell itself (default: failure)")
+    add("--detach", action="store_true", help="return at once; the run goes on without this notebook")
     add("--name", default="", help="the run's name (default: the function or cell)")
     add("--pool", default="", help="the pool (default: local)")
     add("--ui", choices=UI_CHOICES, default="auto", help="how to show it (default: auto)")
@@ -130,6 +166,8 @@ def parse(line: str) -> CellOptions:
             device_type = canonical_type(values.type)
         except ValueError as error:
             raise UsageError(f"--type: {error}") from None
+    if values.retry_on is not None and values.retries is None:
+        raise UsageError("--retry-on says when to start again, but not how often: add --retries N.")
     return CellOptions(
         ranks=values.gpus,
         device_type=device_type,
@@ -143,8 +181,37 @@ def parse(line: str) -> CellOptions:
         pool=values.pool,
         ui=values.ui,
         allow_busy=values.allow_busy,
+        grace_s=None if values.grace is None else duration_s("--grace", values.grace),
+        retries=values.retries or 0,
+        retry_any=values.retry_on == "any",
+        detach=values.detach,
         help=values.help,
     )
+
+
+def parse_run(magic: str, line: str, *, ui: bool = False) -> RunOptions:
+    """Read the line of a magic that takes a run.
+
+    Args:
+        magic: Its name, such as `%sgpu_attach`.
+        line: What stands behind it.
+        ui: It also takes `--ui`.
+
+    Raises:
+        UsageError: It is no run's id, or there is more than one.
+    """
+    reader = _Parser(prog=magic, add_help=False, allow_abbrev=False)
+    reader.add_argument("run", nargs="?", default="", metavar="RUN")
+    if ui:
+        reader.add_argument("--ui", choices=UI_CHOICES, default="auto")
+    values = reader.parse_args(line.split())
+    run = values.run.lower()
+    if run and _RUN.fullmatch(run) is None:
+        raise UsageError(
+            f"{magic}: {values.run[:40]!r} is no run: give the first digits of its id (0-9, a-f), as %sgpu_status "
+            "lists them."
+        )
+    return RunOptions(run, values.ui if ui else "auto")
 
 
 def duration_s(option: str, text: str) -> float:
@@ -171,6 +238,12 @@ def _timeout(text: str | None) -> float:
 def _ranks(text: str) -> int:
     if not text.isdigit() or not 1 <= int(text) <= _MAX_RANKS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks; 1 to {_MAX_RANKS} is possible")
+    return int(text)
+
+
+def _retries(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) > _MAX_RETRIES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of retries; 0 to {_MAX_RETRIES} is possible")
     return int(text)
 
 

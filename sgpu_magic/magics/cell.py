@@ -105,6 +105,10 @@ def prepare(
         owner=this_owner(notebook_name(shell)),
         timeout_s=options.timeout_s,
         wait_s=options.wait_s,
+        grace_s=options.grace_s,
+        retries=options.retries,
+        retry_any=options.retry_any,
+        detach=options.detach,
         env_names=tuple(options.variables),
         shipped=shipped,
     )

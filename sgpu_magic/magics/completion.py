@@ -10,11 +10,16 @@ import re
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 from IPython.core.interactiveshell import InteractiveShell
 
-from sgpu_magic.magics.arguments import UI_CHOICES, parser
+from sgpu_magic.magics.arguments import RETRY_CHOICES, UI_CHOICES, parser
 from sgpu_magic.protocol.device_types import KNOWN_TYPES
 
 _LINE = re.compile(r"\s*%%?distributed\s")
-_VALUES = {"--type": ("any", "cpu", *KNOWN_TYPES), "--ui": UI_CHOICES, "--pool": ("local",)}
+_VALUES = {
+    "--type": ("any", "cpu", *KNOWN_TYPES),
+    "--ui": UI_CHOICES,
+    "--retry-on": RETRY_CHOICES,
+    "--pool": ("local",),
+}
 _NAMES = ("--in", "--out", "--exclude")
 _matchers: dict[int, object] = {}
 

@@ -13,25 +13,38 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.result import RunResult
+from sgpu_magic.client.run import Run
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.magics import arguments, cell, follow
+from sgpu_magic.magics.notices import NoticeBoard
+from sgpu_magic.magics.restarts import RestartWatch
 from sgpu_magic.magics.warmth import Warmth
 from sgpu_magic.render.publisher import publisher_for
+from sgpu_magic.render.stacks import stacks_html, stacks_text
 from sgpu_magic.render.status import status_html, status_text
 from sgpu_magic.render.view import RunView
 
 
 @magics_class
 class DistributedMagics(Magics):
-    """`%%distributed` and `%sgpu_status`."""
+    """`%%distributed`, `%sgpu_status`, and what one does with a run that goes on."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell=shell)
         self._shell = shell
         self.settings = load_settings()
-        self.pool = Pool(self.settings)
+        self._notices = NoticeBoard(is_notebook(shell))
+        self.pool = Pool(self.settings, self._notices.notice)
         self.warmth = Warmth(self.pool)
+        kernel = getattr(shell, "kernel", None)
+        self.restarts = RestartWatch(kernel, self.pool) if self.settings.detach_on_restart and kernel else None
+
+    def close(self) -> None:
+        """Close the link to the pool; the pool goes on for others."""
+        if self.restarts is not None:
+            self.restarts.remove()
+        self.pool.close()
 
     @cell_magic
     def distributed(self, line: str, cell_body: str) -> RunResult | None:
@@ -44,19 +57,47 @@ class DistributedMagics(Magics):
         self._check_pool(options.pool or settings.pool)
         cell.check_cell(cell_body)
         ranks = options.ranks or self._default_ranks(options.device_type)
+        self._notices.clear()
         try:
             submission = cell.prepare(line, cell_body, options, self._shell, settings, ranks)
             run = self.pool.submit(submission.spec, submission.packed, submission.key, submission.environ)
         except KeyboardInterrupt:
             raise RunCancelled("interrupted before the pool had taken the run; nothing was started.") from None
-        view = RunView(submission.spec, settings.output_limit, pool=self.pool.name, error_follows=True)
-        publisher = publisher_for(options.ui, view, sys.stdout, notebook=is_notebook(self._shell))
+        followed = self._followed(run, options.ui, settings)
         try:
-            return follow.bring_back(run, view, publisher, self._shell.user_ns, settings)
+            if options.detach:
+                follow.leave(followed)
+                return None
+            return follow.bring_back(followed, self._shell.user_ns, self.restarts)
         finally:
             self.warmth.ran(ranks)
             self.pool.run_over(run.run_id)
             run.close()
+
+    @line_magic
+    def sgpu_attach(self, line: str = "") -> RunResult | None:
+        """Show a run from its beginning and bring its results back: `%sgpu_attach [RUN] [--ui auto|text|none]`."""
+        options = arguments.parse_run("%sgpu_attach", line, ui=True)
+        run, state = self.pool.attach(options.run)
+        try:
+            followed = self._followed(run, options.ui, self._current_settings())
+            return follow.watch(followed, state, self._shell.user_ns)
+        finally:
+            run.close()
+
+    @line_magic
+    def sgpu_detach(self, line: str = "") -> None:
+        """Let a run go on without its notebook: `%sgpu_detach [RUN]`; all runs of this notebook without RUN."""
+        options = arguments.parse_run("%sgpu_detach", line)
+        print(self.pool.detach(options.run, start=True))  # noqa: T201
+
+    @line_magic
+    def sgpu_stacks(self, line: str = "") -> None:
+        """Show where every rank of a run is: `%sgpu_stacks [RUN]`."""
+        options = arguments.parse_run("%sgpu_stacks", line)
+        answer = self.pool.stacks(options.run, start=True)
+        told = (answer.run_id, answer.stacks, answer.cell)
+        self._publish(stacks_text(*told), stacks_html(*told))
 
     @line_magic
     def sgpu_status(self, line: str = "") -> None:
@@ -66,12 +107,21 @@ class DistributedMagics(Magics):
         status = self.pool.status()
         if status is None:
             return
+        notice = self.pool.notice
+        self._publish(status_text(status, notice=notice), status_html(status, notice=notice))
+
+    def _publish(self, text: str, html: str) -> None:
         from IPython.display import publish_display_data
 
         if is_notebook(self._shell):
-            publish_display_data({"text/plain": status_text(status), "text/html": status_html(status)})
+            publish_display_data({"text/plain": text, "text/html": html})
         else:
-            print(status_text(status))  # noqa: T201
+            print(text)  # noqa: T201
+
+    def _followed(self, run: Run, ui: str, settings: Settings) -> follow.Followed:
+        view = RunView(run.spec, settings.output_limit, pool=self.pool.name, error_follows=True)
+        publisher = publisher_for(ui, view, sys.stdout, notebook=is_notebook(self._shell))
+        return follow.Followed(run, view, publisher, self.pool)
 
     def _current_settings(self) -> Settings:
         """Settings that `%env` may have changed since; where the pool lives stays."""

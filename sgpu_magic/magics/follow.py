@@ -1,20 +1,23 @@
-"""From a submitted run to its result: fold its events, show them, bring back what it returns or raises."""
+"""From a run to its end: fold its events and show them, whatever becomes of the pool service meanwhile."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.client.run import Run
-from sgpu_magic.config import Settings
-from sgpu_magic.errors import NodeLost, RunCancelled
-from sgpu_magic.protocol.events import Event, RunEnded
+from sgpu_magic.errors import CapacityError, PoolError, PoolVersionError, RunCancelled, RunUnknown, SgpuError
+from sgpu_magic.magics.outcome import deliver
+from sgpu_magic.magics.restarts import RestartWatch
+from sgpu_magic.protocol.events import Detached, Event, RunEnded
 from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.protocol.records import Failure, RunSpec
+from sgpu_magic.protocol.states import FailureKind, RunState
 from sgpu_magic.render.publisher import Publisher
-from sgpu_magic.render.remote_error import remote_exception
 from sgpu_magic.render.view import RunView
 
 _TICK_S = 0.05
@@ -23,110 +26,207 @@ _IDLE_TICK_S = 0.25
 _LIVELY_S = 0.5
 # an interrupted cell is free after this whatever the ranks do (promise: 3 s)
 _CANCEL_PATIENCE_S = 2.5
+# a pool service that died is looked for, or started, for so long
+_FIND_PATIENCE_S = 20.0
+_FIND_PAUSE_S = 0.1
+# a front end's restart interrupts first and asks for the shutdown next
+_RESTART_PATIENCE_S = 0.3
+# the kept events of a run that has ended come at once
+_HISTORY_PATIENCE_S = 5.0
 _BATCH = 64
 
+Ending = tuple[RunEnded, Sequence[bytes]]
 
-def bring_back(
-    run: Run, view: RunView, publisher: Publisher, namespace: dict[str, Any], settings: Settings
-) -> RunResult:
-    """Show the run until it ends; set the names of `--out`; return its result.
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """A run, where it is shown, and who has it.
+
+    Args:
+        run: The run.
+        view: Folded from its events.
+        publisher: Shows the view.
+        pool: Finds the run's next pool service when one dies.
+    """
+
+    run: Run
+    view: RunView
+    publisher: Publisher
+    pool: Pool
+
+
+def bring_back(followed: Followed, namespace: dict[str, Any], restarts: RestartWatch | None) -> RunResult | None:
+    """Show a run that this cell has submitted until it ends; set the names of `--out`; return its result.
+
+    Args:
+        followed: The run.
+        namespace: The notebook's.
+        restarts: Tells an interrupt that is the beginning of a restart; None when runs end with their kernel.
+
+    Returns:
+        None when the run was detached meanwhile.
 
     Raises:
         RunCancelled: It was cancelled.
-        NodeLost: The pool died.
+        NodeLost: What it ran on died.
         Exception: What the culprit rank raised, by its own type where that exists here.
     """
+    run = followed.run
+    ending: Ending | None
     try:
-        ended, frames = _follow(run, view, publisher)
+        ending = _follow(followed, until_detached=True)
+        if ending is None:
+            leave(followed)
+            return None
     except KeyboardInterrupt:
+        if restarts is not None and _is_restart(restarts):
+            leave(followed)
+            return None
         run.cancel("it was interrupted")
-        ended, frames = _after_interrupt(run, view, publisher)
-    publisher.tick(time.monotonic(), final=True)
-    if ended is None:
+        ending = _after_interrupt(followed)
+    followed.publisher.tick(time.monotonic(), final=True)
+    if ending is None:
         text = f"run {short(run.run_id)} is being stopped; it holds its devices until its ranks are gone."
         raise RunCancelled(text, run_id=run.run_id)
-    if ended.state is RunState.SUCCEEDED:
-        return _result(run, ended, frames, namespace, settings)
-    if ended.state is RunState.CANCELLED:
-        raise RunCancelled(f"run {short(run.run_id)} was cancelled: {ended.reason}.", run_id=run.run_id)
-    failure = ended.failure
-    if failure is None:
-        raise NodeLost(f"run {short(run.run_id)} ended without saying why.", run_id=run.run_id)
-    exception = run.load_exception(failure.exception, frames, namespace)
-    raise remote_exception(
-        failure,
-        ended.others,
-        run.run_id,
-        run.spec.placement.ranks,
-        ended.starting_s + ended.running_s,
-        exception,
-        notebook_names=namespace,
-    ) from None
+    return deliver(run, followed.view, *ending, namespace)
 
 
-def _follow(run: Run, view: RunView, publisher: Publisher) -> tuple[RunEnded, Sequence[bytes]]:
-    lively_until = time.monotonic() + _LIVELY_S
+def watch(followed: Followed, state: RunState, namespace: dict[str, Any]) -> RunResult | None:
+    """Show a run from its beginning as if its cell had run here. An interrupt only stops the watching.
+
+    Args:
+        followed: The run.
+        state: Its state when it was attached to.
+        namespace: The notebook's.
+
+    Returns:
+        None when it was interrupted.
+
+    Raises:
+        Exception: As `bring_back`.
+    """
+    run = followed.run
+    try:
+        ending = _follow(followed, until_detached=False, has_ended=state.is_final)
+    except KeyboardInterrupt:
+        followed.view.leave(f"stopped watching; run {short(run.run_id)} goes on")
+        followed.publisher.tick(time.monotonic(), final=True)
+        return None
+    followed.publisher.tick(time.monotonic(), final=True)
+    return deliver(run, followed.view, *ending, namespace) if ending is not None else None
+
+
+def leave(followed: Followed) -> None:
+    """The run goes on without this notebook: say so, and let go of its memory."""
+    followed.pool.run_left(followed.run.run_id)
+    followed.view.leave(goes_on(followed.run.spec))
+    followed.publisher.tick(time.monotonic(), final=True)
+
+
+def goes_on(spec: RunSpec) -> str:
+    """Return how a detached run is come back to."""
+    run = short(spec.run_id)
+    brings = f" and brings {', '.join(output.name for output in spec.outputs)}" if spec.outputs else ""
+    return f"run {run} goes on without this notebook · %sgpu_attach {run} shows it{brings}, sgpu cancel {run} ends it"
+
+
+def _is_restart(restarts: RestartWatch) -> bool:
+    try:
+        return restarts.asked.wait(_RESTART_PATIENCE_S)
+    except KeyboardInterrupt:
+        return False
+
+
+def _follow(followed: Followed, *, until_detached: bool, has_ended: bool = False) -> Ending | None:
+    """Return the run's last word, None when it was detached and `until_detached`."""
+    run, view = followed.run, followed.view
+    heard_at = time.monotonic()
     while True:
-        patience = _TICK_S if time.monotonic() < lively_until else _IDLE_TICK_S
+        patience = _TICK_S if time.monotonic() - heard_at < _LIVELY_S else _IDLE_TICK_S
         for turn in range(_BATCH):
             item = run.next_event(0 if turn else patience)
             if item is None:
                 break
-            lively_until = time.monotonic() + _LIVELY_S
-            event, frames = item
-            view.apply(event, frames)
-            if isinstance(event.body, RunEnded):
-                return event.body, frames
+            heard_at = time.monotonic()
+            view.apply(*item)
+            body = item[0].body
+            if isinstance(body, RunEnded):
+                return body, item[1]
+            if until_detached and isinstance(body, Detached):
+                return None
         if run.link_lost:
-            return _last_words(run, view)
-        publisher.tick(time.monotonic())
+            ending = _last_words(followed) or _find_again(followed)
+            if ending is not None:
+                return ending
+            heard_at = time.monotonic()
+        if has_ended and time.monotonic() - heard_at > _HISTORY_PATIENCE_S:
+            message = f"its last events were not kept; what its ranks printed is in {run.directory}"
+            return _lost(followed, message, FailureKind.NODE_LOST)
+        followed.publisher.tick(time.monotonic())
 
 
-def _last_words(run: Run, view: RunView) -> tuple[RunEnded, Sequence[bytes]]:
-    """The pool is gone: what it still said counts."""
-    while (item := run.next_event(0)) is not None:
-        view.apply(*item)
+def _last_words(followed: Followed) -> Ending | None:
+    """The pool service is gone: what it still said counts."""
+    while (item := followed.run.next_event(0)) is not None:
+        followed.view.apply(*item)
         if isinstance(item[0].body, RunEnded):
             return item[0].body, item[1]
-    from sgpu_magic.protocol.records import Failure
-    from sgpu_magic.protocol.states import FailureKind
+    return None
 
-    message = (
-        f"the local pool (process {run.pool_pid}) ended while the run was going on; its ranks were ended with it. "
-        "Run the cell again: that starts a new pool"
-    )
-    failure = Failure(kind=FailureKind.NODE_LOST, message=message, at=time.time())
-    ended = RunEnded(state=RunState.FAILED, failure=failure, running_s=view.elapsed_s())
-    view.apply(Event(run_id=run.run_id, seq=1 << 60, at=time.time(), body=ended), ())
+
+def _find_again(followed: Followed) -> Ending | None:
+    """Go on with the next pool service; return the run's end when that is not possible."""
+    run = followed.run
+    died = f"the local pool (process {run.pool_pid}) ended while the run was going on"
+    deadline = time.monotonic() + _FIND_PATIENCE_S
+    while True:
+        try:
+            followed.pool.find_again(run)
+            return None
+        except (RunUnknown, PoolVersionError) as error:
+            message = f"{died}, and the run with it: {error.message.rstrip('.')}. Run the cell again"
+            return _lost(followed, message, FailureKind.NODE_LOST)
+        except PoolError as error:
+            if time.monotonic() > deadline:
+                message = f"{died}, and no other could be reached: {error.message.rstrip('.')}"
+                return _lost(followed, message, FailureKind.NODE_LOST)
+        except SgpuError as error:
+            # it was still queued, and the next service does not take it
+            kind = FailureKind.CAPACITY if isinstance(error, CapacityError) else FailureKind.NODE_LOST
+            return _lost(followed, f"{died}; submitted again, it was refused: {error.message}", kind)
+        followed.publisher.tick(time.monotonic())
+        time.sleep(_FIND_PAUSE_S)
+
+
+def _lost(followed: Followed, message: str, kind: FailureKind) -> Ending:
+    run, view = followed.run, followed.view
+    followed.pool.run_left(run.run_id)
+    failure = Failure(kind=kind, message=message, at=time.time())
+    elapsed = view.elapsed_s()
+    ended = RunEnded(state=RunState.FAILED, failure=failure, running_s=elapsed, total_s=elapsed)
+    view.apply(Event(run_id=run.run_id, seq=run.last_seq + 1, at=time.time(), body=ended), ())
     return ended, ()
 
 
-def _after_interrupt(run: Run, view: RunView, publisher: Publisher) -> tuple[RunEnded | None, Sequence[bytes]]:
+def _after_interrupt(followed: Followed) -> Ending | None:
     """Wait for the ranks to stop, but not for long; a second interrupt does not wait at all."""
+    run = followed.run
     deadline = time.monotonic() + _CANCEL_PATIENCE_S
+    asked_again = False
     try:
         while time.monotonic() < deadline:
             item = run.next_event(_TICK_S)
             if item is not None:
-                view.apply(*item)
+                followed.view.apply(*item)
                 if isinstance(item[0].body, RunEnded):
                     return item[0].body, item[1]
-            if run.link_lost:
-                return _last_words(run, view)
-            publisher.tick(time.monotonic())
+            if run.link_lost and not asked_again:
+                ending = _last_words(followed)
+                if ending is not None:
+                    return ending
+                asked_again = True
+                followed.pool.cancel_in_background(run, "it was interrupted")
+            followed.publisher.tick(time.monotonic())
     except KeyboardInterrupt:
-        return None, ()
-    return None, ()
-
-
-def _result(
-    run: Run, ended: RunEnded, frames: Sequence[bytes], namespace: dict[str, Any], settings: Settings
-) -> RunResult:
-    returned = run.load_results(ended, frames, namespace)
-    for output in run.spec.outputs:
-        if output.all_ranks:
-            namespace[output.name] = [values.names[output.name] for values in returned]
-        else:
-            namespace[output.name] = returned[0].names[output.name]
-    directory = settings.runs_path / run.run_id
-    return RunResult(run.spec, ended, [values.value for values in returned], directory)
+        return None
+    return None

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic import __version__
-from sgpu_magic.protocol.address import PoolAddress, address_file, process_start, socket_file
+from sgpu_magic.protocol.address import PoolAddress, address_file, agent_socket_file, process_start, socket_file
 from sgpu_magic.protocol.messages import PROTOCOL_VERSION
 
 
@@ -62,6 +62,8 @@ class PoolPresence:
         """No new client shall find the pool; those that wait for its end see the lock go last."""
         with contextlib.suppress(OSError):
             address_file(self._runtime).unlink()
-        with contextlib.suppress(OSError):
-            self.socket_path.unlink()
+        # the agent's goes with the agent, unless that was killed
+        for path in (self.socket_path, agent_socket_file(self._runtime)):
+            with contextlib.suppress(OSError):
+                path.unlink()
         os.close(self._lock)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.server import ConnectedClient
-from sgpu_magic.protocol.events import EventBody, Noted, RunEnded
+from sgpu_magic.protocol.events import EventBody, Noted, PayloadReleased, RunEnded, Submitted
 from sgpu_magic.protocol.messages import Accepted, Submit
-from sgpu_magic.protocol.records import Failure, InlinePayload, Record
+from sgpu_magic.protocol.records import Failure, InlinePayload, Record, RunSpec, SharedPayload
 from sgpu_magic.protocol.states import FailureKind, RunState
 
 Send = Callable[[ConnectedClient, Record, Sequence[bytes]], None]
@@ -24,25 +27,69 @@ class PoolRun:
 
     Args:
         submit: What the client sent.
-        frames: Its raw frames; emptied once launched.
-        client: Who follows it; None when that process is dead.
+        frames: Its raw frames; emptied once launched, unless the run may have to be launched again.
+        owner: The client whose death ends it; None when that is dead or the run was detached.
+        watchers: Clients that only follow it.
         log: None until the run is accepted.
         state: What the scheduler moved it to.
         placed_at: Wall-clock time of its lease; None before.
+        attempt: How often its group was started again.
+        restarting: The group failed, and is started again as soon as its ranks are gone.
         ended: Its last word was said.
+        adopted: An earlier service launched it; its notebook has not come back yet.
+        held_fd: The payload's memory file, held here because the notebook may go; -1 when not.
     """
 
     submit: Submit
     frames: Sequence[bytes]
-    client: ConnectedClient | None
+    owner: ConnectedClient | None
+    watchers: list[ConnectedClient] = field(default_factory=list[ConnectedClient])
     log: RunLog | None = None
     state: RunState = RunState.QUEUED
     placed_at: float | None = None
+    attempt: int = 0
+    restarting: bool = False
     ended: bool = False
+    adopted: bool = False
+    held_fd: int = -1
 
     @property
     def run_id(self) -> str:
         return self.submit.spec.run_id
+
+    @property
+    def spec(self) -> RunSpec:
+        return self.submit.spec
+
+    @property
+    def followers(self) -> list[ConnectedClient]:
+        return [*self.watchers, self.owner] if self.owner is not None else self.watchers
+
+    def detach(self) -> None:
+        """It goes on when its notebook is gone; that only watches from now on."""
+        self.submit = msgspec.structs.replace(self.submit, spec=msgspec.structs.replace(self.spec, detach=True))
+        if self.owner is not None:
+            self.watchers.append(self.owner)
+            self.owner = None
+
+    def hold_payload(self) -> None:
+        """Keep the payload's memory, which else goes with the notebook, until an agent has it.
+
+        Raises:
+            OSError: It is gone already.
+        """
+        payload = self.submit.payload
+        source = payload.source
+        if isinstance(source, SharedPayload) and self.held_fd < 0 and (self.placed_at is None or self.spec.retries):
+            self.held_fd = os.open(f"/proc/{source.pid}/fd/{source.fd}", os.O_RDONLY | os.O_CLOEXEC)
+            own = SharedPayload(pid=os.getpid(), fd=self.held_fd, size=source.size)
+            self.submit = msgspec.structs.replace(self.submit, payload=msgspec.structs.replace(payload, source=own))
+
+    def let_payload_go(self) -> None:
+        """The agent holds it, or nobody needs it."""
+        if self.held_fd >= 0:
+            os.close(self.held_fd)
+            self.held_fd = -1
 
 
 class RunBook:
@@ -81,42 +128,60 @@ class RunBook:
         self._going[run.run_id] = run
 
     def forget(self, run_id: str) -> None:
-        self._going.pop(run_id, None)
+        run = self._going.pop(run_id, None)
+        if run is not None:
+            run.let_payload_go()
 
     def accept(self, run: PoolRun) -> None:
         """Write a new run down and tell its client. Once."""
         if run.log is not None:
             return
         run.log = RunLog(self.directory(run.run_id), run.run_id)
-        self._ledger.record(run.submit.spec, RunState.QUEUED)
-        if run.client is not None:
-            self._send(run.client, Accepted(request=run.submit.request, run_id=run.run_id), ())
+        if run.log.seq:
+            # submitted again to this service after the last one was killed with the run in its queue
+            self._ledger.update(run.run_id, state=RunState.QUEUED)
+        else:
+            self._ledger.record(run.spec, RunState.QUEUED)
+        if run.owner is not None:
+            self._send(run.owner, Accepted(request=run.submit.request, run_id=run.run_id), ())
+        if not run.log.seq:
+            self.tell(run, Submitted(spec=run.spec), run.spec.submitted_at)
 
-    def tell(self, run: PoolRun, body: EventBody, at: float, frames: Sequence[bytes] = ()) -> None:
+    def tell(self, run: PoolRun, body: EventBody, at: float, frames: Sequence[bytes] = (), number: int = 0) -> None:
         """Keep an event and send it to who follows the run."""
         if run.log is None:
             return
-        event = run.log.append(body, at, frames)
+        event = run.log.append(body, at, frames, number)
+        for client in run.followers:
+            self._send(client, event, frames)
         if run.log.problem:
             problem, run.log.problem = run.log.problem, ""
             self.tell(run, Noted(text=problem), at)
-        if run.client is not None:
-            self._send(run.client, event, frames)
 
     def move(self, run: PoolRun, state: RunState) -> None:
         run.state = state
         self._ledger.update(run.run_id, state=state)
 
-    def end_without_ranks(self, run: PoolRun, state: RunState, reason: str, kind: FailureKind) -> None:
-        """Say the last word of a run that no agent will speak for."""
+    def end_without_ranks(
+        self, run: PoolRun, state: RunState, reason: str, kind: FailureKind, failure: Failure | None = None
+    ) -> None:
+        """Say the last word of a run that no agent will speak for.
+
+        Args:
+            failure: What it failed of, when that is known; else made of `kind` and `reason`.
+        """
         now = time.time()
         cancelled = state is RunState.CANCELLED
-        waited = now - run.submit.spec.submitted_at
+        waited = now - run.spec.submitted_at
+        if cancelled:
+            failure = None
+        elif failure is None:
+            failure = Failure(kind=kind, message=reason, at=now)
         ended = RunEnded(
             state=state,
-            failure=None if cancelled else Failure(kind=kind, message=reason, at=now),
+            failure=failure,
             reason=reason if cancelled else "",
-            queued_s=waited if run.placed_at is None else run.placed_at - run.submit.spec.submitted_at,
+            queued_s=waited if run.placed_at is None else run.placed_at - run.spec.submitted_at,
             running_s=0.0 if run.placed_at is None else now - run.placed_at,
             total_s=waited,
         )
@@ -136,6 +201,24 @@ class RunBook:
     def payload_released(self, run: PoolRun) -> None:
         if self._copying.pop(run.run_id, None) is not None:
             self._close_log(run)
+
+    def memory_lost(self, why: str) -> None:
+        """The agent that copied payloads is dead: nobody reads their memory any more."""
+        for run in list(self._copying.values()):
+            self.tell(run, PayloadReleased(kept=False, reason=why), time.time())
+            self.payload_released(run)
+
+    def client_gone(self, client: ConnectedClient) -> list[PoolRun]:
+        """Nobody sends to a dead client. Returns the runs that were to end with it."""
+        lost: list[PoolRun] = []
+        for run in [*self._going.values(), *self._copying.values()]:
+            if client in run.watchers:
+                run.watchers.remove(client)
+            if run.owner is client:
+                run.owner = None
+                if not run.spec.detach:
+                    lost.append(run)
+        return lost
 
     def _close_log(self, run: PoolRun) -> None:
         if run.log is not None:

@@ -9,32 +9,47 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.protocol.codec import FrameReader, frame
-from sgpu_magic.protocol.events import Event, EventBody
+from sgpu_magic.protocol.events import AttemptFailed, Event, EventBody, RunEnded, Submitted
+from sgpu_magic.protocol.records import RunSpec
+from sgpu_magic.protocol.run_files import EVENTS
 
-EVENTS = "events.msgpack"
 _decoder = msgspec.msgpack.Decoder(Event)
+_READ_BYTES = 1 << 20
 
 
 class RunLog:
-    """Appends to `events.msgpack` of a run's directory.
+    """Appends to `events.msgpack` of a run's directory, also to what an earlier service wrote there.
 
     Args:
         directory: The run's directory, made here.
         run_id: The run.
+
+    Attributes:
+        seq: Number of the newest event.
+        number: The agent's number of the newest event of its own.
+        ended: The run's last word; None while there is none.
+        failed_attempt: The newest attempt that failed and has no successor yet; None when there is none.
+        problem: Why events are no longer kept, until somebody has taken it; "" while they are.
     """
 
     def __init__(self, directory: Path, run_id: str) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.directory = directory
         self.problem = ""
+        self.seq = 0
+        self.number = 0
+        self.ended: RunEnded | None = None
+        self.failed_attempt: AttemptFailed | None = None
         self._run_id = run_id
-        self._seq = 0
-        self._file = os.open(directory / EVENTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._file = os.open(directory / EVENTS, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        if os.fstat(self._file).st_size:
+            self._continue()
 
-    def append(self, body: EventBody, at: float, frames: Sequence[bytes] = ()) -> Event:
+    def append(self, body: EventBody, at: float, frames: Sequence[bytes] = (), number: int = 0) -> Event:
         """Give the event its number and keep it. A full disk is noted in `problem` and stops the keeping only."""
-        self._seq += 1
-        event = Event(run_id=self._run_id, seq=self._seq, at=at, body=body)
+        self.seq += 1
+        event = Event(run_id=self._run_id, seq=self.seq, at=at, body=body, number=number)
+        self._count(event)
         if self._file >= 0:
             try:
                 os.write(self._file, frame(event, frames))
@@ -48,6 +63,24 @@ class RunLog:
             os.close(self._file)
             self._file = -1
 
+    def _count(self, event: Event) -> None:
+        self.number = max(self.number, event.number)
+        if isinstance(event.body, RunEnded):
+            self.ended = event.body
+        elif isinstance(event.body, AttemptFailed):
+            self.failed_attempt = event.body
+
+    def _continue(self) -> None:
+        """Go on where a killed service stopped, which may have been in the middle of an event."""
+        reader = FrameReader(_decoder)
+        size = 0
+        while chunk := os.pread(self._file, _READ_BYTES, size):
+            size += len(chunk)
+            for event, _ in reader.feed(chunk):
+                self.seq = event.seq
+                self._count(event)
+        os.ftruncate(self._file, size - reader.incomplete_bytes)
+
 
 def read_events(directory: Path, after: int = 0) -> Iterator[tuple[Event, Sequence[bytes]]]:
     """Yield the kept events with a number above `after`.
@@ -57,7 +90,16 @@ def read_events(directory: Path, after: int = 0) -> Iterator[tuple[Event, Sequen
     """
     reader = FrameReader(_decoder)
     with open(directory / EVENTS, "rb") as file:
-        while chunk := file.read(1 << 20):
+        while chunk := file.read(_READ_BYTES):
             for event, frames in reader.feed(chunk):
                 if event.seq > after:
                     yield event, frames
+
+
+def read_spec(directory: Path) -> RunSpec | None:
+    """What was submitted, None when the log does not tell."""
+    try:
+        first = next(read_events(directory), None)
+    except (OSError, ValueError, msgspec.DecodeError):
+        return None
+    return first[0].body.spec if first is not None and isinstance(first[0].body, Submitted) else None

@@ -17,9 +17,10 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from sgpu_magic.pool.placement import Line, Refusal, Room, Want, resolve
+from sgpu_magic.pool.scheduled_run import ScheduledRun, kept_for, span, waits_for
 from sgpu_magic.pool.stimuli import (
     CancelRequested,
     EndRun,
@@ -29,6 +30,7 @@ from sgpu_magic.pool.stimuli import (
     LeaseRefused,
     MoveRun,
     RefuseRun,
+    RunAdopted,
     RunMoved,
     RunOver,
     RunSubmitted,
@@ -37,62 +39,13 @@ from sgpu_magic.pool.stimuli import (
     TellQueue,
 )
 from sgpu_magic.protocol.device_types import CPU
-from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.records import Inventory, Lease, RunSpec
+from sgpu_magic.protocol.records import Inventory, RunSpec
 from sgpu_magic.protocol.states import RunState, can_move
 
 # ---------------------------------------------------------------- the machine
 
-_RUNS_ON_METER = (RunState.STARTING, RunState.RUNNING)
 # a run that is over holds its devices until its ranks have left; one that was not to wait waits for that
 _LEAVING_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledRun:
-    """What the scheduler knows of one run. Immutable; each stimulus replaces it.
-
-    Args:
-        spec: As submitted.
-        submitted_at: The stimulus's `now`; the queue's time counts from here, across refused leases.
-        state: Its state.
-        want: What it takes in this pool; None until the pool's inventory is known.
-        accepted: Too late to refuse it: from now on it can only end.
-        lease: What it holds; None while it waits.
-        begun: The agent has reported on it, so its lease can't be handed back any more.
-        metered_at: When it reached STARTING, from where its time limit counts; None before.
-        passed_at: When a later run first passed it in the queue; None when none has.
-        stopping_as: The state it was told to stop as; None when it was not.
-        told: The last position and reason given; None when it does not wait.
-    """
-
-    spec: RunSpec
-    submitted_at: float
-    state: RunState = RunState.QUEUED
-    want: Want | None = None
-    accepted: bool = False
-    lease: Lease | None = None
-    begun: bool = False
-    metered_at: float | None = None
-    passed_at: float | None = None
-    stopping_as: RunState | None = None
-    told: tuple[int, str] | None = None
-
-    @property
-    def run_id(self) -> str:
-        return self.spec.run_id
-
-    @property
-    def queue_deadline(self) -> float | None:
-        if self.want is None or self.lease is not None or self.spec.wait_s is None:
-            return None
-        return self.submitted_at + self.spec.wait_s
-
-    @property
-    def time_limit(self) -> float | None:
-        if self.metered_at is None or self.state not in _RUNS_ON_METER:
-            return None
-        return self.metered_at + self.spec.timeout_s
 
 
 class Scheduler:
@@ -149,6 +102,8 @@ class Scheduler:
         match stimulus:
             case RunSubmitted(spec=spec):
                 out = self._submit(spec, now)
+            case RunAdopted():
+                out = self._adopt(stimulus)
             case InventoryChanged(inventory=inventory):
                 out = self._look_again(inventory)
             case RunMoved(run_id=run_id, state=state) if run_id in self._runs:
@@ -174,6 +129,20 @@ class Scheduler:
             self._put(run)
             return []
         return self._judge(run, self._inventory)
+
+    def _adopt(self, adopted: RunAdopted) -> list[Instruction]:
+        if adopted.spec.run_id not in self._runs:
+            run = ScheduledRun(
+                adopted.spec,
+                submitted_at=adopted.metered_at,
+                state=adopted.state,
+                accepted=True,
+                lease=adopted.lease,
+                begun=True,
+                metered_at=adopted.metered_at,
+            )
+            self._put(run)
+        return []
 
     def _look_again(self, inventory: Inventory) -> list[Instruction]:
         self._inventory = inventory
@@ -276,7 +245,7 @@ class Scheduler:
             deadline = self._queue_deadline(run)
             if deadline is None or now < deadline:
                 continue
-            why = _kept_for(keepers, run, want) if room.missing(want) == 0 else room.obstacles(want)
+            why = kept_for(keepers, run, want) if room.missing(want) == 0 else room.obstacles(want)
             need, free = room.amount(want), room.free(want)
             if run.spec.wait_s:
                 waited = f"{need} did not become free within {span(run.spec.wait_s)}"
@@ -304,7 +273,7 @@ class Scheduler:
             if room is None or run.want is None:
                 line, reason = None, "the pool is still looking for its devices"
             else:
-                line, reason = run.want.line, _waits_for(run, run.want, room, keepers)
+                line, reason = run.want.line, waits_for(run, run.want, room, keepers)
             positions[line] += 1
             told = (positions[line], reason)
             if told != run.told:
@@ -327,11 +296,12 @@ class Scheduler:
         out: list[Instruction] = []
         if not can_move(run.state, state):
             # a report may skip the start: ranks that run, or are done, have started
-            if not (can_move(run.state, RunState.STARTING) and can_move(RunState.STARTING, state)):
+            not_begun = run.metered_at is None and can_move(run.state, RunState.STARTING)
+            if not (not_begun and can_move(RunState.STARTING, state)):
                 return out
             out += self._move(run_id, RunState.STARTING, "", now)
             run = self._runs[run_id]
-        metered_at = now if state is RunState.STARTING else run.metered_at
+        metered_at = now if state is RunState.STARTING and run.metered_at is None else run.metered_at
         self._put(replace(run, state=state, metered_at=metered_at))
         return [*out, MoveRun(run_id, state, reason)]
 
@@ -366,24 +336,3 @@ class Scheduler:
     def _lease_id(self, run_id: str) -> str:
         """An id for the next lease; the same stimuli give the same ids."""
         return hashlib.blake2b(f"{run_id} {self._leases_given}".encode(), digest_size=4).hexdigest()
-
-
-def span(seconds: float) -> str:
-    """`90 s`, `10 min`, `2 h`, `7 d`: a length of time for a person, exact."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size and seconds % size == 0:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:g} s"
-
-
-def _waits_for(run: ScheduledRun, want: Want, room: Room, keepers: dict[Line, str]) -> str:
-    missing = room.missing(want)
-    if missing == 0:
-        return _kept_for(keepers, run, want)
-    what = room.amount(want, missing).replace(" ", " more ", 1)
-    kept = ["freed ones are kept for it"] if keepers.get(want.line) == run.run_id else []
-    return "; ".join([f"needs {what}", *room.not_the_pools(want), *kept])
-
-
-def _kept_for(keepers: dict[Line, str], run: ScheduledRun, want: Want) -> str:
-    return f"what is free is kept for run {short(keepers.get(want.line, run.run_id))}, which has waited longer"

@@ -21,6 +21,7 @@ def pool_status(
     *,
     started_at: float,
     clients: int,
+    idle_ends_at: float | None,
 ) -> PoolStatus:
     """Newest runs first; those that wait carry their position and what they wait for."""
     waiting = {run.run_id: run.told for run in scheduler.runs if run.told is not None}
@@ -36,6 +37,7 @@ def pool_status(
         runs=runs,
         clients=clients,
         problem=ledger.problem,
+        idle_ends_at=idle_ends_at,
     )
 
 

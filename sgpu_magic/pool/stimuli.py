@@ -19,6 +19,22 @@ class RunSubmitted:
 
 
 @dataclass(frozen=True, slots=True)
+class RunAdopted:
+    """An earlier service launched this run, and its ranks still hold the lease.
+
+    Args:
+        state: `STARTING` or later, as the agent has it.
+        metered_at: When it was launched, on the clock of `now`.
+    """
+
+    spec: RunSpec
+    lease: Lease
+    state: RunState
+    metered_at: float
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
 class InventoryChanged:
     """The node was looked at, and has this now."""
 
@@ -28,7 +44,10 @@ class InventoryChanged:
 
 @dataclass(frozen=True, slots=True)
 class RunMoved:
-    """The agent reports a run's new state. A final one does not free the lease: the ranks still exist."""
+    """The agent reports a run's new state. A final one does not free the lease: the ranks still exist.
+
+    `STARTING` after `RUNNING` is a group that is started again on the same lease.
+    """
 
     run_id: str
     state: RunState
@@ -70,7 +89,9 @@ class TimePassed:
     now: float
 
 
-Stimulus = RunSubmitted | InventoryChanged | RunMoved | CancelRequested | RunOver | LeaseRefused | TimePassed
+Stimulus = (
+    RunSubmitted | RunAdopted | InventoryChanged | RunMoved | CancelRequested | RunOver | LeaseRefused | TimePassed
+)
 
 # ---------------------------------------------------------------- instructions
 

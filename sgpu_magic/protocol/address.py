@@ -24,6 +24,10 @@ def socket_file(runtime: Path) -> Path:
     return runtime / "pool.sock"
 
 
+def agent_socket_file(runtime: Path) -> Path:
+    return runtime / "node.sock"
+
+
 def address_file(runtime: Path) -> Path:
     return runtime / "pool.json"
 

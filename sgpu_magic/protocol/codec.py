@@ -55,6 +55,11 @@ class FrameReader(Generic[M]):
         self._decoder = decoder
         self._pending = bytearray()
 
+    @property
+    def incomplete_bytes(self) -> int:
+        """Bytes of a message that has begun and is not whole."""
+        return len(self._pending)
+
     def feed(self, data: bytes) -> Iterator[tuple[M, Sequence[bytes]]]:
         """Yield each (message, raw frames) that `data` completes.
 

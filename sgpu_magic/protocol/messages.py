@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from sgpu_magic.protocol.events import Event
 from sgpu_magic.protocol.records import (
+    CellSource,
     Interpreter,
     Inventory,
     Payload,
@@ -179,11 +180,12 @@ class Attached(Record, frozen=True, tag="attached", kw_only=True):
 
 
 class Stacks(Record, frozen=True, tag="stacks", kw_only=True):
-    """Where the ranks are."""
+    """Where the ranks are. `cell` is the run's, for the lines that the stacks name."""
 
     request: int
     run_id: str
     stacks: tuple[RankStack, ...]
+    cell: CellSource = CellSource(body="")
 
 
 class Refused(Record, frozen=True, tag="refused", kw_only=True):

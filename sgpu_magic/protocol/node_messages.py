@@ -40,6 +40,7 @@ class Launch(Record, frozen=True, tag="launch", kw_only=True):
 
     Args:
         attempt: 0, and one more each time that the group is started again; also torchrun's restart count.
+        number: The newest number of the run's events so far; the agent's next is one more.
         locks: Descriptors that come along: the device locks, held until the ranks are gone.
     """
 
@@ -50,6 +51,7 @@ class Launch(Record, frozen=True, tag="launch", kw_only=True):
     lease: Lease
     run_dir: str
     attempt: int = 0
+    number: int = 0
     locks: int = 0
 
 
@@ -86,6 +88,12 @@ class Adopt(Record, frozen=True, tag="adopt", kw_only=True):
     number: int
 
 
+class DetachRun(Record, frozen=True, tag="detach-run", kw_only=True):
+    """The run goes on when its notebook is gone."""
+
+    run_id: str
+
+
 class EndAgent(Record, frozen=True, tag="end-agent", kw_only=True):
     """End every rank and exit. Without it an agent whose pool is gone waits for the next one."""
 
@@ -100,6 +108,7 @@ ToAgent = (
     | TakeStacks
     | EventsKept
     | Adopt
+    | DetachRun
     | EndAgent
 )
 
@@ -108,7 +117,7 @@ class HeldRun(Record, frozen=True, kw_only=True):
     """A run that an agent has when a pool service comes to it.
 
     Args:
-        launch: As it was ordered, without its payload's frames and the variables of its context.
+        launch: As it was ordered, without raw frames.
         state: `STARTING` or later; final when its last word was said.
         started_s: Seconds since its launch.
         gone: Its ranks are gone; only events, or results that nobody has fetched, are left.
@@ -316,10 +325,12 @@ class Collectives(Record, frozen=True, tag="collectives", kw_only=True):
 
     Args:
         current: None when it has recorded none, or this torch has no recorder for the backend.
+        entered_at: When the rank called it, seconds since the epoch; 0.0 when unknown.
     """
 
     request: int
     current: Collective | None = None
+    entered_at: float = 0.0
 
 
 FromRank = Joined | Displayed | Cleared | Finished | Failed | Collectives

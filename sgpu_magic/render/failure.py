@@ -7,14 +7,17 @@ import signal
 from collections.abc import Iterable
 
 from sgpu_magic.config import host_name
-from sgpu_magic.protocol.records import Failure
+from sgpu_magic.protocol.events import AttemptFailed
+from sgpu_magic.protocol.records import CellSource, Failure, StackFrame
 from sgpu_magic.protocol.states import FailureKind
+from sgpu_magic.render.stacks import last_python_line
 from sgpu_magic.render.units import format_ranks, format_seconds
 
 _RULE = re.compile(r"-{5,}")
 _HEADING = re.compile(r"[\w.]+ +Traceback \(most recent call last\):?")
 _FRAME = re.compile(r"(Cell In\[|File |<)")
 _CELL_FRAME = re.compile(r"Cell In\[")
+_SUBJECT = re.compile(r"^rank \d+( of \d+)?")
 _MAX_MESSAGE = 300
 
 
@@ -89,9 +92,10 @@ def died_of(failure: Failure) -> str:
 def death_sentence(failure: Failure, ranks: int) -> str:
     """Return `rank 2 of 4 was killed by SIGKILL: most likely out of memory`."""
     message = failure.message.strip()
-    subject = f"rank {failure.rank} of {ranks}" if failure.rank is not None else ""
+    pid = f" (pid {failure.pid})" if failure.pid and f"{failure.pid}" not in message else ""
     if message.startswith(("rank ", "the ")):
-        return message
+        return _SUBJECT.sub(lambda found: f"{found[0]}{pid}", message)
+    subject = f"rank {failure.rank} of {ranks}{pid}" if failure.rank is not None else ""
     if failure.kind is not FailureKind.WORKER_DIED:
         return f"{subject}: {message}" if subject and message else message or subject or f"{failure.kind}"
     died = died_of(failure)
@@ -102,18 +106,23 @@ def death_sentence(failure: Failure, ranks: int) -> str:
     return f"{subject} {died}: {message}".strip()
 
 
-def last_words(failure: Failure, cell: str, last_line: str) -> list[str]:
+def last_words(failure: Failure, cell: CellSource | None, last_line: str) -> list[str]:
     """Return where the rank was and what it had said last, as far as its message does not tell.
 
     Args:
         failure: A death without traceback.
-        cell: The cell's name, such as `Cell In[9]`.
+        cell: The run's cell.
         last_line: The rank's last line of output, "" when there was none.
     """
     told: list[str] = []
-    if failure.line is not None and "last Python line" not in failure.message:
-        where = f", in {failure.where}" if failure.where else ""
-        told.append(f"its last Python line: {cell}, line {failure.line}{where}")
+    cell = cell or CellSource(body="")
+    if "last Python line" not in failure.message:
+        frames = failure.stack
+        if not frames and failure.line is not None:
+            number = cell.execution_count or 0
+            frames = (StackFrame(f"<ipython-input-{number}->", failure.line, failure.where),)
+        at = last_python_line(frames, cell)
+        told += [f"its last Python line: {at}"] if at else []
     if last_line.strip() and "last output" not in failure.message:
         told.append(f"its last output: {last_line.strip()}")
     return told
@@ -130,6 +139,17 @@ def other_lines(others: Iterable[Failure], culprit: int | None = None) -> list[s
         verb = "" if way.startswith(":") else " was " if len(set(ranks)) == 1 else " were "
         lines.append(f"{format_ranks(ranks)}{verb}{way}")
     return lines
+
+
+def attempt_note(body: AttemptFailed, seconds: float) -> str:
+    """Return `attempt 1 of 3 failed after 9 s: rank 2 was killed by SIGKILL; started again`."""
+    failure = body.failure
+    if failure.kind is FailureKind.WORKER_DIED and failure.rank is not None:
+        why = f"rank {failure.rank} {died_of(failure)}"
+    else:
+        why = (f"rank {failure.rank}: " if failure.rank is not None else "") + error_line(failure)
+    after = f" after {format_seconds(seconds)}" if seconds else ""
+    return f"attempt {body.attempt} of {body.attempts} failed{after}: {why}; started again"
 
 
 def _way(other: Failure) -> str:

@@ -14,7 +14,16 @@ from sgpu_magic.render import ansi
 from sgpu_magic.render.failure import cell_excerpt, last_part, other_lines, traceback_body
 from sgpu_magic.render.items import DisplayItem, GapItem, LineItem, display_text, gap_lines, trim
 from sgpu_magic.render.segments import TextSegment, segments
-from sgpu_magic.render.text import backend, culprits_last_words, failure_sentence, returned_text, shipped_text
+from sgpu_magic.render.text import (
+    attempt_text,
+    backend,
+    culprits_last_words,
+    ending_stacks,
+    failure_sentence,
+    returned_text,
+    shipped_text,
+    stall_lines,
+)
 from sgpu_magic.render.units import TIMES, count_of, format_clock, format_seconds
 from sgpu_magic.render.view import RunView
 
@@ -82,7 +91,8 @@ def render_segment_html(view: RunView, segment: TextSegment, first: bool, last: 
         limit: Bytes allowed for a live form, which shows the newest lines; the segment's share of
             `view.output_limit` when left out.
     """
-    top = _header(view) + _notes(view) + (_ranks(view) if not view.is_final else "") if first else ""
+    live = "" if view.is_final or view.left else _ranks(view) + _stall(view)
+    top = _header(view) + _notes(view) + live if first else ""
     bottom = (_error(view) if view.is_final else "") + _footer(view) if last else ""
     share = _share(view, segment) if limit is None else limit
     room = max(share - len(top.encode()) - len(bottom.encode()), 2000)
@@ -110,14 +120,18 @@ def _share(view: RunView, segment: TextSegment) -> int:
 
 
 def _header(view: RunView) -> str:
-    colour = _COLOURS.get(view.state, "inherit")
+    colour = _COLOURS.get(view.state, "inherit") if not view.left else "inherit"
+    state = f"{_SHAPES.get(view.state, '●')} {view.state}" if not view.left else "→ goes on"
     meta: list[str] = []
     if view.lease is not None:
         meta.append(f"{device_html(view.lease, view.ranks)}, {backend(view.lease)}")
     else:
         meta.append(count_of(view.ranks, "rank"))
     meta.append(escape(view.pool))
-    if view.state is RunState.QUEUED:
+    meta += [attempt_text(view)] if view.attempt > 1 else []
+    if view.left:
+        pass
+    elif view.state is RunState.QUEUED:
         meta += [f"position {view.position}"] if view.position else []
         meta += [escape(view.waiting_for or view.reason)] if view.waiting_for or view.reason else []
     else:
@@ -128,7 +142,7 @@ def _header(view: RunView) -> str:
     return (
         f'<div style="display:flex;flex-wrap:wrap;align-items:baseline;gap:2px 10px;padding:6px 12px;'
         f'background:{PANEL};border-bottom:1px solid {LINE}">'
-        f'<b style="font-weight:600;color:{colour}">{_SHAPES.get(view.state, "●")} {view.state}</b> '
+        f'<b style="font-weight:600;color:{colour}">{state}</b> '
         f'<b style="font-weight:600">{escape(view.name)}</b> '
         f'<span style="{SOFT}">{" · ".join(meta)}</span></div>'
     )
@@ -139,6 +153,18 @@ def _notes(view: RunView) -> str:
         f'<div style="padding:4px 12px;font-size:12px;color:{WARN};border-bottom:1px solid {LINE}">'
         f"{escape(ansi.plain(note))}</div>"
         for note in view.notes
+    )
+
+
+def _stall(view: RunView) -> str:
+    newline = "\n"
+    lines = [escape(line, quote=False) for line in _cut(stall_lines(view), _MAX_EXCERPT_CHARS)]
+    if not lines:
+        return ""
+    lines[0] = f'<b style="font-weight:600;color:{WARN}">{lines[0]}</b>'
+    return (
+        f'<div style="border-bottom:1px solid {LINE};border-left:3px solid {WARN}">'
+        f'<pre style="{_PRE};padding-left:9px">{newline.join(lines)}</pre></div>'
     )
 
 
@@ -231,6 +257,7 @@ def _error(view: RunView) -> str:
         lines = [escape(sentence), *(escape(line) for line in culprits_last_words(view))]
         if not view.error_follows:
             lines += [_traceback_line(line) for line in _cut(traceback_body(failure), _MAX_EXCERPT_CHARS)]
+    lines += [escape(line, quote=False) for line in _cut(ending_stacks(view), _MAX_EXCERPT_CHARS)]
     newline = "\n"
     return (
         f'<div style="border-top:1px solid {LINE};border-left:3px solid {BAD}">'
@@ -271,7 +298,9 @@ def _footer(view: RunView) -> str:
         parts += [returned_text(view), shipped_text(view)]
     if not view.is_final and view.total_lines:
         parts.append(count_of(view.total_lines, "line"))
-    if view.is_final and view.state is RunState.FAILED:
+    if view.left:
+        parts.append(view.left)
+    elif view.is_final and view.state is RunState.FAILED:
         parts.append(f"sgpu logs {view.short_id}")
     else:
         parts.append(f"run {view.short_id}")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from sgpu_magic import errors
 from sgpu_magic.protocol import ids
-from sgpu_magic.protocol.records import Failure
+from sgpu_magic.protocol.records import CellSource, Failure, RankStack
 from sgpu_magic.protocol.states import FailureKind
 from sgpu_magic.render.failure import (
     death_sentence,
@@ -18,6 +18,7 @@ from sgpu_magic.render.failure import (
     other_lines,
     timeout_sentence,
 )
+from sgpu_magic.render.stacks import group_lines, group_stacks, stack_lines, stacks_text, verdict
 from sgpu_magic.render.units import format_seconds
 
 _UNDEFINED = re.compile(r"name '(\w+)' is not defined")
@@ -41,6 +42,10 @@ def remote_exception(
     seconds: float,
     exception: BaseException | None,
     notebook_names: Container[str] = (),
+    *,
+    cell: CellSource | None = None,
+    last_output: str = "",
+    stacks: Sequence[RankStack] = (),
 ) -> BaseException:
     """Return the exception to raise for a failed run.
 
@@ -52,17 +57,22 @@ def remote_exception(
         seconds: Time from the lease to the failure.
         exception: The user's own exception object, unpickled; None when it could not travel.
         notebook_names: Names that exist in the notebook, for the hint on a NameError.
+        cell: The run's cell, for the lines in `failure.stack` and `stacks`.
+        last_output: The culprit's last line of output, "" when it had none.
+        stacks: Where the ranks were when the run's time was over.
 
     Returns:
         `exception` itself with `.rank`, `.run_id` and `.remote_traceback`, or one of `errors` with the same.
         One that would end a kernel (SystemExit and its like) comes as `RemoteError`.
     """
     run = f"run {ids.short(run_id)}"
+    source = cell or CellSource(body="")
+    remote_traceback = failure.traceback_text or "\n".join(stack_lines(failure.stack, source))
     more = " · ".join(other_lines(others, failure.rank))
     attributes: dict[str, object] = {
         "rank": failure.rank,
         "run_id": run_id,
-        "remote_traceback": failure.traceback_text,
+        "remote_traceback": remote_traceback or (stacks_text(run_id, stacks, source) if stacks else ""),
     }
     if failure.kind is FailureKind.USER_CODE:
         hint = _name_hint(failure, notebook_names)
@@ -77,10 +87,13 @@ def remote_exception(
         note = "\n".join(filter(None, (heading, failure.traceback_text.strip("\n"), hint, more)))
         attributes["__notes__"] = [*getattr(raised, "__notes__", ()), note]
     else:
-        message = _message(failure, seconds, ranks, more, run)
+        words = last_words(failure, cell, last_output) if failure.kind is FailureKind.WORKER_DIED else []
+        words += [*map(_one_line, group_lines(group_stacks(stacks, source))), *verdict(stacks, source)]
+        message = _message(failure, seconds, ranks, words, more, run)
         raised = _for_kind(failure.kind, message)
         trace = failure.traceback_text.strip("\n") if failure.kind is FailureKind.INTERNAL else ""
         lines = (trace, f"{type(raised).__name__}: {message}")
+    lines = (*lines, errors.see(errors.section_of(failure.kind)))
     attributes["_render_traceback_"] = _Drawing(tuple(line for line in lines if line))
     return _dressed(raised, attributes)
 
@@ -122,15 +135,18 @@ def _for_kind(kind: FailureKind, message: str) -> Exception:
             return errors.InternalError(message)
 
 
-def _message(failure: Failure, seconds: float, ranks: int, more: str, run: str) -> str:
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _message(failure: Failure, seconds: float, ranks: int, words: Sequence[str], more: str, run: str) -> str:
     """Return one paragraph: what happened, where it was, who else, which run."""
     after = format_seconds(seconds)
     match failure.kind:
         case FailureKind.TIMEOUT:
-            parts = [f"stopped after {after}: {failure.message.strip() or timeout_sentence(seconds)}", more]
+            parts = [f"stopped after {after}: {failure.message.strip() or timeout_sentence(seconds)}", *words, more]
         case FailureKind.WORKER_DIED:
-            parts = [f"failed after {after} · {death_sentence(failure, ranks)}"]
-            parts += [*last_words(failure, "the cell", ""), more]
+            parts = [f"failed after {after} · {death_sentence(failure, ranks)}", *words, more]
         case FailureKind.NODE_LOST | FailureKind.INTERNAL:
             parts = [f"failed after {after} · {death_sentence(failure, ranks)}", more]
         case _:

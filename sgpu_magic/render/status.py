@@ -21,15 +21,23 @@ _MAX_FAILURE = 100
 Row = tuple[str, ...]
 
 
-def status_text(status: PoolStatus, now: float | None = None) -> str:
+def status_text(status: PoolStatus, now: float | None = None, notice: str = "") -> str:
     """Return the pool as text.
 
     Args:
         status: What the pool said.
         now: Wall-clock time, seconds since the epoch; the present when left out.
+        notice: What the pool wants to be known, "" when nothing.
     """
-    lines = [_headline(status), *_waiting(status), *_remarks(status)]
-    devices, runs = _device_rows(status), _run_rows(status, time.time() if now is None else now)
+    now = time.time() if now is None else now
+    lines = [
+        _headline(status),
+        *_waiting(status),
+        *_idle(status, now),
+        *_remarks(status),
+        *([notice] if notice else []),
+    ]
+    devices, runs = _device_rows(status), _run_rows(status, now)
     if devices:
         lines += ["", *_aligned([("device", "use", "memory", "run"), *devices], right=(1, 2))]
     if runs:
@@ -39,16 +47,18 @@ def status_text(status: PoolStatus, now: float | None = None) -> str:
     return "\n".join(lines)
 
 
-def status_html(status: PoolStatus, now: float | None = None) -> str:
+def status_html(status: PoolStatus, now: float | None = None, notice: str = "") -> str:
     """Return the pool as tables with inline style; arguments as for `status_text`."""
     name, _, rest = _headline(status).partition(" · ")
     parts = [
         f'<div style="padding:6px 12px;background:{PANEL};border-bottom:1px solid {LINE}">'
         f'<b style="font-weight:600">{_safe(name)}</b> <span style="{SOFT}">{_safe(rest)}</span></div>'
     ]
-    parts += [f'<div style="padding:3px 12px">{_safe(line)}</div>' for line in _waiting(status)]
-    parts += [f'<div style="padding:3px 12px;color:{WARN}">{_safe(line)}</div>' for line in _remarks(status)]
-    devices, runs = _device_rows(status), _run_rows(status, time.time() if now is None else now)
+    now = time.time() if now is None else now
+    quiet, loud = [*_waiting(status), *_idle(status, now)], [*_remarks(status), *([notice] if notice else [])]
+    parts += [f'<div style="padding:3px 12px">{_safe(line)}</div>' for line in quiet]
+    parts += [f'<div style="padding:3px 12px;color:{WARN}">{_safe(line)}</div>' for line in loud]
+    devices, runs = _device_rows(status), _run_rows(status, now)
     if devices:
         parts.append(_table(("device", "use", "memory", "run"), devices, right=(1, 2)))
     if runs:
@@ -94,6 +104,17 @@ def _waiting(status: PoolStatus) -> list[str]:
 
 def _remarks(status: PoolStatus) -> list[str]:
     return [problem for problem in (status.inventory.problem, status.problem) if problem]
+
+
+def _idle(status: PoolStatus, now: float) -> list[str]:
+    if status.idle_ends_at is None:
+        return []
+    return [f"idle: gives its processes back in {_rough(status.idle_ends_at - now)}"]
+
+
+def _rough(seconds: float) -> str:
+    """Return whole minutes where there are some: nobody waits for the second."""
+    return f"{round(seconds / 60)} min" if seconds >= 90 else format_seconds(max(seconds, 0.0))
 
 
 def _device_rows(status: PoolStatus) -> list[Row]:

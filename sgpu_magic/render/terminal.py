@@ -7,7 +7,7 @@ import unicodedata
 from typing import TextIO
 
 from sgpu_magic.render import ansi
-from sgpu_magic.render.text import header_line, live_line, summary_line
+from sgpu_magic.render.text import ending_stacks, header_line, live_line, stall_lines, summary_line
 from sgpu_magic.render.units import count_of
 from sgpu_magic.render.view import RunView
 
@@ -37,6 +37,7 @@ class TerminalPublisher:
         self._has_header = False
         self._notes = 0
         self._waited = ""
+        self._stall: list[str] = []
         self._finished = False
         self._pending = view.take_lines()
 
@@ -80,11 +81,22 @@ class TerminalPublisher:
             self._notes = len(notes)
         draw = ansi.colours_only if self._is_terminal else ansi.plain
         lines.extend(draw(line) for line in fresh)
+        if not final and not self._is_terminal:
+            lines.extend(self._stall_lines())
         if final:
             if not view.is_final:
                 lines.extend(f"[{rank}] {ansi.plain(text)}" for rank, text in view.live_lines.items())
+            lines.extend(ending_stacks(view))
             lines.append(summary_line(view))
         return lines
+
+    def _stall_lines(self) -> list[str]:
+        """Return where the ranks wait when that has changed, and that they have gone on."""
+        told = stall_lines(self._view)
+        if told == self._stall:
+            return []
+        self._stall = told
+        return told or ["it goes on"]
 
     def _queue_line(self) -> list[str]:
         """Return the place in the queue when it has changed."""
@@ -101,6 +113,7 @@ class TerminalPublisher:
             lines = [f"{view.name} · {live_line(view)}"] if view.waiting_for else []
         else:
             lines = [f"[{rank}] {ansi.plain(text)}" for rank, text in view.live_lines.items()]
+            lines += stall_lines(view)
         room = max(size.lines - 2, 1)
         if len(lines) > room:
             lines = [*lines[: room - 1], f"... and {count_of(len(lines) - room + 1, 'more rank')}"]

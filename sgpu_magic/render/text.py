@@ -28,14 +28,17 @@ from sgpu_magic.render.items import (
     trim,
 )
 from sgpu_magic.render.segments import TextSegment, segments
+from sgpu_magic.render.stacks import group_lines, group_stacks, summary, verdict
 from sgpu_magic.render.units import count_of, format_bytes, format_seconds
 from sgpu_magic.render.view import RunView
 
 __all__ = [
+    "attempt_text",
     "backend",
     "culprits_last_words",
     "device_text",
     "display_lines",
+    "ending_stacks",
     "error_line",
     "failure_lines",
     "failure_sentence",
@@ -47,6 +50,7 @@ __all__ = [
     "render_text",
     "returned_text",
     "shipped_text",
+    "stall_lines",
     "summary_line",
 ]
 
@@ -101,7 +105,7 @@ def header_line(view: RunView) -> str:
         device = device_text(view.lease)
         joint = f", {device}" if view.lease.simulated else f" ({device}"
         where = f"{ranks} on {view.pool}{joint}, {backend(view.lease)}{'' if view.lease.simulated else ')'}"
-    parts = [view.name, where, shipped_text(view)]
+    parts = [view.name, where, attempt_text(view), shipped_text(view)]
     return " · ".join(part for part in parts if part)
 
 
@@ -150,13 +154,44 @@ def summary_line(view: RunView) -> str:
 
 def live_line(view: RunView) -> str:
     """Return one line about a run that goes on: its place in the queue, or its state and time."""
+    if view.left:
+        return view.left
     run = f"run {view.short_id}"
     if view.state is RunState.QUEUED:
         position = f", position {view.position}" if view.position else ""
         return " · ".join(part for part in (f"queued{position}", view.waiting_for or view.reason, run) if part)
     elapsed = view.elapsed_s()
     since = f" for {format_seconds(elapsed)}" if elapsed else ""
-    return " · ".join(part for part in (f"{view.state}{since}", view.reason, run) if part)
+    return " · ".join(part for part in (f"{view.state}{since}", attempt_text(view), view.reason, run) if part)
+
+
+def attempt_text(view: RunView) -> str:
+    """Return `attempt 2 of 3`, "" for the first."""
+    return f"attempt {view.attempt} of {view.attempts}" if view.attempt > 1 else ""
+
+
+def stall_lines(view: RunView) -> list[str]:
+    """Return where the ranks of a run wait in which nothing moves; empty while it moves."""
+    if view.stalled is None or view.is_final or view.left:
+        return []
+    stacks, cell = view.stalled.stacks, view.spec.cell
+    groups = [f"  {ansi.plain(line)}" for line in group_lines(group_stacks(stacks, cell))]
+    told = [*map(ansi.plain, verdict(stacks, cell)), "%sgpu_stacks shows everything", f"run {view.short_id}"]
+    return [f"no progress for {format_seconds(view.stalled.seconds)}", *groups, " · ".join(told)]
+
+
+def ending_stacks(view: RunView) -> list[str]:
+    """Return where the ranks were when the run ended: all of it when its time was over, a line when it had stalled."""
+    if view.ended is None:
+        return []
+    if view.ended.stacks:
+        return ["when its time was over:", *summary(view.ended.stacks, view.spec.cell)]
+    if view.stalled is None:
+        return []
+    groups = "; ".join(
+        " ".join(line.split()) for line in group_lines(group_stacks(view.stalled.stacks, view.spec.cell))
+    )
+    return [ansi.plain(f"nothing had moved for {format_seconds(view.stalled.seconds)}: {groups}")]
 
 
 def failure_lines(view: RunView, whole: bool = True) -> list[str]:
@@ -178,6 +213,7 @@ def failure_lines(view: RunView, whole: bool = True) -> list[str]:
             lines.append(error_line(failure))
         elif failure.kind is FailureKind.WORKER_DIED:
             lines.extend(culprits_last_words(view))
+    lines.extend(ending_stacks(view))
     lines.extend(other_lines(view.others, failure.rank if failure else None))
     return lines
 
@@ -187,9 +223,7 @@ def culprits_last_words(view: RunView) -> list[str]:
     failure = view.failure
     if failure is None or failure.rank is None:
         return []
-    number = view.spec.cell.execution_count
-    cell = f"Cell In[{number}]" if number is not None else "the cell"
-    return last_words(failure, cell, ansi.plain(view.last_lines.get(failure.rank, "")))
+    return last_words(failure, view.spec.cell, ansi.plain(view.last_lines.get(failure.rank, "")))
 
 
 def display_lines(item: DisplayItem) -> str:
@@ -200,7 +234,7 @@ def display_lines(item: DisplayItem) -> str:
 def _ending(view: RunView) -> list[str]:
     if not view.is_final:
         live = [f"[{rank}] {ansi.plain(text)}" for rank, text in view.live_lines.items()]
-        return [*live, summary_line(view)]
+        return [*live, *stall_lines(view), summary_line(view)]
     problems = [
         f"rank {result.rank}: the last expression's value stayed there: {result.value_problem}"
         for result in view.results

@@ -9,6 +9,8 @@ import msgspec
 
 from sgpu_magic.protocol import ids
 from sgpu_magic.protocol.events import (
+    AttemptFailed,
+    Detached,
     DisplayPublished,
     Event,
     Noted,
@@ -19,12 +21,16 @@ from sgpu_magic.protocol.events import (
     QueueMoved,
     RankFailed,
     RanksStarted,
+    Resumed,
     RunEnded,
+    Stalled,
     StateChanged,
+    Submitted,
 )
 from sgpu_magic.protocol.records import Failure, Lease, RankResult, RunSpec
 from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render import ansi
+from sgpu_magic.render.failure import attempt_note
 from sgpu_magic.render.items import DisplayItem, GapItem, Item, LineItem, display_text, gap_lines
 from sgpu_magic.render.lines import LineAssembler
 from sgpu_magic.render.store import OutputStore
@@ -55,6 +61,11 @@ class RunView:
         labels: The devices' labels in rank order, empty when there are none.
         warm: How the ranks were started: `standby`, `zygote`, `cold`; "" until then.
         rank_failures: The first failure of each rank, in order of time.
+        attempt: Which of its attempts goes on, from 1.
+        attempts: How many there may be.
+        detached: It goes on without a notebook.
+        stalled: Where its ranks wait while nothing moves; kept when the run ends so.
+        left: Why nobody follows it here any more while it goes on, "" while somebody does.
         ended: The run's last word, None while it goes on.
         total_lines: Lines that ranks have finished, shown or not.
         version: Grows with every event; equal versions draw equal pictures (but for the clock).
@@ -76,6 +87,11 @@ class RunView:
         self.labels: tuple[str, ...] = ()
         self.warm = ""
         self.rank_failures: dict[int, Failure] = {}
+        self.attempt = 1
+        self.attempts = spec.retries + 1
+        self.detached = spec.detach
+        self.stalled: Stalled | None = None
+        self.left = ""
         self.ended: RunEnded | None = None
         self.total_lines = 0
         self.version = 0
@@ -119,8 +135,24 @@ class RunView:
                 self._note(text)
             case PayloadReleased(kept=kept, reason=reason):
                 self._note("" if kept else reason)
+            case AttemptFailed() as body:
+                self._start_again(body, event.at)
+            case Detached():
+                self.detached = True
+            case Stalled() as body:
+                self.stalled = body
+            case Resumed():
+                self.stalled = None
+            case Submitted():
+                # the spec was there before the view
+                pass
             case RunEnded() as body:
                 self._end(body)
+
+    def leave(self, sentence: str) -> None:
+        """It goes on, but is not shown here any longer."""
+        self.left = sentence
+        self.version += 1
 
     # ------------------------------------------------------------ what it is
 
@@ -284,11 +316,23 @@ class RunView:
         if text and text not in self._notes and len(self._notes) < _MAX_NOTES:
             self._notes.append(text)
 
-    def _end(self, body: RunEnded) -> None:
+    def _start_again(self, body: AttemptFailed, at: float) -> None:
+        self._finish_lines()
+        seconds = max(at - self._started_at, 0.0) if self._started_at is not None else 0.0
+        self._note(attempt_note(body, seconds))
+        self.attempt, self.attempts = body.attempt + 1, body.attempts
+        self.rank_failures, self.stalled, self._started_at = {}, None, None
+
+    def _finish_lines(self) -> None:
         for (rank, stream), assembler in sorted(self._assemblers.items(), key=lambda pair: pair[0]):
             line = assembler.flush()
             if ansi.plain(line).strip():
                 self._add_lines(rank, stream, [line])
+
+    def _end(self, body: RunEnded) -> None:
+        self._finish_lines()
+        if body.state in (RunState.SUCCEEDED, RunState.CANCELLED) or body.stacks:
+            self.stalled = None
         self.ended = body
         self.state = body.state
         self.position, self.waiting_for = None, ""

@@ -7,4 +7,6 @@ place       the kernel's directory, path, environment and devices
 shell       IPython in the rank
 execute     one cell, its result or its failure
 output      stdout and stderr at descriptor level
+trace       its stack, for those outside and for after its death
+flight_recorder   the collective that it is in
 """

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 
+from sgpu_magic.worker import flight_recorder
+
 
 def preload() -> str:
     """Import torch and IPython and make the rank's shell. Returns torch's version.
@@ -25,6 +27,7 @@ def preload() -> str:
         from sgpu_magic.worker import execute, notebook_classes, rendezvous, shell
 
         if dist.is_available():
+            flight_recorder.switch_on()
             rendezvous.accept_second_init()
         notebook_classes.teach_multiprocessing()
     # outside: the shell's own filters stay, as in the notebook

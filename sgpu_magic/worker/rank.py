@@ -5,12 +5,9 @@
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import contextlib
-import faulthandler
 import os
-import select
 import signal
 import socket
 import threading
@@ -26,18 +23,15 @@ from sgpu_magic.protocol.node_messages import (
     Failed,
     Finished,
     Fork,
-    InPlace,
     Joined,
-    Leave,
-    Release,
     ToRank,
 )
 from sgpu_magic.protocol.records import FilePayload, InlinePayload, Payload, RankResult, Record, SharedPayload
-from sgpu_magic.worker import execute, interaction, output, place, rendezvous
+from sgpu_magic.worker import execute, flight_recorder, interaction, output, place, rendezvous, trace
 from sgpu_magic.worker import shell as rank_shell
+from sgpu_magic.worker.helper import Helper
 from sgpu_magic.worker.link import Link
 
-_FLUSH_INTERVAL_S = 0.05
 # an agent that is busy with a flood answers later; a display out of place is better than a rank that waits
 _DISPLAY_TIMEOUT_S = 1.0
 
@@ -47,15 +41,16 @@ def live(order: Fork, descriptors: list[int]) -> int:
 
     Args:
         order: The group and this rank's place in it.
-        descriptors: Control socket, output pipe, error pipe, and the store's memory file unless it has a path.
+        descriptors: Control socket, output pipe, error pipe, stack file, and the store's memory file unless it has
+            a path.
     """
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     output.install(descriptors[1], descriptors[2])
-    faulthandler.enable(file=2, all_threads=True)
+    sampler = trace.install(descriptors[3])
     link = Link(socket.socket(fileno=descriptors[0]), codec.to_rank)
-    store_path = order.store_path or f"/proc/self/fd/{descriptors[3]}"
+    store_path = order.store_path or f"/proc/self/fd/{descriptors[4]}"
     place.reseed()
     import torch
 
@@ -70,13 +65,15 @@ def live(order: Fork, descriptors: list[int]) -> int:
             join_error = error
     shell = rank_shell.RankShell.instance()
     interaction.refuse(shell, order.rank)
-    if order.rehearse and join_error is None:
+    rehearsed = order.rehearse and join_error is None
+    if rehearsed:
         execute.rehearse(shell)
     received = link.receive()
     if received is None or not isinstance(received[0], Execute):
         return 0
     try:
-        _Execution(link, received[0], received[1], order, store_path, join_error).run()
+        helper = Helper(link, shell, sampler, int(rehearsed))
+        _Execution(link, received[0], received[1], order, store_path, join_error, helper).run()
     except ConnectionError:
         # the agent is gone; there is nobody left to tell
         return 1
@@ -84,7 +81,7 @@ def live(order: Fork, descriptors: list[int]) -> int:
 
 
 class _Execution:
-    """One cell in this rank, with the helper thread that flushes its output and listens to the agent meanwhile."""
+    """One cell in this rank."""
 
     def __init__(
         self,
@@ -94,6 +91,7 @@ class _Execution:
         fork: Fork,
         store_path: str,
         join_error: RuntimeError | None,
+        helper: Helper,
     ) -> None:
         self._link = link
         self._order = order
@@ -102,8 +100,7 @@ class _Execution:
         self._store_path = store_path
         self._join_error = join_error
         self._shell = rank_shell.RankShell.instance()
-        self._may_leave = threading.Event()
-        self._in_place = threading.Event()
+        self._helper = helper
         self._display_lock = threading.RLock()
         self._pid = os.getpid()
         # open until the agent has its own descriptor
@@ -114,9 +111,7 @@ class _Execution:
         payload_fd = -1 if order.inline else self._link.take_descriptors(1)[0]
         if rank == 0:
             rendezvous.keep_listening_socket(self._link.take_descriptors(1)[0])
-        # not a `threading.Thread`: its start waits until it runs, milliseconds on a busy machine, and user code that
-        # lists threads need not see it
-        _thread.start_new_thread(self._help, ())
+        self._helper.start()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             reply = self._prepare_and_run(payload_fd)
@@ -125,7 +120,7 @@ class _Execution:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         output.flush()
         self._link.send(*reply)
-        while not self._may_leave.wait(1.0):
+        while not self._helper.may_leave.wait(1.0):
             output.flush()
         self._leave()
 
@@ -166,6 +161,8 @@ class _Execution:
             raise self._join_error
         device = place.set_device(order)
         if not self._fork.join_early:
+            # the kernel's environment has taken the place of the zygote's
+            flight_recorder.switch_on()
             rendezvous.join(self._fork.rank, self._fork.ranks, self._store_path, cuda=order.device != "cpu")
         self._link.send(Joined())
         rank_shell.report_to(self._shell, self._report_display)
@@ -230,38 +227,9 @@ class _Execution:
             self._link.send(message)
             return
         with self._display_lock:
-            self._in_place.clear()
+            self._helper.in_place.clear()
             self._link.send(message)
-            self._in_place.wait(_DISPLAY_TIMEOUT_S)
-
-    def _help(self) -> None:
-        """Flush the output every 50 ms and do what the agent asks while the cell runs."""
-        while True:
-            ready, _, _ = select.select([self._link], [], [], _FLUSH_INTERVAL_S)
-            if not ready:
-                output.flush()
-                continue
-            while True:
-                received = self._link.receive()
-                if received is None:
-                    os._exit(1)  # the agent is gone
-                self._obey(received[0])
-                if not self._link.has_message():
-                    break
-
-    def _obey(self, message: ToRank) -> None:
-        match message:
-            case Release(fds=fds):
-                self._shell.released = True
-                for fd in fds:
-                    _shut_down(fd)
-                rendezvous.abort_nccl()
-            case Leave():
-                self._may_leave.set()
-            case InPlace():
-                self._in_place.set()
-            case Execute():
-                raise ValueError("a fresh rank executes one cell")
+            self._helper.in_place.wait(_DISPLAY_TIMEOUT_S)
 
     def _leave(self) -> None:
         """Run what user code registered for the interpreter's exit, then exit at idle priority.
@@ -275,12 +243,3 @@ class _Execution:
                 os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
         atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
         output.flush()
-
-
-def _shut_down(fd: int) -> None:
-    """End a connection without closing its number, which its owner still holds."""
-    try:
-        with socket.socket(fileno=os.dup(fd)) as sock:
-            sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return

@@ -39,6 +39,7 @@ def run(directory: Path) -> None:
     if "RANK" not in os.environ:
         ranks = recorded.spec.placement.ranks
         raise SystemExit(f"start it with: torchrun --nproc-per-node {ranks} {directory / '_air.py'}")
+    os.environ.setdefault("SGPU_CHECKPOINT_DIR", str(directory.absolute() / "checkpoints"))
     import torch
     import torch.distributed as dist
     from IPython.core.interactiveshell import InteractiveShell

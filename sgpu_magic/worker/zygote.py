@@ -34,6 +34,9 @@ from sgpu_magic.protocol.node_messages import (
 from sgpu_magic.worker import output
 from sgpu_magic.worker.link import Link
 
+# getrusage(2): kilobytes, on macOS bytes
+_MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
+
 
 def main() -> None:
     link = Link(socket.socket(fileno=int(sys.argv[1])), codec.to_zygote)
@@ -87,19 +90,20 @@ def _wake(signum: int, stack: FrameType | None) -> None:
 def _report_ended(link: Link[ToZygote]) -> bool:
     while True:
         try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            pid, status, usage = os.wait4(-1, os.WNOHANG)
         except ChildProcessError:
             return True
         if pid == 0:
             return True
         try:
-            link.send(Exited(pid=pid, status=os.waitstatus_to_exitcode(status)))
+            peak = usage.ru_maxrss * _MAXRSS_UNIT
+            link.send(Exited(pid=pid, status=os.waitstatus_to_exitcode(status), peak_bytes=peak))
         except OSError:
             return False
 
 
 def _fork(link: Link[ToZygote], order: Fork, inherited: tuple[socket.socket, ...]) -> bool:
-    descriptors = link.take_descriptors(3 if order.store_path else 4)
+    descriptors = link.take_descriptors(4 if order.store_path else 5)
     try:
         threads = processes.thread_count()
         if threads > 1:

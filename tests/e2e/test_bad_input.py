@@ -14,9 +14,10 @@ from kernels import Home, Kernel, Reply, eventually, stop_process, wait_gone
 
 
 def paragraph(reply: Reply) -> str:
-    """The one paragraph that is shown; fails when a frame of a traceback is."""
+    """The one paragraph that is shown above the pointer to its section; fails when a frame of a traceback is."""
     assert reply.status == "error", reply.story
-    shown = reply.traceback.strip()
+    shown, _, pointer = reply.traceback.strip().rpartition("\n")
+    assert pointer.startswith('See "'), reply.traceback
     assert "sgpu_magic/" not in shown, shown
     assert "Traceback" not in shown, shown
     assert "\n\n" not in shown, shown
@@ -235,7 +236,7 @@ def test_pool_of_another_version(new_home):
     try:
         kernel.check(
             "import sgpu_magic.protocol.messages as m\n"
-            "import sgpu_magic.client.link as link, sgpu_magic.client.pool as pool\n"
+            "import sgpu_magic.client.link as link, sgpu_magic.client.connection as connection\n"
             "%load_ext sgpu_magic"
         )
         kernel.check("%%distributed -n 1 --ui none\npass")
@@ -244,7 +245,7 @@ def test_pool_of_another_version(new_home):
             cell = busy.start("%%distributed -n 1\nprint('up', flush=True)\nwhile True: pass")
             cell.until_shown("[0] up")
             # this notebook now is of a version that the pool does not know
-            kernel.check("link.PROTOCOL_VERSION = pool.PROTOCOL_VERSION = 99")
+            kernel.check("link.PROTOCOL_VERSION = connection.PROTOCOL_VERSION = 99")
             kernel.check("get_ipython().run_line_magic('unload_ext', 'sgpu_magic')")
             kernel.check("%load_ext sgpu_magic")
             rows = ledger(home)

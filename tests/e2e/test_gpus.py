@@ -95,7 +95,7 @@ def test_more_than_there_is_or_another_type_is_refused(kernel: Kernel, home: Hom
     reply = kernel.run(f"%%distributed {options}\n1")
     assert (reply.status, reply.ename) == ("error", "UsageError"), reply.story
     assert says in reply.evalue.lower()
-    assert len(reply.traceback.strip().splitlines()) == 1
+    assert len(reply.traceback.strip().splitlines()) == 2, "one paragraph and its section"
     assert home.runs == before
 
 
@@ -174,14 +174,39 @@ def test_two_pools_never_share_a_device(two_pools: tuple[Kernel, Kernel], home: 
     eventually(lambda: second.run("%%distributed -n 4 --wait 0 --ui none\n1").status == "ok", 15, "the locks' release")
 
 
-def test_a_killed_pool_holds_no_device(two_pools: tuple[Kernel, Kernel], home: Home):
+def test_the_ranks_of_a_killed_pool_keep_their_devices(two_pools: tuple[Kernel, Kernel], home: Home):
     first, second = two_pools
-    holding = first.start("%%distributed -n 4\nimport time\ntime.sleep(600)")
+    holding = first.start(
+        "%%distributed -n 4\nimport pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.01)"
+    )
     holding.until(lambda: len(home.rank_pids()) == 4, 20, "four ranks")
+    seen_busy(second, 4)
     pool = home.pool_pid()
     assert pool is not None
     os.kill(pool, 9)
-    assert holding.wait(10).status == "error"
-    eventually(lambda: second.run("%%distributed -n 4 --wait 0 --ui none\n1").status == "ok", 15, "the locks' release")
-    # the next pool of the first user waits for nothing that the killed one left
-    eventually(lambda: first.run("%%distributed -n 4 --wait 0 --ui none\n1").status == "ok", 15, "a new pool")
+    for _ in range(5):
+        # before, while and after another service takes the ranks over
+        reply = second.run("%%distributed -n 1 --wait 0\n1")
+        assert (reply.status, reply.ename) == ("error", "CapacityError"), reply.story
+    holding.until(lambda: home.pool_pid() not in (None, pool), 15, "the next pool")
+    reply = second.run("%%distributed -n 1 --wait 0\n1")
+    assert (reply.status, reply.ename) == ("error", "CapacityError"), reply.story
+    (home.work / "go").touch()
+    assert holding.wait(20).status == "ok", holding.reply.story
+    (home.work / "go").unlink()
+    for kernel in (second, first):
+        eventually(lambda k=kernel: k.run("%%distributed -n 4 --wait 0 --ui none\n1").status == "ok", 15, "the devices")
+
+
+def test_nothing_holds_a_device_when_pool_and_agent_are_killed(two_pools: tuple[Kernel, Kernel], home: Home):
+    first, second = two_pools
+    holding = first.start("%%distributed -n 4\nimport time\ntime.sleep(600)")
+    holding.until(lambda: len(home.rank_pids()) == 4, 20, "four ranks")
+    pool, agents = home.pool_pid(), home.agent_pids()
+    assert pool is not None
+    for pid in (pool, *agents):
+        os.kill(pid, 9)
+    reply = holding.wait(30)
+    assert (reply.status, reply.ename) == ("error", "NodeLost"), reply.story
+    for kernel in (second, first):
+        eventually(lambda k=kernel: k.run("%%distributed -n 4 --wait 0 --ui none\n1").status == "ok", 15, "the devices")

@@ -22,6 +22,9 @@ from sgpu_magic.protocol.events import RanksStarted, RunEnded
 
 # promise 4: nothing outlives its owner
 GONE_S = 5.0
+# for so long a node's agent waits for the next pool service
+ADOPT_S = 3.0
+HOME_VARIABLES = {"SGPU_ADOPT_TIMEOUT_S": str(ADOPT_S)}
 
 SLEEP = "import time\nprint('begun', flush=True)\ntime.sleep(600)"
 BARRIER = (
@@ -29,6 +32,18 @@ BARRIER = (
     "time.sleep(600) if rank == 0 else dist.barrier()"
 )
 WORK = {"sleep": SLEEP, "barrier": BARRIER}
+# goes on until there is a file `go`
+UNTIL_GO = """\
+import os, pathlib, time
+import torch.distributed as dist
+count = 0
+while rank == 0 and not pathlib.Path("go").exists():
+    print("line", count, flush=True)
+    count += 1
+    time.sleep(0.02)
+dist.barrier()
+print("done", count)
+os.getpid()"""
 
 
 @pytest.fixture(autouse=True)
@@ -101,35 +116,133 @@ def runs_again(kernel: Kernel) -> None:
 @pytest.mark.parametrize(
     ("which", "error", "says"),
     [
-        ("pool", "NodeLost", "pool"),
-        ("agent", "NodeLost", "agent"),
-        ("zygote", "", "fork"),
+        ("agent", "NodeLost", "the agent on this machine ended unexpectedly"),
+        ("zygote", "WorkerDied", "the process that forks ranks ended unexpectedly"),
         ("rank", "WorkerDied", "SIGKILL"),
     ],
 )
 def test_a_kill_while_a_run_goes_on(kernel: Kernel, home: Home, which: str, error: str, says: str, work: str):
     cell = begun(kernel, work)
     pid = victims(home, which)[0]
-    doomed = {"pool": others(home), "agent": others(home), "zygote": set(home.rank_pids())}.get(
-        which, set(home.rank_pids())
-    )
+    doomed = others(home) - {home.pool_pid()} if which == "agent" else set(home.rank_pids())
+    pool = home.pool_pid()
     kill(pid)
     at = time.monotonic()
     reply = cell.wait(10)
     assert time.monotonic() - at < 1.5, "the notebook waits"
     assert reply.status == "error", reply.story
     assert says in reply.evalue, reply.story
-    assert reply.ename == error or not error, reply.story
+    assert reply.ename == error, reply.story
     all_gone(doomed | {pid})
+    runs_again(kernel)
+    assert home.pool_pid() == pool, "the pool service has to outlive its agent"
+
+
+def until_go(kernel: Kernel, ranks: int = 3, options: str = "") -> Cell:
+    """Start a run that goes on until there is a file `go`, and wait until it prints."""
+    cell = kernel.start(f"%%distributed -n {ranks} {options}\n{UNTIL_GO}")
+    cell.until_shown("[0] line 3", 20)
+    return cell
+
+
+@pytest.fixture
+def go_file(home: Home) -> Iterator[Path]:
+    file = home.work / "go"
+    file.unlink(missing_ok=True)
+    yield file
+    file.unlink(missing_ok=True)
+
+
+def is_whole(lines: list[str]) -> bool:
+    count = len(lines) - 1
+    return lines == [*(f"line {number}" for number in range(count)), f"done {count}"]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_run_outlives_its_killed_pool(kernel: Kernel, home: Home, go_file: Path, times: int):
+    """Promise 4: its ranks go on, the next pool service takes them over, and the cell loses nothing."""
+    cell = until_go(kernel)
+    ranks, pools = set(home.rank_pids()), {home.pool_pid()}
+    for number in range(times):
+        kill(*victims(home, "pool"))
+        cell.until(lambda number=number: cell.reply.text.count("taken the run over") > number, 10)
+        pools.add(home.pool_pid())
+    go_file.touch()
+    reply = cell.wait(10)
+    assert reply.status == "ok", reply.story
+    assert is_whole(reply.lines(0)), reply.story
+    assert set(kernel.value("_.values")) == ranks
+    assert len(pools - {None}) == times + 1
+    assert home.agent_pids()
     runs_again(kernel)
 
 
-@pytest.mark.parametrize("together", [("pool", "agent"), ("agent", "zygote"), ("pool", "agent", "zygote")])
-def test_several_killed_at_once(kernel: Kernel, home: Home, together: tuple[str, ...]):
+def test_a_run_whose_notebook_does_not_come_back_ends(home: Home, new_kernel: Callable[..., Kernel], go_file: Path):
+    """The notebook lives but can't start another pool service: everything ends when the time is over."""
+    kernel = new_kernel()
+    cell = until_go(kernel)
+    doomed, run_id = others(home), newest(home)
+    os.kill(kernel.pid, signal.SIGSTOP)
+    try:
+        (pool,) = victims(home, "pool")
+        kill(pool)
+        at = time.monotonic()
+        all_gone(doomed, ADOPT_S + GONE_S)
+        assert time.monotonic() - at > ADOPT_S - 0.5, "the agent does not wait"
+    finally:
+        os.kill(kernel.pid, signal.SIGCONT)
+    reply = cell.wait(15)
+    assert (reply.status, reply.ename) == ("error", "NodeLost"), reply.story
+    assert "the pool service and the agent of its ranks ended unexpectedly" in reply.evalue, reply.story
+    assert home.ledger()[run_id][0] == "failed"
+    runs_again(kernel)
+
+
+@pytest.mark.parametrize("comes", ["in time", "too late"])
+def test_a_detached_run_waits_for_the_next_pool(
+    home: Home, new_kernel: Callable[..., Kernel], go_file: Path, comes: str
+):
+    first = new_kernel()
+    first.check(f"%%distributed -n 3 --detach\n{UNTIL_GO}")
+    run_id = newest(home)
+    eventually(lambda: "line 3" in (home.run_dir(run_id) / "rank-0.log").read_text(), 10)
+    doomed, ranks = others(home), set(home.rank_pids())
+    first.kill()
+    kill(*victims(home, "pool"))
+    if comes == "too late":
+        all_gone(doomed, ADOPT_S + GONE_S)
+    second = new_kernel()
+    cell = second.start(f"%sgpu_attach {run_id[:4]}")
+    if comes == "in time":
+        cell.until_shown("taken the run over", 15)
+        go_file.touch()
+    reply = cell.wait(15)
+    if comes == "in time":
+        assert reply.status == "ok", reply.story
+        assert is_whole(reply.lines(0)), reply.story
+        assert set(second.value("_.values")) == ranks
+    else:
+        assert reply.ename == "NodeLost", reply.story
+        assert reply.lines(0)[0] == "line 0", reply.story
+    assert home.ledger()[run_id][0] == ("succeeded" if comes == "in time" else "failed")
+    runs_again(second)
+
+
+@pytest.mark.parametrize(
+    ("together", "says"),
+    [
+        (("pool", "agent"), "the pool service and the agent of its ranks ended unexpectedly"),
+        (("agent", "zygote"), "the agent on this machine ended unexpectedly"),
+        (("pool", "agent", "zygote"), "the pool service and the agent of its ranks ended unexpectedly"),
+    ],
+)
+def test_several_killed_at_once(kernel: Kernel, home: Home, together: tuple[str, ...], says: str):
     cell = begun(kernel, "barrier")
-    doomed = others(home)
+    doomed = others(home) - ({home.pool_pid()} if "pool" not in together else set())
     kill(*(victims(home, which)[0] for which in together))
-    assert cell.wait(10).status == "error"
+    reply = cell.wait(10)
+    assert (reply.status, reply.ename) == ("error", "NodeLost"), reply.story
+    assert says in reply.evalue, reply.story
     all_gone(doomed)
     runs_again(kernel)
 
@@ -139,14 +252,17 @@ def test_a_kill_while_nothing_runs(kernel: Kernel, home: Home, which: str):
     runs_again(kernel)
     standby_ready(home, 2)
     standby = set(home.standby_pids())
-    doomed = others(home) if which in ("pool", "agent") else standby
+    pool = home.pool_pid()
+    doomed = {"pool": others(home), "agent": others(home) - {pool}}.get(which, standby)
     (pid, *_) = victims(home, which)
     kill(pid)
     if which == "standby":
         wait_gone(pid)
     else:
-        all_gone(doomed | {pid})
+        # an agent that has just ended a run waits as if it still had it
+        all_gone(doomed | {pid}, GONE_S + (ADOPT_S if which == "pool" else 0.0))
     runs_again(kernel)
+    assert (home.pool_pid() == pool) is (which != "pool")
 
 
 @pytest.mark.parametrize("work", WORK)
@@ -342,7 +458,7 @@ def test_a_busy_pool_of_another_version_is_left_alone(
     assert f"sgpu-magic {version}.0" in reply.evalue
     assert f"protocol {version}" in reply.evalue
     assert "sgpu pool stop" in reply.evalue
-    assert len(reply.traceback.strip().splitlines()) == 1
+    assert len(reply.traceback.strip().splitlines()) == 2, "one paragraph and its section"
     assert other.poll() is None
     other.kill()
     other.wait()
@@ -389,8 +505,8 @@ def test_a_pool_that_is_asked_to_end_ends_its_run_and_says_so(kernel: Kernel, ho
     (pool,) = victims(home, "pool")
     stop_process(pool, signal.SIGTERM, 10)
     reply = cell.wait(10)
-    assert reply.status == "error"
-    assert "pool" in reply.evalue + reply.text
+    assert (reply.status, reply.ename) == ("error", "RunCancelled"), reply.story
+    assert "the pool was stopped" in reply.evalue, reply.story
     all_gone(everything)
     runs_again(kernel)
 
@@ -429,7 +545,7 @@ def test_first_come_first_served_across_kernels(new_home: Callable[..., Home]):
 # ---------------------------------------------------------------- what a rank starts
 
 
-CHILDREN = """
+CHILDREN = """\
 import os, pathlib, subprocess, sys
 plain = subprocess.Popen(["sleep", "3601"])
 away = subprocess.Popen(["sleep", "3602"], start_new_session=True)
@@ -463,7 +579,7 @@ def test_what_a_rank_started_ends_with_the_run(kernel: Kernel, children_file: Pa
     all_gone(children_of(children_file))
 
 
-@pytest.mark.parametrize("which", ["pool", "agent", "zygote", "rank", "kernel"])
+@pytest.mark.parametrize("which", ["agent", "zygote", "rank", "kernel", "pool and agent", "kernel and pool"])
 def test_what_a_rank_started_ends_with_whoever_is_killed(
     home: Home, new_kernel: Callable[..., Kernel], children_file: Path, which: str
 ):
@@ -471,14 +587,28 @@ def test_what_a_rank_started_ends_with_whoever_is_killed(
     cell = kernel.start(f"%%distributed -n 1\n{CHILDREN}\n{SLEEP}")
     cell.until_shown("begun", 20)
     children = eventually(lambda: children_file.exists() and children_of(children_file), 5)
-    if which == "kernel":
+    if "kernel" in which:
         kernel.kill()
-    else:
-        kill(*victims(home, which))
+    kill(*(pid for name in which.split(" and ") if name != "kernel" for pid in victims(home, name)))
     all_gone(children)
     eventually(lambda: not home.unexpected(), GONE_S, lambda: f"left: {home.unexpected()}")
-    if which != "kernel":
+    if "kernel" not in which:
         assert cell.wait(10).status == "error"
+
+
+def test_what_a_rank_started_lives_on_when_the_pool_is_killed(
+    kernel: Kernel, home: Home, children_file: Path, go_file: Path
+):
+    wait = "import time\nwhile not os.path.exists('go'): time.sleep(0.02)"
+    cell = kernel.start(f"%%distributed -n 1\n{CHILDREN}\n{wait}")
+    cell.until_shown("begun", 20)
+    children = eventually(lambda: children_file.exists() and children_of(children_file), 5)
+    kill(*victims(home, "pool"))
+    cell.until_shown("taken the run over", 15)
+    assert all(map(is_alive, children))
+    go_file.touch()
+    assert cell.wait(10).status == "ok"
+    all_gone(children)
 
 
 def test_a_child_without_any_mark_ends_with_the_pool(new_home: Callable[..., Home]):

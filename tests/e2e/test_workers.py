@@ -707,7 +707,7 @@ def test_a_payload_larger_than_the_disk(new_kernel: Callable[..., Kernel], home:
     assert reply.status == "error"
     assert reply.ename == "UsageError"
     assert "SGPU_STATE_DIR" in reply.traceback
-    assert len(reply.traceback.strip().splitlines()) == 1
+    assert len(reply.traceback.strip().splitlines()) == 2, "one paragraph and its section"
     assert home.runs == before
     uploads = home.state / "uploads"
     assert not uploads.exists() or not any(uploads.iterdir())

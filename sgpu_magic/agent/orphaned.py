@@ -1,0 +1,72 @@
+"""The time between a pool service's unexpected end and the next one's coming.
+
+The ranks go on. A run whose notebook is dead too is cancelled, as the service would have done; when nobody is left who
+could want anything, or no service comes in time, everything is ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+
+from sgpu_magic import processes
+from sgpu_magic.agent.execution import Execution
+from sgpu_magic.protocol.states import RunState
+
+_LOOK_S = 0.25
+# a notebook that follows a run starts the next service within a second or two; what nobody follows nobody fetches
+_OVER_S = 5.0
+
+
+class Orphaned:
+    """Watches over the runs while there is no pool service.
+
+    Args:
+        executions: The runs that the agent holds.
+        has_news: Whether something of a run was not told to any service yet.
+        timeout_s: Seconds for which they wait.
+        end: Ends the agent with all that it has.
+    """
+
+    def __init__(
+        self,
+        executions: Callable[[], Collection[Execution]],
+        has_news: Callable[[str], bool],
+        timeout_s: float,
+        end: Callable[[], None],
+    ) -> None:
+        self._executions = executions
+        self._has_news = has_news
+        self._timeout_s = timeout_s
+        self._end = end
+        self._loop = asyncio.get_running_loop()
+        self._until = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        """The service is gone."""
+        self._until = self._loop.time() + self._timeout_s
+        self._look()
+
+    def over(self) -> None:
+        """Another one is here, or the agent ends."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        self._timer = None
+        wanted = False
+        for execution in self._executions():
+            spec = execution.launch.spec
+            if spec.detach or processes.is_alive(spec.owner.pid):
+                wanted |= not execution.gone or execution.holds_memory or self._has_news(execution.run_id)
+            elif not execution.ended:
+                execution.end_as(RunState.CANCELLED, "the notebook that started it is gone")
+        still_there = any(not execution.gone for execution in self._executions())
+        if not still_there and not any(execution.launch.spec.detach for execution in self._executions()):
+            self._until = min(self._until, self._loop.time() + _OVER_S)
+        if self._loop.time() > self._until or not (wanted or still_there):
+            self._end()
+        else:
+            self._timer = self._loop.call_later(_LOOK_S, self._look)

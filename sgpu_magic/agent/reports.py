@@ -1,0 +1,141 @@
+"""What the agent tells the pool service of its runs: numbered by run, and kept until the service has written it down.
+
+A pool service can be killed between the moment it reads an event and the moment it has it on disk. So events are
+kept here until it says that it has them, and those that it lacks are sent again to the service that comes next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from sgpu_magic.protocol.events import EventBody, OutputWritten, PayloadReleased
+from sgpu_magic.protocol.node_messages import RanksGone, RunEvent
+from sgpu_magic.protocol.records import Record
+
+# output beyond this, of all runs together, is not kept for the next service: it lies in the ranks' logs
+_KEPT_BYTES = 64 << 20
+
+
+class Send(Protocol):
+    """Sends to the pool service, or does nothing while there is none."""
+
+    def __call__(self, message: Record, frames: Sequence[bytes] = (), /) -> None: ...
+
+
+@dataclass(slots=True)
+class _Told:
+    """One run.
+
+    Args:
+        number: Of its newest event.
+        unkept: Events that no service has confirmed, oldest first.
+        adopted: The service of now knows the run, so events go on at once.
+        gone: Its ranks are gone.
+    """
+
+    number: int = 0
+    unkept: deque[tuple[RunEvent, Sequence[bytes]]] = field(default_factory=deque[tuple[RunEvent, Sequence[bytes]]])
+    adopted: bool = True
+    gone: bool = False
+
+
+class Reports:
+    """Events on their way to the pool service.
+
+    Args:
+        send: Sends to the service of now.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._runs: dict[str, _Told] = {}
+        self._bytes = 0
+
+    def happened(self, run_id: str, body: EventBody, frames: Sequence[bytes]) -> None:
+        """Number an event, keep it, send it."""
+        told = self._runs.setdefault(run_id, _Told())
+        told.number += 1
+        event = RunEvent(run_id=run_id, number=told.number, at=time.time(), body=body)
+        self._bytes += _size(event)
+        if self._bytes > _KEPT_BYTES:
+            self._drop_text()
+        told.unkept.append((event, frames))
+        if told.adopted:
+            self._send(event, frames)
+
+    def begin(self, run_id: str, number: int) -> None:
+        """The service has ordered the run, or ordered it again.
+
+        Args:
+            number: Of its newest event, which may have been another agent's.
+        """
+        told = self._runs.setdefault(run_id, _Told())
+        told.gone = False
+        told.number = max(told.number, number)
+
+    def gone(self, run_id: str) -> None:
+        """Every process of the run is dead and reaped."""
+        told = self._runs.setdefault(run_id, _Told())
+        told.gone = True
+        if told.adopted:
+            self._send(RanksGone(run_id=run_id))
+
+    def kept(self, run_id: str, number: int) -> None:
+        """The service has the run's events up to `number` on disk."""
+        told = self._runs.get(run_id)
+        if told is None:
+            return
+        while told.unkept and told.unkept[0][0].number <= number:
+            self._bytes -= _size(told.unkept.popleft()[0])
+
+    def service_lost(self) -> None:
+        """Nobody listens: hold everything back until the next service has adopted the runs."""
+        for told in self._runs.values():
+            told.adopted = False
+
+    def adopt(self, run_id: str, number: int) -> None:
+        """The service of now takes the run over and has its events up to `number`."""
+        told = self._runs.get(run_id)
+        if told is None:
+            return
+        self.kept(run_id, number)
+        told.adopted = True
+        for event, frames in told.unkept:
+            self._send(event, frames)
+        if told.gone:
+            self._send(RanksGone(run_id=run_id))
+
+    def has_unkept(self, run_id: str) -> bool:
+        """Whether a service has yet to hear something of the run, other than what became of its payload."""
+        told = self._runs.get(run_id)
+        return told is not None and any(not isinstance(event.body, PayloadReleased) for event, _ in told.unkept)
+
+    def forget(self, run_id: str) -> None:
+        """Nothing more will happen to the run."""
+        told = self._runs.pop(run_id, None)
+        if told is not None:
+            self._bytes -= sum(_size(event) for event, _ in told.unkept)
+
+    def _drop_text(self) -> None:
+        for told in self._runs.values():
+            for at, (event, frames) in enumerate(told.unkept):
+                body = event.body
+                if isinstance(body, OutputWritten) and body.text:
+                    self._bytes -= _size(event)
+                    skipped = msgspec.structs.replace(
+                        body,
+                        text="",
+                        skipped_bytes=body.end - body.start,
+                        skipped_lines=body.skipped_lines + body.text.count("\n"),
+                    )
+                    told.unkept[at] = (msgspec.structs.replace(event, body=skipped), frames)
+
+
+def _size(event: RunEvent) -> int:
+    return len(event.body.text) if isinstance(event.body, OutputWritten) else 0

@@ -1,0 +1,162 @@
+"""Where ranks are: their stack files (see `protocol.stack_area`) and faulthandler's text, read. No waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from sgpu_magic.protocol.records import CellSource, StackFrame
+from sgpu_magic.protocol.stack_area import AREA_BYTES, read_area
+
+_CELL_PREFIX = "<ipython-input-"
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
+# Python 3.13 also says the thread's name, and 3.14 its state
+_THREAD = re.compile(r"^(?P<current>Current thread|Thread) 0x(?P<ident>[0-9a-f]+).*\(most recent call first\):$")
+_SINGLE = "Stack (most recent call first):"
+_OURS = f"{os.sep}sgpu_magic{os.sep}worker{os.sep}"
+_TORCH_DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
+
+
+class StackFile:
+    """A rank's stack file as the agent holds it: a memory file, or a file without a name where there are none.
+
+    Args:
+        scratch: Directory of the file where memory files do not exist.
+    """
+
+    def __init__(self, scratch: Path) -> None:
+        if hasattr(os, "memfd_create"):
+            self.fd = os.memfd_create("sgpu-stack", os.MFD_CLOEXEC)
+        else:
+            self.fd, name = tempfile.mkstemp(prefix="stack-", dir=scratch)
+            os.unlink(name)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what faulthandler has written. The rank's position in the file is ours: it writes on from there."""
+        os.ftruncate(self.fd, AREA_BYTES)
+        os.lseek(self.fd, AREA_BYTES, os.SEEK_SET)
+
+    def written(self) -> str:
+        """What faulthandler has written."""
+        size = os.fstat(self.fd).st_size - AREA_BYTES
+        return os.pread(self.fd, size, AREA_BYTES).decode("utf-8", "replace") if size > 0 else ""
+
+    def sampled(self) -> str:
+        """The main thread's lines as the rank saw them last, "" when it never did."""
+        return read_area(os.pread(self.fd, AREA_BYTES, 0))[1]
+
+    def last_frames(self) -> tuple[StackFrame, ...]:
+        """Where a rank was that is dead: what C code's crash said, else the last sample."""
+        ident = read_area(os.pread(self.fd, AREA_BYTES, 0))[0]
+        return parse(self.written(), ident) or parse(self.sampled())
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self.fd)
+        self.fd = -1
+
+
+def parse(text: str, main_ident: int = 0) -> tuple[StackFrame, ...]:
+    """Read lines of faulthandler's.
+
+    Args:
+        text: Frames with or without headings. Of a crash with several threads the crashed one counts, else the main
+            one, else the last: a process's first thread is listed last.
+        main_ident: Ident of the main thread; 0 when unknown.
+
+    Returns:
+        The frames, innermost first.
+    """
+    sections: dict[str, list[StackFrame]] = {}
+    current: list[StackFrame] | None = sections.setdefault("plain", [])
+    chosen = "plain"
+    for line in text.splitlines():
+        heading = _THREAD.match(line)
+        if heading:
+            name = f"{int(heading['ident'], 16):x}"
+            if heading["current"] == "Current thread":
+                name = "current"
+            current = sections.setdefault(name, [])
+        elif line == _SINGLE:
+            # the newest of several counts
+            current = sections["plain"] = []
+        elif current is not None and (frame := _FRAME.match(line)):
+            number = int(frame["line"]) if frame["line"].isdigit() else 0
+            current.append(StackFrame(frame["file"], number, frame["function"]))
+        elif not line.startswith("  "):
+            # such as the list of extension modules
+            current = None
+    for name in ("current", f"{main_ident:x}", *reversed(sections)):
+        if sections.get(name):
+            chosen = name
+            break
+    return tuple(sections[chosen])
+
+
+class NotebookFrames:
+    """Tells the notebook's frames from others.
+
+    Args:
+        cell: The run's cell; also the other cells whose functions came along.
+    """
+
+    def __init__(self, cell: CellSource) -> None:
+        inner_magic = cell.body.lstrip().startswith("%%")
+        above = [] if inner_magic or not cell.magic_line else [cell.magic_line]
+        self._own = [*above, *cell.body.splitlines()]
+        self._number = cell.execution_count
+        self._others = {name: (source.splitlines(), count) for name, source, count in cell.linecache}
+
+    def has(self, frame: StackFrame) -> bool:
+        """Whether the frame is of a cell."""
+        return frame.file.startswith(_CELL_PREFIX) or frame.file in self._others
+
+    def upwards(self, frames: Sequence[StackFrame]) -> tuple[StackFrame, ...]:
+        """Return the frames down to the cell's own: what is below it, IPython and this package, is left out.
+
+        Of a rank that is not in its cell nothing of this package's own is shown.
+        """
+        outermost = max((index for index, frame in enumerate(frames) if self.has(frame)), default=None)
+        if outermost is not None:
+            return tuple(frames[: outermost + 1])
+        ours = next((index for index, frame in enumerate(frames) if _OURS in frame.file), len(frames))
+        return tuple(frames[:ours])
+
+    def innermost(self, frames: Iterable[StackFrame]) -> StackFrame | None:
+        """The innermost frame of a cell, None when there is none."""
+        return next((frame for frame in frames if self.has(frame)), None)
+
+    def collective(self, frames: Iterable[StackFrame]) -> str:
+        """The function of torch.distributed that the cell has called, "" when it is in none."""
+        found = ""
+        for frame in frames:
+            if self.has(frame):
+                break
+            if _TORCH_DISTRIBUTED in frame.file and frame.function != "wrapper":
+                found = frame.function.strip("_")
+        return found
+
+    def describe(self, frame: StackFrame) -> str:
+        """Return `Cell In[9], line 6, in build: cache[key] = x.clone()`."""
+        where = f"{self._place(frame)}, line {frame.line}"
+        if not frame.function.startswith("<"):
+            where += f", in {frame.function}"
+        text = self._source(frame)
+        return f"{where}: {text}" if text else where
+
+    def _place(self, frame: StackFrame) -> str:
+        if not self.has(frame):
+            return frame.file
+        number = self._others[frame.file][1] if frame.file in self._others else self._number
+        return "the cell" if number is None else f"Cell In[{number}]"
+
+    def _source(self, frame: StackFrame) -> str:
+        if not self.has(frame):
+            return ""
+        lines = self._others[frame.file][0] if frame.file in self._others else self._own
+        return lines[frame.line - 1].strip() if 0 < frame.line <= len(lines) else ""

@@ -1,0 +1,46 @@
+"""What the pool wants to be known, such as that it is about to give idle processes back: one small display."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from html import escape
+
+from sgpu_magic.render.html import SANS, SOFT
+
+
+class NoticeBoard:
+    """Shows one notice at a time below the cell that ran last, and takes it away again.
+
+    Args:
+        shown: Whether there is a front end; without one `%sgpu_status` alone tells it.
+    """
+
+    def __init__(self, shown: bool) -> None:
+        self._shown = shown
+        self._display_id = ""
+        self._lock = threading.Lock()
+
+    def notice(self, text: str) -> None:
+        """Show `text`, or take away what is shown when it is "". The link's thread calls this and goes on."""
+        if self._shown and (text or self._display_id):
+            threading.Thread(target=self._show, args=(text,), name="sgpu-notice", daemon=True).start()
+
+    def clear(self) -> None:
+        """A run starts: whatever was said is no longer so."""
+        if self._display_id:
+            self._show("")
+
+    def _show(self, text: str) -> None:
+        # IPython declares no types here
+        from IPython.display import publish_display_data  # pyright: ignore[reportUnknownVariableType]
+
+        with self._lock:
+            if not text and not self._display_id:
+                return
+            update = bool(self._display_id)
+            display_id = self._display_id or f"sgpu-notice-{secrets.token_hex(4)}"
+            self._display_id = display_id if text else ""
+            html = f'<div style="{SANS};font-size:12px;{SOFT}">sgpu: {escape(text)}</div>' if text else ""
+            data = {"text/plain": f"sgpu: {text}" if text else "", "text/html": html}
+            publish_display_data(data, transient={"display_id": display_id}, update=update)

@@ -1,0 +1,153 @@
+"""What the nodes say of their runs: written down, told to who follows, passed on to the scheduler, confirmed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from sgpu_magic.engines.base import Engine
+from sgpu_magic.pool import stimuli as sched
+from sgpu_magic.pool.ledger import Ledger
+from sgpu_magic.pool.restarts import Restarts
+from sgpu_magic.pool.run_book import PoolRun, RunBook
+from sgpu_magic.pool.scheduler import Scheduler
+from sgpu_magic.protocol.events import PayloadReleased, RanksStarted, RunEnded
+from sgpu_magic.protocol.node_messages import RunEvent
+from sgpu_magic.protocol.records import Failure
+from sgpu_magic.protocol.states import FailureKind, RunState
+
+# events are confirmed to the agent this long after they are on disk
+_CONFIRM_S = 1.0
+
+
+class NodeReports:
+    """Takes in what the engine hears from its nodes.
+
+    Args:
+        ledger: Times and failures go there.
+        book: The runs.
+        engine: Is told which events are on disk.
+        restarts: Says which ends are not the end.
+        scheduler: Says which runs are being stopped.
+        feed: Tells the scheduler.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        book: RunBook,
+        engine: Engine,
+        restarts: Restarts,
+        scheduler: Scheduler,
+        feed: Callable[[sched.Stimulus], None],
+    ) -> None:
+        self._ledger = ledger
+        self._book = book
+        self._engine = engine
+        self._restarts = restarts
+        self._scheduler = scheduler
+        self._feed = feed
+        self._loop = asyncio.get_running_loop()
+        self._unconfirmed: set[str] = set()
+
+    def run_happened(self, event: RunEvent, frames: Sequence[bytes]) -> None:
+        run = self._book.speaker(event.run_id)
+        if run is None or run.log is None or event.number <= run.log.number:
+            # one that was kept before the service was started again
+            return
+        at, body, number = event.at, event.body, event.number
+        now = time.monotonic()
+        self._confirm_later(run.run_id)
+        match body:
+            case PayloadReleased():
+                self._book.tell(run, body, at, number=number)
+                self._confirm()
+                self._book.payload_released(run)
+            case RanksStarted():
+                if not run.spec.retries:
+                    run.let_payload_go()
+                self._ledger.update(run.run_id, started_at=at)
+                self._book.tell(run, body, at, number=number)
+                self._feed(sched.RunMoved(run.run_id, RunState.RUNNING, now))
+            case RunEnded():
+                failed = self._restarts.instead_of(run, body)
+                if failed is not None:
+                    self._book.tell(run, failed, at, number=number)
+                    return
+                submitted = run.spec.submitted_at
+                placed = run.placed_at or at
+                body = msgspec.structs.replace(body, queued_s=placed - submitted, total_s=at - submitted)
+                run.ended = True
+                self._book.tell(run, body, at, frames, number)
+                failure = _headline(body.failure) or body.reason or None
+                self._ledger.update(run.run_id, ended_at=at, failure=failure)
+                self._feed(sched.RunMoved(run.run_id, body.state, now))
+            case _:
+                self._book.tell(run, body, at, frames, number)
+
+    def ranks_gone(self, run_id: str) -> None:
+        self._confirm()
+        run = self._book.get(run_id)
+        if run is not None and not self._goes_on(run):
+            state = run.state if run.state.is_final else RunState.FAILED
+            self._feed(sched.RunOver(run_id, state, time.monotonic()))
+            self._book.ranks_gone(run)
+
+    def _goes_on(self, run: PoolRun) -> bool:
+        """The run's ranks are gone: start them again where that is due."""
+        scheduled = self._scheduler.run(run.run_id)
+        return self._restarts.ranks_gone(run, None if scheduled is None else scheduled.stopping_as)
+
+    def nodes_lost(self, why: str, host: str) -> None:
+        """The agent of `host` died and has a successor: its runs end or are started again; those that wait, wait."""
+        self._unconfirmed.clear()
+        failure = Failure(
+            kind=FailureKind.NODE_LOST,
+            message=f"{why}; the run's processes were ended",
+            host=host,
+            at=time.time(),
+        )
+        self._book.memory_lost(why)
+        for run in self._book.going:
+            if run.placed_at is None:
+                continue
+            if not run.ended and not run.restarting:
+                failed = self._restarts.instead_of(run, RunEnded(state=RunState.FAILED, failure=failure))
+                if failed is not None:
+                    self._book.tell(run, failed, time.time())
+            if self._goes_on(run):
+                continue
+            if not run.ended:
+                scheduled = self._scheduler.run(run.run_id)
+                stopping_as = None if scheduled is None else scheduled.stopping_as
+                ends_as = stopping_as or RunState.FAILED
+                self._book.end_without_ranks(run, ends_as, failure.message, failure.kind, failure)
+                run.state = ends_as
+            state = run.state if run.state.is_final else RunState.FAILED
+            self._feed(sched.RunOver(run.run_id, state, time.monotonic()))
+            self._book.forget(run.run_id)
+
+    def _confirm_later(self, run_id: str) -> None:
+        if not self._unconfirmed:
+            self._loop.call_later(_CONFIRM_S, self._confirm)
+        self._unconfirmed.add(run_id)
+
+    def _confirm(self) -> None:
+        for run_id in self._unconfirmed:
+            run = self._book.speaker(run_id)
+            if run is not None and run.log is not None:
+                self._engine.events_kept(run_id, run.log.number)
+        self._unconfirmed.clear()
+
+
+def _headline(failure: Failure | None) -> str | None:
+    """One line for the ledger: `rank 1: ValueError: NaN in batch 118`."""
+    if failure is None:
+        return None
+    message = failure.message.splitlines()[0] if failure.message else ""
+    name = failure.type_name.rpartition(".")[2]
+    text = f"{name}: {message}" if name else message
+    return f"rank {failure.rank}: {text}" if failure.rank is not None and name else text

@@ -1,0 +1,310 @@
+"""What clients ask, and the answers. What follows from it for devices and queue is the scheduler's to say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+import msgspec
+
+from sgpu_magic.config import SEVEN_DAYS_S
+from sgpu_magic.engines.base import Engine
+from sgpu_magic.pool import stimuli as sched
+from sgpu_magic.pool.ledger import Ledger
+from sgpu_magic.pool.run_book import PoolRun, RunBook
+from sgpu_magic.pool.run_log import read_events, read_spec
+from sgpu_magic.pool.server import ConnectedClient, Server
+from sgpu_magic.protocol.events import Detached
+from sgpu_magic.protocol.ids import is_valid_id, short
+from sgpu_magic.protocol.messages import (
+    Accepted,
+    AskStacks,
+    AskStatus,
+    Attach,
+    Attached,
+    Cancel,
+    ClientMessage,
+    Detach,
+    Goodbye,
+    Hello,
+    PoolStatus,
+    ReclaimPayload,
+    Refused,
+    ResultsReceived,
+    Stacks,
+    StopPool,
+    Submit,
+    Unfollow,
+    Warm,
+    Welcome,
+)
+from sgpu_magic.protocol.records import CellSource, RankStack
+from sgpu_magic.protocol.run_files import KEY
+from sgpu_magic.protocol.states import RunState
+
+_MAX_RETRIES = 100
+
+
+class Core(Protocol):
+    """The pool service."""
+
+    def feed(self, stimulus: sched.Stimulus) -> None: ...
+    def with_fresh_inventory(self, call: Callable[[], None]) -> None: ...
+    def welcome(self) -> Welcome: ...
+    def status(self, question: AskStatus) -> PoolStatus: ...
+    def stop_soon(self) -> None: ...
+
+    @property
+    def settled(self) -> bool:
+        """What an earlier service left is known."""
+        ...
+
+    @property
+    def resubmittable(self) -> Collection[str]:
+        """Ids of runs that an earlier service had in its queue."""
+        ...
+
+
+class Requests:
+    """Answers clients.
+
+    Args:
+        core: The service.
+        server: Where they are connected.
+        engine: Where the ranks are.
+        book: The runs.
+        ledger: All runs there ever were.
+    """
+
+    def __init__(self, core: Core, server: Server, engine: Engine, book: RunBook, ledger: Ledger) -> None:
+        self._core = core
+        self._server = server
+        self._engine = engine
+        self._book = book
+        self._ledger = ledger
+        self._asked_stacks: dict[int, tuple[ConnectedClient, AskStacks, str]] = {}
+
+    def heard(self, client: ConnectedClient, message: ClientMessage, frames: Sequence[bytes]) -> None:
+        match message:
+            case Hello():
+                self._server.send(client, self._core.welcome())
+            case Warm():
+                self._engine.warm(message)
+            case Submit():
+                self._when_settled(lambda: self._submit(client, message, frames))
+            case Cancel():
+                self._cancel(client, message)
+            case Attach():
+                self._when_settled(lambda: self._attach(client, message))
+            case Unfollow():
+                run = self._book.speaker(message.run_id)
+                if run is not None and client in run.watchers:
+                    run.watchers.remove(client)
+            case Detach():
+                self._detach(client, message)
+            case AskStacks():
+                self._ask_stacks(client, message)
+            case ReclaimPayload():
+                self._engine.reclaim_payload(message.run_id)
+            case ResultsReceived():
+                self._results_received(message.run_id)
+            case AskStatus():
+                self._core.with_fresh_inventory(lambda: self._server.send(client, self._core.status(message)))
+            case StopPool():
+                self._stop_asked(client, message)
+            case Goodbye():
+                self._server.drop(client)
+                self.client_gone(client)
+
+    def client_gone(self, client: ConnectedClient) -> None:
+        """A kernel is dead or has unloaded: runs that only it wanted have no owner any more."""
+        for run in self._book.client_gone(client):
+            self._engine.results_received(run.run_id)
+            self._core.feed(sched.CancelRequested(run.run_id, "the notebook that started it is gone", time.monotonic()))
+
+    def stacks_taken(self, request: int, stacks: tuple[RankStack, ...]) -> None:
+        asked = self._asked_stacks.pop(request, None)
+        if asked is not None:
+            client, question, run_id = asked
+            run = self._book.speaker(run_id)
+            cell = run.spec.cell if run is not None else CellSource(body="")
+            self._server.send(client, Stacks(request=question.request, run_id=run_id, stacks=stacks, cell=cell))
+
+    def ranks_gone(self, run_id: str) -> None:
+        """Nobody will answer for their stacks any more."""
+        for number, (client, question, asked_run) in list(self._asked_stacks.items()):
+            if asked_run == run_id:
+                del self._asked_stacks[number]
+                self._refuse(client, question.request, f"run {short(run_id)} ended before its ranks could be asked.")
+
+    # ------------------------------------------------------------ submit, cancel, stop
+
+    def _submit(self, client: ConnectedClient, submit: Submit, frames: Sequence[bytes]) -> None:
+        spec = submit.spec
+        again = spec.run_id in self._core.resubmittable
+        problem = ""
+        if not is_valid_id(spec.run_id) or self._book.get(spec.run_id) or (self._known(spec.run_id) and not again):
+            problem = "the run's id is not valid or was used before."
+        elif spec.placement.ranks < 1:
+            problem = f"a run needs at least one rank, not {spec.placement.ranks}."
+        elif not 0 < spec.timeout_s <= SEVEN_DAYS_S:
+            problem = "a run's time limit is more than 0 s and at most 7 days."
+        elif not 0 <= spec.retries <= _MAX_RETRIES:
+            problem = f"a run is started again 0 to {_MAX_RETRIES} times."
+        if problem:
+            self._refuse(client, submit.request, problem)
+            return
+        spec = msgspec.structs.replace(spec, submitted_at=spec.submitted_at if again else time.time())
+        run = PoolRun(msgspec.structs.replace(submit, spec=spec), frames, client)
+        if spec.detach:
+            try:
+                run.hold_payload()
+            except OSError as error:
+                self._refuse(client, submit.request, f"the run's variables can't be read: {error.strerror}.")
+                return
+        self._book.add(run)
+        self._core.with_fresh_inventory(lambda: self._core.feed(sched.RunSubmitted(spec, time.monotonic())))
+
+    def _cancel(self, client: ConnectedClient, message: Cancel) -> None:
+        run = self._going(client, message.request, message.run) if message.run else None
+        if run is not None:
+            text = f"run {short(run.run_id)} is being cancelled"
+            self._server.send(client, Accepted(request=message.request, run_id=run.run_id, text=text))
+            self._core.feed(sched.CancelRequested(run.run_id, message.reason, time.monotonic()))
+
+    def _stop_asked(self, client: ConnectedClient, message: StopPool) -> None:
+        if self._book.going and not message.force:
+            names = ", ".join(short(run.run_id) for run in self._book.going)
+            text = f"the pool has runs going on ({names}). Wait for them, or stop it with --force, which ends them."
+            self._refuse(client, message.request, text, "PoolError")
+            return
+        self._server.send(client, Accepted(request=message.request, text="the pool stops"))
+        self._core.stop_soon()
+
+    # ------------------------------------------------------------ follow, let go, look into
+
+    def _attach(self, client: ConnectedClient, message: Attach) -> None:
+        run_id = self._choose(client, message)
+        if run_id is None:
+            return
+        run = self._book.speaker(run_id)
+        directory = self._book.directory(run_id)
+        spec = run.spec if run is not None else read_spec(directory)
+        if spec is None:
+            text = f"what run {short(run_id)} printed and returned is no longer kept, only that it was: `sgpu runs`."
+            self._refuse(client, message.request, text, "RunUnknown")
+            return
+        summary = self._ledger.summary(run_id)
+        state = run.state if run is not None else summary.state if summary is not None else RunState.FAILED
+        try:
+            key = (directory / KEY).read_bytes()
+        except OSError:
+            key = run.submit.context.key if run is not None else b""
+        self._server.send(client, Attached(request=message.request, spec=spec, state=state, key=key))
+        for event, frames in read_events(directory, message.after):
+            self._server.send(client, event, frames)
+        if run is None or client in run.followers:
+            return
+        if message.owns and not spec.detach:
+            run.owner = client
+            run.adopted = False
+        else:
+            run.watchers.append(client)
+
+    def _choose(self, client: ConnectedClient, message: Attach) -> str | None:
+        if not message.run:
+            going_on = [run.run_id for run in self._book.going if run.spec.detach]
+            newest = [row.run_id for row in self._ledger.recent(1)]
+            chosen = (going_on[-1:] or newest[-1:] or [None])[0]
+            if chosen is None:
+                self._refuse(client, message.request, "this pool has had no run yet.", "RunUnknown")
+            return chosen
+        found = {run.run_id for run in self._book.going if run.run_id.startswith(message.run)}
+        # a run that was lost with the queue of an earlier service is not there until it is submitted again
+        found |= set(self._known(message.run)) - set(self._core.resubmittable)
+        if len(found) == 1:
+            return found.pop()
+        self._refuse(client, message.request, _not_one(message.run, found, "that this pool has"), "RunUnknown")
+        return None
+
+    def _detach(self, client: ConnectedClient, message: Detach) -> None:
+        if message.run:
+            run = self._going(client, message.request, message.run)
+            runs = [] if run is None else [run]
+            if run is None:
+                return
+        else:
+            runs = [run for run in self._book.going if run.owner is client]
+        for run in runs:
+            try:
+                run.hold_payload()
+            except OSError as error:
+                text = f"run {short(run.run_id)} can't go on alone: its variables can't be read: {error.strerror}."
+                self._refuse(client, message.request, text)
+                return
+            if not run.spec.detach:
+                run.detach()
+                self._engine.detach_run(run.run_id)
+                self._book.tell(run, Detached(reason="it was detached"), time.time())
+        names = ", ".join(short(run.run_id) for run in runs)
+        verb = "goes" if len(runs) == 1 else "go"
+        text = f"run{'s' * (len(runs) > 1)} {names} {verb} on without a notebook" if runs else "no run to detach"
+        self._server.send(client, Accepted(request=message.request, run_id=runs[0].run_id if runs else "", text=text))
+
+    def _ask_stacks(self, client: ConnectedClient, message: AskStacks) -> None:
+        if message.run:
+            run = self._going(client, message.request, message.run)
+        else:
+            run = next((run for run in reversed(self._book.going) if run.placed_at is not None), None)
+            if run is None:
+                self._refuse(client, message.request, "no run is going on.", "RunUnknown")
+        if run is None:
+            return
+        if run.placed_at is None:
+            text = f"run {short(run.run_id)} has no ranks yet: it is {run.state}."
+            self._refuse(client, message.request, text)
+            return
+        number = max(self._asked_stacks, default=0) + 1
+        self._asked_stacks[number] = (client, message, run.run_id)
+        self._engine.take_stacks(number, run.run_id)
+
+    # ------------------------------------------------------------ within
+
+    def _results_received(self, run_id: str) -> None:
+        run = self._book.speaker(run_id)
+        # a detached run's results stay for whoever comes later
+        if run is None or not run.spec.detach:
+            self._engine.results_received(run_id)
+
+    def _going(self, client: ConnectedClient, request: int, prefix: str) -> PoolRun | None:
+        """The one run of that prefix that goes on; None, and the client told why, when there is none."""
+        found = [run for run in self._book.going if run.run_id.startswith(prefix)]
+        if len(found) == 1:
+            return found[0]
+        ids = [run.run_id for run in found]
+        self._refuse(client, request, _not_one(prefix, ids, "that is going on here"), "RunUnknown")
+        return None
+
+    def _known(self, prefix: str) -> list[str]:
+        try:
+            return self._ledger.find(prefix)
+        except ValueError:
+            return []
+
+    def _when_settled(self, call: Callable[[], None]) -> None:
+        """Once it is known which runs of an earlier service go on."""
+        if self._core.settled:
+            call()
+        else:
+            self._core.with_fresh_inventory(call)
+
+    def _refuse(self, client: ConnectedClient, request: int, message: str, error: str = "UsageError") -> None:
+        self._server.send(client, Refused(request=request, error=error, message=message))
+
+
+def _not_one(prefix: str, found: Collection[str], which: str) -> str:
+    if found:
+        listed = ", ".join(sorted(found))
+        return f"{prefix!r} begins the ids of {len(found)} runs: {listed}. Give more digits."
+    return f"no run {which} has an id that begins with {prefix!r}. `sgpu runs` lists them."

@@ -1,0 +1,285 @@
+"""Keeps what lies in the state directory within its budget: runs' directories, payload files that nobody took, logs.
+
+`choose_removals` decides and touches nothing. `Retention` measures and removes in a thread, and asks the pool which
+runs are live in the pool's own thread.
+
+The budget counts ended runs only, newest first; from the first one that does not fit, all that are older go:
+
+    keep_days    a run that ended longer ago goes
+    keep_runs    so many stay
+    keep_bytes   so much stays. The newest run stays even if it is larger: a budget must not eat what was just made
+    always       no live run goes, and none in the first minutes after its end: somebody is about to look at it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import os
+import shutil
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sgpu_magic.config import Settings
+from sgpu_magic.protocol.ids import is_valid_id, short
+
+JUST_ENDED_S = 300.0
+_DAY_S = 24 * 3600.0
+# a file in `uploads` is taken within seconds of its writing, or as long as its run waits in the queue
+_UPLOAD_STALE_S = 3600.0
+_LOG_BYTES = 10_000_000
+_LOG_TAIL_BYTES = 1_000_000
+# after a run's end: nothing may compete with its result or with the next run's start
+_DELAY_S = 10.0
+_INTERVAL_S = 3600.0
+# a run's id follows; no command takes such a name for a run
+_REMOVING = ".removing-"
+_BLOCK_BYTES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class RunOnDisk:
+    """The directory of a run that has ended.
+
+    Args:
+        run_id: The run.
+        ended_at: Wall-clock time of its end.
+        bytes: What it takes on the disk.
+    """
+
+    run_id: str
+    ended_at: float
+    bytes: int
+
+
+class Why(enum.StrEnum):
+    """The setting that a run's directory is beyond."""
+
+    AGE = "keep_days"
+    COUNT = "keep_runs"
+    BYTES = "keep_bytes"
+
+
+def choose_removals(runs: Iterable[RunOnDisk], settings: Settings, now: float) -> list[tuple[str, Why]]:
+    """Return the runs whose directories are to go and why, the oldest first.
+
+    Args:
+        runs: All that have ended and have a directory.
+        settings: `keep_days`, `keep_runs` and `keep_bytes` are the budget.
+        now: Wall-clock time.
+    """
+    removals: list[tuple[str, Why]] = []
+    beyond: Why | None = None
+    kept = kept_bytes = 0
+    for run in sorted(runs, key=lambda run: (-run.ended_at, run.run_id)):
+        age = now - run.ended_at
+        if beyond is None:
+            if age > settings.keep_days * _DAY_S:
+                beyond = Why.AGE
+            elif kept >= settings.keep_runs:
+                beyond = Why.COUNT
+            elif kept and kept_bytes + run.bytes > settings.keep_bytes:
+                beyond = Why.BYTES
+        if beyond is None or age < JUST_ENDED_S:
+            kept += 1
+            kept_bytes += run.bytes
+        else:
+            removals.append((run.run_id, beyond))
+    return removals[::-1]
+
+
+class Retention:
+    """Looks after the state directory of one pool. Everything but the work on the disk is in the loop's thread.
+
+    Args:
+        settings: Where it is, and the budget.
+        is_live: Whether a run goes on, or its directory is still needed; asked in the loop's thread.
+        delay_s: Seconds from `schedule` to the look at the disk.
+    """
+
+    def __init__(self, settings: Settings, is_live: Callable[[str], bool], *, delay_s: float = _DELAY_S) -> None:
+        self._settings = settings
+        self._is_live = is_live
+        self._delay_s = delay_s
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._sweep: asyncio.Task[None] | None = None
+        self._again = False
+        self._closing = threading.Event()
+
+    def schedule(self) -> None:
+        """Look soon, once for all calls until then. The first call comes when the pool knows which runs are live."""
+        self._again = self._sweep is not None
+        if self._sweep is None:
+            self._look_in(self._delay_s)
+
+    def close(self) -> None:
+        """Stop. A removal that is cut short is finished by the next pool."""
+        self._closing.set()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._sweep is not None:
+            self._sweep.cancel()
+
+    def _look_in(self, seconds: float) -> None:
+        due = self._loop.time() + seconds
+        if self._closing.is_set() or (self._timer is not None and self._timer.when() <= due):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(due, self._begin)
+
+    def _begin(self) -> None:
+        self._timer = None
+        self._again = False
+        self._sweep = self._loop.create_task(self._look())
+        self._sweep.add_done_callback(self._looked)
+
+    def _looked(self, sweep: asyncio.Task[None]) -> None:
+        self._sweep = None
+        if sweep.cancelled():
+            return
+        # a fault of this module is told as any other of the pool's
+        sweep.result()
+        self._look_in(self._delay_s if self._again else _INTERVAL_S)
+
+    async def _look(self) -> None:
+        settings = self._settings
+        run_in_thread = self._loop.run_in_executor
+        directories = await run_in_thread(None, _named, settings.runs_path, is_valid_id)
+        uploads = await run_in_thread(None, _stale_uploads, settings.state_path / "uploads", time.time())
+        # asked before they are measured: what a run writes last tells when it ended
+        ended = [path for path in directories if not self._is_live(path.name)]
+        orphans = [path for path in uploads if not self._is_live(path.name.lstrip(".").partition(".")[0])]
+        runs = await run_in_thread(None, _measure_all, ended)
+        removals = choose_removals(runs, settings, time.time())
+        await run_in_thread(None, self._remove, removals, orphans)
+
+    def _remove(self, removals: Sequence[tuple[str, Why]], uploads: Sequence[Path]) -> None:
+        runs = self._settings.runs_path
+        for path in _named(runs, lambda name: name.startswith(_REMOVING)):
+            if not self._closing.is_set():
+                _delete(path)
+        for run_id, why in removals:
+            if self._closing.is_set():
+                return
+            if remove_directory(runs, run_id):
+                sys.stderr.write(f"the directory of run {short(run_id)} was removed: it is beyond {why}\n")
+        for path in uploads:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        state = self._settings.state_path
+        zygote_logs = _named(state / "logs", lambda name: name.startswith("zygote-"))
+        for log in (state / "pool.log", *zygote_logs):
+            cap_log(log, _LOG_BYTES)
+        _remove_old(zygote_logs, time.time() - self._settings.keep_days * _DAY_S)
+
+
+def remove_directory(runs_path: Path, run_id: str) -> bool:
+    """Remove a run's directory so that nobody ever sees half of it. False when it is gone already or can't go."""
+    hidden = runs_path / f"{_REMOVING}{run_id}"
+    try:
+        os.rename(runs_path / run_id, hidden)
+    except OSError:
+        return False
+    _delete(hidden)
+    return True
+
+
+def measure(directory: Path) -> tuple[int, float]:
+    """Return the bytes that a directory takes on the disk, and when it or something directly in it last changed.
+
+    Links are not followed, and a file with several names counts once.
+    """
+    changed = 0.0
+    total = 0
+    seen: set[tuple[int, int]] = set()
+    pending = [os.fspath(directory)]
+    with contextlib.suppress(OSError):
+        changed = os.lstat(directory).st_mtime
+    while pending:
+        folder = pending.pop()
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                status = entry.stat(follow_symlinks=False)
+                if folder == os.fspath(directory):
+                    changed = max(changed, status.st_mtime)
+                if stat.S_ISDIR(status.st_mode):
+                    pending.append(entry.path)
+                elif status.st_nlink > 1:
+                    if (status.st_dev, status.st_ino) in seen:
+                        continue
+                    seen.add((status.st_dev, status.st_ino))
+                total += status.st_blocks * _BLOCK_BYTES
+    return total, changed
+
+
+def cap_log(path: Path, most_bytes: int) -> None:
+    """Begin a log that is larger than `most_bytes` anew; its last part goes to a file named `.old` beside it.
+
+    It stays the same file: a process that appends to it goes on.
+    """
+    with contextlib.suppress(OSError), open(path, "rb+") as log:
+        size = log.seek(0, os.SEEK_END)
+        if size <= most_bytes:
+            return
+        log.seek(size - _LOG_TAIL_BYTES if size > _LOG_TAIL_BYTES else 0)
+        temporary = path.with_name(f".{path.name}.part")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as tail:
+            tail.write(log.read(_LOG_TAIL_BYTES))
+        os.replace(temporary, path.with_name(f"{path.name}.old"))
+        log.truncate(0)
+
+
+def _measure_all(directories: Iterable[Path]) -> list[RunOnDisk]:
+    found: list[RunOnDisk] = []
+    for path in directories:
+        size, changed = measure(path)
+        found.append(RunOnDisk(path.name, changed, size))
+    return found
+
+
+def _stale_uploads(folder: Path, now: float) -> list[Path]:
+    return [path for path in _named(folder, lambda _: True) if now - _changed(path, now) > _UPLOAD_STALE_S]
+
+
+def _remove_old(paths: Iterable[Path], before: float) -> None:
+    for path in paths:
+        if _changed(path, before) < before:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _changed(path: Path, otherwise: float) -> float:
+    try:
+        return os.lstat(path).st_mtime
+    except OSError:
+        return otherwise
+
+
+def _named(folder: Path, fits: Callable[[str], bool]) -> list[Path]:
+    try:
+        return [folder / name for name in os.listdir(folder) if fits(name)]
+    except OSError:
+        return []
+
+
+def _delete(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    if os.path.lexists(path):
+        # directories that the user's code closed or made read-only
+        with contextlib.suppress(OSError):
+            os.chmod(path, 0o700)
+            for folder, folders, _ in os.walk(path):
+                for name in folders:
+                    inner = os.path.join(folder, name)
+                    if not os.path.islink(inner):
+                        os.chmod(inner, 0o700)
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,152 @@
+"""What an earlier pool service left when it was killed.
+
+Runs whose agent lives go on under this service. A run that was only queued is submitted again by its notebook. Of all
+others the ledger says that they were lost, and their logs stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from sgpu_magic import processes
+from sgpu_magic.engines.base import Engine
+from sgpu_magic.pool import stimuli as sched
+from sgpu_magic.pool.ledger import Ledger
+from sgpu_magic.pool.restarts import Restarts
+from sgpu_magic.pool.run_book import PoolRun, RunBook
+from sgpu_magic.pool.run_log import RunLog, read_spec
+from sgpu_magic.protocol.events import Noted, RunEnded
+from sgpu_magic.protocol.messages import Submit
+from sgpu_magic.protocol.node_messages import HeldRun
+from sgpu_magic.protocol.records import Failure, RunSpec
+from sgpu_magic.protocol.states import FailureKind, RunState
+
+_TAKEN_OVER = "the pool service ended unexpectedly; another one was started and has taken the run over"
+_LOST = "the pool service and the agent of its ranks ended unexpectedly"
+_NOT_AGAIN = "the pool service ended while the run waited in its queue, and its notebook did not submit it again"
+_NO_OWNER = "the notebook that started it is gone"
+_LOOK_S = 0.25
+
+
+class Succession:
+    """Takes over once, when the node has said what it holds.
+
+    Args:
+        ledger: With the rows that the earlier service left unfinished.
+        book: Gets the runs that go on.
+        engine: Where they are.
+        restarts: Goes on with groups that were about to be started again.
+        feed: Tells the scheduler.
+        timeout_s: Seconds for which a notebook may take to come back to its run.
+
+    Attributes:
+        done: What was left is known.
+        resubmittable: Runs that were only queued.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        book: RunBook,
+        engine: Engine,
+        restarts: Restarts,
+        feed: Callable[[sched.Stimulus], None],
+        timeout_s: float,
+    ) -> None:
+        self._ledger = ledger
+        self._book = book
+        self._engine = engine
+        self._restarts = restarts
+        self._feed = feed
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        # before this service accepts any
+        self._unfinished = ledger.unfinished()
+        self._until = self._loop.time() + timeout_s
+        self.done = False
+        self.resubmittable: dict[str, RunSpec] = {}
+
+    def take_over(self, held: Sequence[HeldRun]) -> None:
+        self.done = True
+        for one in held:
+            self._adopt(one)
+        adopted = {one.launch.spec.run_id for one in held}
+        for run_id in self._unfinished:
+            if run_id not in adopted:
+                self._judge(run_id)
+        if held or self.resubmittable:
+            self._look()
+
+    def submitted(self, run_id: str) -> None:
+        """The notebook has submitted a queued run again."""
+        self.resubmittable.pop(run_id, None)
+
+    def _adopt(self, held: HeldRun) -> None:
+        launch = held.launch
+        now = time.monotonic()
+        submit = Submit(
+            request=0,
+            spec=launch.spec,
+            interpreter=launch.interpreter,
+            context=launch.context,
+            payload=launch.payload,
+        )
+        run = PoolRun(submit, (), None)
+        run.log = RunLog(self._book.directory(run.run_id), run.run_id)
+        run.placed_at = time.time() - held.started_s
+        run.attempt = launch.attempt
+        run.ended = run.log.ended is not None
+        run.adopted = True
+        run.state = held.state
+        if run.log.failed_attempt is not None and run.log.failed_attempt.attempt > launch.attempt:
+            self._restarts.resume(run, run.log.failed_attempt)
+        self._book.add(run)
+        metered_at = now - held.started_s
+        self._feed(sched.RunAdopted(launch.spec, launch.lease, held.state, metered_at, now))
+        if not run.ended:
+            self._ledger.update(run.run_id, state=held.state, lease=launch.lease)
+            self._book.tell(run, Noted(text=_TAKEN_OVER), time.time())
+        self._engine.adopt(run.run_id, run.log.number)
+
+    def _judge(self, run_id: str) -> None:
+        row = self._ledger.summary(run_id)
+        spec = read_spec(self._book.directory(run_id))
+        if row is not None and row.state is RunState.QUEUED and not row.started_at and spec is not None:
+            self.resubmittable[run_id] = spec
+        else:
+            self._close(run_id, _LOST)
+
+    def _look(self) -> None:
+        """Runs whose notebooks are dead, or do not come back, are ended as the earlier service would have done."""
+        over = self._loop.time() > self._until
+        for run_id, spec in list(self.resubmittable.items()):
+            if over or not processes.is_alive(spec.owner.pid):
+                del self.resubmittable[run_id]
+                self._close(run_id, _NOT_AGAIN)
+        waits = bool(self.resubmittable)
+        for run in self._book.going:
+            if run.adopted and run.owner is None and not run.spec.detach and not run.ended:
+                if over or not processes.is_alive(run.spec.owner.pid):
+                    self._feed(sched.CancelRequested(run.run_id, _NO_OWNER, time.monotonic()))
+                else:
+                    waits = True
+        if waits:
+            self._loop.call_later(_LOOK_S, self._look)
+
+    def _close(self, run_id: str, why: str) -> None:
+        """Say the last word of a run that is gone; its logs stay."""
+        now = time.time()
+        state = RunState.FAILED
+        directory = self._book.directory(run_id)
+        if directory.is_dir():
+            log = RunLog(directory, run_id)
+            if log.ended is not None:
+                # it had ended, and only the ledger did not hear of it any more
+                state, why = log.ended.state, log.ended.reason
+            else:
+                failure = Failure(kind=FailureKind.NODE_LOST, message=why, at=now)
+                log.append(RunEnded(state=RunState.FAILED, failure=failure), now)
+            log.close()
+        self._ledger.update(run_id, state=state, ended_at=now, failure=why)

@@ -1,0 +1,125 @@
+"""torch's flight recorder: the collective that this rank is in.
+
+torch 2.8 and newer record gloo and NCCL alike, earlier ones NCCL alone and under another name; a torch that has
+neither tells nothing. `TORCH_FR_BUFFER_SIZE` must be set before the first process group is made.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import cast
+
+import msgspec
+
+from sgpu_magic.protocol.records import Collective
+
+BUFFER_ENTRIES = 2000
+_DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+# the variable that each of them reads
+_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+
+
+class _Entry(msgspec.Struct):
+    """The part of an entry that is read here; absent in some versions what has a default."""
+
+    profiling_name: str = ""
+    state: str = ""
+    collective_seq_id: int = 0
+    p2p_seq_id: int = 0
+    is_p2p: bool = False
+    retired: bool = False
+    pg_id: int = 0
+    process_group: tuple[str, ...] = ()
+    time_created_ns: int = 0
+
+
+class _Trace(msgspec.Struct):
+    entries: list[_Entry] = msgspec.field(default_factory=list[_Entry])
+
+
+_decoder = msgspec.json.Decoder(_Trace)
+
+
+def switch_on() -> None:
+    """Ask torch to record, unless the user has said how much. Before the first process group.
+
+    Without a number gloo does not record. A torch that knows the newer variable warns of the older one.
+    """
+    if not any(name in os.environ for name in _SIZES):
+        name = _dump_name(_bindings())
+        if name:
+            os.environ[_SIZES[_DUMPS.index(name)]] = str(BUFFER_ENTRIES)
+
+
+def current(rehearsed: int = 0) -> tuple[Collective | None, float]:
+    """Return the collective that this rank is in, else its last one, and when it was called.
+
+    None and 0.0 when none is recorded. The time is in seconds since the epoch.
+
+    Takes 30 ms when the recorder is full, without waiting for any collective. May be called by any thread.
+
+    Args:
+        rehearsed: Collectives of the first process group that were none of the user's.
+    """
+    bindings = _bindings()
+    name = _dump_name(bindings)
+    if not name:
+        return None, 0.0
+    dump = cast(Callable[[], bytes | str], getattr(bindings, name))
+    try:
+        return newest(dump(), rehearsed)
+    except (RuntimeError, msgspec.DecodeError):
+        # a recorder that is switched off, or of a form that this version does not know
+        return None, 0.0
+
+
+def newest(trace: bytes | str, rehearsed: int = 0) -> tuple[Collective | None, float]:
+    """Return the first collective of the trace that is not done, else the last one, and when it was called.
+
+    NCCL's are queued: the rank waits in the first of those that are not done.
+    """
+    entries = _decoder.decode(trace).entries
+    theirs = [entry for entry in entries if not _is_rehearsed(entry, rehearsed)]
+    if not theirs:
+        return None, 0.0
+    entry = next((entry for entry in theirs if _is_pending(entry)), theirs[-1])
+    number = entry.p2p_seq_id if entry.is_p2p else entry.collective_seq_id
+    if entry.pg_id == 0 and not entry.is_p2p:
+        number -= rehearsed
+    found = Collective(
+        name=entry.profiling_name.rpartition(":")[2].split(" ")[0],
+        seq=number,
+        pending=_is_pending(entry),
+        group=_group_name(entry),
+    )
+    return found, entry.time_created_ns / 1e9
+
+
+def _bindings() -> ModuleType | None:
+    try:
+        return importlib.import_module("torch._C._distributed_c10d")
+    except ImportError:
+        return None
+
+
+def _dump_name(bindings: ModuleType | None) -> str:
+    return next((name for name in _DUMPS if hasattr(bindings, name)), "")
+
+
+def _is_pending(entry: _Entry) -> bool:
+    return not entry.retired and entry.state != "completed"
+
+
+def _is_rehearsed(entry: _Entry, rehearsed: int) -> bool:
+    return entry.pg_id == 0 and not entry.is_p2p and entry.collective_seq_id <= rehearsed
+
+
+def _group_name(entry: _Entry) -> str:
+    """The group's description where the user gave one, else its number; "" for the default group."""
+    name, description = (*entry.process_group, "", "")[:2]
+    if description == "default_pg" or name in ("", "0"):
+        return ""
+    return description if description not in ("", "undefined") else name

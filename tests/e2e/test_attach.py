@@ -1,0 +1,383 @@
+"""Runs that go on without their notebook, and notebooks that come back to them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from kernels import Cell, Home, Kernel, eventually, is_alive, wait_gone
+
+# prints until it may end; the file is the test's word
+UNTIL_TOLD = (
+    "import os, time\n"
+    "print('first', rank, flush=True)\n"
+    "step = 0\n"
+    "while not os.path.exists({name!r}):\n"
+    "    step += 1\n"
+    "    time.sleep(0.02)\n"
+    "print('last', rank)\n"
+)
+
+
+class Word:
+    """A file that a run waits for."""
+
+    def __init__(self, home: Home, name: str) -> None:
+        self._path: Path = home.work / name
+        self.body = UNTIL_TOLD.format(name=name)
+
+    def give(self) -> None:
+        self._path.touch()
+
+
+@pytest.fixture
+def word(home: Home, request: pytest.FixtureRequest) -> Word:
+    return Word(home, f"word-{request.node.name[:40]}")
+
+
+def submit_detached(kernel: Kernel, body: str, options: str = "") -> str:
+    """Run a cell with `--detach` and return the run's short id."""
+    reply = kernel.check(f"%%distributed -n 2 --detach {options}\n{body}")
+    assert "goes on without this notebook" in reply.text, reply.story
+    return reply.text.rpartition("%sgpu_attach ")[2][:4]
+
+
+def started(kernel: Kernel, body: str, options: str = "") -> tuple[Cell, str]:
+    """Start a run, wait until both ranks have printed, and return its cell and id."""
+    before = set(kernel.home.runs)
+    cell = kernel.start(f"%%distributed -n 2 {options}\n{body}")
+    cell.until_shown("[0] first 0")
+    cell.until_shown("[1] first 1")
+    (run_id,) = set(kernel.home.runs) - before
+    return cell, run_id
+
+
+# ------------------------------------------------------------ come back
+
+
+def test_a_detached_run_outlives_its_kernel_and_is_picked_up_whole(
+    home: Home, kernel: Kernel, new_kernel: Callable[..., Kernel], word: Word
+):
+    first = new_kernel()
+    # large enough to lie in the kernel's memory
+    first.check("import numpy as np\ntable = np.arange(200_000)")
+    begun = time.monotonic()
+    run = submit_detached(first, f"{word.body}total = int(table.sum()) + rank\nmine = rank", "--out total,mine:all")
+    assert time.monotonic() - begun < 5
+    first.kill()
+    second = new_kernel()
+    cell = second.start("result = %sgpu_attach")
+    cell.until_shown("[0] first 0")
+    cell.until_shown("[1] first 1")
+    word.give()
+    reply = cell.wait()
+    assert reply.status == "ok", reply.story
+    assert reply.lines(0) == ["first 0", "last 0"]
+    assert reply.lines(1) == ["first 1", "last 1"]
+    assert "succeeded" in reply.text
+    assert second.value("[total, mine, result.run_id[:4]]") == [200_000 * 199_999 // 2, [0, 1], run]
+
+
+def test_a_run_that_has_ended_is_shown_whole_and_brings_its_results(kernel: Kernel, home: Home):
+    kernel.check("%%distributed -n 2 --out answer\nprint('once', rank)\nanswer = 42\nanswer + rank")
+    run = home.runs[-1][:4]
+    kernel.check("del answer")
+    reply = kernel.check(f"%sgpu_attach {run}")
+    assert [reply.lines(rank) for rank in (0, 1)] == [["once 0"], ["once 1"]]
+    assert reply.result == f"run {run}: [42, 43]"
+    assert kernel.value("answer") == 42
+    # and once more: nothing is used up
+    assert kernel.check(f"%sgpu_attach {run} --ui none").result == f"run {run}: [42, 43]"
+
+
+def test_a_large_result_is_there_for_everybody_who_comes(kernel: Kernel, new_kernel: Callable[..., Kernel], home: Home):
+    run = submit_detached(kernel, "import numpy as np\nbig = np.full(300_000, rank + 1)", "--out big:all")
+    for where in (kernel, new_kernel(), kernel):
+        where.check(f"%sgpu_attach {run}")
+        assert where.value("[int(each.sum()) for each in big]") == [300_000, 600_000]
+    home.check_leaks()
+
+
+def test_results_that_lie_nowhere_any_more_are_an_error_that_says_so(new_home: Callable[..., Home]):
+    home = new_home({"SGPU_KEEP_PAYLOAD": "100000"})
+    kernel = Kernel(home)
+    try:
+        kernel.check("%%distributed -n 1 --out gone\nimport numpy as np\nprint('said')\ngone = np.ones(300_000)")
+        run = home.runs[-1][:4]
+        reply = kernel.run(f"%sgpu_attach {run}")
+        assert reply.ename == "SerializationError"
+        assert f"what rank 0 of run {run} returned is gone" in reply.evalue
+        assert "keep_payload" in reply.evalue
+        assert "[0] said" in reply.text
+    finally:
+        kernel.close()
+
+
+def test_a_failed_run_raises_what_it_raised(kernel: Kernel, home: Home):
+    kernel.run("%%distributed -n 2\nprint('before')\nif rank == 1: {}['missing']")
+    run = home.runs[-1][:4]
+    reply = kernel.run(f"%sgpu_attach {run}")
+    assert reply.ename == "KeyError"
+    assert "rank 1 of 2" in reply.traceback
+    assert "if rank == 1: {}['missing']" in reply.traceback
+    assert "[0] before" in reply.text
+    caught = kernel.check(
+        f"try:\n    get_ipython().run_line_magic('sgpu_attach', '{run}')\n"
+        "except KeyError as error:\n    print('caught', error.args, error.rank, error.run_id[:4])"
+    )
+    assert f"caught ('missing',) 1 {run}" in caught.text
+
+
+def test_a_cancelled_run_is_cancelled_here_too(kernel: Kernel, home: Home, word: Word):
+    cell, run_id = started(kernel, word.body)
+    kernel.interrupt()
+    assert cell.wait(10).status == "error"
+    reply = kernel.run(f"%sgpu_attach {run_id}")
+    assert reply.ename == "RunCancelled"
+    assert "it was interrupted" in reply.evalue
+
+
+def test_two_kernels_follow_one_run_live(kernel: Kernel, new_kernel: Callable[..., Kernel], word: Word):
+    other = new_kernel()
+    run = submit_detached(kernel, f"{word.body}value = 7", "--out value")
+    cells = [where.start(f"%sgpu_attach {run}") for where in (kernel, other)]
+    for cell in cells:
+        cell.until_shown("[1] first 1")
+    word.give()
+    for cell, where in zip(cells, (kernel, other), strict=True):
+        reply = cell.wait()
+        assert reply.status == "ok", reply.story
+        assert reply.lines(0) == ["first 0", "last 0"]
+        assert where.value("value") == 7
+
+
+def test_another_kernel_follows_a_cell_that_blocks_its_own(
+    kernel: Kernel, new_kernel: Callable[..., Kernel], word: Word
+):
+    other = new_kernel()
+    cell, run_id = started(kernel, f"{word.body}value = 8", "--out value")
+    watching = other.start(f"%sgpu_attach {run_id[:6]}")
+    watching.until_shown("[1] first 1")
+    word.give()
+    assert cell.wait().lines(0) == ["first 0", "last 0"]
+    assert watching.wait().lines(0) == ["first 0", "last 0"]
+    assert [kernel.value("value"), other.value("value")] == [8, 8]
+
+
+def test_an_interrupt_only_stops_the_watching(kernel: Kernel, home: Home, word: Word):
+    run = submit_detached(kernel, word.body)
+    cell = kernel.start(f"%sgpu_attach {run}")
+    later = kernel.start("later = True")
+    cell.until_shown("[1] first 1")
+    pids = home.rank_pids()
+    pressed = time.monotonic()
+    kernel.interrupt()
+    reply = cell.wait(10)
+    assert time.monotonic() - pressed < 2
+    assert reply.status == "ok"
+    assert f"stopped watching; run {run} goes on" in reply.text
+    assert later.wait().status == "ok"
+    assert all(is_alive(pid) for pid in pids)
+    word.give()
+    assert kernel.check(f"%sgpu_attach {run}").lines(1) == ["first 1", "last 1"]
+
+
+def test_what_can_not_be_attached_to(kernel: Kernel):
+    reply = kernel.run("%sgpu_attach ffff")
+    assert reply.ename == "RunUnknown"
+    assert "ffff" in reply.evalue
+    assert kernel.run("%sgpu_attach nonsense").ename == "UsageError"
+    assert "unrecognized arguments" in kernel.run("%sgpu_attach 7f3a and more").evalue
+    assert kernel.run("%sgpu_detach ffff").ename == "RunUnknown"
+
+
+def test_a_run_of_an_earlier_pool_is_still_there(new_home: Callable[..., Home]):
+    home = new_home()
+    kernel = Kernel(home)
+    try:
+        kernel.check("%%distributed -n 2 --out kept\nprint('old', rank)\nkept = [1, 2]")
+        run = home.runs[-1][:4]
+        before = home.pool_pid()
+        assert before is not None
+        os.kill(before, signal.SIGTERM)
+        wait_gone(before)
+        kernel.check("del kept")
+        assert kernel.check(f"%sgpu_attach {run}").lines(1) == ["old 1"]
+        assert kernel.value("kept") == [1, 2]
+        assert home.pool_pid() != before
+    finally:
+        kernel.close()
+
+
+# ------------------------------------------------------------ let go
+
+
+def test_detaching_from_another_kernel_frees_the_cell(
+    kernel: Kernel, new_kernel: Callable[..., Kernel], home: Home, word: Word
+):
+    other = new_kernel()
+    cell, run_id = started(kernel, f"{word.body}value = 9", "--out value")
+    pids = home.rank_pids()
+    asked = time.monotonic()
+    assert f"run {run_id[:4]} goes on without a notebook" in other.check(f"%sgpu_detach {run_id}").text
+    reply = cell.wait(10)
+    assert time.monotonic() - asked < 3
+    assert reply.status == "ok"
+    assert f"%sgpu_attach {run_id[:4]} shows it and brings value" in reply.text
+    assert kernel.check("print('free')").text == "free"
+    assert all(is_alive(pid) for pid in pids)
+    word.give()
+    # the old Detached in its history ends nothing
+    assert kernel.check(f"%sgpu_attach {run_id}").lines(0) == ["first 0", "last 0"]
+    assert kernel.value("value") == 9
+
+
+def test_a_detached_runs_memory_is_not_written_again(
+    kernel: Kernel, new_kernel: Callable[..., Kernel], home: Home, word: Word
+):
+    """The ranks map what the notebook shipped: the next cell's variables must not appear in it."""
+    other = new_kernel()
+    kernel.check("import numpy as np\ndata = np.zeros(500_000)")
+    cell, run_id = started(kernel, f"{word.body}total = float(data.sum())", "--out total")
+    other.check(f"%sgpu_detach {run_id}")
+    assert cell.wait(10).status == "ok"
+    kernel.check("data = np.ones(500_000)")
+    kernel.check("%%distributed -n 2 --ui none --out mine\nmine = float(data.sum())")
+    assert kernel.value("mine") == 500_000
+    word.give()
+    kernel.check(f"%sgpu_attach {run_id}")
+    assert kernel.value("total") == 0
+
+
+def test_a_run_of_a_blocked_notebook_is_kept_when_it_was_detached_and_the_kernel_dies(
+    home: Home, kernel: Kernel, new_kernel: Callable[..., Kernel], word: Word
+):
+    first = new_kernel()
+    cell, run_id = started(first, word.body)
+    kernel.check(f"%sgpu_detach {run_id}")
+    assert cell.wait(10).status == "ok"
+    first.kill()
+    word.give()
+    assert kernel.check(f"%sgpu_attach {run_id}").lines(1) == ["first 1", "last 1"]
+
+
+# ------------------------------------------------------------ restart
+
+
+def test_runs_go_on_when_the_kernel_is_restarted_and_the_setting_says_so(
+    home: Home, kernel: Kernel, new_kernel: Callable[..., Kernel], word: Word
+):
+    first = new_kernel(variables={"SGPU_DETACH_ON_RESTART": "1"})
+    started(first, f"{word.body}value = 10", "--out value")
+    pids = home.rank_pids()
+    first.restart()
+    assert all(is_alive(pid) for pid in pids)
+    first.check("%load_ext sgpu_magic")
+    cell = first.start("%sgpu_attach")
+    cell.until_shown("[1] first 1")
+    word.give()
+    reply = cell.wait()
+    assert reply.lines(0) == ["first 0", "last 0"], reply.story
+    assert first.value("value") == 10
+
+
+def test_runs_end_when_the_kernel_is_restarted_without_it(
+    home: Home, kernel: Kernel, new_kernel: Callable[..., Kernel], word: Word
+):
+    first = new_kernel()
+    started(first, word.body)
+    pids = home.rank_pids()
+    first.restart()
+    eventually(lambda: not any(is_alive(pid) for pid in pids), 8, "the ranks are gone")
+
+
+def test_an_interrupt_is_still_one_when_restarts_detach(
+    home: Home, kernel: Kernel, new_kernel: Callable[..., Kernel], word: Word
+):
+    first = new_kernel(variables={"SGPU_DETACH_ON_RESTART": "1"})
+    cell, _ = started(first, word.body)
+    pressed = time.monotonic()
+    first.interrupt()
+    assert cell.wait(10).ename == "RunCancelled"
+    assert time.monotonic() - pressed < 3
+    first.check("%unload_ext sgpu_magic")
+
+
+# ------------------------------------------------------------ the pool dies
+
+
+def kill_pool(home: Home) -> int:
+    pid = home.pool_pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def test_a_cell_goes_on_when_its_pool_is_killed(new_home: Callable[..., Home]):
+    home = new_home()
+    kernel = Kernel(home)
+    try:
+        word = Word(home, "word")
+        kernel.check("import numpy as np\ndata = np.ones(300_000)")
+        cell, _ = started(kernel, f"{word.body}value = float(data.sum())", "--out value")
+        pids = home.rank_pids()
+        killed = kill_pool(home)
+        cell.until(lambda: home.pool_pid() not in (None, killed), 20, "there is another pool")
+        assert all(is_alive(pid) for pid in pids)
+        # and once more
+        killed = kill_pool(home)
+        cell.until(lambda: home.pool_pid() not in (None, killed), 20, "there is a third pool")
+        word.give()
+        reply = cell.wait()
+        assert reply.status == "ok", reply.story
+        assert reply.lines(0) == ["first 0", "last 0"]
+        assert reply.lines(1) == ["first 1", "last 1"]
+        assert kernel.value("value") == 300_000
+        assert kernel.check("%%distributed -n 2\nprint('next')").lines(1) == ["next"]
+    finally:
+        kernel.close()
+
+
+def test_a_queued_cell_goes_on_when_its_pool_is_killed(new_home: Callable[..., Home]):
+    home = new_home({"SGPU_CPU_SLOTS": "2"})
+    holder, kernel = Kernel(home), Kernel(home)
+    try:
+        word = Word(home, "word")
+        kernel.check("import numpy as np\ndata = np.ones(300_000)")
+        holding, _ = started(holder, word.body)
+        cell = kernel.start(
+            "%%distributed -n 2 --out value\nprint('at last', rank, flush=True)\nvalue = float(data.sum())"
+        )
+        cell.until_shown("position 1")
+        killed = kill_pool(home)
+        cell.until(lambda: home.pool_pid() not in (None, killed), 20, "there is another pool")
+        word.give()
+        assert holding.wait().lines(0) == ["first 0", "last 0"]
+        reply = cell.wait()
+        assert reply.status == "ok", reply.story
+        assert reply.lines(1) == ["at last 1"]
+        assert kernel.value("value") == 300_000
+    finally:
+        holder.close()
+        kernel.close()
+
+
+def test_an_interrupt_frees_a_cell_whose_pool_was_killed(new_home: Callable[..., Home]):
+    home = new_home()
+    kernel = Kernel(home)
+    try:
+        cell, _ = started(kernel, Word(home, "never").body)
+        pids = home.rank_pids()
+        kill_pool(home)
+        pressed = time.monotonic()
+        kernel.interrupt()
+        reply = cell.wait(10)
+        assert time.monotonic() - pressed < 3
+        assert reply.ename == "RunCancelled", reply.story
+        eventually(lambda: not any(is_alive(pid) for pid in pids), 15, "the ranks are gone")
+    finally:
+        kernel.close()

@@ -1,0 +1,203 @@
+"""Ranks that die without a word: what killed them, where they were, what they said last; the others are released."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kernels import Kernel, Reply
+
+MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
+
+# the stack of rank 1 at its death has two functions of the cell
+WAIT_IN_TWO = (
+    "import os, time, torch.distributed as dist\n"
+    "def outer(): inner()\n"
+    "def inner():\n"
+    "    print('step 1', flush=True); print('step 2', flush=True)\n"
+    "    time.sleep(0.4)\n"
+    "    {death}\n"
+    "dist.barrier()\n"
+    "if rank == 1: outer()\n"
+    "dist.barrier()"
+)
+
+
+def after_begin(reply: Reply) -> float:
+    """Seconds that the run itself took, as it says."""
+    found = re.search(r"failed after ([\d.]+) (ms|s)", reply.evalue)
+    assert found, reply.story
+    return float(found[1]) / (1000 if found[2] == "ms" else 1)
+
+
+def check_next(kernel: Kernel, ranks: int = 2) -> None:
+    assert kernel.check(f"%%distributed -n {ranks}\nprint('next')").lines(ranks - 1) == ["next"]
+
+
+# ---------------------------------------------------------------- each kind of death
+
+
+@pytest.mark.parametrize(
+    ("death", "says"),
+    [
+        ("os._exit(3)", r"left with exit code 3 before its cell was done"),
+        (
+            "os.kill(os.getpid(), 9)",
+            r"was killed by SIGKILL: somebody or something killed it \(it held [\d.]+ of \d+ GB\)",
+        ),
+        ("os.abort()", r"was killed by SIGABRT: C code gave up"),
+        ("import ctypes; ctypes.string_at(0)", r"was killed by SIGSEGV: a crash in C code"),
+        ("os.kill(os.getpid(), 7)", r"was killed by SIGBUS"),
+    ],
+    ids=["_exit", "KILL", "abort", "SEGV", "BUS"],
+)
+def test_death_is_told_whole(kernel: Kernel, death: str, says: str):
+    count = kernel.check("pass").execution_count + 1
+    reply = kernel.run("%%distributed -n 4\n" + WAIT_IN_TWO.format(death=death))
+    assert reply.ename == "WorkerDied", reply.story
+    assert after_begin(reply) < 0.4 + 1
+    told = reply.traceback
+    assert re.search(rf"rank 1 of 4 \(process \d+\) {says}", told), told
+    # C code's crash is at its own line, a kill may be seen 50 ms before
+    line = "[67]" if "kill" in death else "7"
+    assert re.search(rf"its last Python line: Cell In\[{count}\], line {line}, in inner: ", told), told
+    assert re.search(r"its last output: step 1\s+step 2", told), told
+    assert re.search(r"ranks 0, 2, 3 were released from barrier \(line 10\)", told), told
+    # faulthandler's own text is no output of the rank
+    assert reply.lines(1) == ["step 1", "step 2"]
+    check_next(kernel, 4)
+
+
+def test_stack_of_a_dead_rank_stands_in_its_failure(kernel: Kernel):
+    body = WAIT_IN_TWO.format(death="os.kill(os.getpid(), 11)")
+    kernel.check(
+        "from sgpu_magic.errors import WorkerDied\n"
+        "try:\n"
+        f"    get_ipython().run_cell_magic('distributed', '-n 2', {body!r})\n"
+        "except WorkerDied as error:\n"
+        "    told = error.remote_traceback"
+    )
+    told = kernel.value("told")
+    # innermost first or last, but all of them, and nothing below the cell
+    for word in ("in inner", "in outer"):
+        assert word in told, told
+    for word in ("interactiveshell", "zygote", "sgpu_magic"):
+        assert word not in told
+
+
+def test_overflow_of_the_c_stack(kernel: Kernel):
+    # each level takes C stack: Python calls C, which calls Python
+    reply = kernel.run(
+        "%%distributed -n 2\n"
+        "import ctypes, sys, torch.distributed as dist\n"
+        "sys.setrecursionlimit(10_000_000)\n"
+        "kind = ctypes.CFUNCTYPE(None)\n"
+        "def down(): kind(down)()\n"
+        "if rank == 1: down()\n"
+        "dist.barrier()"
+    )
+    assert reply.ename == "WorkerDied", reply.story
+    assert re.search(r"rank 1 of 2 \(process \d+\) was killed by SIGSEGV: .* or its stack overflowed", reply.traceback)
+    assert "line 5, in down: def down(): kind(down)()" in reply.traceback
+    check_next(kernel)
+
+
+def test_sys_exit_with_a_code_names_the_rank(kernel: Kernel):
+    reply = kernel.run(
+        "%%distributed -n 2\nimport sys, torch.distributed as dist\nif rank == 1: sys.exit(3)\ndist.barrier()"
+    )
+    assert "SystemExit" in reply.ename + reply.evalue
+    assert "rank 1 of 2" in reply.traceback
+    assert "rank 0 was released from barrier" in reply.traceback
+    check_next(kernel)
+
+
+def test_crash_of_a_child_process_is_output_of_its_rank(kernel: Kernel):
+    reply = kernel.check(
+        "%%distributed -n 2\n"
+        "import ctypes, os\n"
+        "if rank == 1:\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0: ctypes.string_at(0)\n"
+        "    print('child', os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
+    )
+    assert "child -11" in reply.lines(1)
+    assert any("Segmentation fault" in line for line in reply.lines(1)), reply.story
+
+
+# ---------------------------------------------------------------- memory
+
+
+@pytest.fixture
+def small_memory_group() -> Iterator[Path]:
+    """A memory group of 400 MB, without swap."""
+    if not (MEMORY_GROUPS / "memory.limit_in_bytes").exists():
+        pytest.skip("needs memory cgroups of version 1 at /sys/fs/cgroup/memory")
+    group = MEMORY_GROUPS / f"sgpu-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text("400M")
+    except OSError as error:
+        pytest.skip(f"may not make a memory group: {error}")
+    try:
+        (group / "memory.memsw.limit_in_bytes").write_text("400M")
+    except OSError:
+        if Path("/proc/swaps").read_text().count("\n") > 1:
+            group.rmdir()
+            pytest.skip("the machine has swap that can't be kept out of the group")
+    yield group
+    group.rmdir()
+
+
+def test_the_out_of_memory_killer_is_named(kernel: Kernel, small_memory_group: Path):
+    reply = kernel.run(
+        "%%distributed -n 2\n"
+        "import os, time, torch.distributed as dist\n"
+        "kept = []\n"
+        "if rank == 1:\n"
+        f"    open('{small_memory_group}/cgroup.procs', 'w').write(str(os.getpid()))\n"
+        "    while True:\n"
+        "        kept.append(b'x' * 10_000_000)\n"
+        "dist.barrier()"
+    )
+    assert reply.ename == "WorkerDied", reply.story
+    assert re.search(
+        r"rank 1 of 2 \(process \d+\) was killed by SIGKILL: the system's out-of-memory killer ended it "
+        r"\(it held 0\.\d of \d+ GB\)",
+        reply.traceback,
+    ), reply.traceback
+    check_next(kernel)
+
+
+# ---------------------------------------------------------------- what the others do meanwhile
+
+
+OTHERS = {
+    "all_reduce": "dist.all_reduce(torch.ones(1))",
+    "barrier": "dist.barrier()",
+    "sleep": "time.sleep(600)",
+    "DataLoader": ("for _ in torch.utils.data.DataLoader(Slow(), num_workers=2): pass"),
+    "subprocess": "import subprocess; subprocess.run(['sleep', '600'])",
+}
+
+
+@pytest.mark.parametrize("others", OTHERS.values(), ids=OTHERS.keys())
+def test_an_error_frees_ranks_that_do_something_else(kernel: Kernel, others: str):
+    reply = kernel.run(
+        "%%distributed -n 2\n"
+        "import time, torch, torch.distributed as dist\n"
+        "class Slow(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 100\n"
+        "    def __getitem__(self, index): time.sleep(600)\n"
+        "dist.barrier()\n"
+        "if rank == 1:\n"
+        "    time.sleep(0.4)\n"
+        "    raise ValueError('NaN in batch 118')\n"
+        f"{others}"
+    )
+    assert (reply.ename, reply.evalue) == ("ValueError", "NaN in batch 118"), reply.story
+    assert reply.seconds < 0.4 + 1.5
+    check_next(kernel)

@@ -1,0 +1,191 @@
+"""The troubleshooting notebook: it has a section for every error, really provokes them, and each names its section."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+from kernels import Home, plain
+
+from sgpu_magic import errors
+from sgpu_magic.protocol.states import FailureKind
+
+NOTEBOOK = Path(__file__).parent.parent.parent / errors.GUIDE
+FAILS = "raises-exception"
+# on two cores; a reader waits for it
+MOST_SECONDS = 90
+
+
+def headings() -> list[str]:
+    source = nbformat.read(NOTEBOOK, as_version=4)
+    return [
+        line.removeprefix("## ")
+        for cell in source.cells
+        if cell.cell_type == "markdown"
+        for line in cell.source.splitlines()
+        if line.startswith("## ")
+    ]
+
+
+def error_classes() -> list[type[errors.SgpuError]]:
+    """All of `errors` that are raised: those that no other is made of."""
+    found = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, errors.SgpuError)]
+    return [cls for cls in found if cls not in (errors.SgpuError, errors.RunFailed)]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A cell of the executed notebook.
+
+    Args:
+        section: The heading above it.
+        fails: It is tagged as one that does.
+        text: All that is below it, an error's traceback last.
+        errors: Names of the errors that are shown.
+    """
+
+    section: str
+    source: str
+    fails: bool
+    text: str
+    errors: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Executed:
+    cells: tuple[Shown, ...]
+    seconds: float
+
+    def of(self, section: str) -> str:
+        return "\n".join(cell.text for cell in self.cells if cell.section == section)
+
+
+@pytest.fixture(scope="module")
+def executed(home: Home) -> Iterator[Executed]:
+    """The notebook, run from top to bottom in a home of its own."""
+    folder = Path(home.environ["JUPYTER_DATA_DIR"]) / "kernels" / "python3"
+    folder.mkdir(parents=True)
+    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    (folder / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "test", "language": "python"}))
+    made = nbformat.read(NOTEBOOK, as_version=4)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in home.environ.items():
+            patch.setenv(name, value)
+        client = nbclient.NotebookClient(made, timeout=60, resources={"metadata": {"path": str(home.work)}})
+        begin = time.monotonic()
+        client.execute()
+        seconds = time.monotonic() - begin
+    nbformat.validate(made)
+    yield Executed(tuple(shown(made)), seconds)
+
+
+def shown(made: nbformat.NotebookNode) -> Iterator[Shown]:
+    section = ""
+    for cell in made.cells:
+        if cell.cell_type == "markdown":
+            section = next((line[3:] for line in cell.source.splitlines() if line.startswith("## ")), section)
+            continue
+        texts: list[str] = []
+        for output in cell.outputs:
+            texts.append(output.get("text", "") or output.get("data", {}).get("text/plain", ""))
+        failed = [output for output in cell.outputs if output.output_type == "error"]
+        texts += ["\n".join(output.traceback) for output in failed]
+        yield Shown(
+            section,
+            cell.source,
+            FAILS in cell.metadata.get("tags", []),
+            plain("\n".join(texts)).strip(),
+            tuple(output.ename for output in failed),
+        )
+
+
+# ---------------------------------------------------------------- sections
+
+
+@pytest.mark.parametrize("kind", FailureKind)
+def test_every_failure_kind_has_a_section(kind: FailureKind):
+    assert errors.section_of(kind) in headings()
+
+
+@pytest.mark.parametrize("cls", error_classes())
+def test_every_error_has_a_section_and_names_it(cls: type[errors.SgpuError]):
+    assert cls.section in headings()
+    error = cls("what happened", type_name="E") if cls is errors.RemoteError else cls("what happened")
+    assert error._render_traceback_()[-1] == f'See "{cls.section}" in notebooks/troubleshooting.ipynb.'
+    assert str(error) == "what happened"
+
+
+def test_every_section_is_some_errors_and_the_table_leads_to_all():
+    assert set(headings()) == {cls.section for cls in error_classes()} | {errors.SECTION_OF_HANGS}
+    assert len(headings()) == len(set(headings()))
+    table = nbformat.read(NOTEBOOK, as_version=4).cells[0].source
+    links = re.findall(r"\[([^\]]+)\]\(#([^)]+)\)", table)
+    assert sorted(title for title, _ in links) == sorted(headings())
+    assert all(anchor == title.replace(" ", "-") for title, anchor in links)
+
+
+# ---------------------------------------------------------------- the run
+
+
+def test_it_takes_less_than_a_coffee(executed: Executed):
+    assert executed.seconds < MOST_SECONDS
+
+
+def test_cells_that_are_to_fail_do_and_name_their_section(executed: Executed):
+    for cell in executed.cells:
+        if cell.fails:
+            assert len(cell.errors) == 1, f"{cell.source}\n{cell.text}"
+            assert cell.text.splitlines()[-1] == f'See "{cell.section}" in {errors.GUIDE}.', cell.text
+        else:
+            assert not cell.errors, f"{cell.source}\n{cell.text}"
+            assert "this never runs" not in cell.text
+
+
+def test_every_section_shows_what_it_is_about(executed: Executed):
+    raised = {cell.section: cell.errors[0] for cell in executed.cells if cell.fails}
+    assert raised == {
+        "The cell or an option is wrong": "UsageError",
+        "A value can't travel": "SerializationError",
+        "There is no room": "CapacityError",
+        "The ranks' Python does not start": "EnvironmentFailed",
+        "Your code raised": "ValueError",
+        "A rank died": "WorkerDied",
+        "The node was lost": "NodeLost",
+        "The time was over": "RunTimeout",
+        "The run was cancelled": "RunCancelled",
+        "The pool can't be reached": "PoolError",
+    }
+    assert set(headings()) - raised.keys() == {errors.SECTION_OF_HANGS, "A fault of sgpu-magic"}
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ("The cell or an option is wrong", ["--gpu 2", "%%distributed -h"]),
+        ("A value can't travel", ["loader.lock", "['a.parquet', 'b.parquet']"]),
+        ("There is no room", ["--wait", "first"]),
+        ("The ranks' Python does not start", ["'torch' is not a package", "its log: "]),
+        ("Your code raised", ["rank 1 of 2", "NaN in batch 118", "released from barrier", "division by zero"]),
+        ("A rank died", ["SIGSEGV", "ctypes.string_at(0)", "[1] step 2", "attempt 2 of 2"]),
+        ("The node was lost", ["the agent", "[1] here again"]),
+        ("The time was over", ["time limit of 2 s", "rank 1 is in load_batch", "rank 1 has not come to barrier"]),
+        (errors.SECTION_OF_HANGS, ["rank 1 has not come to barrier", "time.sleep(6)", "[0] at last"]),
+        ("The run was cancelled", ["it was interrupted"]),
+        ("The pool can't be reached", ["SGPU_RUNTIME_DIR"]),
+        ("A fault of sgpu-magic", ["torch", "runtime directory"]),
+    ],
+)
+def test_what_a_reader_sees(executed: Executed, section: str, words: list[str]):
+    text = executed.of(section)
+    # the wide spaces of columns are not what is asked for
+    told = re.sub(r" +", " ", text)
+    assert [word for word in words if word not in told] == [], text

@@ -1,0 +1,233 @@
+"""A pool's directories away from every other, and every process that belongs to it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from process_table import (
+    Process,
+    below,
+    descriptors,
+    is_alive,
+    level,
+    listening,
+    memory_files,
+    no_more,
+    process_table,
+    stop_process,
+)
+from waiting import eventually
+
+_NOT_INHERITED = (
+    "SGPU_",
+    "JPY_",
+    "JUPYTER_",
+    "IPYTHON",
+    "PYTEST_",
+    "MPLBACKEND",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+)
+# all that a pool which ended in order leaves in its runtime directory
+_STAYS = {"pool.lock"}
+
+
+class Home:
+    """Directories of one pool, away from every other, and the processes that belong to it.
+
+    Args:
+        variables: Further environment variables of everything in it.
+    """
+
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+        # short: a socket's path ends at 108 bytes
+        self.path = Path(tempfile.mkdtemp(prefix="sgt"))
+        for name in ("state", "run", "lock", "work", "tmp", "ipython", "jupyter"):
+            (self.path / name).mkdir(mode=0o700)
+        environ = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
+        self.environ = environ | {
+            "SGPU_STATE_DIR": str(self.state),
+            "SGPU_RUNTIME_DIR": str(self.runtime),
+            "SGPU_LOCK_DIR": str(self.path / "lock"),
+            "SGPU_CONFIG": str(self.path / "no-config.toml"),
+            "TMPDIR": str(self.path / "tmp"),
+            "IPYTHONDIR": str(self.path / "ipython"),
+            "JUPYTER_CONFIG_DIR": str(self.path / "jupyter"),
+            "JUPYTER_DATA_DIR": str(self.path / "jupyter"),
+            "JUPYTER_RUNTIME_DIR": str(self.path / "jupyter"),
+            **(variables or {}),
+        }
+        self.kernel_pids: set[int] = set()
+        self._levels: dict[int, dict[str, int]] = {}
+        # start times of all that was ever seen here: an orphan may have nothing else that tells where it is from
+        self._seen: dict[int, int] = {}
+
+    @property
+    def state(self) -> Path:
+        return self.path / "state"
+
+    @property
+    def runtime(self) -> Path:
+        return self.path / "run"
+
+    @property
+    def work(self) -> Path:
+        """Working directory of the kernels."""
+        return self.path / "work"
+
+    @property
+    def runs(self) -> list[str]:
+        """Ids of the runs that have a directory, oldest first."""
+        folder = self.state / "runs"
+        found = list(folder.iterdir()) if folder.is_dir() else []
+        return [entry.name for entry in sorted(found, key=lambda entry: entry.stat().st_mtime_ns)]
+
+    def run_dir(self, run_id: str) -> Path:
+        return self.state / "runs" / run_id
+
+    def ledger(self) -> dict[str, tuple[str, str]]:
+        """State and failure of every run in the ledger, oldest first."""
+        path = self.state / "ledger.sqlite3"
+        if not path.exists():
+            return {}
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5)) as database:
+            rows = database.execute("SELECT run_id, state, failure FROM runs ORDER BY seq").fetchall()
+        return {run_id: (state, failure) for run_id, state, failure in rows}
+
+    # ------------------------------------------------------------ processes
+
+    def pool_pid(self) -> int | None:
+        """The living pool's pid."""
+        try:
+            pid = int(json.loads((self.runtime / "pool.json").read_bytes())["pid"])
+        except (OSError, ValueError, KeyError):
+            return None
+        return pid if is_alive(pid) else None
+
+    def processes(self) -> dict[int, Process]:
+        """Every process of this home.
+
+        That are those with its paths in their environment, command or output, all below them, and all that were
+        seen here before, whose parents may be dead.
+        """
+        table = process_table()
+        found = {pid for pid, process in table.items() if self._is_marked(process)}
+        found |= below(found, table)
+        found |= {pid for pid, start in self._seen.items() if pid in table and table[pid].start == start}
+        found.discard(os.getpid())
+        processes = {pid: table[pid] for pid in found}
+        self._seen.update({pid: process.start for pid, process in processes.items()})
+        return processes
+
+    def _is_marked(self, process: Process) -> bool:
+        mark = str(self.path)
+        inside = f"{mark}/"
+        return (
+            mark.encode() in process.environ
+            or inside in process.command
+            or process.cwd.startswith(inside)
+            or process.stdout.startswith(inside)
+        )
+
+    def agent_pids(self) -> list[int]:
+        """Agents; one that was adopted is nobody's child here."""
+        return [pid for pid, process in self.processes().items() if _is_agent(process)]
+
+    def zygote_pids(self) -> list[int]:
+        return [pid for pid, process in self.processes().items() if _is_zygote(process)]
+
+    def rank_pids(self) -> list[int]:
+        """Ranks of runs, and their orphans.
+
+        Those that stand by are not among them (they have no working directory yet).
+        """
+        zygotes = self.zygote_pids()
+        return [pid for pid, p in self.processes().items() if p.parent in zygotes and p.cwd != "/"]
+
+    def standby_pids(self) -> list[int]:
+        zygotes = self.zygote_pids()
+        return [pid for pid, p in self.processes().items() if p.parent in zygotes and p.cwd == "/"]
+
+    def unexpected(self) -> dict[int, str]:
+        """Processes that nobody needs while no run goes on: pid and what it is."""
+        processes = self.processes()
+        pool = self.pool_pid()
+        expected = {pid for pid in self.kernel_pids if pid in processes}
+        if pool is not None:
+            zygotes = {pid for pid, process in processes.items() if _is_zygote(process)}
+            expected |= {pool} | zygotes | {pid for pid, process in processes.items() if _is_agent(process)}
+            expected |= {pid for pid, p in processes.items() if p.parent in zygotes and p.cwd == "/"}
+        return {pid: str(processes[pid]) for pid in processes.keys() - expected}
+
+    # ------------------------------------------------------------ leaks
+
+    def check_leaks(self) -> None:
+        """Wait until nothing is left of what ran; fail if something stays."""
+        eventually(lambda: not self.unexpected(), 10, lambda: f"processes are left behind: {self.unexpected()}")
+        pool = self.pool_pid()
+        agents = self.agent_pids()
+        watched = [pid for pid in (pool, *agents, *self.kernel_pids) if pid is not None and is_alive(pid)]
+        for pid in watched:
+            kind = "pool" if pid == pool else "agent" if pid in agents else "kernel"
+            if pid not in self._levels:
+                eventually(lambda pid=pid: level(pid) == level(pid), 5, f"the {kind} does not settle")
+                self._levels[pid] = level(pid)
+                continue
+            before = self._levels[pid]
+            if level(pid)["libraries"] != before["libraries"]:
+                # the notebook has imported something that may have threads of its own
+                before = self._levels[pid] = level(pid)
+            eventually(
+                lambda pid=pid, before=before: no_more(level(pid), before),
+                10,
+                lambda pid=pid, before=before, kind=kind: (
+                    f"the {kind} ({pid}) grew: {before} -> {level(pid)}; {sorted(descriptors(pid).values())}"
+                ),
+            )
+        for pid in agents:
+            eventually(
+                lambda pid=pid: memory_files(pid) == 0,
+                10,
+                lambda pid=pid: f"the agent holds memory files: {descriptors(pid)}",
+            )
+        servants = [pid for pid in (pool, *agents, *self.zygote_pids()) if pid is not None]
+        eventually(
+            lambda: not listening(servants),
+            5,
+            lambda: f"the pool, the agent or a zygote listens: {listening(servants)}",
+        )
+
+    def close(self) -> None:
+        """Stop the pool and check that everything of this home is gone, then remove its directories."""
+        pool = self.pool_pid()
+        problem = ""
+        try:
+            if pool is not None:
+                stop_process(pool, signal.SIGTERM, 10)
+            eventually(lambda: not self.processes(), 10, lambda: f"left after the pool's end: {self.processes()}")
+            left = {entry.name for entry in self.runtime.iterdir()} - _STAYS
+            problem = f"left in the runtime directory: {sorted(left)}" if pool is not None and left else ""
+        finally:
+            for pid in self.processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            shutil.rmtree(self.path, ignore_errors=True)
+        assert not problem, problem
+
+
+def _is_agent(process: Process) -> bool:
+    return "-m sgpu_magic.agent " in process.command
+
+
+def _is_zygote(process: Process) -> bool:
+    # a rank has the same command, but its output is a pipe
+    return "-m sgpu_magic.worker.zygote " in process.command and process.stdout.endswith(".log")

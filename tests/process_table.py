@@ -1,0 +1,182 @@
+"""What the system tells of processes: the table, their descriptors, threads and listening sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from waiting import eventually
+
+# fds that a rank costs the agent: two pipes, a socket, a pidfd, the stack file
+_AGENT_FDS_PER_RANK = 5
+# the state of a TCP socket that listens, in /proc/net/tcp
+_LISTEN = "0A"
+_SOCKET = re.compile(r"socket:\[(\d+)\]")
+
+
+@dataclass(frozen=True)
+class Process:
+    """One row of the process table.
+
+    Args:
+        start: Clock ticks since boot at which it began: a pid that was given again has another.
+        stdout: What its standard output is.
+    """
+
+    pid: int
+    parent: int
+    state: str
+    start: int
+    command: str
+    cwd: str
+    stdout: str
+    environ: bytes
+
+    def __str__(self) -> str:
+        return f"{self.pid} (parent {self.parent}, {self.state}) {self.command[:120]}"
+
+    __repr__ = __str__
+
+
+def process_table() -> dict[int, Process]:
+    """All processes of this machine; zombies have neither command nor environment."""
+    found: dict[int, Process] = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        base = Path("/proc") / entry
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            fields = (base / "stat").read_bytes().rpartition(b")")[2].split()
+            command = (base / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            cwd, stdout, environ = "", "", b""
+            with contextlib.suppress(OSError):
+                cwd, environ = os.readlink(base / "cwd"), (base / "environ").read_bytes()
+                stdout = os.readlink(base / "fd" / "1")
+            found[int(entry)] = Process(
+                pid=int(entry),
+                parent=int(fields[1]),
+                state=fields[0].decode(),
+                start=int(fields[19]),
+                command=command,
+                cwd=cwd,
+                stdout=stdout,
+                environ=environ,
+            )
+    return found
+
+
+def below(roots: Iterable[int], table: Mapping[int, Process]) -> set[int]:
+    """Pids below `roots`."""
+    children: dict[int, list[int]] = {}
+    for pid, process in table.items():
+        children.setdefault(process.parent, []).append(pid)
+    found: set[int] = set()
+    current = list(roots)
+    while current:
+        current = [child for pid in current for child in children.get(pid, ()) if child not in found]
+        found.update(current)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except OSError:
+        return False
+
+
+def wait_gone(pid: int, deadline_s: float = 10.0) -> None:
+    """Wait until the process has ended."""
+    eventually(lambda: not is_alive(pid), deadline_s, f"process {pid} does not end")
+
+
+def stop_process(pid: int, number: int, deadline_s: float) -> None:
+    """Signal a process that is not our child and wait for its end."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        signal.pidfd_send_signal(descriptor, number)
+        ready, _, _ = select.select([descriptor], [], [], deadline_s)
+        assert ready, f"process {pid} did not end within {deadline_s:g} s of signal {number}"
+    finally:
+        os.close(descriptor)
+
+
+def descriptors(pid: int) -> dict[int, str]:
+    """Open descriptors of a process and what they are."""
+    found: dict[int, str] = {}
+    with contextlib.suppress(OSError):
+        for entry in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                found[int(entry)] = os.readlink(f"/proc/{pid}/fd/{entry}")
+    return found
+
+
+def thread_count(pid: int) -> int:
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return 0
+
+
+def library_count(pid: int) -> int:
+    """Shared libraries that the process has loaded."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return 0
+    return len({line.split(maxsplit=5)[-1] for line in lines if ".so" in line})
+
+
+def listening(pids: Iterable[int] | None = None) -> dict[int, str]:
+    """TCP sockets that listen: inode and `address:port`, as the system writes it.
+
+    Args:
+        pids: Only those that these processes hold open; None for all of this machine.
+    """
+    found: dict[int, str] = {}
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTEN:
+                    found[int(fields[9])] = fields[1]
+    if pids is None:
+        return found
+    links = [link for pid in pids for link in descriptors(pid).values()]
+    held = {int(match[1]) for link in links if (match := _SOCKET.fullmatch(link))}
+    return {inode: where for inode, where in found.items() if inode in held}
+
+
+def level(pid: int) -> dict[str, int]:
+    """What must not grow: descriptors (less those of ranks and payloads), threads, memory files."""
+    links = list(descriptors(pid).values())
+    ranks = sum("pidfd" in link for link in links)
+    memory = memory_files(pid)
+    return {
+        "fds": len(links) - _AGENT_FDS_PER_RANK * ranks - memory,
+        "threads": thread_count(pid),
+        "libraries": library_count(pid),
+        "memory files": memory,
+    }
+
+
+def memory_files(pid: int) -> int:
+    """Those of runs; a rank's stack file is counted with the rank."""
+    links = descriptors(pid).values()
+    return sum(link.startswith("/memfd:sgpu") and not link.startswith("/memfd:sgpu-stack") for link in links)
+
+
+def no_more(now: Mapping[str, int], before: Mapping[str, int]) -> bool:
+    """Whether a process has kept its level."""
+    # a second zygote and a timer's thread come and go; a kernel keeps two memory files for a minute
+    return all(now[name] <= before[name] + 2 for name in before)

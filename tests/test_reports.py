@@ -1,0 +1,192 @@
+"""Events on their way from the agent to the pool service: none lost, none twice, whatever dies between."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from sgpu_magic.agent import reports
+from sgpu_magic.agent.reports import Reports
+from sgpu_magic.pool.run_log import RunLog, read_events, read_spec
+from sgpu_magic.protocol.events import AttemptFailed, Noted, OutputWritten, RunEnded, Submitted
+from sgpu_magic.protocol.node_messages import RanksGone, RunEvent
+from sgpu_magic.protocol.records import CellSource, Failure, Owner, Placement, Record, RunSpec
+from sgpu_magic.protocol.run_files import EVENTS
+from sgpu_magic.protocol.states import FailureKind, RunState
+
+RUN = "0123abcd"
+SPEC = RunSpec(
+    run_id=RUN,
+    name="cell",
+    cell=CellSource(body="pass"),
+    placement=Placement(ranks=2),
+    outputs=(),
+    owner=Owner(pid=1, host="h", user="u"),
+    timeout_s=60.0,
+)
+
+
+class Wire(RuleBasedStateMachine):
+    """An agent, and services that read, keep, confirm and die at any moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reports = Reports(self.send)
+        self.reports.begin(RUN, 0)
+        self.in_flight: list[Record] = []
+        self.kept: list[str] = []
+        self.kept_number = 0
+        self.said: list[str] = []
+        self.alive = True
+        self.is_gone = False
+        self.heard_gone = False
+
+    def send(self, message: Record, frames: Sequence[bytes] = ()) -> None:
+        if self.alive:
+            self.in_flight.append(message)
+
+    @rule()
+    def say(self) -> None:
+        self.said.append(str(len(self.said)))
+        self.reports.happened(RUN, Noted(text=self.said[-1]), ())
+
+    @precondition(lambda self: not self.is_gone)
+    @rule()
+    def ranks_leave(self) -> None:
+        self.is_gone = True
+        self.reports.gone(RUN)
+
+    @precondition(lambda self: self.in_flight)
+    @rule(count=st.integers(1, 4))
+    def service_reads_and_keeps(self, count: int) -> None:
+        for message in self.in_flight[:count]:
+            if isinstance(message, RanksGone):
+                self.heard_gone = True
+            elif isinstance(message, RunEvent) and message.number > self.kept_number:
+                assert isinstance(message.body, Noted)
+                assert message.number == self.kept_number + 1
+                self.kept.append(message.body.text)
+                self.kept_number = message.number
+        del self.in_flight[:count]
+
+    @precondition(lambda self: self.alive)
+    @rule(behind=st.integers(0, 3))
+    def service_confirms(self, behind: int) -> None:
+        self.reports.kept(RUN, max(0, self.kept_number - behind))
+
+    @precondition(lambda self: self.alive)
+    @rule()
+    def service_is_killed(self) -> None:
+        self.alive = False
+        self.in_flight.clear()
+        self.reports.service_lost()
+
+    @precondition(lambda self: not self.alive)
+    @rule()
+    def another_takes_over(self) -> None:
+        self.alive = True
+        self.reports.adopt(RUN, self.kept_number)
+
+    @invariant()
+    def what_is_kept_is_what_was_said(self) -> None:
+        assert self.kept == self.said[: len(self.kept)]
+
+    def teardown(self) -> None:
+        if not self.alive:
+            self.another_takes_over()
+        self.service_reads_and_keeps(len(self.in_flight))
+        assert self.kept == self.said
+        assert self.heard_gone or not self.is_gone
+        self.reports.kept(RUN, self.kept_number)
+        assert not self.reports.has_unkept(RUN)
+
+
+TestWire = Wire.TestCase
+TestWire.settings = settings(max_examples=150, stateful_step_count=30, deadline=None, database=None)
+
+
+def test_an_agent_that_takes_a_run_over_from_a_dead_one_goes_on_counting():
+    sent: list[Record] = []
+    counting = Reports(lambda message, frames=(): sent.append(message))
+    counting.begin(RUN, 41)
+    counting.happened(RUN, Noted(text="on"), ())
+    assert [message.number for message in sent if isinstance(message, RunEvent)] == [42]
+
+
+def test_a_flood_while_no_service_is_there_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reports, "_KEPT_BYTES", 10_000)
+    sent: list[Record] = []
+    flooded = Reports(lambda message, frames=(): sent.append(message))
+    flooded.begin(RUN, 0)
+    flooded.service_lost()
+    line = "x" * 999 + "\n"
+    for number in range(50):
+        text = OutputWritten(rank=0, stream="stdout", text=line, start=number * 1000, end=(number + 1) * 1000)
+        flooded.happened(RUN, text, ())
+    flooded.adopt(RUN, 0)
+    batches = [message.body for message in sent if isinstance(message, RunEvent)]
+    assert len(batches) == 50
+    whole = [body for body in batches if isinstance(body, OutputWritten) and body.text]
+    left_out = [body for body in batches if isinstance(body, OutputWritten) and not body.text]
+    assert 0 < sum(len(body.text) for body in whole) <= 10_000
+    assert batches[-1] in whole, "the newest are those that are wanted"
+    assert {(body.skipped_bytes, body.skipped_lines) for body in left_out} == {(1000, 1)}
+
+
+# ---------------------------------------------------------------- the run's event log
+
+
+def log_with(directory: Path, count: int) -> RunLog:
+    log = RunLog(directory, RUN)
+    log.append(Submitted(spec=SPEC), 1.0)
+    for number in range(1, count + 1):
+        log.append(Noted(text=f"{number}"), 2.0, number=number)
+    return log
+
+
+def texts(directory: Path) -> list[str]:
+    return [event.body.text for event, _ in read_events(directory) if isinstance(event.body, Noted)]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 3, 20])
+def test_a_log_goes_on_where_a_killed_service_stopped(tmp_path: Path, cut: int):
+    log_with(tmp_path, 5).close()
+    path = tmp_path / EVENTS
+    os.truncate(path, path.stat().st_size - cut)
+    log = RunLog(tmp_path, RUN)
+    kept = 5 if cut == 0 else 4
+    assert (log.seq, log.number) == (kept + 1, kept)
+    log.append(Noted(text="on"), 3.0, number=log.number + 1)
+    log.close()
+    assert texts(tmp_path) == [str(number) for number in range(1, kept + 1)] + ["on"]
+    assert [event.seq for event, _ in read_events(tmp_path)] == list(range(1, kept + 3))
+    assert read_spec(tmp_path) == SPEC
+
+
+def test_a_log_says_how_far_its_run_had_come(tmp_path: Path):
+    log = log_with(tmp_path, 1)
+    failure = Failure(kind=FailureKind.WORKER_DIED, message="killed")
+    log.append(AttemptFailed(attempt=1, attempts=3, failure=failure), 3.0, number=2)
+    log.close()
+    again = RunLog(tmp_path, RUN)
+    assert again.failed_attempt is not None
+    assert again.failed_attempt.attempt == 1
+    assert again.ended is None
+    again.append(RunEnded(state=RunState.FAILED, failure=failure), 4.0, number=3)
+    again.close()
+    ended = RunLog(tmp_path, RUN)
+    ended.close()
+    assert ended.ended is not None
+    assert ended.ended.state is RunState.FAILED
+
+
+def test_a_log_that_is_none_has_no_spec(tmp_path: Path):
+    assert read_spec(tmp_path) is None
+    (tmp_path / EVENTS).write_bytes(b"nonsense that is long enough to be a header")
+    assert read_spec(tmp_path) is None
