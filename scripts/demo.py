@@ -8,6 +8,7 @@ FOLDER gets the executed notebook and a page of it. The run has a pool of its ow
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
@@ -61,8 +63,13 @@ def main(source: Path, folder: Path) -> int:
     return 0
 
 
-def with_own_pool(source: Path, folder: Path) -> int:
-    """`main`, with a pool that nobody else uses and that is stopped whatever happens."""
+@contextlib.contextmanager
+def own_pool() -> Iterator[Path]:
+    """Give notebooks a pool that nobody else uses and that is stopped whatever happens.
+
+    Yields:
+        The folder with its directories.
+    """
     # short: a socket's path ends at 108 bytes
     places = Path(tempfile.mkdtemp(prefix="sgpu-demo-"))
     os.environ["SGPU_STATE_DIR"], os.environ["SGPU_RUNTIME_DIR"] = str(places / "state"), str(places / "run")
@@ -70,7 +77,7 @@ def with_own_pool(source: Path, folder: Path) -> int:
     kernelspec.install(prefix=str(places))
     os.environ["JUPYTER_PATH"] = str(places / "share" / "jupyter")
     try:
-        return main(source, folder)
+        yield places
     finally:
         command = [sys.executable, "-m", "sgpu_magic.cli", "pool", "stop", "--force"]
         subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
@@ -78,4 +85,6 @@ def with_own_pool(source: Path, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(with_own_pool(Path(sys.argv[1]), Path(sys.argv[2])))
+    with own_pool():
+        status = main(Path(sys.argv[1]), Path(sys.argv[2]))
+    sys.exit(status)

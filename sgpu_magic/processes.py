@@ -15,10 +15,10 @@ _HUGE_PAGE = 2 << 20
 _LINUX = sys.platform == "linux"
 
 
-def become_subreaper() -> None:
-    """Let orphaned descendants become our children instead of init's, so that none escapes."""
+def become_subreaper(on: bool = True) -> None:
+    """Let orphaned descendants become our children instead of init's, so that none escapes; or no longer."""
     if _LINUX:
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
 
 
 def die_with_parent(parent: int) -> None:

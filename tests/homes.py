@@ -11,6 +11,7 @@ import sqlite3
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from process_table import (
     Process,
@@ -39,6 +40,14 @@ _NOT_INHERITED = (
 )
 # all that a pool which ended in order leaves in its runtime directory
 _STAYS = {"pool.lock"}
+
+
+class Row(NamedTuple):
+    """What the ledger says of a run."""
+
+    state: str
+    failure: str
+    name: str
 
 
 class Home:
@@ -94,14 +103,27 @@ class Home:
     def run_dir(self, run_id: str) -> Path:
         return self.state / "runs" / run_id
 
-    def ledger(self) -> dict[str, tuple[str, str]]:
-        """State and failure of every run in the ledger, oldest first."""
+    def ledger(self) -> dict[str, Row]:
+        """Every run's row in the ledger, oldest first."""
         path = self.state / "ledger.sqlite3"
         if not path.exists():
             return {}
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5)) as database:
-            rows = database.execute("SELECT run_id, state, failure FROM runs ORDER BY seq").fetchall()
-        return {run_id: (state, failure) for run_id, state, failure in rows}
+            tables = database.execute("SELECT name FROM sqlite_master WHERE name = 'runs'").fetchall()
+            rows = database.execute("SELECT run_id, state, failure, name FROM runs ORDER BY seq") if tables else ()
+            rows = list(rows)
+        return {run_id: Row(*rest) for run_id, *rest in rows}
+
+    def run_named(self, name: str) -> str:
+        """The id of the run that was started with this `--name`, "" while there is none."""
+        return next((run_id for run_id, row in self.ledger().items() if row.name == name), "")
+
+    def log(self, run_id: str, rank: int) -> str:
+        """What a rank has printed so far."""
+        try:
+            return (self.run_dir(run_id) / f"rank-{rank}.log").read_text()
+        except FileNotFoundError:
+            return ""
 
     # ------------------------------------------------------------ processes
 

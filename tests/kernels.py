@@ -145,9 +145,12 @@ class Kernel:
         home: Its home.
         load: Run `%load_ext sgpu_magic` first.
         variables: Further environment variables.
+        wait: Wait until it is ready; else `ready` has to be called before anything is run.
     """
 
-    def __init__(self, home: Home, *, load: bool = True, variables: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, home: Home, *, load: bool = True, variables: Mapping[str, str] | None = None, wait: bool = True
+    ) -> None:
         self.home = home
         self._manager = KernelManager()
         self._manager._kernel_spec = KernelSpec(
@@ -161,8 +164,16 @@ class Kernel:
             env=home.environ | dict(variables or {}), cwd=str(home.work), stdout=self._log, stderr=self._log
         )
         self._replies: dict[str, Reply] = {}
+        self.client: Any = None
+        home.kernel_pids.add(self.pid)
+        self._load = load
+        if wait:
+            self.ready()
+
+    def ready(self) -> None:
+        """Connect to the process that was started."""
         self._connect()
-        if load:
+        if self._load:
             self.check("%load_ext sgpu_magic")
 
     def _connect(self) -> None:
@@ -230,7 +241,8 @@ class Kernel:
         """Shut the kernel down as a server does."""
         pid = self.pid
         try:
-            self.client.stop_channels()
+            if self.client is not None:
+                self.client.stop_channels()
             if pid is not None:
                 self._manager.shutdown_kernel(now=not self._manager.is_alive())
         finally:

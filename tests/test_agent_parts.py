@@ -72,31 +72,52 @@ def test_the_culprit_is_never_a_victim_when_there_is_another(failures: list[Fail
 @pytest.mark.parametrize(
     ("status", "says"),
     [
-        (-signal.SIGKILL, "rank 2 of 4 was killed by SIGKILL: most likely out of memory"),
-        (-signal.SIGSEGV, "rank 2 of 4 was killed by SIGSEGV: a crash in C code"),
-        (-63, "rank 2 of 4 was killed by signal 63"),
-        (7, "rank 2 of 4 left with exit code 7 before its cell was done"),
-        (0, "rank 2 of 4 left with exit code 0 before its cell was done"),
+        (-signal.SIGKILL, "rank 2 of 4 (process 4711) was killed by SIGKILL: out of memory, or somebody killed it"),
+        (-signal.SIGSEGV, "rank 2 of 4 (process 4711) was killed by SIGSEGV: a crash in C code"),
+        (-63, "rank 2 of 4 (process 4711) was killed by signal 63"),
+        (7, "rank 2 of 4 (process 4711) left with exit code 7 before its cell was done"),
+        (0, "rank 2 of 4 (process 4711) left with exit code 0 before its cell was done"),
     ],
 )
 def test_a_death_tells_how(status: int, says: str):
-    told = death(2, 4, "node", status, 1.0, "one\nlast words\n")
+    told = death(
+        2, 4, "node", status, 1.0, pid=4711, last_line="Cell In[9], line 6: work()", last_output="one\nlast words\n"
+    )
     assert told.message.startswith(says)
-    assert told.message.endswith("its last output: last words")
-    assert (told.kind, told.rank, told.exit_status) == (FailureKind.WORKER_DIED, 2, status)
+    assert "\nits last Python line: Cell In[9], line 6: work()\n" in told.message
+    assert told.message.endswith("\nits last output: one\n  last words")
+    assert (told.kind, told.rank, told.exit_status, told.pid) == (FailureKind.WORKER_DIED, 2, status, 4711)
+
+
+def test_a_death_of_which_nothing_is_known_says_nothing_more():
+    assert death(0, 1, "node", -signal.SIGTERM, 1.0).message == (
+        "rank 0 of 1 was killed by SIGTERM: somebody asked it to end"
+    )
+
+
+def test_what_is_known_of_a_signal_takes_the_place_of_what_it_usually_means():
+    told = death(0, 1, "node", -signal.SIGKILL, 1.0, meaning="the system's out-of-memory killer ended it")
+    assert told.message == "rank 0 of 1 was killed by SIGKILL: the system's out-of-memory killer ended it"
 
 
 # ---------------------------------------------------------------- output
 
 
+def fail_on_log_end(rank: int, problem: str) -> None:
+    pytest.fail(f"the log of rank {rank} ended: {problem}")
+
+
 def through_pipes(
-    chunks: list[tuple[int, bytes]], log: Path | None = None, whole_bytes: int = 1 << 20
+    chunks: list[tuple[int, bytes]],
+    log: Path | None = None,
+    whole_bytes: int = 1 << 20,
+    log_ended: Callable[[int, str], None] = fail_on_log_end,
 ) -> tuple[list[OutputWritten], RankOutput]:
     """Write each chunk into the rank's pipe 0 or 1 and read it before the next, as a busy agent does."""
     batches: list[OutputWritten] = []
 
     async def run() -> RankOutput:
-        output = RankOutput(0, whole_bytes, batches.append)
+        output = RankOutput(0, whole_bytes, batches.append, log_ended)
         if log is not None:
             output.begin_log(str(log))
         for pipe, data in chunks:
@@ -196,7 +217,7 @@ def test_a_flood_is_cut_in_what_is_sent_and_whole_in_the_log(tmp_path: Path):
 def test_what_a_standby_rank_printed_belongs_to_no_run(tmp_path: Path):
     async def run() -> tuple[list[OutputWritten], int]:
         batches: list[OutputWritten] = []
-        output = RankOutput(0, 1 << 20, batches.append)
+        output = RankOutput(0, 1 << 20, batches.append, fail_on_log_end)
         os.write(output.child_ends[0], b"import noise\n")
         output.begin_log(str(tmp_path / "log"))
         os.write(output.child_ends[0], b"the run\n")
@@ -211,7 +232,7 @@ def test_what_a_standby_rank_printed_belongs_to_no_run(tmp_path: Path):
 
 def test_the_end_does_not_wait_for_a_child_that_holds_the_pipe():
     async def run() -> float:
-        output = RankOutput(0, 1 << 20, lambda batch: None)
+        output = RankOutput(0, 1 << 20, lambda batch: None, fail_on_log_end)
         with subprocess.Popen(["sleep", "60"], stdout=output.child_ends[0]) as child:
             output.close_child_ends()
             begin = time.monotonic()
@@ -226,9 +247,11 @@ def test_the_end_does_not_wait_for_a_child_that_holds_the_pipe():
 
 @linux_only
 def test_a_full_disk_stops_the_log_and_not_the_rank():
-    batches, output = through_pipes([(0, b"kept\n"), (0, b"still sent\n")], Path("/dev/full"))
+    told: list[tuple[int, str]] = []
+    chunks = [(0, b"kept\n"), (0, b"still sent\n")]
+    batches, _ = through_pipes(chunks, Path("/dev/full"), log_ended=lambda rank, why: told.append((rank, why)))
     assert text_of(batches, "stdout") == "kept\nstill sent\n"
-    assert output.log_problem == "the log of rank 0 ends here: No space left on device"
+    assert told == [(0, "No space left on device")]
 
 
 # ---------------------------------------------------------------- release

@@ -100,6 +100,8 @@ def test_without_a_pool_everything_says_so_and_starts_none(bare_home: Home):
     assert "no local pool is running" in output_of(bare_home, "pool", "stop")
     assert output_of(bare_home, "runs") == "no runs yet\n"
     assert "no local pool is running" in only_error(sgpu(bare_home, "cancel", "7f3a"), 1)
+    assert "no local pool is running" in only_error(sgpu(bare_home, "detach", "7f3a"), 1)
+    assert "no local pool is running" in only_error(sgpu(bare_home, "stacks", "7f3a"), 1)
     assert "begins with '7f3a'" in only_error(sgpu(bare_home, "logs", "7f3a"), 2)
     assert bare_home.pool_pid() is None
     assert list(bare_home.state.iterdir()) == []
@@ -117,6 +119,9 @@ def test_without_a_pool_everything_says_so_and_starts_none(bare_home: Home):
         (["runs", "--all", "-n", "3"], "not allowed with"),
         (["pool", "restart"], "restart"),
         (["cancel", "%"], "is no run"),
+        (["detach", "%"], "is no run"),
+        (["stacks", "%"], "is no run"),
+        (["detach"], "RUN"),
         (["fly"], "fly"),
     ],
 )  # fmt: skip
@@ -280,6 +285,19 @@ def test_cancel_and_interrupt(kernel: Kernel, home: Home, started: Callable[...,
     assert "no run that is going on here" in only_error(sgpu(home, "cancel", run_id), 2)
 
 
+def test_detach_frees_a_blocked_notebook(kernel: Kernel, home: Home):
+    cell = kernel.start("%%distributed -n 2\nimport time\nprint('up', flush=True)\ntime.sleep(600)")
+    cell.until_shown("[1] up")
+    run = home.runs[-1][:4]
+    assert output_of(home, "detach", run) == f"run {run} goes on without a notebook\n"
+    reply = cell.wait(10)
+    assert reply.status == "ok"
+    assert f"sgpu cancel {run} ends it" in reply.text
+    assert "ranks 0, 1 are in the cell" in output_of(home, "stacks", run)
+    assert "is being cancelled" in output_of(home, "cancel", run)
+    assert "RunUnknown" not in only_error(sgpu(home, "detach", "ffffffff"), 2)
+
+
 def test_runs_are_the_same_after_the_pool_is_stopped(new_home: Callable[..., Home]):
     home = new_home()
     kernel = Kernel(home)
@@ -301,27 +319,30 @@ def test_runs_are_the_same_after_the_pool_is_stopped(new_home: Callable[..., Hom
         kernel.close()
 
 
-def test_a_killed_pool_ends_what_is_followed(new_home: Callable[..., Home]):
+@pytest.mark.parametrize("agent_dies", [False, True])
+def test_following_outlasts_the_pool_but_not_the_ranks(new_home: Callable[..., Home], agent_dies: bool):
     home = new_home()
     kernel = Kernel(home)
     try:
-        cell = kernel.start("%%distributed -n 2 --ui none\nprint('begun')\nimport time; time.sleep(60)")
+        body = "import os, time\nprint('begun')\nwhile not os.path.exists('go-on'): time.sleep(0.02)\nprint('done')"
+        cell = kernel.start(f"%%distributed -n 1 --ui none\n{body}")
         (run_id,) = eventually(lambda: home.runs)
         process = subprocess.Popen(
             [*COMMAND, "logs", run_id, "-f"], env=home.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         assert process.stdout is not None
-        assert process.stdout.readline().endswith(b"begun\n")
-        pid = home.pool_pid()
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        _, err = process.communicate(timeout=20)
-        assert b"failed: the pool service ended" in err
-        assert cell.wait(20).status == "error"
-        assert "failed" in output_of(home, "runs").splitlines()[1]
-        eventually(lambda: not home.unexpected(), 20, lambda: str(home.unexpected()))
-        for left in home.runtime.iterdir():
-            left.unlink()
+        assert process.stdout.readline() == b"begun\n"
+        pids = [home.pool_pid(), *(home.agent_pids() if agent_dies else [])]
+        for pid in pids:
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+        eventually(lambda: home.pool_pid() not in (None, pids[0]), 20, "the cell starts another pool")
+        (home.work / "go-on").touch()
+        out, err = process.communicate(timeout=20)
+        assert out == (b"" if agent_dies else b"done\n")
+        assert (b"failed" if agent_dies else b"succeeded") in err
+        assert cell.wait(20).status == ("error" if agent_dies else "ok")
+        assert ("failed" if agent_dies else "succeeded") in output_of(home, "runs").splitlines()[1]
     finally:
         kernel.close()
 

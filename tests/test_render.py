@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pytest
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
@@ -436,6 +437,15 @@ def test_a_very_deep_stack_is_cut() -> None:
     assert len(text.splitlines()) < 140
 
 
+def test_many_groups_are_summed_up() -> None:
+    stacks = [
+        RankStack(rank=rank, frames=(StackFrame("<ipython-input-7-a>", 1 + rank, "step"),)) for rank in range(100)
+    ]
+    lines = stacks_text(RUN_ID, stacks, CELL).split("\n\n")[0].splitlines()
+    assert len(lines) == 18
+    assert lines[-1] == "  ranks 16-99 elsewhere"
+
+
 def test_a_stall_is_shown_while_it_lasts(front_end: _Captured) -> None:
     run = stalled()
     publisher = NotebookPublisher(run.view)
@@ -483,11 +493,11 @@ def test_the_stacks_of_a_timeout_are_in_its_error() -> None:
 
 
 def test_a_death_tells_where_it_was_and_what_it_had_said() -> None:
-    message = "was killed by SIGKILL: most likely out of memory"
+    message = "was killed by SIGKILL: out of memory"
     failure = Failure(kind=FailureKind.WORKER_DIED, message=message, rank=1, exit_status=-9, pid=4711, stack=IN_LOAD)
     run = Run(cell=CELL).start().say(1, "step 1180  loss 0.22\n").end(RunState.FAILED, 31, failure)
     assert render_text(run.view).splitlines()[-4:] == [
-        "train_digits · failed after 31 s · rank 1 of 4 (pid 4711) was killed by SIGKILL: most likely out of memory",
+        "train_digits · failed after 31 s · rank 1 of 4 (process 4711) was killed by SIGKILL: out of memory",
         "its last Python line: Cell In[7], line 4, in load_batch: x = f.read()",
         "its last output: step 1180  loss 0.22",
         "run 7f3a",
@@ -510,6 +520,13 @@ def test_an_attempt_begins_with_a_clean_slate() -> None:
     assert run.view.rank_failures == {}
     assert "attempt 2 of 3" in read(render_html(run.view)).text
     assert summary_line(run.view).split(" · ")[1] == "attempt 2 of 3"
+
+
+def test_an_attempt_that_fails_before_all_ranks_are_there_has_its_time_too() -> None:
+    failure = Failure(kind=FailureKind.WORKER_DIED, message="", rank=2, exit_status=-9)
+    run = Run(retries=2).tell(ev.StateChanged(state=RunState.STARTING), at=100.0)
+    run.tell(ev.AttemptFailed(attempt=1, attempts=3, failure=failure), at=100.5)
+    assert run.view.notes == ["attempt 1 of 3 failed after 0.50 s: rank 2 was killed by SIGKILL; started again"]
 
 
 # ------------------------------------------------------------ lines
@@ -1220,6 +1237,23 @@ def test_status_is_as_drawn(gpus: bool) -> None:
     assert reader.names <= {"style"}
     for word in re.findall(r"[^\s·]+", text):
         assert word in reader.text
+
+
+def test_status_says_when_an_idle_pool_ends_and_what_the_pool_wants_known() -> None:
+    status = msgspec.structs.replace(pool_status(False), idle_ends_at=400.0)
+    assert "idle: gives its processes back in 4 min" in status_text(status, now=144.0)
+    assert "idle: gives its processes back in 56 s" in status_text(status, now=344.0)
+    assert "idle" not in status_text(pool_status(False), now=144.0)
+    assert "a <word>" in status_text(status, now=144.0, notice="a <word>")
+    assert "a &lt;word&gt;" in status_html(status, now=144.0, notice="a <word>")
+
+
+def test_a_view_that_is_left_says_what_goes_on() -> None:
+    run = left_alone()
+    text = read(render_html(run.view)).text
+    assert "→ goes on" in text
+    assert "run 7f3a goes on without this notebook" in text
+    assert "running" not in text
 
 
 def test_units() -> None:

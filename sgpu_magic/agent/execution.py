@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -22,10 +21,10 @@ from typing import Protocol
 import msgspec
 
 from sgpu_magic.agent import leftovers, root_cause
+from sgpu_magic.agent.deaths import Coroner
 from sgpu_magic.agent.gathering import Gathering
 from sgpu_magic.agent.group import Group
 from sgpu_magic.agent.keeper import Keeper
-from sgpu_magic.agent.out_of_memory import MemoryWatch
 from sgpu_magic.agent.run_directory import RunDirectory
 from sgpu_magic.agent.run_memory import RunMemory
 from sgpu_magic.agent.stack_taking import StackTaker
@@ -69,6 +68,8 @@ from sgpu_magic.protocol.states import FailureKind, RunState
 
 # nothing may compete with the result on its way to the notebook
 _LEAVE_DELAY_S = 0.03
+# nor with the first line
+_SETTLED_S = 0.05
 
 
 class ExecutionListener(Protocol):
@@ -119,16 +120,16 @@ class Execution:
         self._joined: set[int] = set()
         self._gathering = Gathering(len(group.ranks))
         self._stop = StopPath(group, self._gathering, self._later)
-        self._memory_watch = MemoryWatch()
-        self._notebook = NotebookFrames(launch.spec.cell)
-        self._taker = StackTaker(group, self._notebook, self._gathering.has_reported)
+        self._host = socket.gethostname()
+        notebook = NotebookFrames(launch.spec.cell)
+        self._coroner = Coroner(group, notebook, self._host)
+        self._taker = StackTaker(group, notebook, self._gathering.has_reported)
         uuids = () if launch.lease.simulated else launch.lease.uuids
-        self._stalls = StallWatch(group, self._taker, self._notebook, uuids, settings.stall_s, self._say)
+        self._stalls = StallWatch(group, self._taker, notebook, uuids, settings.stall_s, self._say)
         self._last_stacks: tuple[RankStack, ...] = ()
         self._ending_as: RunState | None = None
         self._end_reason = ""
         self._final_state = RunState.FAILED
-        self._host = socket.gethostname()
         self._ended = False
         self._deciding = False
         self._gone = False
@@ -145,6 +146,7 @@ class Execution:
 
     def start(self) -> None:
         """Send every rank its cell. Failures come as events like any other."""
+        self._later(_SETTLED_S, self._coroner.begin)
         launch = self.launch
         try:
             self._memory.open_payload()
@@ -229,7 +231,7 @@ class Execution:
 
     def rank_exited(self, rank: int, status: int) -> None:
         if not self._ended and (self._gathering.has_finished(rank) or not self._gathering.has_reported(rank)):
-            self._take_failure(self._death(rank, status))
+            self._take_failure(self._coroner.death(rank, status))
         self._stop.reported()
         self._finish_if_gone()
 
@@ -261,6 +263,8 @@ class Execution:
             return
         self.group.ranks[rank].output.drain()
         self._gathering.add_failure(failure, frames)
+        # the picture of before says more than that of ranks which fall
+        self._stalls.stop()
         self._stop.reported()
         if self._ended:
             return
@@ -275,30 +279,6 @@ class Execution:
             elif not failure.is_consequence:
                 self._later(root_cause.PATIENCE_WITH_CAUSE_S, self._blame)
         self._check_all_reported()
-
-    def _death(self, rank: int, status: int) -> Failure:
-        """Describe a rank that ended without a word: what its process was, where it was, what it said last."""
-        process = self.group.ranks[rank]
-        process.output.drain()
-        stack = self._notebook.upwards(process.stack_file.last_frames())
-        frame = self._notebook.innermost(stack) or (stack[0] if stack else None)
-        meaning = ""
-        if status == -signal.SIGKILL:
-            others = [other.pid for other in self.group.ranks if other.alive and other.pid is not None]
-            meaning = self._memory_watch.verdict(process.peak_bytes, others)
-        failure = root_cause.death(
-            rank,
-            len(self.group.ranks),
-            self._host,
-            status,
-            time.time(),
-            pid=process.pid,
-            meaning=meaning,
-            last_line=self._notebook.describe(frame) if frame is not None else "",
-            last_output=process.output.tail(),
-        )
-        line = frame.line if frame is not None and self._notebook.has(frame) else None
-        return msgspec.structs.replace(failure, stack=stack, line=line, where=self._notebook.collective(stack))
 
     def _check_all_reported(self) -> None:
         if self._ended or not self._gathering.complete:

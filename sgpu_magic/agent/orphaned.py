@@ -1,21 +1,26 @@
 """The time between a pool service's unexpected end and the next one's coming.
 
-The ranks go on. A run whose notebook is dead too is cancelled, as the service would have done; when nobody is left who
+The ranks go on. A run whose notebook is dead too is cancelled, as the service would have done. The notebooks that
+follow a run start the next service; for runs that go on without one, the agent does it itself. When nobody is left who
 could want anything, or no service comes in time, everything is ended.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Collection
 
 from sgpu_magic import processes
 from sgpu_magic.agent.execution import Execution
+from sgpu_magic.agent.successor import Successor
 from sgpu_magic.protocol.states import RunState
 
 _LOOK_S = 0.25
 # a notebook that follows a run starts the next service within a second or two; what nobody follows nobody fetches
 _OVER_S = 5.0
+# notebooks are given this long to do it first
+_SUCCESSOR_S = 1.0
 
 
 class Orphaned:
@@ -24,6 +29,7 @@ class Orphaned:
     Args:
         executions: The runs that the agent holds.
         has_news: Whether something of a run was not told to any service yet.
+        successor: Starts the next service.
         timeout_s: Seconds for which they wait.
         end: Ends the agent with all that it has.
     """
@@ -32,12 +38,15 @@ class Orphaned:
         self,
         executions: Callable[[], Collection[Execution]],
         has_news: Callable[[str], bool],
+        successor: Successor,
         timeout_s: float,
         end: Callable[[], None],
     ) -> None:
         self._executions = executions
         self._has_news = has_news
+        self._successor = successor
         self._timeout_s = timeout_s
+        self._since = 0.0
         self._end = end
         self._loop = asyncio.get_running_loop()
         self._until = 0.0
@@ -45,7 +54,8 @@ class Orphaned:
 
     def begin(self) -> None:
         """The service is gone."""
-        self._until = self._loop.time() + self._timeout_s
+        self._since = self._loop.time()
+        self._until = self._since + self._timeout_s
         self._look()
 
     def over(self) -> None:
@@ -69,4 +79,12 @@ class Orphaned:
         if self._loop.time() > self._until or not (wanted or still_there):
             self._end()
         else:
+            if self._loop.time() > self._since + _SUCCESSOR_S and self._is_needed():
+                self._since = self._loop.time()
+                # a system without room for a process: the timeout ends what nobody can fetch
+                with contextlib.suppress(OSError):
+                    self._successor.start()
             self._timer = self._loop.call_later(_LOOK_S, self._look)
+
+    def _is_needed(self) -> bool:
+        return any(execution.launch.spec.detach and not execution.gone for execution in self._executions())

@@ -21,6 +21,7 @@ from sgpu_magic.agent.keeper import Keeper
 from sgpu_magic.agent.orphaned import Orphaned
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.stream import MessageStream
+from sgpu_magic.agent.successor import Successor
 from sgpu_magic.agent.zygotes import raise_open_files_limit
 from sgpu_magic.config import Settings
 from sgpu_magic.protocol import codec
@@ -73,8 +74,13 @@ class Agent:
         # descriptors of device locks by run: a device is locked for as long as a rank may use it
         self._locks: dict[str, list[int]] = {}
         self._reports = Reports(self._send)
+        self._successor = Successor(settings.state_path / "pool.log")
         self._orphaned = Orphaned(
-            self._executions.values, self._reports.has_unkept, settings.adopt_timeout_s, self._finish
+            self._executions.values,
+            self._reports.has_unkept,
+            self._successor,
+            settings.adopt_timeout_s,
+            self._finish,
         )
         self._door = Door(agent_socket_file(settings.runtime_path), self._pool_came)
         self._pool: MessageStream[ToAgent] | None = None
@@ -279,6 +285,7 @@ class Agent:
                 return
             if pid == 0:
                 return
+            self._successor.reaped(pid)
 
     def close(self) -> None:
         """End every rank and zygote of this node. Nothing outlives the agent."""

@@ -12,6 +12,7 @@ import itertools
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,15 +53,24 @@ class StackTaker:
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
         self._taking: _Taking | None = None
+        self._next: list[Done] = []
 
-    def take(self, done: Done) -> None:
-        """Call `done` with one stack for each rank, within half a second."""
+    def take(self, done: Done, *, gently: bool = False) -> None:
+        """Call `done` with one stack for each rank, within half a second.
+
+        Args:
+            gently: Send no signal, which may cut a wait in C code short: take what each rank has sampled itself. Of
+                one whose C code does not give the interpreter away that is where it was before.
+        """
         if self._taking is not None:
-            self._taking.listeners.append(done)
+            if self._taking.gently and not gently:
+                self._next.append(done)
+            else:
+                self._taking.listeners.append(done)
             return
-        taking = self._taking = _Taking(next(self._numbers), self._loop.time() + _PATIENCE_S, [done])
+        taking = self._taking = _Taking(next(self._numbers), self._loop.time() + _PATIENCE_S, [done], gently)
         for process in self._group.ranks:
-            problem = self._ask(process, taking.request)
+            problem = self._ask(process, taking)
             if problem:
                 taking.problems[process.rank] = problem
         self._loop.call_later(_POLL_S, self._look, taking)
@@ -73,7 +83,7 @@ class StackTaker:
 
     # ------------------------------------------------------------ within
 
-    def _ask(self, process: RankProcess, request: int) -> str:
+    def _ask(self, process: RankProcess, taking: _Taking) -> str:
         """Returns why there is nothing to ask, "" when it was asked."""
         if process.pid is None:
             return "it has not started yet"
@@ -81,13 +91,19 @@ class StackTaker:
             return "its process has ended"
         if self.has_reported(process.rank):
             return "its cell is done"
+        if taking.gently:
+            taking.frames[process.rank] = self._notebook.upwards(parse(process.stack_file.sampled()))
+        else:
+            self._signal(process)
+        if process.stream is not None:
+            process.stream.send(TellCollectives(request=taking.request))
+        return ""
+
+    def _signal(self, process: RankProcess) -> None:
         process.stack_file.forget()
         # one that has only been forked would die of the signal, as would one whose user took the handler away
-        if catches(process.pid, STACK_SIGNAL) is not False:
+        if process.pid is not None and catches(process.pid, STACK_SIGNAL) is not False:
             process.signal(STACK_SIGNAL)
-        if process.stream is not None:
-            process.stream.send(TellCollectives(request=request))
-        return ""
 
     def _look(self, taking: _Taking) -> None:
         late = self._loop.time() >= taking.deadline
@@ -131,6 +147,9 @@ class StackTaker:
         self._taking = None
         for done in taking.listeners:
             done(tuple(stacks))
+        waiting, self._next = self._next, []
+        for done in waiting:
+            self.take(done)
 
 
 @dataclass
@@ -140,6 +159,7 @@ class _Taking:
     request: int
     deadline: float
     listeners: list[Done]
+    gently: bool
     problems: dict[int, str] = field(default_factory=dict[int, str])
     texts: dict[int, str] = field(default_factory=dict[int, str])
     frames: dict[int, tuple[StackFrame, ...]] = field(default_factory=dict[int, tuple[StackFrame, ...]])
@@ -178,9 +198,10 @@ def _ask_py_spy(command: str, pids: dict[int, int]) -> dict[int, tuple[StackFram
             running[rank] = subprocess.Popen([*arguments, str(pid)], stdout=pipe, stderr=subprocess.DEVNULL)
         except OSError:
             return found
+    deadline = time.monotonic() + _PY_SPY_TIMEOUT_S
     for rank, process in running.items():
         try:
-            text = process.communicate(timeout=_PY_SPY_TIMEOUT_S)[0]
+            text = process.communicate(timeout=max(0.0, deadline - time.monotonic()))[0]
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()

@@ -95,7 +95,7 @@ class StallWatch:
             # asking costs a rank whose flight recorder is full 30 ms: less and less often while nothing is found
             self._next_look = now + self._pause_s
             self._pause_s = min(2 * self._pause_s, self._stall_s)
-            self._taker.take(self._took)
+            self._taker.take(self._took, gently=True)
 
     def _took(self, stacks: tuple[RankStack, ...]) -> None:
         if self._timer is None:

@@ -87,8 +87,7 @@ class StopPath:
         self._group.leave()
         unreported = self._unreported()
         for process in unreported:
-            if process.rank not in self._termed:
-                process.signal(signal.SIGTERM, whole_session=True)
+            process.signal(signal.SIGTERM, whole_session=True)
         if unreported and self._termed:
             grace_s = max(0.0, self._grace_over - self._loop.time())
         self._later(grace_s if unreported else _EXIT_HANDLERS_S, self._kill)

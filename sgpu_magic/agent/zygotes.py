@@ -36,7 +36,7 @@ _INITIAL_OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 def raise_open_files_limit() -> None:
-    """Take all the open files that the system allows: a rank costs the agent five."""
+    """Take all the open files that the system allows: a rank costs the agent six."""
     soft, hard = _INITIAL_OPEN_FILES
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

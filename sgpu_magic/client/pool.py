@@ -174,12 +174,12 @@ class Pool:
             message, frames = run.submission
             request, reply = link.new_request()
             events = link.follow(run.run_id)
-            self._uploads.moved(run.run_id, link)
+            self._uploads.submitted(run.run_id, link)
             link.send(msgspec.structs.replace(message, request=request), frames)
             wait_for(reply)
             run.moved(link, events, from_start=True)
             return
-        self._uploads.moved(run.run_id, link)
+        self._uploads.submitted(run.run_id, link)
         run.moved(link, link.attached(run.run_id))
 
     def cancel_in_background(self, run: Run, reason: str) -> None:

@@ -134,8 +134,8 @@ class Run:
         kept = str(self.directory / f"result-{result.rank}.bin")
         in_memory = source.path if isinstance(source, FilePayload) else _descriptor_path(source)
         # of a run that ended long ago the memory's number may be another file's: its copy comes first then
-        paths = [in_memory, kept] if self.owned else [kept, in_memory]
-        for path in dict.fromkeys(paths):
+        # (and is looked for again: memory goes as soon as its copy is there)
+        for path in (in_memory, kept) if self.owned else (kept, in_memory, kept):
             try:
                 data = _map(path)
             except (OSError, ValueError):

@@ -59,15 +59,11 @@ class Uploads:
         return Payload(source=source, layout=packed.layout), []
 
     def submitted(self, run_id: str, link: PoolLink) -> None:
-        """The pool took the run: it says when it no longer reads the memory."""
+        """This pool service has the run, perhaps as another's successor: it says when it no longer reads the memory."""
         with self._lock:
             for slot in self._slots:
                 if slot.run_id == run_id:
                     slot.released = link.payload_released(run_id)
-
-    def moved(self, run_id: str, link: PoolLink) -> None:
-        """Another pool service has the run now, and says when it no longer reads the memory."""
-        self.submitted(run_id, link)
 
     def forget(self, run_id: str) -> None:
         """Never write the run's memory again: whoever reads it holds it, and nobody tells when that ends."""

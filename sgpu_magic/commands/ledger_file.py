@@ -6,6 +6,7 @@ import contextlib
 import json
 import sqlite3
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -14,6 +15,7 @@ import msgspec
 from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError
+from sgpu_magic.protocol.address import agent_socket_file
 from sgpu_magic.protocol.messages import RunSummary
 from sgpu_magic.protocol.states import RunState
 
@@ -53,20 +55,33 @@ def _read(settings: Settings, rest: str, values: Sequence[str | int]) -> list[Ru
             database.row_factory = sqlite3.Row
             # every column that it has: an older or newer schema is read as far as it goes
             rows = [dict(row) for row in database.execute(f"SELECT * FROM runs {rest}", values)]
-        alive = find_pool(settings) is not None
-        return [_summary(row, pool_lives=alive) for row in rows]
+        held = find_pool(settings) is not None or _agent_waits(settings)
+        return [_summary(row, held=held) for row in rows]
     except (sqlite3.Error, msgspec.ValidationError, ValueError) as error:
         raise PoolError(
             f"the pool's ledger {path} can't be read: {error}. The next pool mends it or moves it aside."
         ) from error
 
 
-def _summary(row: dict[str, Any], *, pool_lives: bool) -> RunSummary:
+def _agent_waits(settings: Settings) -> bool:
+    """Whether the agent of a pool that was killed still has its runs, for the next pool to take over.
+
+    Asked of the system and not of the agent, which would take this for that pool.
+    """
+    path = agent_socket_file(settings.runtime_path)
+    try:
+        return any(line.split()[-1] == str(path) for line in Path("/proc/net/unix").read_text().splitlines())
+    except OSError:
+        # no Linux: it takes its socket away when it ends, unless it is killed too
+        return path.exists()
+
+
+def _summary(row: dict[str, Any], *, held: bool) -> RunSummary:
     known = {name: value for name, value in row.items() if name in _FIELDS}
     known["uuids"] = json.loads(row.get("uuids", "[]"))
     known["simulated"] = bool(row.get("simulated", 0))
     run = msgspec.convert(known, RunSummary)
-    if pool_lives or run.state.is_final:
+    if held or run.state.is_final:
         return run
     # what the next pool will write down: nobody can still be at it
     return msgspec.structs.replace(run, state=RunState.FAILED, failure=run.failure or LOST)

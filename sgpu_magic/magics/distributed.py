@@ -18,7 +18,7 @@ from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.magics import arguments, cell, follow
 from sgpu_magic.magics.notices import NoticeBoard
-from sgpu_magic.magics.restarts import RestartWatch
+from sgpu_magic.magics.restarts import watch_restarts
 from sgpu_magic.magics.warmth import Warmth
 from sgpu_magic.render.publisher import publisher_for
 from sgpu_magic.render.stacks import stacks_html, stacks_text
@@ -38,7 +38,7 @@ class DistributedMagics(Magics):
         self.pool = Pool(self.settings, self._notices.notice)
         self.warmth = Warmth(self.pool)
         kernel = getattr(shell, "kernel", None)
-        self.restarts = RestartWatch(kernel, self.pool) if self.settings.detach_on_restart and kernel else None
+        self.restarts = watch_restarts(kernel, self.pool) if self.settings.detach_on_restart else None
 
     def close(self) -> None:
         """Close the link to the pool; the pool goes on for others."""
@@ -78,7 +78,10 @@ class DistributedMagics(Magics):
     def sgpu_attach(self, line: str = "") -> RunResult | None:
         """Show a run from its beginning and bring its results back: `%sgpu_attach [RUN] [--ui auto|text|none]`."""
         options = arguments.parse_run("%sgpu_attach", line, ui=True)
-        run, state = self.pool.attach(options.run)
+        try:
+            run, state = self.pool.attach(options.run)
+        except KeyboardInterrupt:
+            raise RunCancelled("interrupted before the pool had answered; its runs go on.") from None
         try:
             followed = self._followed(run, options.ui, self._current_settings())
             return follow.watch(followed, state, self._shell.user_ns)

@@ -14,6 +14,13 @@ _DETACH_TIMEOUT_S = 1.0
 _SHUTDOWN = "shutdown_request"
 
 
+def watch_restarts(kernel: Any, pool: Pool) -> RestartWatch | None:
+    """Return a watch over the kernel's restarts, None where there is no kernel or it does not tell."""
+    if _SHUTDOWN not in getattr(kernel, "control_handlers", {}):
+        return None
+    return RestartWatch(kernel, pool)
+
+
 class RestartWatch:
     """Stands before the kernel's own handling of a shutdown request.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -39,7 +39,7 @@ from sgpu_magic.protocol.messages import (
     Warm,
     Welcome,
 )
-from sgpu_magic.protocol.records import CellSource, RankStack
+from sgpu_magic.protocol.records import CellSource, RankStack, RunSpec
 from sgpu_magic.protocol.run_files import KEY
 from sgpu_magic.protocol.states import RunState
 
@@ -61,8 +61,8 @@ class Core(Protocol):
         ...
 
     @property
-    def resubmittable(self) -> Collection[str]:
-        """Ids of runs that an earlier service had in its queue."""
+    def resubmittable(self) -> Mapping[str, RunSpec]:
+        """Runs that an earlier service had in its queue, by their ids."""
         ...
 
 
@@ -142,9 +142,9 @@ class Requests:
 
     def _submit(self, client: ConnectedClient, submit: Submit, frames: Sequence[bytes]) -> None:
         spec = submit.spec
-        again = spec.run_id in self._core.resubmittable
+        again = self._core.resubmittable.get(spec.run_id)
         problem = ""
-        if not is_valid_id(spec.run_id) or self._book.get(spec.run_id) or (self._known(spec.run_id) and not again):
+        if not is_valid_id(spec.run_id) or self._book.get(spec.run_id) or (self._known(spec.run_id) and again is None):
             problem = "the run's id is not valid or was used before."
         elif spec.placement.ranks < 1:
             problem = f"a run needs at least one rank, not {spec.placement.ranks}."
@@ -155,7 +155,7 @@ class Requests:
         if problem:
             self._refuse(client, submit.request, problem)
             return
-        spec = msgspec.structs.replace(spec, submitted_at=spec.submitted_at if again else time.time())
+        spec = msgspec.structs.replace(spec, submitted_at=time.time() if again is None else again.submitted_at)
         run = PoolRun(msgspec.structs.replace(submit, spec=spec), frames, client)
         if spec.detach:
             try:

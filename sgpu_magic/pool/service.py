@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sgpu_magic import __version__
@@ -40,7 +40,7 @@ from sgpu_magic.protocol.messages import (
     Welcome,
 )
 from sgpu_magic.protocol.node_messages import HeldRun, Launch, RunEvent
-from sgpu_magic.protocol.records import Inventory, Lease, RankStack
+from sgpu_magic.protocol.records import Inventory, Lease, RankStack, RunSpec
 from sgpu_magic.protocol.states import FailureKind, RunState
 
 # an inventory older than this is taken anew before a run is placed on real devices
@@ -146,7 +146,7 @@ class PoolService:
         return self._succession.done
 
     @property
-    def resubmittable(self) -> Collection[str]:
+    def resubmittable(self) -> Mapping[str, RunSpec]:
         return self._succession.resubmittable
 
     # ------------------------------------------------------------ from the engine (EngineListener)

@@ -92,7 +92,7 @@ def died_of(failure: Failure) -> str:
 def death_sentence(failure: Failure, ranks: int) -> str:
     """Return `rank 2 of 4 was killed by SIGKILL: most likely out of memory`."""
     message = failure.message.strip()
-    pid = f" (pid {failure.pid})" if failure.pid and f"{failure.pid}" not in message else ""
+    pid = f" (process {failure.pid})" if failure.pid and f"{failure.pid}" not in message else ""
     if message.startswith(("rank ", "the ")):
         return _SUBJECT.sub(lambda found: f"{found[0]}{pid}", message)
     subject = f"rank {failure.rank} of {ranks}{pid}" if failure.rank is not None else ""
@@ -160,7 +160,8 @@ def _way(other: Failure) -> str:
         # what the stop path sends to those that a collective does not hold
         return f"stopped{at}"
     if other.kind is FailureKind.WORKER_DIED:
-        said = re.sub(r"^rank \d+ of \d+ ", "", other.message.strip())
+        first, _, _ = other.message.strip().partition("\n")
+        said = re.sub(r"^rank \d+ of \d+ (\(process \d+\) )?", "", first)
         return f": {said or died_of(other)}{at}"
     return f": {error_line(other)}{at}"
 

@@ -24,6 +24,7 @@ _MEETINGS = re.compile(
 )
 _MAX_SOURCE = 80
 _MAX_FRAMES = 60
+_MAX_GROUPS = 16
 
 
 class Sources:
@@ -187,10 +188,13 @@ def group_stacks(stacks: Iterable[RankStack], cell: CellSource) -> list[StackGro
 
 
 def group_lines(groups: Sequence[StackGroup]) -> list[str]:
-    """Return a line for each group, in columns."""
-    rows = [(format_ranks(group.ranks), group.doing, group.place, group.source) for group in groups]
+    """Return a line for each of the first groups, in columns, and how many there are more."""
+    shown = groups[:_MAX_GROUPS]
+    rows = [(format_ranks(group.ranks), group.doing, group.place, group.source) for group in shown]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
-    return ["   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = ["   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    left_out = [rank for group in groups[_MAX_GROUPS:] for rank in group.ranks]
+    return [*lines, f"{format_ranks(left_out)} elsewhere"] if left_out else lines
 
 
 def verdict(stacks: Sequence[RankStack], cell: CellSource) -> list[str]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import msgspec
-
 from sgpu_magic.protocol import ids
 from sgpu_magic.protocol.events import (
     AttemptFailed,
@@ -29,17 +27,14 @@ from sgpu_magic.protocol.events import (
 )
 from sgpu_magic.protocol.records import Failure, Lease, RankResult, RunSpec
 from sgpu_magic.protocol.states import RunState
-from sgpu_magic.render import ansi
 from sgpu_magic.render.failure import attempt_note
 from sgpu_magic.render.items import DisplayItem, GapItem, Item, LineItem, display_text, gap_lines
-from sgpu_magic.render.lines import LineAssembler
-from sgpu_magic.render.store import OutputStore
+from sgpu_magic.render.output import RunOutput
 from sgpu_magic.render.units import format_bytes
 
 __all__ = ["DisplayItem", "GapItem", "Item", "LineItem", "RunView"]
 
 _MAX_NOTES = 50
-_mime = msgspec.json.Decoder(dict[str, object])
 
 
 class RunView:
@@ -67,7 +62,6 @@ class RunView:
         stalled: Where its ranks wait while nothing moves; kept when the run ends so.
         left: Why nobody follows it here any more while it goes on, "" while somebody does.
         ended: The run's last word, None while it goes on.
-        total_lines: Lines that ranks have finished, shown or not.
         version: Grows with every event; equal versions draw equal pictures (but for the clock).
     """
 
@@ -93,26 +87,22 @@ class RunView:
         self.stalled: Stalled | None = None
         self.left = ""
         self.ended: RunEnded | None = None
-        self.total_lines = 0
         self.version = 0
         self._started_at: float | None = None
+        self._starting_at: float | None = None
         self._notes: list[str] = []
-        self._store = OutputStore(output_limit)
-        self._assemblers: dict[tuple[int, str], LineAssembler] = {}
-        self._last_stream: dict[int, str] = {}
-        self._last_finished: dict[int, str] = {}
-        self._clear_before_next: set[int] = set()
+        self._output = RunOutput(output_limit)
         self._cached: tuple[int, list[Item]] = (-1, [])
-        self._fresh: list[Item] | None = None
 
     def apply(self, event: Event, frames: Sequence[bytes] = ()) -> None:
         """Fold one event in. `frames` are the client's business: exceptions and results, not drawn."""
         self.version += 1
         match event.body:
             case OutputWritten() as body:
-                self._write(body)
+                self._output.write(body)
             case StateChanged(state=state, reason=reason):
                 self.state, self.reason = state, reason
+                self._starting_at = event.at if state is RunState.STARTING else self._starting_at
                 if state is not RunState.QUEUED:
                     self.position, self.waiting_for = None, ""
             case QueueMoved(position=position, reason=reason):
@@ -124,11 +114,9 @@ class RunView:
             case RanksStarted(warm=warm):
                 self.warm, self._started_at = warm, event.at
             case DisplayPublished() as body:
-                self._display(body)
-            case OutputCleared(rank=rank, wait=wait):
-                self._clear_before_next.add(rank)
-                if not wait:
-                    self._clear_if_due(rank)
+                self._output.display(body)
+            case OutputCleared() as body:
+                self._output.clear(body)
             case RankFailed(failure=failure):
                 self.rank_failures.setdefault(-1 if failure.rank is None else failure.rank, failure)
             case Noted(text=text):
@@ -213,35 +201,30 @@ class RunView:
     def items(self) -> list[Item]:
         """The output in order of arrival, bounded by `output_limit`. Not to be changed."""
         if self._cached[0] != self.version:
-            self._cached = (self.version, self._store.items())
+            self._cached = (self.version, self._output.items)
         return self._cached[1]
+
+    @property
+    def total_lines(self) -> int:
+        """Lines that ranks have finished, shown or not."""
+        return self._output.total_lines
 
     @property
     def live_lines(self) -> dict[int, str]:
         """The unfinished line of each rank that has one, such as its progress bar."""
-        lines: dict[int, str] = {}
-        for rank in sorted(self._last_stream):
-            stream = self._last_stream[rank]
-            for key in ((rank, stream), (rank, "stderr"), (rank, "stdout")):
-                text = self._assemblers[key].partial if key in self._assemblers else ""
-                if text and ansi.plain(text).strip():
-                    lines[rank] = text
-                    break
-        return lines
+        return self._output.live_lines
 
     @property
     def last_lines(self) -> dict[int, str]:
         """What each rank has said last: its unfinished line, else its last finished one."""
-        return dict(sorted({**self._last_finished, **self.live_lines}.items()))
+        return self._output.last_lines
 
     def take_items(self) -> list[Item]:
         """Return the items since the last call; the first call returns all that are kept.
 
         An update of a display comes again as an item of its own.
         """
-        taken = list(self.items) if self._fresh is None else self._fresh
-        self._fresh = []
-        return taken
+        return self._output.take_items()
 
     def take_lines(self) -> list[str]:
         """Return the finished lines since the last call, prefixed `[0] `; displays as their text."""
@@ -256,90 +239,23 @@ class RunView:
                     lines.extend(gap_lines(item, self.short_id))
         return lines
 
-    def _write(self, body: OutputWritten) -> None:
-        rank = body.rank
-        if rank in self._clear_before_next:
-            self._clear_if_due(rank)
-        assembler = self._assembler(rank, body.stream)
-        text = body.text
-        if body.skipped_lines:
-            # what was left out begins in the unfinished line and ends in the first line of the text
-            assembler.flush()
-            self._store.add_skip(rank, body.skipped_lines)
-            self.total_lines += body.skipped_lines
-            if self._fresh is not None:
-                self._fresh.append(GapItem(body.skipped_lines, 1))
-        elif body.skipped_bytes:
-            text = f" ... {text}"
-        self._last_stream[rank] = body.stream
-        self._add_lines(rank, body.stream, assembler.feed(text))
-
-    def _add_lines(self, rank: int, stream: str, lines: list[str]) -> None:
-        if not lines:
-            return
-        self.total_lines += len(lines)
-        self._last_finished[rank] = lines[-1]
-        if self._fresh is not None:
-            self._fresh.extend([LineItem(rank, stream, text) for text in lines])
-        self._store.add_lines(rank, stream, lines)
-
-    def _assembler(self, rank: int, stream: str) -> LineAssembler:
-        key = (rank, stream)
-        if key not in self._assemblers:
-            self._assemblers[key] = LineAssembler()
-        return self._assemblers[key]
-
-    def _display(self, body: DisplayPublished) -> None:
-        rank = body.rank
-        self._clear_if_due(rank)
-        stdout = self._assembler(rank, "stdout")
-        if stdout.partial and not stdout.was_rewritten and not body.update:
-            self._add_lines(rank, "stdout", [stdout.flush()])
-        size = len(body.bundle) + len(body.metadata)
-        bundle, metadata = _decode(body.bundle, rank), _decode(body.metadata, rank)
-        if body.update:
-            changed = self._store.update_display(rank, bundle, metadata, body.display_id, size)
-        else:
-            changed = [self._store.add_display(rank, bundle, metadata, body.display_id, size)]
-        if self._fresh is not None:
-            self._fresh.extend(changed[-1:])
-
-    def _clear_if_due(self, rank: int) -> None:
-        if rank in self._clear_before_next:
-            self._clear_before_next.remove(rank)
-            self._store.clear(rank)
-            self._last_finished.pop(rank, None)
-            for stream in ("stdout", "stderr"):
-                self._assembler(rank, stream).flush()
-
     def _note(self, text: str) -> None:
         if text and text not in self._notes and len(self._notes) < _MAX_NOTES:
             self._notes.append(text)
 
     def _start_again(self, body: AttemptFailed, at: float) -> None:
-        self._finish_lines()
-        seconds = max(at - self._started_at, 0.0) if self._started_at is not None else 0.0
+        self._output.finish_lines()
+        # a rank may die before all are there
+        began = self._started_at or self._starting_at
+        seconds = max(at - began, 0.0) if began is not None else 0.0
         self._note(attempt_note(body, seconds))
         self.attempt, self.attempts = body.attempt + 1, body.attempts
         self.rank_failures, self.stalled, self._started_at = {}, None, None
 
-    def _finish_lines(self) -> None:
-        for (rank, stream), assembler in sorted(self._assemblers.items(), key=lambda pair: pair[0]):
-            line = assembler.flush()
-            if ansi.plain(line).strip():
-                self._add_lines(rank, stream, [line])
-
     def _end(self, body: RunEnded) -> None:
-        self._finish_lines()
+        self._output.finish_lines()
         if body.state in (RunState.SUCCEEDED, RunState.CANCELLED) or body.stacks:
             self.stalled = None
         self.ended = body
         self.state = body.state
         self.position, self.waiting_for = None, ""
-
-
-def _decode(raw: bytes, rank: int) -> dict[str, object]:
-    try:
-        return _mime.decode(raw)
-    except msgspec.DecodeError as error:
-        return {"text/plain": f"(rank {rank} displayed something that is no MIME bundle: {error})"}

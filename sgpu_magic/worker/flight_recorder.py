@@ -1,7 +1,10 @@
 """torch's flight recorder: the collective that this rank is in.
 
-torch 2.8 and newer record gloo and NCCL alike, earlier ones NCCL alone and under another name; a torch that has
-neither tells nothing. `TORCH_FR_BUFFER_SIZE` must be set before the first process group is made.
+Newer torch (seen with 2.13) records gloo and NCCL alike, earlier ones NCCL alone and under another name; a torch that
+has neither tells nothing. The size of the buffer is read when the first process group is made.
+
+With 2,000 entries an all_reduce of one number over gloo takes as long as without: the smallest of 80 means of 300 was
+117 us with and 122 us without.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ _decoder = msgspec.json.Decoder(_Trace)
 def switch_on() -> None:
     """Ask torch to record, unless the user has said how much. Before the first process group.
 
-    Without a number gloo does not record. A torch that knows the newer variable warns of the older one.
+    torch 2.13 records as many by itself; earlier ones may not. One that knows the newer variable warns of the older.
     """
     if not any(name in os.environ for name in _SIZES):
         name = _dump_name(_bindings())

@@ -65,8 +65,8 @@ def _crash_to_stderr() -> None:
 class Sampler:
     """Writes the main thread's stack into the file's area when it has changed.
 
-    A call costs 4 us for 20 frames when nothing changed, and 25 us when it did: 0.05 % of a core at 20 calls a
-    second. It makes no system call.
+    A call costs 3 us for 20 frames when nothing has changed and 11 us when something has, for 200 frames 40 and 100 us:
+    0.02 to 0.2 % of a core at 20 calls a second. It makes no system call.
 
     Args:
         descriptor: The stack file.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -99,7 +101,11 @@ def test_a_large_result_is_there_for_everybody_who_comes(kernel: Kernel, new_ker
     for where in (kernel, new_kernel(), kernel):
         where.check(f"%sgpu_attach {run}")
         assert where.value("[int(each.sum()) for each in big]") == [300_000, 600_000]
+    # their memory is free again, and they are still there
     home.check_leaks()
+    kernel.check("big = None")
+    kernel.check(f"%sgpu_attach {run}")
+    assert kernel.value("[int(each.sum()) for each in big]") == [300_000, 600_000]
 
 
 def test_results_that_lie_nowhere_any_more_are_an_error_that_says_so(new_home: Callable[..., Home]):
@@ -379,5 +385,25 @@ def test_an_interrupt_frees_a_cell_whose_pool_was_killed(new_home: Callable[...,
         assert time.monotonic() - pressed < 3
         assert reply.ename == "RunCancelled", reply.story
         eventually(lambda: not any(is_alive(pid) for pid in pids), 15, "the ranks are gone")
+    finally:
+        kernel.close()
+
+
+# ------------------------------------------------------------ notices
+
+
+def test_a_notice_of_the_pool_is_shown_and_taken_back(new_home: Callable[..., Home]):
+    home = new_home({"SGPU_POOL_IDLE_S": "8"})
+    kernel = Kernel(home)
+    try:
+        kernel.check("%%distributed -n 1 --ui none\npass")
+        cell = kernel.start("import time; time.sleep(600)")
+        cell.until_shown("gives its processes back in")
+        # somebody wants something of the pool
+        subprocess.run([sys.executable, "-m", "sgpu_magic.cli", "pool", "status"], env=home.environ, check=True)
+        cell.until(lambda: "gives its processes back" not in cell.reply.text + cell.reply.html, 10, "it is taken back")
+        kernel.interrupt()
+        cell.wait(10)
+        assert "idle: gives its processes back in" in kernel.check("%sgpu_status").text
     finally:
         kernel.close()

@@ -105,6 +105,23 @@ def test_overflow_of_the_c_stack(kernel: Kernel):
     check_next(kernel)
 
 
+def test_two_deaths_the_first_is_told_whole_and_the_other_in_a_line(kernel: Kernel):
+    reply = kernel.run(
+        "%%distributed -n 3\n"
+        "import os, time, torch.distributed as dist\n"
+        "dist.barrier()\n"
+        "if rank == 2: os._exit(3)\n"
+        "if rank == 1:\n"
+        "    try: time.sleep(600)\n"
+        "    finally: os._exit(4)\n"  # when it is stopped
+        "dist.barrier()"
+    )
+    assert re.search(r"rank 2 of 3 \(process \d+\) left with exit code 3", reply.evalue), reply.story
+    others = [line for line in reply.traceback.splitlines() if "rank 1: left with exit code 4" in line]
+    assert len(others) == 1, reply.traceback
+    assert "os._exit(4)" not in reply.traceback
+
+
 def test_sys_exit_with_a_code_names_the_rank(kernel: Kernel):
     reply = kernel.run(
         "%%distributed -n 2\nimport sys, torch.distributed as dist\nif rank == 1: sys.exit(3)\ndist.barrier()"

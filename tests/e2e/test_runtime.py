@@ -5,13 +5,25 @@ from __future__ import annotations
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from kernels import Kernel
+from kernels import Kernel, Reply
+
+PRINT_IT = "%%distributed -n 1\nfrom sgpu_magic import runtime\nprint(runtime.checkpoint_dir())"
+
+
+def check_run(kernel: Kernel, code: str) -> tuple[Reply, Path]:
+    """Run a cell that has to succeed; return its reply and its run's directory."""
+    before = set(kernel.home.runs)
+    reply = kernel.check(code)
+    (run_id,) = set(kernel.home.runs) - before
+    return reply, kernel.home.run_dir(run_id)
 
 
 def test_checkpoint_dir_is_the_runs_own_for_all_ranks(kernel: Kernel):
-    reply = kernel.check(
+    reply, directory = check_run(
+        kernel,
         "%%distributed -n 2 --out place:all\n"
         "import os\n"
         "from sgpu_magic import runtime\n"
@@ -19,9 +31,8 @@ def test_checkpoint_dir_is_the_runs_own_for_all_ranks(kernel: Kernel):
         "os.chdir('/')\n"
         "place = runtime.checkpoint_dir()\n"
         "(place / f'rank-{rank}.pt').write_text('weights')\n"
-        "print(type(place).__name__, runtime.get_restart_count())\n"
+        "print(type(place).__name__, runtime.get_restart_count())\n",
     )
-    directory = kernel.home.run_dir(kernel.home.runs[-1])
     checkpoints = directory / "checkpoints"
     assert kernel.value("[str(path) for path in place]") == [str(checkpoints)] * 2
     assert stat.S_IMODE(checkpoints.stat().st_mode) == 0o700
@@ -30,8 +41,8 @@ def test_checkpoint_dir_is_the_runs_own_for_all_ranks(kernel: Kernel):
 
 
 def test_run_that_does_not_ask_has_no_checkpoint_directory(kernel: Kernel):
-    kernel.check("%%distributed -n 2\npass")
-    assert not (kernel.home.run_dir(kernel.home.runs[-1]) / "checkpoints").exists()
+    _, directory = check_run(kernel, "%%distributed -n 2\npass")
+    assert not (directory / "checkpoints").exists()
 
 
 def test_each_run_has_another(kernel: Kernel):
@@ -59,8 +70,7 @@ def test_every_attempt_finds_what_the_one_before_left(kernel: Kernel):
 
 
 def test_air_has_the_checkpoints_of_its_run(kernel: Kernel):
-    kernel.check("%%distributed -n 1\nfrom sgpu_magic import runtime\nprint(runtime.checkpoint_dir())")
-    directory = kernel.home.run_dir(kernel.home.runs[-1])
+    _, directory = check_run(kernel, PRINT_IT)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--standalone", "_air.py"],
         cwd=directory,
@@ -82,8 +92,8 @@ def test_where_no_run_is_it_says_so(kernel: Kernel):
     try:
         assert kernel.value("str(runtime.checkpoint_dir())") == str(kernel.home.work / "mine")
         # a run's own goes before that of the notebook
-        reply = kernel.check("%%distributed -n 1\nfrom sgpu_magic import runtime\nprint(runtime.checkpoint_dir())")
-        assert reply.lines(0) == [str(kernel.home.run_dir(kernel.home.runs[-1]) / "checkpoints")]
+        reply, directory = check_run(kernel, PRINT_IT)
+        assert reply.lines(0) == [str(directory / "checkpoints")]
     finally:
         kernel.check("del os.environ['SGPU_CHECKPOINT_DIR']")
 

@@ -70,7 +70,7 @@ class Executed:
 
 
 @pytest.fixture(scope="module")
-def executed(home: Home) -> Iterator[Executed]:
+def executed(home: Home) -> Executed:
     """The notebook, run from top to bottom in a home of its own."""
     folder = Path(home.environ["JUPYTER_DATA_DIR"]) / "kernels" / "python3"
     folder.mkdir(parents=True)
@@ -85,7 +85,7 @@ def executed(home: Home) -> Iterator[Executed]:
         client.execute()
         seconds = time.monotonic() - begin
     nbformat.validate(made)
-    yield Executed(tuple(shown(made)), seconds)
+    return Executed(tuple(shown(made)), seconds)
 
 
 def shown(made: nbformat.NotebookNode) -> Iterator[Shown]:
@@ -167,6 +167,17 @@ def test_every_section_shows_what_it_is_about(executed: Executed):
     assert set(headings()) - raised.keys() == {errors.SECTION_OF_HANGS, "A fault of sgpu-magic"}
 
 
+def test_saved_outputs_are_those_of_this_version_and_of_no_machine(executed: Executed):
+    saved = list(shown(nbformat.read(NOTEBOOK, as_version=4)))
+    again = "save them with scripts/save_outputs.py"
+    assert [cell.errors for cell in saved] == [cell.errors for cell in executed.cells], again
+    assert [cell.text.splitlines()[-1] for cell in saved if cell.fails] == [
+        cell.text.splitlines()[-1] for cell in executed.cells if cell.fails
+    ], again
+    for cell in saved:
+        assert not re.search(r"/(tmp/sg|root|work|Users|home/(?!you/))", cell.text), cell.text
+
+
 @pytest.mark.parametrize(
     ("section", "words"),
     [
@@ -175,7 +186,7 @@ def test_every_section_shows_what_it_is_about(executed: Executed):
         ("There is no room", ["--wait", "first"]),
         ("The ranks' Python does not start", ["'torch' is not a package", "its log: "]),
         ("Your code raised", ["rank 1 of 2", "NaN in batch 118", "released from barrier", "division by zero"]),
-        ("A rank died", ["SIGSEGV", "ctypes.string_at(0)", "[1] step 2", "attempt 2 of 2"]),
+        ("A rank died", ["SIGSEGV", "ctypes.string_at(0)", "[0] step 3", "attempt 2 of 2"]),
         ("The node was lost", ["the agent", "[1] here again"]),
         ("The time was over", ["time limit of 2 s", "rank 1 is in load_batch", "rank 1 has not come to barrier"]),
         (errors.SECTION_OF_HANGS, ["rank 1 has not come to barrier", "time.sleep(6)", "[0] at last"]),

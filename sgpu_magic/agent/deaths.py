@@ -1,0 +1,62 @@
+"""A rank that ended without a word: what its process was, where in Python it was, what it said last."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import msgspec
+
+from sgpu_magic.agent import root_cause
+from sgpu_magic.agent.group import Group
+from sgpu_magic.agent.out_of_memory import MemoryWatch
+from sgpu_magic.agent.stacks import NotebookFrames
+from sgpu_magic.protocol.records import Failure
+
+
+class Coroner:
+    """Tells how the ranks of one run died.
+
+    Args:
+        group: The ranks.
+        notebook: Tells the cell's frames.
+        host: This node.
+    """
+
+    def __init__(self, group: Group, notebook: NotebookFrames, host: str) -> None:
+        self._group = group
+        self._notebook = notebook
+        self._host = host
+        self._memory = MemoryWatch()
+
+    def begin(self) -> None:
+        """The run has begun: what the system kills from now on may be of it."""
+        self._memory.begin()
+
+    def death(self, rank: int, status: int) -> Failure:
+        """Describe a rank that is dead and reaped.
+
+        Args:
+            status: Its exit code, negative for a signal.
+        """
+        process = self._group.ranks[rank]
+        process.output.drain()
+        stack = self._notebook.upwards(process.stack_file.last_frames())
+        frame = self._notebook.innermost(stack) or (stack[0] if stack else None)
+        meaning = ""
+        if status == -signal.SIGKILL:
+            others = [other.pid for other in self._group.ranks if other.alive and other.pid is not None]
+            meaning = self._memory.verdict(process.peak_bytes, others)
+        failure = root_cause.death(
+            rank,
+            len(self._group.ranks),
+            self._host,
+            status,
+            time.time(),
+            pid=process.pid,
+            meaning=meaning,
+            last_line=self._notebook.describe(frame) if frame is not None else "",
+            last_output=process.output.tail(),
+        )
+        line = frame.line if frame is not None and self._notebook.has(frame) else None
+        return msgspec.structs.replace(failure, stack=stack, line=line, where=self._notebook.collective(stack))

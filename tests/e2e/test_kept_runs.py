@@ -1,0 +1,54 @@
+"""Run directories of a real pool stay within the budget of its settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+
+from kernels import Home, Kernel, eventually
+
+DAY_S = 24 * 3600.0
+
+
+def age(home: Home, run_id: str, days: float) -> None:
+    """Let a run have ended so long ago."""
+    directory = home.run_dir(run_id)
+    then = time.time() - days * DAY_S
+    for path in (*directory.rglob("*"), directory):
+        os.utime(path, (then, then))
+
+
+def is_over(home: Home, run_id: str) -> bool:
+    return json.loads((home.run_dir(run_id) / "run.json").read_bytes())["state"] == "succeeded"
+
+
+def test_oldest_ended_runs_go_and_one_that_goes_on_stays(new_home: Callable[..., Home]):
+    home = new_home({"SGPU_KEEP_RUNS": "2"})
+    kernel = Kernel(home)
+    try:
+        for number in range(4):
+            kernel.check(f"%%distributed -n 1 --ui none\nprint('run', {number})")
+        ended = home.runs
+        kernel.check("%%distributed -n 1 --ui none --detach\nimport time; time.sleep(60)")
+        (going,) = set(home.runs) - set(ended)
+        eventually(lambda: home.rank_pids(), 10, "the rank that goes on")
+        eventually(lambda: all(is_over(home, run_id) for run_id in ended), 10, "their last word is written down")
+        for days, run_id in zip((4, 3, 2, 1), ended, strict=True):
+            age(home, run_id, days)
+        age(home, going, 100)
+        kernel.check("%%distributed -n 1 --ui none\nprint('last')")
+        (last,) = set(home.runs) - {*ended, going}
+        # the one that has just ended counts
+        eventually(lambda: len(home.runs) <= 3, 30, lambda: f"the oldest three are removed; there are {home.runs}")
+        assert set(home.runs) == {ended[3], going, last}
+        rows = kernel.check("%sgpu_status").text
+        assert ended[0][:4] in rows, "what ran is still known"
+        reply = kernel.run(f"%sgpu_attach {ended[0]}")
+        assert reply.ename == "RunUnknown", reply.story
+        assert "no longer kept" in reply.evalue
+        log = (home.state / "pool.log").read_text()
+        assert f"the directory of run {ended[0][:4]} was removed: it is beyond keep_runs" in log
+    finally:
+        kernel.close()
