@@ -9,6 +9,7 @@ import shutil
 import signal
 import sqlite3
 import tempfile
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -79,6 +80,7 @@ class Home:
         self._levels: dict[int, dict[str, int]] = {}
         # start times of all that was ever seen here: an orphan may have nothing else that tells where it is from
         self._seen: dict[int, int] = {}
+        self._lock = threading.Lock()
 
     @property
     def state(self) -> Path:
@@ -144,10 +146,11 @@ class Home:
         table = process_table()
         found = {pid for pid, process in table.items() if self._is_marked(process)}
         found |= below(found, table)
-        found |= {pid for pid, start in self._seen.items() if pid in table and table[pid].start == start}
-        found.discard(os.getpid())
-        processes = {pid: table[pid] for pid in found}
-        self._seen.update({pid: process.start for pid, process in processes.items()})
+        with self._lock:
+            found |= {pid for pid, start in self._seen.items() if pid in table and table[pid].start == start}
+            found.discard(os.getpid())
+            processes = {pid: table[pid] for pid in found}
+            self._seen.update({pid: process.start for pid, process in processes.items()})
         return processes
 
     def _is_marked(self, process: Process) -> bool:

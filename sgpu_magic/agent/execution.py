@@ -337,7 +337,7 @@ class Execution:
             self._finish_if_gone()
             return
         self._gathering.add_failure(Failure(kind=kind, message=message, host=self._host, at=time.time()))
-        self._end(RunState.FAILED)
+        self._end(self._ending_as or RunState.FAILED)
 
     # ------------------------------------------------------------ end
 

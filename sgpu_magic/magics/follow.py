@@ -79,10 +79,14 @@ def bring_back(followed: Followed, namespace: dict[str, Any], restarts: RestartW
             leave(followed)
             return None
     except KeyboardInterrupt:
-        if restarts is not None and _is_restart(restarts):
-            leave(followed)
-            return None
-        run.cancel("it was interrupted")
+        try:
+            if restarts is not None and _is_restart(restarts):
+                leave(followed)
+                return None
+            _cancel(run)
+        except KeyboardInterrupt:
+            # the stop button was pressed twice in one moment
+            _cancel(run)
         ending = _after_interrupt(followed)
     followed.publisher.tick(time.monotonic(), final=True)
     if ending is None:
@@ -128,6 +132,16 @@ def goes_on(spec: RunSpec) -> str:
     run = short(spec.run_id)
     brings = f" and brings {', '.join(output.name for output in spec.outputs)}" if spec.outputs else ""
     return f"run {run} goes on without this notebook · %sgpu_attach {run} shows it{brings}, sgpu cancel {run} ends it"
+
+
+def _cancel(run: Run) -> None:
+    """Cancel, also when the stop button is pressed again meanwhile: the run would go on with nobody there."""
+    while True:
+        try:
+            run.cancel("it was interrupted")
+            return
+        except KeyboardInterrupt:
+            continue
 
 
 def _is_restart(restarts: RestartWatch) -> bool:

@@ -111,9 +111,9 @@ class NodeReports:
             at=time.time(),
         )
         self._book.memory_lost(why)
-        for run in self._book.going:
-            if run.placed_at is None:
-                continue
+        # before a lease is given back: what waits is placed on the new agent at once
+        had_ranks = [run for run in self._book.going if run.placed_at is not None]
+        for run in had_ranks:
             if not run.ended and not run.restarting:
                 failed = self._restarts.instead_of(run, RunEnded(state=RunState.FAILED, failure=failure))
                 if failed is not None:

@@ -34,6 +34,7 @@ from sgpu_magic.protocol.messages import (
     PROTOCOL_VERSION,
     AskStatus,
     ClientMessage,
+    Hello,
     Notice,
     PoolStatus,
     Refused,
@@ -112,7 +113,8 @@ class PoolService:
     # ------------------------------------------------------------ from and to clients
 
     def _heard(self, client: ConnectedClient, message: ClientMessage, frames: Sequence[bytes]) -> None:
-        self._idleness.touched()
+        if not isinstance(message, Hello | AskStatus):
+            self._idleness.touched()
         self._requests.heard(client, message, frames)
 
     def _client_gone(self, client: ConnectedClient) -> None:

@@ -15,6 +15,8 @@ from sgpu_magic.render import ansi
 from sgpu_magic.render.html import BAD, LINE, PANEL, SANS, SOFT, WARN
 from sgpu_magic.render.units import TIMES, count_of, format_clock, format_seconds
 
+# only then is it worth a line
+_SOON_S = 900.0
 _HOLDING = (RunState.PREPARING, RunState.STARTING, RunState.RUNNING, RunState.CANCELLING)
 _MAX_FAILURE = 100
 
@@ -107,7 +109,7 @@ def _remarks(status: PoolStatus) -> list[str]:
 
 
 def _idle(status: PoolStatus, now: float) -> list[str]:
-    if status.idle_ends_at is None:
+    if status.idle_ends_at is None or status.idle_ends_at - now > _SOON_S:
         return []
     return [f"idle: gives its processes back in {_rough(status.idle_ends_at - now)}"]
 

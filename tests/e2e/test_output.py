@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from kernels import Kernel
 
 
@@ -242,3 +243,18 @@ def test_message_rate_is_bounded_during_a_flood(kernel: Kernel):
     )
     updates = [kind for kind in reply.messages if "display" in kind]
     assert len(updates) <= 10 * reply.seconds + 5
+
+
+@pytest.mark.parametrize("end", ["os._exit(3)", "os.kill(os.getpid(), 9)", "os.abort()"])
+def test_the_last_line_of_a_rank_that_dies_right_after_it(kernel: Kernel, end: str):
+    reply = kernel.run(f"%%distributed -n 2\nimport os, time\ntime.sleep(0.05)\nprint('last words of', rank)\n{end}")
+    assert reply.ename == "WorkerDied", reply.story
+    assert reply.lines(0) == ["last words of 0"]
+    assert reply.lines(1) == ["last words of 1"]
+
+
+def test_an_explicit_flush_is_done_whatever_was_just_written(kernel: Kernel):
+    reply = kernel.run(
+        "%%distributed -n 1\nimport os\nfor i in range(50): print(i)\nprint('half', end='', flush=True)\nos._exit(0)"
+    )
+    assert reply.lines(0) == [*map(str, range(50)), "half"]

@@ -1,0 +1,1 @@
+"""Many random runs with random faults, from several notebooks at once on one pool: `make soak`."""
