@@ -1,6 +1,7 @@
 # make demo   set up and run notebooks/quickstart.ipynb without a front end
 # make lab    open it in JupyterLab
 # make test   set up and run the tests;  make test-all runs the slow ones too
+# make soak   500 random runs with random faults; SOAK_RUNS=100, SOAK_SEED=7 as variables
 # make bench  measure this package and its peers
 # make lint   format and lint checks, types
 #
@@ -22,7 +23,7 @@ NOTEBOOK := notebooks/quickstart.ipynb
 OUT := build/demo
 CODE := sgpu_magic tests scripts
 
-.PHONY: demo lab test test-all bench lint format clean help
+.PHONY: demo lab test test-all soak bench lint format clean help
 
 help:
 	@sed -n 's/^# \{0,1\}//p;t;q' Makefile
@@ -38,6 +39,9 @@ test: $(VENV)/.ready-test
 
 test-all: $(VENV)/.ready-test
 	$(BIN)/python -m pytest $(TESTS)
+
+soak: $(VENV)/.ready-test
+	PYTHONPATH=tests $(BIN)/python -m soak
 
 bench: $(VENV)/.ready-test
 	$(BIN)/python -m tests.benchmarks $(BENCH)

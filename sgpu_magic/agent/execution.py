@@ -12,7 +12,6 @@ The life of a run here:
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -21,25 +20,22 @@ from typing import Protocol
 import msgspec
 
 from sgpu_magic.agent import leftovers, root_cause
+from sgpu_magic.agent.belongings import Belongings
+from sgpu_magic.agent.cell_orders import send_cells
 from sgpu_magic.agent.deaths import Coroner
+from sgpu_magic.agent.displays import show
 from sgpu_magic.agent.gathering import Gathering
 from sgpu_magic.agent.group import Group
 from sgpu_magic.agent.keeper import Keeper
-from sgpu_magic.agent.run_directory import RunDirectory
-from sgpu_magic.agent.run_memory import RunMemory
 from sgpu_magic.agent.stack_taking import StackTaker
 from sgpu_magic.agent.stacks import NotebookFrames
 from sgpu_magic.agent.stall_watch import StallWatch
 from sgpu_magic.agent.stop_path import StopPath
-from sgpu_magic.agent.variables import torchrun_variables
 from sgpu_magic.config import Settings
 from sgpu_magic.protocol.events import (
-    DisplayPublished,
     EventBody,
     Noted,
-    OutputCleared,
     OutputWritten,
-    PayloadReleased,
     RankFailed,
     RanksStarted,
 )
@@ -47,22 +43,16 @@ from sgpu_magic.protocol.node_messages import (
     Cleared,
     Collectives,
     Displayed,
-    Execute,
     Failed,
     Finished,
     FromRank,
-    InPlace,
     Joined,
     Launch,
 )
 from sgpu_magic.protocol.records import (
     Failure,
-    InlinePayload,
-    Payload,
     RankResult,
     RankStack,
-    Record,
-    SharedPayload,
 )
 from sgpu_magic.protocol.states import FailureKind, RunState
 
@@ -107,7 +97,6 @@ class Execution:
         self.launch = launch
         self.run_id = launch.spec.run_id
         self.group = group
-        self._frames = frames
         self._warm = warm
         self._default_grace_s = settings.grace_s
         self._grace_s = launch.spec.grace_s
@@ -133,13 +122,8 @@ class Execution:
         self._ended = False
         self._deciding = False
         self._gone = False
-        self._directory = RunDirectory(launch)
-        if predecessor is not None and predecessor.payload_at_hand:
-            self._memory, self._frames = predecessor.hand_payload_over(self._payload_released)
-        else:
-            self._memory = RunMemory(
-                launch.payload.source, self._directory.path, keeper, settings.keep_payload, self._payload_released
-            )
+        inherited = predecessor.belongings if predecessor is not None and predecessor.gone else None
+        self.belongings = Belongings(launch, frames, keeper, settings.keep_payload, self._say, inherited)
         group.listener = self
 
     # ------------------------------------------------------------ start
@@ -149,44 +133,16 @@ class Execution:
         self._later(_SETTLED_S, self._coroner.begin)
         launch = self.launch
         try:
-            self._memory.open_payload()
+            self.belongings.open_payload()
             for process in self.group.ranks:
-                process.output.begin_log(self._directory.log_path(process.rank))
-            self._send_cells()
+                process.output.begin_log(self.belongings.directory.log_path(process.rank))
+            send_cells(launch, self.group, self.belongings)
         except OSError as error:
             self._fail_whole(FailureKind.INTERNAL, f"the run could not be started on {self._host}: {error}.")
             return
         if self.group.broken:
             self.group_broken(self.group.broken_kind, self.group.broken)
-        try:
-            self._directory.describe(self._frames[0] if isinstance(launch.payload.source, InlinePayload) else None)
-        except OSError as error:
-            self._say(Noted(text=f"the run's directory {self._directory.path} could not be written: {error.strerror}"))
-
-    def _send_cells(self) -> None:
-        launch = self.launch
-        lease = launch.lease
-        device = "cuda" if lease.uuids and not lease.simulated else "cpu"
-        inline = isinstance(launch.payload.source, InlinePayload)
-        with socket.create_server(("127.0.0.1", 0), backlog=1024) as rendezvous:
-            port = rendezvous.getsockname()[1]
-            for process in self.group.ranks:
-                rank = process.rank
-                order = Execute(
-                    run_id=self.run_id,
-                    cell=launch.spec.cell,
-                    context=launch.context,
-                    layout=launch.payload.layout,
-                    inline=inline,
-                    outputs=launch.spec.outputs,
-                    run_dir=launch.run_dir,
-                    device=device,
-                    rank_variables=torchrun_variables(launch, rank, port, device),
-                )
-                descriptors = [] if inline else [self._memory.payload_fd]
-                if rank == 0:
-                    descriptors.append(rendezvous.fileno())
-                self.group.execute(rank, order, self._frames[:1] if inline else (), descriptors)
+        self.belongings.describe()
 
     # ------------------------------------------------------------ from the group
 
@@ -198,22 +154,8 @@ class Execution:
                     self._started_at = time.monotonic()
                     self._stalls.start()
                     self._say(RanksStarted(pids=tuple(self.group.pids), warm=self._warm))
-            case Displayed():
-                self.group.ranks[rank].output.drain()
-                self._say(
-                    DisplayPublished(
-                        rank=rank,
-                        bundle=message.bundle,
-                        metadata=message.metadata,
-                        display_id=message.display_id,
-                        update=message.update,
-                    )
-                )
-                self._tell(rank, InPlace())
-            case Cleared():
-                self.group.ranks[rank].output.drain()
-                self._say(OutputCleared(rank=rank, wait=message.wait))
-                self._tell(rank, InPlace())
+            case Displayed() | Cleared():
+                show(self.group.ranks[rank], message, self._say)
             case Finished():
                 self._take_result(rank, message.result, frames)
             case Failed():
@@ -243,15 +185,8 @@ class Execution:
     def _take_result(self, rank: int, result: RankResult, frames: Sequence[bytes]) -> None:
         output = self.group.ranks[rank].output
         output.drain()
-        payload = result.payload
-        if payload is not None and isinstance(payload.source, SharedPayload):
-            stream = self.group.ranks[rank].stream
-            if stream is None:
-                return
-            (descriptor,) = stream.take_descriptors(1)
-            self._memory.hold_result(rank, descriptor)
-            source = SharedPayload(pid=os.getpid(), fd=descriptor, size=payload.source.size)
-            payload = Payload(source=source, layout=payload.layout)
+        stream = self.group.ranks[rank].stream
+        payload = self.belongings.take_result(result, stream) if stream is not None else None
         result = msgspec.structs.replace(result, payload=payload, lines=output.lines, output_bytes=output.total_bytes)
         self._gathering.add_result(result, frames)
         self._stop.reported()
@@ -359,7 +294,7 @@ class Execution:
             stacks=self._last_stacks,
         )
         if not ended.results:
-            self._memory.close_results()
+            self.belongings.close_results()
         self._say(ended, frames)
         self._later(_LEAVE_DELAY_S, self._let_leave)
         self._finish_if_gone()
@@ -383,24 +318,10 @@ class Execution:
             timer.cancel()
         leftovers.kill_leftovers(self.run_id, set(self.group.pids), self._launched_ticks)
         self.group.close()
-        try:
-            self._directory.ended(self._final_state)
-        except OSError as error:
-            self._say(Noted(text=f"run.json could not be written: {error.strerror}"))
+        self.belongings.ended(self._final_state)
         self._listener.run_gone(self)
 
-    # ------------------------------------------------------------ payload and results
-
-    def hand_payload_over(self, released: Callable[[bool, str], None]) -> tuple[RunMemory, Sequence[bytes]]:
-        """Give the payload to the next attempt, which calls `released` when it is no longer read."""
-        self._memory.close_results()
-        self._memory.on_released = released
-        return self._memory, self._frames
-
-    @property
-    def payload_at_hand(self) -> bool:
-        """Whether a further attempt can have the payload from here."""
-        return self._gone and self._memory.at_hand
+    # ------------------------------------------------------------ what the agent asks
 
     def detach(self) -> None:
         """The run goes on when its notebook is gone."""
@@ -430,42 +351,17 @@ class Execution:
         """Seconds since its launch."""
         return time.monotonic() - self._launched_at
 
-    def keep_large_parts(self) -> None:
-        """Copy the payload's and the results' memory files into the run's directory, in the background."""
-        self._memory.keep()
-
-    @property
-    def holds_memory(self) -> bool:
-        """Whether somebody may still ask for its results or its payload's memory."""
-        return self._memory.in_use
-
     def give_payload_up(self) -> None:
         """The notebook wants its memory file back."""
         if self._gone or (self._ended and self._final_state is RunState.SUCCEEDED):
-            self._memory.give_payload_up()
+            self.belongings.give_payload_up()
 
     def results_received(self) -> None:
         """The notebook holds the results itself. Those of a detached run stay until they are in its directory."""
         if not self.launch.spec.detach:
-            self._memory.close_results()
-
-    def close(self) -> None:
-        """Free what is still held."""
-        self._memory.close()
-
-    def _payload_released(self, kept: bool, why: str) -> None:
-        try:
-            self._directory.payload_done(kept, why)
-        except OSError as error:
-            why = f"run.json could not be written: {error.strerror}"
-        self._say(PayloadReleased(kept=kept, reason=why))
+            self.belongings.close_results()
 
     # ------------------------------------------------------------ within
-
-    def _tell(self, rank: int, message: Record) -> None:
-        stream = self.group.ranks[rank].stream
-        if stream is not None:
-            stream.send(message)
 
     def _say(self, body: EventBody, frames: Sequence[bytes] = ()) -> None:
         self._listener.happened(self.run_id, body, frames)

@@ -70,7 +70,7 @@ class Orphaned:
         for execution in self._executions():
             spec = execution.launch.spec
             if spec.detach or processes.is_alive(spec.owner.pid):
-                wanted |= not execution.gone or execution.holds_memory or self._has_news(execution.run_id)
+                wanted |= not execution.gone or execution.belongings.in_memory or self._has_news(execution.run_id)
             elif not execution.ended:
                 execution.end_as(RunState.CANCELLED, "the notebook that started it is gone")
         still_there = any(not execution.gone for execution in self._executions())

@@ -103,6 +103,8 @@ class Reports:
         """The service of now takes the run over and has its events up to `number`."""
         told = self._runs.get(run_id)
         if told is None:
+            # forgotten since the service was told of it: its ranks have long been gone
+            self._send(RanksGone(run_id=run_id))
             return
         self.kept(run_id, number)
         told.adopted = True

@@ -254,8 +254,8 @@ class Agent:
         if self._executions.get(execution.run_id) is not execution:
             # its group was started again, and the next attempt has the payload
             return
-        execution.keep_large_parts()
-        if execution.holds_memory:
+        execution.belongings.keep_large_parts()
+        if execution.belongings.in_memory:
             self._loop.call_later(_RESULTS_KEPT_S, self._forget, execution)
         else:
             self._forget(execution)
@@ -266,7 +266,7 @@ class Agent:
         if self._pool is None or self._reports.has_unkept(execution.run_id):
             self._loop.call_later(_KEEP_DELAY_S, self._forget, execution)
         else:
-            execution.close()
+            execution.belongings.close()
             self._reports.forget(execution.run_id)
             del self._executions[execution.run_id]
 

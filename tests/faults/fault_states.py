@@ -23,6 +23,7 @@ import os, pathlib, signal, subprocess, time
 import torch.distributed as dist
 away = subprocess.Popen(["sleep", "3600"], start_new_session=True)
 print("child", away.pid, flush=True)
+print("weighs", int(weights.sum()), flush=True)
 go = pathlib.Path("go")
 """
 _LOOP = """\
@@ -49,7 +50,13 @@ signal.signal(signal.SIGTERM, save)
 print("ready", flush=True)
 while True:
     time.sleep(0.02)"""
-QUEUED = "for count in range(50):\n    print('line', count)\nprint('done', 50)"
+QUEUED = """\
+for count in range(50):
+    print("line", count)
+print("weighs", int(weights.sum()))
+print("done", 50)"""
+# large enough to travel in a memory file
+_WEIGHTS = "import numpy; weights = numpy.ones(300_000)"
 
 
 @dataclass
@@ -115,6 +122,7 @@ class Stage:
         if self._subject is None:
             self._subject, self._spare = self._spare or Kernel(self.home, wait=False), None
             self._subject.ready()
+            self._subject.check(_WEIGHTS)
         return self._subject
 
     @property
@@ -122,6 +130,7 @@ class Stage:
         """Another notebook of the same user."""
         if self._neighbour is None:
             self._neighbour = Kernel(self.home)
+            self._neighbour.check(_WEIGHTS)
         return self._neighbour
 
     def warm(self) -> None:

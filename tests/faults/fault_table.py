@@ -12,7 +12,7 @@ from strikes import kill, pid_of, send
 
 # as the table's home sets them, in seconds
 GRACE_S = 1.0
-ADOPT_S = 3.0
+ADOPT_S = 8.0
 _TIMEOUT_S = 4.0
 _STOP_GRACE_S = 2.0
 # what has to happen within a time that the design states may take this much longer on a loaded machine

@@ -117,11 +117,14 @@ def _check_reply(reply: Reply, ending: Ending, victim: dict[str, int]) -> None:
         numbers = [line for line in lines if line.startswith("line ")]
         assert numbers == [f"line {number}" for number in range(len(numbers))], reply.story
         assert lines[-1] == f"done {len(numbers)}", reply.story
+        assert "weighs 300000" in lines, reply.story
 
 
 def _let_finish(stage: Stage, fault: Fault, situation: Situation, watcher: Cell | None) -> None:
     """The fault is overcome and the ranks still work: let them end."""
     working = watcher if situation.ahead is None else situation.ahead[0]
+    if fault.told == "attaches" and watcher is not None:
+        watcher.until_shown(f"run {situation.run_id[:4]}", 10)
     if fault.until_over and working is not None:
         working.until_shown(fault.until_over, 10)
     assert all(map(is_alive, situation.survivors)), "ranks ended that had to go on"

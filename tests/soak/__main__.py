@@ -18,7 +18,7 @@ from waiting import eventually
 
 from soak.notebook import Notebook, Results
 from soak.plans import KINDS, MAX_RANKS, Plan, draw
-from soak.strikes_log import Pool
+from soak.pool import Pool
 
 _SLOTS = 6
 _EVERY = 25

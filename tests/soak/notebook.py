@@ -11,15 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kernels import Cell, Home, Kernel, Reply, level
-from process_table import no_more
+from process_table import memory_files, no_more
 from strikes import command, events_of, kill, ranks_of
 from waiting import eventually
 
 from sgpu_magic.protocol.events import RunEnded
 from soak.plans import Plan
-from soak.strikes_log import Pool
+from soak.pool import Pool
 
 _HANG_S = 90.0
+# a notebook keeps the memory of its payloads for a minute, to use it again
+_UPLOADS_KEPT_S = 80.0
 _FINAL = {"succeeded", "failed", "cancelled", "timed out"}
 _WARM = """\
 %%distributed -n 2 --ui none --out answer
@@ -108,9 +110,10 @@ class Notebook(threading.Thread):
         """A notebook that has lived through all of it holds no more than at its beginning."""
         if self._kernel is None:
             return
-        pid, before = self._kernel.pid, {name: self._level[name] for name in ("fds", "threads", "memory files")}
+        pid, before = self._kernel.pid, {name: self._level[name] for name in ("fds", "threads")}
         try:
             eventually(lambda: no_more(level(pid), before), 15, lambda: f"{before} -> {level(pid)}")
+            eventually(lambda: memory_files(pid) == 0, _UPLOADS_KEPT_S, lambda: f"{level(pid)} after a minute")
         except AssertionError as error:
             self._problem(f"a kernel has grown: {error}")
 

@@ -1,0 +1,124 @@
+"""What belongs to a run besides its ranks: its directory, its payload and the results that its ranks returned."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from sgpu_magic.agent.keeper import Keeper
+from sgpu_magic.agent.run_directory import RunDirectory
+from sgpu_magic.agent.run_memory import RunMemory
+from sgpu_magic.agent.stream import MessageStream
+from sgpu_magic.protocol.events import EventBody, Noted, PayloadReleased
+from sgpu_magic.protocol.node_messages import FromRank, Launch
+from sgpu_magic.protocol.records import InlinePayload, Payload, RankResult, SharedPayload
+from sgpu_magic.protocol.states import RunState
+
+
+class Belongings:
+    """Made for each attempt of a run; a further attempt takes the payload over from the one before.
+
+    Args:
+        launch: The run.
+        frames: Raw frames of the launch; the first is an inline payload.
+        keeper: Who copies large parts into the run's directory.
+        keep_bytes: The largest part that is kept.
+        say: Tells what happened.
+        inherited: Those of the attempt before, None for the first.
+
+    Raises:
+        OSError: The run's directory can't be made.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        frames: Sequence[bytes],
+        keeper: Keeper,
+        keep_bytes: int,
+        say: Callable[[EventBody], None],
+        inherited: Belongings | None,
+    ) -> None:
+        self._say = say
+        self._inline = isinstance(launch.payload.source, InlinePayload)
+        self.directory = RunDirectory(launch)
+        if inherited is not None and inherited._memory.at_hand:
+            self._memory, self.frames = inherited._memory, inherited.frames
+            self._memory.close_results()
+            self._memory.on_released = self._payload_released
+        else:
+            self.frames = frames
+            self._memory = RunMemory(
+                launch.payload.source, self.directory.path, keeper, keep_bytes, self._payload_released
+            )
+
+    # ------------------------------------------------------------ the payload
+
+    def open_payload(self) -> None:
+        """Hold the payload, so that it outlives the notebook.
+
+        Raises:
+            OSError: It is gone, or was never there.
+        """
+        self._memory.open_payload()
+
+    @property
+    def payload_fd(self) -> int:
+        """The payload's descriptor, -1 when it travels inline."""
+        return self._memory.payload_fd
+
+    def give_payload_up(self) -> None:
+        """The notebook wants its memory file back. Only once no rank maps it any more."""
+        self._memory.give_payload_up()
+
+    # ------------------------------------------------------------ the results
+
+    def take_result(self, result: RankResult, stream: MessageStream[FromRank]) -> Payload | None:
+        """Own a result's memory file, which came along on `stream`, and return where a notebook finds it."""
+        payload = result.payload
+        if payload is None or not isinstance(payload.source, SharedPayload):
+            return payload
+        (descriptor,) = stream.take_descriptors(1)
+        self._memory.hold_result(result.rank, descriptor)
+        source = SharedPayload(pid=os.getpid(), fd=descriptor, size=payload.source.size)
+        return Payload(source=source, layout=payload.layout)
+
+    def close_results(self) -> None:
+        """The notebook holds them itself, or nobody will fetch them."""
+        self._memory.close_results()
+
+    # ------------------------------------------------------------ memory and disk
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether somebody may still ask for the results or the payload's memory."""
+        return self._memory.in_use
+
+    def keep_large_parts(self) -> None:
+        """Copy the payload's and the results' memory files into the run's directory, in the background."""
+        self._memory.keep()
+
+    def close(self) -> None:
+        """Free what is still held."""
+        self._memory.close()
+
+    def describe(self) -> None:
+        """Write the run's directory, but for the large parts."""
+        try:
+            self.directory.describe(self.frames[0] if self._inline else None)
+        except OSError as error:
+            self._say(Noted(text=f"the run's directory {self.directory.path} could not be written: {error.strerror}"))
+
+    def ended(self, state: RunState) -> None:
+        """Write down how the run ended."""
+        try:
+            self.directory.ended(state)
+        except OSError as error:
+            self._say(Noted(text=f"run.json could not be written: {error.strerror}"))
+
+    def _payload_released(self, kept: bool, why: str) -> None:
+        try:
+            self.directory.payload_done(kept, why)
+        except OSError as error:
+            why = f"run.json could not be written: {error.strerror}"
+        self._say(PayloadReleased(kept=kept, reason=why))
