@@ -30,7 +30,6 @@ from typing import ClassVar
 from sgpu_magic.protocol.states import FailureKind
 
 GUIDE = "notebooks/troubleshooting.ipynb"
-SECTION_OF_HANGS = "A run hangs"
 
 
 def see(section: str) -> str:

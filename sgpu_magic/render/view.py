@@ -58,7 +58,6 @@ class RunView:
         rank_failures: The first failure of each rank, in order of time.
         attempt: Which of its attempts goes on, from 1.
         attempts: How many there may be.
-        detached: It goes on without a notebook.
         stalled: Where its ranks wait while nothing moves; kept when the run ends so.
         left: Why nobody follows it here any more while it goes on, "" while somebody does.
         ended: The run's last word, None while it goes on.
@@ -83,7 +82,6 @@ class RunView:
         self.rank_failures: dict[int, Failure] = {}
         self.attempt = 1
         self.attempts = spec.retries + 1
-        self.detached = spec.detach
         self.stalled: Stalled | None = None
         self.left = ""
         self.ended: RunEnded | None = None
@@ -125,14 +123,12 @@ class RunView:
                 self._note("" if kept else reason)
             case AttemptFailed() as body:
                 self._start_again(body, event.at)
-            case Detached():
-                self.detached = True
             case Stalled() as body:
                 self.stalled = body
             case Resumed():
                 self.stalled = None
-            case Submitted():
-                # the spec was there before the view
+            case Submitted() | Detached():
+                # the spec was there before the view; who follows the run says that it goes on
                 pass
             case RunEnded() as body:
                 self._end(body)

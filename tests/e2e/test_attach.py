@@ -392,6 +392,42 @@ def test_an_interrupt_frees_a_cell_whose_pool_was_killed(new_home: Callable[...,
 # ------------------------------------------------------------ notices
 
 
+def test_a_detached_run_outlives_its_kernel_and_its_pool_together(new_home: Callable[..., Home]):
+    """Nobody is left who would start the next pool service: the agent does."""
+    home = new_home()
+    kernel = Kernel(home)
+    word = Word(home, "both")
+    before = set(home.runs)
+    submit_detached(kernel, f"{word.body}\nx = rank + 41", "--out x")
+    (run_id,) = set(home.runs) - before
+    eventually(lambda: "first" in _log(home, run_id), 20, "the run's first line")
+    ranks = set(home.rank_pids())
+    kernel.kill()
+    first = kill_pool(home)
+    second = eventually(lambda: home.pool_pid() not in (None, first) and home.pool_pid(), 10, "the next pool")
+    assert set(home.rank_pids()) == ranks
+    agents = home.agent_pids()
+    another = Kernel(home)
+    try:
+        cell = another.start("%sgpu_attach")
+        cell.until_shown("[0] first 0")
+        word.give()
+        assert cell.wait(20).status == "ok", cell.reply.story
+        assert (cell.reply.lines(1), another.value("x")) == (["first 1", "last 1"], 41)
+        assert home.pool_pid() == second
+        # the new service is not the agent's child, which ends with it
+        another.check(f"!{sys.executable} -m sgpu_magic.cli pool stop --force")
+        eventually(lambda: not any(map(is_alive, [second, *agents])), 10, "pool and agent end")
+    finally:
+        another.close()
+        kernel.close()
+
+
+def _log(home: Home, run_id: str) -> str:
+    path = home.run_dir(run_id) / "rank-0.log"
+    return path.read_text() if path.exists() else ""
+
+
 def test_a_notice_of_the_pool_is_shown_and_taken_back(new_home: Callable[..., Home]):
     home = new_home({"SGPU_POOL_IDLE_S": "8"})
     kernel = Kernel(home)
