@@ -77,6 +77,8 @@ class Home:
             **(variables or {}),
         }
         self.kernel_pids: set[int] = set()
+        # memory files that a notebook may have more than before: it keeps those of its payloads for a minute
+        self.uploads_kept = 0
         self._levels: dict[int, dict[str, int]] = {}
         # start times of all that was ever seen here: an orphan may have nothing else that tells where it is from
         self._seen: dict[int, int] = {}
@@ -211,6 +213,8 @@ class Home:
             if level(pid)["libraries"] != before["libraries"]:
                 # the notebook has imported something that may have threads of its own
                 before = self._levels[pid] = level(pid)
+            if kind == "kernel":
+                before = before | {"memory files": before["memory files"] + self.uploads_kept}
             eventually(
                 lambda pid=pid, before=before: no_more(level(pid), before),
                 10,

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from waiting import eventually
 
-# fds that a rank costs the agent: two pipes, a socket, a pidfd, the stack file
-_AGENT_FDS_PER_RANK = 5
+# descriptors that come with one pidfd: of a rank at the agent two pipes, a socket, the stack file; else a socket
+_FDS_PER_RANK = 5
+_FDS_PER_CLIENT = 2
 # the state of a TCP socket that listens, in /proc/net/tcp
 _LISTEN = "0A"
 _SOCKET = re.compile(r"socket:\[(\d+)\]")
@@ -158,12 +159,16 @@ def listening(pids: Iterable[int] | None = None) -> dict[int, str]:
 
 
 def level(pid: int) -> dict[str, int]:
-    """What must not grow: descriptors (less those of ranks and payloads), threads, memory files."""
+    """What must not grow: descriptors (less those of ranks, clients and payloads), threads, memory files."""
     links = list(descriptors(pid).values())
-    ranks = sum("pidfd" in link for link in links)
+    watched = sum("pidfd" in link for link in links)
     memory = memory_files(pid)
+    try:
+        is_agent = b"sgpu_magic.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        is_agent = False
     return {
-        "fds": len(links) - _AGENT_FDS_PER_RANK * ranks - memory,
+        "fds": len(links) - (_FDS_PER_RANK if is_agent else _FDS_PER_CLIENT) * watched - memory,
         "threads": thread_count(pid),
         "libraries": library_count(pid),
         "memory files": memory,

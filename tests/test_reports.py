@@ -184,6 +184,7 @@ def test_a_log_says_how_far_its_run_had_come(tmp_path: Path):
     ended.close()
     assert ended.ended is not None
     assert ended.ended.state is RunState.FAILED
+    assert ended.failed_attempt is None, "an ended run is not started again"
 
 
 def test_a_log_that_is_none_has_no_spec(tmp_path: Path):

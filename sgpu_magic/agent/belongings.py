@@ -26,6 +26,9 @@ class Belongings:
         say: Tells what happened.
         inherited: Those of the attempt before, None for the first.
 
+    Attributes:
+        inline: The payload is the first of `frames`, else behind `payload_fd`.
+
     Raises:
         OSError: The run's directory can't be made.
     """
@@ -40,14 +43,15 @@ class Belongings:
         inherited: Belongings | None,
     ) -> None:
         self._say = say
-        self._inline = isinstance(launch.payload.source, InlinePayload)
         self.directory = RunDirectory(launch)
         if inherited is not None and inherited._memory.at_hand:
-            self._memory, self.frames = inherited._memory, inherited.frames
+            # wherever the service thinks that the payload lies: this one was used before
+            self._memory, self.frames, self.inline = inherited._memory, inherited.frames, inherited.inline
             self._memory.close_results()
             self._memory.on_released = self._payload_released
         else:
             self.frames = frames
+            self.inline = isinstance(launch.payload.source, InlinePayload)
             self._memory = RunMemory(
                 launch.payload.source, self.directory.path, keeper, keep_bytes, self._payload_released
             )
@@ -105,7 +109,7 @@ class Belongings:
     def describe(self) -> None:
         """Write the run's directory, but for the large parts."""
         try:
-            self.directory.describe(self.frames[0] if self._inline else None)
+            self.directory.describe(self.frames[0] if self.inline else None)
         except OSError as error:
             self._say(Noted(text=f"the run's directory {self.directory.path} could not be written: {error.strerror}"))
 

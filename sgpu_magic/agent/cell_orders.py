@@ -8,7 +8,6 @@ from sgpu_magic.agent.belongings import Belongings
 from sgpu_magic.agent.group import Group
 from sgpu_magic.agent.variables import torchrun_variables
 from sgpu_magic.protocol.node_messages import Execute, Launch
-from sgpu_magic.protocol.records import InlinePayload
 
 
 def send_cells(launch: Launch, group: Group, belongings: Belongings) -> None:
@@ -19,7 +18,7 @@ def send_cells(launch: Launch, group: Group, belongings: Belongings) -> None:
     """
     lease = launch.lease
     device = "cuda" if lease.uuids and not lease.simulated else "cpu"
-    inline = isinstance(launch.payload.source, InlinePayload)
+    inline = belongings.inline
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as rendezvous:
         port = rendezvous.getsockname()[1]
         for process in group.ranks:

@@ -123,7 +123,8 @@ class Uploads:
 
     def _free_idle(self) -> None:
         with self._lock:
-            for slot in [slot for slot in self._slots if slot.released.is_set()]:
+            # closing this descriptor harms nobody who reads the memory; only writing it again would
+            for slot in [slot for slot in self._slots if slot.released.is_set() or slot.run_over]:
                 slot.buffer.close()
                 self._slots.remove(slot)
             self._timer = None

@@ -67,6 +67,7 @@ class RunLog:
         self.number = max(self.number, event.number)
         if isinstance(event.body, RunEnded):
             self.ended = event.body
+            self.failed_attempt = None
         elif isinstance(event.body, AttemptFailed):
             self.failed_attempt = event.body
 

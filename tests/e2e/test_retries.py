@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
-from kernels import Kernel, eventually
+import pytest
+from kernels import Home, Kernel, eventually
 
 DIES_ONCE = (
     "import os, signal\n"
@@ -94,3 +95,35 @@ def test_options_that_mean_nothing(kernel: Kernel):
     assert {"--retries", "--retry-on"} <= set(options)
     assert set(kernel.complete("%%distributed --retry-on ")) == {"failure", "any"}
     assert {"--grace", "--detach"} <= set(kernel.complete("%%distributed --"))
+
+
+@pytest.mark.parametrize("size", [3, 300_000])
+@pytest.mark.parametrize("which", ["pool", "agent", "pool, then the agent"])
+def test_a_group_is_started_again_when_what_held_it_was_killed(kernel: Kernel, home: Home, which: str, size: int):
+    """The variables come from wherever they still are: the agent's memory, the notebook's, the run's directory."""
+    kernel.check(f"import numpy as np\ndata = np.ones({size})")
+    name = f"go-{size}-{which[:4]}-{len(which)}"
+    cell = kernel.start(
+        "%%distributed -n 2 --retries 2 --out total\n"
+        "import os, time\n"
+        "print('begun', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\n"
+        f"while not os.path.exists({name!r}): time.sleep(0.02)\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and rank == 1: os._exit(7)\n"
+        "total = float(data.sum())"
+    )
+    cell.until_shown("[1] begun 0", 20)
+    if "pool" in which:
+        first = home.pool_pid()
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        cell.until_shown("has taken the run over", 20)
+    if "agent" in which:
+        (agent,) = home.agent_pids()
+        os.kill(agent, signal.SIGKILL)
+        cell.until_shown("[1] begun 1", 20)
+    (home.work / name).touch()
+    reply = cell.wait(30)
+    assert reply.status == "ok", reply.story
+    assert reply.lines(0)[-1] == "begun 1"
+    assert "attempt 2 of 3" in reply.text
+    assert kernel.value("total") == size

@@ -56,7 +56,7 @@ for count in range(50):
 print("weighs", int(weights.sum()))
 print("done", 50)"""
 # large enough to travel in a memory file
-_WEIGHTS = "import numpy; weights = numpy.ones(300_000)"
+WEIGHTS = "import numpy; weights = numpy.ones(300_000)"
 
 
 @dataclass
@@ -106,6 +106,8 @@ class Stage:
 
     def __init__(self, home: Home) -> None:
         self.home = home
+        # each run that is cut short leaves one for a minute; the soak sees them go
+        home.uploads_kept = 50
         self._subject: Kernel | None = None
         self._spare: Kernel | None = None
         self._neighbour: Kernel | None = None
@@ -122,7 +124,7 @@ class Stage:
         if self._subject is None:
             self._subject, self._spare = self._spare or Kernel(self.home, wait=False), None
             self._subject.ready()
-            self._subject.check(_WEIGHTS)
+            self._subject.check(WEIGHTS)
         return self._subject
 
     @property
@@ -130,7 +132,7 @@ class Stage:
         """Another notebook of the same user."""
         if self._neighbour is None:
             self._neighbour = Kernel(self.home)
-            self._neighbour.check(_WEIGHTS)
+            self._neighbour.check(WEIGHTS)
         return self._neighbour
 
     def warm(self) -> None:

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fault_states import Situation, Stage
+from fault_states import WEIGHTS, Situation, Stage
 from kernels import stop_process
 from strikes import kill, pid_of, send
 
@@ -88,7 +88,7 @@ def _kill_kernel(stage: Stage, situation: Situation) -> None:
 
 def _restart_kernel(stage: Stage, situation: Situation) -> None:
     situation.kernel.restart()
-    situation.kernel.check("%load_ext sgpu_magic")
+    situation.kernel.check(f"%load_ext sgpu_magic\n{WEIGHTS}")
 
 
 def _interrupt(stage: Stage, situation: Situation) -> None:

@@ -86,7 +86,7 @@ def _soak(home: Home, plans: list[Plan], kernels: int, source: random.Random, re
         for notebook in notebooks:
             notebook.is_done.wait(_LONGEST_S)
         _note(results, lambda: _check_all_slots(with_first, results))
-        _check_what_is_left(home, levels, kernels, results)
+        _check_what_is_left(home, levels, results)
         _note(results, lambda: _check_ledger(home, plans, results))
     finally:
         for notebook in notebooks:
@@ -114,14 +114,14 @@ def _check_all_slots(kernel: Kernel, results: Results) -> None:
     assert reply.status == "ok", f"slots are still held: {reply.story}"
 
 
-def _check_what_is_left(home: Home, levels: dict[str, dict[str, int]], kernels: int, results: Results) -> None:
+def _check_what_is_left(home: Home, levels: dict[str, dict[str, int]], results: Results) -> None:
     def processes() -> None:
         eventually(lambda: not home.unexpected(), 10, lambda: f"processes are left behind: {home.unexpected()}")
 
     def grown(role: str, pid: int) -> None:
         before = {name: value for name, value in levels[role].items() if name != "libraries"}
-        # each notebook has two descriptors and a watch at the pool
-        before["fds"] += 3 * kernels if role == "pool" else 0
+        # asyncio starts the threads of its executor one by one, up to this many
+        before["threads"] += min(32, (os.cpu_count() or 1) + 4)
         eventually(lambda: no_more(level(pid), before), 15, lambda: f"the {role} has grown: {before} -> {level(pid)}")
 
     def memory() -> None:

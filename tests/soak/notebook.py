@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kernels import Cell, Home, Kernel, Reply, level
-from process_table import memory_files, no_more
+from process_table import descriptors, memory_files, no_more
 from strikes import command, events_of, kill, ranks_of
 from waiting import eventually
 
@@ -113,7 +113,9 @@ class Notebook(threading.Thread):
         pid, before = self._kernel.pid, {name: self._level[name] for name in ("fds", "threads")}
         try:
             eventually(lambda: no_more(level(pid), before), 15, lambda: f"{before} -> {level(pid)}")
-            eventually(lambda: memory_files(pid) == 0, _UPLOADS_KEPT_S, lambda: f"{level(pid)} after a minute")
+            eventually(
+                lambda: memory_files(pid) == 0, _UPLOADS_KEPT_S, lambda: f"memory files stay: {descriptors(pid)}"
+            )
         except AssertionError as error:
             self._problem(f"a kernel has grown: {error}")
 
@@ -231,3 +233,4 @@ class Notebook(threading.Thread):
     def _problem(self, text: str) -> None:
         with self._results.lock:
             self._results.problems.append(text)
+        print(f"soak: problem: {text}", flush=True)
