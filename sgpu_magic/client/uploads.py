@@ -53,6 +53,9 @@ class Uploads:
                 path = private_dir(settings.state_path / "uploads") / f"{run_id}.bin"
                 write_file(packed, path)
                 return Payload(source=FilePayload(path=str(path), size=packed.total_bytes), layout=packed.layout), []
+            # until it is written, the memory may be used again: an interrupt can come in the middle
+            slot.run_id, slot.run_over = "", True
+            slot.released.set()
             slot.buffer.write(packed)
             slot.run_id, slot.released, slot.run_over = run_id, threading.Event(), False
         source = SharedPayload(pid=os.getpid(), fd=slot.buffer.fd, size=packed.total_bytes)

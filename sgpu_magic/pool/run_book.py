@@ -37,6 +37,7 @@ class PoolRun:
         restarting: The group failed, and is started again as soon as its ranks are gone.
         ended: Its last word was said.
         adopted: An earlier service launched it; its notebook has not come back yet.
+        payload_over: Nobody reads its payload's memory any more.
         held_fd: The payload's memory file, held here because the notebook may go; -1 when not.
     """
 
@@ -51,6 +52,7 @@ class PoolRun:
     restarting: bool = False
     ended: bool = False
     adopted: bool = False
+    payload_over: bool = False
     held_fd: int = -1
 
     @property
@@ -193,12 +195,14 @@ class RunBook:
     def ranks_gone(self, run: PoolRun) -> None:
         """Keep its log open for `PayloadReleased`, the one event that may still come."""
         self.forget(run.run_id)
-        if isinstance(run.submit.payload.source, InlinePayload):
+        if run.payload_over or isinstance(run.submit.payload.source, InlinePayload):
             self._close_log(run)
         else:
             self._copying[run.run_id] = run
 
     def payload_released(self, run: PoolRun) -> None:
+        """Nobody reads its payload's memory any more, which a notebook in a hurry may have asked for."""
+        run.payload_over = True
         if self._copying.pop(run.run_id, None) is not None:
             self._close_log(run)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.protocol.codec import FrameReader, frame
-from sgpu_magic.protocol.events import AttemptFailed, Event, EventBody, RunEnded, Submitted
+from sgpu_magic.protocol.events import AttemptFailed, Event, EventBody, PayloadReleased, RunEnded, Submitted
 from sgpu_magic.protocol.records import RunSpec
 from sgpu_magic.protocol.run_files import EVENTS
 
@@ -29,6 +29,7 @@ class RunLog:
         number: The agent's number of the newest event of its own.
         ended: The run's last word; None while there is none.
         failed_attempt: The newest attempt that failed and has no successor yet; None when there is none.
+        payload_released: Nobody reads the payload's memory any more.
         problem: Why events are no longer kept, until somebody has taken it; "" while they are.
     """
 
@@ -40,6 +41,7 @@ class RunLog:
         self.number = 0
         self.ended: RunEnded | None = None
         self.failed_attempt: AttemptFailed | None = None
+        self.payload_released = False
         self._run_id = run_id
         self._file = os.open(directory / EVENTS, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         if os.fstat(self._file).st_size:
@@ -70,6 +72,8 @@ class RunLog:
             self.failed_attempt = None
         elif isinstance(event.body, AttemptFailed):
             self.failed_attempt = event.body
+        elif isinstance(event.body, PayloadReleased):
+            self.payload_released = True
 
     def _continue(self) -> None:
         """Go on where a killed service stopped, which may have been in the middle of an event."""

@@ -97,17 +97,24 @@ class Succession:
         run.log = RunLog(self._book.directory(run.run_id), run.run_id)
         run.placed_at = time.time() - held.started_s
         run.attempt = launch.attempt
-        run.ended = run.log.ended is not None
         run.adopted = True
-        run.state = held.state
+        ended = run.log.ended
+        run.ended = ended is not None
+        # a group's end is not the run's before a service has heard of it: it may have to be started again
+        goes_on = RunState.RUNNING if held.state.is_final else held.state
+        run.state = state = goes_on if ended is None else ended.state
+        run.payload_over = run.log.payload_released
         if run.log.failed_attempt is not None and run.log.failed_attempt.attempt > launch.attempt:
             self._restarts.resume(run, run.log.failed_attempt)
         self._book.add(run)
         metered_at = now - held.started_s
-        self._feed(sched.RunAdopted(launch.spec, launch.lease, held.state, metered_at, now))
-        if not run.ended:
-            self._ledger.update(run.run_id, state=held.state, lease=launch.lease)
+        self._feed(sched.RunAdopted(launch.spec, launch.lease, state, metered_at, now))
+        if ended is None:
+            self._ledger.update(run.run_id, state=state, lease=launch.lease)
             self._book.tell(run, Noted(text=_TAKEN_OVER), time.time())
+        elif run.run_id in self._unfinished:
+            # the last word was kept, and the ledger not yet told
+            self._ledger.update(run.run_id, state=state, ended_at=time.time(), failure=ended.reason)
         self._engine.adopt(run.run_id, run.log.number)
 
     def _judge(self, run_id: str) -> None:

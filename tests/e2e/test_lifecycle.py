@@ -223,7 +223,7 @@ def test_a_detached_run_outlives_notebook_and_pool(
     assert reply.status == "ok", reply.story
     assert is_whole(reply.lines(0)), reply.story
     assert set(second.value("_.values")) == ranks
-    assert home.ledger()[run_id].state == "succeeded"
+    eventually(lambda: home.ledger()[run_id].state == "succeeded", 2, "the ledger's last word")
     runs_again(second)
 
 

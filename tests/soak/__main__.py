@@ -13,7 +13,7 @@ from pathlib import Path
 
 from homes import Home
 from kernels import Kernel
-from process_table import level, listening, memory_files, no_more
+from process_table import descriptors, level, listening, memory_files, no_more
 from waiting import eventually
 
 from soak.notebook import Notebook, Results
@@ -122,7 +122,11 @@ def _check_what_is_left(home: Home, levels: dict[str, dict[str, int]], results: 
         before = {name: value for name, value in levels[role].items() if name != "libraries"}
         # asyncio starts the threads of its executor one by one, up to this many
         before["threads"] += min(32, (os.cpu_count() or 1) + 4)
-        eventually(lambda: no_more(level(pid), before), 15, lambda: f"the {role} has grown: {before} -> {level(pid)}")
+        eventually(
+            lambda: no_more(level(pid), before),
+            15,
+            lambda: f"the {role} has grown: {before} -> {level(pid)}: {sorted(descriptors(pid).values())}",
+        )
 
     def memory() -> None:
         for pid in (home.pool_pid() or 0, *home.agent_pids()):

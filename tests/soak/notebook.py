@@ -110,6 +110,8 @@ class Notebook(threading.Thread):
         """A notebook that has lived through all of it holds no more than at its beginning."""
         if self._kernel is None:
             return
+        # what it got back lies in memory files for as long as it has a name
+        self._kernel.check("back = answer = None")
         pid, before = self._kernel.pid, {name: self._level[name] for name in ("fds", "threads")}
         try:
             eventually(lambda: no_more(level(pid), before), 15, lambda: f"{before} -> {level(pid)}")
