@@ -47,6 +47,7 @@ class Settings:
         keep_days: Days for which they are kept.
         keep_bytes: Bytes that they may have together.
         keep_payload: Largest payload in bytes that is kept in the run's directory.
+        keep_results: Bytes of a run's results that are kept there although its notebook has them.
         pass_over_s: Seconds a run may be passed over before freed devices are reserved for it.
         output_limit: Bytes of output that a cell shows; the rest is in the log.
     """
@@ -70,6 +71,7 @@ class Settings:
     keep_days: float = 30.0
     keep_bytes: int = 20_000_000_000
     keep_payload: int = 2_000_000_000
+    keep_results: int = 100_000_000
     pass_over_s: float = 600.0
     output_limit: int = 200_000
 

@@ -87,6 +87,11 @@ class Belongings:
         source = SharedPayload(pid=os.getpid(), fd=descriptor, size=payload.source.size)
         return Payload(source=source, layout=payload.layout)
 
+    @property
+    def result_bytes(self) -> int:
+        """What the results in memory have together."""
+        return self._memory.result_bytes
+
     def close_results(self) -> None:
         """The notebook holds them itself, or nobody will fetch them."""
         self._memory.close_results()

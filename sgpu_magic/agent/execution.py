@@ -99,6 +99,7 @@ class Execution:
         self.group = group
         self._warm = warm
         self._default_grace_s = settings.grace_s
+        self._keep_results = min(settings.keep_results, settings.keep_payload)
         self._grace_s = launch.spec.grace_s
         self._listener = listener
         self._loop = asyncio.get_running_loop()
@@ -357,8 +358,11 @@ class Execution:
             self.belongings.give_payload_up()
 
     def results_received(self) -> None:
-        """The notebook holds the results itself. Those of a detached run stay until they are in its directory."""
-        if not self.launch.spec.detach:
+        """The notebook holds the results itself.
+
+        Those of a detached run, and small ones, stay until they are in the run's directory, for who comes later.
+        """
+        if not self.launch.spec.detach and self.belongings.result_bytes > self._keep_results:
             self.belongings.close_results()
 
     # ------------------------------------------------------------ within

@@ -114,6 +114,11 @@ class RunMemory:
             self._close_payload()
             self._payload_done(False, _REUSED)
 
+    @property
+    def result_bytes(self) -> int:
+        """What the results in memory have together."""
+        return sum(os.fstat(descriptor).st_size for descriptor in self._results.values())
+
     def close_results(self) -> None:
         """The notebook holds them itself, or nobody will fetch them."""
         for descriptor in self._results.values():

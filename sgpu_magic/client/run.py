@@ -147,7 +147,7 @@ class Run:
     def _results_gone(self, rank: int) -> SerializationError:
         return SerializationError(
             f"what rank {rank} of run {short(self.run_id)} returned is gone: it was fetched by another notebook or its "
-            f"pool was stopped, and {self.directory} has no copy (the setting keep_payload is the most that is "
+            f"pool was stopped, and {self.directory} has no copy (the setting keep_results is the most that is "
             "kept). Its output is above; run the cell again for its values."
         )
 

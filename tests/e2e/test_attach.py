@@ -108,8 +108,21 @@ def test_a_large_result_is_there_for_everybody_who_comes(kernel: Kernel, new_ker
     assert kernel.value("[int(each.sum()) for each in big]") == [300_000, 600_000]
 
 
+def test_results_that_a_notebook_has_had_are_there_for_the_next_one(
+    kernel: Kernel, new_kernel: Callable[..., Kernel], home: Home
+):
+    before = set(home.runs)
+    first = new_kernel()
+    first.check("%%distributed -n 2 --out big:all\nimport numpy as np\nbig = np.full(300_000, rank + 1)")
+    (run_id,) = set(home.runs) - before
+    first.kill()
+    kernel.check(f"%sgpu_attach {run_id}")
+    assert kernel.value("[int(each.sum()) for each in big]") == [300_000, 600_000]
+    kernel.check("big = None")
+
+
 def test_results_that_lie_nowhere_any_more_are_an_error_that_says_so(new_home: Callable[..., Home]):
-    home = new_home({"SGPU_KEEP_PAYLOAD": "100000"})
+    home = new_home({"SGPU_KEEP_RESULTS": "100000"})
     kernel = Kernel(home)
     try:
         kernel.check("%%distributed -n 1 --out gone\nimport numpy as np\nprint('said')\ngone = np.ones(300_000)")
@@ -117,7 +130,7 @@ def test_results_that_lie_nowhere_any_more_are_an_error_that_says_so(new_home: C
         reply = kernel.run(f"%sgpu_attach {run}")
         assert reply.ename == "SerializationError"
         assert f"what rank 0 of run {run} returned is gone" in reply.evalue
-        assert "keep_payload" in reply.evalue
+        assert "keep_results" in reply.evalue
         assert "[0] said" in reply.text
     finally:
         kernel.close()
