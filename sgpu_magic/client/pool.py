@@ -7,6 +7,7 @@ import os
 import secrets
 import signal
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -36,6 +37,10 @@ from sgpu_magic.protocol.messages import (
 )
 from sgpu_magic.protocol.records import Interpreter, RunSpec
 from sgpu_magic.protocol.states import RunState
+
+# a run's next pool service is looked for, or started, for so long when the run is to be cancelled
+_CANCEL_PATIENCE_S = 60.0
+_CANCEL_PAUSE_S = 0.2
 
 
 class Pool:
@@ -189,12 +194,19 @@ class Pool:
         run.submission = None
 
         def work() -> None:
-            try:
-                self.find_again(run)
-            except SgpuError:
-                # without a pool that has it the run's agent ends it
-                return
-            run.cancel(reason)
+            deadline = time.monotonic() + _CANCEL_PATIENCE_S
+            while time.monotonic() < deadline:
+                try:
+                    self.find_again(run)
+                except PoolError:
+                    # one that is about to start, or has died as well
+                    time.sleep(_CANCEL_PAUSE_S)
+                except SgpuError:
+                    # no pool has it any more
+                    return
+                else:
+                    run.cancel(reason)
+                    return
 
         threading.Thread(target=work, name="sgpu-cancel", daemon=True).start()
 

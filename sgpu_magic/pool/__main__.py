@@ -7,6 +7,7 @@ output says `ready`, or why not.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -56,8 +57,10 @@ def _run(settings: Settings, presence: PoolPresence, first_order: bytes) -> None
 
         service = PoolService(settings, presence, engine)
         presence.announce()
-        sys.stdout.write("ready\n")
-        sys.stdout.flush()
+        # who started it may have been interrupted meanwhile; others want the pool too
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.write("ready\n")
+            sys.stdout.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         try:
             await service.finished

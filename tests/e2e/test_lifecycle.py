@@ -363,6 +363,24 @@ def test_the_pool_ends_itself_when_nobody_needs_it(new_home: Callable[..., Home]
         kernel.close()
 
 
+def test_a_pool_whose_starter_has_gone_meanwhile_serves_others(new_home: Callable[..., Home]):
+    """A cell that is interrupted while it starts the pool no longer reads what the pool says."""
+    home = new_home()
+    starter = subprocess.Popen(
+        [sys.executable, "-m", "sgpu_magic.pool"], env=home.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+    )
+    assert starter.stdout is not None
+    starter.stdout.close()
+    starter.wait(20)
+    pool = eventually(home.pool_pid, 15, "the pool's address")
+    kernel = Kernel(home)
+    try:
+        runs_again(kernel)
+        assert home.pool_pid() == pool
+    finally:
+        kernel.close()
+
+
 def test_what_a_killed_pool_left_is_in_nobodys_way(home: Home, new_kernel: Callable[..., Kernel]):
     runs_again(new_kernel())
     (pool,) = victims(home, "pool")
