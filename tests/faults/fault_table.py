@@ -102,6 +102,9 @@ def _end_pool(stage: Stage, situation: Situation) -> None:
 def _kill(*roles: str) -> Callable[[Stage, Situation], None]:
     def strike(stage: Stage, situation: Situation) -> None:
         pids = [pid_of(stage.home, role) for role in roles if role != "kernel"]
+        if "kernel" in roles:
+            # at one moment: a notebook that sees its pool die starts the next one
+            send(signal.SIGSTOP, situation.kernel.pid)
         # the notebook last: a pool that lived on would cancel its run
         kill(*pids)
         if "kernel" in roles:
