@@ -150,6 +150,8 @@ class Home:
         found |= below(found, table)
         with self._lock:
             found |= {pid for pid, start in self._seen.items() if pid in table and table[pid].start == start}
+            # what has ended and belongs to the system's first process: when that one reaps it is its own affair
+            found -= {pid for pid in found if table[pid].state == "Z" and table[pid].parent == 1}
             found.discard(os.getpid())
             processes = {pid: table[pid] for pid in found}
             self._seen.update({pid: process.start for pid, process in processes.items()})

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from kernels import Home, Kernel, eventually
+from process_table import wait_gone
 
 from sgpu_magic.commands import place_checks, python_checks
 from sgpu_magic.commands.finding import Level
@@ -197,6 +198,7 @@ def test_a_pool_that_lives_and_one_that_was_killed(new_home: Callable[..., Home]
         assert report.has("runtime directory", "warning", "0755", "chmod 700")
         assert home.pool_pid() == pid
         os.kill(pid, signal.SIGKILL)
+        wait_gone(pid)
         eventually(lambda: not home.unexpected(), 20, lambda: str(home.unexpected()))
         report = Report(home)
         assert report.has("pool", "warning", "killed", "pool.sock", "the next pool")
