@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgpu_magic.protocol.records import Failure, Lease, RankResult, RankStack, Record, RunSpec
+from sgpu_magic.protocol.records import Failure, Lease, RankResult, RankSample, RankStack, Record, RunSpec
 from sgpu_magic.protocol.states import RunState
 
 
@@ -131,6 +131,33 @@ class Resumed(Record, frozen=True, tag="resumed", kw_only=True):
     """The run moves again after `Stalled`."""
 
 
+class Sampled(Record, frozen=True, tag="sampled", kw_only=True):
+    """What the ranks and their devices did in the last `seconds`."""
+
+    seconds: float
+    samples: tuple[RankSample, ...]
+
+
+class DeviceIdle(Record, frozen=True, tag="device-idle", kw_only=True):
+    """A rank's GPU has done nothing for a while.
+
+    Args:
+        rank: The rank.
+        seconds: For how long by now.
+        waits_in: What the rank does instead as far as its stack shows it (`the DataLoader`, `all_reduce`), "" if not.
+    """
+
+    rank: int
+    seconds: float
+    waits_in: str = ""
+
+
+class DeviceBusy(Record, frozen=True, tag="device-busy", kw_only=True):
+    """A rank's GPU works again after `DeviceIdle`."""
+
+    rank: int
+
+
 class PayloadReleased(Record, frozen=True, tag="payload-released", kw_only=True):
     """The pool no longer reads the payload's memory file; `kept` says whether it lies in the run's directory."""
 
@@ -181,6 +208,9 @@ EventBody = (
     | Detached
     | Stalled
     | Resumed
+    | Sampled
+    | DeviceIdle
+    | DeviceBusy
     | PayloadReleased
     | RunEnded
 )

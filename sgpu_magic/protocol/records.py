@@ -336,3 +336,37 @@ class RankResult(Record, frozen=True, kw_only=True):
     seconds: float = 0.0
     lines: int = 0
     output_bytes: int = 0
+
+
+class RankSample(Record, frozen=True, kw_only=True):
+    """What one rank and its device did in the last interval. None is what nobody tells.
+
+    Args:
+        rank: The rank.
+        kind: `gpu`, `mig` (a slice of one) or `cpu` (no device, or a simulated one).
+        uuid: The device's, "" on CPU.
+        utilization_pct: How busy the device was, 0 to 100; None on a MIG slice and on CPU.
+        own_utilization_pct: The part of it that is this run's own processes.
+        used_bytes: Memory in use on the device, by everybody.
+        own_bytes: The part of it that is this run's own processes.
+        total_bytes: The device's memory; on CPU the memory that the rank may use.
+        power_w: Watts drawn.
+        temperature_c: Degrees Celsius.
+        cpu_cores: Cores that the rank's processes kept busy: 2.5 are two and a half.
+        rss_bytes: Memory that the rank's processes hold.
+        problem: Why the device can't be read any more, "" when it can.
+    """
+
+    rank: int
+    kind: str
+    uuid: str = ""
+    utilization_pct: float | None = None
+    own_utilization_pct: float | None = None
+    used_bytes: int | None = None
+    own_bytes: int | None = None
+    total_bytes: int | None = None
+    power_w: float | None = None
+    temperature_c: float | None = None
+    cpu_cores: float | None = None
+    rss_bytes: int | None = None
+    problem: str = ""
