@@ -18,7 +18,7 @@ BENCH ?=
 LAB ?=
 
 BIN := $(VENV)/bin
-STATED := pyproject.toml constraints.txt scripts/make_venv.py scripts/setup.py
+STATED := pyproject.toml constraints.txt scripts/make_venv.py scripts/setup.py sgpu_magic/labextension/package.json
 NOTEBOOK := notebooks/quickstart.ipynb
 OUT := build/demo
 CODE := sgpu_magic tests scripts

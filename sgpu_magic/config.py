@@ -39,9 +39,11 @@ class Settings:
         standby_idle_s: Idle seconds after which it is dropped.
         zygote_idle_s: Idle seconds after which a zygote is retired.
         pool_idle_s: Seconds without runs after which the local pool gives its processes back.
+        status_idle_s: Seconds for which `%sgpu_status` is kept up to date after the last run has ended.
         grace_s: Seconds from TERM to KILL when a run is cancelled.
         adopt_timeout_s: Seconds for which ranks outlive a killed pool service.
         stall_s: Seconds without any progress after which a run's view says where its ranks wait; 0 never says it.
+        idle_gpu_s: Seconds under 5 % after which a run's view names a GPU as idle; 0 never does.
         detach_on_restart: Runs go on when their kernel is restarted.
         keep_runs: Ended runs whose directories are kept.
         keep_days: Days for which they are kept.
@@ -63,9 +65,11 @@ class Settings:
     standby_idle_s: float = 60.0
     zygote_idle_s: float = 600.0
     pool_idle_s: float = 3600.0
+    status_idle_s: float = 60.0
     grace_s: float = 5.0
     adopt_timeout_s: float = 30.0
     stall_s: float = 30.0
+    idle_gpu_s: float = 60.0
     detach_on_restart: bool = False
     keep_runs: int = 500
     keep_days: float = 30.0

@@ -69,6 +69,8 @@ class Home:
             "SGPU_RUNTIME_DIR": str(self.runtime),
             "SGPU_LOCK_DIR": str(self.path / "lock"),
             "SGPU_CONFIG": str(self.path / "no-config.toml"),
+            # a status that nobody looks at would be a thread more for a minute
+            "SGPU_STATUS_IDLE_S": "1",
             "TMPDIR": str(self.path / "tmp"),
             "IPYTHONDIR": str(self.path / "ipython"),
             "JUPYTER_CONFIG_DIR": str(self.path / "jupyter"),
@@ -246,13 +248,19 @@ class Home:
                 stop_process(pool, signal.SIGTERM, 10)
             eventually(lambda: not self.processes(), 10, lambda: f"left after the pool's end: {self.processes()}")
             left = {entry.name for entry in self.runtime.iterdir()} - _STAYS
-            problem = f"left in the runtime directory: {sorted(left)}" if pool is not None and left else ""
+            problem = f"left in the runtime directory: {sorted(left)}" if pool is not None and left else self._fault()
         finally:
             for pid in self.processes():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             shutil.rmtree(self.path, ignore_errors=True)
         assert not problem, problem
+
+    def _fault(self) -> str:
+        """What the pool or its agent stumbled over, however well it went on: a fault may hide behind a retry."""
+        log = self.state / "pool.log"
+        text = log.read_text(errors="replace") if log.is_file() else ""
+        return f"faults in the pool's log:\n{text[-4000:]}" if "Traceback (most recent call last)" in text else ""
 
 
 def _is_agent(process: Process) -> bool:

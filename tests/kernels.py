@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from queue import Empty
 from typing import Any
 
+from front_end import WIDGET_MIME, FrontEnd, LiveView
 from homes import Home
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import KernelManager
@@ -66,20 +67,21 @@ def plain(text: str) -> str:
 
 @dataclass
 class Output:
-    """One output below a cell, in its last form: `stream`, `display` or `result`."""
+    """One output below a cell, in its last form: `stream`, `display` or `result`; `view` is the widget in it."""
 
     kind: str
     data: dict[str, Any]
     display_id: str = ""
     stream: str = ""
+    view: LiveView | None = None
 
     @property
     def text(self) -> str:
-        return plain(str(self.data.get("text/plain", "")))
+        return plain(self.view.text if self.view is not None else str(self.data.get("text/plain", "")))
 
     @property
     def html(self) -> str:
-        return str(self.data.get("text/html", ""))
+        return str(self.data.get("text/html", "")) if self.view is None else ""
 
 
 @dataclass
@@ -146,12 +148,20 @@ class Kernel:
         load: Run `%load_ext sgpu_magic` first.
         variables: Further environment variables.
         wait: Wait until it is ready; else `ready` has to be called before anything is run.
+        greets: Its front end says hello to live views, as one that can draw them does.
     """
 
     def __init__(
-        self, home: Home, *, load: bool = True, variables: Mapping[str, str] | None = None, wait: bool = True
+        self,
+        home: Home,
+        *,
+        load: bool = True,
+        variables: Mapping[str, str] | None = None,
+        wait: bool = True,
+        greets: bool = True,
     ) -> None:
         self.home = home
+        self._greets = greets
         self._manager = KernelManager()
         self._manager._kernel_spec = KernelSpec(
             argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
@@ -165,6 +175,7 @@ class Kernel:
         )
         self._replies: dict[str, Reply] = {}
         self.client: Any = None
+        self.front_end: FrontEnd
         home.kernel_pids.add(self.pid)
         self._load = load
         if wait:
@@ -180,6 +191,7 @@ class Kernel:
         self.client = self._manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)
+        self.front_end = FrontEnd(self.client, greets=self._greets)
         self.home.kernel_pids.add(self.pid)
 
     @property
@@ -257,7 +269,10 @@ class Kernel:
         try:
             message = self.client.get_iopub_msg(timeout=timeout_s)
         except Empty:
+            self.front_end.take_replies()
             return ""
+        self.front_end.take(message)
+        self.front_end.take_replies()
         msg_id = message["parent_header"].get("msg_id", "")
         reply = self._replies.get(msg_id)
         if reply is None:
@@ -267,6 +282,9 @@ class Kernel:
         if kind == "status" and content["execution_state"] == "idle":
             return msg_id
         _take(reply, kind, content)
+        for output in reply.outputs:
+            shown = output.data.get(WIDGET_MIME)
+            output.view = self.front_end.views.get(shown["model_id"]) if shown else None
         return ""
 
     def _finish(self, msg_id: str, reply: Reply) -> None:

@@ -13,20 +13,23 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "sgpu_magic"
 
-FOR_ALL = {"errors", "config", "protocol", "processes", "__version__"}
+FOR_ALL = {"errors", "config", "event_file", "protocol", "processes", "__version__"}
 BY_HAND = {"capture", "payload", "environment", "client", "render"}
 MAY_USE: dict[str, set[str]] = {
     "__init__": {"magics", "distributed"},
     "errors": set(),
     "config": set(),
     "processes": set(),
+    "event_file": set(),
     "protocol": set(),
     "payload": set(),
     "capture": {"payload"},
     "environment": set(),
     "client": {"payload", "environment"},
     "render": set(),
-    "magics": BY_HAND,
+    "live": {"render"},
+    "widget": {"live", "render"},
+    "magics": BY_HAND | {"live", "widget"},
     "distributed": BY_HAND,
     # the command looks at everything that a person may want to see from a shell
     "cli": {"commands", "doctor"},
@@ -40,16 +43,18 @@ MAY_USE: dict[str, set[str]] = {
     "agent": set(),
     "worker": {"payload", "tracking", "runtime"},
     "tracking": set(),
-    "jupyter_server": {"client", "render"},
+    "jupyter_server": {"client", "commands", "live", "render"},
 }
 """What a part of the package may import of the others."""
 
 HEAVY_OWNERS: dict[str, set[str]] = {
     "torch": {"worker", "payload/tensors.py", "runtime.py"},
     "ray": {"engines/ray"},
-    "pynvml": {"agent/telemetry.py"},
+    "pynvml": {"agent/nvml.py"},
     "IPython": {"magics", "render", "worker", "capture/names.py"},
-    "ipykernel": {"magics", "render", "worker"},
+    "ipykernel": {"magics", "render", "widget", "worker"},
+    "anywidget": {"widget/view_widget.py"},
+    "ipywidgets": {"widget/view_widget.py"},
     "mlflow": {"tracking"},
 }
 
@@ -181,7 +186,7 @@ def loaded_after(code: str) -> set[str]:
     return {name.split(".")[0] for name in done.stdout.split()}
 
 
-HEAVY = {"torch", "ray", "mlflow", "pynvml", "IPython", "numpy", "zmq", "cloudpickle"}
+HEAVY = {"torch", "ray", "mlflow", "pynvml", "IPython", "numpy", "zmq", "cloudpickle", "anywidget", "ipywidgets"}
 
 
 @pytest.mark.parametrize(
@@ -197,7 +202,7 @@ HEAVY = {"torch", "ray", "mlflow", "pynvml", "IPython", "numpy", "zmq", "cloudpi
             id="pool",
         ),
         pytest.param("from sgpu_magic.payload import buffers, unpack", {"torch", "numpy"}, id="unpack"),
-        pytest.param("import sgpu_magic.magics", {"torch", "ray", "mlflow", "pynvml"}, id="magics"),
+        pytest.param("import sgpu_magic.magics", HEAVY - {"IPython", "numpy", "zmq", "cloudpickle"}, id="magics"),
         pytest.param("import sgpu_magic.cli", {"torch", "ray", "mlflow", "IPython"}, id="command"),
     ],
 )  # fmt: skip

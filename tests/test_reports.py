@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from sgpu_magic.agent import reports
 from sgpu_magic.agent.reports import Reports
-from sgpu_magic.pool.run_log import RunLog, read_events, read_spec
+from sgpu_magic.event_file import read_spec
+from sgpu_magic.pool.run_log import RunLog, read_events
 from sgpu_magic.protocol.events import AttemptFailed, Noted, OutputWritten, RunEnded, Submitted
 from sgpu_magic.protocol.node_messages import RanksGone, RunEvent
 from sgpu_magic.protocol.records import CellSource, Failure, Owner, Placement, Record, RunSpec

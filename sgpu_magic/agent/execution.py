@@ -27,18 +27,12 @@ from sgpu_magic.agent.displays import show
 from sgpu_magic.agent.gathering import Gathering
 from sgpu_magic.agent.group import Group
 from sgpu_magic.agent.keeper import Keeper
-from sgpu_magic.agent.stack_taking import StackTaker
+from sgpu_magic.agent.run_watch import RunWatch
+from sgpu_magic.agent.sampling import Sampling
 from sgpu_magic.agent.stacks import NotebookFrames
-from sgpu_magic.agent.stall_watch import StallWatch
 from sgpu_magic.agent.stop_path import StopPath
 from sgpu_magic.config import Settings
-from sgpu_magic.protocol.events import (
-    EventBody,
-    Noted,
-    OutputWritten,
-    RankFailed,
-    RanksStarted,
-)
+from sgpu_magic.protocol.events import EventBody, Noted, OutputWritten, RankFailed, RanksStarted
 from sgpu_magic.protocol.node_messages import (
     Cleared,
     Collectives,
@@ -49,11 +43,7 @@ from sgpu_magic.protocol.node_messages import (
     Joined,
     Launch,
 )
-from sgpu_magic.protocol.records import (
-    Failure,
-    RankResult,
-    RankStack,
-)
+from sgpu_magic.protocol.records import Failure, RankResult, RankStack
 from sgpu_magic.protocol.states import FailureKind, RunState
 
 # nothing may compete with the result on its way to the notebook
@@ -79,6 +69,7 @@ class Execution:
         warm: How the group came: `standby`, `zygote` or `cold`.
         keeper: Who copies large parts into the run's directory.
         settings: For the largest payload that is kept and the default grace.
+        sampling: Samples what the ranks and their devices use.
         listener: Who hears what happened.
         predecessor: The attempt before this one, whose payload this one takes over.
     """
@@ -91,6 +82,7 @@ class Execution:
         warm: str,
         keeper: Keeper,
         settings: Settings,
+        sampling: Sampling,
         listener: ExecutionListener,
         predecessor: Execution | None = None,
     ) -> None:
@@ -113,9 +105,9 @@ class Execution:
         self._host = socket.gethostname()
         notebook = NotebookFrames(launch.spec.cell)
         self._coroner = Coroner(group, notebook, self._host)
-        self._taker = StackTaker(group, notebook, self._gathering.has_reported)
-        uuids = () if launch.lease.simulated else launch.lease.uuids
-        self._stalls = StallWatch(group, self._taker, notebook, uuids, settings.stall_s, self._say)
+        self._watch = RunWatch(
+            group, launch.lease, notebook, self._gathering.has_reported, sampling, settings, self._say
+        )
         self._last_stacks: tuple[RankStack, ...] = ()
         self._ending_as: RunState | None = None
         self._end_reason = ""
@@ -153,7 +145,7 @@ class Execution:
                 self._joined.add(rank)
                 if len(self._joined) == len(self.group.ranks) and self._started_at is None:
                     self._started_at = time.monotonic()
-                    self._stalls.start()
+                    self._watch.start()
                     self._say(RanksStarted(pids=tuple(self.group.pids), warm=self._warm))
             case Displayed() | Cleared():
                 show(self.group.ranks[rank], message, self._say)
@@ -162,11 +154,11 @@ class Execution:
             case Failed():
                 self._take_failure(message.failure, frames)
             case Collectives():
-                self._taker.answered(rank, message)
+                self._watch.taker.answered(rank, message)
 
     def rank_wrote(self, batch: OutputWritten) -> None:
         if not self._ended:
-            self._stalls.wrote()
+            self._watch.wrote()
             self._say(batch)
 
     def rank_log_ended(self, rank: int, problem: str) -> None:
@@ -200,7 +192,7 @@ class Execution:
         self.group.ranks[rank].output.drain()
         self._gathering.add_failure(failure, frames)
         # the picture of before says more than that of ranks which fall
-        self._stalls.stop()
+        self._watch.is_ending()
         self._stop.reported()
         if self._ended:
             return
@@ -234,15 +226,15 @@ class Execution:
             return
         self._ending_as = state
         self._end_reason = reason
-        self._stalls.stop()
+        self._watch.is_ending()
         if state is RunState.TIMED_OUT:
-            self._taker.take(self._stop_with_stacks)
+            self._watch.taker.take(self._stop_with_stacks)
         else:
             self._stop.begin(self._grace(), interrupt_first=True, waited=self._stop_waiting)
 
     def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
         """Look where each rank is and call `done` within half a second."""
-        self._taker.take(done)
+        self._watch.taker.take(done)
 
     def _stop_with_stacks(self, stacks: tuple[RankStack, ...]) -> None:
         self._last_stacks = stacks
@@ -280,7 +272,7 @@ class Execution:
     def _end(self, state: RunState) -> None:
         for process in self.group.ranks:
             process.output.drain(last=True)
-        self._stalls.stop()
+        self._watch.end()
         self._ended = True
         self._final_state = state
         now = time.monotonic()

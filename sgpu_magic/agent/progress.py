@@ -1,4 +1,4 @@
-"""Does a run still move? Decides whether its ranks wait for each other. Pure, but for `cpu_seconds`.
+"""Does a run still move? Decides whether its ranks wait for each other. Pure.
 
 A run is stalled when, for `stall_s` seconds, it has printed nothing, at least one rank has been in one and the same
 collective, and no rank outside of one has used CPU or GPU. A rank that waits in an NCCL collective spins on both:
@@ -7,9 +7,7 @@ what the waiting ones use is no progress.
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sgpu_magic.protocol.events import Resumed, Stalled
@@ -96,7 +94,7 @@ class StallJudge:
 
 
 class CpuWatch:
-    """How long each rank has used no CPU, from its own and its children's time. Linux; elsewhere always busy."""
+    """How long each rank has used no CPU, from its own and its children's time. Where that is unknown it is busy."""
 
     def __init__(self) -> None:
         self._last: tuple[float, dict[int, float]] | None = None
@@ -111,7 +109,7 @@ class CpuWatch:
 
         Args:
             now: A clock's seconds.
-            used_s: CPU seconds by process so far (`cpu_seconds`).
+            used_s: CPU seconds by process so far (`process_use`).
         """
         last, self._last = self._last, (now, dict(used_s))
         for pid, used in used_s.items():
@@ -120,24 +118,3 @@ class CpuWatch:
             if last is None or before is None or not 0 <= used - before <= BUSY_SHARE * (now - last[0]) + _SLACK_S:
                 self._idle_since[pid] = now
         return {pid: now - self._idle_since[pid] for pid in used_s}
-
-
-def cpu_seconds(roots: Iterable[int]) -> dict[int, float]:
-    """CPU time in seconds that each of these processes and the living ones below it have used."""
-    parents: dict[int, int] = {}
-    used: dict[int, int] = {}
-    for entry in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
-        if entry.isdigit():
-            with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{entry}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-                parents[int(entry)] = int(fields[1])
-                used[int(entry)] = int(fields[11]) + int(fields[12])
-    totals = {root: 0 for root in roots if root in used}
-    for pid, ticks in used.items():
-        above: int | None = pid
-        while above is not None and above not in totals:
-            above = parents.get(above)
-        if above is not None:
-            totals[above] += ticks
-    per_second = os.sysconf("SC_CLK_TCK")
-    return {root: ticks / per_second for root, ticks in totals.items()}

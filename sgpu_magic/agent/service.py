@@ -13,13 +13,15 @@ from typing import Any
 
 import msgspec
 
-from sgpu_magic.agent import leftovers, telemetry
+from sgpu_magic.agent import leftovers
 from sgpu_magic.agent.door import Door
 from sgpu_magic.agent.execution import Execution
 from sgpu_magic.agent.groups import Groups
+from sgpu_magic.agent.inventory import take_inventory
 from sgpu_magic.agent.keeper import Keeper
 from sgpu_magic.agent.orphaned import Orphaned
 from sgpu_magic.agent.reports import Reports
+from sgpu_magic.agent.sampling import Sampling
 from sgpu_magic.agent.stream import MessageStream
 from sgpu_magic.agent.successor import Successor
 from sgpu_magic.agent.zygotes import raise_open_files_limit
@@ -69,6 +71,7 @@ class Agent:
         self.finished = self._loop.create_future()
         self._groups = Groups(settings)
         self._keeper = Keeper()
+        self._sampling = Sampling()
         self._executions: dict[str, Execution] = {}
         self._background: set[asyncio.Task[None]] = set()
         # descriptors of device locks by run: a device is locked for as long as a rank may use it
@@ -197,7 +200,15 @@ class Agent:
             return
         try:
             execution = Execution(
-                launch, frames, group, warm, self._keeper, self._settings, self, self._executions.get(run_id)
+                launch,
+                frames,
+                group,
+                warm,
+                self._keeper,
+                self._settings,
+                self._sampling,
+                self,
+                self._executions.get(run_id),
             )
         except (OSError, ValueError) as error:
             self._groups.dismiss(group)
@@ -218,7 +229,7 @@ class Agent:
         """In a thread of its own: a real driver may take seconds to answer."""
         own = [pid for execution in self._executions.values() for pid in execution.group.pids]
         take = functools.partial(
-            telemetry.take_inventory,
+            take_inventory,
             simulate=self._settings.simulate,
             cpu_slots=self._settings.cpu_slot_count,
             own_pids=[*own, *self._groups.zygote_pids()],
@@ -298,6 +309,7 @@ class Agent:
             leftovers.kill_leftovers(execution.run_id, set(execution.group.pids))
         self._groups.close()
         self._keeper.close()
+        self._sampling.close()
 
 
 def run(sock: socket.socket, settings: Settings) -> None:

@@ -146,7 +146,7 @@ class NotebookFrames:
         where = f"{self._place(frame)}, line {frame.line}"
         if not frame.function.startswith("<"):
             where += f", in {frame.function}"
-        text = self._source(frame)
+        text = self.source(frame)
         return f"{where}: {text}" if text else where
 
     def _place(self, frame: StackFrame) -> str:
@@ -155,7 +155,8 @@ class NotebookFrames:
         number = self._others[frame.file][1] if frame.file in self._others else self._number
         return "the cell" if number is None else f"Cell In[{number}]"
 
-    def _source(self, frame: StackFrame) -> str:
+    def source(self, frame: StackFrame) -> str:
+        """The text of a frame's line, "" when it is not a cell's."""
         if not self.has(frame):
             return ""
         lines = self._others[frame.file][0] if frame.file in self._others else self._own

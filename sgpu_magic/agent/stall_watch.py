@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from sgpu_magic.agent import telemetry
+from sgpu_magic.agent.gpu_reading import GpuReading
+from sgpu_magic.agent.gpus import Gpus
 from sgpu_magic.agent.group import Group
-from sgpu_magic.agent.progress import BUSY_SHARE, CpuWatch, RankLook, StallJudge, cpu_seconds
+from sgpu_magic.agent.process_use import ProcessTable
+from sgpu_magic.agent.progress import BUSY_SHARE, CpuWatch, RankLook, StallJudge
 from sgpu_magic.agent.stack_taking import StackTaker
 from sgpu_magic.agent.stacks import NotebookFrames
 from sgpu_magic.protocol.events import Resumed, Stalled
@@ -25,6 +27,8 @@ class StallWatch:
         group: The ranks.
         taker: Takes their stacks.
         notebook: Tells the notebook's frames.
+        processes: Tells how much CPU they use.
+        gpus: Tells how busy their GPUs are.
         uuids: The run's real GPUs in rank order; empty on CPU.
         stall_s: Seconds without progress after which the run counts as stalled; 0 watches nothing.
         say: Takes what was found.
@@ -35,6 +39,8 @@ class StallWatch:
         group: Group,
         taker: StackTaker,
         notebook: NotebookFrames,
+        processes: ProcessTable,
+        gpus: Gpus,
         uuids: Sequence[str],
         stall_s: float,
         say: Callable[[Stalled | Resumed], None],
@@ -42,6 +48,8 @@ class StallWatch:
         self._group = group
         self._taker = taker
         self._notebook = notebook
+        self._processes = processes
+        self._gpus = gpus
         self._uuids = uuids
         self._stall_s = stall_s
         self._say = say
@@ -85,7 +93,8 @@ class StallWatch:
             self._pause_s = self._tick_s
             return
         pids = [process.pid for process in self._group.ranks if process.pid is not None and process.alive]
-        self._idle_s = self._cpu.look(now, cpu_seconds(pids))
+        trees = self._processes.trees(pids, max_age_s=self._tick_s / 2)
+        self._idle_s = self._cpu.look(now, {pid: tree.cpu_s for pid, tree in trees.items()})
         idle = frozenset(pid for pid, seconds in self._idle_s.items() if seconds > 0)
         if idle != self._idle_ranks:
             # something has changed: look soon
@@ -101,16 +110,15 @@ class StallWatch:
         if self._timer is None:
             return
         if self._uuids:
-            future = self._loop.run_in_executor(None, telemetry.utilizations, frozenset(self._uuids))
-            future.add_done_callback(lambda found: self._judge_now(stacks, found.result()))
+            self._gpus.read(lambda readings: self._judge_now(stacks, readings))
         else:
             self._judge_now(stacks, {})
 
-    def _judge_now(self, stacks: tuple[RankStack, ...], gpu_pct: dict[str, float]) -> None:
+    def _judge_now(self, stacks: tuple[RankStack, ...], readings: Mapping[str, GpuReading]) -> None:
         if self._timer is None:
             return
         now = self._loop.time()
-        looks = [self._look_of(stack, gpu_pct) for stack in stacks if self._is_in_its_cell(stack)]
+        looks = [self._look_of(stack, readings) for stack in stacks if self._is_in_its_cell(stack)]
         found = self._judge.look(now, now - self._last_output, looks) if looks else None
         if isinstance(found, Stalled):
             # ranks that are done belong to the picture: the others may wait for them
@@ -121,7 +129,7 @@ class StallWatch:
     def _is_in_its_cell(self, stack: RankStack) -> bool:
         return not self._taker.has_reported(stack.rank) and self._group.ranks[stack.rank].alive
 
-    def _look_of(self, stack: RankStack, gpu_pct: dict[str, float]) -> RankLook:
+    def _look_of(self, stack: RankStack, readings: Mapping[str, GpuReading]) -> RankLook:
         process = self._group.ranks[stack.rank]
         collective = stack.collective
         pending = collective is not None and collective.pending
@@ -131,7 +139,8 @@ class StallWatch:
             entered_s = time.time() - entered_at
         line = self._notebook.innermost(stack.frames)
         idle_s = self._idle_s.get(process.pid or 0, 0.0)
-        if self._uuids and gpu_pct.get(self._uuids[stack.rank], 0.0) > 100 * BUSY_SHARE:
+        reading = readings.get(self._uuids[stack.rank]) if self._uuids else None
+        if reading is not None and (reading.utilization_pct or 0) > 100 * BUSY_SHARE:
             idle_s = 0.0
         return RankLook(
             stack=stack,

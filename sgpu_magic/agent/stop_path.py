@@ -5,8 +5,8 @@ one shortly after the other. Which comes first says what the user sees: `Keyboar
 from all_reduce" after a peer's failure.
 
 A rank whose code has a handler for SIGTERM, as one that saves a checkpoint, gets that alone, once, and has the grace
-to end by itself: no interrupt, no release of any rank, as its handler may need collectives. Then the rest goes its
-way.
+to end by itself: no interrupt, no release of any rank, as its handler may need collectives. Then the others have a
+moment to end by themselves too, and the rest goes its way.
 """
 
 from __future__ import annotations
@@ -76,7 +76,12 @@ class StopPath:
 
     def reported(self) -> None:
         """A rank has said its last word, or is gone."""
-        if self._proceed is not None and not self._handling():
+        if self._proceed is None or self._handling():
+            return
+        if self._unreported():
+            # those without a handler may have been told through a collective, and are about to end by themselves
+            self._later(_RUNG_S, self._go_on)
+        else:
             self._go_on()
 
     def end(self, grace_s: float) -> None:

@@ -68,12 +68,19 @@ def this_context(environ: Mapping[str, str], key: bytes) -> RankContext:
     return RankContext(cwd=cwd, sys_path=path, umask=umask, environ=dict(environ), key=key)
 
 
-def this_owner(notebook: str = "") -> Owner:
+def this_owner(notebook: str = "", kernel: str = "", cell: str = "") -> Owner:
+    """Describe who submits a run from this process.
+
+    Args:
+        notebook: The notebook's file.
+        kernel: The kernel's id.
+        cell: The cell's id.
+    """
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
         user = str(os.getuid())
-    return Owner(pid=os.getpid(), host=host_name(), user=user, notebook=notebook)
+    return Owner(pid=os.getpid(), host=host_name(), user=user, notebook=notebook, kernel=kernel, cell=cell)
 
 
 def _site_times() -> Iterable[str]:

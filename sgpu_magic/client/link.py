@@ -63,7 +63,9 @@ class PoolLink:
         self.lost = threading.Event()
         self._requests = itertools.count(1)
         self._replies: dict[int, Future[Reply]] = {}
-        self._followers: dict[str, queue.SimpleQueue[EventItem | None]] = {}
+        # one run may be shown in several places at once
+        self._followers: dict[str, list[queue.SimpleQueue[EventItem | None]]] = {}
+        self._attached: dict[int, queue.SimpleQueue[EventItem | None]] = {}
         self._released: dict[str, threading.Event] = {}
         self._lock = threading.Lock()
         self._outgoing: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
@@ -107,22 +109,35 @@ class PoolLink:
         """Return the queue that the run's events come into; None in it means that the pool is lost."""
         events: queue.SimpleQueue[EventItem | None] = queue.SimpleQueue()
         with self._lock:
-            self._followers[run_id] = events
+            self._followers.setdefault(run_id, []).append(events)
             self._released.setdefault(run_id, threading.Event())
             if self.lost.is_set():
                 events.put(None)
         return events
 
-    def attached(self, run_id: str) -> queue.SimpleQueue[EventItem | None]:
-        """Return the queue of a run that `Attached` has told of: events may have come into it already."""
+    def attached(self, request: int, run_id: str) -> queue.SimpleQueue[EventItem | None]:
+        """Return the queue of a run that the answer to `request` has told of: events may have come into it already."""
         with self._lock:
-            events = self._followers.get(run_id)
+            events = self._attached.pop(request, None)
         return events if events is not None else self.follow(run_id)
 
-    def unfollow(self, run_id: str) -> None:
-        """Let the run's further events fall; that its memory is released is still noticed."""
+    def unfollow(self, run_id: str, events: queue.SimpleQueue[EventItem | None]) -> bool:
+        """Let the run's further events fall; that its memory is released is still noticed.
+
+        Args:
+            run_id: The run.
+            events: The queue that they came into.
+
+        Returns:
+            Whether nobody else here follows the run.
+        """
         with self._lock:
-            self._followers.pop(run_id, None)
+            followers = self._followers.get(run_id, [])
+            if events in followers:
+                followers.remove(events)
+            if not followers:
+                self._followers.pop(run_id, None)
+            return not followers
 
     def payload_released(self, run_id: str) -> threading.Event:
         """Set once the pool no longer reads the run's memory file."""
@@ -201,11 +216,11 @@ class PoolLink:
         match message:
             case Event(run_id=run_id, body=body):
                 with self._lock:
-                    events = self._followers.get(run_id)
+                    followers = tuple(self._followers.get(run_id, ()))
                     released = self._released.get(run_id)
                 if isinstance(body, PayloadReleased) and released is not None:
                     released.set()
-                if events is not None:
+                for events in followers:
                     events.put((message, frames))
             case Welcome():
                 if not self._welcome.done():
@@ -214,7 +229,9 @@ class PoolLink:
                 self._reply(request, exception=_refusal(message))
             case Attached(spec=spec):
                 # its events follow at once: they must not find nobody
-                self.follow(spec.run_id)
+                events = self.follow(spec.run_id)
+                with self._lock:
+                    self._attached[message.request] = events
                 self._reply(message.request, result=message)
             case Notice(text=text):
                 if self._on_notice is not None:
@@ -236,7 +253,7 @@ class PoolLink:
         with self._lock:
             self.lost.set()
             replies, self._replies = list(self._replies.values()), {}
-            followers = list(self._followers.values())
+            followers = [events for every in self._followers.values() for events in every]
         if not self._welcome.done():
             self._welcome.set_exception(_lost(self.pid))
         for future in replies:

@@ -96,7 +96,7 @@ class Pool:
         link.send(Attach(request=request, run=spec.run_id, owns=True))
         wait_for(reply)
         self._uploads.forget(spec.run_id)
-        run = Run(spec, key, link, link.attached(spec.run_id), self.settings.runs_path / spec.run_id)
+        run = Run(spec, key, link, link.attached(request, spec.run_id), self.settings.runs_path / spec.run_id)
         run.owned = True
         return run
 
@@ -120,7 +120,7 @@ class Pool:
         except BaseException:
             # also an interrupt while waiting: a run that was taken after all must not go on unseen
             link.send(Cancel(request=0, run=spec.run_id, reason="it was interrupted while it was submitted"))
-            link.unfollow(spec.run_id)
+            link.unfollow(spec.run_id, events)
             remove_upload(payload)
             raise
         finally:
@@ -155,7 +155,7 @@ class Pool:
         if not isinstance(answer, Attached):
             raise PoolError("the local pool gave an answer that fits no question. Restart it: `sgpu pool stop`.")
         spec = answer.spec
-        events = link.attached(spec.run_id)
+        events = link.attached(request, spec.run_id)
         return Run(spec, answer.key, link, events, self.settings.runs_path / spec.run_id), answer.state
 
     def find_again(self, run: Run) -> None:
@@ -185,7 +185,7 @@ class Pool:
             run.moved(link, events, from_start=True)
             return
         self._uploads.submitted(run.run_id, link)
-        run.moved(link, link.attached(run.run_id))
+        run.moved(link, link.attached(request, run.run_id))
 
     def cancel_in_background(self, run: Run, reason: str) -> None:
         """Cancel a run whose pool service has died, when the next one is there; nobody waits."""

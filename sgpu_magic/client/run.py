@@ -165,8 +165,8 @@ class Run:
 
     def close(self) -> None:
         """Stop following it. The pool goes on telling its owner what it needs to know."""
-        self._link.unfollow(self.run_id)
-        if not self.owned and not self.link_lost:
+        last = self._link.unfollow(self.run_id, self._events)
+        if last and not self.owned and not self.link_lost:
             self._link.send(Unfollow(run_id=self.run_id))
 
 

@@ -1,9 +1,19 @@
 """What a front end is told of a run, and what it may ask: the same over a widget's comm and over the server.
 
-messages    every record that goes between them, as JSON
-snapshot    RunView -> Snapshot: what is drawn but for the log's lines
-log_order   which line of which rank is the n-th line of all (pure)
-log_reader  any lines of a run's logs, without reading all of them
-feed        a run's events -> at most 10 messages a second
-answers     a front end's question -> its answer
+messages       every record that goes between them, as JSON
+
+feed           a run's events -> at most 10 messages a second
+answers        a front end's question -> its answer
+
+snapshot       RunView -> Snapshot: what is drawn but for the log's lines, from
+rank_cards     the grid of ranks,
+bars           progress bars read from text (pure),
+failure_block  the first failure,
+words          the words around them; and
+fitting        makes it small enough for one message
+
+line_text      a line as it is drawn (pure)
+log_order      which line of which rank is the n-th line of all (pure)
+recent_lines   the newest lines, and rows made of them when somebody is told (pure)
+log_reader     any lines of a run's logs, without reading all of them
 """

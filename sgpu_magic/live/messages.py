@@ -180,7 +180,8 @@ class NewLines(Message, frozen=True, tag_field="kind", tag="lines"):
 
     Args:
         seq: 1, 2, 3 ... A front end that misses one asks for what it lacks with `AskLines`.
-        first: The number of the first of them among the lines of all ranks, from 0.
+        first: The number of the first of them among the lines of all ranks, from 0. Lines before it that were not told
+            are in the log: even their skips would have been too many.
         rows: Lines, and skips for what would not fit.
         ranks: Lines of each rank's log after these.
     """

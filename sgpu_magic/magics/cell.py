@@ -25,6 +25,7 @@ from sgpu_magic.protocol.ids import new_id
 from sgpu_magic.protocol.records import CellSource, Placement, RunSpec, Shipped
 
 RANK_NAMES = ("rank", "local_rank", "world_size", "device")
+_KERNEL_FILE = re.compile(r"kernel-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\.json")
 _WORD = re.compile(r"[^\W\d]\w*")
 _HEAVY_BYTES = 100_000_000
 _CPU_RANKS = 2
@@ -102,7 +103,7 @@ def prepare(
             stand_in=settings.stand_in == "cpu",
         ),
         outputs=options.outputs,
-        owner=this_owner(notebook_name(shell)),
+        owner=this_owner(notebook_name(shell), kernel_id(shell), cell_id(shell)),
         timeout_s=options.timeout_s,
         wait_s=options.wait_s,
         grace_s=options.grace_s,
@@ -165,6 +166,20 @@ def notebook_name(shell: InteractiveShell) -> str:
     """The notebook's file, where the front end tells: VS Code in the namespace, Jupyter in a variable."""
     path = shell.user_ns.get("__vsc_ipynb_file__") or os.environ.get("JPY_SESSION_NAME", "")
     return os.path.basename(str(path))
+
+
+def kernel_id(shell: InteractiveShell) -> str:
+    """The id that the Jupyter server knows this kernel by, "" where there is no server."""
+    application = getattr(getattr(shell, "kernel", None), "parent", None)
+    found = _KERNEL_FILE.fullmatch(os.path.basename(str(getattr(application, "connection_file", ""))))
+    return found[1] if found is not None else ""
+
+
+def cell_id(shell: InteractiveShell) -> str:
+    """The id of the cell that is running, as JupyterLab and Notebook send it with each execution; "" elsewhere."""
+    get_parent = getattr(shell, "get_parent", None)
+    metadata = (get_parent() or {}).get("metadata", {}) if get_parent is not None else {}
+    return str(metadata.get("cellId") or "")
 
 
 def default_ranks(has_gpus: int) -> int:

@@ -19,11 +19,12 @@ from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.magics import arguments, cell, follow
 from sgpu_magic.magics.notices import NoticeBoard
 from sgpu_magic.magics.restarts import watch_restarts
+from sgpu_magic.magics.status import RunWindows, StatusBoard, is_live
 from sgpu_magic.magics.warmth import Warmth
-from sgpu_magic.render.publisher import publisher_for
+from sgpu_magic.protocol.ids import short
 from sgpu_magic.render.stacks import stacks_html, stacks_text
-from sgpu_magic.render.status import status_html, status_text
 from sgpu_magic.render.view import RunView
+from sgpu_magic.widget.live_views import Buttons, LiveViews
 
 
 @magics_class
@@ -37,13 +38,19 @@ class DistributedMagics(Magics):
         self._notices = NoticeBoard(is_notebook(shell))
         self.pool = Pool(self.settings, self._notices.notice)
         self.warmth = Warmth(self.pool)
+        self._board = StatusBoard(self.pool, self.settings.status_idle_s)
+        self._windows = RunWindows()
         kernel = getattr(shell, "kernel", None)
+        self._live_views = LiveViews(kernel)
         self.restarts = watch_restarts(kernel, self.pool) if self.settings.detach_on_restart else None
 
     def close(self) -> None:
         """Close the link to the pool; the pool goes on for others."""
         if self.restarts is not None:
             self.restarts.remove()
+        self._board.close()
+        self._windows.close()
+        self._live_views.close()
         self.pool.close()
 
     @cell_magic
@@ -104,14 +111,16 @@ class DistributedMagics(Magics):
 
     @line_magic
     def sgpu_status(self, line: str = "") -> None:
-        """Show the pool's devices, its queue, running and recent runs."""
-        if line.strip():
-            raise UsageError(f"%sgpu_status takes nothing, not {line.strip()!r}.")
-        status = self.pool.status()
-        if status is None:
-            return
-        notice = self.pool.notice
-        self._publish(status_text(status, notice=notice), status_html(status, notice=notice))
+        """Show devices, queue and runs, or the view of one run: `%sgpu_status [RUN] [--ui auto|text|none]`."""
+        options = arguments.parse_run("%sgpu_status", line, ui=True)
+        if options.run:
+            run, state = self.pool.attach(options.run)
+            followed = self._followed(run, options.ui, self._current_settings(), error_follows=False)
+            self._windows.open(followed, state, live=is_live(self._shell) and options.ui != "text")
+        elif is_notebook(self._shell):
+            self._board.show(is_live(self._shell))
+        else:
+            print(self._board.text())  # noqa: T201
 
     def _publish(self, text: str, html: str) -> None:
         from IPython.display import publish_display_data
@@ -121,10 +130,24 @@ class DistributedMagics(Magics):
         else:
             print(text)  # noqa: T201
 
-    def _followed(self, run: Run, ui: str, settings: Settings) -> follow.Followed:
-        view = RunView(run.spec, settings.output_limit, pool=self.pool.name, error_follows=True)
-        publisher = publisher_for(ui, view, sys.stdout, notebook=is_notebook(self._shell))
+    def _followed(self, run: Run, ui: str, settings: Settings, *, error_follows: bool = True) -> follow.Followed:
+        view = RunView(run.spec, settings.output_limit, pool=self.pool.name, error_follows=error_follows)
+        view.directory = str(run.directory)
+        publisher = self._live_views.publisher_for(ui, view, sys.stdout, self._buttons(run))
         return follow.Followed(run, view, publisher, self.pool)
+
+    def _buttons(self, run: Run) -> Buttons:
+        """What the buttons of a run's view do; they are pressed in other threads than the cell's."""
+
+        def cancel() -> str:
+            run.cancel("Cancel was pressed")
+            return f"run {short(run.run_id)} is being stopped"
+
+        def stacks() -> list[str]:
+            answer = self.pool.stacks(run.run_id)
+            return stacks_text(answer.run_id, answer.stacks, answer.cell).splitlines()
+
+        return Buttons(run.directory, cancel, stacks)
 
     def _current_settings(self) -> Settings:
         """Settings that `%env` may have changed since; where the pool lives stays."""

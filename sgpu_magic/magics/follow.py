@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ _FIND_PAUSE_S = 0.1
 _RESTART_PATIENCE_S = 0.3
 # the kept events of a run that has ended come at once
 _HISTORY_PATIENCE_S = 5.0
+# nothing more comes of a run that goes on: its kept events have all been sent
+_CAUGHT_UP_S = 0.3
 _BATCH = 64
 
 Ending = tuple[RunEnded, Sequence[bytes]]
@@ -53,6 +56,11 @@ class Followed:
     view: RunView
     publisher: Publisher
     pool: Pool
+
+    def apply(self, event: Event, frames: Sequence[bytes]) -> None:
+        """Fold an event into what is shown."""
+        self.view.apply(event, frames)
+        self.publisher.applied(event)
 
 
 def bring_back(followed: Followed, namespace: dict[str, Any], restarts: RestartWatch | None) -> RunResult | None:
@@ -120,6 +128,42 @@ def watch(followed: Followed, state: RunState, namespace: dict[str, Any]) -> Run
     return deliver(run, followed.view, *ending, namespace) if ending is not None else None
 
 
+def show(followed: Followed, state: RunState, stopped: threading.Event) -> None:
+    """Show a run until it ends and bring nothing back; for a thread of its own.
+
+    Args:
+        followed: The run.
+        state: Its state when it was attached to.
+        stopped: Ends the showing.
+    """
+    try:
+        ending = _follow(followed, until_detached=False, has_ended=state.is_final, stopped=stopped)
+    except SgpuError as error:
+        followed.view.leave(error.message)
+        ending = None
+    if ending is None and not followed.view.left:
+        _stop_watching(followed)
+    followed.publisher.tick(time.monotonic(), final=True)
+
+
+def replay(followed: Followed, state: RunState) -> None:
+    """Show once what a run has done until now; arguments as for `show`."""
+    if state.is_final:
+        _follow(followed, until_detached=False, has_ended=True)
+    else:
+        until = time.monotonic() + _HISTORY_PATIENCE_S
+        while time.monotonic() < until and (item := followed.run.next_event(_CAUGHT_UP_S)) is not None:
+            followed.apply(*item)
+        if not followed.view.is_final:
+            _stop_watching(followed)
+    followed.publisher.tick(time.monotonic(), final=True)
+
+
+def _stop_watching(followed: Followed) -> None:
+    run = short(followed.run.run_id)
+    followed.view.leave(f"run {run} goes on; %sgpu_status {run} and %sgpu_attach {run} show it again")
+
+
 def leave(followed: Followed) -> None:
     """The run goes on without this notebook: say so, and let go of its memory."""
     followed.pool.run_left(followed.run.run_id)
@@ -151,18 +195,20 @@ def _is_restart(restarts: RestartWatch) -> bool:
         return False
 
 
-def _follow(followed: Followed, *, until_detached: bool, has_ended: bool = False) -> Ending | None:
-    """Return the run's last word, None when it was detached and `until_detached`."""
-    run, view = followed.run, followed.view
+def _follow(
+    followed: Followed, *, until_detached: bool, has_ended: bool = False, stopped: threading.Event | None = None
+) -> Ending | None:
+    """Return the run's last word, None when it was detached and `until_detached`, or when `stopped` was set."""
+    run = followed.run
     heard_at = time.monotonic()
-    while True:
+    while stopped is None or not stopped.is_set():
         patience = _TICK_S if time.monotonic() - heard_at < _LIVELY_S else _IDLE_TICK_S
         for turn in range(_BATCH):
             item = run.next_event(0 if turn else patience)
             if item is None:
                 break
             heard_at = time.monotonic()
-            view.apply(*item)
+            followed.apply(*item)
             body = item[0].body
             if isinstance(body, RunEnded):
                 return body, item[1]
@@ -177,12 +223,13 @@ def _follow(followed: Followed, *, until_detached: bool, has_ended: bool = False
             message = f"its last events were not kept; what its ranks printed is in {run.directory}"
             return _lost(followed, message, FailureKind.NODE_LOST)
         followed.publisher.tick(time.monotonic())
+    return None
 
 
 def _last_words(followed: Followed) -> Ending | None:
     """The pool service is gone: what it still said counts."""
     while (item := followed.run.next_event(0)) is not None:
-        followed.view.apply(*item)
+        followed.apply(*item)
         if isinstance(item[0].body, RunEnded):
             return item[0].body, item[1]
     return None
@@ -218,7 +265,7 @@ def _lost(followed: Followed, message: str, kind: FailureKind) -> Ending:
     failure = Failure(kind=kind, message=message, at=time.time())
     elapsed = view.elapsed_s()
     ended = RunEnded(state=RunState.FAILED, failure=failure, running_s=elapsed, total_s=elapsed)
-    view.apply(Event(run_id=run.run_id, seq=run.last_seq + 1, at=time.time(), body=ended), ())
+    followed.apply(Event(run_id=run.run_id, seq=run.last_seq + 1, at=time.time(), body=ended), ())
     return ended, ()
 
 
@@ -231,7 +278,7 @@ def _after_interrupt(followed: Followed) -> Ending | None:
         while time.monotonic() < deadline:
             item = run.next_event(_TICK_S)
             if item is not None:
-                followed.view.apply(*item)
+                followed.apply(*item)
                 if isinstance(item[0].body, RunEnded):
                     return item[0].body, item[1]
             if run.link_lost and not asked_again:

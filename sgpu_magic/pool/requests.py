@@ -10,10 +10,11 @@ import msgspec
 
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.engines.base import Engine
+from sgpu_magic.event_file import read_spec
 from sgpu_magic.pool import stimuli as sched
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.run_book import PoolRun, RunBook
-from sgpu_magic.pool.run_log import read_events, read_spec
+from sgpu_magic.pool.run_log import read_events
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.protocol.events import Detached
 from sgpu_magic.protocol.ids import is_valid_id, short

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
+from sgpu_magic.event_file import EventFile
 from sgpu_magic.protocol.codec import FrameReader, frame
-from sgpu_magic.protocol.events import AttemptFailed, Event, EventBody, PayloadReleased, RunEnded, Submitted
-from sgpu_magic.protocol.records import RunSpec
+from sgpu_magic.protocol.events import AttemptFailed, Event, EventBody, PayloadReleased, RunEnded
 from sgpu_magic.protocol.run_files import EVENTS
 
 _decoder = msgspec.msgpack.Decoder(Event)
@@ -93,18 +93,6 @@ def read_events(directory: Path, after: int = 0) -> Iterator[tuple[Event, Sequen
     Raises:
         OSError: There is no event log.
     """
-    reader = FrameReader(_decoder)
-    with open(directory / EVENTS, "rb") as file:
-        while chunk := file.read(_READ_BYTES):
-            for event, frames in reader.feed(chunk):
-                if event.seq > after:
-                    yield event, frames
-
-
-def read_spec(directory: Path) -> RunSpec | None:
-    """What was submitted, None when the log does not tell."""
-    try:
-        first = next(read_events(directory), None)
-    except (OSError, ValueError, msgspec.DecodeError):
-        return None
-    return first[0].body.spec if first is not None and isinstance(first[0].body, Submitted) else None
+    for event, frames in EventFile(directory).new_events():
+        if event.seq > after:
+            yield event, frames

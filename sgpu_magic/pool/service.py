@@ -69,6 +69,8 @@ class PoolService:
         self._inventory_at = 0.0
         self._waiting_for_inventory: list[Callable[[], None]] = []
         self._deadline: asyncio.TimerHandle | None = None
+        self._log_path = settings.state_path / "pool.log"
+        self._fault = ""
         self._started_at = time.time()
         self.finished = self._loop.create_future()
         self._loop.set_exception_handler(self._broken)
@@ -96,6 +98,8 @@ class PoolService:
     def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A fault of this program in a callback: say it in the log and end, so that no cell waits for ever."""
         loop.default_exception_handler(context)
+        error = context.get("exception")
+        self._fault = f"a fault in the pool service ({type(error).__name__}: {error}); its log is {self._log_path}"
         self.stop()
 
     def close(self) -> None:
@@ -104,7 +108,8 @@ class PoolService:
         self._retention.close()
         for run in self._book.going:
             if run.log is not None and not run.ended:
-                self._book.end_without_ranks(run, RunState.CANCELLED, "the pool was stopped", FailureKind.INTERNAL)
+                state = RunState.FAILED if self._fault else RunState.CANCELLED
+                self._book.end_without_ranks(run, state, self._fault or "the pool was stopped", FailureKind.INTERNAL)
         self._server.close()
         self._engine.close()
         self._ledger.close()

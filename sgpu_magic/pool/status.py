@@ -25,7 +25,13 @@ def pool_status(
 ) -> PoolStatus:
     """Newest runs first; those that wait carry their position and what they wait for."""
     waiting = {run.run_id: run.told for run in scheduler.runs if run.told is not None}
-    runs = tuple(_with_position(row, waiting.get(row.run_id)) for row in ledger.recent(question.recent))
+    rows = ledger.recent(question.recent)
+    if question.recent:
+        # a run that goes on is shown however many have come after it
+        listed = {row.run_id for row in rows}
+        older = [ledger.summary(run.run_id) for run in reversed(scheduler.runs) if run.run_id not in listed]
+        rows += [row for row in older if row is not None]
+    runs = tuple(_with_position(row, waiting.get(row.run_id)) for row in rows)
     return PoolStatus(
         request=question.request,
         pool="local",

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 
 from sgpu_magic import processes
 from sgpu_magic.engines.base import Engine
+from sgpu_magic.event_file import read_spec
 from sgpu_magic.pool import stimuli as sched
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.restarts import Restarts
 from sgpu_magic.pool.run_book import PoolRun, RunBook
-from sgpu_magic.pool.run_log import RunLog, read_spec
+from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.protocol.events import Noted, RunEnded
 from sgpu_magic.protocol.messages import Submit
 from sgpu_magic.protocol.node_messages import HeldRun

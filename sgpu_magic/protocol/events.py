@@ -5,6 +5,9 @@ from __future__ import annotations
 from sgpu_magic.protocol.records import Failure, Lease, RankResult, RankSample, RankStack, Record, RunSpec
 from sgpu_magic.protocol.states import RunState
 
+IDLE_GPU_PCT = 5.0
+"""A GPU that is busier than this works."""
+
 
 class Submitted(Record, frozen=True, tag="submitted", kw_only=True):
     """The first event of every run: what was submitted."""
@@ -153,7 +156,7 @@ class DeviceIdle(Record, frozen=True, tag="device-idle", kw_only=True):
 
 
 class DeviceBusy(Record, frozen=True, tag="device-busy", kw_only=True):
-    """A rank's GPU works again after `DeviceIdle`."""
+    """A rank's GPU works again after `DeviceIdle`, or the rank is done."""
 
     rank: int
 

@@ -182,12 +182,23 @@ class RankContext(Record, frozen=True, kw_only=True):
 
 
 class Owner(Record, frozen=True, kw_only=True):
-    """Who submitted a run."""
+    """Who submitted a run.
+
+    Args:
+        pid: The kernel's process.
+        host: Its machine.
+        user: Whose it is.
+        notebook: The notebook's file, "" where the front end does not tell.
+        kernel: The id that a Jupyter server has given the kernel, "" where none has.
+        cell: The cell's id in its notebook, "" where the front end does not tell.
+    """
 
     pid: int
     host: str
     user: str
     notebook: str = ""
+    kernel: str = ""
+    cell: str = ""
 
 
 class Shipped(Record, frozen=True, kw_only=True):
@@ -338,22 +349,24 @@ class RankResult(Record, frozen=True, kw_only=True):
     output_bytes: int = 0
 
 
-class RankSample(Record, frozen=True, kw_only=True):
+class RankSample(Record, frozen=True, kw_only=True, array_like=True):
     """What one rank and its device did in the last interval. None is what nobody tells.
+
+    An array on the wire: there is one for each rank and interval of a run's whole life.
 
     Args:
         rank: The rank.
         kind: `gpu`, `mig` (a slice of one) or `cpu` (no device, or a simulated one).
-        uuid: The device's, "" on CPU.
+        uuid: The device's, "" on CPU and in all but the rank's first sample.
         utilization_pct: How busy the device was, 0 to 100; None on a MIG slice and on CPU.
         own_utilization_pct: The part of it that is this run's own processes.
         used_bytes: Memory in use on the device, by everybody.
         own_bytes: The part of it that is this run's own processes.
-        total_bytes: The device's memory; on CPU the memory that the rank may use.
+        total_bytes: The device's memory; on CPU the memory that the rank may use. Only in the rank's first sample.
         power_w: Watts drawn.
         temperature_c: Degrees Celsius.
         cpu_cores: Cores that the rank's processes kept busy: 2.5 are two and a half.
-        rss_bytes: Memory that the rank's processes hold.
+        rss_bytes: Resident memory of the rank's processes. Pages that they share with others count in full.
         problem: Why the device can't be read any more, "" when it can.
     """
 

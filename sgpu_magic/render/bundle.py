@@ -1,13 +1,27 @@
-"""The MIME bundle of a run's segment, as it is saved in the notebook."""
+"""MIME bundles as they are saved in the notebook: of a run's segment, and of a run that was still going on."""
 
 from __future__ import annotations
 
+from html import escape
+
+from sgpu_magic.protocol.states import RunState
+from sgpu_magic.render import ansi
 from sgpu_magic.render.html import render_segment_html
+from sgpu_magic.render.html_style import BOX, SOFT
+from sgpu_magic.render.measured import usage_record
 from sgpu_magic.render.segments import TextSegment
-from sgpu_magic.render.text import error_line, render_segment_text
+from sgpu_magic.render.text import error_line, header_line, render_segment_text, returned_bytes
+from sgpu_magic.render.units import format_seconds
 from sgpu_magic.render.view import RunView
 
 RUN_MIME = "application/vnd.sgpu.run.v1+json"
+RECORD_VERSION = 1
+"""Of the record under `RUN_MIME`; keys may be added without changing it."""
+
+# a record is for programs and stands in every saved output: it stays small whatever the number of ranks
+_MAX_USAGE_RANKS = 64
+_MAX_LISTED = 64
+_MAX_SENTENCE_CHARS = 1000
 
 
 def mime_bundle(
@@ -35,10 +49,39 @@ def mime_bundle(
     return bundle
 
 
+def interrupted_bundle(view: RunView) -> dict[str, object]:
+    """Return what stands beside a live view for those who see no view: which run it is, and how to come back to it.
+
+    It is what a reader has of a notebook that was saved while the run went on, and of a page whose kernel has been
+    restarted.
+    """
+    after = f" for {format_seconds(elapsed)}" if (elapsed := view.elapsed_s()) else ""
+    lines = [header_line(view), f"run {view.short_id} was {view.state}{after} when this was saved."]
+    command = f"%sgpu_attach {view.short_id}"
+    if view.spec.detach:
+        lines.append(f"It goes on without its notebook: {command} shows it{_and_brings(view)}.")
+    else:
+        lines.append(
+            f"{command} shows it{_and_brings(view)}, and what became of it. It ended with its notebook's kernel "
+            "unless it was detached."
+        )
+    lines = [ansi.plain(line)[:_MAX_SENTENCE_CHARS] for line in lines]
+    head, *rest = (escape(line) for line in lines)
+    html = f'<div style="{BOX};padding:6px 12px"><div><b style="font-weight:600">{head}</b></div>'
+    html += "".join(f'<div style="{SOFT}">{line}</div>' for line in rest) + "</div>"
+    return {"text/html": html, "text/plain": "\n".join(lines), RUN_MIME: run_record(view)}
+
+
+def _and_brings(view: RunView) -> str:
+    names = [output.name for output in view.spec.outputs]
+    return f" and brings {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}" if names else ""
+
+
 def run_record(view: RunView) -> dict[str, object]:
     """Return the run as JSON: what it was, where it ran, how long, how it ended."""
     lease, failure, ended, shipped = view.lease, view.failure, view.ended, view.spec.shipped
     record: dict[str, object] = {
+        "version": RECORD_VERSION,
         "run_id": view.run_id,
         "name": view.name,
         "state": str(view.state),
@@ -46,18 +89,25 @@ def run_record(view: RunView) -> dict[str, object]:
         "pool": view.pool,
         "host": view.host,
         "lines": view.total_lines,
+        "attempt": view.attempt,
+        "attempts": view.attempts,
+        "directory": view.directory,
         "shipped": {
-            "names": list(shipped.names),
+            "names": list(shipped.names[:_MAX_LISTED]),
             "total_bytes": shipped.total_bytes,
             "seconds": round(shipped.seconds, 6),
         },
-        "returned": [{"name": name.name, "all_ranks": name.all_ranks} for name in view.spec.outputs],
+        "returned": [{"name": name.name, "all_ranks": name.all_ranks} for name in view.spec.outputs[:_MAX_LISTED]],
     }
+    if view.state is RunState.SUCCEEDED and view.spec.outputs:
+        record["returned_bytes"] = returned_bytes(view)
+    if view.usage.ranks:
+        record["usage"] = usage_record(view.usage, _MAX_USAGE_RANKS)
     if lease is not None:
         record["lease"] = {
             "device_type": lease.device_type,
             "ranks": lease.ranks,
-            "uuids": list(lease.uuids),
+            "uuids": list(lease.uuids[:_MAX_LISTED]),
             "cpu_slots": lease.cpu_slots,
             "simulated": lease.simulated,
         }

@@ -9,37 +9,20 @@ from dataclasses import replace
 from html import escape
 
 from sgpu_magic.protocol.records import Lease
-from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render import ansi
-from sgpu_magic.render.failure import cell_excerpt, last_part, other_lines, traceback_body
+from sgpu_magic.render.failure import other_lines
+from sgpu_magic.render.html_failure import failure_html, stall_html
+from sgpu_magic.render.html_ranks import ended_ranks_html, live_ranks_html
+from sgpu_magic.render.html_style import ACCENT, BAD, BOX, FAINT, GOOD, LINE, PANEL, PRE, SOFT, WARN
 from sgpu_magic.render.items import DisplayItem, GapItem, LineItem, display_text, gap_lines, trim
+from sgpu_magic.render.measured import busy_text, idle_sentences
 from sgpu_magic.render.segments import TextSegment, segments
-from sgpu_magic.render.text import (
-    attempt_text,
-    backend,
-    culprits_last_words,
-    ending_stacks,
-    failure_sentence,
-    returned_text,
-    shipped_text,
-    stall_lines,
-)
+from sgpu_magic.render.text import attempt_text, backend, returned_text, shipped_text
 from sgpu_magic.render.units import TIMES, count_of, format_clock, format_seconds
 from sgpu_magic.render.view import RunView
 
 __all__ = ["device_html", "render_html", "render_segment_html", "segments"]
-
-# greys that are right on light and dark alike need no theme; the rest asks JupyterLab, then VS Code
-LINE = "rgba(128,128,128,.28)"
-PANEL = "rgba(128,128,128,.07)"
-SANS = "font-family:var(--jp-ui-font-family,var(--vscode-font-family,system-ui,sans-serif))"
-MONO = "font-family:var(--jp-code-font-family,ui-monospace,'DejaVu Sans Mono',Menlo,monospace)"
-SOFT = "opacity:.68"
-FAINT = "opacity:.55"
-ACCENT = "var(--jp-brand-color1,var(--vscode-textLink-foreground,#1e88e5))"
-GOOD = "var(--jp-success-color1,var(--vscode-testing-iconPassed,#2e9e44))"
-BAD = "var(--jp-error-color1,var(--vscode-errorForeground,#d9403c))"
-WARN = "var(--jp-warn-color0,var(--vscode-editorWarning-foreground,#c77800))"
 
 _COLOURS = {
     RunState.RUNNING: ACCENT,
@@ -59,12 +42,9 @@ _SHAPES = {
     RunState.CANCELLED: "■",
     RunState.CANCELLING: "■",
 }
-_PRE = f"margin:0;padding:6px 12px;{MONO};font-size:12px;line-height:1.5;white-space:pre-wrap;overflow-wrap:anywhere"
-_MAX_EXCERPT_CHARS = 12_000
-_MAX_WHOLE_CHARS = 40_000
-_MAX_LIVE_CHARS = 160
-_MAX_CELLS = 64
 _MAX_LIVE_LINES = 100
+# of a segment's box, and of what is said of lines that are left out and of the display that follows
+_FRAME_BYTES = len(BOX) + len(PRE) + 200
 
 
 def render_html(view: RunView) -> str:
@@ -74,14 +54,14 @@ def render_html(view: RunView) -> str:
     for at, part in enumerate(parts):
         if isinstance(part, DisplayItem):
             text = "\n".join(_line(part.rank, line) for line in display_text(part).split("\n"))
-            drawn.append(f'<pre style="{_PRE}">{text}</pre>')
+            drawn.append(f'<pre style="{PRE}">{text}</pre>')
         else:
             drawn.append(render_segment_html(view, part, at == 0, at == len(parts) - 1))
     return "".join(drawn)
 
 
 def render_segment_html(view: RunView, segment: TextSegment, first: bool, last: bool, limit: int | None = None) -> str:
-    """Return one segment: the first has the header and the live lines, the last the error and the footer.
+    """Return one segment: the first has the header, the failure or the ranks; the last the ended ranks and the footer.
 
     Args:
         view: The run.
@@ -91,18 +71,26 @@ def render_segment_html(view: RunView, segment: TextSegment, first: bool, last: 
         limit: Bytes allowed for a live form, which shows the newest lines; the segment's share of
             `view.output_limit` when left out.
     """
-    live = "" if view.is_final or view.left else _ranks(view) + _stall(view)
-    top = _header(view) + _notes(view) + live if first else ""
-    bottom = (_error(view) if view.is_final else "") + _footer(view) if last else ""
-    share = _share(view, segment) if limit is None else limit
-    room = max(share - len(top.encode()) - len(bottom.encode()), 2000)
-    lines = _lines(view, segment, room, live=limit is not None)
+    top = _header(view) + _notes(view) + _standing(view) if first else ""
+    bottom = ended_ranks_html(view) + _footer(view) if last else ""
+    if limit is None:
+        footer = _footer(view) if last else ""
+        room = _share(view, segment) - len(top.encode()) - len(footer.encode())
+    else:
+        room = limit - len(top.encode()) - len(bottom.encode())
+    lines = _lines(view, segment, max(room, 2000), live=limit is not None)
     if not (top or bottom or lines):
         return ""
-    return (
-        f'<div style="border:1px solid {LINE};border-radius:6px;overflow:hidden;{SANS};font-size:13px;'
-        f'line-height:1.45;margin:2px 0">{top}{lines}{bottom}</div>'
-    )
+    return f'<div style="{BOX}">{top}{lines}{bottom}</div>'
+
+
+def _standing(view: RunView) -> str:
+    """Return what stands above the lines: the failure of a run that is over, else its ranks and what they wait for."""
+    if view.is_final:
+        return failure_html(view) + _warnings(idle_sentences(view.usage))
+    if view.left:
+        return ""
+    return live_ranks_html(view) + _warnings(view.usage.idle_sentences) + stall_html(view)
 
 
 def device_html(lease: Lease, ranks: int) -> str:
@@ -114,9 +102,11 @@ def device_html(lease: Lease, ranks: int) -> str:
 
 
 def _share(view: RunView, segment: TextSegment) -> int:
-    """Return the bytes this segment may take, by its part of all lines."""
+    """Return the bytes that this segment's lines, header and footer may take, by its part of all lines."""
     every = sum(1 for item in view.items if not isinstance(item, DisplayItem))
-    return view.output_limit * (len(segment.items) + 1) // (every + 1)
+    frames = _FRAME_BYTES * (len(view.items) - every + 1)
+    room = max(view.output_limit - len(ended_ranks_html(view).encode()) - frames, 0)
+    return room * (len(segment.items) + 1) // (every + 1)
 
 
 def _header(view: RunView) -> str:
@@ -139,6 +129,7 @@ def _header(view: RunView) -> str:
         meta.append(format_seconds(elapsed) if view.is_final else format_clock(elapsed))
         if view.reason and (view.state is RunState.CANCELLED or not view.is_final):
             meta.append(escape(view.reason))
+        meta += [busy] if view.is_final and (busy := busy_text(view.usage)) else []
     return (
         f'<div style="display:flex;flex-wrap:wrap;align-items:baseline;gap:2px 10px;padding:6px 12px;'
         f'background:{PANEL};border-bottom:1px solid {LINE}">'
@@ -149,53 +140,14 @@ def _header(view: RunView) -> str:
 
 
 def _notes(view: RunView) -> str:
+    return _warnings(view.notes)
+
+
+def _warnings(sentences: list[str]) -> str:
     return "".join(
         f'<div style="padding:4px 12px;font-size:12px;color:{WARN};border-bottom:1px solid {LINE}">'
-        f"{escape(ansi.plain(note))}</div>"
-        for note in view.notes
-    )
-
-
-def _stall(view: RunView) -> str:
-    newline = "\n"
-    lines = [escape(line, quote=False) for line in _cut(stall_lines(view), _MAX_EXCERPT_CHARS)]
-    if not lines:
-        return ""
-    lines[0] = f'<b style="font-weight:600;color:{WARN}">{lines[0]}</b>'
-    return (
-        f'<div style="border-bottom:1px solid {LINE};border-left:3px solid {WARN}">'
-        f'<pre style="{_PRE};padding-left:9px">{newline.join(lines)}</pre></div>'
-    )
-
-
-def _ranks(view: RunView) -> str:
-    """Return the grid of ranks with what each has said last."""
-    said = view.last_lines
-    if view.state is not RunState.RUNNING or not (said or view.rank_failures):
-        return ""
-    columns = next((number for number in (4, 3, 2) if view.ranks % number == 0), min(view.ranks, 4))
-    cells: list[str] = []
-    shown = min(view.ranks, _MAX_CELLS)
-    for rank in range(shown):
-        label = f" {escape(view.labels[rank])}" if rank < len(view.labels) else ""
-        failure = view.rank_failures.get(rank)
-        if failure is not None:
-            label, last = f" ✕ {escape(last_part(failure.type_name) or failure.kind)}", failure.message
-        else:
-            last = said.get(rank, "")
-        colour = f";color:{BAD}" if failure else ""
-        cells.append(
-            f'<div style="padding:3px 12px 4px;min-width:0;box-shadow:0 0 0 .5px {LINE}">'
-            f'<b style="font-weight:600;font-size:12px{colour}">rank {rank}</b>'
-            f'<span style="font-size:12px;{SOFT}">{label}</span>'
-            f'<div style="{MONO};font-size:11.5px;{SOFT};white-space:nowrap;overflow:hidden;'
-            f'text-overflow:ellipsis;min-height:1.45em">{escape(ansi.plain(last)[:_MAX_LIVE_CHARS])}</div></div>'
-        )
-    more = f"and {count_of(view.ranks - shown, 'more rank')}" if shown < view.ranks else ""
-    cells += [f'<div style="padding:3px 12px">{more}</div>'] if more else []
-    return (
-        f'<div style="display:grid;grid-template-columns:repeat({columns},minmax(0,1fr));'
-        f'border-bottom:1px solid {LINE}">{"".join(cells)}</div>'
+        f"{escape(ansi.plain(sentence))}</div>"
+        for sentence in sentences
     )
 
 
@@ -220,7 +172,7 @@ def _lines(view: RunView, segment: TextSegment, room: int, live: bool) -> str:
     if segment.next_rank is not None:
         lines.append(f'<span style="{FAINT}">[{segment.next_rank}] displays:</span>')
     newline = "\n"
-    return f'<pre style="{_PRE}">{newline.join(lines)}</pre>' if lines else ""
+    return f'<pre style="{PRE}">{newline.join(lines)}</pre>' if lines else ""
 
 
 def _newest(items: tuple[LineItem | GapItem, ...]) -> tuple[LineItem | GapItem, ...]:
@@ -231,57 +183,6 @@ def _newest(items: tuple[LineItem | GapItem, ...]) -> tuple[LineItem | GapItem, 
 
 def _line(rank: int, text: str) -> str:
     return f'<span style="{FAINT}">[{rank}]</span> {ansi.to_html(text)}'
-
-
-def _error(view: RunView) -> str:
-    failure = view.failure
-    if failure is None or view.state is RunState.SUCCEEDED:
-        return ""
-    whole = ""
-    if failure.kind is FailureKind.USER_CODE:
-        where = [f"on rank {failure.rank}" if failure.rank is not None else "", escape(failure.host)]
-        name = escape(last_part(failure.type_name) or "error")
-        lines = [f'<b style="font-weight:600;color:{BAD}">{name}</b> {" · ".join(filter(None, where))}']
-        excerpt, left_out = ([], False) if view.error_follows else cell_excerpt(failure)
-        lines += [_traceback_line(line) for line in _cut(excerpt, _MAX_EXCERPT_CHARS)]
-        if not excerpt and failure.message:
-            lines.append(escape(ansi.plain(failure.message)[:_MAX_EXCERPT_CHARS]))
-        if left_out:
-            body = "\n".join(_traceback_line(line) for line in _cut(traceback_body(failure), _MAX_WHOLE_CHARS))
-            whole = (
-                f'<details style="padding:0 12px 6px;font-size:12px"><summary style="cursor:pointer;{SOFT}">'
-                f'the whole traceback</summary><pre style="{_PRE};padding:4px 0 0">{body}</pre></details>'
-            )
-    else:
-        sentence = ansi.plain(failure_sentence(view))[:_MAX_EXCERPT_CHARS]
-        lines = [escape(sentence), *(escape(line) for line in culprits_last_words(view))]
-        if not view.error_follows:
-            lines += [_traceback_line(line) for line in _cut(traceback_body(failure), _MAX_EXCERPT_CHARS)]
-    lines += [escape(line, quote=False) for line in _cut(ending_stacks(view), _MAX_EXCERPT_CHARS)]
-    newline = "\n"
-    return (
-        f'<div style="border-top:1px solid {LINE};border-left:3px solid {BAD}">'
-        f'<pre style="{_PRE};padding-left:9px">{newline.join(lines)}</pre>{whole}</div>'
-    )
-
-
-def _traceback_line(line: str) -> str:
-    line = ansi.plain(line)
-    safe = escape(line, quote=False)
-    if line.startswith("--"):
-        return f'<span style="color:{BAD}">{safe}</span>'
-    name, colon, rest = safe.partition(":")
-    if colon and name and name[0].isalpha() and name.replace(".", "").replace("_", "").isalnum():
-        return f'<span style="color:{BAD}">{name}</span>:{rest}'
-    return safe
-
-
-def _cut(lines: list[str], most: int) -> list[str]:
-    """Return the beginning and the end of `lines`, together at most about `most` characters."""
-    if sum(map(len, lines)) + len(lines) <= most:
-        return lines
-    joined = "\n".join(lines)
-    return [*joined[: most // 2].split("\n"), "...", *joined[-most // 2 :].split("\n")]
 
 
 def _footer(view: RunView) -> str:

@@ -54,12 +54,13 @@ class LineAssembler:
         last = lines.pop()
         returned = last.endswith("\r")
         self.was_rewritten = "\r" in last or (self.was_rewritten and not lines)
-        last = _collapse(last)
+        last = collapse(last)
         self._partial = last + "\r" if returned else last
-        return [_collapse(line).rstrip("\b") for line in lines]
+        return [collapse(line).rstrip("\b") for line in lines]
 
 
-def _collapse(line: str) -> str:
+def collapse(line: str) -> str:
+    """Return what a terminal shows of a line that `\\r` begins again and `\\b` steps back in."""
     line = line.rstrip("\r").rsplit("\r", 1)[-1]
     return _step_back(line) if "\b" in line else line
 

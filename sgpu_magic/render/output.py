@@ -21,10 +21,12 @@ class RunOutput:
 
     Attributes:
         total_lines: Lines that ranks have finished, kept or not.
+        rank_lines: The same by rank, of those that have finished any.
     """
 
     def __init__(self, limit: int) -> None:
         self.total_lines = 0
+        self.rank_lines: dict[int, int] = {}
         self._store = OutputStore(limit)
         self._assemblers: dict[tuple[int, str], LineAssembler] = {}
         self._last_stream: dict[int, str] = {}
@@ -74,7 +76,7 @@ class RunOutput:
             # what was left out begins in the unfinished line and ends in the first line of the text
             assembler.flush()
             self._store.add_skip(rank, body.skipped_lines)
-            self.total_lines += body.skipped_lines
+            self._count(rank, body.skipped_lines)
             if self._fresh is not None:
                 self._fresh.append(GapItem(body.skipped_lines, 1))
         elif body.skipped_bytes:
@@ -112,11 +114,15 @@ class RunOutput:
     def _add_lines(self, rank: int, stream: str, lines: list[str]) -> None:
         if not lines:
             return
-        self.total_lines += len(lines)
+        self._count(rank, len(lines))
         self._last_finished[rank] = lines[-1]
         if self._fresh is not None:
             self._fresh.extend([LineItem(rank, stream, text) for text in lines])
         self._store.add_lines(rank, stream, lines)
+
+    def _count(self, rank: int, lines: int) -> None:
+        self.total_lines += lines
+        self.rank_lines[rank] = self.rank_lines.get(rank, 0) + lines
 
     def _assembler(self, rank: int, stream: str) -> LineAssembler:
         key = (rank, stream)

@@ -271,7 +271,7 @@ def stacks_text(run_id: str, stacks: Sequence[RankStack], cell: CellSource) -> s
 
 def stacks_html(run_id: str, stacks: Sequence[RankStack], cell: CellSource) -> str:
     """Return the same as HTML: the groups as a table, each whole stack behind its line."""
-    from sgpu_magic.render.html import LINE, MONO, PANEL, SANS, SOFT, WARN
+    from sgpu_magic.render.html_style import LINE, MONO, PANEL, SANS, SOFT, WARN
 
     def safe(text: str) -> str:
         return escape(ansi.plain(text))

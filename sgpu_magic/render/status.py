@@ -12,7 +12,7 @@ from sgpu_magic.protocol.messages import PoolStatus, RunSummary
 from sgpu_magic.protocol.records import Device
 from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render import ansi
-from sgpu_magic.render.html import BAD, LINE, PANEL, SANS, SOFT, WARN
+from sgpu_magic.render.html_style import BAD, LINE, PANEL, SANS, SOFT, WARN
 from sgpu_magic.render.units import TIMES, count_of, format_clock, format_seconds
 
 # only then is it worth a line

@@ -6,6 +6,7 @@ import os
 import unicodedata
 from typing import TextIO
 
+from sgpu_magic.protocol.events import Event
 from sgpu_magic.render import ansi
 from sgpu_magic.render.text import ending_stacks, header_line, live_line, stall_lines, summary_line
 from sgpu_magic.render.units import count_of
@@ -40,6 +41,9 @@ class TerminalPublisher:
         self._stall: list[str] = []
         self._finished = False
         self._pending = view.take_lines()
+
+    def applied(self, event: Event) -> None:
+        pass
 
     def tick(self, now: float, final: bool = False) -> None:
         """Write what is new.

@@ -27,6 +27,7 @@ from sgpu_magic.render.items import (
     line_bytes,
     trim,
 )
+from sgpu_magic.render.measured import busy_text, idle_sentences
 from sgpu_magic.render.segments import TextSegment, segments
 from sgpu_magic.render.stacks import group_lines, group_stacks, summary, verdict
 from sgpu_magic.render.units import count_of, format_bytes, format_seconds
@@ -48,6 +49,7 @@ __all__ = [
     "live_line",
     "render_segment_text",
     "render_text",
+    "returned_bytes",
     "returned_text",
     "shipped_text",
     "stall_lines",
@@ -82,7 +84,8 @@ def render_segment_text(view: RunView, segment: TextSegment, first: bool, last: 
     lines: list[str] = []
     if first:
         lines.append(header_line(view))
-        lines.extend(f"note: {note}" for note in view.notes)
+        idle = idle_sentences(view.usage) if view.is_final else view.usage.idle_sentences
+        lines.extend(f"note: {note}" for note in [*view.notes, *idle])
     items = segment.items
     sizes = [line_bytes(item.text) if isinstance(item, LineItem) else 0 for item in items]
     bound, head_share = (view.output_limit, HEAD_SHARE) if limit is None else (limit, 0.0)
@@ -135,10 +138,14 @@ def returned_text(view: RunView) -> str:
     outputs = view.spec.outputs
     if view.state is not RunState.SUCCEEDED or not outputs:
         return ""
-    everywhere = any(name.all_ranks for name in outputs)
+    return f"returned {_names([name.name for name in outputs])} ({format_bytes(returned_bytes(view))})"
+
+
+def returned_bytes(view: RunView) -> int:
+    """Return the bytes of what was brought back: rank 0's, or every rank's when one name is asked of all."""
+    everywhere = any(name.all_ranks for name in view.spec.outputs)
     payloads = [result.payload for result in view.results if everywhere or result.rank == 0]
-    size = sum(_payload_bytes(payload) for payload in payloads if payload is not None)
-    return f"returned {_names([name.name for name in outputs])} ({format_bytes(size)})"
+    return sum(_payload_bytes(payload) for payload in payloads if payload is not None)
 
 
 def summary_line(view: RunView) -> str:
@@ -148,7 +155,8 @@ def summary_line(view: RunView) -> str:
     run = f"run {view.short_id}"
     duration = format_seconds(view.elapsed_s())
     if view.state is RunState.SUCCEEDED:
-        return " · ".join(part for part in (f"succeeded in {duration}", returned_text(view), run) if part)
+        parts = (f"succeeded in {duration}", busy_text(view.usage), returned_text(view), run)
+        return " · ".join(part for part in parts if part)
     return f"{_failed_line(view, brief=True)} · {run}"
 
 

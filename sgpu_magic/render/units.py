@@ -18,6 +18,11 @@ def format_bytes(count: float) -> str:
     return f"{count / 1000:.1f} TB"
 
 
+def format_gb(count: float) -> str:
+    """Return `18.2 GB`, `0.4 GB`: always in one unit, for numbers that change while they are read."""
+    return f"{count / 1e9:.1f} GB"
+
+
 def format_seconds(seconds: float) -> str:
     """Return `38 ms`, `12.4 s`, `31 s`, `2 min 14 s`, `1 h 05 min`."""
     if seconds < 0.0995:

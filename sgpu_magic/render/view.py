@@ -9,6 +9,8 @@ from sgpu_magic.protocol import ids
 from sgpu_magic.protocol.events import (
     AttemptFailed,
     Detached,
+    DeviceBusy,
+    DeviceIdle,
     DisplayPublished,
     Event,
     Noted,
@@ -21,6 +23,7 @@ from sgpu_magic.protocol.events import (
     RanksStarted,
     Resumed,
     RunEnded,
+    Sampled,
     Stalled,
     StateChanged,
     Submitted,
@@ -31,6 +34,7 @@ from sgpu_magic.render.failure import attempt_note
 from sgpu_magic.render.items import DisplayItem, GapItem, Item, LineItem, display_text, gap_lines
 from sgpu_magic.render.output import RunOutput
 from sgpu_magic.render.units import format_bytes
+from sgpu_magic.render.usage import RunUsage
 
 __all__ = ["DisplayItem", "GapItem", "Item", "LineItem", "RunView"]
 
@@ -59,6 +63,8 @@ class RunView:
         attempt: Which of its attempts goes on, from 1.
         attempts: How many there may be.
         stalled: Where its ranks wait while nothing moves; kept when the run ends so.
+        usage: What its ranks and their devices use.
+        directory: Where its logs are, "" when that is not known.
         left: Why nobody follows it here any more while it goes on, "" while somebody does.
         ended: The run's last word, None while it goes on.
         version: Grows with every event; equal versions draw equal pictures (but for the clock).
@@ -83,11 +89,14 @@ class RunView:
         self.attempt = 1
         self.attempts = spec.retries + 1
         self.stalled: Stalled | None = None
+        self.usage = RunUsage()
+        self.directory = ""
         self.left = ""
         self.ended: RunEnded | None = None
         self.version = 0
         self._started_at: float | None = None
         self._starting_at: float | None = None
+        self._metered_at: float | None = None
         self._notes: list[str] = []
         self._output = RunOutput(output_limit)
         self._cached: tuple[int, list[Item]] = (-1, [])
@@ -101,6 +110,7 @@ class RunView:
             case StateChanged(state=state, reason=reason):
                 self.state, self.reason = state, reason
                 self._starting_at = event.at if state is RunState.STARTING else self._starting_at
+                self._metered_at = self._starting_at if self._metered_at is None else self._metered_at
                 if state is not RunState.QUEUED:
                     self.position, self.waiting_for = None, ""
             case QueueMoved(position=position, reason=reason):
@@ -127,6 +137,8 @@ class RunView:
                 self.stalled = body
             case Resumed():
                 self.stalled = None
+            case Sampled() | DeviceIdle() | DeviceBusy() as body:
+                self.usage.apply(body, event.at, self._started_at)
             case Submitted() | Detached():
                 # the spec was there before the view; who follows the run says that it goes on
                 pass
@@ -191,6 +203,11 @@ class RunView:
             return 0.0
         return max((time.time() if now is None else now) - self._started_at, 0.0)
 
+    @property
+    def deadline(self) -> float | None:
+        """When its time is over, seconds since the epoch; None before its ranks are being started."""
+        return self._metered_at + self.spec.timeout_s if self._metered_at is not None else None
+
     # ------------------------------------------------------------ its output
 
     @property
@@ -204,6 +221,11 @@ class RunView:
     def total_lines(self) -> int:
         """Lines that ranks have finished, shown or not."""
         return self._output.total_lines
+
+    @property
+    def rank_lines(self) -> dict[int, int]:
+        """The same by rank, of those that have finished any. Not to be changed."""
+        return self._output.rank_lines
 
     @property
     def live_lines(self) -> dict[int, str]:
@@ -247,11 +269,13 @@ class RunView:
         self._note(attempt_note(body, seconds))
         self.attempt, self.attempts = body.attempt + 1, body.attempts
         self.rank_failures, self.stalled, self._started_at = {}, None, None
+        self.usage.start_again()
 
     def _end(self, body: RunEnded) -> None:
         self._output.finish_lines()
         if body.state in (RunState.SUCCEEDED, RunState.CANCELLED) or body.stacks:
             self.stalled = None
+        self.usage.ended()
         self.ended = body
         self.state = body.state
         self.position, self.waiting_for = None, ""

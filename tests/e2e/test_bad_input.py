@@ -342,8 +342,8 @@ def test_ranks_python_without_torch(new_home):
         kernel.close()
 
 
-def test_status_takes_no_arguments(kernel: Kernel):
-    assert "%sgpu_status takes nothing" in refused(kernel, "%sgpu_status now")
+def test_status_of_a_run_that_nobody_knows(kernel: Kernel):
+    assert "no run" in refused(kernel, "%sgpu_status now")
 
 
 def test_helpers_see_threads_of_this_process():

@@ -39,13 +39,14 @@ class StubProcess:
 
 @dataclass(frozen=True)
 class StubSlice:
-    """A MIG slice."""
+    """A MIG slice. `power_w` is what it says of the whole GPU, None when it says nothing."""
 
     uuid: str
     name: str
     memory_bytes: int
     used_bytes: int = 0
     processes: Sequence[StubProcess] = ()
+    power_w: float | None = None
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,11 @@ class StubGpu:
         uuid: NVML's UUID.
         bus: Its PCI bus number; NVML's order is that of the description, not this.
         used_bytes: Memory in use, without `reserved_bytes`, which the driver keeps for itself.
-        utilization_pct: None answers "not supported".
+        utilization_pct: None answers "not supported", as for `power_w`, `temperature_c` and `uses`.
+        uses: How much of its time the processes have had: (pid, per cent).
         slices: The slices of a GPU in MIG mode; None when it has no such mode.
-        error: What asking for the device answers, a code of nvmlReturn_t; 0 when it works.
+        error: What asking for the device, and what it does, answers, a code of nvmlReturn_t; 0 when it works.
+        blocks: Function of NVML that does not return when it is asked of this device, "" when all do.
     """
 
     uuid: str
@@ -71,6 +74,10 @@ class StubGpu:
     processes: Sequence[StubProcess] = ()
     slices: Sequence[StubSlice] | None = None
     error: int = 0
+    power_w: float | None = None
+    temperature_c: int | None = None
+    uses: Sequence[tuple[int, int]] | None = None
+    blocks: str = ""
 
 
 def a10s(count: int) -> list[StubGpu]:
@@ -91,9 +98,14 @@ def describe(devices: Sequence[StubGpu], failures: Mapping[str, int] | None = No
         mig = -1 if gpu.slices is None else 1
         rows.append(("gpu", gpu.uuid, gpu.name, gpu.bus, *sizes, utilization, mig, gpu.error))
         rows += [("process", process.pid, process.used_bytes) for process in gpu.processes]
+        rows += [] if gpu.power_w is None else [("power", round(gpu.power_w * 1000))]
+        rows += [] if gpu.temperature_c is None else [("heat", gpu.temperature_c)]
+        rows += [] if gpu.uses is None else [("uses",), *(("use", *use) for use in gpu.uses)]
+        rows += [("block", gpu.blocks, gpu.uuid)] if gpu.blocks else []
         for part in gpu.slices or ():
             rows.append(("slice", part.uuid, part.name, part.memory_bytes, part.used_bytes))
             rows += [("process", process.pid, process.used_bytes) for process in part.processes]
+            rows += [] if part.power_w is None else [("power", round(part.power_w * 1000))]
     return "".join("\t".join(map(str, row)) + "\n" for row in rows)
 
 
@@ -103,6 +115,14 @@ def change(environ: Mapping[str, str], devices: Sequence[StubGpu], failures: Map
     new = file.with_suffix(".new")
     new.write_text(describe(devices, failures))
     os.replace(new, file)
+
+
+def times_open(environ: Mapping[str, str], pid: int) -> int:
+    """How often a process has NVML open now."""
+    try:
+        return int(Path(f"{environ['SGPU_TEST_NVML']}.{pid}.open").read_text() or 0)
+    except FileNotFoundError:
+        return 0
 
 
 class NvmlStub:
@@ -143,7 +163,7 @@ def compile_stub(library: Path) -> None:
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         pytest.skip("needs a C compiler to build the stand-in for NVML")
-    options = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror"]
+    options = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread"]
     subprocess.run([compiler, *options, "-o", str(library), str(SOURCE)], check=True)
 
 

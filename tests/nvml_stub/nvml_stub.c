@@ -6,15 +6,26 @@
  *   gpu     UUID  NAME  BUS  TOTAL  USED  RESERVED  UTIL  MIG  ERROR
  *   slice   UUID  NAME  TOTAL  USED                         a MIG slice of the last gpu
  *   process PID  BYTES                                      on the last gpu or slice
+ *   power   MILLIWATTS                                      of the last gpu or slice; "not supported" without
+ *   heat    DEGREES                                         of the last gpu; "not supported" without
+ *   uses                                                    the last gpu tells how much its processes use it
+ *   use     PID  PERCENT                                    one of them
+ *   block   FUNCTION  UUID                                  asked of this device the function does not return
  *
  * Sizes are bytes. UTIL is 0 to 100, -1 for "not supported". MIG is 0 or 1, -1 for "not supported". ERROR is
- * what asking for the handle answers. The file is read again by every nvmlInit and every question about memory, use
- * and processes, so a test may replace it.
+ * what asking for the handle, and any question about what the device does now, answers. The file is read again by
+ * every nvmlInit, every search for a UUID and every such question, so a test may replace it: a blocked call returns
+ * when the file says no more that it blocks. How often a process has NVML open stands in a file beside it, named like
+ * it with .PID.open after that.
  */
 
+#define _GNU_SOURCE
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/time.h>
+#include <unistd.h>
 
 enum {
     OK = 0,
@@ -26,7 +37,7 @@ enum {
     DRIVER_NOT_LOADED = 9,
 };
 
-enum { MAX_GPUS = 16, MAX_SLICES = 8, MAX_PROCESSES = 32, MAX_FAILURES = 16, TEXT = 96 };
+enum { MAX_GPUS = 16, MAX_SLICES = 8, MAX_PROCESSES = 32, MAX_FAILURES = 16, POLL_US = 20000, TEXT = 96 };
 
 typedef unsigned long long u64;
 
@@ -35,15 +46,16 @@ typedef struct {
     char uuid[TEXT];
     char name[TEXT];
     u64 total, used, reserved;
-    int utilization;
-    int process_count;
+    int utilization, power, heat, error;
+    int process_count, use_count, tells_uses;
+    struct { unsigned pid, percent; } uses[MAX_PROCESSES];
     struct { unsigned pid; u64 bytes; } processes[MAX_PROCESSES];
 } Unit;
 
 typedef struct {
     Unit unit; /* first, so that a handle is a Unit in any case */
     unsigned bus;
-    int mig, error, slice_count;
+    int mig, slice_count;
     Unit slices[MAX_SLICES];
 } Gpu;
 
@@ -51,7 +63,24 @@ static Gpu gpus[MAX_GPUS];
 static int gpu_count;
 static struct { char function[TEXT]; int code; } failures[MAX_FAILURES];
 static int failure_count;
+static struct { char function[TEXT]; char uuid[TEXT]; } blocks[MAX_FAILURES];
+static int block_count;
 static int initialised;
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+
+static int lock(void)
+{
+    return pthread_mutex_lock(&mutex);
+}
+
+static void unlock(int *ignored)
+{
+    (void)ignored;
+    pthread_mutex_unlock(&mutex);
+}
+
+/* until the function returns: several threads of a process may ask at a time */
+#define LOCKED __attribute__((cleanup(unlock), unused)) int guard = lock()
 
 static int load(void)
 {
@@ -61,19 +90,29 @@ static int load(void)
         return DRIVER_NOT_LOADED;
     char line[512];
     Unit *last = NULL;
-    gpu_count = failure_count = 0;
+    gpu_count = failure_count = block_count = 0;
     while (fgets(line, sizeof line, file)) {
-        Gpu gpu = {0};
-        Unit slice = {.is_slice = 1, .utilization = -1};
-        unsigned pid;
+        Gpu gpu = {.unit = {.power = -1, .heat = -1}};
+        Unit slice = {.is_slice = 1, .utilization = -1, .power = -1, .heat = -1};
+        unsigned pid, percent;
         u64 bytes;
         if (failure_count < MAX_FAILURES &&
             sscanf(line, "fail\t%95[^\t]\t%d", failures[failure_count].function, &failures[failure_count].code) == 2) {
             failure_count++;
+        } else if (block_count < MAX_FAILURES &&
+                   sscanf(line, "block\t%95[^\t]\t%95[^\t\n]", blocks[block_count].function, blocks[block_count].uuid) == 2) {
+            block_count++;
+        } else if (last && sscanf(line, "power\t%d", &last->power) == 1) {
+        } else if (last && sscanf(line, "heat\t%d", &last->heat) == 1) {
+        } else if (last && !strcmp(line, "uses\n")) {
+            last->tells_uses = 1;
+        } else if (last && last->use_count < MAX_PROCESSES && sscanf(line, "use\t%u\t%u", &pid, &percent) == 2) {
+            last->uses[last->use_count].pid = pid;
+            last->uses[last->use_count++].percent = percent;
         } else if (gpu_count < MAX_GPUS &&
                    sscanf(line, "gpu\t%95[^\t]\t%95[^\t]\t%u\t%llu\t%llu\t%llu\t%d\t%d\t%d", gpu.unit.uuid, gpu.unit.name,
                           &gpu.bus, &gpu.unit.total, &gpu.unit.used, &gpu.unit.reserved, &gpu.unit.utilization, &gpu.mig,
-                          &gpu.error) == 9) {
+                          &gpu.unit.error) == 9) {
             gpus[gpu_count] = gpu;
             last = &gpus[gpu_count++].unit;
         } else if (gpu_count && gpus[gpu_count - 1].slice_count < MAX_SLICES &&
@@ -102,11 +141,43 @@ static int failure(const char *function)
 }
 
 #define FAIL_AS_TOLD                     \
+    LOCKED;                              \
     do {                                 \
         int code = failure(__func__);    \
         if (code)                        \
             return code;                 \
     } while (0)
+
+static int blocked(const char *function, const char *uuid)
+{
+    load();
+    for (int i = 0; i < block_count; i++)
+        if (!strcmp(blocks[i].function, function) && !strcmp(blocks[i].uuid, uuid))
+            return 1;
+    return 0;
+}
+
+/* begins every question about what a device does now */
+#define ASK(unit)                                 \
+    FAIL_AS_TOLD;                                 \
+    while (blocked(__func__, (unit)->uuid)) {     \
+        pthread_mutex_unlock(&mutex);             \
+        usleep(POLL_US);                          \
+        pthread_mutex_lock(&mutex);               \
+    }                                             \
+    if ((unit)->error)                            \
+        return (unit)->error
+
+static void tell_open(void)
+{
+    char path[512];
+    snprintf(path, sizeof path, "%s.%d.open", getenv("SGPU_TEST_NVML"), (int)getpid());
+    FILE *file = fopen(path, "we");
+    if (file) {
+        fprintf(file, "%d\n", initialised);
+        fclose(file);
+    }
+}
 
 static int copy(char *to, unsigned size, const char *text)
 {
@@ -120,6 +191,7 @@ static int copy(char *to, unsigned size, const char *text)
 
 int nvmlInitWithFlags(unsigned flags)
 {
+    LOCKED;
     (void)flags;
     int code = load();
     if (code)
@@ -128,6 +200,7 @@ int nvmlInitWithFlags(unsigned flags)
     code = failure(__func__);
     if (code)
         initialised--;
+    tell_open();
     return code;
 }
 
@@ -138,6 +211,7 @@ int nvmlShutdown(void)
 {
     FAIL_AS_TOLD;
     initialised--;
+    tell_open();
     return OK;
 }
 
@@ -167,16 +241,17 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, Unit **handle)
     if (index >= (unsigned)gpu_count)
         return INVALID_ARGUMENT;
     *handle = &gpus[index].unit;
-    return gpus[index].error;
+    return gpus[index].unit.error;
 }
 
 int nvmlDeviceGetHandleByUUID(const char *uuid, Unit **handle)
 {
     FAIL_AS_TOLD;
+    load();
     for (int i = 0; i < gpu_count; i++) {
         if (!strcmp(gpus[i].unit.uuid, uuid)) {
             *handle = &gpus[i].unit;
-            return gpus[i].error;
+            return gpus[i].unit.error;
         }
         for (int j = 0; j < gpus[i].slice_count; j++)
             if (!strcmp(gpus[i].slices[j].uuid, uuid)) {
@@ -225,8 +300,7 @@ typedef struct {
 
 int nvmlDeviceGetMemoryInfo(Unit *unit, Memory *memory)
 {
-    FAIL_AS_TOLD;
-    load();
+    ASK(unit);
     memory->total = unit->total;
     memory->used = unit->used + unit->reserved;
     memory->free = memory->total - memory->used;
@@ -240,8 +314,7 @@ typedef struct {
 
 int nvmlDeviceGetMemoryInfo_v2(Unit *unit, MemoryV2 *memory)
 {
-    FAIL_AS_TOLD;
-    load();
+    ASK(unit);
     memory->total = unit->total;
     memory->reserved = unit->reserved;
     memory->used = unit->used;
@@ -255,12 +328,56 @@ typedef struct {
 
 int nvmlDeviceGetUtilizationRates(Unit *unit, Rates *rates)
 {
-    FAIL_AS_TOLD;
-    load();
+    ASK(unit);
     if (unit->utilization < 0)
         return NOT_SUPPORTED;
     rates->gpu = (unsigned)unit->utilization;
     rates->memory = 0;
+    return OK;
+}
+
+int nvmlDeviceGetPowerUsage(Unit *unit, unsigned *milliwatts)
+{
+    ASK(unit);
+    if (unit->power < 0)
+        return NOT_SUPPORTED;
+    *milliwatts = (unsigned)unit->power;
+    return OK;
+}
+
+int nvmlDeviceGetTemperature(Unit *unit, int sensor, unsigned *degrees)
+{
+    ASK(unit);
+    if (unit->heat < 0 || sensor)
+        return NOT_SUPPORTED;
+    *degrees = (unsigned)unit->heat;
+    return OK;
+}
+
+typedef struct {
+    unsigned pid;
+    u64 at_us;
+    unsigned gpu, memory, encoder, decoder;
+} Use;
+
+int nvmlDeviceGetProcessUtilization(Unit *unit, Use *out, unsigned *count, u64 since_us)
+{
+    ASK(unit);
+    unsigned room = *count;
+    struct timeval now;
+    if (!unit->tells_uses)
+        return NOT_SUPPORTED;
+    if (!unit->use_count)
+        return NOT_FOUND;
+    *count = (unsigned)unit->use_count;
+    if (!out || room < *count)
+        return INSUFFICIENT_SIZE;
+    gettimeofday(&now, NULL);
+    u64 now_us = (u64)now.tv_sec * 1000000 + (u64)now.tv_usec;
+    if (now_us <= since_us)
+        return NOT_FOUND;
+    for (unsigned i = 0; i < *count; i++)
+        out[i] = (Use){unit->uses[i].pid, now_us, unit->uses[i].percent, 0, 0, 0};
     return OK;
 }
 
@@ -283,15 +400,13 @@ static int processes_of(const Unit *unit, unsigned *count, Process *out)
 
 int nvmlDeviceGetComputeRunningProcesses_v3(Unit *unit, unsigned *count, Process *out)
 {
-    FAIL_AS_TOLD;
-    load();
+    ASK(unit);
     return processes_of(unit, count, out);
 }
 
 int nvmlDeviceGetComputeRunningProcesses_v2(Unit *unit, unsigned *count, Process *out)
 {
-    FAIL_AS_TOLD;
-    load();
+    ASK(unit);
     return processes_of(unit, count, out);
 }
 

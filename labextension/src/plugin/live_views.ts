@@ -1,0 +1,73 @@
+import type { IRenderMime } from "@jupyterlab/rendermime-interfaces";
+import { Widget } from "@lumino/widgets";
+
+import { mountRunView } from "../run_view";
+import { LIVE_MIME, viewOf } from "./outputs";
+import type { RunFeed } from "./run_feed";
+import type { RunServer } from "./run_server";
+import { ServerTransport } from "./server_transport";
+
+/** The feeds of a notebook's live outputs, and the renderer that draws them. */
+export class LiveViews {
+  private readonly feeds = new Map<number, RunFeed>();
+  private count = 0;
+
+  constructor(private readonly server: RunServer) {}
+
+  /** Names a new live output. */
+  newView(): number {
+    this.count += 1;
+    return this.count;
+  }
+
+  /** A live output of this name shows this feed, until the feed's signal. */
+  open(view: number, feed: RunFeed): void {
+    this.feeds.set(view, feed);
+    feed.signal.addEventListener("abort", () => this.feeds.delete(view), { once: true });
+  }
+
+  get factory(): IRenderMime.IRendererFactory {
+    return {
+      // texts are escaped by the view, and what ranks have displayed is not drawn here
+      safe: true,
+      mimeTypes: [LIVE_MIME],
+      defaultRank: 0,
+      createRenderer: () => new LiveOutput((view) => this.feeds.get(view), this.server),
+    };
+  }
+}
+
+class LiveOutput extends Widget implements IRenderMime.IRenderer {
+  private end = new AbortController();
+
+  constructor(
+    private readonly feedOf: (view: number) => RunFeed | undefined,
+    private readonly server: RunServer,
+  ) {
+    super();
+    this.addClass("sgpu-live-output");
+  }
+
+  renderModel(model: IRenderMime.IMimeModel): Promise<void> {
+    this.end.abort();
+    this.end = new AbortController();
+    this.node.replaceChildren();
+    const view = viewOf(model.data[LIVE_MIME]);
+    const feed = view === null ? undefined : this.feedOf(view);
+    if (feed) {
+      mountRunView(this.node, new ServerTransport(this.server, feed), this.end.signal);
+    } else {
+      // saved by another page: what is known of the run comes in its place, unless nobody has it any more
+      const saved = model.data["text/plain"];
+      const text = document.createElement("pre");
+      text.textContent = typeof saved === "string" ? saved : "";
+      this.node.append(text);
+    }
+    return Promise.resolve();
+  }
+
+  override dispose(): void {
+    this.end.abort();
+    super.dispose();
+  }
+}

@@ -1,0 +1,164 @@
+import type { CodeCell } from "@jupyterlab/cells";
+import type { IOutput } from "@jupyterlab/nbformat";
+
+import type { LiveViews } from "./live_views";
+import { liveOutput, restartedOutput, viewOf, LIVE_MIME } from "./outputs";
+import type { Missing } from "./outputs";
+import { paused, RunFeed } from "./run_feed";
+import { Refused } from "./run_server";
+import type { CellOutputs, RunServer } from "./run_server";
+
+const RETRY_MS = 2_000;
+const GOES_ON = 409;
+
+/** Why a run is shown through the server. */
+export type Reason = "loaded" | "restarted";
+
+/**
+ * A run in a cell whose execution this page does not follow: its live view, then the outputs that it would have had.
+ *
+ * The notebook counts as changed when the final outputs are there, not before. Ends when the run has ended and is
+ * shown, when the cell's outputs are cleared or written by somebody else, or with the signal.
+ */
+export class RestoredRun {
+  private readonly end = new AbortController();
+  private readonly view: number;
+  private writing = false;
+
+  constructor(
+    private readonly cell: CodeCell,
+    private readonly document: { dirty: boolean },
+    private readonly missing: Missing,
+    private readonly reason: Reason,
+    private readonly server: RunServer,
+    private readonly views: LiveViews,
+    signal: AbortSignal,
+  ) {
+    this.view = views.newView();
+    const { signal: ended } = this.end;
+    const stop = (): void => this.end.abort();
+    if (signal.aborted) stop();
+    signal.addEventListener("abort", stop, { signal: ended });
+    cell.disposed.connect(stop);
+    cell.model.outputs.changed.connect(this.outputsChanged);
+    ended.addEventListener("abort", () => {
+      cell.disposed.disconnect(stop);
+      if (!cell.isDisposed) cell.model.outputs.changed.disconnect(this.outputsChanged);
+    });
+  }
+
+  private get run(): string {
+    return this.missing.run;
+  }
+
+  get isOver(): boolean {
+    return this.end.signal.aborted;
+  }
+
+  /** Shows it until it is over. */
+  async show(): Promise<void> {
+    try {
+      const outputs = this.missing.goesOn ? null : await this.final();
+      if (outputs) this.finish(outputs);
+      else await this.live();
+    } catch (error) {
+      // nobody has this run any more: the cell stays as it was saved
+      if (!this.isOver && !(error instanceof Refused)) throw error;
+    } finally {
+      this.end.abort();
+    }
+  }
+
+  /** What the cell shows at the end, null while the run goes on. Asks again when the server can't be reached. */
+  private async final(): Promise<CellOutputs | null> {
+    for (;;) {
+      try {
+        return await this.server.outputs(this.run, this.end.signal);
+      } catch (error) {
+        if (this.isOver) throw error;
+        if (error instanceof Refused && error.status === GOES_ON) return null;
+        if (error instanceof Refused && error.status < 500) throw error;
+        await paused(RETRY_MS, this.end.signal);
+      }
+    }
+  }
+
+  private async live(): Promise<void> {
+    const feed = new RunFeed(this.server, this.run, this.end.signal);
+    this.views.open(this.view, feed);
+    feed.listen({ displayed: () => void this.showDisplays() });
+    const { dirty } = this.document;
+    this.write({ outputs: [liveOutput(this.run, this.view)], execution_count: null });
+    this.cell.model.executionState = "running";
+    // nothing to save yet: another page may have this notebook open too
+    this.document.dirty = dirty;
+    await feed.follow();
+    if (this.isOver) return;
+    if (feed.isFinal) {
+      const outputs = await this.final();
+      if (outputs) this.finish(outputs);
+    }
+    // else the view says why nothing comes any more, and stays
+    else await new Promise((resolve) => this.end.signal.addEventListener("abort", resolve, { once: true }));
+  }
+
+  private finish(final: CellOutputs): void {
+    if (this.isOver) return;
+    const outputs = this.reason === "restarted" ? [...final.outputs, restartedOutput(this.run)] : final.outputs;
+    this.write({ ...final, outputs });
+    this.cell.model.executionCount = final.execution_count;
+    // also when the number was the same before
+    this.cell.model.executionState = "idle";
+  }
+
+  private async showDisplays(): Promise<void> {
+    let found: CellOutputs;
+    try {
+      found = await this.server.displays(this.run, this.end.signal);
+    } catch {
+      // with the next display, or at the end
+      return;
+    }
+    if (this.isOver) return;
+    const { outputs } = this.cell.model;
+    if (found.outputs.length < outputs.length - 1) {
+      this.write({ outputs: [liveOutput(this.run, this.view), ...found.outputs], execution_count: null });
+      return;
+    }
+    found.outputs.forEach((output, index) => {
+      const at = index + 1;
+      if (at >= outputs.length) outputs.add(output as IOutput);
+      else if (JSON.stringify(outputs.get(at).toJSON()) !== JSON.stringify(output)) outputs.set(at, output as IOutput);
+    });
+  }
+
+  private write(found: CellOutputs): void {
+    const { model } = this.cell;
+    this.writing = true;
+    // what is written was made by the user's own execution, as what comes from the kernel
+    model.trusted = true;
+    model.outputs.fromJSON(found.outputs as unknown as IOutput[]);
+    this.writing = false;
+  }
+
+  /** The outputs are another execution's now, or were cleared. */
+  private readonly outputsChanged = (): void => {
+    if (this.writing) return;
+    const { outputs } = this.cell.model;
+    for (let at = 0; at < outputs.length; at++) {
+      if (viewOf(outputs.get(at).data[LIVE_MIME]) === this.view) return;
+    }
+    if (this.cell.model.executionState === "running" && !this.isFollowed) this.cell.model.executionState = "idle";
+    this.end.abort();
+  };
+
+  private get isFollowed(): boolean {
+    return isFollowed(this.cell);
+  }
+}
+
+/** Whether this page follows the cell's execution: what the kernel says of it comes here. */
+export function isFollowed(cell: CodeCell): boolean {
+  const future = cell.outputArea.future as { isDisposed: boolean } | null | undefined;
+  return future ? !future.isDisposed : false;
+}

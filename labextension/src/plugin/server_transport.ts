@@ -1,0 +1,62 @@
+import type { Answer, Snapshot, Told } from "../run_view/messages";
+import { NoAnswer } from "../run_view/transport";
+import type { Ask, LinkState, Transport } from "../run_view/transport";
+import type { RunFeed } from "./run_feed";
+import type { RunServer } from "./run_server";
+
+/** The way through the Jupyter server, which reads the run's directory: whatever the kernel does. */
+export class ServerTransport implements Transport {
+  readonly kind = "server";
+  private readonly ending = new AbortController();
+  private readonly unlisten: () => void;
+  private told: (told: Told) => void = () => undefined;
+  private drawn: (snapshot: Snapshot) => void = () => undefined;
+  private linked: (state: LinkState) => void = () => undefined;
+  private count = 0;
+
+  constructor(
+    private readonly server: RunServer,
+    private readonly feed: RunFeed,
+  ) {
+    this.unlisten = feed.listen({
+      told: (told) => this.told(told),
+      drawn: (snapshot) => this.drawn(snapshot),
+      linked: (link) => this.linked(link),
+    });
+    feed.signal.addEventListener("abort", () => this.dispose(), { signal: this.ending.signal });
+  }
+
+  async ask(question: Ask): Promise<Answer> {
+    // read before: what is told while the answer is under way comes on top of it
+    const { seq } = this.feed;
+    this.count += 1;
+    let answer: Answer;
+    try {
+      answer = await this.server.ask(this.feed.run, { ...question, n: this.count }, this.ending.signal);
+    } catch (error) {
+      if (error instanceof NoAnswer) throw error;
+      throw new NoAnswer(`the Jupyter server does not answer: ${error instanceof Error ? error.message : String(error)}`);
+    }
+    // each feed numbers what it tells by itself
+    return answer.kind === "hello" ? { ...answer, seq } : answer;
+  }
+
+  onTold(callback: (told: Told) => void): void {
+    this.told = callback;
+  }
+
+  onSnapshot(callback: (snapshot: Snapshot) => void): void {
+    this.drawn = callback;
+    if (this.feed.snapshot) callback(this.feed.snapshot);
+  }
+
+  onLink(callback: (state: LinkState) => void): void {
+    this.linked = callback;
+    callback(this.feed.link);
+  }
+
+  dispose(): void {
+    this.unlisten();
+    this.ending.abort();
+  }
+}

@@ -1,0 +1,76 @@
+import { useLayoutEffect, useMemo, useState } from "preact/hooks";
+
+import type { Activity } from "./activity";
+import { Failure } from "./components/failure";
+import { Header } from "./components/header";
+import { LogPanel } from "./components/log_panel";
+import { Notices } from "./components/notices";
+import { RankGrid } from "./components/rank_grid";
+import type { Tab } from "./log_model";
+import type { RunModel } from "./run_model";
+
+interface Props {
+  readonly model: RunModel;
+  readonly activity: Activity;
+  readonly signal: AbortSignal;
+  /** Sets this view's element ids apart from other views'. */
+  readonly id: string;
+}
+
+function Sentences({ lines, kind, label }: { lines: readonly string[]; kind: string; label: string }) {
+  if (lines.length === 0) return null;
+  return (
+    <div class={`sgpu-lines sgpu-${kind}`} aria-label={label} role="group">
+      {lines.map((text, index) => (
+        <div key={index}>{text}</div>
+      ))}
+    </div>
+  );
+}
+
+/** A run, from its preparation to its end. */
+export function App({ model, activity, signal, id }: Props) {
+  const [, redraw] = useState(0);
+  const [tab, setTab] = useState<Tab>("all");
+  // at once, not after the first frame: nothing that comes until then may be missed
+  useLayoutEffect(() => model.subscribe(() => redraw((count) => count + 1)), [model]);
+  const run = model.snapshot;
+  const dense = run !== null && run.ranks.length > 8;
+  const hasLines = model.log.lines("all").total > 0;
+  const hasLog = run !== null && (hasLines || (run.ranks.length > 0 && run.preparing.length === 0));
+  const ranks = run?.ranks;
+  // the lines come much more often than the rest changes: what is the same is not compared again
+  const grid = useMemo(() => ranks && ranks.length > 0 && <RankGrid ranks={ranks} onShow={setTab} />, [ranks]);
+  const tabs = run ? rankNumbers(run.ranks.length, run.lines.length) : [];
+  const words = run ? [...run.others, ...run.footer] : [];
+  const saysId = run !== null && words.some((text) => text.includes(run.short_id));
+  return (
+    <article
+      class={`sgpu-run${dense ? " sgpu-many" : ""}`}
+      aria-label={run ? `run ${run.short_id}, ${run.name}` : "run"}
+      data-run={run?.run_id ?? ""}
+      data-state={run?.state ?? ""}
+      data-link={model.transport.kind}
+      data-lm-suppress-shortcuts="true"
+    >
+      <Header model={model} activity={activity} signal={signal} />
+      <Notices model={model} />
+      {run && (
+        <>
+          {run.failure && <Failure failure={run.failure} />}
+          <Sentences lines={run.preparing} kind="preparing" label="preparing" />
+          {grid}
+          <Sentences lines={run.idle} kind="idle-lines" label="idle devices" />
+          <Sentences lines={run.stall} kind="stall" label="where the ranks wait" />
+          <Sentences lines={run.notes} kind="notes" label="notes" />
+          {hasLog && <LogPanel model={model} tab={tab} onTab={setTab} ranks={tabs} id={id} signal={signal} />}
+          <footer class="sgpu-foot">{(saysId ? words : [...words, `run ${run.short_id}`]).join(" · ")}</footer>
+        </>
+      )}
+    </article>
+  );
+}
+
+function rankNumbers(...counts: number[]): number[] {
+  return Array.from({ length: Math.max(...counts) }, (_, rank) => rank);
+}

@@ -1,0 +1,38 @@
+import { useState } from "preact/hooks";
+
+import type { FailureBlock, FailureLine } from "../messages";
+
+/** The exception's type at the start of a line, which is coloured; a sentence has none and is coloured whole. */
+const TYPES = { title: /^[\w.]+(?= on rank \d| ·|$)/, error: /^[A-Za-z_][\w.]*(?=:)/ };
+
+function Line({ line }: { line: FailureLine }) {
+  const { kind, text } = line;
+  const type = kind === "title" || kind === "error" ? TYPES[kind].exec(text)?.[0] : undefined;
+  const name = type ?? (kind === "title" ? text : "");
+  return (
+    <div class={`sgpu-failure-${kind}`}>
+      {name && <b>{name}</b>}
+      {text.slice(name.length) || (name ? "" : "\u200b")}
+    </div>
+  );
+}
+
+/** The first failure, its cell's lines first; the whole traceback when asked for. */
+export function Failure({ failure }: { failure: FailureBlock }) {
+  const [open, setOpen] = useState(false);
+  const lines = open && failure.whole.length ? failure.whole : failure.lines;
+  return (
+    <section class="sgpu-failure" aria-label="the first failure">
+      <div class="sgpu-code" tabIndex={0}>
+        {lines.map((line, index) => (
+          <Line key={index} line={line} />
+        ))}
+      </div>
+      {failure.whole.length > 0 && (
+        <button type="button" class="sgpu-link" aria-expanded={open} onClick={() => setOpen(!open)}>
+          {open ? "the cell's lines only" : "the whole traceback"}
+        </button>
+      )}
+    </section>
+  );
+}

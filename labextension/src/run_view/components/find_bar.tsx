@@ -1,0 +1,119 @@
+import { useEffect, useRef, useState } from "preact/hooks";
+
+import type { Tab } from "../log_model";
+import type { FindAnswer } from "../messages";
+import { MAX_MATCHES } from "../messages";
+import { textOf } from "../run_model";
+import type { RunModel } from "../run_model";
+import { formatCount } from "../units";
+
+/** How long typing must pause before it is looked for. */
+const PAUSE_MS = 250;
+
+interface Props {
+  readonly model: RunModel;
+  readonly tab: Tab;
+  /** The first line in view: the search begins there. */
+  readonly top: { current: number };
+  readonly onQuery: (query: string) => void;
+  readonly onLine: (line: number | null) => void;
+  readonly onClose: () => void;
+}
+
+/** Looks for a text in the whole log, which is searched where it lies. */
+export function FindBar({ model, tab, top, onQuery, onLine, onClose }: Props) {
+  const [text, setText] = useState("");
+  const [found, setFound] = useState<FindAnswer | null>(null);
+  const [at, setAt] = useState(0);
+  const [says, setSays] = useState("");
+  const input = useRef<HTMLInputElement>(null);
+  const searched = useRef({ text: "", total: -1, number: 0 });
+
+  const search = async (step: -1 | 0 | 1) => {
+    const total = model.log.lines(tab).total;
+    const number = searched.current.number + 1;
+    searched.current = { text, total, number };
+    onQuery(text);
+    setSays("searching");
+    try {
+      const answer = await model.find(text, tab);
+      if (searched.current.number !== number) return;
+      const from = found?.matches[at];
+      setFound(answer);
+      setSays("");
+      const next = from === undefined || step === 0 ? answer.matches.findIndex((line) => line >= top.current) : -1;
+      if (from === undefined || step === 0) go(answer, next >= 0 ? next : answer.matches.length - 1);
+      else go(answer, answer.matches.indexOf(from) + step);
+    } catch (error) {
+      if (searched.current.number === number) setSays(textOf(error));
+    }
+  };
+  const go = (answer: FindAnswer, index: number) => {
+    const count = answer.matches.length;
+    const to = count === 0 ? 0 : (index + count) % count;
+    setAt(to);
+    onLine(answer.matches[to] ?? null);
+  };
+  const step = (by: -1 | 1) => {
+    if (text === "") return;
+    // lines have come since: look again from where we are
+    const isOld = searched.current.text !== text || searched.current.total !== model.log.lines(tab).total;
+    if (isOld || !found) void search(searched.current.text === text ? by : 0);
+    else go(found, at + by);
+  };
+
+  useEffect(() => input.current?.focus(), []);
+  useEffect(() => {
+    setFound(null);
+    onLine(null);
+    if (text === "") {
+      searched.current = { text: "", total: -1, number: searched.current.number + 1 };
+      onQuery("");
+      setSays("");
+      return;
+    }
+    const timer = setTimeout(() => void search(0), PAUSE_MS);
+    return () => clearTimeout(timer);
+  }, [text, tab]);
+
+  const onKey = (event: KeyboardEvent) => {
+    if (event.key === "Escape") onClose();
+    else if (event.key === "Enter") step(event.shiftKey ? -1 : 1);
+    else return;
+    event.preventDefault();
+    event.stopPropagation();
+  };
+  return (
+    <div class="sgpu-find" role="search" onKeyDown={onKey}>
+      <input
+        ref={input}
+        type="text"
+        aria-label="find in the log"
+        placeholder="find"
+        spellcheck={false}
+        value={text}
+        onInput={(event) => setText(event.currentTarget.value)}
+      />
+      <span class="sgpu-found" role="status">
+        {says || countText(found, at)}
+      </span>
+      <button type="button" aria-label="previous match" title="previous (Shift+Enter)" onClick={() => step(-1)}>
+        ↑
+      </button>
+      <button type="button" aria-label="next match" title="next (Enter)" onClick={() => step(1)}>
+        ↓
+      </button>
+      <button type="button" aria-label="close find" title="close (Escape)" onClick={onClose}>
+        ×
+      </button>
+    </div>
+  );
+}
+
+function countText(found: FindAnswer | null, at: number): string {
+  if (!found) return "";
+  if (found.total === 0) return "no match";
+  const before = found.total - found.matches.length;
+  const position = `${formatCount(before + at + 1)} of ${formatCount(found.total)}`;
+  return before > 0 ? `${position} (last ${formatCount(MAX_MATCHES)})` : position;
+}

@@ -1,0 +1,107 @@
+import { useLayoutEffect, useState } from "preact/hooks";
+
+import type { Activity } from "../activity";
+import type { RunModel } from "../run_model";
+import { formatClock } from "../units";
+import { ProgressBar } from "./bar";
+import { Icon } from "./icon";
+
+/** Seconds since the run's ranks started; it runs only while somebody can see it. */
+function Clock({ model, activity, signal }: { model: RunModel; activity: Activity; signal: AbortSignal }) {
+  const [, redraw] = useState(0);
+  const ticking = model.isTicking;
+  useLayoutEffect(() => {
+    let timer: ReturnType<typeof setTimeout> | undefined;
+    const tick = () => {
+      clearTimeout(timer);
+      timer = undefined;
+      if (!model.isTicking || !activity.active || signal.aborted) return;
+      redraw((count) => count + 1);
+      // at the second's turn, so that no second is shown twice or left out
+      timer = setTimeout(tick, 1000 - ((model.elapsed_s * 1000) % 1000) + 5);
+    };
+    const forget = activity.onChange(tick);
+    const stop = () => clearTimeout(timer);
+    signal.addEventListener("abort", stop, { once: true });
+    tick();
+    return () => {
+      forget();
+      stop();
+      signal.removeEventListener("abort", stop);
+    };
+  }, [ticking, model, activity, signal]);
+  return <span class="sgpu-clock">{formatClock(model.elapsed_s)}</span>;
+}
+
+interface Props {
+  readonly model: RunModel;
+  readonly activity: Activity;
+  readonly signal: AbortSignal;
+}
+
+/** State, name, where it runs, for how long, and the buttons. */
+export function Header({ model, activity, signal }: Props) {
+  const run = model.snapshot;
+  if (!run) {
+    return (
+      <header class="sgpu-head">
+        <span class="sgpu-meta">{model.link.ended || "waiting for the run's first news"}</span>
+      </header>
+    );
+  }
+  const words = [run.devices, run.pool, run.host, run.attempt].filter(Boolean);
+  const hasStarted = run.ticking || run.elapsed_s > 0;
+  const isLost = model.link.ended !== "" && !run.final;
+  const mute = model.isMute && !model.transport.interrupt;
+  return (
+    <>
+      <header class="sgpu-head">
+        <div class="sgpu-title">
+          <span class={`sgpu-state sgpu-${isLost ? "plain" : run.tone}`} role="status" aria-live="polite">
+            <Icon state={isLost ? "lost" : run.state} tone={isLost ? "plain" : run.tone} />
+            {isLost ? `was ${run.state}` : run.state}
+          </span>
+          <span class="sgpu-name">{run.name}</span>
+          <span class="sgpu-meta">
+            {words.join(" · ")}
+            {hasStarted && (
+              <>
+                {words.length > 0 && " · "}
+                <Clock model={model} activity={activity} signal={signal} />
+              </>
+            )}
+            {run.meta.map((text) => ` · ${text}`)}
+          </span>
+        </div>
+        {!run.final && !isLost && (
+          <span class="sgpu-buttons">
+            {mute && run.can_cancel && (
+              <span class="sgpu-hint">to cancel, use the notebook's Interrupt button</span>
+            )}
+            {!mute && (
+              <>
+                <button
+                  type="button"
+                  title={model.isMute ? "Where every rank is now (answered when the cell has ended)" : "Where every rank is now"}
+                  disabled={model.waiting.has("stacks")}
+                  onClick={() => void model.stacks()}
+                >
+                  Stacks
+                </button>
+                <button
+                  type="button"
+                  title={model.isMute ? "Stop this run (interrupts the kernel)" : "Stop this run"}
+                  disabled={!model.canCancel || model.waiting.has("cancel")}
+                  onClick={() => void model.cancel()}
+                >
+                  Cancel
+                </button>
+              </>
+            )}
+          </span>
+        )}
+      </header>
+      <ProgressBar bar={run.bar} label="progress of the run" />
+    </>
+  );
+}

@@ -1,0 +1,68 @@
+import { copyText } from "../clipboard";
+import type { RunModel } from "../run_model";
+
+/** Closes what stands beside it. */
+function Close({ onClick }: { onClick: () => void }) {
+  return (
+    <button type="button" class="sgpu-close" aria-label="close" onClick={onClick}>
+      ×
+    </button>
+  );
+}
+
+/** Why nothing comes any more, and the command that brings the run back. */
+function Ended({ model }: { model: RunModel }) {
+  const run = model.snapshot;
+  const reason = model.link.ended;
+  if (!run) return <div class="sgpu-banner">{reason}</div>;
+  const command = run.attach;
+  return (
+    <div class="sgpu-banner" role="alert">
+      <span>
+        {reason.replace(/[.;:]$/, "")}; this was run {run.short_id}
+        {command && !reason.includes(command) && (
+          <>
+            : <code>{command}</code> shows it
+          </>
+        )}
+      </span>
+      {command && (
+        <button type="button" onClick={() => void copyText(command).then((done) => done || model.say(`type it: ${command}`))}>
+          Copy command
+        </button>
+      )}
+    </div>
+  );
+}
+
+/** What the link, the kernel and the buttons have to say. */
+export function Notices({ model }: { model: RunModel }) {
+  const { link, notice, snapshot } = model;
+  const over = snapshot?.final === true;
+  return (
+    <>
+      {link.ended && !over && <Ended model={model} />}
+      {!link.ended && link.away && !over && (
+        <div class="sgpu-banner" role="status">
+          the link to the kernel is down; the run goes on, and its news come when the link is back
+        </div>
+      )}
+      {!link.ended && !link.away && link.busy && !over && (
+        <div class="sgpu-banner" role="status">
+          the kernel is busy with a cell and answers this view when that has ended
+          {model.transport.interrupt && "; Cancel interrupts it"}
+        </div>
+      )}
+      {notice && (
+        <section class={notice.isStacks ? "sgpu-stacks" : "sgpu-notice"} role="status" aria-label={notice.isStacks ? "stacks" : "notice"}>
+          <div class={notice.isStacks ? "sgpu-code" : ""} tabIndex={notice.isStacks ? 0 : -1}>
+            {notice.lines.map((text, index) => (
+              <div key={index}>{text || "\u200b"}</div>
+            ))}
+          </div>
+          <Close onClick={() => model.dismiss()} />
+        </section>
+      )}
+    </>
+  );
+}

@@ -1,0 +1,127 @@
+import { useMemo, useRef, useState } from "preact/hooks";
+
+import type { Curve } from "../messages";
+import { formatValue } from "../units";
+
+const WIDTH = 100;
+const HEIGHT = 26;
+/** Kept free above and below, so that a line at either end is drawn whole. */
+const MARGIN = 2;
+
+/** The lines of a curve and the areas under them: one of each between two gaps. */
+export function paths(curve: Curve): { line: string; area: string } {
+  const { values } = curve;
+  const largest = values.reduce<number>((top, value) => Math.max(top, value ?? 0), 0);
+  const top = curve.top ?? (largest || 1);
+  const x = (at: number) => round((at * WIDTH) / Math.max(values.length - 1, 1));
+  const y = (value: number) =>
+    round(HEIGHT - MARGIN - (Math.max(0, Math.min(value, top)) / (top || 1)) * (HEIGHT - 2 * MARGIN));
+  let line = "";
+  let area = "";
+  for (let at = 0; at < values.length; at++) {
+    const points: string[] = [];
+    const first = at;
+    for (let value = values[at]; value !== null && value !== undefined; value = values[++at]) {
+      points.push(`${x(at)} ${y(value)}`);
+    }
+    if (points.length === 0) continue;
+    // a lone value is a line of no length, which round caps make a dot
+    line += `M${points.join("L")}${points.length === 1 ? "h0" : ""}`;
+    area += `M${x(first)} ${HEIGHT}L${points.join("L")}L${x(at - 1)} ${HEIGHT}Z`;
+  }
+  return { line, area };
+}
+
+/** What a curve says at one of its values. */
+export function describe(curve: Curve, at: number): string {
+  const value = curve.values[at];
+  const ago_s = Math.round((curve.values.length - 1 - at) * curve.step_s);
+  const what = value === null || value === undefined ? "not measured" : formatValue(value, curve.unit);
+  return `${what} · ${ago_s === 0 ? "now" : `${ago_s} s ago`}`;
+}
+
+/** A curve that is only looked at. */
+export function StillSparkline({ curve }: { curve: Curve }) {
+  return (
+    <svg class="sgpu-spark" viewBox={`0 0 ${WIDTH} ${HEIGHT}`} preserveAspectRatio="none" aria-hidden="true">
+      <Drawing curve={curve} />
+    </svg>
+  );
+}
+
+function Drawing({ curve }: { curve: Curve }) {
+  const { line, area } = useMemo(() => paths(curve), [curve]);
+  return (
+    <>
+      <path class="sgpu-area" d={area} />
+      <path class="sgpu-line" d={line} vector-effect="non-scaling-stroke" />
+    </>
+  );
+}
+
+interface Props {
+  readonly curve: Curve;
+  readonly label: string;
+  readonly warn?: boolean;
+  /** Whether the Tab key stops here. */
+  readonly isStop?: boolean;
+  /** Told what stands under the pointer or the cursor, "" when it has left. */
+  readonly onRead?: (text: string) => void;
+}
+
+/** A curve without axes; the pointer and the arrow keys read its values. */
+export function Sparkline({ curve, label, warn = false, isStop = true, onRead }: Props) {
+  const [cursor, setCursor] = useState<number | null>(null);
+  const box = useRef<SVGSVGElement>(null);
+  const last = curve.values.length - 1;
+  const at = cursor === null ? null : Math.max(0, Math.min(cursor, last));
+
+  const read = (index: number | null) => {
+    const bounded = index === null ? null : Math.max(0, Math.min(index, last));
+    setCursor(bounded);
+    onRead?.(bounded === null || last < 0 ? "" : describe(curve, bounded));
+  };
+  const onPointer = (event: PointerEvent) => {
+    const { left, width } = box.current?.getBoundingClientRect() ?? { left: 0, width: 0 };
+    if (width > 0) read(Math.round(((event.clientX - left) / width) * last));
+  };
+  const onKey = (event: KeyboardEvent) => {
+    const from = at ?? last;
+    const to = { ArrowLeft: from - 1, ArrowRight: from + 1, Home: 0, End: last }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    read(to);
+  };
+
+  return (
+    <svg
+      ref={box}
+      class={`sgpu-spark${warn ? " sgpu-warned" : ""}`}
+      viewBox={`0 0 ${WIDTH} ${HEIGHT}`}
+      preserveAspectRatio="none"
+      role="slider"
+      aria-label={label}
+      aria-valuemin={0}
+      aria-valuemax={Math.max(last, 0)}
+      aria-valuenow={at ?? Math.max(last, 0)}
+      aria-valuetext={`${curve.name} ${describe(curve, at ?? last)}`}
+      aria-readonly={true}
+      // attributes of SVG keep their case, and only this one is known
+      tabindex={isStop ? 0 : -1}
+      onPointerMove={onPointer}
+      onPointerLeave={() => read(null)}
+      onFocus={() => read(last)}
+      onBlur={() => read(null)}
+      onKeyDown={onKey}
+    >
+      <Drawing curve={curve} />
+      {at !== null && last > 0 && (
+        <path class="sgpu-cursor" d={`M${round((at * WIDTH) / last)} 0V${HEIGHT}`} vector-effect="non-scaling-stroke" />
+      )}
+    </svg>
+  );
+}
+
+function round(value: number): number {
+  return Math.round(value * 10) / 10;
+}

@@ -1,0 +1,69 @@
+/** The run's view: anywidget's entry point, and `mountRunView` for other hosts. */
+import { h, render as draw } from "preact";
+
+import { Activity } from "./activity";
+import { App } from "./app";
+import { RunModel } from "./run_model";
+import css from "./run_view.css";
+import type { Transport } from "./transport";
+import { WidgetTransport } from "./widget_transport";
+import type { WidgetModel } from "./widget_transport";
+
+let views = 0;
+
+/**
+ * Draws a run into an element until `signal` aborts, which also disposes the transport.
+ *
+ * @param el: Empty; it is emptied again at the end.
+ * @param transport: Where the run's news come from; this view's alone.
+ */
+export function mountRunView(el: HTMLElement, transport: Transport, signal: AbortSignal): void {
+  if (signal.aborted) {
+    transport.dispose();
+    return;
+  }
+  const style = document.createElement("style");
+  style.textContent = css;
+  const root = document.createElement("div");
+  root.className = "sgpu-root";
+  root.dataset["lmSuppressShortcuts"] = "true";
+  el.append(style, root);
+  const activity = new Activity(root, signal);
+  const model = new RunModel(transport, activity, signal);
+  draw(h(App, { model, activity, signal, id: `sgpu-${++views}` }), root);
+  signal.addEventListener(
+    "abort",
+    () => {
+      draw(null, root);
+      root.remove();
+      style.remove();
+    },
+    { once: true },
+  );
+}
+
+interface RenderProps {
+  readonly model: WidgetModel;
+  readonly el: HTMLElement;
+  readonly signal?: AbortSignal;
+}
+
+/** Draws a widget; where the host gives no signal, what is returned ends the view. */
+function render({ model, el, signal }: RenderProps): () => void {
+  const end = new AbortController();
+  signal?.addEventListener("abort", () => end.abort(), { signal: end.signal });
+  mountRunView(el, new WidgetTransport(model), end.signal);
+  return () => end.abort();
+}
+
+/**
+ * Says hello for a view that is not drawn yet, as one whose cell is scrolled out of sight: the kernel takes silence for a
+ * front end that can't draw it.
+ */
+function initialize({ model }: { readonly model: WidgetModel }): void {
+  const transport = new WidgetTransport(model);
+  const end = (): void => transport.dispose();
+  transport.ask({ kind: "hello", over: transport.kind }).then(end, end);
+}
+
+export default { initialize, render };

@@ -1,0 +1,85 @@
+import { plain } from "./ansi";
+import { copyText } from "./clipboard";
+import type { Tab } from "./log_model";
+import type { RunModel } from "./run_model";
+import { formatMegabytes } from "./units";
+
+/** More than this is downloaded and not copied: clipboards and what is pasted into get slow. */
+export const MAX_COPY_CHARS = 5_000_000;
+/** Text is put away into a Blob in parts of this size, which browsers keep outside the page's memory. */
+const PART_CHARS = 4_000_000;
+
+/** Tells how far it is; `signal` ends it. */
+export interface Progress {
+  readonly signal: AbortSignal;
+  readonly tell: (text: string) => void;
+}
+
+async function* log(model: RunModel, tab: Tab, signal: AbortSignal): AsyncGenerator<string> {
+  for (let offset: number | null = 0; offset !== null; ) {
+    const answer = await model.piece(offset, tab);
+    if (signal.aborted) return;
+    yield answer.text;
+    // an answer that does not get ahead would be asked for again and again
+    offset = answer.next_offset !== null && answer.next_offset > offset ? answer.next_offset : null;
+  }
+}
+
+/** Copies the whole log of a tab, without colours; returns what to say of it. */
+export async function copyLog(model: RunModel, tab: Tab, { signal, tell }: Progress): Promise<string> {
+  const parts: string[] = [];
+  let size = 0;
+  for await (const text of log(model, tab, signal)) {
+    parts.push(text);
+    size += text.length;
+    if (size > MAX_COPY_CHARS) return `the log is larger than ${formatMegabytes(MAX_COPY_CHARS)}: download it instead`;
+    tell(`copying ${formatMegabytes(size)}`);
+  }
+  if (signal.aborted) return "";
+  const copied = await copyText(plainLines(parts.join("")));
+  return copied ? `copied ${formatMegabytes(size)}` : "the browser does not allow copying here: download the log instead";
+}
+
+/** Saves the whole log of a tab as a file; returns what to say of it. */
+export async function downloadLog(model: RunModel, tab: Tab, { signal, tell }: Progress): Promise<string> {
+  const blobs: Blob[] = [];
+  let parts: string[] = [];
+  let pending = 0;
+  let size = 0;
+  for await (const text of log(model, tab, signal)) {
+    parts.push(text);
+    pending += text.length;
+    size += text.length;
+    if (pending > PART_CHARS) {
+      blobs.push(new Blob(parts));
+      parts = [];
+      pending = 0;
+    }
+    tell(`downloading ${formatMegabytes(size)}`);
+  }
+  if (signal.aborted) return "";
+  save(new Blob([...blobs, ...parts], { type: "text/plain;charset=utf-8" }), fileName(model, tab));
+  return `downloaded ${formatMegabytes(size)}`;
+}
+
+/** Returns a text without colours; line by line, since an escape sequence ends with its line. */
+function plainLines(text: string): string {
+  return text.includes("\x1b") ? text.split("\n").map(plain).join("\n") : text;
+}
+
+function fileName(model: RunModel, tab: Tab): string {
+  const run = model.snapshot;
+  const name = (run?.name ?? "run").replace(/[^\w.-]+/g, "-").slice(0, 60);
+  return `${name}-${run?.short_id ?? "log"}${tab === "all" ? "" : `-rank-${tab}`}.log`;
+}
+
+function save(blob: Blob, name: string): void {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(blob);
+  link.download = name;
+  document.body.append(link);
+  link.click();
+  link.remove();
+  // the download has its own hold on the blob once the click has been handled
+  setTimeout(() => URL.revokeObjectURL(link.href), 1_000);
+}

@@ -1,0 +1,187 @@
+import { MAX_LINES, isSkip } from "./messages";
+import type { LineRow, LinesAnswer, NewLines } from "./messages";
+
+export const PAGE_LINES = 200;
+/** Pages that are kept of the lines of all ranks, and of each rank's. */
+export const ALL_PAGES = 50;
+export const RANK_PAGES = 6;
+/** Characters that are kept of one list of lines, whatever the number of pages: lines may be long. */
+export const MAX_CHARS = 8_000_000;
+/** After a failed question its lines are not asked for again before this. */
+export const RETRY_MS = 5_000;
+
+/** Lines of all ranks in order of arrival, or of one rank. */
+export type Tab = number | "all";
+
+interface Page {
+  readonly rows: (LineRow | undefined)[];
+  chars: number;
+}
+
+/** Some of the lines of a log, in pages; the pages that were not used for longest go first. */
+export class PagedLines {
+  total = 0;
+  private readonly pages = new Map<number, Page>();
+  private chars = 0;
+
+  constructor(private readonly maxPages: number) {}
+
+  get pageCount(): number {
+    return this.pages.size;
+  }
+
+  get(line: number): LineRow | undefined {
+    return this.pages.get(Math.floor(line / PAGE_LINES))?.rows[line % PAGE_LINES];
+  }
+
+  put(line: number, row: LineRow): void {
+    const number = Math.floor(line / PAGE_LINES);
+    const page = this.pages.get(number) ?? this.begin(number);
+    const before = page.rows[line % PAGE_LINES];
+    const grown = row[2].length - (before ? before[2].length : 0);
+    page.rows[line % PAGE_LINES] = row;
+    page.chars += grown;
+    this.chars += grown;
+    if (this.chars > MAX_CHARS) this.shrink();
+  }
+
+  /** Marks lines as used, so that they stay. */
+  use(first: number, count: number): void {
+    for (let number = Math.floor(first / PAGE_LINES); number * PAGE_LINES < first + count; number++) {
+      const page = this.pages.get(number);
+      if (!page) continue;
+      this.pages.delete(number);
+      this.pages.set(number, page);
+    }
+  }
+
+  private begin(number: number): Page {
+    const page: Page = { rows: [], chars: 0 };
+    this.pages.set(number, page);
+    this.shrink();
+    return page;
+  }
+
+  private shrink(): void {
+    for (const [number, page] of this.pages) {
+      // two stay however long their lines are: a view may lie across their border
+      const tooMany = this.pages.size > this.maxPages || (this.chars > MAX_CHARS && this.pages.size > 2);
+      if (!tooMany) return;
+      this.pages.delete(number);
+      this.chars -= page.chars;
+    }
+  }
+}
+
+/** Asks for lines, and resolves with null when there is no answer. */
+export type Fetch = (first: number, count: number, rank: number | null) => Promise<LinesAnswer | null>;
+
+/**
+ * What the browser holds of a run's log: how long it is, and some pages of its lines.
+ *
+ * Every line has an absolute number, so messages may come late, twice or never: what is missing is a hole, and holes
+ * in view are asked for.
+ */
+export class LogModel {
+  /** Number of the last `NewLines` that counts. */
+  seq = 0;
+  private readonly all = new PagedLines(ALL_PAGES);
+  private readonly ranks: PagedLines[] = [];
+  private readonly asked = new Map<string, number>();
+
+  constructor(
+    private readonly fetch: Fetch,
+    private readonly changed: () => void,
+    private readonly now: () => number = () => performance.now(),
+  ) {}
+
+  lines(tab: Tab): PagedLines {
+    if (tab === "all") return this.all;
+    return (this.ranks[tab] ??= new PagedLines(RANK_PAGES));
+  }
+
+  /** Takes how long each rank's log is; it may only be known to be longer. */
+  grow(ranks: readonly number[]): void {
+    ranks.forEach((total, rank) => {
+      const lines = this.lines(rank);
+      lines.total = Math.max(lines.total, total);
+    });
+    this.all.total = Math.max(this.all.total, ranks.reduce((sum, total) => sum + total, 0));
+    this.changed();
+  }
+
+  /** Takes where the run is, after a question. */
+  hello(seq: number, ranks: readonly number[]): void {
+    this.seq = Math.max(this.seq, seq);
+    this.grow(ranks);
+  }
+
+  /** Takes new lines; false when messages before this one are missing. */
+  told(message: NewLines): boolean {
+    if (message.seq <= this.seq) return true;
+    const follows = message.seq === this.seq + 1;
+    this.seq = message.seq;
+    let at = message.first;
+    for (const row of message.rows) {
+      if (isSkip(row)) {
+        at += row[2];
+        continue;
+      }
+      this.all.put(at, row);
+      this.lines(row[0]).put(row[1], row);
+      at += 1;
+    }
+    this.all.total = Math.max(this.all.total, at);
+    this.grow(message.ranks);
+    return follows;
+  }
+
+  /** Asks for what is missing of the lines that are in view, page by page, once each. */
+  ensure(tab: Tab, first: number, count: number): void {
+    const lines = this.lines(tab);
+    lines.use(first, count);
+    const end = Math.min(first + count, lines.total);
+    for (let line = first; line < end; line++) {
+      if (lines.get(line)) continue;
+      const page = Math.floor(line / PAGE_LINES);
+      const pageEnd = Math.min((page + 1) * PAGE_LINES, lines.total);
+      if (!this.isAsked(tab, page)) this.ask(tab, page, line, pageEnd);
+      line = pageEnd - 1;
+    }
+  }
+
+  private isAsked(tab: Tab, page: number): boolean {
+    const until = this.asked.get(`${tab}:${page}`);
+    return until !== undefined && this.now() < until;
+  }
+
+  private ask(tab: Tab, page: number, line: number, pageEnd: number): void {
+    const key = `${tab}:${page}`;
+    const lines = this.lines(tab);
+    // the page's first hole: lines above the view are wanted next
+    let first = page * PAGE_LINES;
+    while (first < line && lines.get(first)) first++;
+    this.asked.set(key, Infinity);
+    this.fetch(first, Math.min(pageEnd - first, MAX_LINES), tab === "all" ? null : tab).then(
+      (answer) => {
+        if (answer && answer.rows.length > 0) {
+          this.asked.delete(key);
+          this.take(tab, answer);
+        } else {
+          this.asked.set(key, this.now() + RETRY_MS);
+        }
+        this.changed();
+      },
+      () => {
+        this.asked.set(key, this.now() + RETRY_MS);
+        this.changed();
+      },
+    );
+  }
+
+  private take(tab: Tab, answer: LinesAnswer): void {
+    const lines = this.lines(tab);
+    answer.rows.forEach((row, index) => lines.put(answer.first + index, row));
+    lines.total = Math.max(lines.total, answer.total);
+  }
+}

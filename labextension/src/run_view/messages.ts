@@ -1,0 +1,260 @@
+/**
+ * The records between a run's view and what feeds it: twins of `sgpu_magic/live/messages.py`, where they are described.
+ *
+ * Types and run-time checks come from one declaration each. A test checks samples of every record that Python writes.
+ */
+
+export const VERSION = 1;
+export const MAX_LINES = 500;
+export const MAX_MATCHES = 1000;
+export const MAX_LOG_BYTES = 48_000;
+
+/** A message that is not what it should be; the text names the place in it. */
+export class BadMessage extends Error {}
+
+/** Returns the value, typed, or throws `BadMessage`. `strict` also refuses keys that are not known. */
+export type Check<T> = (value: unknown, at: string, strict: boolean) => T;
+
+export type Of<C> = C extends Check<infer T> ? T : never;
+
+function wrong(at: string, expected: string): never {
+  throw new BadMessage(`${at} is not ${expected}`);
+}
+
+const num: Check<number> = (value, at) => (typeof value === "number" ? value : wrong(at, "a number"));
+const str: Check<string> = (value, at) => (typeof value === "string" ? value : wrong(at, "a text"));
+const bool: Check<boolean> = (value, at) => (typeof value === "boolean" ? value : wrong(at, "true or false"));
+
+function oneOf<const T extends string>(...choices: readonly T[]): Check<T> {
+  return (value, at) => choices.find((choice) => choice === value) ?? wrong(at, `one of ${choices.join(", ")}`);
+}
+
+function nullable<T>(check: Check<T>): Check<T | null> {
+  return (value, at, strict) => (value === null ? null : check(value, at, strict));
+}
+
+function list<T>(check: Check<T>): Check<readonly T[]> {
+  return (value, at, strict) => {
+    if (!Array.isArray(value)) wrong(at, "a list");
+    value.forEach((item, index) => check(item, `${at}[${index}]`, strict));
+    return value as readonly T[];
+  };
+}
+
+function triple<A, B, C>(a: Check<A>, b: Check<B>, c: Check<C>): Check<readonly [A, B, C]> {
+  return (value, at, strict) => {
+    if (!Array.isArray(value) || value.length !== 3) wrong(at, "a list of three");
+    a(value[0], `${at}[0]`, strict);
+    b(value[1], `${at}[1]`, strict);
+    c(value[2], `${at}[2]`, strict);
+    return value as unknown as readonly [A, B, C];
+  };
+}
+
+function either<A, B>(a: Check<A>, b: Check<B>): Check<A | B> {
+  return (value, at, strict) => {
+    try {
+      return a(value, at, strict);
+    } catch {
+      return b(value, at, strict);
+    }
+  };
+}
+
+type Shape = Record<string, Check<unknown>>;
+type Read<S extends Shape> = { readonly [K in keyof S]: Of<S[K]> };
+
+function record<S extends Shape>(shape: S): Check<Read<S>> {
+  return (value, at, strict) => {
+    if (typeof value !== "object" || value === null || Array.isArray(value)) wrong(at, "a record");
+    const found = value as Record<string, unknown>;
+    for (const [key, check] of Object.entries(shape)) check(found[key], `${at}.${key}`, strict);
+    if (strict) {
+      for (const key of Object.keys(found)) if (!(key in shape)) wrong(`${at}.${key}`, "a known key");
+    }
+    return value as Read<S>;
+  };
+}
+
+function kinds<const T extends Record<string, Check<unknown>>>(choices: T): Check<Of<T[keyof T]>> {
+  return (value, at, strict) => {
+    const kind = typeof value === "object" && value !== null ? (value as { kind?: unknown }).kind : undefined;
+    const check = typeof kind === "string" && Object.hasOwn(choices, kind) ? choices[kind] : undefined;
+    if (!check) wrong(`${at}.kind`, `one of ${Object.keys(choices).join(", ")}`);
+    return check(value, at, strict) as Of<T[keyof T]>;
+  };
+}
+
+// ------------------------------------------------------------------ snapshot
+
+export const tone = oneOf("plain", "busy", "good", "bad", "warn");
+export type Tone = Of<typeof tone>;
+
+export const lineRow = triple(num, num, str);
+/** One line of the log: its rank, its number in the rank's log (from 0), its text with colour codes. */
+export type LineRow = Of<typeof lineRow>;
+
+export const lineSkip = triple(num, num, num);
+/** Lines that are in the log and not in the message: their rank, the first one's number, how many. */
+export type LineSkip = Of<typeof lineSkip>;
+
+export const bar = record({ fraction: nullable(num), text: str });
+export type Bar = Of<typeof bar>;
+
+export const curve = record({
+  name: str,
+  unit: str,
+  values: list(nullable(num)),
+  began_s: num,
+  step_s: num,
+  top: nullable(num),
+});
+export type Curve = Of<typeof curve>;
+
+export const rankCard = record({
+  rank: num,
+  state: str,
+  tone,
+  label: str,
+  last: str,
+  bar: nullable(bar),
+  use: str,
+  details: list(str),
+  curves: list(curve),
+  idle: str,
+});
+export type RankCard = Of<typeof rankCard>;
+
+export const failureLine = record({ text: str, kind: oneOf("title", "code", "culprit", "error", "text") });
+export type FailureLine = Of<typeof failureLine>;
+
+export const failureBlock = record({ rank: nullable(num), lines: list(failureLine), whole: list(failureLine) });
+export type FailureBlock = Of<typeof failureBlock>;
+
+export const snapshot = record({
+  version: num,
+  seq: num,
+  run_id: str,
+  short_id: str,
+  name: str,
+  state: str,
+  tone,
+  final: bool,
+  devices: str,
+  pool: str,
+  host: str,
+  attempt: str,
+  elapsed_s: num,
+  ticking: bool,
+  meta: list(str),
+  preparing: list(str),
+  bar: nullable(bar),
+  ranks: list(rankCard),
+  idle: list(str),
+  notes: list(str),
+  stall: list(str),
+  failure: nullable(failureBlock),
+  others: list(str),
+  footer: list(str),
+  lines: list(num),
+  can_cancel: bool,
+  attach: str,
+});
+export type Snapshot = Of<typeof snapshot>;
+
+// ------------------------------------------------------------------ told without being asked
+
+export const newLines = record({
+  kind: oneOf("lines"),
+  seq: num,
+  first: num,
+  rows: list(either<LineRow, LineSkip>(lineRow, lineSkip)),
+  ranks: list(num),
+});
+export type NewLines = Of<typeof newLines>;
+
+export const gone = record({ kind: oneOf("gone"), text: str });
+export type Gone = Of<typeof gone>;
+
+export const told = kinds({ lines: newLines, gone });
+export type Told = NewLines | Gone;
+
+// ------------------------------------------------------------------ questions and answers
+
+export const askHello = record({ kind: oneOf("hello"), n: num, over: str });
+export const askLines = record({ kind: oneOf("lines"), n: num, first: num, count: num, rank: nullable(num) });
+export const askFind = record({ kind: oneOf("find"), n: num, text: str, rank: nullable(num) });
+export const askLog = record({ kind: oneOf("log"), n: num, offset: num, rank: nullable(num) });
+export const askCancel = record({ kind: oneOf("cancel"), n: num });
+export const askStacks = record({ kind: oneOf("stacks"), n: num });
+
+export type Question =
+  | Of<typeof askHello>
+  | Of<typeof askLines>
+  | Of<typeof askFind>
+  | Of<typeof askLog>
+  | Of<typeof askCancel>
+  | Of<typeof askStacks>;
+
+export const helloAnswer = record({ kind: oneOf("hello"), n: num, snapshot, seq: num });
+export const linesAnswer = record({
+  kind: oneOf("lines-answer"),
+  n: num,
+  first: num,
+  rows: list(lineRow),
+  total: num,
+});
+export const findAnswer = record({ kind: oneOf("find-answer"), n: num, matches: list(num), total: num });
+export const logAnswer = record({ kind: oneOf("log-answer"), n: num, text: str, next_offset: nullable(num) });
+export const textAnswer = record({ kind: oneOf("text"), n: num, lines: list(str) });
+export const refusal = record({ kind: oneOf("refusal"), n: num, text: str });
+
+export type HelloAnswer = Of<typeof helloAnswer>;
+export type LinesAnswer = Of<typeof linesAnswer>;
+export type FindAnswer = Of<typeof findAnswer>;
+export type LogAnswer = Of<typeof logAnswer>;
+export type TextAnswer = Of<typeof textAnswer>;
+export type Refusal = Of<typeof refusal>;
+
+export const answer = kinds({
+  hello: helloAnswer,
+  "lines-answer": linesAnswer,
+  "find-answer": findAnswer,
+  "log-answer": logAnswer,
+  text: textAnswer,
+  refusal,
+});
+export type Answer = HelloAnswer | LinesAnswer | FindAnswer | LogAnswer | TextAnswer | Refusal;
+
+// ------------------------------------------------------------------ reading
+
+/**
+ * Returns a snapshot that has come from outside.
+ *
+ * @throws BadMessage: It is none, or of another version.
+ */
+export function readSnapshot(value: unknown): Snapshot {
+  const version = typeof value === "object" && value !== null ? (value as { version?: unknown }).version : undefined;
+  if (typeof version === "number" && version !== VERSION) {
+    throw new BadMessage(
+      `this view reads version ${VERSION} of a run's picture and got version ${version}: ` +
+        "restart the kernel and reload the page after an upgrade",
+    );
+  }
+  return snapshot(value, "snapshot", false);
+}
+
+/** Returns what was told. Throws `BadMessage`. */
+export function readTold(value: unknown): Told {
+  return told(value, "message", false);
+}
+
+/** Returns an answer. Throws `BadMessage`. */
+export function readAnswer(value: unknown): Answer {
+  return answer(value, "answer", false);
+}
+
+/** Whether lines are named and not given. */
+export function isSkip(row: LineRow | LineSkip): row is LineSkip {
+  return typeof row[2] === "number";
+}

@@ -1,0 +1,131 @@
+import { describe, expect, it, vi } from "vitest";
+
+import { ALL_PAGES, LogModel, MAX_CHARS, PAGE_LINES, PagedLines, RANK_PAGES, RETRY_MS } from "../src/run_view/log_model";
+import type { Fetch } from "../src/run_view/log_model";
+import { line, told } from "./samples";
+
+function modelWith(fetch: Fetch, now = () => 0) {
+  const changed = vi.fn();
+  return { log: new LogModel(fetch, changed, now), changed };
+}
+
+const unanswered: Fetch = () => new Promise(() => undefined);
+
+describe("pages of lines", () => {
+  it("are bounded in number, those used last stay", () => {
+    const lines = new PagedLines(3);
+    for (let at = 0; at < 10 * PAGE_LINES; at++) {
+      lines.use(0, 1);
+      lines.put(at, line(at));
+    }
+    expect(lines.pageCount).toBe(3);
+    expect(lines.get(0)).toEqual(line(0));
+    expect(lines.get(5 * PAGE_LINES)).toBeUndefined();
+    expect(lines.get(10 * PAGE_LINES - 1)).toEqual(line(10 * PAGE_LINES - 1));
+  });
+
+  it("are bounded in characters when lines are long", () => {
+    const lines = new PagedLines(50);
+    const long = "x".repeat(16_000);
+    for (let at = 0; at < 20 * PAGE_LINES; at++) lines.put(at, [0, at, long]);
+    expect(lines.pageCount * PAGE_LINES * long.length).toBeLessThan(MAX_CHARS + PAGE_LINES * long.length * 2);
+    expect(lines.get(20 * PAGE_LINES - 1)).toBeDefined();
+  });
+});
+
+describe("the log", () => {
+  it("holds new lines under all and under their rank", () => {
+    const { log } = modelWith(unanswered);
+    expect(log.told(told(1, 0, [line(0), line(1), line(5)], [1, 2, 0, 0]))).toBe(true);
+    expect(log.lines("all").total).toBe(3);
+    expect(log.lines("all").get(2)).toEqual(line(5));
+    expect(log.lines(1).get(1)).toEqual(line(5));
+    expect(log.lines(1).total).toBe(2);
+    expect(log.lines(3).total).toBe(0);
+  });
+
+  it("drops what it has already been told", () => {
+    const { log } = modelWith(unanswered);
+    log.hello(7, [4, 4]);
+    expect(log.told(told(7, 0, [[0, 0, "old"]], [1]))).toBe(true);
+    expect(log.lines("all").get(0)).toBeUndefined();
+    expect(log.lines("all").total).toBe(8);
+  });
+
+  it("says when a message is missing, and places what came by its number", () => {
+    const { log } = modelWith(unanswered);
+    expect(log.told(told(1, 0, [line(0)], [1, 0, 0, 0]))).toBe(true);
+    expect(log.told(told(4, 100, [line(100)], [26, 25, 25, 25]))).toBe(false);
+    expect(log.lines("all").total).toBe(101);
+    expect(log.lines("all").get(100)).toEqual(line(100));
+    expect(log.lines("all").get(50)).toBeUndefined();
+  });
+
+  it("leaves a hole for lines that were skipped and asks for it when it is in view", async () => {
+    const asked: unknown[] = [];
+    const { log } = modelWith((first, count, rank) => {
+      asked.push([first, count, rank]);
+      const rows = Array.from({ length: count }, (_, index) => line(first + index));
+      return Promise.resolve({ kind: "lines-answer", n: 1, first, rows, total: 302 });
+    });
+    log.told(told(1, 0, [line(0), [1, 0, 300], line(301)], [76, 76, 75, 75]));
+    expect(log.lines("all").total).toBe(302);
+    expect(log.lines("all").get(301)).toEqual(line(301));
+    log.ensure("all", 290, 12);
+    expect(asked).toEqual([[200, 102, null]]);
+    log.ensure("all", 290, 12);
+    expect(asked).toHaveLength(1);
+    await vi.waitFor(() => expect(log.lines("all").get(295)).toEqual(line(295)));
+    log.ensure("all", 0, 5);
+    expect(asked[1]).toEqual([1, 199, null]);
+  });
+
+  it("asks again for the rest when an answer is short, and later when there is none", async () => {
+    let now_ms = 0;
+    let lost = true;
+    const asked: number[] = [];
+    const { log } = modelWith(
+      (first) => {
+        asked.push(first);
+        if (lost) return Promise.resolve(null);
+        return Promise.resolve({ kind: "lines-answer", n: 1, first, rows: [line(first)], total: 20 });
+      },
+      () => now_ms,
+    );
+    log.hello(0, [5, 5, 5, 5]);
+    log.ensure("all", 0, 20);
+    await Promise.resolve();
+    await Promise.resolve();
+    log.ensure("all", 0, 20);
+    expect(asked).toEqual([0]);
+    now_ms = RETRY_MS + 1;
+    lost = false;
+    log.ensure("all", 0, 20);
+    await vi.waitFor(() => expect(log.lines("all").get(0)).toBeDefined());
+    log.ensure("all", 0, 20);
+    expect(asked).toEqual([0, 0, 1]);
+  });
+
+  it("asks for a rank's own lines", () => {
+    const fetch = vi.fn<Fetch>(unanswered);
+    const { log } = modelWith(fetch);
+    log.hello(0, [0, 0, 1000, 0]);
+    log.ensure(2, 950, 50);
+    expect(fetch.mock.calls).toEqual([[800, 200, 2]]);
+  });
+
+  it("stays bounded over a million lines", () => {
+    const { log } = modelWith(unanswered);
+    const ranks = [0, 0, 0, 0];
+    for (let seq = 1; seq <= 5_000; seq++) {
+      const first = (seq - 1) * 200;
+      const rows = Array.from({ length: 200 }, (_, index) => line(first + index));
+      for (const rank of [0, 1, 2, 3]) ranks[rank] = (first + 200) / 4;
+      log.told(told(seq, first, rows, ranks));
+    }
+    expect(log.lines("all").total).toBe(1_000_000);
+    expect(log.lines("all").pageCount).toBe(ALL_PAGES);
+    for (const rank of [0, 1, 2, 3]) expect(log.lines(rank).pageCount).toBe(RANK_PAGES);
+    expect(log.lines("all").get(999_999)).toEqual(line(999_999));
+  });
+});

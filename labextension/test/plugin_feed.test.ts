@@ -1,0 +1,205 @@
+import { afterEach, describe, expect, it, vi } from "vitest";
+
+import { RunFeed } from "../src/plugin/run_feed";
+import { RunServer } from "../src/plugin/run_server";
+import { ServerTransport } from "../src/plugin/server_transport";
+import { VERSION } from "../src/run_view/messages";
+import type { Snapshot, Told } from "../src/run_view/messages";
+
+function snapshot(seq: number, final = false): Snapshot {
+  return {
+    version: VERSION,
+    seq,
+    run_id: "0123abcd",
+    short_id: "0123",
+    name: "cell 1",
+    state: final ? "succeeded" : "running",
+    tone: "busy",
+    final,
+    devices: "",
+    pool: "local",
+    host: "",
+    attempt: "",
+    elapsed_s: 1,
+    ticking: !final,
+    meta: [],
+    preparing: [],
+    bar: null,
+    ranks: [],
+    idle: [],
+    notes: [],
+    stall: [],
+    failure: null,
+    others: [],
+    footer: [],
+    lines: [2],
+    can_cancel: true,
+    attach: "",
+  };
+}
+
+function lines(seq: number, first: number, ...texts: string[]): unknown {
+  return { kind: "lines", seq, first, rows: texts.map((text, at) => [0, first + at, text]), ranks: [first + texts.length] };
+}
+
+function news(parts: Record<string, unknown>): unknown {
+  return { snapshot: null, told: [], seq: 0, lines: 0, displays: 0, final: false, ...parts };
+}
+
+/** A server that gives these answers one after the other, and remembers what it was asked. */
+class FakeServer {
+  readonly asked: { path: string; init: RequestInit }[] = [];
+  constructor(private readonly answers: (() => Response | Promise<Response>)[]) {}
+
+  readonly request = (path: string, init: RequestInit): Promise<Response> => {
+    this.asked.push({ path, init });
+    const answer = this.answers.shift();
+    if (answer) return Promise.resolve(answer());
+    return new Promise((_, reject) => {
+      init.signal?.addEventListener("abort", () => reject(new DOMException("aborted", "AbortError")));
+    });
+  };
+
+  query(at: number): URLSearchParams {
+    return new URLSearchParams(this.asked[at]?.path.split("?")[1]);
+  }
+}
+
+function json(body: unknown, status = 200): () => Response {
+  return () => new Response(JSON.stringify(body), { status });
+}
+
+const ends: AbortController[] = [];
+
+function feed(server: FakeServer, pauses: number[] = []): { feed: RunFeed; runs: RunServer; end: AbortController } {
+  const end = new AbortController();
+  ends.push(end);
+  const runs = new RunServer(server.request);
+  const pause = (ms: number): Promise<void> => {
+    pauses.push(ms);
+    return Promise.resolve();
+  };
+  return { feed: new RunFeed(runs, "0123abcd", end.signal, pause), runs, end };
+}
+
+afterEach(() => {
+  for (const end of ends.splice(0)) end.abort();
+});
+
+describe("a run's feed", () => {
+  it("says what it knows, and passes on what is new until the end", async () => {
+    const server = new FakeServer([
+      json(news({ snapshot: snapshot(4), told: [lines(1, 0, "a", "b")], seq: 1, lines: 2 })),
+      json(news({ told: [lines(2, 2, "c")], seq: 2, lines: 3, displays: 1 })),
+      json(news({ snapshot: snapshot(9, true), seq: 2, lines: 3, displays: 1, final: true })),
+    ]);
+    const { feed: run } = feed(server);
+    const told: Told[] = [];
+    const drawn: number[] = [];
+    const displayed = vi.fn();
+    const final = vi.fn();
+    run.listen({ told: (message) => told.push(message), drawn: ({ seq }) => drawn.push(seq), displayed, final });
+    await run.follow();
+    expect(told.map((message) => message.kind === "lines" && message.rows.map((row) => row[2]))).toEqual([["a", "b"], ["c"]]);
+    expect(drawn).toEqual([4, 9]);
+    expect(displayed).toHaveBeenCalledTimes(1);
+    expect(final).toHaveBeenCalledTimes(1);
+    expect(server.asked[0]?.path).toMatch(/^sgpu\/runs\/0123abcd\/news\?/);
+    expect(Object.fromEntries(server.query(2))).toEqual({ wait: "15", after: "2", lines: "3", drawn: "4", displays: "1" });
+  });
+
+  it("goes on after failures, ever more slowly, and says that it was away", async () => {
+    const fails = (): Response => {
+      throw new TypeError("Failed to fetch");
+    };
+    const server = new FakeServer([fails, json({}, 502), fails, json(news({ final: true, snapshot: snapshot(1, true) }))]);
+    const pauses: number[] = [];
+    const { feed: run } = feed(server, pauses);
+    const away: boolean[] = [];
+    run.listen({ linked: (link) => away.push(link.away) });
+    await run.follow();
+    expect(pauses).toEqual([1000, 2000, 4000]);
+    expect(away).toEqual([true, true, true, false]);
+    expect(run.isFinal).toBe(true);
+  });
+
+  it("ends with the server's own words when the run is not there any more", async () => {
+    const server = new FakeServer([json({ message: "this machine has no directory of a run 0123" }, 404)]);
+    const { feed: run } = feed(server);
+    await run.follow();
+    expect(run.link.ended).toBe("this machine has no directory of a run 0123");
+    expect(server.asked).toHaveLength(1);
+  });
+
+  it("stops asking when its signal aborts", async () => {
+    const server = new FakeServer([]);
+    const { feed: run, end } = feed(server);
+    const done = run.follow();
+    end.abort();
+    await done;
+    expect(server.asked).toHaveLength(1);
+    expect(server.asked[0]?.init.signal?.aborted).toBe(true);
+  });
+
+  it("does not keep more than three of the browser's connections", async () => {
+    const waiting = new FakeServer([]);
+    const held = [1, 2, 3].map(() => feed(waiting));
+    for (const { feed: run } of held) void run.follow();
+    const pauses: number[] = [];
+    const server = new FakeServer([json(news({})), json(news({ final: true }))]);
+    await feed(server, pauses).feed.follow();
+    expect(server.query(0).get("wait")).toBe("0");
+    expect(pauses).toEqual([1000]);
+    expect(waiting.query(0).get("wait")).toBe("15");
+  });
+});
+
+describe("the transport through the server", () => {
+  it("posts questions with their numbers and returns the answers", async () => {
+    const server = new FakeServer([json({ kind: "text", n: 1, lines: ["run 0123 is being stopped"] })]);
+    const { feed: run, runs } = feed(server);
+    const transport = new ServerTransport(runs, run);
+    await expect(transport.ask({ kind: "cancel" })).resolves.toMatchObject({ lines: ["run 0123 is being stopped"] });
+    expect(server.asked[0]).toMatchObject({ path: "sgpu/runs/0123abcd/ask", init: { method: "POST" } });
+    expect(server.asked[0]?.init.body).toBe('{"kind":"cancel","n":1}');
+  });
+
+  it("counts lines from where its feed is, whatever the server counts", async () => {
+    const server = new FakeServer([
+      json(news({ told: [lines(1, 0, "a")], seq: 1, lines: 1, final: true, snapshot: snapshot(3) })),
+      json({ kind: "hello", n: 1, snapshot: snapshot(5), seq: 0 }),
+    ]);
+    const { feed: run, runs } = feed(server);
+    await run.follow();
+    const transport = new ServerTransport(runs, run);
+    const drawn: number[] = [];
+    transport.onSnapshot(({ seq }) => drawn.push(seq));
+    await expect(transport.ask({ kind: "hello", over: "server" })).resolves.toMatchObject({ seq: 1 });
+    // a view that opens late is drawn at once
+    expect(drawn).toEqual([3]);
+  });
+
+  it("says why there is no answer", async () => {
+    const server = new FakeServer([
+      json({ message: "no local pool is running." }, 500),
+      () => {
+        throw new TypeError("Failed to fetch");
+      },
+    ]);
+    const { feed: run, runs } = feed(server);
+    const transport = new ServerTransport(runs, run);
+    await expect(transport.ask({ kind: "stacks" })).rejects.toThrow("no local pool is running.");
+    await expect(transport.ask({ kind: "stacks" })).rejects.toThrow("the Jupyter server does not answer: Failed to fetch");
+  });
+
+  it("hears nothing after its end", async () => {
+    const server = new FakeServer([json(news({ told: [lines(1, 0, "a")], seq: 1, lines: 1, final: true }))]);
+    const { feed: run, runs } = feed(server);
+    const transport = new ServerTransport(runs, run);
+    const told = vi.fn();
+    transport.onTold(told);
+    transport.dispose();
+    await run.follow();
+    expect(told).not.toHaveBeenCalled();
+  });
+});

@@ -1,0 +1,391 @@
+import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
+
+import { mountRunView } from "../src/run_view/index";
+import type { Snapshot } from "../src/run_view/messages";
+import { TestTransport, answering, card, never, picture, refusing, told, line } from "./samples";
+
+let ends: AbortController[] = [];
+
+function mounted(transport: TestTransport) {
+  const el = document.createElement("div");
+  document.body.append(el);
+  const end = new AbortController();
+  ends.push(end);
+  mountRunView(el, transport, end.signal);
+  return { el, end, transport };
+}
+
+async function shown(change: Partial<Snapshot> = {}, total = 0, text?: (at: number) => string) {
+  const view = mounted(new TestTransport(answering(total, change, text)));
+  await vi.waitFor(() => expect(view.el.querySelector(".sgpu-state")).not.toBeNull());
+  return view;
+}
+
+function query(el: Element, selector: string): HTMLElement {
+  const found = el.querySelector<HTMLElement>(selector);
+  if (!found) throw new Error(`no ${selector} in ${el.innerHTML}`);
+  return found;
+}
+
+function button(el: Element, name: string): HTMLButtonElement {
+  const found = [...el.querySelectorAll("button")].find(
+    (each) => each.textContent.trim() === name || each.getAttribute("aria-label") === name,
+  );
+  if (!found) throw new Error(`no button ${name}`);
+  return found;
+}
+
+function press(element: Element, key: string, more: KeyboardEventInit = {}) {
+  element.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true, ...more }));
+}
+
+function pageIs(hidden: boolean) {
+  Object.defineProperty(document, "hidden", { configurable: true, get: () => hidden });
+  document.dispatchEvent(new Event("visibilitychange"));
+}
+
+beforeEach(() => {
+  ends = [];
+});
+afterEach(() => {
+  for (const end of ends) end.abort();
+  document.body.replaceChildren();
+  vi.useRealTimers();
+});
+
+describe("the picture", () => {
+  it("says what the run is, in words beside every shape", async () => {
+    const { el } = await shown({
+      meta: ["2 min left"],
+      ranks: [card(0), card(1, { state: "failed", tone: "bad" }), card(2, { idle: "GPU under 5 % for 60 s" })],
+    });
+    expect(query(el, ".sgpu-state").textContent).toBe("running");
+    expect(query(el, ".sgpu-meta").textContent).toBe("4 ranks · cpu, gloo · local · 02:14 · 2 min left");
+    expect(query(el, '[data-rank="1"] .sgpu-word').textContent).toBe("failed");
+    expect(query(el, '[data-rank="2"] .sgpu-word').textContent).toBe("idle");
+    expect(query(el, ".sgpu-foot").textContent).toBe("shipped model · 45.1 MB · run 7f3a");
+    expect(query(el, "[data-lm-suppress-shortcuts]").dataset["lmSuppressShortcuts"]).toBe("true");
+    expect(query(el, '[role="status"]').getAttribute("aria-live")).toBe("polite");
+  });
+
+  it("shows the first failure, and its whole traceback when asked", async () => {
+    const { el } = await shown({
+      state: "failed",
+      tone: "bad",
+      final: true,
+      failure: {
+        rank: 1,
+        lines: [
+          { text: "ValueError on rank 1", kind: "title" },
+          { text: "---> 14     raise ValueError", kind: "culprit" },
+        ],
+        whole: [{ text: "Traceback (most recent call last)", kind: "text" }],
+      },
+    });
+    expect(query(el, ".sgpu-failure-title b").textContent).toBe("ValueError");
+    expect(query(el, ".sgpu-failure-culprit").textContent).toBe("---> 14     raise ValueError");
+    button(el, "the whole traceback").click();
+    await vi.waitFor(() => expect(query(el, ".sgpu-failure").textContent).toContain("Traceback"));
+    expect(el.querySelector(".sgpu-buttons")).toBeNull();
+  });
+
+  it("shows a failure that is a sentence whole", async () => {
+    const text = "rank 2 of 4 was killed by SIGKILL: most likely out of memory";
+    const { el } = await shown({
+      failure: { rank: 2, lines: [{ text, kind: "title" }, { text: "NaN in batch 118", kind: "error" }], whole: [] },
+    });
+    expect(query(el, ".sgpu-failure-title b").textContent).toBe(text);
+    expect(query(el, ".sgpu-failure-error").innerHTML).toBe("NaN in batch 118");
+  });
+
+  it("has one stop for the Tab key in the grid, and arrow keys from rank to rank", async () => {
+    const { el } = await shown();
+    const stops = () => [...el.querySelectorAll<SVGElement>(".sgpu-grid [tabindex='0']")];
+    expect(stops()).toHaveLength(1);
+    stops()[0]?.focus();
+    press(stops()[0] ?? el, "ArrowDown");
+    await vi.waitFor(() => expect(stops().map((each) => each.getAttribute("aria-label"))).toEqual(["GPU of rank 1"]));
+    expect(document.activeElement).toBe(stops()[0]);
+    await vi.waitFor(() => expect(query(el, ".sgpu-details").textContent).toContain("rank 1 · running · A10"));
+    press(stops()[0] ?? el, "Escape");
+    await vi.waitFor(() => expect(el.querySelector(".sgpu-details")).toBeNull());
+  });
+
+  it("shows what is being prepared, and no empty log under it", async () => {
+    const { el } = await shown({ state: "preparing", ranks: [], preparing: ["position 2 in the queue"] });
+    expect(query(el, ".sgpu-preparing").textContent).toBe("position 2 in the queue");
+    expect(el.querySelector(".sgpu-log")).toBeNull();
+  });
+
+  it("is denser from nine ranks on", async () => {
+    const { el } = await shown({ ranks: Array.from({ length: 9 }, (_, rank) => card(rank)) });
+    expect(query(el, ".sgpu-grid").className).toBe("sgpu-grid sgpu-dense");
+    expect(query(el, ".sgpu-grid").dataset["columns"]).toBe("8");
+  });
+
+  it("does not go back to an older one", async () => {
+    const { el, transport } = await shown({ seq: 5, state: "running" });
+    transport.draw(picture({ seq: 4, state: "starting" }));
+    transport.draw(picture({ seq: 6, name: "newer" }));
+    await vi.waitFor(() => expect(query(el, ".sgpu-name").textContent).toBe("newer"));
+    expect(query(el, ".sgpu-state").textContent).toBe("running");
+  });
+});
+
+describe("text from ranks", () => {
+  it("is text wherever it stands", async () => {
+    const evil = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>';
+    const { el } = await shown(
+      {
+        name: evil,
+        notes: [evil],
+        stall: [evil],
+        footer: [evil],
+        ranks: [card(0, { last: evil, use: evil, details: [evil], idle: evil })],
+        failure: { rank: 0, lines: [{ text: evil, kind: "error" }], whole: [] },
+      },
+      8,
+      (at) => (at % 2 ? `\x1b[31m${evil}\x1b[0m` : evil),
+    );
+    await vi.waitFor(() => expect(query(el, ".sgpu-log").textContent).toContain(`[0]${evil}[1]${evil}`));
+    button(el, "find").click();
+    const input = await vi.waitFor(() => query(el, ".sgpu-find input") as HTMLInputElement);
+    input.value = "<img src=x";
+    input.dispatchEvent(new Event("input", { bubbles: true }));
+    await vi.waitFor(() => expect(query(el, "mark").textContent).toBe("<img src=x"));
+    query(el, ".sgpu-card").dispatchEvent(new PointerEvent("pointerenter"));
+    await vi.waitFor(() => expect(query(el, ".sgpu-details").textContent).toContain(evil));
+    expect(el.querySelectorAll("img, script")).toHaveLength(0);
+    expect("hacked" in window).toBe(false);
+  });
+});
+
+describe("the log", () => {
+  it("keeps the page small with 1,000,000 lines, and gets the rest when it is in view", async () => {
+    const { el, transport } = await shown({}, 1_000_000);
+    await vi.waitFor(() => expect(query(el, ".sgpu-log").textContent).toContain("line 999999"));
+    expect(query(el, ".sgpu-count").textContent).toBe("1,000,000 lines");
+    expect(el.querySelectorAll(".sgpu-row").length).toBeLessThan(200);
+    expect(Number.parseFloat(query(el, ".sgpu-tall").style.height)).toBeLessThanOrEqual(10_000_000);
+    press(query(el, ".sgpu-log"), "Home");
+    await vi.waitFor(() => expect(query(el, ".sgpu-log").textContent).toContain("[0]line 0["));
+    expect(el.querySelectorAll(".sgpu-row").length).toBeLessThan(200);
+    const asked = transport.asked.filter(({ kind }) => kind === "lines");
+    expect(asked.length).toBeLessThan(6);
+  });
+
+  it("follows its end until it is scrolled up, and again from End on", async () => {
+    const { el, transport } = await shown({}, 400);
+    await vi.waitFor(() => expect(query(el, ".sgpu-log").textContent).toContain("line 399"));
+    transport.tell(told(1, 400, [line(400)], [101, 100, 100, 100]));
+    await vi.waitFor(() => expect(query(el, ".sgpu-log").textContent).toContain("line 400"));
+    press(query(el, ".sgpu-log"), "PageUp");
+    await vi.waitFor(() => expect(query(el, ".sgpu-follow").getAttribute("aria-pressed")).toBe("false"));
+    transport.tell(told(2, 401, Array.from({ length: 90 }, (_, at) => line(401 + at)), [123, 123, 123, 122]));
+    await vi.waitFor(() => expect(query(el, ".sgpu-newer").textContent).toBe("↓ 90 new lines"));
+    expect(query(el, ".sgpu-log").textContent).not.toContain("line 490");
+    press(query(el, ".sgpu-log"), "End");
+    await vi.waitFor(() => expect(query(el, ".sgpu-log").textContent).toContain("line 490"));
+    expect(el.querySelector(".sgpu-newer")).toBeNull();
+  });
+
+  it("asks where the run is when a message is missing", async () => {
+    const { transport } = await shown({}, 4);
+    const hellos = () => transport.asked.filter(({ kind }) => kind === "hello").length;
+    expect(hellos()).toBe(1);
+    transport.tell(told(1, 4, [line(4)], [2, 1, 1, 1]));
+    expect(hellos()).toBe(1);
+    transport.tell(told(3, 6, [line(6)], [2, 2, 2, 1]));
+    expect(hellos()).toBe(2);
+  });
+
+  it("has a tab for each rank, which the arrow keys reach", async () => {
+    const { el } = await shown({}, 40);
+    const chosen = () => query(el, '[role="tab"][aria-selected="true"]');
+    expect(chosen().textContent).toBe("all");
+    press(chosen(), "ArrowRight");
+    await vi.waitFor(() => expect(chosen().textContent).toBe("0"));
+    expect(document.activeElement).toBe(chosen());
+    expect([...el.querySelectorAll<HTMLElement>('[role="tab"]')].filter((tab) => tab.tabIndex === 0)).toEqual([chosen()]);
+    press(chosen(), "End");
+    await vi.waitFor(() => expect(chosen().textContent).toBe("3"));
+    await vi.waitFor(() => expect(query(el, ".sgpu-log").textContent).toContain("line 39"));
+    expect(query(el, ".sgpu-log").textContent).not.toContain("line 38");
+    expect(query(el, ".sgpu-count").textContent).toBe("10 lines");
+    press(chosen(), "ArrowRight");
+    await vi.waitFor(() => expect(chosen().textContent).toBe("all"));
+  });
+
+  it("is searched where it lies, with next, previous and a count", async () => {
+    const { el, transport } = await shown({}, 5_000, (at) => (at % 1000 === 7 ? `needle ${at}` : `hay ${at}`));
+    button(el, "find").click();
+    const input = await vi.waitFor(() => query(el, ".sgpu-find input") as HTMLInputElement);
+    input.value = "needle";
+    input.dispatchEvent(new Event("input", { bubbles: true }));
+    await vi.waitFor(() => expect(query(el, ".sgpu-found").textContent).toBe("5 of 5"));
+    await vi.waitFor(() => expect(query(el, ".sgpu-current mark").textContent).toBe("needle"));
+    press(input, "Enter", { shiftKey: true });
+    await vi.waitFor(() => expect(query(el, ".sgpu-found").textContent).toBe("4 of 5"));
+    await vi.waitFor(() => expect(query(el, ".sgpu-current").textContent).toContain("needle 3007"));
+    expect(transport.asked.filter(({ kind }) => kind === "find")).toHaveLength(1);
+    press(input, "Escape");
+    await vi.waitFor(() => expect(el.querySelector(".sgpu-find, mark")).toBeNull());
+  });
+
+  it("is copied whole without colours, and not when it is too large", async () => {
+    const copied = vi.spyOn(navigator.clipboard, "writeText").mockResolvedValue();
+    let size = 1;
+    const usual = answering(4);
+    const transport = new TestTransport((question) =>
+      question.kind === "log"
+        ? { kind: "log-answer", n: 0, text: "\x1b[31mx\x1b[0m".repeat(size), next_offset: question.offset < 9 ? question.offset + 9 : null }
+        : usual(question),
+    );
+    const { el } = mounted(transport);
+    await vi.waitFor(() => expect(el.querySelector(".sgpu-log")).not.toBeNull());
+    button(el, "copy").click();
+    await vi.waitFor(() => expect(query(el, ".sgpu-count").textContent).toBe("copied 0.0 MB"));
+    expect(copied).toHaveBeenCalledWith("xx");
+    size = 300_000;
+    button(el, "copy").click();
+    await vi.waitFor(() => expect(query(el, ".sgpu-count").textContent).toContain("download it instead"));
+    expect(copied).toHaveBeenCalledTimes(1);
+    copied.mockRestore();
+  });
+});
+
+describe("the buttons", () => {
+  it("cancel the run and show where the ranks are", async () => {
+    const { el } = await shown();
+    button(el, "Stacks").click();
+    await vi.waitFor(() => expect(query(el, ".sgpu-stacks").textContent).toContain("rank 1   is in load_batch"));
+    button(el, "close").click();
+    await vi.waitFor(() => expect(el.querySelector(".sgpu-stacks")).toBeNull());
+    button(el, "Cancel").click();
+    await vi.waitFor(() => expect(query(el, ".sgpu-notice").textContent).toContain("cancelling run 7f3a"));
+  });
+
+  it("interrupt the kernel where it does not answer", async () => {
+    const usual = answering(0);
+    const transport = new TestTransport((question) => (question.kind === "cancel" ? never() : usual(question)), "shell");
+    transport.interrupt = () => {
+      transport.interrupted += 1;
+      return Promise.resolve();
+    };
+    const { el } = mounted(transport);
+    await vi.waitFor(() => expect(el.querySelector(".sgpu-state")).not.toBeNull());
+    transport.link({ busy: true, away: false, ended: "" });
+    await vi.waitFor(() => expect(button(el, "Cancel").title).toBe("Stop this run (interrupts the kernel)"));
+    button(el, "Cancel").click();
+    await vi.waitFor(() => expect(query(el, ".sgpu-notice").textContent).toContain("was interrupted"), 3_000);
+    expect(transport.interrupted).toBe(1);
+  });
+
+  it("are words while the kernel is busy and the front end can't interrupt it", async () => {
+    const { el, transport } = mounted(new TestTransport(answering(0), "shell"));
+    await vi.waitFor(() => expect(button(el, "Cancel").disabled).toBe(false));
+    transport.link({ busy: true, away: false, ended: "" });
+    await vi.waitFor(() => expect(query(el, ".sgpu-hint").textContent).toBe("to cancel, use the notebook's Interrupt button"));
+    expect([...el.querySelectorAll("button")].map((each) => each.textContent)).not.toContain("Cancel");
+    transport.link({ busy: false, away: false, ended: "" });
+    await vi.waitFor(() => expect(button(el, "Cancel").disabled).toBe(false));
+  });
+
+  it("say why there is no answer", async () => {
+    const usual = answering(0);
+    const { el } = mounted(
+      new TestTransport((question) => (question.kind === "stacks" ? refusing("no stacks from this pool") : usual(question))),
+    );
+    await vi.waitFor(() => expect(el.querySelector(".sgpu-state")).not.toBeNull());
+    button(el, "Stacks").click();
+    await vi.waitFor(() => expect(query(el, ".sgpu-notice").textContent).toContain("stacks: no stacks from this pool"));
+  });
+});
+
+describe("the end of the link", () => {
+  it("names the run and the command that brings it back, and stops the clock", async () => {
+    const { el, transport } = await shown();
+    transport.tell({ kind: "gone", text: "the kernel was restarted" });
+    await vi.waitFor(() => expect(query(el, ".sgpu-banner").textContent).toContain("this was run 7f3a: %sgpu_attach 7f3a shows it"));
+    expect(query(el, ".sgpu-state").textContent).toBe("was running");
+    const copied = vi.spyOn(navigator.clipboard, "writeText").mockResolvedValue();
+    button(el, "Copy command").click();
+    expect(copied).toHaveBeenCalledWith("%sgpu_attach 7f3a");
+    copied.mockRestore();
+    transport.link({ busy: false, away: true, ended: "" });
+    await new Promise(requestAnimationFrame);
+    expect(query(el, ".sgpu-banner").textContent).toContain("the kernel was restarted");
+  });
+
+  it("is told while it may come back", async () => {
+    const { el, transport } = await shown();
+    transport.link({ busy: false, away: true, ended: "" });
+    await vi.waitFor(() => expect(query(el, ".sgpu-banner").textContent).toContain("the link to the kernel is down"));
+    transport.link({ busy: true, away: false, ended: "" });
+    await vi.waitFor(() => expect(query(el, ".sgpu-banner").textContent).toContain("the kernel is busy"));
+    expect(transport.asked.filter(({ kind }) => kind === "hello")).toHaveLength(2);
+  });
+});
+
+describe("manners", () => {
+  afterEach(() => pageIs(false));
+
+  it("draw nothing while the page is hidden, and ask where the run is after a while", async () => {
+    const { el, transport } = await shown();
+    vi.useFakeTimers();
+    pageIs(true);
+    transport.draw(picture({ seq: 2, name: "unseen" }));
+    vi.advanceTimersByTime(6_000);
+    expect(query(el, ".sgpu-name").textContent).toBe("train_digits");
+    expect(vi.getTimerCount()).toBeLessThanOrEqual(1);
+    pageIs(false);
+    await vi.advanceTimersByTimeAsync(50);
+    expect(query(el, ".sgpu-name").textContent).toBe("unseen");
+    expect(transport.asked.filter(({ kind }) => kind === "hello")).toHaveLength(2);
+  });
+
+  it("run the clock in the meantime", async () => {
+    vi.useFakeTimers();
+    const { el } = mounted(new TestTransport(answering(0)));
+    await vi.advanceTimersByTimeAsync(100);
+    expect(query(el, ".sgpu-clock").textContent).toBe("02:14");
+    await vi.advanceTimersByTimeAsync(3_000);
+    expect(query(el, ".sgpu-clock").textContent).toBe("02:17");
+  });
+
+  it("leave nothing behind: no element, no timer, no listener", async () => {
+    vi.useFakeTimers();
+    const listening = new Set<string>();
+    const observing = new Set<ResizeObserver>();
+    vi.stubGlobal(
+      "ResizeObserver",
+      class {
+        observe(this: ResizeObserver) {
+          observing.add(this);
+        }
+        disconnect(this: ResizeObserver) {
+          observing.delete(this);
+        }
+      },
+    );
+    const added = vi.spyOn(document, "addEventListener");
+    const { el, end, transport } = mounted(new TestTransport(answering(50_000)));
+    await vi.advanceTimersByTimeAsync(300);
+    for (const [name, , options] of added.mock.calls) {
+      if (typeof options === "object" && options.signal === end.signal) listening.add(name);
+      else throw new Error(`a listener of ${name} that no signal ends`);
+    }
+    expect([...listening]).toEqual(["visibilitychange"]);
+    added.mockRestore();
+    expect(observing.size).toBe(1);
+    end.abort();
+    expect(observing.size).toBe(0);
+    vi.unstubAllGlobals();
+    await vi.advanceTimersByTimeAsync(20);
+    expect(el.childElementCount).toBe(0);
+    expect(transport.disposed).toBe(true);
+    expect(vi.getTimerCount()).toBe(0);
+    transport.draw(picture({ seq: 9 }));
+    expect(vi.getTimerCount()).toBe(0);
+  });
+});

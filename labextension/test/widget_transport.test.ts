@@ -1,0 +1,264 @@
+import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
+
+import type { Question, Told } from "../src/run_view/messages";
+import type { LinkState } from "../src/run_view/transport";
+import { EXPIRY_MS, PATIENCE_MS, WidgetTransport } from "../src/run_view/widget_transport";
+import { picture } from "./samples";
+
+type Callback = (...args: never[]) => void;
+
+class FakeSignal<T> {
+  readonly slots = new Set<(sender: unknown, value: T) => void>();
+  connect(slot: (sender: unknown, value: T) => void) {
+    this.slots.add(slot);
+  }
+  disconnect(slot: (sender: unknown, value: T) => void) {
+    this.slots.delete(slot);
+  }
+  emit(value: T) {
+    for (const slot of [...this.slots]) slot(this, value);
+  }
+}
+
+interface ControlMessage {
+  readonly header: Readonly<Record<string, unknown>>;
+  readonly channel: string;
+  readonly content: { readonly model_id: string; readonly question: Question };
+}
+
+class FakeFuture {
+  onReply: (message: { content: object }) => void = () => undefined;
+  readonly done = new Promise<void>(() => undefined);
+  constructor(readonly message: ControlMessage) {}
+}
+
+class FakeKernel {
+  clientId = "client";
+  username = "";
+  status = "busy";
+  readonly statusChanged = new FakeSignal<string>();
+  readonly connectionStatusChanged = new FakeSignal<string>();
+  readonly disposed = new FakeSignal<unknown>();
+  readonly futures: FakeFuture[] = [];
+  interrupts = 0;
+  sendControlMessage?: (message: ControlMessage) => FakeFuture;
+
+  constructor(readonly supportsSubshells: boolean, control = true) {
+    if (control) {
+      this.sendControlMessage = (message) => {
+        const future = new FakeFuture(message);
+        this.futures.push(future);
+        return future;
+      };
+    }
+  }
+
+  interrupt() {
+    this.interrupts += 1;
+    return Promise.resolve();
+  }
+}
+
+class FakeModel {
+  readonly sent: Question[] = [];
+  readonly callbacks = new Map<string, Set<Callback>>();
+  readonly widget_manager: unknown;
+
+  constructor(
+    readonly traits: Record<string, unknown>,
+    kernel: FakeKernel | null,
+  ) {
+    this.widget_manager = kernel ? { kernel } : {};
+  }
+
+  get(name: string) {
+    return this.traits[name];
+  }
+  send(content: unknown) {
+    this.sent.push(content as Question);
+  }
+  on(name: string, callback: Callback) {
+    this.callbacks.set(name, (this.callbacks.get(name) ?? new Set()).add(callback));
+  }
+  off(name: string, callback: Callback) {
+    this.callbacks.get(name)?.delete(callback);
+  }
+  emit(name: string, value?: unknown) {
+    for (const callback of this.callbacks.get(name) ?? []) (callback as (value: unknown) => void)(value);
+  }
+}
+
+function linked(kernel: FakeKernel | null, comms = "subshell") {
+  const model = new FakeModel({ snapshot: picture(), comms, model_key: "model-1" }, kernel);
+  const transport = new WidgetTransport(model);
+  const states: LinkState[] = [];
+  const news: Told[] = [];
+  transport.onLink((state) => states.push(state));
+  transport.onTold((message) => news.push(message));
+  return { model, transport, states, news };
+}
+
+const text = (n: number) => ({ kind: "text", n, lines: ["done"] });
+
+beforeEach(() => {
+  vi.useFakeTimers();
+  // questions are numbered from a random number on
+  vi.spyOn(Math, "random").mockReturnValue(0);
+});
+afterEach(() => {
+  vi.restoreAllMocks();
+  vi.useRealTimers();
+});
+
+describe("the way of a question", () => {
+  it("is the comm where the kernel answers comms on a subshell", async () => {
+    const { model, transport } = linked(new FakeKernel(true));
+    expect(transport.kind).toBe("subshell");
+    const answer = transport.ask({ kind: "stacks" });
+    expect(model.sent).toEqual([{ kind: "stacks", n: 1 }]);
+    model.emit("msg:custom", text(1));
+    await expect(answer).resolves.toEqual(text(1));
+  });
+
+  it("is the control channel where comms wait for the cell", async () => {
+    const kernel = new FakeKernel(true);
+    const { model, transport } = linked(kernel, "blocking");
+    expect(transport.kind).toBe("control");
+    const answer = transport.ask({ kind: "cancel" });
+    expect(model.sent).toEqual([]);
+    const message = kernel.futures[0]?.message;
+    expect(message?.channel).toBe("control");
+    expect(message?.header).toMatchObject({ msg_type: "sgpu_request", session: "client", subshell_id: null });
+    expect(message?.content).toEqual({ model_id: "model-1", question: { kind: "cancel", n: 1 } });
+    kernel.futures[0]?.onReply({ content: { status: "ok", answer: text(1) } });
+    await expect(answer).resolves.toEqual(text(1));
+  });
+
+  it.each([
+    ["a kernel without subshells", new FakeKernel(false), "control"],
+    ["a front end without a control channel", new FakeKernel(false, false), "shell"],
+    ["a front end that shows no kernel", null, "shell"],
+  ])("with %s is right", (_name, kernel, kind) => {
+    expect(linked(kernel).transport.kind).toBe(kind);
+  });
+
+  it("turns to the control channel when the comm is silent, then calls the kernel busy", async () => {
+    const kernel = new FakeKernel(true);
+    const { transport, states } = linked(kernel);
+    const answer = transport.ask({ kind: "stacks" });
+    vi.advanceTimersByTime(PATIENCE_MS - 1);
+    expect(kernel.futures).toHaveLength(0);
+    vi.advanceTimersByTime(1);
+    expect(kernel.futures[0]?.message.content.question).toEqual({ kind: "stacks", n: 1 });
+    expect(states.at(-1)?.busy).toBe(false);
+    vi.advanceTimersByTime(PATIENCE_MS);
+    expect(states.at(-1)?.busy).toBe(true);
+    kernel.futures[0]?.onReply({ content: { status: "ok", answer: text(1) } });
+    await answer;
+    expect(states.at(-1)?.busy).toBe(false);
+  });
+
+  it("gives up after a while, so that it can be asked again", async () => {
+    const { transport } = linked(new FakeKernel(true));
+    const answer = expect(transport.ask({ kind: "stacks" })).rejects.toThrow("the kernel has not answered");
+    vi.advanceTimersByTime(EXPIRY_MS);
+    await answer;
+  });
+
+  it("waits on the main shell until the cell has ended, and says that the kernel is busy", async () => {
+    const { model, transport, states } = linked(null);
+    const answer = transport.ask({ kind: "lines", first: 0, count: 200, rank: null });
+    vi.advanceTimersByTime(EXPIRY_MS * 10);
+    expect(states.at(-1)?.busy).toBe(true);
+    model.emit("msg:custom", { kind: "lines-answer", n: 1, first: 0, rows: [], total: 0 });
+    await expect(answer).resolves.toMatchObject({ total: 0 });
+    expect(states.at(-1)?.busy).toBe(false);
+  });
+
+  it("goes by comm after a control channel that does not know it", async () => {
+    const kernel = new FakeKernel(false);
+    const { model, transport } = linked(kernel);
+    const answer = transport.ask({ kind: "stacks" });
+    kernel.futures[0]?.onReply({ content: { status: "error", evalue: "unknown message" } });
+    await vi.waitFor(() => expect(model.sent).toEqual([{ kind: "stacks", n: 1 }]));
+    model.emit("msg:custom", text(1));
+    await expect(answer).resolves.toEqual(text(1));
+  });
+});
+
+describe("what comes by itself", () => {
+  it("is the snapshot of the model, now and when it changes", () => {
+    const { model, transport } = linked(null);
+    const drawn: number[] = [];
+    transport.onSnapshot(({ seq }) => drawn.push(seq));
+    model.traits["snapshot"] = picture({ seq: 2 });
+    model.emit("change:snapshot");
+    model.traits["snapshot"] = {};
+    model.emit("change:snapshot");
+    expect(drawn).toEqual([1, 2]);
+  });
+
+  it("is told, and what makes no sense is left out", () => {
+    const warn = vi.spyOn(console, "warn").mockReturnValue();
+    const { model, news } = linked(null);
+    model.emit("msg:custom", { kind: "lines", seq: 1, first: 0, rows: [], ranks: [] });
+    model.emit("msg:custom", { kind: "lines", seq: "1" });
+    model.emit("msg:custom", "text");
+    expect(news).toEqual([{ kind: "lines", seq: 1, first: 0, rows: [], ranks: [] }]);
+    expect(warn).toHaveBeenCalledTimes(2);
+    warn.mockRestore();
+  });
+
+  it.each([
+    ["restarting", "the kernel was restarted"],
+    ["autorestarting", "the kernel was restarted"],
+    ["dead", "the kernel has died"],
+  ])("is the kernel's end: %s", async (status, ended) => {
+    const kernel = new FakeKernel(true);
+    const { transport, states } = linked(kernel);
+    const answer = expect(transport.ask({ kind: "stacks" })).rejects.toThrow(ended);
+    kernel.statusChanged.emit(status);
+    await answer;
+    expect(states.at(-1)?.ended).toBe(ended);
+    await expect(transport.ask({ kind: "stacks" })).rejects.toThrow(ended);
+  });
+
+  it("is that the link is down, and back", () => {
+    const kernel = new FakeKernel(true);
+    const { states } = linked(kernel);
+    kernel.connectionStatusChanged.emit("connecting");
+    expect(states.at(-1)?.away).toBe(true);
+    kernel.connectionStatusChanged.emit("connected");
+    expect(states.at(-1)?.away).toBe(false);
+  });
+});
+
+describe("a closed transport", () => {
+  it("leaves no listener and no timer", async () => {
+    const kernel = new FakeKernel(true);
+    const { model, transport } = linked(kernel);
+    const answer = expect(transport.ask({ kind: "stacks" })).rejects.toThrow("the view is closed");
+    transport.dispose();
+    await answer;
+    for (const callbacks of model.callbacks.values()) expect(callbacks.size).toBe(0);
+    for (const signal of [kernel.statusChanged, kernel.connectionStatusChanged, kernel.disposed]) {
+      expect(signal.slots.size).toBe(0);
+    }
+    expect(vi.getTimerCount()).toBe(0);
+    await expect(transport.ask({ kind: "stacks" })).rejects.toThrow("the view is closed");
+  });
+});
+
+describe("two views of one model", () => {
+  it("do not take each other's answers", async () => {
+    vi.mocked(Math.random).mockReturnValueOnce(0.25).mockReturnValueOnce(0.5);
+    const model = new FakeModel({ comms: "subshell", model_key: "key" }, null);
+    const first = new WidgetTransport(model);
+    const second = new WidgetTransport(model);
+    const waiting = [first.ask({ kind: "stacks" }), second.ask({ kind: "stacks" })];
+    const numbers = model.sent.map((question) => (question as Question).n);
+    expect(new Set(numbers).size).toBe(2);
+    for (const n of numbers.toReversed()) model.emit("msg:custom", text(n));
+    expect((await Promise.all(waiting)).map((answer) => answer.n)).toEqual(numbers);
+  });
+});

@@ -1,0 +1,196 @@
+"""NVML: the one owner of `pynvml`. What is used of it, its errors in words, values that may be absent."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+
+class Memory(Protocol):
+    total: int
+    used: int
+
+
+class GpuProcess(Protocol):
+    """A compute process. `usedGpuMemory` is None where the driver does not tell, as on Windows."""
+
+    pid: int
+    usedGpuMemory: int | None
+
+
+class ProcessSample(Protocol):
+    """How much of the GPU's time a process had until `timeStamp` (microseconds since the epoch), 0 to 100."""
+
+    pid: int
+    timeStamp: int
+    smUtil: int
+
+
+class Nvml(Protocol):
+    """The part of `pynvml` (nvidia-ml-py) that is used here; the module itself has no types."""
+
+    NVMLError: type[Exception]
+    NVMLLibraryMismatchError: type[Exception]
+    nvmlMemory_v2: int
+    NVML_TEMPERATURE_GPU: int
+
+    def nvmlInit(self) -> None: ...
+    def nvmlShutdown(self) -> None: ...
+    def nvmlDeviceGetCount(self) -> int: ...
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> object: ...
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> object: ...
+    def nvmlDeviceGetPciInfo(self, handle: object) -> Any: ...
+    def nvmlDeviceGetUUID(self, handle: object) -> str: ...
+    def nvmlDeviceGetName(self, handle: object) -> str: ...
+    def nvmlDeviceGetMemoryInfo(self, handle: object, version: int | None = None) -> Memory: ...
+    def nvmlDeviceGetUtilizationRates(self, handle: object) -> Any: ...
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: object) -> Sequence[GpuProcess]: ...
+    def nvmlDeviceGetProcessUtilization(self, handle: object, since_us: int) -> Sequence[ProcessSample]: ...
+    def nvmlDeviceGetPowerUsage(self, handle: object) -> int: ...
+    def nvmlDeviceGetTemperature(self, handle: object, sensor: int) -> int: ...
+    def nvmlDeviceGetTemperatureV(self, handle: object, sensor: int) -> int: ...
+    def nvmlDeviceGetMigMode(self, handle: object) -> Sequence[int]: ...
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: object) -> int: ...
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: object, index: int) -> object: ...
+
+
+class Code(enum.IntEnum):
+    """Return codes of NVML, nvmlReturn_t in nvml.h."""
+
+    UNINITIALIZED = 1
+    NO_PERMISSION = 4
+    NOT_FOUND = 6
+    DRIVER_NOT_LOADED = 9
+    LIBRARY_NOT_FOUND = 12
+    FUNCTION_NOT_FOUND = 13
+    GPU_IS_LOST = 15
+    RESET_REQUIRED = 16
+    LIB_RM_VERSION_MISMATCH = 18
+
+
+def open_nvml() -> Nvml:
+    """Load and initialise NVML; who opens it closes it with `close_nvml`. It counts how often it is open.
+
+    Raises:
+        NVMLError: It can't be opened (`open_problem` says why).
+    """
+    import pynvml
+
+    nvml = cast(Nvml, pynvml)
+    nvml.nvmlInit()
+    return nvml
+
+
+def close_nvml(nvml: Nvml) -> None:
+    """Give it back: an open NVML keeps an administrator from resetting a GPU."""
+    with contextlib.suppress(nvml.NVMLError):
+        nvml.nvmlShutdown()
+
+
+def nvml_error() -> type[Exception]:
+    """The class of NVML's errors."""
+    import pynvml
+
+    return cast(Nvml, pynvml).NVMLError
+
+
+# ---------------------------------------------------------------- values that may be absent
+
+
+def memory(nvml: Nvml, handle: object) -> tuple[int, int | None]:
+    """(total, used) in bytes. Version 2 leaves out the driver's own share, over 5 % on small GPUs.
+
+    Raises:
+        NVMLError: The device or the driver is gone.
+    """
+    for version in (nvml.nvmlMemory_v2, None):
+        try:
+            found = nvml.nvmlDeviceGetMemoryInfo(handle, version)
+            return int(found.total), int(found.used)
+        except nvml.NVMLError as error:
+            raise_if_lost(error)
+    return 0, None
+
+
+def utilization(nvml: Nvml, handle: object) -> int | None:
+    """How busy a GPU was in the last moments, 0 to 100; None where nobody tells, as on MIG slices.
+
+    Raises:
+        NVMLError: The device or the driver is gone.
+    """
+    try:
+        return int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+    except nvml.NVMLError as error:
+        raise_if_lost(error)
+        return None
+
+
+# ---------------------------------------------------------------- NVML's errors
+
+
+def code_of(error: BaseException) -> int:
+    """The return code that NVML gave, 0 when it is none of its errors."""
+    return int(getattr(error, "value", 0))
+
+
+def raise_if_lost(error: BaseException) -> None:
+    """Raise `error` again if the device or the driver is gone. Any other only leaves one value untold."""
+    if code_of(error) in {
+        Code.UNINITIALIZED,
+        Code.DRIVER_NOT_LOADED,
+        Code.GPU_IS_LOST,
+        Code.RESET_REQUIRED,
+        Code.LIB_RM_VERSION_MISMATCH,
+    }:
+        raise error
+
+
+def open_problem(code: int) -> str:
+    """Say why NVML can't be opened; "" where it has nothing to tell about."""
+    if code == Code.LIBRARY_NOT_FOUND:
+        return ""
+    # images often bring the library to machines that have no GPU for it
+    if code == Code.DRIVER_NOT_LOADED and not _has_nvidia_hardware():
+        return ""
+    return problem_text("the GPUs can't be listed", code)
+
+
+def _has_nvidia_hardware() -> bool:
+    for vendor in Path("/sys/bus/pci/devices").glob("*/vendor"):
+        with contextlib.suppress(OSError):
+            if vendor.read_text().strip() == "0x10de":
+                return True
+    return False
+
+
+_REASONS: dict[int, tuple[str, str]] = {
+    Code.DRIVER_NOT_LOADED: ("the NVIDIA driver is not loaded", "load it with `modprobe nvidia`, or reboot"),
+    Code.FUNCTION_NOT_FOUND: (
+        "the NVIDIA driver is older than the package nvidia-ml-py expects",
+        "update the driver, or install an older nvidia-ml-py",
+    ),
+    Code.GPU_IS_LOST: (
+        "it has fallen off the bus",
+        "reset it with `nvidia-smi --gpu-reset` or reboot, and look into `dmesg`",
+    ),
+    Code.LIB_RM_VERSION_MISMATCH: (
+        "the NVIDIA driver and its library are of different versions, as after an update",
+        "reboot, or reload the driver",
+    ),
+    Code.NO_PERMISSION: ("this user may not open them", "ask the administrator for access to /dev/nvidia*"),
+    Code.RESET_REQUIRED: ("it must be reset", "run `nvidia-smi --gpu-reset` or reboot"),
+}
+
+
+def problem_text(what: str, code: int) -> str:
+    """One sentence: what does not work, why, the remedy."""
+    reason, remedy = reason_and_remedy(code)
+    return f"{what[:1].upper()}{what[1:]}: {reason}; {remedy}."
+
+
+def reason_and_remedy(code: int) -> tuple[str, str]:
+    """Why NVML does not answer, such as `it has fallen off the bus`, and what to do."""
+    return _REASONS.get(code, (f"NVML answers with error {code}", "see what `nvidia-smi` says"))

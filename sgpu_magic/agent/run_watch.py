@@ -1,0 +1,77 @@
+"""Everything that looks at a run's ranks while they run: stacks, stalls, use of CPU and GPU, idle GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sgpu_magic.agent.group import Group
+from sgpu_magic.agent.idle_gpus import IdleGpus
+from sgpu_magic.agent.run_sampler import RunSampler
+from sgpu_magic.agent.sampling import Sampling
+from sgpu_magic.agent.stack_taking import StackTaker
+from sgpu_magic.agent.stacks import NotebookFrames
+from sgpu_magic.agent.stall_watch import StallWatch
+from sgpu_magic.config import Settings
+from sgpu_magic.protocol.events import EventBody
+from sgpu_magic.protocol.records import Lease
+
+
+class RunWatch:
+    """Watches one run.
+
+    Args:
+        group: Its ranks.
+        lease: Their devices.
+        notebook: Tells the notebook's frames.
+        has_reported: Whether a rank's cell is done or failed.
+        sampling: The agent's sampler.
+        settings: For how long nothing may move.
+        say: Takes what was found.
+
+    Attributes:
+        taker: Takes the ranks' stacks.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        lease: Lease,
+        notebook: NotebookFrames,
+        has_reported: Callable[[int], bool],
+        sampling: Sampling,
+        settings: Settings,
+        say: Callable[[EventBody], None],
+    ) -> None:
+        self.taker = StackTaker(group, notebook, has_reported)
+        self._sampling = sampling
+        self._idle = IdleGpus(self.taker, notebook, settings.idle_gpu_s, say)
+        self._sampler = RunSampler(group, lease, say, self._idle.used)
+        self._stalls = StallWatch(
+            group,
+            self.taker,
+            notebook,
+            sampling.processes,
+            sampling.gpus,
+            self._sampler.gpus,
+            settings.stall_s,
+            say,
+        )
+
+    def start(self) -> None:
+        """The ranks are there."""
+        self._stalls.start()
+        self._sampling.begin(self._sampler)
+
+    def wrote(self) -> None:
+        """A rank has printed something."""
+        self._stalls.wrote()
+
+    def is_ending(self) -> None:
+        """Ranks fall, or are stopped: that they wait means nothing any more. What they use is still told."""
+        self._stalls.stop()
+        self._idle.stop()
+
+    def end(self) -> None:
+        """The run's last word follows."""
+        self.is_ending()
+        self._sampling.end(self._sampler)

@@ -1,0 +1,57 @@
+"""A run's events as its directory keeps them, read while more are written: by the pool and beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from sgpu_magic.protocol.codec import FrameReader
+from sgpu_magic.protocol.events import Event, Submitted
+from sgpu_magic.protocol.records import RunSpec
+from sgpu_magic.protocol.run_files import EVENTS
+
+_decoder = msgspec.msgpack.Decoder(Event)
+_READ_BYTES = 1 << 20
+
+
+class EventFile:
+    """Reads `events.msgpack` of a run's directory from where it stopped the last time.
+
+    Each reading begins after the last whole event: what a killed service left half written is cut off by the next
+    one, and other bytes come in its place. Holds no file open between two readings.
+
+    Args:
+        directory: The run's directory.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / EVENTS
+        self._taken_bytes = 0
+
+    def new_events(self) -> Iterator[tuple[Event, Sequence[bytes]]]:
+        """Yield each event that is there and was not yielded before, with its raw frames.
+
+        Raises:
+            OSError: There is no event log.
+            ValueError: It is damaged.
+        """
+        reader = FrameReader(_decoder)
+        with open(self._path, "rb") as file:
+            file.seek(self._taken_bytes)
+            read_bytes = self._taken_bytes
+            while chunk := file.read(_READ_BYTES):
+                read_bytes += len(chunk)
+                for event, frames in reader.feed(chunk):
+                    self._taken_bytes = read_bytes - reader.incomplete_bytes
+                    yield event, frames
+
+
+def read_spec(directory: Path) -> RunSpec | None:
+    """What was submitted, None when the log does not tell."""
+    try:
+        first = next(EventFile(directory).new_events(), None)
+    except (OSError, ValueError, msgspec.DecodeError):
+        return None
+    return first[0].body.spec if first is not None and isinstance(first[0].body, Submitted) else None

@@ -1,0 +1,295 @@
+"""Runs as the server sees them: each folded once from its directory, for all pages that look at it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from sgpu_magic.commands import ledger_file
+from sgpu_magic.config import Settings
+from sgpu_magic.errors import PoolError
+from sgpu_magic.event_file import EventFile, read_spec
+from sgpu_magic.jupyter_server.outputs import Output, cell_outputs, rich_outputs
+from sgpu_magic.live.answers import Answers
+from sgpu_magic.live.feed import Feed
+from sgpu_magic.live.log_reader import LogReader
+from sgpu_magic.live.messages import Answer, NewLines, Question, Snapshot
+from sgpu_magic.protocol.events import Detached, DisplayPublished, Event, EventBody, Noted, OutputCleared, RunEnded
+from sgpu_magic.protocol.ids import is_valid_id, short
+from sgpu_magic.protocol.records import Failure, RunSpec
+from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.render.view import RunView
+
+IDLE_S = 60.0
+"""A run that nobody has asked about for so long is forgotten; its directory still has it."""
+# whether anybody can still be at it is asked of the ledger so often at most
+_LEDGER_EVERY_S = 2.0
+
+
+class RunNotHere(Exception):
+    """This machine has no such run; the text says so to a person."""
+
+
+class Known(msgspec.Struct, frozen=True, kw_only=True):
+    """What a page knows of a run.
+
+    Args:
+        after: The number of the last `NewLines` it was told.
+        lines: Lines of all ranks it was told.
+        drawn: The number of the last snapshot it was told.
+        displays: As in `News`.
+    """
+
+    after: int = 0
+    lines: int = 0
+    drawn: int = 0
+    displays: int = 0
+
+
+class News(msgspec.Struct, frozen=True, kw_only=True):
+    """What is new of a run to a page.
+
+    Args:
+        snapshot: The newest, None when the page has it.
+        told: New lines.
+        seq: The number of the last `NewLines`.
+        lines: Lines of all ranks so far.
+        displays: Grows when a rank displays something or takes it away.
+        final: Nothing changes any more.
+    """
+
+    snapshot: Snapshot | None
+    told: tuple[NewLines, ...]
+    seq: int
+    lines: int
+    displays: int
+    final: bool
+
+
+class Follower:
+    """One run, folded from its directory. Methods may be called by any thread, and may block.
+
+    Args:
+        settings: Where the pool and the ledger are.
+        directory: The run's directory.
+        spec: What was submitted.
+    """
+
+    def __init__(self, settings: Settings, directory: Path, spec: RunSpec) -> None:
+        self.spec = spec
+        self._settings = settings
+        self._directory = directory
+        self._view = RunView(spec, settings.output_limit, error_follows=True)
+        self._view.directory = str(directory)
+        self._feed = Feed(self._view)
+        self._answers = Answers(self._view, self._feed, LogReader(directory), self._cancel, self._stacks)
+        self._file = EventFile(directory)
+        self._lock = threading.Lock()
+        self._snapshot: Snapshot | None = None
+        self._seq = 0
+        self._displays = 0
+        self._returns = True
+        self._ended_elsewhere = 0
+        self._ledger_at = time.monotonic()
+        if spec.detach:
+            self._note_detached(spec.submitted_at)
+
+    @property
+    def is_final(self) -> bool:
+        return self._view.is_final
+
+    def news(self, known: Known) -> News | None:
+        """Return what a page does not know yet, None when it knows everything.
+
+        Raises:
+            RunNotHere: The run's directory has gone.
+        """
+        with self._lock:
+            self._catch_up()
+            snapshot = self._snapshot if self._snapshot and self._snapshot.seq > known.drawn else None
+            lines = self._feed.since(known.lines)
+            told = (msgspec.structs.replace(lines, seq=known.after + 1),) if lines is not None else ()
+            # the picture of the end comes with the end
+            final = self.is_final and self._snapshot is not None and self._snapshot.final
+            if not (snapshot or told or final or self._displays != known.displays):
+                return None
+            total = sum(lines.ranks) if lines is not None else known.lines
+            return News(
+                snapshot=snapshot,
+                told=told,
+                seq=known.after + len(told),
+                lines=total,
+                displays=self._displays,
+                final=final,
+            )
+
+    def no_news(self, known: Known) -> News:
+        """Return that there is nothing new."""
+        return News(snapshot=None, told=(), seq=known.after, lines=known.lines, displays=known.displays, final=False)
+
+    def answer(self, question: Question) -> Answer:
+        """Answer a view's question.
+
+        Raises:
+            RunNotHere: The run's directory has gone.
+        """
+        with self._lock:
+            self._catch_up()
+        return self._answers.answer(question)
+
+    def outputs(self) -> list[Output] | None:
+        """Return what the run's cell shows at the end, None while it goes on.
+
+        Raises:
+            RunNotHere: The run's directory has gone.
+        """
+        with self._lock:
+            self._catch_up()
+            return cell_outputs(self._view, self._directory, returns=self._returns) if self.is_final else None
+
+    def displays(self) -> list[Output]:
+        """Return what the ranks have displayed so far.
+
+        Raises:
+            RunNotHere: The run's directory has gone.
+        """
+        with self._lock:
+            self._catch_up()
+            return rich_outputs(self._view)
+
+    # ------------------------------------------------------------ within, under the lock
+
+    def _catch_up(self) -> None:
+        if not self.is_final:
+            self._read()
+        if not self.is_final and time.monotonic() > self._ledger_at + _LEDGER_EVERY_S:
+            self._ledger_at = time.monotonic()
+            self._end_if_lost()
+        self._snapshot = self._feed.snapshot(time.monotonic()) or self._snapshot
+
+    def _read(self) -> None:
+        try:
+            for event, frames in self._file.new_events():
+                self._apply(event, frames)
+                if self.is_final:
+                    # as in the notebook: what comes after its end is not drawn
+                    return
+        except FileNotFoundError:
+            raise _not_here(self.spec.run_id) from None
+
+    def _apply(self, event: Event, frames: Sequence[bytes]) -> None:
+        self._seq = event.seq
+        if isinstance(event.body, Detached):
+            self._note_detached(event.at)
+        self._view.apply(event, frames)
+        self._feed.apply(event)
+        if isinstance(event.body, DisplayPublished | OutputCleared):
+            self._displays += 1
+
+    def _note_detached(self, at: float) -> None:
+        self._returns = False
+        text = f"it goes on without its notebook; %sgpu_attach {short(self.spec.run_id)} brings what it returns"
+        self._view.apply(self._event(Noted(text=text), at))
+
+    def _end_if_lost(self) -> None:
+        """A run whose pool and agent were killed says nothing any more: end it here as its notebook would."""
+        try:
+            row = ledger_file.find_run(self._settings, self.spec.run_id)
+        except PoolError:
+            return
+        self._ended_elsewhere = self._ended_elsewhere + 1 if row is not None and row.state.is_final else 0
+        # the ledger may know of an end a moment before the run's directory has it
+        if self._ended_elsewhere < 2:
+            return
+        self._read()
+        if not self.is_final:
+            failure = Failure(kind=FailureKind.NODE_LOST, message=ledger_file.LOST, at=time.time())
+            elapsed = self._view.elapsed_s()
+            ended = RunEnded(state=RunState.FAILED, failure=failure, running_s=elapsed, total_s=elapsed)
+            self._apply(self._event(ended, time.time()), ())
+
+    def _event(self, body: EventBody, at: float) -> Event:
+        return Event(run_id=self.spec.run_id, seq=self._seq + 1, at=at, body=body)
+
+    def _cancel(self) -> str:
+        # the client's half is heavy, and few servers are ever asked
+        from sgpu_magic.client.pool import Pool
+
+        pool = Pool(self._settings)
+        try:
+            pool.cancel(self.spec.run_id, "Cancel was pressed")
+            return f"run {short(self.spec.run_id)} is being stopped"
+        finally:
+            pool.close()
+
+    def _stacks(self) -> Sequence[str]:
+        from sgpu_magic.commands.runs import stacks
+
+        return stacks(self._settings, self.spec.run_id).splitlines()
+
+
+class Followers:
+    """The runs that somebody looks at. Methods may be called by any thread.
+
+    Args:
+        settings: Where the runs lie.
+        clock: Monotonic time in seconds.
+    """
+
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._followers: dict[str, Follower] = {}
+        self._asked_at: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._followers)
+
+    def get(self, run_id: str) -> Follower:
+        """Return the follower of a run; it reads nothing but the run's first event yet.
+
+        Raises:
+            RunNotHere: This machine has no such run.
+        """
+        with self._lock:
+            follower = self._followers.get(run_id)
+            if follower is None:
+                follower = self._followers[run_id] = self._new(run_id)
+            self._asked_at[run_id] = self._clock()
+            return follower
+
+    def asked(self, run_id: str) -> None:
+        """Somebody looks at it now."""
+        with self._lock:
+            if run_id in self._followers:
+                self._asked_at[run_id] = self._clock()
+
+    def drop_idle(self) -> None:
+        """Forget the runs that nobody looks at any more."""
+        with self._lock:
+            now = self._clock()
+            for run_id in [run_id for run_id, at in self._asked_at.items() if now - at > IDLE_S]:
+                del self._followers[run_id], self._asked_at[run_id]
+
+    def _new(self, run_id: str) -> Follower:
+        # ids become parts of paths: nothing else may pass
+        directory = self._settings.runs_path / run_id
+        if not is_valid_id(run_id) or directory.is_symlink():
+            raise _not_here(run_id)
+        spec = read_spec(directory)
+        if spec is None:
+            raise _not_here(run_id)
+        return Follower(self._settings, directory, spec)
+
+
+def _not_here(run_id: str) -> RunNotHere:
+    shown = short(run_id) if is_valid_id(run_id) else repr(run_id[:40])
+    return RunNotHere(
+        f"this machine has no directory of a run {shown}: it is not kept any more, or it belongs to another machine or "
+        "user than the Jupyter server."
+    )

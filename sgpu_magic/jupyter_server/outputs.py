@@ -1,0 +1,97 @@
+"""What a run's cell shows once the run has ended, made without its kernel and without unpickling anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from sgpu_magic.client.result import RunResult
+from sgpu_magic.errors import RunCancelled
+from sgpu_magic.protocol.events import RunEnded
+from sgpu_magic.protocol.ids import short
+from sgpu_magic.protocol.records import Failure
+from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.render import ansi
+from sgpu_magic.render.bundle import mime_bundle
+from sgpu_magic.render.failure import last_part
+from sgpu_magic.render.items import DisplayItem
+from sgpu_magic.render.remote_error import remote_exception
+from sgpu_magic.render.segments import segments
+from sgpu_magic.render.view import RunView
+
+Output = dict[str, object]
+
+
+def cell_outputs(view: RunView, directory: Path, *, returns: bool = True) -> list[Output]:
+    """Return the outputs of a run's cell in the notebook's own format, as its kernel would have left them.
+
+    Args:
+        view: The run; it has ended, or nobody can be at it any more.
+        directory: The run's directory.
+        returns: Its cell has had its value or its error; a detached run's cell has not.
+    """
+    parts = segments(view)
+    outputs: list[Output] = []
+    for at, part in enumerate(parts):
+        if isinstance(part, DisplayItem):
+            outputs.append(_display(part.bundle, part.metadata))
+            continue
+        bundle = mime_bundle(view, part, at == 0, at == len(parts) - 1)
+        if bundle["text/html"]:
+            outputs.append(_display(bundle, {}))
+    if returns and view.ended is not None:
+        outputs += _last_word(view, view.ended, directory)
+    return outputs
+
+
+def rich_outputs(view: RunView) -> list[Output]:
+    """Return what the ranks have displayed so far, to stand below a live view."""
+    return [_display(item.bundle, item.metadata) for item in view.items if isinstance(item, DisplayItem)]
+
+
+def _display(data: dict[str, object], metadata: dict[str, object]) -> Output:
+    return {"output_type": "display_data", "data": data, "metadata": metadata}
+
+
+def _last_word(view: RunView, ended: RunEnded, directory: Path) -> Sequence[Output]:
+    """The cell's value, or its error."""
+    if ended.state is RunState.SUCCEEDED:
+        # the values stay where they are: only their texts are needed
+        result = RunResult(view.spec, ended, [None] * len(ended.results), directory)
+        value: Output = {"output_type": "execute_result", "data": {"text/plain": repr(result)}, "metadata": {}}
+        return (value | {"execution_count": view.spec.cell.execution_count},)
+    if ended.state is RunState.CANCELLED:
+        error = RunCancelled(f"run {short(view.run_id)} was cancelled: {ended.reason}.", run_id=view.run_id)
+        return (_error("RunCancelled", error),)
+    if ended.failure is not None:
+        return (_failure(view, ended, ended.failure),)
+    return ()
+
+
+def _failure(view: RunView, ended: RunEnded, failure: Failure) -> Output:
+    last_output = view.last_lines.get(failure.rank, "") if failure.rank is not None else ""
+    error = remote_exception(
+        failure,
+        ended.others,
+        view.run_id,
+        view.ranks,
+        ended.starting_s + ended.running_s,
+        None,
+        cell=view.spec.cell,
+        last_output=ansi.plain(last_output),
+        stacks=ended.stacks,
+    )
+    if failure.kind is FailureKind.USER_CODE:
+        return _error(last_part(failure.type_name) or type(error).__name__, error, failure.message)
+    return _error(type(error).__name__, error)
+
+
+def _error(name: str, error: BaseException, value: str | None = None) -> Output:
+    draw: Callable[[], list[str]] | None = getattr(error, "_render_traceback_", None)
+    lines = draw() if draw is not None else [f"{name}: {error}"]
+    return {
+        "output_type": "error",
+        "ename": name,
+        "evalue": str(error) if value is None else value,
+        "traceback": lines,
+    }

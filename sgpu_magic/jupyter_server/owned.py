@@ -1,0 +1,87 @@
+"""Which runs a kernel has submitted."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from sgpu_magic.commands import ledger_file
+from sgpu_magic.config import Settings
+from sgpu_magic.event_file import read_spec
+from sgpu_magic.protocol.ids import check_id
+from sgpu_magic.protocol.messages import RunSummary
+from sgpu_magic.protocol.records import RunSpec
+
+RECENT_S = 3600.0
+"""Runs that ended longer ago belong to no page that was just loaded."""
+_LOOKED_AT = 500
+
+
+class OwnedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of a kernel.
+
+    Args:
+        run_id: The run.
+        cell: Its cell's id in the notebook, "" when the front end did not tell.
+        state: Its state's word.
+        final: It has ended.
+        began: When it was submitted, seconds since the epoch.
+        ended: When it ended, None while it goes on or when nobody saw it.
+        execution_count: The number of its cell's execution.
+    """
+
+    run_id: str
+    cell: str
+    state: str
+    final: bool
+    began: float
+    ended: float | None
+    execution_count: int | None
+
+
+class OwnedRuns:
+    """Finds a kernel's runs; remembers what never changes of them. Methods may be called by any thread.
+
+    Args:
+        settings: Where the runs lie.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        # replaced as a whole, never changed
+        self._specs: dict[str, RunSpec] = {}
+
+    def of_kernel(self, kernel: str) -> list[OwnedRun]:
+        """Return the runs of a kernel that go on or ended within the last hour, newest last.
+
+        Raises:
+            PoolError: The pool's ledger can't be read.
+        """
+        now = time.time()
+        recent = [run for run in ledger_file.recent_runs(self._settings, _LOOKED_AT) if _matters(run, now)]
+        found = [(run, self._spec(run.run_id)) for run in reversed(recent)]
+        self._specs = {run.run_id: spec for run, spec in found if spec is not None}
+        return [_owned(run, spec) for run, spec in found if spec is not None and spec.owner.kernel == kernel]
+
+    def _spec(self, run_id: str) -> RunSpec | None:
+        return self._specs.get(run_id) or read_spec(self._settings.runs_path / check_id(run_id))
+
+
+def _matters(run: RunSummary, now: float) -> bool:
+    if not run.state.is_final:
+        return True
+    # nobody saw the end of a run whose pool was killed
+    return now - (run.ended_at or run.submitted_at) < RECENT_S
+
+
+def _owned(run: RunSummary, spec: RunSpec) -> OwnedRun:
+    return OwnedRun(
+        run_id=run.run_id,
+        cell=spec.owner.cell,
+        state=str(run.state),
+        final=run.state.is_final,
+        began=run.submitted_at,
+        ended=run.ended_at,
+        execution_count=spec.cell.execution_count,
+    )

@@ -1,0 +1,94 @@
+"""`RunView` -> `Snapshot`: everything that is drawn of a run but the lines of its log. No I/O."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from sgpu_magic.live.bars import bar_of_all
+from sgpu_magic.live.failure_block import cut_lines, failure_block, first_failure
+from sgpu_magic.live.fitting import fitted
+from sgpu_magic.live.messages import VERSION, Snapshot, Tone
+from sgpu_magic.live.rank_cards import rank_cards
+from sgpu_magic.live.words import device_words, footer, meta, preparing
+from sgpu_magic.protocol.states import RunState
+from sgpu_magic.render import ansi
+from sgpu_magic.render.failure import other_lines
+from sgpu_magic.render.text import attempt_text, stall_lines
+from sgpu_magic.render.view import RunView
+
+_TONES: dict[RunState, Tone] = {
+    RunState.QUEUED: "plain",
+    RunState.PREPARING: "busy",
+    RunState.STARTING: "busy",
+    RunState.RUNNING: "busy",
+    RunState.CANCELLING: "warn",
+    RunState.SUCCEEDED: "good",
+    RunState.FAILED: "bad",
+    RunState.CANCELLED: "warn",
+    RunState.TIMED_OUT: "bad",
+}
+_MAX_NOTES = 20
+_MAX_CHARS = 500
+_MAX_STALL_CHARS = 6_000
+
+
+def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | None = None) -> Snapshot:
+    """Return what is drawn of a run.
+
+    Args:
+        view: The run.
+        seq: The snapshot's number.
+        log_lines: Lines of each rank's log so far.
+        now: Time of day in seconds since the epoch; the present when left out.
+
+    Returns:
+        At most 60 kB of JSON: of many ranks the curves become coarser and the details fewer.
+    """
+    now = time.time() if now is None else now
+    cards = rank_cards(view)
+    failure = first_failure(view)
+    ended_badly = view.is_final and view.state is not RunState.SUCCEEDED
+    others = other_lines(view.others, failure.rank if failure else None) if ended_badly else []
+    notes = view.notes
+    left_out = len(notes) - _MAX_NOTES
+    goes_on = not (view.is_final or view.left)
+    return fitted(
+        Snapshot(
+            version=VERSION,
+            seq=seq,
+            run_id=view.run_id,
+            short_id=view.short_id,
+            name=_plain(view.name),
+            state="goes on" if view.left else f"{view.state}",
+            tone="plain" if view.left else _TONES[view.state],
+            final=view.is_final,
+            devices=device_words(view),
+            pool=_plain(view.pool),
+            host=_plain(view.host),
+            attempt=attempt_text(view),
+            elapsed_s=round(view.elapsed_s(now), 3),
+            ticking=goes_on and view.elapsed_s(now) > 0,
+            meta=tuple(map(_plain, meta(view, now))),
+            preparing=tuple(map(_plain, preparing(view, now))) if goes_on else (),
+            bar=bar_of_all([card.bar for card in cards]),
+            ranks=cards,
+            idle=tuple(map(_plain, view.usage.idle_sentences)) if goes_on else (),
+            notes=(
+                *([f"{left_out} earlier notes are left out"] if left_out > 0 else []),
+                *map(_plain, notes[-_MAX_NOTES:]),
+            ),
+            stall=tuple(cut_lines(list(map(ansi.plain, stall_lines(view))), _MAX_STALL_CHARS)),
+            failure=failure_block(view, failure),
+            others=tuple(map(_plain, others)),
+            footer=tuple(map(_plain, footer(view))),
+            lines=tuple(log_lines),
+            can_cancel=goes_on and view.state is not RunState.CANCELLING,
+            attach=f"%sgpu_attach {view.short_id}",
+        )
+    )
+
+
+def _plain(text: str) -> str:
+    text = ansi.plain(text)
+    return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]} ..."

@@ -1,0 +1,7 @@
+"""The live view of a run in a notebook: an anywidget that stands below the cell while the run goes on.
+
+live_views        one kernel's: whether a run gets one, and what it needs for it
+widget_publisher  opens it after 100 ms, feeds it, replaces it by the run's final form
+channels          its questions and their answers, also while the cell blocks the kernel
+view_widget       the ipywidget itself
+"""

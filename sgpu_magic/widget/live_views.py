@@ -1,0 +1,92 @@
+"""The live views of one kernel: whether a run gets one, and what it needs for it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from sgpu_magic.live.answers import Answers
+from sgpu_magic.live.feed import Feed
+from sgpu_magic.live.log_reader import LogReader
+from sgpu_magic.render.publisher import Publisher, publisher_for
+from sgpu_magic.render.view import RunView
+from sgpu_magic.widget.channels import Channels
+from sgpu_magic.widget.widget_publisher import Surroundings, WidgetPublisher
+
+
+@dataclass(frozen=True, slots=True)
+class Buttons:
+    """What a view's buttons do and where its log is.
+
+    Args:
+        directory: The run's, with a log for each rank.
+        cancel: Stops the run and returns what to say. Called in any thread.
+        stacks: Returns where every rank is, a line each. Called in any thread; may take a second.
+    """
+
+    directory: Path
+    cancel: Callable[[], str]
+    stacks: Callable[[], Sequence[str]]
+
+
+class LiveViews:
+    """Chooses how a run is shown and keeps what its kernel's live views share.
+
+    Args:
+        kernel: The ipykernel, None without one.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        # what is not a Jupyter kernel with channels of its own has no live views
+        self._channels = Channels(kernel) if hasattr(kernel, "control_handlers") else None
+        self._widget_class: Any = None
+        # 50 ms that no cell is to wait for
+        self._importing = threading.Thread(target=self._import, name="sgpu-widget", daemon=True)
+        if self._channels is not None:
+            self._importing.start()
+
+    def publisher_for(self, ui: str, view: RunView, stream: TextIO, buttons: Buttons) -> Publisher:
+        """Return the publisher of `--ui`: `none`, `text`, `widget`, or what suits the place (`auto`).
+
+        Args:
+            ui: The option's value.
+            view: The run, to which no event was applied yet.
+            stream: Where text goes.
+            buttons: What the view's buttons do.
+        """
+        channels = self._channels
+        if channels is None or ui in ("none", "text") or not (ui == "widget" or self._is_watched):
+            return publisher_for(ui, view, stream, notebook=self._kernel is not None)
+        feed = Feed(view)
+        answers = Answers(view, feed, LogReader(buttons.directory), buttons.cancel, buttons.stacks)
+        expects_hello = channels.serve_every_comm or not self._has_no_subshells
+        here = Surroundings(channels, lambda: self._widget_class, self._importing.is_alive, expects_hello)
+        return WidgetPublisher(view, feed, answers, here)
+
+    def close(self) -> None:
+        """Give the kernel its channels back."""
+        if self._channels is not None:
+            self._channels.remove()
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether somebody may be looking: headless kernels (nbclient, papermill) are asked for no input."""
+        return bool(self._kernel.get_parent("shell").get("content", {}).get("allow_stdin"))
+
+    @property
+    def _has_no_subshells(self) -> bool:
+        """Whether the front end is one whose widgets can't reach a kernel that is busy, by any way of theirs."""
+        return "__vsc_ipynb_file__" in self._kernel.shell.user_ns or "google.colab" in sys.modules
+
+    def _import(self) -> None:
+        try:
+            from sgpu_magic.widget.view_widget import RunViewWidget
+        except (ImportError, OSError):
+            # another version of anywidget or ipywidgets than we ask for, or none
+            return
+        self._widget_class = RunViewWidget

@@ -1,0 +1,303 @@
+"""A page that loses sight of a run gets it back: reloaded, closed and opened again, its kernel restarted."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from homes import Home
+from jupyter_servers import JupyterServer, new_notebook
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+from waiting import eventually
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+ARTEFACTS = Path(__file__).parent.parent / "artefacts"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
+]
+
+STEPS = """\
+%%distributed -n 2 --name {name}
+import os, time
+from IPython.display import HTML, display
+if rank == 1:
+    display(HTML('<b>rich at once</b>'))
+step = 0
+while not os.path.exists({name!r}):
+    print('step', step, flush=True)
+    step += 1
+    time.sleep(0.1)
+print('last words of', rank)
+"""
+# of the cell of the run
+CELL = 1
+
+
+class Notebook:
+    """A notebook in a browser: its first cell loads the extension, its second runs until it is told to end."""
+
+    def __init__(self, browser: Browser, server: JupyterServer, name: str, in_lab: bool) -> None:
+        self.name = name
+        self.server = server
+        self.home = server.home
+        self.path = server.home.work / f"{name}.ipynb"
+        self._in_lab = in_lab
+        new_notebook(self.path, "%load_ext sgpu_magic", STEPS.format(name=name), "print('another cell')")
+        self.page: Page = browser.new_page(viewport={"width": 1280, "height": 1000})
+        self.open()
+
+    def open(self) -> None:
+        # a workspace of its own: JupyterLab opens again what was open before
+        place = f"lab/workspaces/{self.name}/tree" if self._in_lab else "notebooks"
+        self.page.goto(f"{self.server.url}/{place}/{self.path.name}")
+        expect(self.page.locator(".jp-Notebook .jp-CodeCell")).to_have_count(3, timeout=60_000)
+
+    @property
+    def cell(self) -> Any:
+        """The cell of the run."""
+        return self.page.locator(".jp-Notebook .jp-CodeCell").nth(CELL)
+
+    @property
+    def view(self) -> Any:
+        """The run's live view."""
+        return self.cell.locator(".sgpu-root")
+
+    @property
+    def kernel(self) -> str:
+        """The id of its kernel."""
+        sessions = self.server.get("api/sessions").body
+        return next(session["kernel"]["id"] for session in sessions if session["path"] == self.path.name)
+
+    def run(self, at: int, done: str) -> None:
+        """Run a cell until its prompt is `done`; a page that has just come up may not take the keys yet."""
+        cell = self.page.locator(".jp-Notebook .jp-CodeCell").nth(at)
+        prompt = cell.locator(".jp-InputPrompt")
+
+        def press() -> bool:
+            cell.locator(".cm-content").first.click()
+            self.page.keyboard.press("Shift+Enter")
+            try:
+                expect(prompt).to_have_text(re.compile(done), timeout=5_000)
+            except AssertionError:
+                return False
+            return True
+
+        eventually(press, 60, f"cell {at} does not run")
+
+    def start(self) -> str:
+        """Run both cells and return the run's id once its view shows lines."""
+        self.run(0, r"\[\d+\]")
+        self.run(CELL, r"\[\*\]")
+        run_id = eventually(lambda: self.home.run_named(self.name), 30, "the run does not start")
+        expect(self.view).to_contain_text("step 5", timeout=30_000)
+        return run_id
+
+    def end_run(self) -> None:
+        """Let the run end."""
+        (self.home.work / self.name).touch()
+
+    def press(self, button: str) -> None:
+        self.view.get_by_role("button", name=re.compile(f"^{button}")).first.click()
+
+    def save(self) -> list[dict[str, Any]]:
+        """Save the notebook and return the cell's outputs as they are in its file."""
+        before = self.path.stat().st_mtime_ns
+        self.page.keyboard.press("Control+s")
+
+        def saved() -> list[Any]:
+            try:
+                # the server empties the file before it writes it
+                cells = json.loads(self.path.read_text())["cells"]
+            except ValueError:
+                return []
+            return cells if self.path.stat().st_mtime_ns != before else []
+
+        return eventually(saved, 10, "it is not saved")[CELL]["outputs"]
+
+    def picture(self, what: str) -> None:
+        ARTEFACTS.mkdir(exist_ok=True)
+        self.page.screenshot(path=ARTEFACTS / f"reload-{self.name}-{what}.png")
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Home]:
+    """The home of the module's servers; that nothing is left of it is checked when it is closed."""
+    home = Home()
+    yield home
+    home.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield made
+        made.close()
+
+
+@pytest.fixture(scope="module", params=["jupyterlab", "notebook"])
+def server(place: Home, request: pytest.FixtureRequest) -> Iterator[JupyterServer]:
+    made = JupyterServer(place, request.param, token="")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def in_lab(request: pytest.FixtureRequest) -> bool:
+    return "jupyterlab" in request.node.callspec.id
+
+
+@pytest.fixture
+def opened(
+    browser: Browser, server: JupyterServer, in_lab: bool, request: pytest.FixtureRequest
+) -> Iterator[Callable[[str], Notebook]]:
+    """Opens notebooks; on failure the pages' pictures are kept."""
+    made: list[Notebook] = []
+
+    def make(name: str) -> Notebook:
+        made.append(Notebook(browser, server, f"{name}-{'lab' if in_lab else 'notebook'}", in_lab))
+        return made[-1]
+
+    yield make
+    for notebook in made:
+        notebook.end_run()
+        notebook.picture("last")
+        notebook.page.close()
+    # what still runs there ends with its kernel
+    for kernel in server.get("api/kernels").body:
+        server.delete(f"api/kernels/{kernel['id']}")
+
+
+def first_step(text: str) -> int:
+    return min(int(step) for step in re.findall(r"step (\d+)", text))
+
+
+def test_a_reloaded_page_has_the_live_view_again_and_the_outputs_at_the_end(
+    opened: Callable[[str], Notebook], in_lab: bool
+):
+    notebook = opened("reload")
+    run_id = notebook.start()
+    notebook.save()
+    notebook.page.reload()
+    begin = time.monotonic()
+    expect(notebook.view).to_contain_text("running", timeout=20_000)
+    expect(notebook.view).to_contain_text(f"run {run_id[:4]}")
+    assert time.monotonic() - begin < 15
+    expect(notebook.cell.locator(".jp-InputPrompt")).to_have_text("[*]:")
+    if in_lab:
+        expect(notebook.page.locator(".lm-TabBar-tab.jp-mod-current.jp-mod-dirty")).to_have_count(0)
+    # what a rank has displayed stands below the view, once
+    expect(notebook.cell.locator(".jp-OutputArea b", has_text="rich at once")).to_have_count(1)
+    notebook.picture("live")
+
+    # it goes on: lines that were written after the reload
+    step = notebook.home.log(run_id, 0).count("\n") + 10
+    expect(notebook.view).to_contain_text(f"step {step}", timeout=10_000)
+    # and every line from before is there
+    log = notebook.view.locator("[role=log], .sgpu-log, .sgpu-lines").first
+    log.hover()
+    notebook.page.mouse.wheel(0, -1_000_000)
+    expect(notebook.view).to_contain_text(re.compile(r"step 0\D"), timeout=10_000)
+
+    notebook.end_run()
+    output = notebook.cell.locator(".jp-OutputArea")
+    expect(output).to_contain_text("succeeded", timeout=20_000)
+    expect(output).to_contain_text("last words of 1")
+    expect(notebook.view).to_have_count(0)
+    expect(notebook.cell.locator(".jp-InputPrompt")).to_have_text("[2]:")
+    notebook.picture("end")
+    saved = notebook.save()
+    assert [output["output_type"] for output in saved] == ["display_data"] * 3 + ["execute_result"]
+    assert "".join(saved[1]["data"]["text/html"]) == "<b>rich at once</b>"
+    record = saved[2]["data"]["application/vnd.sgpu.run.v1+json"]
+    assert (record["run_id"], record["state"]) == (run_id, "succeeded")
+    assert saved == [
+        {**output, "data": {kind: _lines(kind, content) for kind, content in output["data"].items()}}
+        for output in notebook.server.get(f"sgpu/runs/{run_id}/outputs").body["outputs"]
+    ]
+    # the kernel is free, and the page with it
+    notebook.run(2, r"\[\d+\]")
+    expect(notebook.page.locator(".jp-Notebook .jp-CodeCell").nth(2)).to_contain_text("another cell")
+
+
+def test_cancel_works_on_a_reloaded_page_while_the_cell_blocks(opened: Callable[[str], Notebook]):
+    notebook = opened("cancel")
+    notebook.start()
+    notebook.save()
+    notebook.page.reload()
+    expect(notebook.view).to_contain_text("running", timeout=20_000)
+    notebook.press("Cancel")
+    begin = time.monotonic()
+    output = notebook.cell.locator(".jp-OutputArea")
+    expect(output).to_contain_text("RunCancelled", timeout=10_000)
+    assert time.monotonic() - begin < 5
+    expect(output).to_contain_text("cancelled")
+    saved = notebook.save()
+    assert saved[-1]["ename"] == "RunCancelled"
+
+
+def test_a_page_that_was_not_saved_has_the_run_all_the_same(opened: Callable[[str], Notebook]):
+    """Its file has never heard of the run, which ends while nobody looks."""
+    notebook = opened("unsaved")
+    run_id = notebook.start()
+    notebook.page.goto("about:blank")
+    notebook.end_run()
+    eventually(lambda: notebook.server.get(f"sgpu/runs/{run_id}/outputs").status == 200, 10, "it goes on")
+    notebook.open()
+    output = notebook.cell.locator(".jp-OutputArea")
+    expect(output).to_contain_text("last words of 0", timeout=20_000)
+    expect(output).to_contain_text("succeeded")
+
+
+def test_a_notebook_that_is_closed_and_opened_again_has_its_run(opened: Callable[[str], Notebook], in_lab: bool):
+    if not in_lab:
+        pytest.skip("a notebook's tab is the browser's own here: closing it is leaving the page")
+    notebook = opened("tab")
+    notebook.start()
+    notebook.save()
+    notebook.page.locator(".lm-TabBar-tab.jp-mod-current .lm-TabBar-tabCloseIcon").click()
+    expect(notebook.page.locator(".jp-Notebook")).to_have_count(0)
+    notebook.page.locator(f".jp-DirListing-item:has-text('{notebook.path.name}')").dblclick()
+    expect(notebook.view).to_contain_text("running", timeout=20_000)
+    notebook.end_run()
+    expect(notebook.cell.locator(".jp-OutputArea")).to_contain_text("succeeded", timeout=20_000)
+
+
+def test_a_restarted_kernel_leaves_what_became_of_its_run(opened: Callable[[str], Notebook]):
+    notebook = opened("restart")
+    run_id = notebook.start()
+    kernel = notebook.kernel
+    notebook.page.locator("[data-jp-item-name='restart']").first.click()
+    notebook.page.locator(".jp-Dialog .jp-mod-accept").click()
+    output = notebook.cell.locator(".jp-OutputArea")
+    expect(output).to_contain_text("cancelled", timeout=30_000)
+    expect(output).to_contain_text(f"%sgpu_attach {run_id[:4]}")
+    expect(notebook.view).to_have_count(0)
+    assert notebook.kernel == kernel
+
+
+def test_a_cell_that_this_page_follows_is_left_to_its_kernel(opened: Callable[[str], Notebook]):
+    """The server is asked about a run only by a page that has lost it."""
+    notebook = opened("followed")
+    asked: list[str] = []
+    notebook.page.on("request", lambda request: asked.append(request.url) if "/sgpu/runs/" in request.url else None)
+    run_id = notebook.start()
+    notebook.end_run()
+    expect(notebook.cell.locator(".jp-OutputArea")).to_contain_text("succeeded", timeout=20_000)
+    assert asked == []
+    assert os.path.isdir(notebook.home.run_dir(run_id))
+
+
+def _lines(kind: str, content: Any) -> Any:
+    """Content as a notebook's file has it: texts as lists of lines."""
+    return content.splitlines(keepends=True) if isinstance(content, str) else content

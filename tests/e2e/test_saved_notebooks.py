@@ -1,0 +1,270 @@
+"""Notebooks that were run without a person and are read without a kernel: saved, converted to HTML, printed."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import unicodedata
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import jupyter_client.kernelspec
+import nbclient
+import nbconvert
+import nbformat
+import papermill
+import pytest
+from kernels import Home, Kernel, plain
+
+from sgpu_magic.config import host_name
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "notebooks"
+RUN_MIME = "application/vnd.sgpu.run.v1+json"
+WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
+CHROMIUM = shutil.which("chromium")
+
+LOAD = "%load_ext sgpu_magic"
+# long enough to be measured, with a display between its lines
+GOOD = """%%distributed -n 2 --name train --out total,where:all
+import time, torch.distributed as dist
+from IPython.display import HTML, display
+end = time.monotonic() + 2.5
+while time.monotonic() < end: sum(range(1000))
+print('epoch 1  <b>loss</b>', 0.5, flush=True)
+dist.barrier()
+if rank == 0: display(HTML('<b>bold</b>'))
+dist.barrier()
+print('epoch 2', rank)
+total, where = 42, rank
+"""
+BAD = """%%distributed -n 2 --name broken
+print('epoch 1')
+if rank == 1: raise ValueError('NaN in batch 118')
+import torch.distributed as dist
+dist.barrier()
+"""
+ALL = (LOAD, GOOD, "print(total, where)", BAD)
+
+
+@pytest.fixture
+def environment(home: Home, monkeypatch: pytest.MonkeyPatch) -> Home:
+    """This process's variables are the home's: nbclient and papermill pass them on."""
+    for name, value in home.environ.items():
+        monkeypatch.setenv(name, value)
+    folder = Path(home.environ["JUPYTER_DATA_DIR"]) / "kernels" / "sgpu-test"
+    folder.mkdir(parents=True, exist_ok=True)
+    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    (folder / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "test", "language": "python"}))
+    assert jupyter_client.kernelspec.KernelSpecManager().get_kernel_spec("sgpu-test").argv[0] == sys.executable
+    return home
+
+
+def notebook(*cells: str) -> nbformat.NotebookNode:
+    made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    made.metadata["kernelspec"] = {"name": "sgpu-test", "display_name": "test", "language": "python"}
+    return made
+
+
+class WithFrontEnd(nbclient.NotebookClient):
+    """Looks like a front end with a person: its kernel may ask for input, so that runs get their live view."""
+
+    async def async_start_new_kernel_client(self):
+        client = await super().async_start_new_kernel_client()
+        client.allow_stdin = True
+        return client
+
+    start_new_kernel_client = nbclient.util.run_sync(async_start_new_kernel_client)
+
+
+@pytest.fixture
+def executed(environment: Home) -> Callable[..., nbformat.NotebookNode]:
+    """Executes cells, errors and all, and returns the notebook."""
+
+    def execute(*cells: str, client: type[nbclient.NotebookClient] = nbclient.NotebookClient) -> nbformat.NotebookNode:
+        made = notebook(*cells)
+        resources = {"metadata": {"path": str(environment.work)}}
+        client(made, timeout=60, resources=resources, allow_errors=True).execute()
+        nbformat.validate(made)
+        return made
+
+    return execute
+
+
+def page_of(made: nbformat.NotebookNode) -> str:
+    return nbconvert.HTMLExporter().from_notebook_node(made)[0]
+
+
+class _Words(HTMLParser):
+    """The text of a page that a reader sees, tooltips of curves included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+        self._hidden = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._hidden += tag in ("script", "style")
+        self.text += "\n" if tag in ("div", "pre", "summary") else ""
+
+    def handle_endtag(self, tag: str) -> None:
+        self._hidden -= tag in ("script", "style")
+
+    def handle_data(self, data: str) -> None:
+        self.text += "" if self._hidden else data
+
+
+def words_of(html: str) -> str:
+    reader = _Words()
+    reader.feed(html)
+    return "\n".join(line.rstrip() for line in reader.text.splitlines() if line.strip())
+
+
+def story_of(made: nbformat.NotebookNode, home: Home) -> str:
+    """All outputs of a notebook as text: what a reader sees, and what readers of text alone do; the same each time."""
+    told: list[str] = []
+    for number, cell in enumerate(made.cells):
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            told.append(f"--- cell {number}: {output.output_type} {' '.join(sorted(data))}".rstrip())
+            if output.output_type == "stream":
+                told.append(output.text.rstrip())
+            elif output.output_type == "error":
+                told.append(plain("\n".join(output.traceback)))
+            else:
+                told += ["html:", words_of(data["text/html"])] if "text/html" in data else []
+                told += ["text:", data["text/plain"].rstrip()]
+    return normalised("\n".join(told), home) + "\n"
+
+
+def normalised(text: str, home: Home) -> str:
+    """Take out what is another one each time: ids, hosts, paths, times, use, and ranks' order of arrival."""
+    text = text.replace(str(home.path), "HOME").replace(host_name(), "HOST")
+    for run in home.runs:
+        text = text.replace(run, "RUN").replace(run[:4], "RUN")
+    text = re.sub(r"\d+(\.\d+)? (s|ms|min)\b", "N s", text)
+    text = re.sub(r"\d+(\.\d+)? (B|kB|MB|GB|cores)\b", r"N \2", text)
+    lines = text.splitlines()
+    # two ranks write at the same time
+    at = 0
+    while at < len(lines):
+        end = at
+        while end < len(lines) and re.match(r"\[\d\] ", lines[end]) and not lines[end].endswith("displays:"):
+            end += 1
+        lines[at:end] = sorted(lines[at:end])
+        at = end + 1
+    return "\n".join(lines)
+
+
+def compare(text: str, name: str) -> None:
+    file = GOLDEN / f"{name}.txt"
+    if os.environ.get("SGPU_UPDATE_GOLDEN"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    assert text == file.read_text()
+
+
+# ---------------------------------------------------------------- as they are saved
+
+
+def test_nbclient(environment: Home, executed: Callable[..., nbformat.NotebookNode]) -> None:
+    made = executed(*ALL)
+    compare(story_of(made, environment), "nbclient")
+    records = [o.data[RUN_MIME] for cell in made.cells for o in cell.outputs if RUN_MIME in o.get("data", {})]
+    assert [record["state"] for record in records] == ["succeeded", "failed"]
+    for record in records:
+        assert record["version"] == 1
+        assert Path(record["directory"], "run.json").exists()
+    assert records[0]["usage"]["ranks"] == [0, 1]
+    assert all(mean > 0.1 for mean in records[0]["usage"]["mean_cpu_cores"])
+    assert records[1]["failure"]["message"] == "ValueError: NaN in batch 118"
+
+
+def test_papermill(environment: Home, tmp_path: Path) -> None:
+    source = tmp_path / "in.ipynb"
+    made = notebook("steps = 1", LOAD, "%%distributed -n 2 --name swept\nfor step in range(steps): print('step', step)")
+    made.cells[0].metadata["tags"] = ["parameters"]
+    nbformat.write(made, source)
+    options = {"cwd": str(environment.work), "kernel_name": "sgpu-test", "progress_bar": False}
+    done = papermill.execute_notebook(str(source), str(tmp_path / "out.ipynb"), {"steps": 12}, **options)
+    saved = nbformat.read(tmp_path / "out.ipynb", 4)
+    assert saved.cells[-1].outputs == done.cells[-1].outputs
+    compare(story_of(saved, environment), "papermill")
+
+
+def test_a_live_view_leaves_nothing_of_itself(
+    environment: Home, executed: Callable[..., nbformat.NotebookNode]
+) -> None:
+    made = executed(*ALL, client=WithFrontEnd)
+    saved = nbformat.writes(made)
+    assert WIDGET_MIME not in saved
+    # what a front end says of a page that it has converted to HTML would be an error without its widget
+    assert "widgets" not in made.metadata or not made.metadata.widgets.get("state")
+    compare(story_of(made, environment), "nbclient")
+
+
+def test_a_notebook_saved_in_mid_run_names_the_run_and_the_way_back(kernel: Kernel, home: Home) -> None:
+    gate = home.work / "gate"
+    waits = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.02)"
+    cell = kernel.start(f"%%distributed -n 2 --name halfway\n{waits}")
+    cell.until(lambda: cell.reply.outputs and home.run_named("halfway"), 20, "the live output")
+    shown = cell.reply.outputs[0].data
+    gate.touch()
+    cell.wait()
+    run = home.run_named("halfway")[:4]
+    for words in (words_of(shown["text/html"]), shown["text/plain"]):
+        assert re.search(rf"run {run} was (running|starting|preparing|queued).* when this was saved", words), words
+        assert f"%sgpu_attach {run}" in words
+    assert shown[RUN_MIME]["state"] != "succeeded"
+    assert "✓ succeeded" in cell.reply.html
+
+
+# ---------------------------------------------------------------- as they are converted and printed
+
+
+def test_nbconvert_to_html(executed: Callable[..., nbformat.NotebookNode]) -> None:
+    page = page_of(executed(*ALL))
+    assert "widget-view" not in page
+    words = words_of(page)
+    for part in (
+        "✓ succeeded train",
+        "[1] epoch 1  <b>loss</b> 0.5",
+        "rank 1 · CPU",
+        "whole log: sgpu logs",
+        "returned total, where",
+        "✕ failed broken",
+        "ValueError on rank 1",
+        "NaN in batch 118",
+    ):
+        assert part in words, words
+    assert len(re.findall('<svg [^>]*role="img"', page)) == 2
+    assert "<b>loss</b>" not in page, "what ranks print stays text"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium to print with")
+def test_printed(executed: Callable[..., nbformat.NotebookNode], tmp_path: Path) -> None:
+    pypdf = pytest.importorskip("pypdf")
+    (tmp_path / "page.html").write_text(page_of(executed(*ALL)))
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-pdf-header-footer"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", f"--print-to-pdf={tmp_path / 'page.pdf'}"]
+    subprocess.run([*command, f"file://{tmp_path / 'page.html'}"], check=True, capture_output=True, timeout=90)
+    pages = pypdf.PdfReader(io.BytesIO((tmp_path / "page.pdf").read_bytes())).pages
+    drawn = "\n".join(page.extract_text() for page in pages)
+    text = " ".join(unicodedata.normalize("NFKC", drawn).split())
+    # faint text, such as the ranks' numbers, is drawn last and comes last
+    for part in (
+        "✓ succeeded train",
+        "2 ranks · cpu, gloo · local",
+        "epoch 2 0",
+        "rank 0 · CPU",
+        "rank 1 · CPU",
+        "returned total, where",
+        "✕ failed broken",
+        "ValueError on rank 1",
+    ):
+        assert part in text, text

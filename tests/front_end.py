@@ -1,0 +1,229 @@
+"""What a browser does with a run's live view, as far as a kernel can tell: the tests' front end.
+
+FrontEnd   the models of one kernel's widgets, and the ways to ask about them
+LiveView   one model: the last snapshot, the lines it was told, the answers it was given
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from queue import Empty
+from typing import Any
+
+WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
+_ASK_LINES = 500
+
+
+@dataclass
+class Sent:
+    """One message that the kernel sent to a model, at that time of day."""
+
+    kind: str
+    data: dict[str, Any]
+    size: int
+    at: float
+
+
+@dataclass
+class LiveView:
+    """One widget's model.
+
+    Args:
+        model_id: Its comm's id.
+        state: The synced traits.
+        opened_at: When its comm came, monotonic.
+
+    Attributes:
+        told: The number of the first line of each message of new lines, and how many those were.
+    """
+
+    model_id: str
+    state: dict[str, Any]
+    opened_at: float
+    closed_at: float | None = None
+    lines: dict[int, tuple[int, str]] = field(default_factory=dict)
+    skipped: int = 0
+    told: list[tuple[int, int]] = field(default_factory=list)
+    seqs: list[int] = field(default_factory=list)
+    answers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    sent: list[Sent] = field(default_factory=list)
+    hello_seq: int | None = None
+
+    @property
+    def snapshot(self) -> dict[str, Any]:
+        return self.state.get("snapshot", {})
+
+    @property
+    def text(self) -> str:
+        """All that is drawn, as text."""
+        now = self.snapshot
+        if not now:
+            return ""
+        header = " · ".join([now["name"], now["state"], now["devices"], now["pool"], now["attempt"], *now["meta"]])
+        failure = [line["text"] for line in now["failure"]["lines"]] if now["failure"] else []
+        lines = [f"[{rank}] {text}" for _, (rank, text) in sorted(self.lines.items())]
+        # the grid has each rank's last line also when it was not told with the log
+        last = [f"[{card['rank']}] {card['last']}" for card in now["ranks"] if card["last"]]
+        lines += [line for line in last if line not in lines]
+        idle = [card["idle"] for card in now["ranks"] if card["idle"]]
+        words = [*now["preparing"], *now["notes"], *now["stall"], *now["idle"], *idle]
+        return "\n".join([header, *words, *lines, *failure, *now["footer"]])
+
+    def take(self, data: Mapping[str, Any], size: int, at: float) -> str:
+        """Take a message of the kernel; return the kind of a custom one."""
+        if data["method"] == "update":
+            self.sent.append(Sent("update", dict(data), size, at))
+            snapshot = data["state"].get("snapshot")
+            if snapshot is None or snapshot["seq"] >= self.snapshot.get("seq", 0):
+                self.state.update(data["state"])
+            return "update"
+        content = data["content"]
+        self.sent.append(Sent(content["kind"], content, size, at))
+        self.take_content(content)
+        return content["kind"]
+
+    def take_content(self, content: dict[str, Any]) -> None:
+        """Take what was told, or an answer."""
+        if content["kind"] == "lines":
+            self.seqs.append(content["seq"])
+            self.told.append((content["first"], self._put(content["first"], content["rows"])))
+            return
+        self.answers[content.get("n", 0)] = content
+        if content["kind"] == "lines-answer":
+            self._put(content["first"], content["rows"])
+        elif content["kind"] == "hello":
+            self.hello_seq = content["seq"]
+            if content["snapshot"]["seq"] >= self.snapshot.get("seq", 0):
+                self.state["snapshot"] = content["snapshot"]
+
+    def _put(self, first: int, rows: list[list[Any]]) -> int:
+        """Keep lines; return how many they are with those that were skipped."""
+        began = first
+        for row in rows:
+            rank, _, text = row
+            if isinstance(text, int):
+                # that many lines were left out
+                self.skipped += text
+                first += text
+            else:
+                self.lines[first] = (rank, text)
+                first += 1
+        return first - began
+
+
+class FrontEnd:
+    """The models of one kernel's live views; other widgets are not looked at.
+
+    Args:
+        client: Its started `jupyter_client` client.
+        greets: Says hello to each view over the control channel, as JupyterLab does.
+    """
+
+    def __init__(self, client: Any, *, greets: bool = True) -> None:
+        self.client = client
+        self.greets = greets
+        self.views: dict[str, LiveView] = {}
+        self._number = 0
+        self._subshell = ""
+        self._control: dict[str, dict[str, Any]] = {}
+        self._asked_of: dict[str, LiveView] = {}
+
+    @property
+    def view(self) -> LiveView:
+        """The newest."""
+        return list(self.views.values())[-1]
+
+    # ------------------------------------------------------------ taking
+
+    def take(self, message: Mapping[str, Any]) -> None:
+        """Take one iopub message."""
+        kind, content = message["msg_type"], message["content"]
+        if not kind.startswith("comm_"):
+            return
+        view, now = self.views.get(content["comm_id"]), time.monotonic()
+        sent_at = message["header"]["date"]
+        if isinstance(sent_at, str):
+            sent_at = datetime.fromisoformat(sent_at)
+        size = len(json.dumps(content))
+        if kind == "comm_open" and "model_key" in content["data"].get("state", {}):
+            view = self.views[content["comm_id"]] = LiveView(content["comm_id"], content["data"]["state"], now)
+            if self.greets:
+                self.ask(view, {"kind": "hello", "over": "control"})
+        elif kind == "comm_msg" and view is not None:
+            view.take(content["data"], size, sent_at.timestamp())
+        elif kind == "comm_close" and view is not None:
+            view.closed_at = now
+
+    def take_replies(self) -> None:
+        """Take what has come over the control channel."""
+        while True:
+            try:
+                message = self.client.get_control_msg(timeout=0)
+            except Empty:
+                return
+            msg_id, answer = message["parent_header"].get("msg_id", ""), message["content"].get("answer")
+            view = self._asked_of.pop(msg_id, None)
+            if view is None or answer is None:
+                self._control[msg_id] = message["content"]
+                continue
+            view.take_content(answer)
+            if answer["kind"] == "hello" and (total := sum(answer["snapshot"]["lines"])):
+                first = max(total - _ASK_LINES, 0)
+                self.ask(view, {"kind": "lines", "first": first, "count": _ASK_LINES, "rank": None})
+
+    # ------------------------------------------------------------ asking
+
+    def ask(self, view: LiveView, question: dict[str, Any], over: str = "control") -> int:
+        """Send a question; its answer will be in `view.answers` under the number that this returns.
+
+        Args:
+            view: The view.
+            question: Without its number.
+            over: `control`, `subshell`, or `shell` (a front end that knows of no subshells).
+        """
+        self._number += 1
+        question = {**question, "n": self._number}
+        if over == "control":
+            content = {"model_id": view.model_id, "question": question}
+            message = self.client.session.msg("sgpu_request", content)
+            self._asked_of[message["header"]["msg_id"]] = view
+            self.client.control_channel.send(message)
+            return self._number
+        data = {"method": "custom", "content": question}
+        message = self.client.session.msg("comm_msg", {"comm_id": view.model_id, "data": data})
+        if over == "subshell":
+            message["header"]["subshell_id"] = self.subshell
+        self.client.shell_channel.send(message)
+        return self._number
+
+    @property
+    def subshell(self) -> str:
+        """The subshell that JupyterLab would have for widgets; made when it is first asked for."""
+        if not self._subshell:
+            self._subshell = self.control("create_subshell_request", {})["subshell_id"]
+        return self._subshell
+
+    def drop_subshell(self) -> None:
+        """Delete the subshell, as JupyterLab does when the notebook is closed."""
+        if self._subshell:
+            self.control("delete_subshell_request", {"subshell_id": self._subshell})
+            self._subshell = ""
+
+    def control(self, kind: str, content: dict[str, Any], timeout_s: float = 10.0) -> dict[str, Any]:
+        """Send a control message and return its reply's content."""
+        message = self.client.session.msg(kind, content)
+        self.client.control_channel.send(message)
+        msg_id = message["header"]["msg_id"]
+        return self.until(lambda: self._control.pop(msg_id, None), timeout_s, f"the reply to {kind}")
+
+    def until(self, condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
+        """Take control replies until the condition holds."""
+        end = time.monotonic() + timeout_s
+        while not (value := condition()):
+            assert time.monotonic() < end, f"not within {timeout_s:g} s: {what}"
+            self.take_replies()
+        return value

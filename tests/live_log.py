@@ -1,0 +1,157 @@
+"""Ranks that write logs and say so in events as an agent does, and what must come of it at a front end."""
+
+from __future__ import annotations
+
+import codecs
+from pathlib import Path
+
+from sgpu_magic.live.answers import Answers
+from sgpu_magic.live.feed import Feed
+from sgpu_magic.live.line_text import line_text
+from sgpu_magic.live.log_reader import LogReader
+from sgpu_magic.live.messages import AskLines, LineRow, LinesAnswer, NewLines
+from sgpu_magic.protocol import events as ev
+from sgpu_magic.protocol.records import CellSource, Lease, Owner, Placement, RunSpec, Shipped
+from sgpu_magic.protocol.states import RunState
+from sgpu_magic.render.view import RunView
+
+RUN_ID = "7f3a90c1"
+CELL = CellSource(
+    magic_line="%%distributed -n 4",
+    body="def load_batch(f):\n    # a slow disk\n    x = f.read()\n    return x\n\nwhile True:\n    loss.backward()\n",
+    execution_count=7,
+)
+SEVEN_DAYS_S = 7 * 24 * 3600.0
+
+
+class LiveRun:
+    """A run's view and feed, and its logs in a directory.
+
+    Args:
+        directory: Where the logs are.
+        ranks: How many.
+        spec: Further fields of the run's spec.
+    """
+
+    def __init__(self, directory: Path, ranks: int = 4, **spec: object) -> None:
+        self.directory = directory
+        self.at = 1000.0
+        fields: dict[str, object] = {
+            "run_id": RUN_ID,
+            "name": "train_digits",
+            "cell": CELL,
+            "placement": Placement(ranks=ranks),
+            "outputs": (),
+            "owner": Owner(pid=1, host="h", user="u"),
+            "timeout_s": SEVEN_DAYS_S,
+            "shipped": Shipped(names=("model", "loader"), total_bytes=45_100_000, seconds=0.038),
+            "submitted_at": self.at,
+        }
+        self.view = RunView(RunSpec(**{**fields, **spec}), pool="team")
+        self.feed = Feed(self.view, wall=lambda: self.at)
+        self.answers = Answers(self.view, self.feed, LogReader(directory), lambda: "cancelled", lambda: ("rank 0",))
+        self.order: list[tuple[int, int]] = []
+        self._seq = 0
+        self._sizes = [0] * ranks
+        self._lines = [0] * ranks
+        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(ranks)]
+
+    def tell(self, *bodies: ev.EventBody, at: float | None = None) -> LiveRun:
+        self.at = self.at if at is None else at
+        for body in bodies:
+            self._seq += 1
+            event = ev.Event(run_id=self.view.run_id, seq=self._seq, at=self.at, body=body)
+            self.view.apply(event)
+            self.feed.apply(event)
+        return self
+
+    def start(self, device_type: str = "a10", labels: tuple[str, ...] = (), at: float | None = None) -> LiveRun:
+        ranks = self.view.ranks
+        lease = Lease(lease_id="l", device_type=device_type, ranks=ranks)
+        return self.tell(
+            ev.Placed(lease=lease, host="gpu-node-2", labels=labels),
+            ev.StateChanged(state=RunState.STARTING),
+            ev.RanksStarted(pids=tuple(range(ranks)), warm="standby"),
+            ev.StateChanged(state=RunState.RUNNING),
+            at=at,
+        )
+
+    def write(self, rank: int, data: bytes, skip: int = 0, stream: str = "stdout") -> LiveRun:
+        """A rank writes: to its log, and then to the pool without the first `skip` bytes.
+
+        All of them are left out only when they end with a newline, as an agent does it.
+        """
+        skip = min(skip, len(data) if data.endswith(b"\n") else len(data) - 1)
+        with open(self.directory / f"rank-{rank}.log", "ab") as log:
+            log.write(data)
+        for _ in range(data.count(b"\n")):
+            self.order.append((rank, self._lines[rank]))
+            self._lines[rank] += 1
+        if skip:
+            self._decoders[rank].reset()
+        start = self._sizes[rank]
+        self._sizes[rank] += len(data)
+        return self.tell(
+            ev.OutputWritten(
+                rank=rank,
+                stream=stream,
+                text=self._decoders[rank].decode(data[skip:]),
+                start=start,
+                end=self._sizes[rank],
+                skipped_bytes=skip,
+                skipped_lines=data[:skip].count(b"\n"),
+            )
+        )
+
+    def end(self, state: RunState = RunState.SUCCEEDED, **fields: object) -> LiveRun:
+        for rank, size in enumerate(self._sizes):
+            if size and not self.log(rank).endswith(b"\n"):
+                self.order.append((rank, self._lines[rank]))
+        return self.tell(ev.RunEnded(state=state, total_s=12.4, **fields))
+
+    def log(self, rank: int) -> bytes:
+        path = self.directory / f"rank-{rank}.log"
+        return path.read_bytes() if path.exists() else b""
+
+    def log_lines(self, rank: int) -> list[str]:
+        """The log as a person reads it, made the simple way."""
+        lines = self.log(rank).split(b"\n")
+        return [line_text(line.decode("utf-8", "replace")) for line in lines[: None if lines[-1] else -1]]
+
+    def all_lines(self) -> list[LineRow]:
+        every = {rank: self.log_lines(rank) for rank in range(self.view.ranks)}
+        return [(rank, number, every[rank][number]) for rank, number in self.order]
+
+
+class FrontEnd:
+    """Takes what it is told and asks for what it was not."""
+
+    def __init__(self, run: LiveRun) -> None:
+        self.run = run
+        self.rows: dict[int, LineRow] = {}
+        self.ranks: tuple[int, ...] = ()
+        self.seq = 0
+        self.told_rows = 0
+
+    def take(self, message: NewLines) -> None:
+        assert message.seq == self.seq + 1
+        assert message.first >= sum(self.ranks)
+        self.seq, self.ranks = message.seq, message.ranks
+        at = message.first
+        for rank, first, what in message.rows:
+            if isinstance(what, str):
+                self.rows[at] = (rank, first, what)
+                self.told_rows += 1
+                at += 1
+            else:
+                at += what
+        assert at == sum(self.ranks)
+
+    def fetch_missing(self, among: range) -> None:
+        for number in among:
+            if number not in self.rows:
+                answer = self.run.answers.answer(AskLines(n=1, first=number, count=500))
+                assert isinstance(answer, LinesAnswer), answer
+                assert answer.rows
+                for index, row in enumerate(answer.rows):
+                    assert self.rows.setdefault(number + index, row) == row

@@ -1,0 +1,295 @@
+"""The lines of a run: what a front end is told and what it asks for are together exactly the logs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import tempfile
+import tracemalloc
+from contextlib import ExitStack
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from live_log import FrontEnd, LiveRun
+
+from sgpu_magic.agent.output import RankOutput
+from sgpu_magic.live import log_order, log_reader, recent_lines
+from sgpu_magic.live.line_text import MAX_JSON_BYTES, MAX_RAW_CHARS, json_bytes, line_text
+from sgpu_magic.live.log_order import LogOrder
+from sgpu_magic.live.log_reader import LogReader
+from sgpu_magic.live.messages import AskFind, AskLines, AskLog, FindAnswer, LinesAnswer, LogAnswer
+from sgpu_magic.protocol import events as ev
+
+PARTS = st.sampled_from(
+    [b"\n", b"\n", b"\r", b"\r\n", b"a", b"loss 0.3", b"\x1b[31m", b"\x1b[0m", b"\x1b[2K", "é中🎉".encode(), b"\b",
+     b"\t", b"x" * 30, b"\xff", b"\x1b[A\n\r", b"step 17\n", b"one\ntwo\nthree\n"]
+)  # fmt: skip
+DATA = st.lists(PARTS, min_size=1, max_size=8).map(b"".join)
+# rank; what it writes; how much of it is left out of the event; whether the front end is told afterwards
+WRITES = st.lists(
+    st.tuples(st.integers(0, 2), DATA, st.one_of(st.just(0), st.just(0), st.integers(1, 60)), st.booleans()),
+    max_size=40,
+)
+
+
+@pytest.mark.parametrize("small", [False, True])
+@settings(max_examples=150, deadline=None)
+@given(writes=WRITES)
+def test_what_is_told_and_what_is_fetched_are_the_logs(small: bool, writes: list[tuple[int, bytes, int, bool]]) -> None:
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as patches:
+        if small:
+            limits = mock.patch.multiple(recent_lines, _KEPT_CHARS=150, _MAX_ROWS_BYTES=300, _MAX_SKIPS=3)
+            patches.enter_context(limits)
+            patches.enter_context(mock.patch.multiple(log_reader, _STEP_BYTES=16, _FIND_BYTES=32))
+            patches.enter_context(mock.patch.object(log_order, "_BLOCK", 3))
+        run = LiveRun(Path(directory), 3).start()
+        front = FrontEnd(run)
+        now = 0.0
+        for rank, data, skip, told in writes:
+            run.write(rank, data, skip)
+            if told:
+                now += 0.2
+                for message in run.feed.told(now):
+                    front.take(message)
+        run.end()
+        for message in run.feed.told(now + 0.2):
+            front.take(message)
+        expected = run.all_lines()
+        assert sum(run.feed.totals) == len(expected) == sum(front.ranks)
+        front.fetch_missing(range(len(expected)))
+        assert [front.rows[number] for number in range(len(expected))] == expected
+        for rank in range(3):
+            lines = run.log_lines(rank)
+            assert run.feed.totals[rank] == len(lines)
+            assert LogReader(Path(directory)).lines(rank, 0, 1000) == lines
+            for first in range(0, len(lines), 3):
+                assert LogReader(Path(directory)).lines(rank, first, 2) == lines[first : first + 2]
+            numbers = [number for number, row in enumerate(expected) if row[0] == rank]
+            assert run.feed.numbers_of(rank, range(len(lines))) == numbers
+        for first in range(len(expected)):
+            found = [
+                (rank, number)
+                for rank, start, count in run.feed.locate(first, 5)
+                for number in range(start, start + count)
+            ]
+            assert found == [row[:2] for row in expected[first : first + 5]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(writes=WRITES)
+def test_the_whole_log_comes_in_pieces(writes: list[tuple[int, bytes, int, bool]]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        run = LiveRun(Path(directory), 3).start()
+        for rank, data, skip, _ in writes:
+            run.write(rank, data, skip)
+        run.end()
+        for rank in range(3):
+            reader = LogReader(Path(directory))
+            pieces: list[str] = []
+            offset: int | None = 0
+            while offset is not None:
+                text, following = reader.piece(rank, offset, 7)
+                assert following is None or following > offset
+                pieces.append(text)
+                offset = following
+            if b"\xff" not in run.log(rank):
+                # where bytes are no text, how many marks stand for them may differ at a cut
+                assert "".join(pieces) == run.log(rank).decode("utf-8", "replace")
+        answer = run.answers.answer(AskLog(n=3, offset=0))
+        assert isinstance(answer, LogAnswer)
+        assert answer.text == "".join(f"[{rank}] {text}\n" for rank, _, text in run.all_lines())
+        assert answer.next_offset is None
+
+
+def test_an_agents_own_batches_give_the_log_back(tmp_path: Path) -> None:
+    """What the real reader of a rank's pipes sends, tails of floods and marked stderr among it, counts as its log."""
+    bodies: list[ev.OutputWritten] = []
+
+    async def write() -> None:
+        output = RankOutput(0, 4_000, bodies.append, lambda _rank, _why: None)
+        output.begin_log(str(tmp_path / "rank-0.log"))
+        stdout, stderr = output.child_ends
+        random.seed(7)
+        for step in range(60):
+            progress = f"step {step} é\r".encode() * random.randrange(3)
+            os.write(stdout, progress + b"done\n" * random.choice([0, 1, 50, 6_000]))
+            if step % 7 == 0:
+                os.write(stderr, f"warning {step}\n".encode())
+            output.drain()
+        os.write(stdout, b"no end")
+        output.drain(last=True)
+        output.close()
+
+    asyncio.run(write())
+    assert any(body.skipped_lines for body in bodies)
+    run = LiveRun(tmp_path, 1).start()
+    front = FrontEnd(run)
+    for at, body in enumerate(bodies):
+        run.tell(body)
+        for message in run.feed.told(at * 0.2):
+            front.take(message)
+    run.tell(ev.RunEnded(state=run.view.state))
+    for message in run.feed.told(len(bodies) * 0.2):
+        front.take(message)
+    lines = run.log_lines(0)
+    assert run.feed.totals == (len(lines),)
+    front.fetch_missing(range(len(lines)))
+    assert [front.rows[number][2] for number in range(len(lines))] == lines
+    assert lines[-1] == "no end"
+
+
+# ------------------------------------------------------------ a line as it is drawn
+
+
+@pytest.mark.parametrize(
+    ("raw", "drawn"),
+    [
+        ("plain", "plain"),
+        ("  0%|\r 50%|\r100%|\r", "100%|"),
+        ("dos\r", "dos"),
+        ("ab\b\bxy", "xy"),
+        ("\x1b[31mred\x1b[0m\x1b[2K", "\x1b[31mred\x1b[0m\x1b[0m"),
+        ("\x1b]0;title\x07text\x00", "text"),
+    ],
+)
+def test_a_line_is_drawn_as_on_a_terminal(raw: str, drawn: str) -> None:
+    assert line_text(raw) == drawn
+
+
+@pytest.mark.parametrize("unit", ["x", "中", "🎉", "\x1b[1m", '"\\', "\x1b[m🎉"])
+def test_a_long_line_says_how_much_is_left_out_and_fits(unit: str) -> None:
+    raw = unit * 20_000
+    shown = line_text(raw)
+    assert json_bytes(shown) <= MAX_JSON_BYTES
+    kept, _, rest = shown.rpartition(" ... ")
+    assert rest.endswith(" more characters of this line in the log")
+    assert raw.startswith(kept.removesuffix("\x1b[0m")[:100])
+
+
+def test_of_a_line_of_many_megabytes_only_its_beginning_is_read(tmp_path: Path) -> None:
+    run = LiveRun(tmp_path, 1).start()
+    run.write(0, b"before\n" + "é".encode() * 3_000_000)
+    run.write(0, b"\nprogress 1\r" + b"progress 2\r" * 400_000 + b"\r\nafter\n")
+    front = FrontEnd(run)
+    (message,) = run.feed.told(1.0)
+    front.take(message)
+    tracemalloc.start()
+    lines = LogReader(tmp_path).lines(0, 0, 10)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert lines[1] == "é" * 16_384 + f" ... {3_000_000 - 16_384:,} more characters of this line in the log"
+    assert lines[0::2] == ["before", "progress 2"]
+    assert lines[3] == "after"
+    assert peak < 8_000_000
+    front.fetch_missing(range(4))
+    assert [front.rows[number][2] for number in range(4)] == lines
+    assert LogReader(tmp_path).find(0, "PROGRESS 2", 10, 10) == ([2], 1)
+
+
+def test_a_line_that_grows_in_many_batches_costs_no_memory(tmp_path: Path) -> None:
+    run = LiveRun(tmp_path, 1).start()
+    for _ in range(30):
+        run.write(0, b"." * 20_000)
+    assert len(run.feed._recent._begun[0] or "") <= MAX_RAW_CHARS
+    run.write(0, b"\nnext\n")
+    (message,) = run.feed.told(1.0)
+    assert message.rows == ((0, 0, 1), (0, 1, "next"))
+
+
+# ------------------------------------------------------------ order
+
+
+def test_the_order_of_a_million_alternating_lines_is_small() -> None:
+    order = LogOrder(4)
+    bodies = [ev.OutputWritten(rank=rank, stream="stdout", text="x\n", start=0, end=2) for rank in range(4)]
+    tracemalloc.start()
+    for _ in range(250_000):
+        for body in bodies:
+            order.write(body)
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert order.total == 1_000_000
+    assert used < 10_000_000
+    assert order.locate(777_777, 2) == [(1, 194_444, 1), (2, 194_444, 1)]
+    assert order.number_of(1, 194_444) == 777_777
+    assert order.number_of(1, 250_000) is None
+    alone = LogOrder(1)
+    for _ in range(10_000):
+        alone.write(bodies[0])
+    assert alone.used_bytes < 100
+    assert alone.locate(5, 10) == [(0, 5, 10)]
+
+
+# ------------------------------------------------------------ looking for a text
+
+
+def test_find_sees_what_a_person_sees(tmp_path: Path) -> None:
+    text = "Loss 0.1\n\x1b[31mlo\x1b[1mss\x1b[0m 0.2\nloss hidden\rshown\nnothing\nÉTÉ\nÉté with LOSS"
+    (tmp_path / "rank-0.log").write_text(text)
+    reader = LogReader(tmp_path)
+    assert reader.find(0, "loss", 100, 10) == ([0, 1, 5], 3)
+    assert reader.find(0, "loss", 100, 2) == ([1, 5], 3)
+    assert reader.find(0, "loss", 5, 10) == ([0, 1], 2), "only among the lines that are counted"
+    assert reader.find(0, "loss", 1, 10) == ([0], 1)
+    assert reader.find(0, "hidden", 100, 10) == ([], 0)
+    assert reader.find(0, "été", 100, 10) == ([4, 5], 2)
+    assert reader.find(0, "[31m", 100, 10) == ([], 0)
+    assert reader.find(7, "loss", 100, 10) == ([], 0), "there is no such log yet"
+
+
+@settings(max_examples=100, deadline=None)
+@given(writes=WRITES, wanted=st.sampled_from(["loss", "A", "step 1", "é", "xx", "zz"]))
+def test_find_is_what_looking_at_every_line_finds(writes: list[tuple[int, bytes, int, bool]], wanted: str) -> None:
+    with tempfile.TemporaryDirectory() as directory, mock.patch.object(log_reader, "_FIND_BYTES", 50):
+        run = LiveRun(Path(directory), 3).start()
+        for rank, data, _, _ in writes:
+            # what a backspace takes away is found all the same
+            run.write(rank, data.replace(b"\b", b""))
+        run.end()
+        plain = [text.replace("\x1b[31m", "").replace("\x1b[0m", "") for _, _, text in run.all_lines()]
+        expected = [number for number, text in enumerate(plain) if wanted.lower() in text.lower()]
+        answer = run.answers.answer(AskFind(n=1, text=wanted))
+        assert answer == FindAnswer(n=1, matches=tuple(expected), total=len(expected))
+
+
+def test_many_matches_are_the_last_ones(tmp_path: Path) -> None:
+    run = LiveRun(tmp_path, 2).start()
+    for step in range(2_000):
+        run.write(step % 2, b"hit\n" if step % 4 else b"miss\n")
+    answer = run.answers.answer(AskFind(n=1, text="HIT"))
+    assert isinstance(answer, FindAnswer)
+    assert answer.total == 1_500
+    assert answer.matches == tuple(step for step in range(2_000) if step % 4)[-1_000:]
+
+
+# ------------------------------------------------------------ a log that changes
+
+
+def test_a_log_that_grows_is_read_on(tmp_path: Path) -> None:
+    reader = LogReader(tmp_path)
+    assert reader.lines(0, 0, 5) == []
+    expected: list[str] = []
+    for step in range(300):
+        with open(tmp_path / "rank-0.log", "a") as log:
+            log.write(f"step {step} " + "x" * 700 + "\n")
+        expected.append(f"step {step} " + "x" * 700)
+        assert reader.lines(0, step, 2) == expected[-1:]
+        assert reader.lines(0, step + 1, 2) == []
+    assert reader.lines(0, 100, 150) == expected[100:250]
+
+
+def test_a_log_that_was_emptied_is_another_log(tmp_path: Path) -> None:
+    run = LiveRun(tmp_path, 1).start().write(0, b"old\n" * 50_000)
+    assert isinstance(run.answers.answer(AskLines(n=1, first=49_990, count=5, rank=0)), LinesAnswer)
+    os.truncate(tmp_path / "rank-0.log", 0)
+    answer = run.answers.answer(AskLines(n=2, first=49_990, count=5, rank=0))
+    assert f"{answer}".count("is not in its log") == 1
+    with open(tmp_path / "rank-0.log", "a") as log:
+        log.writelines(f"new line number {number}\n" for number in range(6_000))
+    answer = run.answers.answer(AskLines(n=3, first=5_000, count=2, rank=0))
+    assert isinstance(answer, LinesAnswer)
+    assert [row[2] for row in answer.rows] == ["new line number 5000", "new line number 5001"]
