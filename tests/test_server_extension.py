@@ -273,7 +273,10 @@ def test_questions_are_answered_while_the_cell_blocks(server: JupyterServer, run
     hello = ask(server, running.path, kind="hello", over="server")
     assert hello["snapshot"]["run_id"] == running.run_id
     assert hello["snapshot"]["state"] == "running"
-    assert sum(hello["snapshot"]["lines"]) >= 8
+    # the events come a moment after the log
+    eventually(
+        lambda: sum(ask(server, running.path, kind="hello")["snapshot"]["lines"]) >= 8, 5, "no lines are told of"
+    )
     lines = ask(server, running.path, kind="lines", first=0, count=3, rank=1)
     assert lines["rows"] == [[1, 0, "begun on 1"], [1, 1, "step 1"], [1, 2, "step 2"]]
     found = ask(server, running.path, kind="find", text="BEGUN", rank=0)

@@ -6,7 +6,7 @@ import { liveOutput, restartedOutput, viewOf, LIVE_MIME } from "./outputs";
 import type { Missing } from "./outputs";
 import { paused, RunFeed } from "./run_feed";
 import { Refused } from "./run_server";
-import type { CellOutputs, RunServer } from "./run_server";
+import type { CellOutput, CellOutputs, RunServer } from "./run_server";
 
 const RETRY_MS = 2_000;
 const GOES_ON = 409;
@@ -87,11 +87,10 @@ export class RestoredRun {
     const feed = new RunFeed(this.server, this.run, this.end.signal);
     this.views.open(this.view, feed);
     feed.listen({ displayed: () => void this.showDisplays() });
-    const { dirty } = this.document;
-    this.write({ outputs: [liveOutput(this.run, this.view)], execution_count: null });
-    this.cell.model.executionState = "running";
-    // nothing to save yet: another page may have this notebook open too
-    this.document.dirty = dirty;
+    this.unsaved(() => {
+      this.write([liveOutput(this.run, this.view)]);
+      this.cell.model.executionState = "running";
+    });
     await feed.follow();
     if (this.isOver) return;
     if (feed.isFinal) {
@@ -105,7 +104,7 @@ export class RestoredRun {
   private finish(final: CellOutputs): void {
     if (this.isOver) return;
     const outputs = this.reason === "restarted" ? [...final.outputs, restartedOutput(this.run)] : final.outputs;
-    this.write({ ...final, outputs });
+    this.write(outputs);
     this.cell.model.executionCount = final.execution_count;
     // also when the number was the same before
     this.cell.model.executionState = "idle";
@@ -119,25 +118,36 @@ export class RestoredRun {
       // with the next display, or at the end
       return;
     }
-    if (this.isOver) return;
+    if (!this.isOver) this.unsaved(() => this.writeDisplays(found.outputs));
+  }
+
+  private writeDisplays(displays: readonly CellOutput[]): void {
     const { outputs } = this.cell.model;
-    if (found.outputs.length < outputs.length - 1) {
-      this.write({ outputs: [liveOutput(this.run, this.view), ...found.outputs], execution_count: null });
+    if (displays.length < outputs.length - 1) {
+      this.write([liveOutput(this.run, this.view), ...displays]);
       return;
     }
-    found.outputs.forEach((output, index) => {
+    // one by one: the live view stays as it is
+    displays.forEach((output, index) => {
       const at = index + 1;
       if (at >= outputs.length) outputs.add(output as IOutput);
       else if (JSON.stringify(outputs.get(at).toJSON()) !== JSON.stringify(output)) outputs.set(at, output as IOutput);
     });
   }
 
-  private write(found: CellOutputs): void {
+  /** Writes what nobody has to save: it changes until the run has ended, and other pages may have the notebook open. */
+  private unsaved(write: () => void): void {
+    const { dirty } = this.document;
+    write();
+    this.document.dirty = dirty;
+  }
+
+  private write(outputs: readonly CellOutput[]): void {
     const { model } = this.cell;
     this.writing = true;
     // what is written was made by the user's own execution, as what comes from the kernel
     model.trusted = true;
-    model.outputs.fromJSON(found.outputs as unknown as IOutput[]);
+    model.outputs.fromJSON(outputs as unknown as IOutput[]);
     this.writing = false;
   }
 
