@@ -1,8 +1,4 @@
-"""Real Jupyter servers and a real browser in a home of their own.
-
-JupyterServer   JupyterLab or Notebook 7, as its command starts it
-OpenNotebook    one notebook in a page: its cells, their outputs, pictures of them
-"""
+"""Notebooks in Debian's Chromium, with a picture of what a person sees."""
 
 from __future__ import annotations
 
@@ -10,125 +6,18 @@ import contextlib
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import nbformat
-from homes import Home
+from jupyter_servers import JupyterServer
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
-from process_table import stop_process
 from waiting import eventually
 
 ARTEFACTS = Path(__file__).parent / "artefacts"
 CHROMIUM = "/usr/bin/chromium"
-_START_S = 60.0
 # a page of JupyterLab on two cores that are busy
 LOAD_MS = 60_000
-
-
-class JupyterServer:
-    """A Jupyter server in a home.
-
-    Args:
-        home: Its home; notebooks lie in its working directory.
-        app: `lab` or `notebook`.
-        variables: Further environment variables of the server and its kernels.
-    """
-
-    def __init__(self, home: Home, app: str = "lab", variables: dict[str, str] | None = None) -> None:
-        self.home = home
-        self.app = app
-        (home.path / "jupyter" / "lab").mkdir(parents=True, exist_ok=True)
-        environ = home.environ | {"JUPYTERLAB_SETTINGS_DIR": str(home.path / "jupyter" / "lab")} | (variables or {})
-        self._log = open(home.path / "server.log", "ab")  # noqa: SIM115  closed with the server
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                {"lab": "jupyterlab", "notebook": "notebook"}[app],
-                "--no-browser",
-                "--allow-root",
-                "--ServerApp.port=0",
-                f"--ServerApp.root_dir={home.work}",
-                "--LabApp.news_url=None",
-                "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
-            ],
-            env=environ,
-            cwd=home.work,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-        )
-        found: dict[str, Any] = {}
-
-        def listens() -> bool:
-            assert self._process.poll() is None, (home.path / "server.log").read_text()[-3000:]
-            with contextlib.suppress(OSError, ValueError):
-                found.update(json.loads((home.path / "jupyter" / f"jpserver-{self._process.pid}.json").read_text()))
-            return bool(found)
-
-        eventually(listens, _START_S, lambda: (home.path / "server.log").read_text()[-3000:])
-        self.url, self.token = f"http://127.0.0.1:{found['port']}", str(found["token"])
-        eventually(lambda: self.get("api/status") is not None, _START_S, "the server does not answer")
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def get(self, path: str) -> Any:
-        """What the server's REST interface answers, None when it can't be reached."""
-        request = urllib.request.Request(f"{self.url}/{path}", headers={"Authorization": f"token {self.token}"})
-        try:
-            with urllib.request.urlopen(request, timeout=20) as answer:
-                return json.load(answer)
-        except OSError:
-            return None
-
-    def post(self, path: str, method: str = "POST") -> None:
-        """Ask for something to be done."""
-        headers = {"Authorization": f"token {self.token}"}
-        request = urllib.request.Request(f"{self.url}/{path}", data=b"", headers=headers, method=method)
-        urllib.request.urlopen(request, timeout=30).close()
-
-    def kernels(self) -> list[dict[str, Any]]:
-        return self.get("api/kernels") or []
-
-    def shut_kernels(self) -> None:
-        """End every session's kernel."""
-        for session in self.get("api/sessions") or []:
-            self.post(f"api/sessions/{session['id']}", "DELETE")
-
-    def write(self, name: str, cells: Sequence[str]) -> Path:
-        """Put a notebook of code cells into the server's folder."""
-        notebook = nbformat.v4.new_notebook(
-            metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-        )
-        notebook.cells = [nbformat.v4.new_code_cell(text) for text in cells]
-        path = self.home.work / name
-        nbformat.write(notebook, path)
-        return path
-
-    def page_url(self, name: str) -> str:
-        tree = "lab/tree" if self.app == "lab" else "notebooks"
-        return f"{self.url}/{tree}/{name}?token={self.token}"
-
-    def close(self) -> None:
-        """Stop it as Control-C twice does; its kernels end with it."""
-        try:
-            if self._process.poll() is None:
-                self._process.send_signal(signal.SIGTERM)
-                try:
-                    self._process.wait(20)
-                except subprocess.TimeoutExpired:
-                    stop_process(self._process.pid, signal.SIGKILL, 5)
-                    self._process.wait(5)
-        finally:
-            self._log.close()
 
 
 @contextlib.contextmanager
@@ -152,6 +41,10 @@ class OpenNotebook:
         name: The notebook's file name.
         size: Of the window in pixels.
         dark: With the dark theme.
+        is_lab: The server is JupyterLab's, else Notebook 7's.
+
+    Attributes:
+        errors: What went wrong in the page, with where.
     """
 
     def __init__(
@@ -161,9 +54,12 @@ class OpenNotebook:
         name: str,
         size: tuple[int, int] = (1366, 768),
         dark: bool = False,
+        is_lab: bool = True,
     ) -> None:
         self.server = server
         self.name = name
+        self._is_lab = is_lab
+        self._stem = Path(name).stem
         self._context = browser.new_context(
             viewport={"width": size[0], "height": size[1]},
             color_scheme="dark" if dark else "light",
@@ -171,16 +67,20 @@ class OpenNotebook:
         )
         self.page: Page = self._context.new_page()
         self.errors: list[str] = []
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        if dark:
-            settings = server.home.path / "jupyter" / "lab" / "@jupyterlab" / "apputils-extension"
-            settings.mkdir(parents=True, exist_ok=True)
-            (settings / "themes.jupyterlab-settings").write_text('{"theme": "JupyterLab Dark"}')
+        self.page.on("pageerror", lambda error: self.errors.append(f"{error}\n{error.stack}"))
+        settings = server.home.path / "jupyter" / "settings" / "@jupyterlab" / "apputils-extension"
+        settings.mkdir(parents=True, exist_ok=True)
+        theme = "JupyterLab Dark" if dark else "JupyterLab Light"
+        (settings / "themes.jupyterlab-settings").write_text(json.dumps({"theme": theme}))
+        quiet = {"fetchNews": "false", "checkForUpdates": False}
+        (settings / "notification.jupyterlab-settings").write_text(json.dumps(quiet))
         self.load()
 
     def load(self) -> None:
         """Load the page (again) and wait until the notebook stands there."""
-        self.page.goto(self.server.page_url(self.name))
+        # a workspace of its own: JupyterLab opens again what was open before
+        place = f"lab/workspaces/{self._stem}/tree" if self._is_lab else "notebooks"
+        self.page.goto(f"{self.server.url}/{place}/{self.name}?token={self.server.token}")
         self.ready()
 
     def reload(self) -> None:
@@ -190,13 +90,6 @@ class OpenNotebook:
 
     def ready(self) -> None:
         self.page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=LOAD_MS)
-        self.page.add_style_tag(content="#jp-MainLogo, .Toastify { display: none !important }")
-
-    def dismiss(self) -> None:
-        """Close a dialog that is in the way."""
-        buttons = self.page.locator(".jp-Dialog button.jp-mod-accept")
-        if buttons.count():
-            buttons.last.click()
 
     def kernel_ready(self, timeout_s: float = 60.0) -> None:
         """Wait until the page is connected to its kernel, which does nothing."""
@@ -211,11 +104,21 @@ class OpenNotebook:
         return self.cell(number).locator(".jp-OutputArea").first
 
     def start(self, number: int) -> None:
-        """Run a cell without waiting for its end."""
+        """Run a cell without waiting for its end; a page that has just come up may not take the keys yet."""
         editor = self.cell(number).locator(".cm-content").first
-        editor.click()
-        expect(editor).to_be_focused()
-        self.page.keyboard.press("Control+Enter")
+        prompt = self.cell(number).locator(".jp-InputPrompt").first
+        before = prompt.inner_text()
+
+        def press() -> bool:
+            editor.click()
+            self.page.keyboard.press("Control+Enter")
+            try:
+                expect(prompt).not_to_have_text(before, timeout=5_000)
+            except AssertionError:
+                return False
+            return True
+
+        eventually(press, 60, f"cell {number} does not run")
 
     def run(self, number: int, timeout_s: float = 60.0) -> str:
         """Run a cell, wait for its end and return the text below it."""
@@ -234,7 +137,7 @@ class OpenNotebook:
     def picture(self, name: str, locator: Locator | None = None) -> Path:
         """Keep a screenshot for whoever wants to look at it."""
         ARTEFACTS.mkdir(exist_ok=True)
-        path = ARTEFACTS / f"{self.server.app}-{name}.png"
+        path = ARTEFACTS / f"{'lab' if self._is_lab else 'notebook'}-{name}.png"
         if locator is not None:
             locator.screenshot(path=path)
         else:
@@ -256,16 +159,19 @@ class OpenNotebook:
         before = path.stat().st_mtime_ns
         self.page.keyboard.press("Escape")
         self.page.keyboard.press("Control+s")
-        eventually(lambda: path.stat().st_mtime_ns != before, 20, "the notebook is not saved")
-        return json.loads(path.read_text())
+
+        def saved() -> dict[str, Any]:
+            try:
+                # the server empties the file before it writes it
+                found = json.loads(path.read_text())
+            except ValueError:
+                return {}
+            return found if path.stat().st_mtime_ns != before else {}
+
+        return eventually(saved, 20, "the notebook is not saved")
 
     def close(self) -> None:
         self._context.close()
-
-
-def within(seconds: float, began: float) -> bool:
-    """Whether less than `seconds` have passed since `began` (monotonic)."""
-    return time.monotonic() - began < seconds
 
 
 def has_browser() -> bool:

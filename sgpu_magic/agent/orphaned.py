@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from sgpu_magic import processes
 from sgpu_magic.agent.execution import Execution
 from sgpu_magic.agent.successor import Successor
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.protocol.states import OWNER_GONE, RunState
 
 _LOOK_S = 0.25
 # a notebook that follows a run starts the next service within a second or two; what nobody follows nobody fetches
@@ -72,7 +72,7 @@ class Orphaned:
             if spec.detach or processes.is_alive(spec.owner.pid):
                 wanted |= not execution.gone or execution.belongings.in_memory or self._has_news(execution.run_id)
             elif not execution.ended:
-                execution.end_as(RunState.CANCELLED, "the notebook that started it is gone")
+                execution.end_as(RunState.CANCELLED, OWNER_GONE)
         still_there = any(not execution.gone for execution in self._executions())
         if not still_there and not any(execution.launch.spec.detach for execution in self._executions()):
             self._until = min(self._until, self._loop.time() + _OVER_S)

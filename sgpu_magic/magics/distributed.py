@@ -42,7 +42,7 @@ class DistributedMagics(Magics):
         self._windows = RunWindows()
         kernel = getattr(shell, "kernel", None)
         self._live_views = LiveViews(kernel)
-        self.restarts = watch_restarts(kernel, self.pool) if self.settings.detach_on_restart else None
+        self.restarts = watch_restarts(kernel, self.pool, detaches=self.settings.detach_on_restart)
 
     def close(self) -> None:
         """Close the link to the pool; the pool goes on for others."""

@@ -88,7 +88,7 @@ def bring_back(followed: Followed, namespace: dict[str, Any], restarts: RestartW
             return None
     except KeyboardInterrupt:
         try:
-            if restarts is not None and _is_restart(restarts):
+            if restarts is not None and restarts.detaches and _is_restart(restarts):
                 leave(followed)
                 return None
             _cancel(run)
@@ -96,6 +96,10 @@ def bring_back(followed: Followed, namespace: dict[str, Any], restarts: RestartW
             # the stop button was pressed twice in one moment
             _cancel(run)
         ending = _after_interrupt(followed)
+        if restarts is not None and restarts.asked.is_set():
+            # a restart interrupts first; who reads the output afterwards has another kernel
+            run_id = short(run.run_id)
+            followed.view.remark(f"the kernel was restarted; %sgpu_attach {run_id} shows run {run_id} again")
     followed.publisher.tick(time.monotonic(), final=True)
     if ending is None:
         text = f"run {short(run.run_id)} is being stopped; it holds its devices until its ranks are gone."

@@ -1,4 +1,4 @@
-"""A kernel's restart with `detach_on_restart` set: its runs are detached before the kernel ends."""
+"""A kernel's restart: its cell's output says so, and with `detach_on_restart` its runs are detached before it ends."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _DETACH_TIMEOUT_S = 1.0
 _SHUTDOWN = "shutdown_request"
 
 
-def watch_restarts(kernel: Any, pool: Pool) -> RestartWatch | None:
+def watch_restarts(kernel: Any, pool: Pool, *, detaches: bool) -> RestartWatch | None:
     """Return a watch over the kernel's restarts, None where there is no kernel or it does not tell."""
     if _SHUTDOWN not in getattr(kernel, "control_handlers", {}):
         return None
-    return RestartWatch(kernel, pool)
+    return RestartWatch(kernel, pool, detaches=detaches)
 
 
 class RestartWatch:
@@ -27,12 +27,14 @@ class RestartWatch:
     Args:
         kernel: The ipykernel.
         pool: Has the runs.
+        detaches: Detach them before the kernel ends.
 
     Attributes:
         asked: Set when a restart has been asked for.
     """
 
-    def __init__(self, kernel: Any, pool: Pool) -> None:
+    def __init__(self, kernel: Any, pool: Pool, *, detaches: bool) -> None:
+        self.detaches = detaches
         self.asked = threading.Event()
         self._kernel = kernel
         self._pool = pool
@@ -48,9 +50,10 @@ class RestartWatch:
         """Runs in the thread of the control channel, while the main thread follows a run or does something else."""
         if parent["content"].get("restart"):
             self.asked.set()
-            # no pool, so no runs; or one that does not answer, and the restart is not to wait for it
-            with contextlib.suppress(SgpuError):
-                self._pool.detach("", _DETACH_TIMEOUT_S)
+            if self.detaches:
+                # no pool, so no runs; or one that does not answer, and the restart is not to wait for it
+                with contextlib.suppress(SgpuError):
+                    self._pool.detach("", _DETACH_TIMEOUT_S)
         handled = self._original(stream, ident, parent)
         if inspect.isawaitable(handled):
             await handled

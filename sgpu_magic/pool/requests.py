@@ -42,7 +42,7 @@ from sgpu_magic.protocol.messages import (
 )
 from sgpu_magic.protocol.records import CellSource, RankStack, RunSpec
 from sgpu_magic.protocol.run_files import KEY
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.protocol.states import OWNER_GONE, RunState
 
 _MAX_RETRIES = 100
 
@@ -122,7 +122,7 @@ class Requests:
         """A kernel is dead or has unloaded: runs that only it wanted have no owner any more."""
         for run in self._book.client_gone(client):
             self._engine.results_received(run.run_id)
-            self._core.feed(sched.CancelRequested(run.run_id, "the notebook that started it is gone", time.monotonic()))
+            self._core.feed(sched.CancelRequested(run.run_id, OWNER_GONE, time.monotonic()))
 
     def stacks_taken(self, request: int, stacks: tuple[RankStack, ...]) -> None:
         asked = self._asked_stacks.pop(request, None)

@@ -22,12 +22,11 @@ from sgpu_magic.protocol.events import Noted, RunEnded
 from sgpu_magic.protocol.messages import Submit
 from sgpu_magic.protocol.node_messages import HeldRun
 from sgpu_magic.protocol.records import Failure, RunSpec
-from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.protocol.states import OWNER_GONE, FailureKind, RunState
 
 _TAKEN_OVER = "the pool service ended unexpectedly; another one was started and has taken the run over"
 _LOST = "the pool service and the agent of its ranks ended unexpectedly"
 _NOT_AGAIN = "the pool service ended while the run waited in its queue, and its notebook did not submit it again"
-_NO_OWNER = "the notebook that started it is gone"
 _LOOK_S = 0.25
 
 
@@ -137,7 +136,7 @@ class Succession:
         for run in self._book.going:
             if run.adopted and run.owner is None and not run.spec.detach and not run.ended:
                 if over or not processes.is_alive(run.spec.owner.pid):
-                    self._feed(sched.CancelRequested(run.run_id, _NO_OWNER, time.monotonic()))
+                    self._feed(sched.CancelRequested(run.run_id, OWNER_GONE, time.monotonic()))
                 else:
                     waits = True
         if waits:

@@ -50,5 +50,9 @@ TRANSITIONS: dict[RunState, frozenset[RunState]] = {
 }
 
 
+OWNER_GONE = "the notebook that started it is gone"
+"""Why a run was cancelled that nobody could have come back to."""
+
+
 def can_move(old: RunState, new: RunState) -> bool:
     return new in TRANSITIONS[old]

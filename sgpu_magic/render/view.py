@@ -29,7 +29,7 @@ from sgpu_magic.protocol.events import (
     Submitted,
 )
 from sgpu_magic.protocol.records import Failure, Lease, RankResult, RunSpec
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.protocol.states import OWNER_GONE, RunState
 from sgpu_magic.render.failure import attempt_note
 from sgpu_magic.render.items import DisplayItem, GapItem, Item, LineItem, display_text, gap_lines
 from sgpu_magic.render.output import RunOutput
@@ -144,6 +144,11 @@ class RunView:
                 pass
             case RunEnded() as body:
                 self._end(body)
+
+    def remark(self, sentence: str) -> None:
+        """Say something about it that no event tells."""
+        self._note(sentence)
+        self.version += 1
 
     def leave(self, sentence: str) -> None:
         """It goes on, but is not shown here any longer."""
@@ -278,4 +283,7 @@ class RunView:
         self.usage.ended()
         self.ended = body
         self.state = body.state
+        if body.reason == OWNER_GONE:
+            # who reads this has another kernel
+            self._note(f"%sgpu_attach {self.short_id} shows run {self.short_id} again")
         self.position, self.waiting_for = None, ""
