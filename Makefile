@@ -4,6 +4,7 @@
 # make soak   500 random runs with random faults; SOAK_RUNS=100, SOAK_SEED=7 as variables
 # make bench  measure this package and its peers
 # make lint   format and lint checks, types
+# make front-end  build and test labextension/; needs Node 20.19 or newer
 #
 # PYTHON=...  the Python to use, 3.11 or newer; a torch that it has is used instead of a download
 # VENV=...    the environment's folder; one that is there already is used as it is
@@ -23,7 +24,7 @@ NOTEBOOK := notebooks/quickstart.ipynb
 OUT := build/demo
 CODE := sgpu_magic tests scripts
 
-.PHONY: demo lab test test-all soak bench lint format clean help
+.PHONY: demo lab test test-all soak bench lint format front-end clean help
 
 help:
 	@sed -n 's/^# \{0,1\}//p;t;q' Makefile
@@ -54,6 +55,9 @@ lint: $(VENV)/.ready-test
 format: $(VENV)/.ready-test
 	$(BIN)/python -m ruff format $(CODE)
 	$(BIN)/python -m ruff check --fix $(CODE)
+
+front-end:
+	cd labextension && npm ci && npm run build:view && npm run build:plugin && npm run check && npm run lint && npm test
 
 clean:
 	rm -rf build .venv

@@ -256,7 +256,7 @@ describe("two views of one model", () => {
     const first = new WidgetTransport(model);
     const second = new WidgetTransport(model);
     const waiting = [first.ask({ kind: "stacks" }), second.ask({ kind: "stacks" })];
-    const numbers = model.sent.map((question) => (question as Question).n);
+    const numbers = model.sent.map((question) => (question).n);
     expect(new Set(numbers).size).toBe(2);
     for (const n of [...numbers].reverse()) model.emit("msg:custom", text(n));
     expect((await Promise.all(waiting)).map((answer) => answer.n)).toEqual(numbers);
