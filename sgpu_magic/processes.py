@@ -6,11 +6,15 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
+import struct
 import sys
+from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _MADV_COLLAPSE = 25
+_CREDENTIALS = struct.Struct("3i")
 _HUGE_PAGE = 2 << 20
 _LINUX = sys.platform == "linux"
 
@@ -27,6 +31,22 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+class Peer(NamedTuple):
+    """Who is at the other end of a socket."""
+
+    pid: int
+    uid: int
+
+
+def peer_of(connection: socket.socket) -> Peer | None:
+    """Return who has connected, None where the system does not tell (SO_PEERCRED, unix(7))."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return None
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(data)
+    return Peer(pid, uid)
 
 
 def is_alive(pid: int) -> bool:

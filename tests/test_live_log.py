@@ -215,8 +215,8 @@ def test_the_order_of_a_million_alternating_lines_is_small() -> None:
     assert order.total == 1_000_000
     assert used < 10_000_000
     assert order.locate(777_777, 2) == [(1, 194_444, 1), (2, 194_444, 1)]
-    assert order.number_of(1, 194_444) == 777_777
-    assert order.number_of(1, 250_000) is None
+    assert order.numbers_of(1, [194_444]) == [777_777]
+    assert order.numbers_of(1, [250_000]) == []
     alone = LogOrder(1)
     for _ in range(10_000):
         alone.write(bodies[0])

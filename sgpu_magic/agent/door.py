@@ -6,11 +6,10 @@ import asyncio
 import contextlib
 import os
 import socket
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
-_CREDENTIALS = struct.Struct("3i")
+from sgpu_magic import processes
 
 
 class Door:
@@ -52,7 +51,5 @@ class Door:
 
 def _uid(connection: socket.socket) -> int:
     """The user at the other end; our own where the system does not tell: the directory is private."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return os.getuid()
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return _CREDENTIALS.unpack(data)[1]
+    peer = processes.peer_of(connection)
+    return peer.uid if peer is not None else os.getuid()

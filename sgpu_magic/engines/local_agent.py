@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -25,7 +24,6 @@ from sgpu_magic.protocol.records import Record
 
 _CONNECT_S = 1.0
 _END_S = 10.0
-_CREDENTIALS = struct.Struct("3i")
 
 
 class LocalAgent:
@@ -101,10 +99,8 @@ def _find(settings: Settings) -> tuple[socket.socket, int] | None:
         connection.close()
         path.unlink(missing_ok=True)
         return None
-    pid = 0
-    if hasattr(socket, "SO_PEERCRED"):
-        pid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[0]
-    return connection, pid
+    peer = processes.peer_of(connection)
+    return connection, peer.pid if peer is not None else 0
 
 
 def _start(settings: Settings) -> tuple[socket.socket, subprocess.Popen[bytes]]:

@@ -113,10 +113,6 @@ class LogOrder:
             numbers.append(at + line - behind)
         return numbers
 
-    def number_of(self, rank: int, line: int) -> int | None:
-        """Return the number among all lines of one rank's line, None when the rank does not have it yet."""
-        return next(iter(self.numbers_of(rank, [line])), None)
-
     @property
     def used_bytes(self) -> int:
         """Memory that the order takes, about."""

@@ -6,15 +6,16 @@ import time
 from collections.abc import Sequence
 
 from sgpu_magic.live.bars import bar_of_all
-from sgpu_magic.live.failure_block import cut_lines, failure_block, first_failure
+from sgpu_magic.live.failure_block import failure_block, first_failure
 from sgpu_magic.live.fitting import fitted
 from sgpu_magic.live.messages import VERSION, Snapshot, Tone
 from sgpu_magic.live.rank_cards import rank_cards
-from sgpu_magic.live.words import device_words, footer, meta, preparing
+from sgpu_magic.live.words import footer, meta, preparing
 from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render import ansi
 from sgpu_magic.render.failure import other_lines
-from sgpu_magic.render.text import attempt_text, stall_lines
+from sgpu_magic.render.failure_form import cut_lines
+from sgpu_magic.render.text import attempt_text, device_words, stall_lines
 from sgpu_magic.render.view import RunView
 
 _TONES: dict[RunState, Tone] = {

@@ -1,28 +1,17 @@
-"""The words around a run in its view: devices, what is left of its time, what goes on before it runs, its footer."""
+"""The words around a run in its view: what is left of its time, what goes on before it runs, its footer."""
 
 from __future__ import annotations
 
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render.measured import busy_text
-from sgpu_magic.render.text import backend, returned_text, shipped_text
-from sgpu_magic.render.units import TIMES, count_of, format_clock, format_seconds
+from sgpu_magic.render.text import returned_text, shipped_text
+from sgpu_magic.render.units import count_of, format_clock, format_seconds
 from sgpu_magic.render.view import RunView
 
 _WORTH_TELLING_S = 1.0
 _MAX_VALUE_PROBLEMS = 4
 _BEFORE_RUNNING = (RunState.QUEUED, RunState.PREPARING, RunState.STARTING)
-
-
-def device_words(view: RunView) -> str:
-    """Return `4 ranks · cpu, gloo` or `4 x A10, nccl`, and that they are simulated."""
-    lease = view.lease
-    if lease is None:
-        return count_of(view.ranks, "rank")
-    if lease.device_type == "cpu":
-        return f"{count_of(view.ranks, 'rank')} · cpu, {backend(lease)}"
-    simulated = " (simulated on cpu)" if lease.simulated else ""
-    return f"{lease.ranks} {TIMES} {lease.device_type.upper()}{simulated}, {backend(lease)}"
 
 
 def meta(view: RunView, now: float) -> list[str]:

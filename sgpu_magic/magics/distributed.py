@@ -19,7 +19,7 @@ from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.magics import arguments, cell, follow
 from sgpu_magic.magics.notices import NoticeBoard
 from sgpu_magic.magics.restarts import watch_restarts
-from sgpu_magic.magics.status import RunWindows, StatusBoard, is_live
+from sgpu_magic.magics.status import RunWindows, StatusBoard
 from sgpu_magic.magics.warmth import Warmth
 from sgpu_magic.protocol.ids import short
 from sgpu_magic.render.stacks import stacks_html, stacks_text
@@ -116,9 +116,9 @@ class DistributedMagics(Magics):
         if options.run:
             run, state = self.pool.attach(options.run)
             followed = self._followed(run, options.ui, self._current_settings(), error_follows=False)
-            self._windows.open(followed, state, live=is_live(self._shell) and options.ui != "text")
+            self._windows.open(followed, state, live=self._live_views.is_watched and options.ui != "text")
         elif is_notebook(self._shell):
-            self._board.show(is_live(self._shell))
+            self._board.show(self._live_views.is_watched)
         else:
             print(self._board.text())  # noqa: T201
 

@@ -10,7 +10,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.errors import PoolError
@@ -176,11 +175,6 @@ class _Background:
         """End it; one that waits for a pool's answer ends when that has come, and shows nothing more."""
         self._stopped.set()
         self._thread.join(_JOIN_S)
-
-
-def is_live(shell: Any) -> bool:
-    """Whether somebody may be looking: headless kernels (nbclient, papermill) and terminals are asked for no input."""
-    return bool(getattr(getattr(shell, "kernel", None), "_allow_stdin", False))
 
 
 def _publish(data: dict[str, str], display_id: str, update: bool) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from html import escape
 
-from sgpu_magic.protocol.records import Lease
 from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render import ansi
 from sgpu_magic.render.failure import other_lines
@@ -18,11 +17,11 @@ from sgpu_magic.render.html_style import ACCENT, BAD, BOX, FAINT, GOOD, LINE, PA
 from sgpu_magic.render.items import DisplayItem, GapItem, LineItem, display_text, gap_lines, trim
 from sgpu_magic.render.measured import busy_text, idle_sentences
 from sgpu_magic.render.segments import TextSegment, segments
-from sgpu_magic.render.text import attempt_text, backend, returned_text, shipped_text
-from sgpu_magic.render.units import TIMES, count_of, format_clock, format_seconds
+from sgpu_magic.render.text import attempt_text, device_words, returned_text, shipped_text
+from sgpu_magic.render.units import count_of, format_clock, format_seconds
 from sgpu_magic.render.view import RunView
 
-__all__ = ["device_html", "render_html", "render_segment_html", "segments"]
+__all__ = ["render_html", "render_segment_html", "segments"]
 
 _COLOURS = {
     RunState.RUNNING: ACCENT,
@@ -93,14 +92,6 @@ def _standing(view: RunView) -> str:
     return live_ranks_html(view) + _warnings(view.usage.idle_sentences) + stall_html(view)
 
 
-def device_html(lease: Lease, ranks: int) -> str:
-    """Return the devices, escaped: `4 ranks · cpu`, or number and type, and that they are simulated."""
-    if lease.device_type == "cpu":
-        return f"{count_of(ranks, 'rank')} · cpu"
-    simulated = " (simulated on cpu)" if lease.simulated else ""
-    return escape(f"{lease.ranks} {TIMES} {lease.device_type.upper()}{simulated}")
-
-
 def _share(view: RunView, segment: TextSegment) -> int:
     """Return the bytes that this segment's lines, header and footer may take, by its part of all lines."""
     every = sum(1 for item in view.items if not isinstance(item, DisplayItem))
@@ -112,12 +103,7 @@ def _share(view: RunView, segment: TextSegment) -> int:
 def _header(view: RunView) -> str:
     colour = _COLOURS.get(view.state, "inherit") if not view.left else "inherit"
     state = f"{_SHAPES.get(view.state, '●')} {view.state}" if not view.left else "→ goes on"
-    meta: list[str] = []
-    if view.lease is not None:
-        meta.append(f"{device_html(view.lease, view.ranks)}, {backend(view.lease)}")
-    else:
-        meta.append(count_of(view.ranks, "rank"))
-    meta.append(escape(view.pool))
+    meta = [escape(device_words(view)), escape(view.pool)]
     meta += [attempt_text(view)] if view.attempt > 1 else []
     if view.left:
         pass

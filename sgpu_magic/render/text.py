@@ -30,7 +30,7 @@ from sgpu_magic.render.items import (
 from sgpu_magic.render.measured import busy_text, idle_sentences
 from sgpu_magic.render.segments import TextSegment, segments
 from sgpu_magic.render.stacks import group_lines, group_stacks, summary, verdict
-from sgpu_magic.render.units import count_of, format_bytes, format_seconds
+from sgpu_magic.render.units import TIMES, count_of, format_bytes, format_seconds
 from sgpu_magic.render.view import RunView
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "backend",
     "culprits_last_words",
     "device_text",
+    "device_words",
     "display_lines",
     "ending_stacks",
     "error_line",
@@ -115,6 +116,17 @@ def header_line(view: RunView) -> str:
 def backend(lease: Lease) -> str:
     """Return the process group's backend: `nccl` on real GPUs, else `gloo`."""
     return "gloo" if lease.simulated or lease.device_type == "cpu" else "nccl"
+
+
+def device_words(view: RunView) -> str:
+    """Return `4 ranks · cpu, gloo` or `4 x A10, nccl`, and that they are simulated: the header's words."""
+    lease = view.lease
+    if lease is None:
+        return count_of(view.ranks, "rank")
+    if lease.device_type == "cpu":
+        return f"{count_of(view.ranks, 'rank')} · cpu, {backend(lease)}"
+    simulated = " (simulated on cpu)" if lease.simulated else ""
+    return f"{lease.ranks} {TIMES} {lease.device_type.upper()}{simulated}, {backend(lease)}"
 
 
 def device_text(lease: Lease) -> str:

@@ -60,7 +60,7 @@ class LiveViews:
             buttons: What the view's buttons do.
         """
         channels = self._channels
-        if channels is None or ui in ("none", "text") or not (ui == "widget" or self._is_watched):
+        if channels is None or ui in ("none", "text") or not (ui == "widget" or self.is_watched):
             return publisher_for(ui, view, stream, notebook=self._kernel is not None)
         feed = Feed(view)
         answers = Answers(view, feed, LogReader(buttons.directory), buttons.cancel, buttons.stacks)
@@ -74,8 +74,10 @@ class LiveViews:
             self._channels.remove()
 
     @property
-    def _is_watched(self) -> bool:
+    def is_watched(self) -> bool:
         """Whether somebody may be looking: headless kernels (nbclient, papermill) are asked for no input."""
+        if self._channels is None:
+            return False
         return bool(self._kernel.get_parent("shell").get("content", {}).get("allow_stdin"))
 
     @property
