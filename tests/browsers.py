@@ -122,7 +122,15 @@ class OpenNotebook:
 
     def run(self, number: int, timeout_s: float = 60.0) -> str:
         """Run a cell, wait for its end and return the text below it."""
-        self.start(number)
+        prompt = self.cell(number).locator(".jp-InputPrompt").first
+
+        def runs() -> bool:
+            # a page whose kernel is only just connected takes an order and forgets it
+            self.start(number)
+            eventually(lambda: prompt.inner_text().strip() != "[*]:", timeout_s, f"cell {number} goes on")
+            return prompt.inner_text().strip() != "[ ]:"
+
+        eventually(runs, timeout_s, f"cell {number} does not run")
         self.wait_done(number, timeout_s)
         return self.output(number).inner_text()
 

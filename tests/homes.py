@@ -41,6 +41,8 @@ _NOT_INHERITED = (
 )
 # all that a pool which ended in order leaves in its runtime directory
 _STAYS = {"pool.lock"}
+# so many looks, 20 ms apart, must find the same
+_SAME_LOOKS = 20
 
 
 class Row(NamedTuple):
@@ -201,6 +203,17 @@ class Home:
 
     # ------------------------------------------------------------ leaks
 
+    def has_settled(self, pid: int) -> None:
+        """What the process has now is what it may have after every test; threads that are just starting count too."""
+        seen = [level(pid)]
+
+        def same() -> bool:
+            seen.append(level(pid))
+            return len(seen) > _SAME_LOOKS and all(found == seen[-1] for found in seen[-_SAME_LOOKS:])
+
+        eventually(same, 10, lambda: f"{pid} does not settle: {seen[-_SAME_LOOKS:]}")
+        self._levels[pid] = seen[-1]
+
     def check_leaks(self) -> None:
         """Wait until nothing is left of what ran; fail if something stays."""
         eventually(lambda: not self.unexpected(), 10, lambda: f"processes are left behind: {self.unexpected()}")
@@ -216,7 +229,8 @@ class Home:
             before = self._levels[pid]
             if level(pid)["libraries"] != before["libraries"]:
                 # the notebook has imported something that may have threads of its own
-                before = self._levels[pid] = level(pid)
+                now = level(pid)
+                before = self._levels[pid] = now | {name: max(now[name], before[name]) for name in ("fds", "threads")}
             if kind == "kernel":
                 before = before | {"memory files": before["memory files"] + self.uploads_kept}
             eventually(

@@ -124,7 +124,7 @@ class Stage:
         if self._subject is None:
             self._subject, self._spare = self._spare or Kernel(self.home, wait=False), None
             self._subject.ready()
-            self._subject.check(WEIGHTS)
+            settle(self._subject)
         return self._subject
 
     @property
@@ -132,14 +132,13 @@ class Stage:
         """Another notebook of the same user."""
         if self._neighbour is None:
             self._neighbour = Kernel(self.home)
-            self._neighbour.check(WEIGHTS)
+            settle(self._neighbour)
         return self._neighbour
 
     def warm(self) -> None:
         """Have both notebooks connected and a group standing by."""
         for kernel in (self.kernel, self.neighbour):
             kernel.check(f"%%distributed -n {RANKS} --ui none\npass")
-            kernel.check("print('x' * 200_000)")
 
     def prepare_spare(self) -> None:
         """The notebook is about to be killed: have another one start meanwhile."""
@@ -202,6 +201,16 @@ class Stage:
                 if kernel is not None:
                     kernel.interrupt()
             raise
+
+
+def settle(kernel: Kernel) -> None:
+    """Give a new notebook what the table's cells read, its link to the pool, and all threads that it will have."""
+    kernel.check(WEIGHTS)
+    kernel.check("%sgpu_status")
+    # pyzmq has a thread of its own from the first large message on
+    kernel.check("print('x' * 200_000)")
+    # a check of a notebook whose pool is dead would find less than it has with one
+    kernel.home.has_settled(kernel.pid)
 
 
 def _queued(stage: Stage, options: str) -> Situation:

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fault_states import WEIGHTS, Situation, Stage
+from fault_states import Situation, Stage, settle
 from kernels import stop_process
 from strikes import kill, pid_of, send
 
@@ -88,7 +88,8 @@ def _kill_kernel(stage: Stage, situation: Situation) -> None:
 
 def _restart_kernel(stage: Stage, situation: Situation) -> None:
     situation.kernel.restart()
-    situation.kernel.check(f"%load_ext sgpu_magic\n{WEIGHTS}")
+    situation.kernel.check("%load_ext sgpu_magic")
+    settle(situation.kernel)
 
 
 def _interrupt(stage: Stage, situation: Situation) -> None:
