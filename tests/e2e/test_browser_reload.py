@@ -21,7 +21,6 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 ARTEFACTS = Path(__file__).parent.parent / "artefacts"
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(240),
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
 ]
@@ -230,6 +229,7 @@ def test_a_reloaded_page_has_the_live_view_again_and_the_outputs_at_the_end(
     expect(notebook.page.locator(".jp-Notebook .jp-CodeCell").nth(2)).to_contain_text("another cell")
 
 
+@pytest.mark.slow
 def test_cancel_works_on_a_reloaded_page_while_the_cell_blocks(opened: Callable[[str], Notebook]):
     notebook = opened("cancel")
     notebook.start()
@@ -246,6 +246,7 @@ def test_cancel_works_on_a_reloaded_page_while_the_cell_blocks(opened: Callable[
     assert saved[-1]["ename"] == "RunCancelled"
 
 
+@pytest.mark.slow
 def test_a_page_that_was_not_saved_has_the_run_all_the_same(opened: Callable[[str], Notebook]):
     """Its file has never heard of the run, which ends while nobody looks."""
     notebook = opened("unsaved")
@@ -273,6 +274,7 @@ def test_a_notebook_that_is_closed_and_opened_again_has_its_run(opened: Callable
     expect(notebook.cell.locator(".jp-OutputArea")).to_contain_text("succeeded", timeout=20_000)
 
 
+@pytest.mark.slow
 def test_a_restarted_kernel_leaves_what_became_of_its_run(opened: Callable[[str], Notebook]):
     notebook = opened("restart")
     run_id = notebook.start()
@@ -286,6 +288,7 @@ def test_a_restarted_kernel_leaves_what_became_of_its_run(opened: Callable[[str]
     assert notebook.kernel == kernel
 
 
+@pytest.mark.slow
 def test_a_cell_that_this_page_follows_is_left_to_its_kernel(opened: Callable[[str], Notebook]):
     """The server is asked about a run only by a page that has lost it."""
     notebook = opened("followed")
