@@ -7,22 +7,14 @@ import { dirname, resolve } from "node:path";
 import { fileURLToPath } from "node:url";
 import { promisify } from "node:util";
 
-import { build, transform } from "esbuild";
+import { build } from "esbuild";
+
+import { cssAsText } from "./css_as_text.mjs";
 
 const here = dirname(fileURLToPath(import.meta.url));
 const asked = process.argv.find((argument) => argument.startsWith("--outdir="));
 const outdir = asked ? resolve(asked.slice("--outdir=".length)) : resolve(here, "../sgpu_magic/labextension");
 const lib = resolve(here, "lib");
-
-const cssAsText = {
-  name: "css-as-text",
-  setup(builder) {
-    builder.onLoad({ filter: /\.css$/ }, async ({ path }) => {
-      const { code } = await transform(await readFile(path, "utf8"), { loader: "css", minify: true });
-      return { contents: code, loader: "text" };
-    });
-  },
-};
 
 await rm(lib, { recursive: true, force: true });
 await build({

@@ -1,24 +1,15 @@
 // Builds the run's view into one file: `npm run build:view [-- --outfile=PATH]`.
 // The same sources give the same bytes on every machine: no paths, no dates, no source map.
-import { readFile } from "node:fs/promises";
 import { dirname, resolve } from "node:path";
 import { fileURLToPath } from "node:url";
 
-import { build, transform } from "esbuild";
+import { build } from "esbuild";
+
+import { cssAsText } from "./css_as_text.mjs";
 
 const here = dirname(fileURLToPath(import.meta.url));
 const asked = process.argv.find((argument) => argument.startsWith("--outfile="));
 const outfile = asked ? resolve(asked.slice("--outfile=".length)) : resolve(here, "../sgpu_magic/static/run_view.js");
-
-const cssAsText = {
-  name: "css-as-text",
-  setup(builder) {
-    builder.onLoad({ filter: /\.css$/ }, async ({ path }) => {
-      const { code } = await transform(await readFile(path, "utf8"), { loader: "css", minify: true });
-      return { contents: code, loader: "text" };
-    });
-  },
-};
 
 await build({
   absWorkingDir: here,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from headless_notebooks import install_kernel
 from kernels import Home, Kernel
 
 
@@ -48,6 +49,15 @@ def new_kernel(home: Home) -> Iterator[Callable[..., Kernel]]:
     yield make
     for kernel in made:
         kernel.close()
+
+
+@pytest.fixture
+def environment(home: Home, monkeypatch: pytest.MonkeyPatch) -> Home:
+    """The home; this process's variables are its own: nbclient and papermill pass them on."""
+    for name, value in home.environ.items():
+        monkeypatch.setenv(name, value)
+    install_kernel(home)
+    return home
 
 
 @pytest.fixture

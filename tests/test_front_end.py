@@ -15,7 +15,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import msgspec
 import pytest
 
-from sgpu_magic.live import messages
+from sgpu_magic.live import messages, picture
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "labextension"
@@ -28,11 +28,11 @@ _NO_REGISTRY = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ETIMEDOUT", "ENOTCACH
 # ------------------------------------------------------------------ records
 
 
-def record_types() -> list[type[messages.Message]]:
+def record_types() -> list[type[picture.Message]]:
     return [
         kind
-        for kind in vars(messages).values()
-        if isinstance(kind, type) and issubclass(kind, messages.Message) and kind is not messages.Message
+        for kind in {**vars(picture), **vars(messages)}.values()
+        if isinstance(kind, type) and issubclass(kind, picture.Message) and kind is not picture.Message
     ]
 
 
@@ -49,7 +49,7 @@ def choices(hint: Any) -> list[object]:
     """Return a value of each sort that a field may have: every literal, None where it may be absent."""
     if hint in _SCALARS:
         return _SCALARS[hint]
-    if isinstance(hint, type) and issubclass(hint, messages.Message):
+    if isinstance(hint, type) and issubclass(hint, picture.Message):
         return [samples(hint)[0]]  # the other ones stand under its own name
     arguments = get_args(hint)
     match get_origin(hint):
@@ -65,7 +65,7 @@ def choices(hint: Any) -> list[object]:
             raise TypeError(f"no sample of {hint}")
 
 
-def samples(cls: type[messages.Message]) -> list[messages.Message]:
+def samples(cls: type[picture.Message]) -> list[picture.Message]:
     """Return records of a class: one, then one for each other choice of each of its fields."""
     sorts = {name: choices(hint) for name, hint in get_type_hints(cls).items() if name in cls.__struct_fields__}
     first = cls(**{name: values[0] for name, values in sorts.items()})
@@ -80,7 +80,7 @@ def test_the_golden_records_that_the_front_end_reads_are_what_python_writes() ->
     for cls in record_types():
         assert "id" not in cls.__struct_fields__
         written[cls.__name__] = [json.loads(messages.to_json(record)) for record in samples(cls)]
-    bounds = json.dumps({name: getattr(messages, name) for name in constants})
+    bounds = json.dumps({name: getattr(picture if hasattr(picture, name) else messages, name) for name in constants})
     # a line for each sample, so that a change reads as what it is
     named = (
         f"  {json.dumps(name)}: [\n"

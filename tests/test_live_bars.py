@@ -9,7 +9,7 @@ import pytest
 from tqdm import tqdm
 
 from sgpu_magic.live.bars import bar_of, bar_of_all
-from sgpu_magic.live.messages import Bar
+from sgpu_magic.live.picture import Bar
 from sgpu_magic.render import ansi
 from sgpu_magic.render.lines import LineAssembler
 

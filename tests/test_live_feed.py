@@ -27,11 +27,11 @@ from sgpu_magic.live.messages import (
     NewLines,
     Question,
     Refusal,
-    Snapshot,
     TextAnswer,
     question_of,
     to_json,
 )
+from sgpu_magic.live.picture import Snapshot
 from sgpu_magic.protocol import events as ev
 from sgpu_magic.protocol.records import Failure, RankSample
 from sgpu_magic.protocol.states import FailureKind, RunState

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from live_log import LiveRun
 
-from sgpu_magic.live.messages import Snapshot, to_builtins, to_json
+from sgpu_magic.live.messages import to_builtins, to_json
+from sgpu_magic.live.picture import Snapshot
 from sgpu_magic.live.snapshot import snapshot_of
 from sgpu_magic.protocol import events as ev
 from sgpu_magic.protocol.records import (

@@ -17,7 +17,8 @@ from sgpu_magic.jupyter_server.outputs import Output, cell_outputs, rich_outputs
 from sgpu_magic.live.answers import Answers
 from sgpu_magic.live.feed import Feed
 from sgpu_magic.live.log_reader import LogReader
-from sgpu_magic.live.messages import Answer, NewLines, Question, Snapshot
+from sgpu_magic.live.messages import Answer, NewLines, Question
+from sgpu_magic.live.picture import Snapshot
 from sgpu_magic.protocol.events import Detached, DisplayPublished, Event, EventBody, Noted, OutputCleared, RunEnded
 from sgpu_magic.protocol.ids import is_valid_id, short
 from sgpu_magic.protocol.records import Failure, RunSpec

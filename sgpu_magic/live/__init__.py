@@ -1,6 +1,7 @@
 """What a front end is told of a run, and what it may ask: the same over a widget's comm and over the server.
 
-messages       every record that goes between them, as JSON
+messages       what goes between them: told, asked, answered, as JSON
+picture        what is drawn but for the log's lines, as JSON
 
 feed           a run's events -> at most 10 messages a second
 answers        a front end's question -> its answer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from sgpu_magic.live.messages import Bar
+from sgpu_magic.live.picture import Bar
 
 _MAX_CHARS = 400
 _MAX_LABEL = 40

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sgpu_magic.live.messages import FailureBlock, FailureLine
+from sgpu_magic.live.picture import FailureBlock, FailureLine
 from sgpu_magic.protocol.records import Failure
 from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render.failure_form import FormLine, failure_form

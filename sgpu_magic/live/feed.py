@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from sgpu_magic.live.log_order import Piece
-from sgpu_magic.live.messages import HelloAnswer, NewLines, Snapshot, Told
+from sgpu_magic.live.messages import HelloAnswer, NewLines, Told
+from sgpu_magic.live.picture import Snapshot
 from sgpu_magic.live.recent_lines import RecentLines
 from sgpu_magic.live.snapshot import snapshot_of
 from sgpu_magic.protocol.events import Event, OutputWritten, RunEnded

@@ -7,7 +7,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from sgpu_magic.live.line_text import json_bytes
-from sgpu_magic.live.messages import Curve, FailureLine, RankCard, Snapshot
+from sgpu_magic.live.picture import Curve, FailureLine, RankCard, Snapshot
 
 MAX_SNAPSHOT_BYTES = 60_000
 # the rest is for the cards

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sgpu_magic.live.bars import bar_of
-from sgpu_magic.live.messages import Curve, RankCard, Tone
+from sgpu_magic.live.picture import Curve, RankCard, Tone
 from sgpu_magic.protocol.records import Failure
 from sgpu_magic.protocol.states import FailureKind, RunState
 from sgpu_magic.render import ansi

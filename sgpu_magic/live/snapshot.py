@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from sgpu_magic.live.bars import bar_of_all
 from sgpu_magic.live.failure_block import failure_block, first_failure
 from sgpu_magic.live.fitting import fitted
-from sgpu_magic.live.messages import VERSION, Snapshot, Tone
+from sgpu_magic.live.picture import VERSION, Snapshot, Tone
 from sgpu_magic.live.rank_cards import rank_cards
 from sgpu_magic.live.words import footer, meta, preparing
 from sgpu_magic.protocol.states import RunState

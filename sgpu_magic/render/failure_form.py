@@ -17,7 +17,7 @@ LineKind = Literal["title", "code", "culprit", "error", "text"]
 
 
 class FormLine(NamedTuple):
-    """One line, without colours; `kind` as in `live.messages.FailureLine`."""
+    """One line, without colours; `kind` as in `live.picture.FailureLine`."""
 
     text: str
     kind: LineKind

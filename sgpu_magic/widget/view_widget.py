@@ -21,7 +21,7 @@ class RunViewWidget(anywidget.AnyWidget):
     """What the browser knows of a run: the last snapshot and how to ask. Lines go as messages of their own.
 
     Args:
-        snapshot: `live.messages.Snapshot` as JSON.
+        snapshot: `live.picture.Snapshot` as JSON.
         comms: `subshell` when the kernel answers a widget's messages while a cell blocks, if the front end sends
             them to a subshell; else `blocking`: ask over the control channel.
 

@@ -5,24 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from browsers import ARTEFACTS, chromium, has_browser
 from homes import Home
 from jupyter_servers import JupyterServer, new_notebook
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 from waiting import eventually
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-ARTEFACTS = Path(__file__).parent.parent / "artefacts"
 
 pytestmark = [
     pytest.mark.timeout(240),
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
+    pytest.mark.skipif(not has_browser(), reason="needs Debian's chromium"),
 ]
 
 STEPS = """\
@@ -138,10 +134,8 @@ def place() -> Iterator[Home]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with chromium() as made:
         yield made
-        made.close()
 
 
 @pytest.fixture(scope="module", params=["jupyterlab", "notebook"])

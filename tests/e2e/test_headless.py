@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pty
 import re
@@ -17,33 +16,12 @@ from collections.abc import Callable, Iterator
 from fcntl import ioctl
 from pathlib import Path
 
-import jupyter_client.kernelspec
 import nbclient
 import nbformat
 import papermill
 import pytest
+from headless_notebooks import notebook
 from kernels import Home, plain
-
-
-def notebook(*cells: str) -> nbformat.NotebookNode:
-    """A notebook with these code cells."""
-    made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    made.metadata["kernelspec"] = {"name": "sgpu-test", "display_name": "test", "language": "python"}
-    return made
-
-
-@pytest.fixture
-def environment(home: Home, monkeypatch: pytest.MonkeyPatch) -> Home:
-    """This process's variables are the home's: nbclient and papermill pass them on."""
-    for name, value in home.environ.items():
-        monkeypatch.setenv(name, value)
-    folder = Path(home.environ["JUPYTER_DATA_DIR"]) / "kernels" / "sgpu-test"
-    folder.mkdir(parents=True, exist_ok=True)
-    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    spec = {"argv": argv, "display_name": "test", "language": "python"}
-    (folder / "kernel.json").write_text(json.dumps(spec))
-    assert jupyter_client.kernelspec.KernelSpecManager().get_kernel_spec("sgpu-test").argv[0] == sys.executable
-    return home
 
 
 def text_of(cell: nbformat.NotebookNode) -> str:

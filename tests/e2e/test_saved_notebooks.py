@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import shutil
 import subprocess
-import sys
 import unicodedata
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
-import jupyter_client.kernelspec
 import nbclient
 import nbconvert
 import nbformat
 import papermill
 import pytest
+from headless_notebooks import notebook
 from kernels import Home, Kernel, plain
 
 from sgpu_magic.config import host_name
@@ -50,25 +48,6 @@ import torch.distributed as dist
 dist.barrier()
 """
 ALL = (LOAD, GOOD, "print(total, where)", BAD)
-
-
-@pytest.fixture
-def environment(home: Home, monkeypatch: pytest.MonkeyPatch) -> Home:
-    """This process's variables are the home's: nbclient and papermill pass them on."""
-    for name, value in home.environ.items():
-        monkeypatch.setenv(name, value)
-    folder = Path(home.environ["JUPYTER_DATA_DIR"]) / "kernels" / "sgpu-test"
-    folder.mkdir(parents=True, exist_ok=True)
-    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    (folder / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "test", "language": "python"}))
-    assert jupyter_client.kernelspec.KernelSpecManager().get_kernel_spec("sgpu-test").argv[0] == sys.executable
-    return home
-
-
-def notebook(*cells: str) -> nbformat.NotebookNode:
-    made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    made.metadata["kernelspec"] = {"name": "sgpu-test", "display_name": "test", "language": "python"}
-    return made
 
 
 class WithFrontEnd(nbclient.NotebookClient):
