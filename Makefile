@@ -1,6 +1,7 @@
 # make demo   set up and run notebooks/quickstart.ipynb without a front end
 # make lab    open it in JupyterLab
-# make test   set up and run the tests;  make test-all runs the slow ones too
+# make test   set up and run the tests;  make test-all runs the slow ones too, with all frameworks installed
+# make frameworks  only trainings with each framework, against torchrun
 # make soak   500 random runs with random faults; SOAK_RUNS=100, SOAK_SEED=7 as variables
 # make bench  measure this package and its peers
 # make lint   format and lint checks, types
@@ -24,7 +25,7 @@ NOTEBOOK := notebooks/quickstart.ipynb
 OUT := build/demo
 CODE := sgpu_magic tests scripts
 
-.PHONY: demo lab test test-all soak bench lint format front-end clean help
+.PHONY: demo lab test test-all frameworks soak bench lint format front-end clean help
 
 help:
 	@sed -n 's/^# \{0,1\}//p;t;q' Makefile
@@ -38,8 +39,11 @@ lab: $(VENV)/.ready-quickstart-lab
 test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest -m "not slow" $(TESTS)
 
-test-all: $(VENV)/.ready-test
+test-all: $(VENV)/.ready-test-frameworks
 	$(BIN)/python -m pytest $(TESTS)
+
+frameworks: $(VENV)/.ready-test-frameworks
+	$(BIN)/python -m pytest tests/frameworks $(TESTS)
 
 soak: $(VENV)/.ready-test
 	PYTHONPATH=tests $(BIN)/python -m soak

@@ -73,6 +73,7 @@ def own_pool() -> Iterator[Path]:
     # short: a socket's path ends at 108 bytes
     places = Path(tempfile.mkdtemp(prefix="sgpu-demo-"))
     os.environ["SGPU_STATE_DIR"], os.environ["SGPU_RUNTIME_DIR"] = str(places / "state"), str(places / "run")
+    os.environ["SGPU_CACHE_DIR"] = str(places / "cache")
     # this Python's kernel, whatever other kernels of that name the user has
     kernelspec.install(prefix=str(places))
     os.environ["JUPYTER_PATH"] = str(places / "share" / "jupyter")

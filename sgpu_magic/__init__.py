@@ -1,4 +1,13 @@
-"""Serverless GPUs in any Jupyter notebook: `%load_ext sgpu_magic`, then `%%distributed --gpus 4`."""
+"""Serverless GPUs in any Jupyter notebook: `%load_ext sgpu_magic`, then `%%distributed --gpus 4`.
+
+The same from Python:
+
+distributed   `@distributed(gpus=4)` on a function: `train.distributed()` runs it on every rank
+map           one run per item, for sweeps
+connect       a session: ranks that stay
+tracking_uri  the store where runs are tracked, for `mlflow.set_tracking_uri`
+Run           a run that goes on while the program does something else
+"""
 
 from __future__ import annotations
 
@@ -9,13 +18,52 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["__version__", "load_ipython_extension", "unload_ipython_extension"]
+    from sgpu_magic.functions.decorator import distributed
+    from sgpu_magic.functions.handle import Run
+    from sgpu_magic.functions.sweep import map
+    from sgpu_magic.sessions import connect
+    from sgpu_magic.tracking.store import tracking_uri
+
+__all__ = [
+    "Run",
+    "__version__",
+    "connect",
+    "distributed",
+    "load_ipython_extension",
+    "map",
+    "tracking_uri",
+    "unload_ipython_extension",
+]
+
+# imported when they are first used: a rank, a command or the pool service needs none of them
+_OWNERS = {
+    "Run": "sgpu_magic.functions.handle",
+    "connect": "sgpu_magic.sessions",
+    "distributed": "sgpu_magic.functions.decorator",
+    "map": "sgpu_magic.functions.sweep",
+    "tracking_uri": "sgpu_magic.tracking.store",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _OWNERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    found: object = getattr(importlib.import_module(_OWNERS[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:
     """Register the magics and warm the local pool in the background (`%load_ext sgpu_magic`)."""
-    from sgpu_magic import magics
+    from sgpu_magic import compat, magics
 
+    compat.install()
     magics.load(ipython)
 
 

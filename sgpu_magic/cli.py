@@ -89,6 +89,34 @@ def _run(options: argparse.Namespace) -> int:
             from sgpu_magic.commands import runs
 
             print(runs.stacks(load_settings(), options.run))
+        case "replay":
+            from sgpu_magic.commands import replay
+
+            done = replay.replay(load_settings(), options.run, replay.options_from(options), sys.stdout)
+            return _OK if done else _FAILED
+        case "sync":
+            from sgpu_magic.commands import sync
+
+            text, complete = sync.sync(load_settings(), options.run, only_list=options.list)
+            print(text)
+            return _OK if complete else _FAILED
+        case "env":
+            from sgpu_magic.commands import environments
+
+            settings = load_settings()
+            match options.action:
+                case "list":
+                    print(environments.listing(settings))
+                case "export":
+                    print(environments.export(options.name, options.directory))
+                case "remove":
+                    print(environments.remove(settings, options.name))
+                case _:
+                    print(environments.prune(settings, options.days))
+        case "usage":
+            from sgpu_magic.commands import usage, usage_forms
+
+            print(usage_forms.FORMATS[options.format](usage.read_usage(load_settings(), options.since, options.by)))
         case "doctor":
             from sgpu_magic import doctor
 
@@ -139,6 +167,37 @@ def _parser() -> argparse.ArgumentParser:
     stacks = commands.add_parser("stacks", help="show where every rank of a run is", allow_abbrev=False)
     stacks.add_argument("run", metavar="RUN")
 
+    replay = commands.add_parser("replay", help="launch a run again from its directory", allow_abbrev=False)
+    replay.add_argument("run", metavar="RUN")
+    replay.add_argument("-n", "--gpus", type=_positive, metavar="N", help="ranks (default: as many as it had)")
+    replay.add_argument("--type", metavar="TYPE", help="a10, h100, ..., cpu, any (default: what it asked for)")
+    replay.add_argument("--env", action="append", default=[], metavar="KEY=VALUE", help="set a variable on the ranks")
+    replay.add_argument("--here", action="store_true", help="with this Python's packages, whatever it had")
+    replay.add_argument("--timeout", metavar="90s|30m|2h", help="longest running time (default: its own)")
+    replay.add_argument("--detach", action="store_true", help="return at once; the run goes on by itself")
+    replay.add_argument("--name", default="", help="the run's name (default: its own)")
+
+    sync = commands.add_parser("sync", help="send to MLflow what a dead server left unsent", allow_abbrev=False)
+    sync.add_argument("run", metavar="RUN", nargs="?", default="", help="of this run only")
+    sync.add_argument("--list", action="store_true", help="only say what is unsent")
+
+    env = commands.add_parser("env", help="base, saved and built environments", allow_abbrev=False)
+    actions = env.add_subparsers(dest="action", metavar="ACTION", required=True)
+    actions.add_parser("list", help="those that there are, with their size and last use", allow_abbrev=False)
+    export = actions.add_parser("export", help="write a base's requirements file", allow_abbrev=False)
+    export.add_argument("name", metavar="4|ai-4")
+    export.add_argument("directory", metavar="DIR", nargs="?", default=".", help="where to (default: here)")
+    remove = actions.add_parser("remove", help="remove a saved or built environment", allow_abbrev=False)
+    remove.add_argument("name", metavar="NAME", help="its name, or the first digits of a built one's")
+    prune = actions.add_parser("prune", help="remove built environments that no run uses", allow_abbrev=False)
+    prune.add_argument("--days", type=_days, default=0.0, metavar="N", help="only if not used for N days (default: 0)")
+
+    usage = commands.add_parser("usage", help="what runs used and cost", allow_abbrev=False)
+    usage.add_argument("--since", default="7d", metavar="7d", help="how far back: 12h, 7d, 4w (7d)")
+    groups = ("day", "user", "session", "notebook", "type")
+    usage.add_argument("--by", choices=groups, default="day", help="what the rows are (day)")
+    usage.add_argument("--format", choices=("table", "csv", "json"), default="table", help="(table)")
+
     commands.add_parser("doctor", help="say what is wrong with this machine's set-up", allow_abbrev=False)
     return parser
 
@@ -147,6 +206,16 @@ def _positive(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not 0 < int(text) < 1_000_000_000:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
+
+
+def _days(text: str) -> float:
+    try:
+        days = float(text)
+    except ValueError:
+        days = -1.0
+    if not 0 <= days < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of days")
+    return days
 
 
 def _rank(text: str) -> int:

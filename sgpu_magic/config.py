@@ -6,6 +6,7 @@ home directory may be shared by many machines.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import stat
@@ -15,12 +16,17 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import cast
 
 from platformdirs import user_config_path, user_state_path
 
 from sgpu_magic.errors import UsageError
+from sgpu_magic.protocol.prices import is_currency, prices_text, read_prices
 
 SEVEN_DAYS_S = 7 * 24 * 3600.0
+_MAX_BUDGET_DAYS = 3660
+# these may be tables in the file
+_PRICES = ("prices", "reserved_prices")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +51,36 @@ class Settings:
         stall_s: Seconds without any progress after which a run's view says where its ranks wait; 0 never says it.
         idle_gpu_s: Seconds under 5 % after which a run's view names a GPU as idle; 0 never does.
         detach_on_restart: Runs go on when their kernel is restarted.
-        keep_runs: Ended runs whose directories are kept.
+        keep_runs: Ended runs whose directories are kept; as many cells of sessions are kept beside them.
         keep_days: Days for which they are kept.
         keep_bytes: Bytes that they may have together.
         keep_payload: Largest payload in bytes that is kept in the run's directory.
         keep_results: Bytes of a run's results that are kept there although its notebook has them.
+        session_idle_s: Seconds without a cell after which a session ends; 0 never ends it.
         pass_over_s: Seconds a run may be passed over before freed devices are reserved for it.
         output_limit: Bytes of output that a cell shows; the rest is in the log.
+        cache_dir: The node's cache for data (`runtime.cache_dir()`); "" is the platform's cache directory.
+        cache_bytes: Bytes that it may have.
+        env_version: Packages of runs that do not say `--env-version`: as that takes them; "" is the notebook's own.
+        environments: `auto` runs a kernel's own Python where a node sees it and builds its packages elsewhere;
+            `built` always builds them.
+        environment_dir: Where a node keeps the environments that it has built; "" is in the state directory.
+        environments_bytes: Bytes that they may have together before the least recently used one goes.
+        environment_limit: Largest environment in bytes that is built.
+        variables: Environment variables that travel to nodes of other machines beside those of libraries: names and,
+            ending in `*`, beginnings of names, with commas between.
+        code_warn_bytes: Local code that travels to such nodes is told of from this size on.
+        code_limit_bytes: More does not travel.
+        lock_environments: `pylock.toml` is made for each environment that runs had; else `requirements.txt` alone.
+        index_url: Where uv looks packages up and fetches them, passed on as its own; "" is uv's and pip's own choice.
+        track: Runs become MLflow runs.
+        tracking_uri: Store for runs whose notebook names none; "" is SQLite in the state directory.
+        prices: Price of one device for an hour by type, `a10=1.20,h100=4.50`; of one pool `team/h100=3.90`. In the file
+            a table does as well.
+        reserved_prices: The same for reserved devices, to compare with.
+        currency: Of all prices.
+        budget: What the pool's runs may cost together in `budget_days`; 0 is no limit.
+        budget_days: Days that the budget is for.
     """
 
     state_dir: str = ""
@@ -76,8 +105,28 @@ class Settings:
     keep_bytes: int = 20_000_000_000
     keep_payload: int = 2_000_000_000
     keep_results: int = 100_000_000
+    session_idle_s: float = 3600.0
     pass_over_s: float = 600.0
     output_limit: int = 200_000
+    cache_dir: str = ""
+    cache_bytes: int = 50_000_000_000
+    env_version: str = ""
+    environments: str = "auto"
+    environment_dir: str = ""
+    environments_bytes: int = 50_000_000_000
+    environment_limit: int = 15_000_000_000
+    variables: str = ""
+    code_warn_bytes: int = 25_000_000
+    code_limit_bytes: int = 250_000_000
+    lock_environments: bool = True
+    index_url: str = ""
+    track: bool = True
+    tracking_uri: str = ""
+    prices: str = ""
+    reserved_prices: str = ""
+    currency: str = "USD"
+    budget: float = 0.0
+    budget_days: float = 30.0
 
     @property
     def state_path(self) -> Path:
@@ -88,6 +137,15 @@ class Settings:
     @property
     def runs_path(self) -> Path:
         return self.state_path / "runs"
+
+    @property
+    def default_store_uri(self) -> str:
+        """The MLflow store of runs whose notebook and settings name none."""
+        return f"sqlite:///{self.state_path / 'mlflow' / 'mlflow.db'}"
+
+    @property
+    def environments_path(self) -> Path:
+        return Path(self.environment_dir) if self.environment_dir else self.state_path / "environments"
 
     @property
     def runtime_path(self) -> Path:
@@ -133,11 +191,16 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
             raise UsageError(
                 f"the settings file {file} has {name!r}, which is no setting. There are: {', '.join(known)}."
             )
-        values[name] = _convert(name, str(known[name]), value, str(file))
+        kind = str(known[name])
+        values[name] = _prices(name, value, str(file)) if name in _PRICES else _convert(name, kind, value, str(file))
     for name, kind in known.items():
         variable = f"SGPU_{name.upper()}"
         if environ.get(variable, "") != "":
-            values[name] = _convert(variable, str(kind), environ[variable], "the environment")
+            value, where = environ[variable], "the environment"
+            values[name] = (
+                _prices(variable, value, where) if name in _PRICES else _convert(variable, str(kind), value, where)
+            )
+    _check_money(values)
     return Settings(**values)  # pyright: ignore[reportArgumentType]
 
 
@@ -165,6 +228,26 @@ def _convert(name: str, kind: str, value: object, where: str) -> object:
                 return str(value)
     except (KeyError, ValueError):
         raise UsageError(f"{name} in {where} is {value!r}; a value of type {kind} is needed.") from None
+
+
+def _prices(name: str, value: object, where: str) -> str:
+    """Prices stand as text, or in the file as a table."""
+    try:
+        text = prices_text(cast("dict[str, object]", value)) if isinstance(value, dict) else str(value)
+        read_prices(text)
+    except ValueError as error:
+        raise UsageError(f"{name} in {where} can't be read: {error}.") from None
+    return text
+
+
+def _check_money(values: Mapping[str, object]) -> None:
+    budget, days, currency = (values.get(name) for name in ("budget", "budget_days", "currency"))
+    if isinstance(budget, float) and not (math.isfinite(budget) and budget >= 0):
+        raise UsageError(f"the setting budget is {budget:g}; an amount of 0 or more is needed, and 0 is no limit.")
+    if isinstance(days, float) and not 0 < days <= _MAX_BUDGET_DAYS:
+        raise UsageError(f"the setting budget_days is {days:g}; more than 0 and at most {_MAX_BUDGET_DAYS} are needed.")
+    if isinstance(currency, str) and not is_currency(currency):
+        raise UsageError(f"the setting currency is {currency[:40]!r}; a word or sign such as USD or € is needed.")
 
 
 def private_dir(path: Path) -> Path:

@@ -44,6 +44,7 @@ def findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield from _guarded("python", python_checks.python_version)
     facts = python_checks.probe(environ)
     yield from python_checks.packages(facts)
+    yield from _guarded("packages", python_checks.mismatches)
     yield from _guarded("ipykernel", python_checks.ipykernel_version)
     yield from python_checks.group(facts)
     yield from _guarded("hostname", machine_checks.hostname)

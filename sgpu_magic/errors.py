@@ -9,6 +9,7 @@
     ├── EnvironmentFailed         the ranks' Python could not be prepared (pool)
     ├── PoolError                 the pool can't be reached, started or understood (pool)
     │   └── PoolVersionError      it speaks another version
+    ├── SessionError              there is no such session, or it can't take the cell (pool)
     ├── RunFailed                 a run ended badly; has .rank, .run_id, .remote_traceback
     │   ├── RemoteError           user code raised a type that does not exist here
     │   ├── WorkerDied            a rank's process ended by a signal or an exit
@@ -30,6 +31,8 @@ from typing import ClassVar
 from sgpu_magic.protocol.states import FailureKind
 
 GUIDE = "notebooks/troubleshooting.ipynb"
+OUT_OF_MEMORY = "Out of memory"
+"""The guide's section about allocations that failed, by whatever exception."""
 
 
 def see(section: str) -> str:
@@ -37,9 +40,9 @@ def see(section: str) -> str:
     return f'See "{section}" in {GUIDE}.'
 
 
-def section_of(kind: FailureKind) -> str:
+def section_of(kind: FailureKind, *, out_of_memory: bool = False) -> str:
     """Return the section about runs that failed like this."""
-    return _ERRORS[kind].section
+    return OUT_OF_MEMORY if out_of_memory else _ERRORS[kind].section
 
 
 class SgpuError(Exception):
@@ -116,6 +119,12 @@ class PoolError(SgpuError):
 
 class PoolVersionError(PoolError):
     """The running pool speaks a protocol that this client does not know."""
+
+
+class SessionError(SgpuError):
+    """There is no such session, it has ended, or a rank of it is dead."""
+
+    section = "A session can't take the cell"
 
 
 class RunFailed(SgpuError):
@@ -198,5 +207,6 @@ _ERRORS: dict[FailureKind, type[SgpuError]] = {
     FailureKind.NODE_LOST: NodeLost,
     FailureKind.TIMEOUT: RunTimeout,
     FailureKind.CAPACITY: CapacityError,
+    FailureKind.SESSION: SessionError,
     FailureKind.INTERNAL: InternalError,
 }

@@ -9,6 +9,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
@@ -16,6 +17,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _MADV_COLLAPSE = 25
 _CREDENTIALS = struct.Struct("3i")
 _HUGE_PAGE = 2 << 20
+_LOOK_AGAIN_S = 0.005
 _LINUX = sys.platform == "linux"
 
 
@@ -120,14 +122,16 @@ def descendants(root: int) -> list[int]:
 
 
 def kill_descendants() -> None:
-    """Kill and reap everything below this process. As a subreaper it also gets what its children leave behind."""
-    while True:
-        pids = descendants(os.getpid())
-        if not pids:
-            return
+    """Kill and reap everything below this process. As a subreaper it also gets what its children leave behind.
+
+    Looked for anew until nothing is there: a child may be forked between the look and its parent's death.
+    """
+    while pids := descendants(os.getpid()):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
-            while True:
-                os.waitpid(-1, 0)
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+            # they need a moment to die
+            time.sleep(_LOOK_AGAIN_S)

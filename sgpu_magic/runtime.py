@@ -7,6 +7,8 @@ rank 0 of 1.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "cache_dir",
+    "cached",
     "checkpoint_dir",
     "get_device",
     "get_global_rank",
@@ -80,6 +84,45 @@ def checkpoint_dir() -> Path:
     directory = Path(path)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     return directory
+
+
+def cache_dir() -> Path:
+    """A folder of this node for copies of data, on local disk: it stays between runs, within a budget.
+
+    It is yours alone (0700) and the same for all runs and ranks of the node: `~/.cache/sgpu-magic/HOST`, or the setting
+    `cache_dir` (SGPU_CACHE_DIR), which belongs on the node's fastest disk. Its budget is the setting `cache_bytes`.
+    What is directly in it are its entries, and those that were not used for longest are deleted when there are too
+    many. What you put there by hand stays at least until every process that has called `cache_dir()` has ended;
+    `cached` says for each entry how long it is needed.
+
+    Raises:
+        UsageError: The folder is not yours, or can't be made.
+    """
+    from sgpu_magic.node_cache import node_cache
+
+    return node_cache().folder()
+
+
+def cached(name: str, fill: Callable[[Path], object]) -> AbstractContextManager[Path]:
+    """An entry of `cache_dir()`, made if it is not there, and kept there while the block runs.
+
+        with runtime.cached(f"shard-{n}.npy", lambda path: shutil.copy(far / f"shard-{n}.npy", path)) as path:
+            rows = np.load(path)
+
+    One process of the node fills it, the others wait for that. Its name appears when it is whole: what a killed or
+    failed `fill` leaves is never seen. Room is made by deleting the entries that nobody uses and that were not used
+    for longest; those in use stay even above the budget. Read-only: all runs of yours see the same files.
+
+    Args:
+        name: Its name, one component of a path.
+        fill: Writes a file or a folder at exactly the path that it is given.
+
+    Raises:
+        UsageError: The name can't be one, or `fill` wrote nothing.
+    """
+    from sgpu_magic.node_cache import node_cache
+
+    return node_cache().entry(name, fill)
 
 
 def get_device() -> torch.device:

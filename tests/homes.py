@@ -73,6 +73,10 @@ class Home:
             "SGPU_CONFIG": str(self.path / "no-config.toml"),
             # a status that nobody looks at would be a thread more for a minute
             "SGPU_STATUS_IDLE_S": "1",
+            # tests of tracking turn it on; all others are not to start one process more
+            "SGPU_TRACK": "off",
+            # tests of lock files turn it on; all others are not to ask the package index
+            "SGPU_LOCK_ENVIRONMENTS": "off",
             "TMPDIR": str(self.path / "tmp"),
             "IPYTHONDIR": str(self.path / "ipython"),
             "JUPYTER_CONFIG_DIR": str(self.path / "jupyter"),
@@ -199,6 +203,7 @@ class Home:
             zygotes = {pid for pid, process in processes.items() if _is_zygote(process)}
             expected |= {pool} | zygotes | {pid for pid, process in processes.items() if _is_agent(process)}
             expected |= {pid for pid, p in processes.items() if p.parent in zygotes and p.cwd == "/"}
+            expected |= {pid for pid, p in processes.items() if p.parent == pool and _is_tracker(p)}
         return {pid: str(processes[pid]) for pid in processes.keys() - expected}
 
     # ------------------------------------------------------------ leaks
@@ -279,6 +284,10 @@ class Home:
 
 def _is_agent(process: Process) -> bool:
     return "-m sgpu_magic.agent " in process.command
+
+
+def _is_tracker(process: Process) -> bool:
+    return "-m sgpu_magic.tracking " in process.command
 
 
 def _is_zygote(process: Process) -> bool:

@@ -148,6 +148,7 @@ class Kernel:
         load: Run `%load_ext sgpu_magic` first.
         variables: Further environment variables.
         wait: Wait until it is ready; else `ready` has to be called before anything is run.
+        python: Whose kernel it is.
         greets: Its front end says hello to live views, as one that can draw them does.
     """
 
@@ -159,12 +160,13 @@ class Kernel:
         variables: Mapping[str, str] | None = None,
         wait: bool = True,
         greets: bool = True,
+        python: str = sys.executable,
     ) -> None:
         self.home = home
         self._greets = greets
         self._manager = KernelManager()
         self._manager._kernel_spec = KernelSpec(
-            argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+            argv=[python, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
             language="python",
             display_name="test",
         )
@@ -184,6 +186,8 @@ class Kernel:
     def ready(self) -> None:
         """Connect to the process that was started."""
         self._connect()
+        # ipykernel closes the pipes of threads that have ended every 10 s, as long as a leak check waits at most
+        self.value("setattr(get_ipython().kernel.iopub_thread, '_event_pipe_gc_seconds', 0.3)")
         if self._load:
             self.check("%load_ext sgpu_magic")
 

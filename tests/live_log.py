@@ -11,7 +11,8 @@ from sgpu_magic.live.line_text import line_text
 from sgpu_magic.live.log_reader import LogReader
 from sgpu_magic.live.messages import AskLines, LineRow, LinesAnswer, NewLines
 from sgpu_magic.protocol import events as ev
-from sgpu_magic.protocol.records import CellSource, Lease, Owner, Placement, RunSpec, Shipped
+from sgpu_magic.protocol.devices import Lease, Placement
+from sgpu_magic.protocol.records import CellSource, Owner, RunSpec, Shipped
 from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render.view import RunView
 

@@ -107,9 +107,27 @@ def stop_process(pid: int, number: int, deadline_s: float) -> None:
     try:
         signal.pidfd_send_signal(descriptor, number)
         ready, _, _ = select.select([descriptor], [], [], deadline_s)
-        assert ready, f"process {pid} did not end within {deadline_s:g} s of signal {number}"
+        assert ready, f"process {pid} did not end within {deadline_s:g} s of signal {number}:\n{waits_of(pid)}"
     finally:
         os.close(descriptor)
+
+
+def waits_of(root: int) -> str:
+    """What every thread of a process, and of those below it, waits in: one line each."""
+    table = process_table()
+    lines: list[str] = []
+    for pid in (root, *sorted(below([root], table))):
+        lines.append(
+            f"{pid} {table[pid].state if pid in table else '-'} {table[pid].command[:90] if pid in table else ''}"
+        )
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                told = []
+                for name in ("comm", "wchan", "syscall"):
+                    with contextlib.suppress(OSError):
+                        told.append(Path(f"/proc/{pid}/task/{thread}/{name}").read_text().strip()[:60])
+                lines.append(f"    {thread} {' | '.join(told)}")
+    return "\n".join(lines)
 
 
 def descriptors(pid: int) -> dict[int, str]:

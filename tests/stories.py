@@ -5,27 +5,16 @@ from __future__ import annotations
 import json
 import math
 
+import msgspec
+
 from sgpu_magic.config import host_name
 from sgpu_magic.protocol import events as ev
-from sgpu_magic.protocol.records import (
-    CellSource,
-    Collective,
-    Failure,
-    InlinePayload,
-    Lease,
-    OutputName,
-    Owner,
-    PackedLayout,
-    Payload,
-    Placement,
-    RankResult,
-    RankSample,
-    RankStack,
-    RunSpec,
-    Shipped,
-    StackFrame,
-)
-from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.protocol.devices import Lease, Placement
+from sgpu_magic.protocol.measures import Collective, RankMemory, RankSample, RankStack, StackFrame, TensorUse
+from sgpu_magic.protocol.payloads import InlinePayload, PackedLayout, Payload
+from sgpu_magic.protocol.records import CellSource, Failure, OutputName, Owner, RankResult, RunSpec, Shipped
+from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
+from sgpu_magic.protocol.tracking import TrackedRun
 from sgpu_magic.render.items import LineItem
 from sgpu_magic.render.view import RunView
 
@@ -57,12 +46,14 @@ class Run:
         run_id: str = RUN_ID,
         cell: CellSource | None = None,
         retries: int = 0,
+        name: str = "train_digits",
+        **spec: object,
     ) -> None:
         self.seq = 0
         self.view = RunView(
             RunSpec(
                 run_id=run_id,
-                name="train_digits",
+                name=name,
                 cell=cell or CellSource(body="", execution_count=9),
                 placement=Placement(ranks=ranks),
                 outputs=tuple(OutputName(name) for name in outputs),
@@ -70,6 +61,7 @@ class Run:
                 timeout_s=90.0,
                 retries=retries,
                 shipped=shipped or Shipped(names=("model", "loader", "cfg"), total_bytes=45_100_000, seconds=0.038),
+                **spec,
             ),
             limit,
             pool,
@@ -137,7 +129,7 @@ class Run:
                 )
                 if kind == "gpu"
                 else RankSample(rank=rank, kind=kind, cpu_cores=1.2 + wave / 10, rss_bytes=400_000_000 + rank)
-                for rank in range(self.view.ranks)
+                for rank in self.view.rank_numbers
             ]
             self.tell(ev.Sampled(seconds=1.0, samples=tuple(samples)), at=at + second + 1)
         return self
@@ -151,17 +143,21 @@ class Run:
         results: tuple[RankResult, ...] = (),
         queued: float = 0.0,
         stacks: tuple[RankStack, ...] = (),
+        at: float = 100.0,
+        **ended: object,
     ) -> Run:
         return self.tell(
             ev.RunEnded(
                 state=state,
+                **ended,
                 stacks=stacks,
                 failure=failure,
                 others=others,
                 results=results,
                 queued_s=queued,
                 total_s=seconds + queued,
-            )
+            ),
+            at=at,
         )
 
     @property
@@ -309,10 +305,242 @@ def left_alone() -> Run:
     return run
 
 
+# ---------------------------------------------------------------- sessions
+
+SESSION_ID = "5e551234"
+NONE_SHIPPED = Shipped()
+LABELS = tuple(f"A10 · {index}" for index in range(4))
+
+
+def cell_in_session(only: tuple[int, ...] = (), shipped: Shipped = NONE_SHIPPED, **options: object) -> Run:
+    """A cell in the ranks of session `work`; `start` begins it."""
+    return Run(shipped=shipped, session=SESSION_ID, session_name="work", only=only, **options)
+
+
+def in_session() -> Run:
+    run = cell_in_session((0, 2, 3), outputs=("history",)).start("a10", labels=LABELS)
+    for rank in (0, 2, 3):
+        run.say(rank, f"epoch 1  train 0.41{rank}\n")
+    return run.end(seconds=1.2, results=tuple(result(rank, 1000 + rank) for rank in (0, 2, 3)))
+
+
+def in_session_on_one_rank() -> Run:
+    run = cell_in_session((2,)).start("a10", labels=LABELS).say(2, "42\n").show(2, text_plain="plot")
+    return run.end(seconds=0.05)
+
+
+def in_session_running() -> Run:
+    run = cell_in_session((0, 2, 3)).start("a10", labels=LABELS).say(0, "epoch 1\n").say(3, "epoch 1 of rank 3\n")
+    return run.sample(3)
+
+
+def waits_in_session() -> Run:
+    why = "run 7f3a (train) is still running in its session"
+    return cell_in_session().tell(ev.QueueMoved(position=1, reason=why))
+
+
+def sent_by_auto() -> Run:
+    return cell_in_session(name="cell 12", auto=True).start().say(0, "0.93\n").end(seconds=0.02)
+
+
+def fresh_in_session() -> Run:
+    return Run(session=SESSION_ID, session_name="work", fresh=True).start("a10").say(0, "epoch 1\n").end()
+
+
+def renewed(lost: str = "") -> Run:
+    run = cell_in_session(run_id="7f400000").start().say(0, "step 118\n")
+    run.tell(ev.GroupRenewed(reason="rank 1 failed while the others were in all_reduce", lost=lost))
+    return run.end(RunState.FAILED, 9.2, value_error(), released(0, 2, 3, where="all_reduce #118"))
+
+
+def unstopped() -> Run:
+    run = cell_in_session().start().say(1, "in C\n")
+    return run.end(RunState.CANCELLED, 3.1, unstopped=(1,), reason="it was interrupted")
+
+
+def refused_by_session() -> Run:
+    message = "rank 2 of session work is dead. %sgpu_restart --rank 2 starts it anew; --ranks 0-1,3 leaves it out."
+    return cell_in_session().end(RunState.FAILED, 0.0, Failure(kind=FailureKind.SESSION, message=message))
+
+
+def pushed() -> Run:
+    shipped = Shipped(names=("cfg", "loader"), total_bytes=1_200_000, seconds=0.01)
+    return cell_in_session(name="", shipped=shipped, kind=RunKind.PUSH).start().end(seconds=0.02)
+
+
+def pulled() -> Run:
+    run = cell_in_session(name="", kind=RunKind.PULL, outputs=("history",)).start()
+    return run.end(seconds=0.02, results=(result(0, 1200),))
+
+
+def called() -> Run:
+    run = Run(name="train", kind=RunKind.CALL, outputs=("__sgpu_result__",)).start().say(0, "epoch 1\n")
+    return run.end(results=tuple(result(rank, 300) for rank in range(4)))
+
+
+def session(name: str = "work", **options: object) -> Run:
+    """A session that is not there yet."""
+    return Run(run_id=SESSION_ID, name=name, kind=RunKind.SESSION, shipped=NONE_SHIPPED, pool="team", **options)
+
+
+def session_waits() -> Run:
+    return session().tell(ev.QueueMoved(position=2, reason="needs 1 more A10"))
+
+
+def session_connected() -> Run:
+    return session(idle_s=3600.0).start("a10", labels=LABELS).sample(30, idle_ranks=(0, 1, 2, 3))
+
+
+def session_working() -> Run:
+    run = session().start("a10", labels=LABELS).sample(60)
+    run.tell(ev.SessionMoved(cells=14, running=("train",)), at=160.0)
+    return run.say(1, "a thread says this between two cells\n")
+
+
+def session_with_a_dead_rank() -> Run:
+    run = session().start("a10", labels=LABELS).sample(60)
+    killed = Failure(kind=FailureKind.WORKER_DIED, message="was killed by SIGKILL", rank=2, exit_status=-9)
+    run.tell(ev.SessionMoved(cells=14, running=("train",)), at=150.0)
+    run.tell(ev.RankFailed(failure=killed), ev.SessionMoved(cells=14, dead=(2,)), at=160.0)
+    return run.say(1, "a thread says this between two cells\n")
+
+
+def session_mended() -> Run:
+    lost = "its variables and what was on its GPU are lost"
+    return session_with_a_dead_rank().tell(
+        ev.RanksRestarted(ranks=(2,), pids=(4712,), lost=lost),
+        ev.GroupRenewed(reason="rank 2 is new"),
+        ev.SessionMoved(cells=14),
+        at=170.0,
+    )
+
+
+def session_ended() -> Run:
+    run = session_mended()
+    return run.end(RunState.CANCELLED, 734.0, reason="it was disconnected", at=834.0)
+
+
+def session_lost() -> Run:
+    failure = Failure(kind=FailureKind.NODE_LOST, message="the agent of this machine (process 4711) died")
+    return session_working().end(RunState.FAILED, 734.0, failure, at=834.0)
+
+
+def memory_of(rank: int, used: int, largest: tuple[TensorUse, ...] = (), device: str = "") -> RankMemory:
+    return RankMemory(
+        device=device or f"cuda:{rank}",
+        used_bytes=used,
+        reserved_bytes=used + 1_100_000_000,
+        free_bytes=24_000_000_000 - used - 1_800_000_000,
+        total_bytes=24_000_000_000,
+        largest=largest,
+    )
+
+
+def out_of_memory() -> Run:
+    tensors = tuple(
+        TensorUse(name=name, shape=shape, dtype=dtype, device="cuda:1", size_bytes=size)
+        for name, shape, dtype, size in (
+            ("cache[3]", (8, 4096, 4096), "float32", 536_870_912),
+            ("model.layers.0.attention.weight", (4096, 4096), "bfloat16", 33_554_432),
+            ("batch (in train, line 14)", (512, 3, 224), "float32", 1_376_256),
+            ("", (7,), "int64", 56),
+        )
+    )
+    failure = Failure(
+        kind=FailureKind.USER_CODE,
+        message="CUDA out of memory. Tried to allocate 2.00 GiB.",
+        rank=1,
+        host=host_name(),
+        type_name="torch.OutOfMemoryError",
+        traceback_text=TRACEBACK.replace("ValueError: NaN in batch 118", "OutOfMemoryError: CUDA out of memory."),
+        line=14,
+        out_of_memory=True,
+        memory=memory_of(1, 21_800_000_000, tensors),
+    )
+    others = tuple(
+        msgspec.structs.replace(other, memory=memory_of(other.rank or 0, 11_000_000_000))
+        for other in released(0, 2, 3, where="all_reduce #118")
+    )
+    run = cell_in_session(run_id="7f400000").start("a10", labels=LABELS).say(1, "step 117\n")
+    return run.end(RunState.FAILED, 9.2, failure, others)
+
+
+def out_of_memory_on_cpu() -> Run:
+    memory = RankMemory(device="cpu", used_bytes=5_100_000_000, free_bytes=900_000_000, total_bytes=16_000_000_000)
+    failure = Failure(
+        kind=FailureKind.WORKER_DIED,
+        message="was killed by SIGKILL: most likely out of memory",
+        rank=0,
+        exit_status=-9,
+        out_of_memory=True,
+        memory=memory,
+    )
+    return Run(ranks=2).start().end(RunState.FAILED, 9.2, failure, released(1))
+
+
+# ---------------------------------------------------------------- what it costs, its packages, its place in MLflow
+
+TRACKED = TrackedRun(
+    uri="http://mlflow:5000",
+    mlflow_run_id="0a1b2c3d4e5f60718293a4b5c6d7e8f9",
+    experiment_id="7",
+    experiment="digits",
+    url="http://mlflow:5000/#/experiments/7/runs/0a1b2c3d4e5f60718293a4b5c6d7e8f9",
+)
+IN_A_FILE = TrackedRun(
+    uri="sqlite:///mlflow.db", mlflow_run_id=TRACKED.mlflow_run_id, experiment_id="7", experiment="digits"
+)
+
+
+def with_price(simulated: bool = False, at: float = 100.0, **spec: object) -> Run:
+    run = Run(outputs=("history",), pool="team", **spec)
+    lease = Lease(lease_id="l", device_type="a10", ranks=run.view.ranks, simulated=simulated)
+    run.tell(ev.Placed(lease=lease, host=host_name(), hourly=4.8, currency="USD"), at=at)
+    run.tell(
+        ev.StateChanged(state=RunState.STARTING),
+        ev.RanksStarted(pids=tuple(range(run.view.ranks)), warm="standby"),
+        ev.StateChanged(state=RunState.RUNNING),
+        at=at,
+    )
+    return run.say(0, "epoch 1  train 0.412\n")
+
+
+def priced_and_tracked() -> Run:
+    run = with_price().tell(ev.Tracked(tracked=TRACKED))
+    return run.end(seconds=449.2, results=(result(0, 1200),), gpu_s=1800.0, cost=2.4, currency="USD")
+
+
+def priced_in_a_file_store() -> Run:
+    run = with_price(simulated=True, environment_label="ai-4").tell(ev.Tracked(tracked=IN_A_FILE))
+    return run.end(seconds=1.6, results=(result(0, 1200),), gpu_s=8.0, cost=8 * 1.2 / 3600, currency="USD")
+
+
+def too_dear() -> Run:
+    message = (
+        "its cost limit of $0.02 is reached (--max-cost 0.02): 4 a10 at $4.80 an hour cost $0.02 in 15 s. Raise "
+        "--max-cost, or take fewer devices with --gpus or cheaper ones with --type"
+    )
+    failure = Failure(kind=FailureKind.TIMEOUT, message=message)
+    run = with_price(max_cost=0.02).tell(ev.Noted(text="80 % of its cost limit of $0.02 is used (--max-cost 0.02)"))
+    return run.end(RunState.TIMED_OUT, 15.2, failure, gpu_s=64.0, cost=64 * 1.2 / 3600, currency="USD")
+
+
+def making_packages() -> Run:
+    run = Run(environment_label="ai-4")
+    run.tell(ev.StateChanged(state=RunState.PREPARING))
+    return run.tell(
+        ev.EnvironmentMoved(host="gpu-node-2", step="installing", done=41, packages=80, seconds=12.0), at=112.0
+    )
+
+
 FORMS = {
     form.__name__: form
     for form in (
         succeeded, failed, died, cancelled, timed_out, queued, gapped, running, stalled, timed_out_in_a_collective,
         failed_when_stalled, started_again, left_alone,
+        in_session, in_session_on_one_rank, in_session_running, waits_in_session, sent_by_auto, fresh_in_session,
+        renewed, unstopped, refused_by_session, pushed, pulled, called, session_waits, session_connected,
+        session_working, session_with_a_dead_rank, session_mended, session_ended, session_lost, out_of_memory,
+        out_of_memory_on_cpu, priced_and_tracked, priced_in_a_file_store, too_dear, making_packages,
     )
 }  # fmt: skip

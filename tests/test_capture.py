@@ -13,7 +13,7 @@ from textwrap import dedent
 
 import pytest
 
-from sgpu_magic.capture.names import names_read, names_stored
+from sgpu_magic.capture.names import names_in
 from sgpu_magic.capture.namespace import cell_sources, collect, submodules_read
 from sgpu_magic.errors import UsageError
 
@@ -22,7 +22,7 @@ def read(source: str) -> set[str]:
     """The names read, without builtins."""
     import builtins
 
-    return {name for name in names_read(dedent(source)) if not hasattr(builtins, name)}
+    return {name for name in names_in(dedent(source)).read if not hasattr(builtins, name)}
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_names_read(source: str, expected: set[str]) -> None:
 
 
 def test_a_callers_transform_is_used() -> None:
-    assert names_read("§", transform=lambda text: text.replace("§", "z")) == {"z"}
+    assert names_in("§", transform=lambda text: text.replace("§", "z")).read == {"z"}
 
 
 @pytest.mark.parametrize(
@@ -115,14 +115,12 @@ def test_a_callers_transform_is_used() -> None:
 )
 def test_a_cell_that_does_not_compile(source: str, line: int) -> None:
     with pytest.raises(SyntaxError) as caught:
-        names_read(source)
+        names_in(source)
     assert caught.value.lineno == line
-    with pytest.raises(SyntaxError):
-        names_stored(source)
 
 
 def test_a_cells_warnings_are_left_to_its_run() -> None:
-    assert names_read(r"s = '\d' + t") == {"t"}
+    assert names_in(r"s = '\d' + t").read == {"t"}
 
 
 @pytest.mark.parametrize(
@@ -146,7 +144,7 @@ def test_a_cells_warnings_are_left_to_its_run() -> None:
     ],
 )
 def test_names_stored(source: str, expected: set[str]) -> None:
-    stored = names_stored(source)
+    stored = names_in(source).stored
     assert stored is not None
     assert stored >= expected
     assert not {"local", "v", "i"} & stored
@@ -158,7 +156,7 @@ def test_names_stored(source: str, expected: set[str]) -> None:
     "source", ["exec(code)", "from m import *", "globals()['x'] = 1", "%run other.py", "%store -r x"]
 )
 def test_names_stored_that_can_not_be_known(source: str) -> None:
-    assert names_stored(source) is None
+    assert names_in(source).stored is None
 
 
 def test_collect_takes_what_is_read_and_exists() -> None:

@@ -154,7 +154,8 @@ def test_the_sources_pass_their_checks(front_end: Path, script: str) -> None:
 
 def test_the_built_view_is_one_small_file_without_a_map() -> None:
     text = BUILT.read_text()
-    assert len(text.encode()) < 66_000
+    # every widget carries it to the page: with the table of an out-of-memory 67 kB, a third of that compressed
+    assert len(text.encode()) < 70_000
     assert "sourceMappingURL" not in text
     assert "import(" not in text
     assert str(ROOT) not in text

@@ -13,14 +13,15 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "sgpu_magic"
 
-FOR_ALL = {"errors", "config", "event_file", "protocol", "processes", "__version__"}
+FOR_ALL = {"errors", "config", "event_file", "message_stream", "protocol", "processes", "__version__"}
 BY_HAND = {"capture", "payload", "environment", "client", "render"}
 MAY_USE: dict[str, set[str]] = {
-    "__init__": {"magics", "distributed"},
+    "__init__": {"compat", "functions", "magics", "sessions"},
     "errors": set(),
     "config": set(),
     "processes": set(),
     "event_file": set(),
+    "message_stream": set(),
     "protocol": set(),
     "payload": set(),
     "capture": {"payload"},
@@ -29,20 +30,25 @@ MAY_USE: dict[str, set[str]] = {
     "render": set(),
     "live": {"render"},
     "widget": {"live", "render"},
-    "magics": BY_HAND | {"live", "widget"},
-    "distributed": BY_HAND,
+    "runs": BY_HAND | {"widget"},
+    "sessions": BY_HAND | {"runs"},
+    "functions": BY_HAND | {"runs", "sessions"},
+    "compat": {"functions", "runtime"},
+    "replay": BY_HAND | {"runs"},
+    "magics": BY_HAND | {"live", "widget", "runs", "sessions", "replay", "commands"},
     # the command looks at everything that a person may want to see from a shell
     "cli": {"commands", "doctor"},
     "doctor": {"commands", "render"},
-    "commands": BY_HAND | {"agent"},
+    "commands": BY_HAND | {"agent", "runs", "replay", "tracking"},
     "__main__": {"cli"},
-    "runtime": set(),
-    "pool": {"engines"},
-    "engines": {"agent"},
+    "runtime": {"node_cache"},
+    "node_cache": set(),
+    "pool": {"engines", "environment", "tracking"},
+    "engines": {"agent", "environment"},
     # the worker only by its command line
-    "agent": set(),
-    "worker": {"payload", "tracking", "runtime"},
-    "tracking": set(),
+    "agent": {"environment"},
+    "worker": {"compat", "payload", "tracking", "runtime"},
+    "tracking": {"environment", "render"},
     "jupyter_server": {"client", "commands", "live", "render"},
 }
 """What a part of the package may import of the others."""
@@ -51,7 +57,7 @@ HEAVY_OWNERS: dict[str, set[str]] = {
     "torch": {"worker", "payload/tensors.py", "runtime.py"},
     "ray": {"engines/ray"},
     "pynvml": {"agent/nvml.py"},
-    "IPython": {"magics", "render", "worker", "capture/names.py"},
+    "IPython": {"magics", "render", "runs/notices.py", "worker", "capture/names.py"},
     "ipykernel": {"magics", "render", "widget", "worker"},
     "anywidget": {"widget/view_widget.py"},
     "ipywidgets": {"widget/view_widget.py"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import sqlite3
 import stat
@@ -15,22 +17,35 @@ import pytest
 
 from sgpu_magic.errors import PoolError
 from sgpu_magic.pool import ledger as ledger_module
+from sgpu_magic.pool.later_ledger import LaterLedger
 from sgpu_magic.pool.ledger import MIGRATIONS, Ledger, migrate
+from sgpu_magic.protocol.devices import Lease, Placement
 from sgpu_magic.protocol.messages import RunSummary
-from sgpu_magic.protocol.records import CellSource, Lease, Owner, Placement, RunSpec
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.protocol.records import CellSource, Owner, RunSpec
+from sgpu_magic.protocol.states import RunKind, RunState
 
 
-def spec(run_id: str, *, name: str = "cell", ranks: int = 2, at: float = 1.0) -> RunSpec:
+def spec(
+    run_id: str,
+    *,
+    name: str = "cell",
+    ranks: int = 2,
+    at: float = 1.0,
+    kind: RunKind = RunKind.CELL,
+    session: str = "",
+    kernel: str = "",
+) -> RunSpec:
     return RunSpec(
         run_id=run_id,
         name=name,
         cell=CellSource(body="1 + 1"),
         placement=Placement(ranks=ranks),
         outputs=(),
-        owner=Owner(pid=4711, host="here", user="me", notebook="train.ipynb"),
+        owner=Owner(pid=4711, host="here", user="me", notebook="train.ipynb", kernel=kernel),
         timeout_s=60.0,
         submitted_at=at,
+        kind=kind,
+        session=session,
     )
 
 
@@ -66,8 +81,17 @@ def test_a_run_is_read_as_it_was_written(ledger: Ledger) -> None:
         uuids=("GPU-b", "GPU-a"),
         owner_pid=4711,
         notebook="train.ipynb",
+        user="me",
     )
     assert ledger.problem == ""
+
+
+def test_sessions_and_their_cells_are_told_apart(ledger: Ledger) -> None:
+    ledger.record(spec("5e550000", kind=RunKind.SESSION, kernel="kernel-7"), RunState.RUNNING)
+    ledger.record(spec("0000000a", kind=RunKind.PUSH, session="5e550000"), RunState.RUNNING)
+    cell, session = ledger.recent(2)
+    assert (session.kind, session.session, session.kernel) == (RunKind.SESSION, "", "kernel-7")
+    assert (cell.kind, cell.session, cell.kernel) == (RunKind.PUSH, "5e550000", "")
 
 
 def test_a_new_run_has_what_was_asked_for(ledger: Ledger) -> None:
@@ -196,17 +220,31 @@ def test_an_older_ledger_is_brought_up(path: Path, monkeypatch: pytest.MonkeyPat
     old = Ledger(path)
     old.record(spec("0000000a"), RunState.QUEUED)
     old.close()
-    step = ("ALTER TABLE runs ADD COLUMN cost REAL NOT NULL DEFAULT 0.5",)
+    step = ("ALTER TABLE runs ADD COLUMN later REAL NOT NULL DEFAULT 0.5",)
     monkeypatch.setattr(ledger_module, "MIGRATIONS", (*MIGRATIONS, step))
     new = Ledger(path)
     assert new.unfinished() == ["0000000a"]
     assert new.problem == ""
     new.close()
     with sqlite3.connect(path) as database:
-        assert database.execute("SELECT cost FROM runs").fetchall() == [(0.5,)]
+        assert database.execute("SELECT later FROM runs").fetchall() == [(0.5,)]
         assert database.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS) + 1,)
     database.close()
     Ledger(path).close()  # and once only
+
+
+def test_runs_of_the_version_before_sessions_are_cells(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.parent.mkdir(mode=0o700)
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
+        migrate(database, MIGRATIONS[:1])
+        database.execute(
+            "INSERT INTO runs (run_id, name, ranks, device_type, state, submitted_at) "
+            "VALUES ('0000000a', 'train', 2, 'a10', 'succeeded', 1.0)"
+        )
+    new = Ledger(path)
+    (row,) = new.recent(1)
+    assert (row.name, row.kind, row.session, row.kernel) == ("train", RunKind.CELL, "", "")
+    new.close()
 
 
 def test_a_failed_migration_leaves_the_version_before_it() -> None:
@@ -342,3 +380,84 @@ def test_writes_are_quick(ledger: Ledger) -> None:
         seconds.append((time.perf_counter() - start) / 2)
     # the median of some 0.05 ms, with room for a busy machine
     assert sorted(seconds)[100] < 1e-3
+
+
+# ---------------------------------------------------------------- cells in sessions
+
+
+def rows_in(path: Path) -> dict[str, str]:
+    """State by run, as another process reads the file."""
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        return dict(database.execute("SELECT run_id, state FROM runs"))
+
+
+def test_a_cell_in_a_session_is_written_a_moment_later_and_others_at_once(path: Path) -> None:
+    async def use() -> None:
+        book = LaterLedger(path)
+        book.record(spec("0000000a", session="5e550000"), RunState.QUEUED)
+        book.update("0000000a", state=RunState.RUNNING, started_at=2.0)
+        book.update("0000000a", state=RunState.SUCCEEDED, ended_at=3.0)
+        assert book.has("0000000a")
+        assert rows_in(path) == {}
+        book.record(spec("0000000b"), RunState.QUEUED)
+        book.update("0000000b", state=RunState.RUNNING)
+        assert rows_in(path) == {"0000000b": "running"}
+        async with asyncio.timeout(5):
+            while "0000000a" not in rows_in(path):
+                await asyncio.sleep(0.01)
+        assert rows_in(path)["0000000a"] == "succeeded"
+        (row,) = [row for row in book.recent(2) if row.run_id == "0000000a"]
+        assert (row.started_at, row.ended_at, row.session) == (2.0, 3.0, "5e550000")
+        # what comes after its end is written at once again
+        book.update("0000000a", failure="rank 1: ValueError")
+        changed = book.summary("0000000a")
+        assert changed is not None
+        assert changed.failure == "rank 1: ValueError"
+        book.close()
+
+    asyncio.run(use())
+
+
+@pytest.mark.parametrize("ask", ["summary", "find", "recent", "unfinished"])
+def test_whoever_asks_finds_what_waits_to_be_written(path: Path, ask: str) -> None:
+    async def use() -> None:
+        book = LaterLedger(path)
+        book.record(spec("0000000a", session="5e550000"), RunState.QUEUED)
+        found = {
+            "summary": lambda: [row.run_id for row in [book.summary("0000000a")] if row is not None],
+            "find": lambda: book.find("0000"),
+            "recent": lambda: [row.run_id for row in book.recent(5)],
+            "unfinished": book.unfinished,
+        }[ask]()
+        assert found == ["0000000a"]
+        book.close()
+
+    asyncio.run(use())
+
+
+def test_a_ledger_that_is_closed_has_written_all(path: Path) -> None:
+    async def use() -> None:
+        book = LaterLedger(path)
+        for number in range(100):
+            book.record(spec(f"{number:08x}", session="5e550000"), RunState.QUEUED)
+            book.update(f"{number:08x}", state=RunState.SUCCEEDED)
+        book.close()
+
+    asyncio.run(use())
+    assert list(rows_in(path).values()) == ["succeeded"] * 100
+
+
+def test_damage_found_while_cells_are_written_does_not_stop_the_pool(path: Path) -> None:
+    fill(path)
+    spoil(path)
+
+    async def use() -> None:
+        book = LaterLedger(path)
+        for number in range(400, 420):
+            book.record(spec(f"{number:08x}", session="5e550000"), RunState.QUEUED)
+        book.write()
+        book.record(spec("0000000b"), RunState.QUEUED)
+        assert book.summary("0000000b") is not None
+        book.close()
+
+    asyncio.run(use())

@@ -33,7 +33,8 @@ from sgpu_magic.live.messages import (
 )
 from sgpu_magic.live.picture import Snapshot
 from sgpu_magic.protocol import events as ev
-from sgpu_magic.protocol.records import Failure, RankSample
+from sgpu_magic.protocol.measures import RankSample
+from sgpu_magic.protocol.records import Failure
 from sgpu_magic.protocol.states import FailureKind, RunState
 
 MOST_BYTES = 64_000

@@ -5,31 +5,24 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from live_log import LiveRun
+from stories import TRACKED
 
 from sgpu_magic.live.messages import to_builtins, to_json
 from sgpu_magic.live.picture import Snapshot
 from sgpu_magic.live.snapshot import snapshot_of
 from sgpu_magic.protocol import events as ev
-from sgpu_magic.protocol.records import (
-    CellSource,
-    Collective,
-    Failure,
-    InlinePayload,
-    Lease,
-    OutputName,
-    PackedLayout,
-    Payload,
-    RankResult,
-    RankSample,
-    RankStack,
-    Shipped,
-    StackFrame,
-)
-from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.protocol.devices import Lease
+from sgpu_magic.protocol.measures import Collective, RankMemory, RankSample, RankStack, StackFrame, TensorUse
+from sgpu_magic.protocol.payloads import InlinePayload, PackedLayout, Payload
+from sgpu_magic.protocol.records import CellSource, Failure, OutputName, RankResult, Shipped
+from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
 from sgpu_magic.render.units import TIMES
 
 GOLDEN = Path(__file__).parent / "golden" / "snapshots.json"
@@ -163,12 +156,93 @@ def left_alone(directory: Path) -> LiveRun:
     return run
 
 
+def in_session(directory: Path) -> LiveRun:
+    run = LiveRun(directory, session="5e551234", session_name="work", only=(0, 2, 3), shipped=Shipped())
+    run.start(labels=LABELS).write(3, b"step 1\n")
+    return run.tell(ev.Sampled(seconds=1.0, samples=tuple(gpu(rank) for rank in (0, 2, 3))), at=1001.0)
+
+
+def renewed_after_auto(directory: Path) -> LiveRun:
+    run = LiveRun(directory, session="5e551234", session_name="work", auto=True).start(labels=LABELS)
+    run.tell(ev.RankFailed(failure=VALUE_ERROR))
+    run.tell(ev.GroupRenewed(reason="rank 1 failed while the others were in all_reduce"))
+    return run.end(RunState.FAILED, failure=VALUE_ERROR, others=released(0, 2, 3))
+
+
+def session_that_waits(directory: Path) -> LiveRun:
+    run = LiveRun(directory, name="work", kind=RunKind.SESSION, shipped=Shipped())
+    return run.tell(ev.QueueMoved(position=2, reason="needs 1 more A10"), at=1108.0)
+
+
+def session_with_a_dead_rank(directory: Path) -> LiveRun:
+    run = LiveRun(directory, name="work", kind=RunKind.SESSION, shipped=Shipped(), idle_s=3600.0)
+    run.start(labels=LABELS).tell(ev.SessionMoved(cells=14, running=("train",)), at=1700.0)
+    run.tell(ev.Sampled(seconds=1.0, samples=tuple(gpu(rank) for rank in range(4))), at=1701.0)
+    killed = Failure(kind=FailureKind.WORKER_DIED, message="was killed by SIGKILL", rank=2, exit_status=-9)
+    run.tell(ev.DeviceIdle(rank=3, seconds=60.0), ev.RankFailed(failure=killed))
+    return run.write(1, b"said between two cells\n").tell(ev.SessionMoved(cells=14, dead=(2,)), at=1720.0)
+
+
+def session_at_work(directory: Path) -> LiveRun:
+    run = session_with_a_dead_rank(directory)
+    run.tell(ev.RanksRestarted(ranks=(2,), pids=(4712,), lost="its variables are lost"), at=1800.0)
+    return run.tell(ev.SessionMoved(cells=15, running=("train", "eval")), at=1801.0)
+
+
+def session_ended(directory: Path) -> LiveRun:
+    return session_at_work(directory).end(RunState.CANCELLED, reason="Disconnect was pressed")
+
+
+def out_of_memory(directory: Path) -> LiveRun:
+    tensor = TensorUse(name="cache[3]", shape=(8, 4096), dtype="float32", device="cuda:1", size_bytes=536_870_912)
+    held = RankMemory(
+        device="cuda:1", used_bytes=21_000_000_000, reserved_bytes=22_000_000_000, free_bytes=1_000_000_000,
+        total_bytes=24_000_000_000, largest=(tensor,),
+    )  # fmt: skip
+    failure = msgspec.structs.replace(VALUE_ERROR, out_of_memory=True, memory=held)
+    peer = RankMemory(device="cuda:0", used_bytes=6_000_000_000, free_bytes=18_000_000_000, total_bytes=24_000_000_000)
+    others = (msgspec.structs.replace(released(0)[0], memory=peer), *released(2, 3))
+    return LiveRun(directory).start(labels=LABELS).end(RunState.FAILED, failure=failure, others=others)
+
+
+def making_packages(directory: Path) -> LiveRun:
+    run = LiveRun(directory, environment_label="ai-4").tell(ev.StateChanged(state=RunState.PREPARING))
+    moved = ev.EnvironmentMoved(host="gpu-node-2", step="installing", done=41, packages=80, seconds=12.0)
+    return run.tell(moved, at=1012.0)
+
+
+def with_price(directory: Path) -> LiveRun:
+    run = LiveRun(directory)
+    lease = Lease(lease_id="l", device_type="a10", ranks=run.view.ranks, simulated=True)
+    run.tell(ev.Placed(lease=lease, host="gpu-node-2", hourly=4.8, currency="USD"))
+    run.tell(ev.StateChanged(state=RunState.STARTING), at=1000.0)
+    run.tell(ev.RanksStarted(pids=(1, 2, 3, 4), warm="cold"), ev.StateChanged(state=RunState.RUNNING), at=1003.5)
+    return run.write(0, b"epoch 1\n").tell(ev.Resumed(), at=1274.25)
+
+
+def priced_and_tracked(directory: Path) -> LiveRun:
+    run = with_price(directory).tell(ev.Tracked(tracked=TRACKED))
+    return run.end(gpu_s=1096.0, cost=1096 * 1.2 / 3600, currency="USD")
+
+
 STATES = {
     state.__name__: state
     for state in (
         queued, starting, running, stalled, stopping, failed, died, cancelled, succeeded, started_again, left_alone,
+        in_session, renewed_after_auto, session_that_waits, session_with_a_dead_rank, session_at_work, session_ended,
+        out_of_memory, making_packages, with_price, priced_and_tracked,
     )
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _in_utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A session says since what time of day it is idle."""
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
 
 
 def drawn(run: LiveRun) -> Snapshot:

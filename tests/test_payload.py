@@ -37,7 +37,7 @@ from sgpu_magic.errors import SerializationError, UsageError
 from sgpu_magic.payload import buffers
 from sgpu_magic.payload.pack import Packed, pack_namespace, pack_object
 from sgpu_magic.payload.unpack import map_private, unpack, unpack_namespace
-from sgpu_magic.protocol.records import PackedLayout
+from sgpu_magic.protocol.payloads import PackedLayout
 
 KEY = b"k" * 32
 

@@ -19,10 +19,39 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgpu_magic.protocol import codec, events, ids, messages, node_messages, records
-from sgpu_magic.protocol.records import Record
+from sgpu_magic.protocol import (
+    codec,
+    devices,
+    environment,
+    events,
+    ids,
+    measures,
+    messages,
+    node_messages,
+    payloads,
+    questions,
+    rank_messages,
+    records,
+    tracking,
+    zygote_messages,
+)
+from sgpu_magic.protocol.record import Record
 from sgpu_magic.protocol.states import TRANSITIONS, RunState, can_move
 
+MODULES = (
+    devices,
+    environment,
+    events,
+    measures,
+    messages,
+    node_messages,
+    payloads,
+    questions,
+    rank_messages,
+    records,
+    tracking,
+    zygote_messages,
+)
 GOLDEN = Path(__file__).parent / "golden" / "protocol_shapes.txt"
 
 UNIONS: dict[str, tuple[Any, msgspec.msgpack.Decoder[Any]]] = {
@@ -30,10 +59,12 @@ UNIONS: dict[str, tuple[Any, msgspec.msgpack.Decoder[Any]]] = {
     "pool -> client": (messages.PoolMessage, codec.pool_messages),
     "pool -> agent": (node_messages.ToAgent, codec.to_agent),
     "agent -> pool": (node_messages.FromAgent, codec.from_agent),
-    "agent -> zygote": (node_messages.ToZygote, codec.to_zygote),
-    "zygote -> agent": (node_messages.FromZygote, codec.from_zygote),
-    "agent -> rank": (node_messages.ToRank, codec.to_rank),
-    "rank -> agent": (node_messages.FromRank, codec.from_rank),
+    "agent -> zygote": (zygote_messages.ToZygote, codec.to_zygote),
+    "zygote -> agent": (zygote_messages.FromZygote, codec.from_zygote),
+    "agent -> rank": (rank_messages.ToRank, codec.to_rank),
+    "rank -> agent": (rank_messages.FromRank, codec.from_rank),
+    "pool -> tracker": (tracking.ToTracker, codec.to_tracker),
+    "tracker -> pool": (tracking.FromTracker, codec.from_tracker),
     "event bodies": (events.EventBody, msgspec.msgpack.Decoder(events.EventBody)),
 }
 
@@ -45,7 +76,7 @@ def members(union: Any) -> tuple[type[Record], ...]:
 def all_records() -> list[type[Record]]:
     found = {
         thing
-        for module in (records, messages, node_messages, events)
+        for module in MODULES
         for thing in vars(module).values()
         if isinstance(thing, type) and issubclass(thing, Record) and thing is not Record
     }
@@ -107,7 +138,7 @@ def test_tags_are_unique_on_a_link(link: str):
 
 
 def test_every_tagged_record_travels_on_some_link():
-    within = {records.InlinePayload, records.SharedPayload, records.FilePayload}
+    within = {payloads.InlinePayload, payloads.SharedPayload, payloads.FilePayload}
     tagged = {record for record in all_records() if record.__struct_config__.tag}
     assert tagged - {member for _, member in IN_A_UNION} - within == set()
 
@@ -156,7 +187,7 @@ def test_every_message_comes_back_as_it_was(link: str, record: type[Record], dat
 
 
 def test_a_message_of_another_link_is_refused():
-    leave = codec.encode(node_messages.Leave())
+    leave = codec.encode(rank_messages.Leave())
     with pytest.raises(msgspec.ValidationError):
         codec.client_messages.decode(leave)
 

@@ -21,7 +21,8 @@ from sgpu_magic.agent.signals import catches
 from sgpu_magic.agent.stack_taking import find_py_spy, parse_py_spy
 from sgpu_magic.agent.stacks import NotebookFrames, StackFile, parse
 from sgpu_magic.protocol.events import Resumed, Stalled
-from sgpu_magic.protocol.records import CellSource, Collective, RankStack, StackFrame
+from sgpu_magic.protocol.measures import Collective, RankStack, StackFrame
+from sgpu_magic.protocol.records import CellSource
 from sgpu_magic.protocol.stack_area import AREA_BYTES, STACK_SIGNAL
 from sgpu_magic.worker.flight_recorder import newest
 

@@ -47,16 +47,10 @@ from stories import (
 from sgpu_magic import errors
 from sgpu_magic.config import host_name
 from sgpu_magic.protocol import events as ev
+from sgpu_magic.protocol.devices import Device, Inventory
+from sgpu_magic.protocol.measures import RankStack, StackFrame
 from sgpu_magic.protocol.messages import PoolStatus, RunSummary
-from sgpu_magic.protocol.records import (
-    CellSource,
-    Device,
-    Failure,
-    Inventory,
-    RankStack,
-    Shipped,
-    StackFrame,
-)
+from sgpu_magic.protocol.records import CellSource, Failure, Shipped
 from sgpu_magic.protocol.states import FailureKind, RunState
 from sgpu_magic.render import ansi
 from sgpu_magic.render.bundle import RUN_MIME, mime_bundle
@@ -79,6 +73,8 @@ PNG = "iVBORw0KGgo="
 def test_text_is_as_drawn(name: str) -> None:
     run = FORMS[name]()
     text = re.sub(r"running for [^·]* ·", "running for 3.0 s ·", render_text(run.view)) + "\n"
+    text = re.sub(r"(runs train|connected) · [^·]* ·", r"\1 · 12 min ·", text)
+    text = re.sub(r"idle since [^·]* ·", "idle since 14:05 ·", text)
     text = text.replace(host_name(), "HOST")
     file = GOLDEN / f"render_{name}.txt"
     if os.environ.get("SGPU_UPDATE_GOLDEN"):
@@ -879,6 +875,7 @@ def test_exceptions_that_end_kernels_are_wrapped() -> None:
         (FailureKind.SERIALIZATION, errors.SerializationError),
         (FailureKind.ENVIRONMENT, errors.EnvironmentFailed),
         (FailureKind.CAPACITY, errors.CapacityError),
+        (FailureKind.SESSION, errors.SessionError),
         (FailureKind.WORKER_DIED, errors.WorkerDied),
         (FailureKind.NODE_LOST, errors.NodeLost),
         (FailureKind.TIMEOUT, errors.RunTimeout),

@@ -15,9 +15,11 @@ from sgpu_magic.agent import reports
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.event_file import read_spec
 from sgpu_magic.pool.run_log import RunLog, read_events
+from sgpu_magic.protocol.devices import Placement
 from sgpu_magic.protocol.events import AttemptFailed, Noted, OutputWritten, RunEnded, Submitted
 from sgpu_magic.protocol.node_messages import RanksGone, RunEvent
-from sgpu_magic.protocol.records import CellSource, Failure, Owner, Placement, Record, RunSpec
+from sgpu_magic.protocol.record import Record
+from sgpu_magic.protocol.records import CellSource, Failure, Owner, RunSpec
 from sgpu_magic.protocol.run_files import EVENTS
 from sgpu_magic.protocol.states import FailureKind, RunState
 

@@ -64,6 +64,15 @@ def test_by_count_the_oldest_go_first():
     assert removed(found, settings(keep_runs=2)) == [(2, Why.COUNT), (0, Why.COUNT)]
 
 
+def test_cells_of_sessions_do_not_push_runs_out():
+    cells = [RunOnDisk(f"{number:08x}", NOW - HOUR - number, 1, is_cell=True) for number in range(100, 104)]
+    found = [*runs((5 * HOUR, 1), (6 * HOUR, 1), (7 * HOUR, 1)), *cells]
+    gone = choose_removals(found, settings(keep_runs=2), NOW)
+    assert gone == [("00000002", Why.COUNT), ("00000067", Why.COUNT), ("00000066", Why.COUNT)]
+    # by age and bytes they are alike
+    assert len(choose_removals(found, settings(keep_bytes=3), NOW)) == 4
+
+
 def test_by_bytes_no_older_run_outlives_a_newer_one():
     # the third does not fit; the fourth would, but it is older
     found = runs((1 * HOUR, 60), (2 * HOUR, 40), (3 * HOUR, 1), (4 * HOUR, 0))

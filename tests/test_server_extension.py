@@ -28,8 +28,9 @@ from sgpu_magic.config import Settings
 from sgpu_magic.event_file import EventFile
 from sgpu_magic.jupyter_server.followers import IDLE_S, Followers, RunNotHere
 from sgpu_magic.pool.run_log import RunLog
+from sgpu_magic.protocol.devices import Placement
 from sgpu_magic.protocol.events import Noted, Submitted
-from sgpu_magic.protocol.records import CellSource, Owner, Placement, RunSpec
+from sgpu_magic.protocol.records import CellSource, Owner, RunSpec
 
 ROOT = Path(__file__).parent.parent
 

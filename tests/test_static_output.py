@@ -14,7 +14,8 @@ from stories import CELL, FORMS, STUCK, Run, released, result, value_error
 
 from sgpu_magic.config import host_name
 from sgpu_magic.protocol import events as ev
-from sgpu_magic.protocol.records import Failure, RankSample, Shipped
+from sgpu_magic.protocol.measures import RankSample
+from sgpu_magic.protocol.records import Failure, Shipped
 from sgpu_magic.protocol.states import FailureKind, RunState
 from sgpu_magic.render.bundle import RUN_MIME, interrupted_bundle, mime_bundle, run_record
 from sgpu_magic.render.html import render_html

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sgpu_magic.protocol.devices import Placement
 from sgpu_magic.protocol.events import (
     AttemptFailed,
     DeviceBusy,
@@ -20,14 +21,8 @@ from sgpu_magic.protocol.events import (
     RunEnded,
     Sampled,
 )
-from sgpu_magic.protocol.records import (
-    CellSource,
-    Failure,
-    Owner,
-    Placement,
-    RankSample,
-    RunSpec,
-)
+from sgpu_magic.protocol.measures import RankSample
+from sgpu_magic.protocol.records import CellSource, Failure, Owner, RunSpec
 from sgpu_magic.protocol.states import FailureKind, RunState
 from sgpu_magic.render.series import MAX_POINTS, Series
 from sgpu_magic.render.usage import RunUsage, detail_lines, use_text

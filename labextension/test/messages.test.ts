@@ -15,9 +15,14 @@ const golden = JSON.parse(readFileSync(resolve(import.meta.dirname, "../../tests
 
 const TWINS: Readonly<Record<string, messages.Check<unknown>>> = {
   Bar: messages.bar,
+  Cost: messages.cost,
   Curve: messages.curve,
   RankCard: messages.rankCard,
   FailureLine: messages.failureLine,
+  Link: messages.link,
+  MemoryCard: messages.memoryCard,
+  MemoryTensor: messages.memoryTensor,
+  MemoryBlock: messages.memoryBlock,
   FailureBlock: messages.failureBlock,
   Snapshot: messages.snapshot,
   NewLines: messages.newLines,
@@ -70,7 +75,7 @@ describe("a message that is not what it should be", () => {
   });
 
   it("says so when it is of another version", () => {
-    expect(() => messages.readSnapshot({ ...good, version: 2 })).toThrow("reads version 1 of a run's picture and got version 2");
+    expect(() => messages.readSnapshot({ ...good, version: 1 })).toThrow("reads version 3 of a run's picture and got version 1");
   });
 
   it("may have keys that are new, which the strict reading of this test refuses", () => {

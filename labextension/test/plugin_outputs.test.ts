@@ -14,7 +14,7 @@ function recorded(run: string, state: string): CellOutput {
 }
 
 function owned(run: string, ended: number | null): OwnedRun {
-  return { run_id: run, cell: "c", final: ended !== null, ended, execution_count: 3 };
+  return { run_id: run, cell: "c", final: ended !== null, ended, execution_count: 3, blocks: true };
 }
 
 describe("what a cell's outputs are of", () => {
@@ -34,18 +34,24 @@ describe("what a cell's outputs are of", () => {
 
 describe("the run that a cell lacks", () => {
   it("is one that goes on and is not shown", () => {
-    expect(missing(null, owned("aaaaaaaa", null), SAVED_S)).toEqual({ run: "aaaaaaaa", goesOn: true });
+    expect(missing(null, owned("aaaaaaaa", null), SAVED_S)).toEqual({ run: "aaaaaaaa", goesOn: true, blocks: true });
     expect(missing({ run: "bbbbbbbb", final: true }, owned("aaaaaaaa", null), SAVED_S)).toMatchObject({ run: "aaaaaaaa" });
-    expect(missing({ run: "aaaaaaaa", final: false }, owned("aaaaaaaa", null), SAVED_S)).toEqual({ run: "aaaaaaaa", goesOn: true });
+    expect(missing({ run: "aaaaaaaa", final: false }, owned("aaaaaaaa", null), SAVED_S)).toEqual({ run: "aaaaaaaa", goesOn: true, blocks: true });
+  });
+
+  it("is a session that goes on, whose cell ended long ago", () => {
+    const session = { ...owned("aaaaaaaa", null), blocks: false };
+    expect(missing(null, session, SAVED_S)).toEqual({ run: "aaaaaaaa", goesOn: true, blocks: false });
+    expect(missing({ run: "aaaaaaaa", final: false }, session, SAVED_S)).toMatchObject({ blocks: false });
   });
 
   it("is one whose end the notebook's file has not seen", () => {
-    expect(missing(null, owned("aaaaaaaa", SAVED_S + 1), SAVED_S)).toEqual({ run: "aaaaaaaa", goesOn: false });
+    expect(missing(null, owned("aaaaaaaa", SAVED_S + 1), SAVED_S)).toEqual({ run: "aaaaaaaa", goesOn: false, blocks: true });
     expect(missing({ run: "aaaaaaaa", final: false }, owned("aaaaaaaa", SAVED_S - 1), SAVED_S)).toMatchObject({ goesOn: false });
   });
 
   it("is one that another kernel had, when the cell still shows it going on", () => {
-    expect(missing({ run: "aaaaaaaa", final: false }, null, SAVED_S)).toEqual({ run: "aaaaaaaa", goesOn: false });
+    expect(missing({ run: "aaaaaaaa", final: false }, null, SAVED_S)).toEqual({ run: "aaaaaaaa", goesOn: false, blocks: true });
   });
 
   it("is none when the cell shows the end, or its outputs were taken away by hand", () => {

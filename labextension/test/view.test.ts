@@ -68,6 +68,42 @@ describe("the picture", () => {
     expect(query(el, '[role="status"]').getAttribute("aria-live")).toBe("polite");
   });
 
+  it("goes on with what a run costs by its own clock, whole seconds at a time", async () => {
+    vi.useFakeTimers({ toFake: ["performance", "setTimeout", "clearTimeout"] });
+    const { el, transport } = mounted(new TestTransport(never));
+    const cost = { text: "$0.37 (simulated)", per_s: 0.01, seconds: 36.2, currency: "USD", mark: " (simulated)" };
+    transport.draw(picture({ cost, elapsed_s: 35.0, seq: 2 }));
+    await vi.advanceTimersByTimeAsync(100);
+    expect(query(el, ".sgpu-meta").textContent).toBe("4 ranks · cpu, gloo · local · 00:35 · $0.37 (simulated)");
+    await vi.advanceTimersByTimeAsync(5_000);
+    expect(query(el, ".sgpu-cost").textContent).toBe("$0.42 (simulated)");
+    // a part of a session's is only told
+    transport.draw(picture({ cost: { ...cost, text: "$0.05 of its session", per_s: 0 }, seq: 3 }));
+    await vi.advanceTimersByTimeAsync(3_000);
+    expect(query(el, ".sgpu-cost").textContent).toBe("$0.05 of its session");
+    transport.draw(picture({ final: true, ticking: false, meta: ["$0.44 for 44 GPU s"], seq: 4 }));
+    await vi.advanceTimersByTimeAsync(100);
+    expect(el.querySelector(".sgpu-cost")).toBeNull();
+    expect(query(el, ".sgpu-meta").textContent).toContain("$0.44 for 44 GPU s");
+  });
+
+  it("says the cost before the ranks are there, and nothing without a price", async () => {
+    const cost = { text: "$0.02", per_s: 0.01, seconds: 1.2, currency: "USD", mark: "" };
+    const starting = await shown({ cost, elapsed_s: 0, ticking: false, state: "starting" });
+    expect(query(starting.el, ".sgpu-meta").textContent).toBe("4 ranks · cpu, gloo · local · $0.02");
+    expect((await shown()).el.querySelector(".sgpu-cost")).toBeNull();
+  });
+
+  it("leads to MLflow, and to nothing that is no page", async () => {
+    const tracked = { text: "MLflow run digits/train <b>", url: "http://server:5000/#/experiments/1/runs/0a1b" };
+    const { el } = await shown({ final: true, ticking: false, tracked });
+    const link = query(el, ".sgpu-foot a");
+    expect(link.textContent).toBe("MLflow run digits/train <b>");
+    expect([link.getAttribute("href"), link.getAttribute("rel")]).toEqual([tracked.url, "noopener noreferrer"]);
+    const other = await shown({ final: true, ticking: false, tracked: { text: "x", url: "javascript:alert(1)" } });
+    expect(other.el.querySelector(".sgpu-foot a")).toBeNull();
+  });
+
   it("shows the first failure, and its whole traceback when asked", async () => {
     const { el } = await shown({
       state: "failed",
@@ -80,6 +116,7 @@ describe("the picture", () => {
           { text: "---> 14     raise ValueError", kind: "culprit" },
         ],
         whole: [{ text: "Traceback (most recent call last)", kind: "text" }],
+        memory: null,
       },
     });
     expect(query(el, ".sgpu-failure-title b").textContent).toBe("ValueError");
@@ -89,10 +126,45 @@ describe("the picture", () => {
     expect(el.querySelector(".sgpu-buttons")).toBeNull();
   });
 
+  it("marks what was sent by %sgpu_auto, before anything else", async () => {
+    const { el } = await shown({ mark: "auto" });
+    expect(query(el, ".sgpu-title").firstElementChild?.textContent).toBe("auto");
+    const plain = await shown();
+    expect(plain.el.querySelector(".sgpu-mark")).toBeNull();
+  });
+
+  it("has a tab and a card for each rank that takes part, by its own number", async () => {
+    const ranks = [0, 2, 3].map((rank) => card(rank));
+    const { el } = await shown({ ranks, only: [0, 2, 3], lines: [1, 0, 4, 2], devices: "3 of 4 ranks · session work" });
+    expect([...el.querySelectorAll('[role="tab"]')].map((tab) => tab.textContent)).toEqual(["all", "0", "2", "3"]);
+    expect([...el.querySelectorAll(".sgpu-card")].map((each) => each.getAttribute("data-rank"))).toEqual(["0", "2", "3"]);
+    expect(query(el, ".sgpu-count").textContent).toBe("7 lines");
+  });
+
+  it("shows what held the memory: the ranks with a bar each, and the culprit's largest tensors", async () => {
+    const heads = ["rank", "device", "used", "reserved", "free", "total"];
+    const row = (rank: number, culprit: boolean) => ({
+      rank,
+      cells: [`cuda:${rank}`, "21.8 GB", "22.9 GB", "0.3 GB", "24.0 GB"],
+      shares: [0.9, 0.05, 0],
+      culprit,
+    });
+    const tensors = [{ name: "<b>cache[0]", cells: ["(4096, 4096)", "float32", "67.1 MB"] }];
+    const memory = { title: "memory when it failed", heads, rows: [row(1, true), row(0, false)], more: "", largest: "largest", tensors };
+    const lines = [{ text: "OutOfMemoryError on rank 1", kind: "title" as const }];
+    const { el } = await shown({ failure: { rank: 1, lines, whole: [], memory } });
+    const rows = [...el.querySelectorAll(".sgpu-ranks tbody tr")];
+    expect(rows.map((each) => each.firstElementChild?.textContent)).toEqual(["1", "0"]);
+    expect(query(el, ".sgpu-culprit").textContent).toBe("1cuda:121.8 GB22.9 GB0.3 GB24.0 GB");
+    expect(query(el, ".sgpu-culprit i").style.width).toBe("90%");
+    expect(query(el, ".sgpu-memory table:not(.sgpu-ranks)").textContent).toBe("<b>cache[0](4096, 4096)float3267.1 MB");
+    expect(el.querySelector(".sgpu-memory b")).toBeNull();
+  });
+
   it("shows a failure that is a sentence whole", async () => {
     const text = "rank 2 of 4 was killed by SIGKILL: most likely out of memory";
     const { el } = await shown({
-      failure: { rank: 2, lines: [{ text, kind: "title" }, { text: "NaN in batch 118", kind: "error" }], whole: [] },
+      failure: { rank: 2, lines: [{ text, kind: "title" }, { text: "NaN in batch 118", kind: "error" }], whole: [], memory: null },
     });
     expect(query(el, ".sgpu-failure-title b").textContent).toBe(text);
     expect(query(el, ".sgpu-failure-error").innerHTML).toBe("NaN in batch 118");
@@ -142,7 +214,7 @@ describe("text from ranks", () => {
         stall: [evil],
         footer: [evil],
         ranks: [card(0, { last: evil, use: evil, details: [evil], idle: evil })],
-        failure: { rank: 0, lines: [{ text: evil, kind: "error" }], whole: [] },
+        failure: { rank: 0, lines: [{ text: evil, kind: "error" }], whole: [], memory: null },
       },
       8,
       (at) => (at % 2 ? `\x1b[31m${evil}\x1b[0m` : evil),
@@ -279,6 +351,27 @@ describe("the buttons", () => {
     button(el, "Cancel").click();
     await vi.waitFor(() => expect(query(el, ".sgpu-notice").textContent).toContain("was interrupted"), 3_000);
     expect(transport.interrupted).toBe(1);
+  });
+
+  it("disconnect a session without an interrupt, which would stop the cell that runs in it", async () => {
+    const transport = new TestTransport(
+      (question) =>
+        question.kind === "cancel" ? never() : answering(0, { stop: "Disconnect", state: "connected", tone: "good" })(question),
+      "shell",
+    );
+    transport.interrupt = () => {
+      transport.interrupted += 1;
+      return Promise.resolve();
+    };
+    const { el } = mounted(transport);
+    await vi.waitFor(() => expect(button(el, "Disconnect").title).toBe("End this session"));
+    expect(query(el, ".sgpu-state").textContent).toBe("connected");
+    expect(el.querySelector(".sgpu-log")).toBeNull();
+    vi.useFakeTimers();
+    button(el, "Disconnect").click();
+    await vi.advanceTimersByTimeAsync(10_000);
+    expect(transport.asked.at(-1)?.kind).toBe("cancel");
+    expect(transport.interrupted).toBe(0);
   });
 
   it("are words while the kernel is busy and the front end can't interrupt it", async () => {

@@ -1,4 +1,4 @@
-"""`python -m sgpu_magic.agent <fd> <settings as JSON>`: started by the pool service's local engine."""
+"""`python -m sgpu_magic.agent <fd>`, the settings as JSON on its standard input: started by the local engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ def main() -> None:
     become_subreaper()
     from sgpu_magic.agent import service
 
-    service.run(socket.socket(fileno=int(sys.argv[1])), service.decode_settings(sys.argv[2]))
+    settings = service.decode_settings(sys.stdin.buffer.read())
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    service.run(socket.socket(fileno=int(sys.argv[1])), settings)
     kill_descendants()
     os._exit(0)
 

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from sgpu_magic.agent.keeper import Keeper
 from sgpu_magic.agent.run_directory import RunDirectory
 from sgpu_magic.agent.run_memory import RunMemory
-from sgpu_magic.agent.stream import MessageStream
+from sgpu_magic.message_stream import MessageStream
 from sgpu_magic.protocol.events import EventBody, Noted, PayloadReleased
-from sgpu_magic.protocol.node_messages import FromRank, Launch
-from sgpu_magic.protocol.records import InlinePayload, Payload, RankResult, SharedPayload
+from sgpu_magic.protocol.node_messages import Launch
+from sgpu_magic.protocol.payloads import InlinePayload, Payload, SharedPayload
+from sgpu_magic.protocol.rank_messages import FromRank
+from sgpu_magic.protocol.records import RankResult
 from sgpu_magic.protocol.states import RunState
 
 
@@ -111,10 +113,10 @@ class Belongings:
         """Free what is still held."""
         self._memory.close()
 
-    def describe(self) -> None:
+    def describe(self, state: RunState = RunState.STARTING) -> None:
         """Write the run's directory, but for the large parts."""
         try:
-            self.directory.describe(self.frames[0] if self.inline else None)
+            self.directory.describe(self.frames[0] if self.inline else None, state)
         except OSError as error:
             self._say(Noted(text=f"the run's directory {self.directory.path} could not be written: {error.strerror}"))
 

@@ -8,7 +8,7 @@ import time
 import msgspec
 
 from sgpu_magic.agent import root_cause
-from sgpu_magic.agent.group import Group
+from sgpu_magic.agent.crew import Crew
 from sgpu_magic.agent.out_of_memory import MemoryWatch
 from sgpu_magic.agent.stacks import NotebookFrames
 from sgpu_magic.protocol.records import Failure
@@ -18,13 +18,13 @@ class Coroner:
     """Tells how the ranks of one run died.
 
     Args:
-        group: The ranks.
+        crew: The ranks.
         notebook: Tells the cell's frames.
         host: This node.
     """
 
-    def __init__(self, group: Group, notebook: NotebookFrames, host: str) -> None:
-        self._group = group
+    def __init__(self, crew: Crew, notebook: NotebookFrames, host: str) -> None:
+        self._crew = crew
         self._notebook = notebook
         self._host = host
         self._memory = MemoryWatch()
@@ -39,17 +39,17 @@ class Coroner:
         Args:
             status: Its exit code, negative for a signal.
         """
-        process = self._group.ranks[rank]
+        process = self._crew.rank(rank)
         process.output.drain()
         stack = self._notebook.upwards(process.stack_file.last_frames())
         frame = self._notebook.innermost(stack) or (stack[0] if stack else None)
         meaning = ""
         if status == -signal.SIGKILL:
-            others = [other.pid for other in self._group.ranks if other.alive and other.pid is not None]
+            others = [other.pid for other in self._crew.ranks if other.alive and other.pid is not None]
             meaning = self._memory.verdict(process.peak_bytes, others)
         failure = root_cause.death(
             rank,
-            len(self._group.ranks),
+            self._crew.world_size,
             self._host,
             status,
             time.time(),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from sgpu_magic.agent.group import RankProcess
 from sgpu_magic.protocol.events import DisplayPublished, EventBody, OutputCleared
-from sgpu_magic.protocol.node_messages import Cleared, Displayed, InPlace
+from sgpu_magic.protocol.rank_messages import Cleared, Displayed, InPlace
 
 
 def show(process: RankProcess, message: Displayed | Cleared, say: Callable[[EventBody], None]) -> None:

@@ -1,77 +1,85 @@
-"""One run in one group: launch, gather, find the root cause, stop, say when every process is gone.
+"""One run's cell in its ranks: launch, gather, find the root cause, stop, say the last word.
 
-The life of a run here:
+    launch -> all joined -> all finished -> ended(succeeded)
+                         -> one failed   -> others released  -> ended(failed)
+           -> asked to end               -> interrupted      -> ended(...)
 
-    launch -> all joined -> all finished -> ended(succeeded) -> leave -> gone
-                         -> one failed   -> others released  -> ended(failed) -> stop -> gone
-           -> asked to end               -> interrupted      -> ended(...)    -> stop -> gone
-
-`ended` is what the notebook waits for; the devices are free at `gone`.
+`ended` is what the notebook waits for. What comes before the first and after the last of these is another matter for
+ranks that are the run's own (`fresh_run`) and for those of a session (`session_cell`).
 """
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import msgspec
 
-from sgpu_magic.agent import leftovers, root_cause
+from sgpu_magic.agent import root_cause
 from sgpu_magic.agent.belongings import Belongings
-from sgpu_magic.agent.cell_orders import send_cells
+from sgpu_magic.agent.crew import Crew
 from sgpu_magic.agent.deaths import Coroner
 from sgpu_magic.agent.displays import show
+from sgpu_magic.agent.failure_blanking import without_secrets
 from sgpu_magic.agent.gathering import Gathering
 from sgpu_magic.agent.group import Group
 from sgpu_magic.agent.keeper import Keeper
+from sgpu_magic.agent.node_run import NodeRun, NodeRunListener
 from sgpu_magic.agent.run_watch import RunWatch
 from sgpu_magic.agent.sampling import Sampling
 from sgpu_magic.agent.stacks import NotebookFrames
 from sgpu_magic.agent.stop_path import StopPath
+from sgpu_magic.agent.tracking_answers import TrackingAnswers
 from sgpu_magic.config import Settings
-from sgpu_magic.protocol.events import EventBody, Noted, OutputWritten, RankFailed, RanksStarted
-from sgpu_magic.protocol.node_messages import (
+from sgpu_magic.protocol.events import EventBody, MetricsLogged, Noted, OutputWritten, RankFailed, RanksStarted
+from sgpu_magic.protocol.measures import RankStack
+from sgpu_magic.protocol.node_messages import Launch, TrackingKnown
+from sgpu_magic.protocol.rank_messages import (
+    AskTracking,
     Cleared,
     Collectives,
     Displayed,
     Failed,
     Finished,
     FromRank,
-    Joined,
-    Launch,
+    MetricsReported,
+    Remarked,
 )
-from sgpu_magic.protocol.records import Failure, RankResult, RankStack
+from sgpu_magic.protocol.records import Failure, RankResult
 from sgpu_magic.protocol.states import FailureKind, RunState
 
-# nothing may compete with the result on its way to the notebook
-_LEAVE_DELAY_S = 0.03
-# nor with the first line
-_SETTLED_S = 0.05
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What every run of an agent shares.
+
+    Args:
+        keeper: Copies large parts into the runs' directories.
+        settings: For the largest payload that is kept and the default grace.
+        sampling: Samples what the ranks and their devices use.
+        listener: Hears what happened.
+    """
+
+    keeper: Keeper
+    settings: Settings
+    sampling: Sampling
+    listener: NodeRunListener
 
 
-class ExecutionListener(Protocol):
-    """The agent."""
-
-    def happened(self, run_id: str, body: EventBody, frames: Sequence[bytes]) -> None: ...
-    def run_gone(self, execution: Execution) -> None: ...
-
-
-class Execution:
-    """Runs one launch in a group (a `GroupListener`).
+class Execution(abc.ABC):
+    """Runs one launch in its ranks.
 
     Args:
         launch: What to run.
         frames: Raw frames of the launch; the first is an inline payload.
-        group: Its ranks, forked or being forked.
-        warm: How the group came: `standby`, `zygote` or `cold`.
-        keeper: Who copies large parts into the run's directory.
-        settings: For the largest payload that is kept and the default grace.
-        sampling: Samples what the ranks and their devices use.
-        listener: Who hears what happened.
-        predecessor: The attempt before this one, whose payload this one takes over.
+        group: Where its ranks belong.
+        warm: How the ranks came: `standby`, `zygote`, `cold` or `session`.
+        here: What it shares with other runs.
+        predecessor: The attempt before this one, or what made it ready: its payload is taken over.
     """
 
     def __init__(
@@ -80,34 +88,33 @@ class Execution:
         frames: Sequence[bytes],
         group: Group,
         warm: str,
-        keeper: Keeper,
-        settings: Settings,
-        sampling: Sampling,
-        listener: ExecutionListener,
-        predecessor: Execution | None = None,
+        here: Surroundings,
+        predecessor: NodeRun | None = None,
     ) -> None:
         self.launch = launch
         self.run_id = launch.spec.run_id
         self.group = group
+        self.crew = Crew(group, launch.spec.rank_numbers)
         self._warm = warm
-        self._default_grace_s = settings.grace_s
-        self._keep_results = min(settings.keep_results, settings.keep_payload)
+        self._default_grace_s = here.settings.grace_s
+        self._default_store = here.settings.default_store_uri
+        self._keep_results = min(here.settings.keep_results, here.settings.keep_payload)
         self._grace_s = launch.spec.grace_s
-        self._listener = listener
+        self._listener = here.listener
         self._loop = asyncio.get_running_loop()
         self._timers: list[asyncio.TimerHandle] = []
         self._launched_at = time.monotonic()
-        self._launched_ticks = leftovers.now_in_ticks()
         self._started_at: float | None = None
-        self._joined: set[int] = set()
-        self._gathering = Gathering(len(group.ranks))
-        self._stop = StopPath(group, self._gathering, self._later)
+        self._gathering = Gathering(self.crew.numbers)
+        self._stop = StopPath(self.crew, self._gathering, self._later)
         self._host = socket.gethostname()
         notebook = NotebookFrames(launch.spec.cell)
-        self._coroner = Coroner(group, notebook, self._host)
+        self._coroner = Coroner(self.crew, notebook, self._host)
         self._watch = RunWatch(
-            group, launch.lease, notebook, self._gathering.has_reported, sampling, settings, self._say
+            self.crew, launch.lease, notebook, self._gathering.has_reported, here.sampling, here.settings, self._say
         )
+        self._tracking = TrackingAnswers(self.run_id, group, lambda: here.listener.tracking_asked(self.run_id))
+        self._remarks: set[str] = set()
         self._last_stacks: tuple[RankStack, ...] = ()
         self._ending_as: RunState | None = None
         self._end_reason = ""
@@ -116,45 +123,63 @@ class Execution:
         self._deciding = False
         self._gone = False
         inherited = predecessor.belongings if predecessor is not None and predecessor.gone else None
-        self.belongings = Belongings(launch, frames, keeper, settings.keep_payload, self._say, inherited)
-        group.listener = self
+        self.belongings = Belongings(launch, frames, here.keeper, here.settings.keep_payload, self._say, inherited)
 
-    # ------------------------------------------------------------ start
+    # ------------------------------------------------------------ what the two kinds do otherwise
 
+    @abc.abstractmethod
     def start(self) -> None:
-        """Send every rank its cell. Failures come as events like any other."""
-        self._later(_SETTLED_S, self._coroner.begin)
-        launch = self.launch
-        try:
-            self.belongings.open_payload()
-            for process in self.group.ranks:
-                process.output.begin_log(self.belongings.directory.log_path(process.rank))
-            send_cells(launch, self.group, self.belongings)
-        except OSError as error:
-            self._fail_whole(FailureKind.INTERNAL, f"the run could not be started on {self._host}: {error}.")
-            return
-        if self.group.broken:
-            self.group_broken(self.group.broken_kind, self.group.broken)
-        self.belongings.describe()
+        """Send the ranks their cell. Failures come as events like any other."""
+
+    @abc.abstractmethod
+    def rank_exited(self, rank: int, status: int) -> None:
+        """A rank of its crew is dead and reaped."""
+
+    @abc.abstractmethod
+    def _begin_stop(self) -> None:
+        """It was asked to end."""
+
+    @abc.abstractmethod
+    def _free_others(self) -> None:
+        """The culprit is known: stop the others."""
+
+    @abc.abstractmethod
+    def _all_reported(self, state: RunState) -> None:
+        """No rank runs the cell any more; it ended as `state`."""
+
+    @abc.abstractmethod
+    def _after_end(self) -> None:
+        """The last word was said."""
+
+    @abc.abstractmethod
+    def kill(self) -> None:
+        """KILL the ranks that were asked to end and have not."""
 
     # ------------------------------------------------------------ from the group
 
     def rank_said(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
+        """A rank of its crew has sent a message."""
         match message:
-            case Joined():
-                self._joined.add(rank)
-                if len(self._joined) == len(self.group.ranks) and self._started_at is None:
-                    self._started_at = time.monotonic()
-                    self._watch.start()
-                    self._say(RanksStarted(pids=tuple(self.group.pids), warm=self._warm))
             case Displayed() | Cleared():
-                show(self.group.ranks[rank], message, self._say)
+                show(self.crew.rank(rank), message, self._say)
             case Finished():
                 self._take_result(rank, message.result, frames)
             case Failed():
                 self._take_failure(message.failure, frames)
             case Collectives():
                 self._watch.taker.answered(rank, message)
+            case Remarked(text=text):
+                # what all ranks remark is one remark
+                if text not in self._remarks:
+                    self._remarks.add(text)
+                    self._say(Noted(text=text))
+            case AskTracking():
+                self._tracking.asked(rank)
+            case MetricsReported(metrics=metrics, params=params, tags=tags):
+                if not self._ended:
+                    self._say(MetricsLogged(rank=rank, metrics=metrics, params=params, tags=tags))
+            case _:
+                pass
 
     def rank_wrote(self, batch: OutputWritten) -> None:
         if not self._ended:
@@ -164,21 +189,18 @@ class Execution:
     def rank_log_ended(self, rank: int, problem: str) -> None:
         self._say(Noted(text=f"the log of rank {rank} ends here: {problem}; the run goes on, and its output is shown"))
 
-    def rank_exited(self, rank: int, status: int) -> None:
-        if not self._ended and (self._gathering.has_finished(rank) or not self._gathering.has_reported(rank)):
-            self._take_failure(self._coroner.death(rank, status))
-        self._stop.reported()
-        self._finish_if_gone()
-
-    def group_broken(self, kind: FailureKind, message: str) -> None:
-        self._fail_whole(kind, message)
-
     # ------------------------------------------------------------ gather
 
+    def _all_there(self) -> None:
+        """Every rank is in the process group."""
+        self._started_at = time.monotonic()
+        self._watch.start()
+        self._say(RanksStarted(pids=tuple(self.crew.pids), warm=self._warm))
+
     def _take_result(self, rank: int, result: RankResult, frames: Sequence[bytes]) -> None:
-        output = self.group.ranks[rank].output
+        output = self.crew.rank(rank).output
         output.drain()
-        stream = self.group.ranks[rank].stream
+        stream = self.crew.rank(rank).stream
         payload = self.belongings.take_result(result, stream) if stream is not None else None
         result = msgspec.structs.replace(result, payload=payload, lines=output.lines, output_bytes=output.total_bytes)
         self._gathering.add_result(result, frames)
@@ -189,14 +211,13 @@ class Execution:
         rank = failure.rank
         if rank is None or self._gathering.has_failed(rank):
             return
-        self.group.ranks[rank].output.drain()
+        self.crew.rank(rank).output.drain()
+        failure, frames = without_secrets(failure, frames, self.launch.context.environ)
         self._gathering.add_failure(failure, frames)
         # the picture of before says more than that of ranks which fall
         self._watch.is_ending()
         self._stop.reported()
-        if self._ended:
-            return
-        if self._ending_as is None:
+        if not self._ended and self._ending_as is None:
             self._say(RankFailed(failure=failure))
             if not self._deciding:
                 self._deciding = True
@@ -209,19 +230,19 @@ class Execution:
         self._check_all_reported()
 
     def _check_all_reported(self) -> None:
-        if self._ended or not self._gathering.complete:
+        if not self._gathering.complete:
             return
         if self._ending_as is not None:
-            self._end(self._ending_as)
+            self._all_reported(self._ending_as)
         elif self._gathering.failed:
-            self._end(RunState.FAILED)
+            self._all_reported(RunState.FAILED)
         else:
-            self._end(RunState.SUCCEEDED)
+            self._all_reported(RunState.SUCCEEDED)
 
     # ------------------------------------------------------------ stop path
 
     def end_as(self, state: RunState, reason: str) -> None:
-        """Stop the run: TERM to those that handle it, interrupt, release, TERM, grace, KILL."""
+        """Stop the run by the one stop path."""
         if self._ended or self._ending_as is not None:
             return
         self._ending_as = state
@@ -230,7 +251,7 @@ class Execution:
         if state is RunState.TIMED_OUT:
             self._watch.taker.take(self._stop_with_stacks)
         else:
-            self._stop.begin(self._grace(), interrupt_first=True, waited=self._stop_waiting)
+            self._begin_stop()
 
     def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
         """Look where each rank is and call `done` within half a second."""
@@ -239,38 +260,24 @@ class Execution:
     def _stop_with_stacks(self, stacks: tuple[RankStack, ...]) -> None:
         self._last_stacks = stacks
         if not self._ended:
-            self._stop.begin(self._grace(), interrupt_first=True, waited=self._stop_waiting)
-
-    def _grace(self) -> float:
-        """Seconds after a cancel or a time-out."""
-        return self._default_grace_s if self._grace_s is None else self._grace_s
+            self._begin_stop()
 
     def _blame(self) -> None:
-        """The culprit is known: free the others."""
-        if self._ended or self._ending_as is not None or self._stop.begun:
-            return
-        if self._grace_s and self._stop.any_handles_term():
-            # the error is told at once; those that save a checkpoint finish behind it, with their connections whole
-            self._end(RunState.FAILED)
-        else:
-            self._stop.begin(0.0, interrupt_first=False, waited=self._stop_waiting)
-
-    def _stop_waiting(self) -> None:
-        if not self._ended:
-            self._end(self._ending_as or RunState.FAILED)
+        if not (self._ended or self._ending_as is not None or self._stop.begun):
+            self._free_others()
 
     def _fail_whole(self, kind: FailureKind, message: str) -> None:
         """The run failed as a whole; no rank is to blame."""
-        if self._ended:
-            self._finish_if_gone()
-            return
         self._gathering.add_failure(Failure(kind=kind, message=message, host=self._host, at=time.time()))
         self._end(self._ending_as or RunState.FAILED)
 
     # ------------------------------------------------------------ end
 
     def _end(self, state: RunState) -> None:
-        for process in self.group.ranks:
+        """Say the last word. Once."""
+        if self._ended:
+            return
+        for process in self.crew.ranks:
             process.output.drain(last=True)
         self._watch.end()
         self._ended = True
@@ -285,41 +292,36 @@ class Execution:
             starting_s=started - self._launched_at,
             running_s=now - started,
             stacks=self._last_stacks,
+            unstopped=self._unstopped,
         )
         if not ended.results:
             self.belongings.close_results()
         self._say(ended, frames)
-        self._later(_LEAVE_DELAY_S, self._let_leave)
-        self._finish_if_gone()
+        self._after_end()
 
-    def _let_leave(self) -> None:
-        if self._ending_as is not None:
-            self._stop.end(self._grace())
-            return
-        # survivors of a failure get none unless it was asked for
-        grace_s = self._grace_s or 0.0
-        if self._stop.begun or self._gathering.complete:
-            self._stop.end(grace_s)
-        else:
-            self._stop.begin(grace_s, interrupt_first=False, waited=lambda: self._stop.end(grace_s))
+    @property
+    def _unstopped(self) -> tuple[int, ...]:
+        """Ranks that stay and still run the cell."""
+        return ()
 
-    def _finish_if_gone(self) -> None:
-        if not self._ended or self._gone or not self.group.gone:
-            return
+    def _is_over(self) -> None:
+        """Nothing more happens to it."""
         self._gone = True
         for timer in self._timers:
             timer.cancel()
-        leftovers.kill_leftovers(self.run_id, set(self.group.pids), self._launched_ticks)
-        self.group.close()
         self.belongings.ended(self._final_state)
         self._listener.run_gone(self)
 
-    # ------------------------------------------------------------ what the agent asks
+    # ------------------------------------------------------------ what the agent asks (NodeRun)
 
     def detach(self) -> None:
         """The run goes on when its notebook is gone."""
         spec = msgspec.structs.replace(self.launch.spec, detach=True)
         self.launch = msgspec.structs.replace(self.launch, spec=spec)
+
+    @property
+    def pids(self) -> list[int]:
+        return self.group.pids
 
     @property
     def state(self) -> RunState:
@@ -336,13 +338,21 @@ class Execution:
 
     @property
     def gone(self) -> bool:
-        """Its ranks are dead and reaped."""
+        """Its ranks are dead and reaped, or idle again in their session."""
         return self._gone
 
     @property
     def age_s(self) -> float:
         """Seconds since its launch."""
         return time.monotonic() - self._launched_at
+
+    def tracking_known(self, message: TrackingKnown) -> None:
+        """The pool service has told the run's place in MLflow, or that it has none."""
+        self._tracking.known(message)
+
+    def adopted(self) -> None:
+        """Another pool service has taken the run over."""
+        self._tracking.ask_again()
 
     def give_payload_up(self) -> None:
         """The notebook wants its memory file back."""

@@ -8,7 +8,8 @@ import msgspec
 
 from sgpu_magic.agent.root_cause import find_root_cause
 from sgpu_magic.protocol.events import RunEnded
-from sgpu_magic.protocol.records import Failure, RankResult, RankStack
+from sgpu_magic.protocol.measures import RankStack
+from sgpu_magic.protocol.records import Failure, RankResult
 from sgpu_magic.protocol.states import FailureKind, RunState
 
 # the key of a failure that no rank is to blame for
@@ -19,11 +20,11 @@ class Gathering:
     """Results and failures by rank; of each rank the first failure counts.
 
     Args:
-        ranks: Number of ranks.
+        ranks: The numbers of the ranks that take part, ascending.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = tuple(ranks)
         self._results: dict[int, RankResult] = {}
         self._failures: dict[int, Failure] = {}
         self._result_frames: dict[int, bytes] = {}
@@ -41,11 +42,22 @@ class Gathering:
 
     @property
     def complete(self) -> bool:
-        return all(self.has_reported(rank) for rank in range(self._ranks))
+        return not self.unreported
+
+    @property
+    def unreported(self) -> tuple[int, ...]:
+        """Ranks that have neither finished nor failed."""
+        return tuple(rank for rank in self._ranks if not self.has_reported(rank))
 
     @property
     def failed(self) -> bool:
         return bool(self._failures)
+
+    @property
+    def failed_alike(self) -> bool:
+        """Every rank raised the same at the same line: as far as can be seen, each has called what the others have."""
+        kinds = {(failure.type_name, failure.line, failure.where) for failure in self._failures.values()}
+        return len(self._failures) == len(self._ranks) and len(kinds) == 1 and not self._results
 
     def add_result(self, result: RankResult, frames: Sequence[bytes]) -> None:
         """Args: frames: The packed result when it came inline."""
@@ -70,6 +82,7 @@ class Gathering:
         starting_s: float,
         running_s: float,
         stacks: tuple[RankStack, ...] = (),
+        unstopped: tuple[int, ...] = (),
     ) -> tuple[RunEnded, list[bytes]]:
         """Return the run's `RunEnded` and its raw frames.
 
@@ -79,6 +92,7 @@ class Gathering:
             host: This node.
             now: Wall-clock time, seconds since the epoch.
             stacks: Where the ranks were when its time was over.
+            unstopped: Ranks that still run the cell.
         """
         failure: Failure | None = None
         others: tuple[Failure, ...] = ()
@@ -92,7 +106,7 @@ class Gathering:
             # only the culprit's exception travels
             others = tuple(msgspec.structs.replace(other, exception=None) for other in others)
         elif state is RunState.SUCCEEDED:
-            results = tuple(self._results[rank] for rank in range(self._ranks))
+            results = tuple(self._results[rank] for rank in self._ranks)
             frames += [self._result_frames[rank] for rank in sorted(self._result_frames)]
         elif state is RunState.TIMED_OUT:
             failure = Failure(kind=FailureKind.TIMEOUT, message=reason, host=host, at=now)
@@ -103,6 +117,7 @@ class Gathering:
             others=others,
             results=results,
             stacks=stacks,
+            unstopped=unstopped,
             starting_s=starting_s,
             running_s=running_s,
         )

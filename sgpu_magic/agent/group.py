@@ -1,4 +1,7 @@
-"""A group: N ranks from the fork to the exit. A fresh run is one execute; a standby group has had none yet."""
+"""A group: N ranks from the fork to the exit.
+
+A fresh run is one execute, a standby group has had none yet, a session has many.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,14 @@ from typing import Protocol
 
 from sgpu_magic.agent.output import RankOutput
 from sgpu_magic.agent.stacks import StackFile
-from sgpu_magic.agent.stream import MessageStream
 from sgpu_magic.agent.zygotes import Zygote
+from sgpu_magic.message_stream import MessageStream
 from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.events import OutputWritten
 from sgpu_magic.protocol.ids import new_id
-from sgpu_magic.protocol.node_messages import Execute, Fork, FromRank, Leave, Release
+from sgpu_magic.protocol.rank_messages import FromRank, Leave, Release, ToRank
 from sgpu_magic.protocol.states import FailureKind
+from sgpu_magic.protocol.zygote_messages import Fork
 
 
 class GroupListener(Protocol):
@@ -50,6 +54,17 @@ class RankProcess:
     def alive(self) -> bool:
         return self.pid is not None and self.exit_status is None
 
+    def close(self) -> None:
+        """Free what the agent holds of it; the process must be gone or about to go."""
+        if self.stream is not None:
+            self.stream.close()
+            self.stream = None
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+        self.output.close()
+        self.stack_file.close()
+
     def signal(self, number: int, *, whole_session: bool = False) -> None:
         """Signal the rank, or with it all that stayed in its process group.
 
@@ -66,6 +81,33 @@ class RankProcess:
                 os.killpg(self.pid, number)
             else:
                 os.kill(self.pid, number)
+
+
+class GroupStore:
+    """The file over which ranks find each other: a memory file, or one with a name where there are none.
+
+    Args:
+        scratch: Directory of the file with a name.
+    """
+
+    def __init__(self, scratch: Path) -> None:
+        self.path = ""
+        self._fd = -1
+        if hasattr(os, "memfd_create"):
+            self._fd = os.memfd_create("sgpu-store", os.MFD_CLOEXEC)
+        else:
+            self.path = str(scratch / f"store-{new_id()}")
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What goes along to a rank, unless there is a path."""
+        return [self._fd] if self._fd >= 0 else []
+
+    def close(self) -> None:
+        """Every rank has its own descriptor. May be said more than once."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 class Group:
@@ -91,25 +133,40 @@ class Group:
         self.broken = ""
         self.broken_kind = FailureKind.ENVIRONMENT
         self.wanted_at = asyncio.get_running_loop().time()
+        # of the socket that Prepare has given to rank 0; 0 while the ranks are not prepared
+        self.master_port = 0
+        self._whole_bytes = whole_bytes
+        self._scratch = scratch
         self._unforked = ranks
-        self._store_path = ""
-        self._store_fd = -1
-        if hasattr(os, "memfd_create"):
-            self._store_fd = os.memfd_create("sgpu-store", os.MFD_CLOEXEC)
-        else:
-            self._store_path = str(scratch / f"store-{self.group_id}")
-        self.ranks = [
-            RankProcess(rank, RankOutput(rank, whole_bytes, self._wrote, self._log_ended), StackFile(scratch))
-            for rank in range(ranks)
-        ]
+        self._store = GroupStore(scratch)
+        self.ranks = [self._make(rank) for rank in range(ranks)]
         for process in self.ranks:
             self._order(process)
 
-    def execute(self, rank: int, order: Execute, blobs: Sequence[bytes], descriptors: Sequence[int]) -> None:
-        """Send the rank its cell; it may not even be forked yet."""
+    def rank(self, number: int) -> RankProcess:
+        """The process that is rank `number` now."""
+        return self.ranks[number]
+
+    def order(self, rank: int, order: ToRank, blobs: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+        """Send the rank an order; it may not even be forked yet."""
         stream = self.ranks[rank].stream
         if stream is not None:
             stream.send(order, blobs, descriptors)
+
+    def replace(self, numbers: Sequence[int], store: GroupStore) -> None:
+        """Fork new processes in the place of ranks that are dead; they join late, over a store of their own.
+
+        Args:
+            numbers: The ranks.
+            store: Where the new ones meet those that stay. The group owns it.
+        """
+        self._store.close()
+        self._store, self._rehearse, self.join_early = store, False, False
+        self._unforked += len(numbers)
+        for number in numbers:
+            self.ranks[number].close()
+            self.ranks[number] = self._make(number)
+            self._order(self.ranks[number])
 
     def leave(self) -> None:
         """Let every rank exit. One that has executed nothing exits at end of file."""
@@ -150,16 +207,9 @@ class Group:
     def close(self) -> None:
         """Free what the agent holds; the ranks must be gone or about to go."""
         self.zygote.forget(self.group_id)
-        self._close_store()
+        self._store.close()
         for process in self.ranks:
-            if process.stream is not None:
-                process.stream.close()
-                process.stream = None
-            if process.pidfd is not None:
-                os.close(process.pidfd)
-                process.pidfd = None
-            process.output.close()
-            process.stack_file.close()
+            process.close()
 
     # ------------------------------------------------------------ from the zygote (ForkListener)
 
@@ -186,7 +236,7 @@ class Group:
 
     def zygote_lost(self, kind: FailureKind, message: str) -> None:
         self._unforked = 0
-        self._close_store()
+        self._store.close()
         self._break(kind, message)
         for process in self.ranks:
             if process.alive:
@@ -198,6 +248,10 @@ class Group:
 
     # ------------------------------------------------------------ within
 
+    def _make(self, rank: int) -> RankProcess:
+        output = RankOutput(rank, self._whole_bytes, self._wrote, self._log_ended)
+        return RankProcess(rank, output, StackFile(self._scratch))
+
     def _order(self, process: RankProcess) -> None:
         ours, theirs = socket.socketpair()
         process.stream = MessageStream[FromRank](
@@ -206,16 +260,19 @@ class Group:
             lambda message, frames: self._said(process.rank, message, frames),
             lambda: None,  # the zygote tells how a rank ended; end of file alone does not
         )
-        descriptors = [theirs.fileno(), *process.output.child_ends, process.stack_file.fd]
-        if self._store_fd >= 0:
-            descriptors.append(self._store_fd)
+        descriptors = [
+            theirs.fileno(),
+            *process.output.child_ends,
+            process.stack_file.fd,
+            *self._store.descriptors,
+        ]
         order = Fork(
             group_id=self.group_id,
             rank=process.rank,
             ranks=len(self.ranks),
             join_early=self.join_early,
             rehearse=self._rehearse,
-            store_path=self._store_path,
+            store_path=self._store.path,
         )
         self.zygote.fork(order, descriptors, self)
         theirs.close()
@@ -224,12 +281,7 @@ class Group:
     def _order_done(self) -> None:
         self._unforked -= 1
         if self._unforked == 0:
-            self._close_store()
-
-    def _close_store(self) -> None:
-        if self._store_fd >= 0:
-            os.close(self._store_fd)
-            self._store_fd = -1
+            self._store.close()
 
     def _said(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
         if self.listener is not None:

@@ -1,9 +1,10 @@
-"""Groups of ranks at hand: forked when a run needs one, and one of the last size kept ready."""
+"""Groups of ranks at hand: forked when a run needs one, one of the last size kept ready, and one for each session."""
 
 from __future__ import annotations
 
 import asyncio
 
+from sgpu_magic.agent.cell_orders import prepare
 from sgpu_magic.agent.group import Group
 from sgpu_magic.agent.zygotes import Zygotes
 from sgpu_magic.config import Settings
@@ -15,7 +16,7 @@ _JOIN_EARLY_MAX = 8
 
 
 class Groups:
-    """The node's zygotes and its standby group.
+    """The node's zygotes and its standby groups: one for runs, and one for each session's fresh runs.
 
     Args:
         settings: The pool's settings.
@@ -25,7 +26,8 @@ class Groups:
         self._settings = settings
         self._loop = asyncio.get_running_loop()
         self._zygotes = Zygotes(settings.state_path / "logs", settings.zygote_idle_s)
-        self._standby: Group | None = None
+        # by session; "" is for runs with a lease of their own
+        self._standbys: dict[str, Group] = {}
         self._last_on_gpus = False
         self._departing: list[Group] = []
 
@@ -36,11 +38,14 @@ class Groups:
             OSError: The interpreter can't be executed.
         """
         interpreter, ranks, on_gpus = launch.interpreter, launch.spec.placement.ranks, _on_gpus(launch)
-        standby = self._standby
-        if standby is not None and _fits(standby, interpreter, ranks, on_gpus) and not standby.has_dead_rank():
-            self._standby = None
-            return standby, "standby"
-        self._drop_standby()
+        session = launch.spec.session
+        for key in (session, "") if session else ("",):
+            standby = self._standbys.get(key)
+            fits = standby is not None and _fits(standby, interpreter, ranks, on_gpus)
+            if standby is not None and fits and not standby.has_dead_rank():
+                del self._standbys[key]
+                return standby, "standby"
+        self._drop_standby(session)
         zygote = self._zygotes.get(interpreter)
         warm = "zygote" if zygote.ready else "cold"
         return self._make(interpreter, ranks, join_early=not on_gpus), warm
@@ -58,20 +63,38 @@ class Groups:
             # told when a run needs it
             return
         if ranks:
-            self._replenish(interpreter, ranks)
+            self._replenish("", interpreter, ranks, self._last_on_gpus)
 
     def replenish_after(self, launch: Launch) -> None:
         """Keep a group like this run's at hand for the next one."""
         self._last_on_gpus = _on_gpus(launch)
-        self._replenish(launch.interpreter, launch.spec.placement.ranks)
+        self._replenish("", launch.interpreter, launch.spec.placement.ranks, self._last_on_gpus)
+
+    def keep_for_session(self, session: Launch) -> None:
+        """Keep a group at hand for the session's fresh runs; on GPUs it takes its devices and makes its context.
+
+        Args:
+            session: The session's own launch.
+        """
+        key, on_gpus = session.spec.run_id, _on_gpus(session)
+        self._replenish(key, session.interpreter, session.spec.placement.ranks, on_gpus)
+        group = self._standbys.get(key)
+        if group is not None and on_gpus and not group.master_port:
+            try:
+                prepare(session, group, range(len(group.ranks)), stays=False)
+            except OSError:
+                self._drop_standby(key)
+
+    def session_over(self, run_id: str) -> None:
+        """The session ends: nobody needs its group any more."""
+        self._drop_standby(run_id)
 
     def tend(self) -> None:
         """Drop what was unused for too long, and free what has left."""
-        standby = self._standby
-        if standby is not None and (
-            standby.broken or self._loop.time() - standby.wanted_at > self._settings.standby_idle_s
-        ):
-            self._drop_standby()
+        for key, standby in list(self._standbys.items()):
+            is_idle = not key and self._loop.time() - standby.wanted_at > self._settings.standby_idle_s
+            if standby.broken or is_idle:
+                self._drop_standby(key)
         for group in [group for group in self._departing if group.gone]:
             group.close()
             self._departing.remove(group)
@@ -79,6 +102,9 @@ class Groups:
 
     def zygote_pids(self) -> list[int]:
         return self._zygotes.pids()
+
+    def zygote_keys(self) -> list[str]:
+        return self._zygotes.keys()
 
     def close(self) -> None:
         """End every zygote, and with it all its ranks."""
@@ -89,24 +115,25 @@ class Groups:
         zygote = self._zygotes.get(interpreter)
         return Group(zygote, ranks, join_early, settings.output_limit, settings.runtime_path, rehearse=rehearse)
 
-    def _replenish(self, interpreter: Interpreter, ranks: int) -> None:
+    def _replenish(self, key: str, interpreter: Interpreter, ranks: int, on_gpus: bool) -> None:
         if not self._settings.standby:
             return
-        if self._standby is not None:
-            if _fits(self._standby, interpreter, ranks, self._last_on_gpus):
-                self._standby.wanted_at = self._loop.time()
+        standby = self._standbys.get(key)
+        if standby is not None:
+            if _fits(standby, interpreter, ranks, on_gpus):
+                standby.wanted_at = self._loop.time()
                 return
-            self._drop_standby()
+            self._drop_standby(key)
         try:
-            join_early = ranks <= _JOIN_EARLY_MAX and not self._last_on_gpus
-            self._standby = self._make(interpreter, ranks, join_early, rehearse=join_early)
+            join_early = ranks <= _JOIN_EARLY_MAX and not on_gpus
+            self._standbys[key] = self._make(interpreter, ranks, join_early, rehearse=join_early)
         except OSError:
             return
 
-    def _drop_standby(self) -> None:
-        if self._standby is not None:
-            self.dismiss(self._standby)
-            self._standby = None
+    def _drop_standby(self, key: str) -> None:
+        standby = self._standbys.pop(key, None)
+        if standby is not None:
+            self.dismiss(standby)
 
 
 def _on_gpus(launch: Launch) -> bool:

@@ -23,9 +23,10 @@ from sgpu_magic.agent.nvml import (
     utilization,
 )
 from sgpu_magic.config import host_name
+from sgpu_magic.environment.cuda import driver_version
 from sgpu_magic.errors import UsageError
 from sgpu_magic.protocol.device_types import ANY, CPU, canonical_type, memory_of
-from sgpu_magic.protocol.records import Device, Inventory
+from sgpu_magic.protocol.devices import Device, Inventory
 
 MAX_SIMULATED = 1024
 """Simulated devices of one type."""
@@ -58,7 +59,9 @@ def take_inventory(*, simulate: str, cpu_slots: int, own_pids: Collection[int] =
     else:
         devices, problem = _real_devices(frozenset(own_pids))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Inventory(host=host_name(), devices=devices, cpu_slots=cpu_slots, cores=cores, problem=problem)
+    return Inventory(
+        host=host_name(), devices=devices, cpu_slots=cpu_slots, cores=cores, problem=problem, driver=driver_version()
+    )
 
 
 # ---------------------------------------------------------------- simulated

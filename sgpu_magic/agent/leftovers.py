@@ -18,7 +18,7 @@ def now_in_ticks() -> int:
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
 
 
-def kill_leftovers(run_id: str, sessions: Collection[int], since_ticks: int = 0) -> list[int]:
+def kill_leftovers(run_id: str, sessions: Collection[int], since_ticks: int = 0, *, marked: bool = True) -> list[int]:
     """Kill what still lives of a run and return the pids. Linux only.
 
     A process belongs to the run when its session was made by one of the run's ranks, or when it was started with
@@ -28,6 +28,7 @@ def kill_leftovers(run_id: str, sessions: Collection[int], since_ticks: int = 0)
         run_id: The run.
         sessions: The ranks' pids, each the id of its session.
         since_ticks: When the run began (`now_in_ticks`); what is older can't be of it and is not looked into.
+        marked: Also those that have left their sessions.
     """
     killed: list[int] = []
     mark = f"{RUN_VARIABLE}={run_id}".encode()
@@ -44,7 +45,7 @@ def kill_leftovers(run_id: str, sessions: Collection[int], since_ticks: int = 0)
             if fields[0] in (b"Z", b"X"):
                 continue
             if int(fields[3]) not in sessions:
-                if int(fields[19]) < since_ticks:
+                if not marked or int(fields[19]) < since_ticks:
                     continue
                 with open(f"/proc/{pid}/environ", "rb") as file:
                     if mark not in file.read().split(b"\0"):

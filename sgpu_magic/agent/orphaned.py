@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable, Collection
 
 from sgpu_magic import processes
-from sgpu_magic.agent.execution import Execution
+from sgpu_magic.agent.node_run import NodeRun
 from sgpu_magic.agent.successor import Successor
 from sgpu_magic.protocol.states import OWNER_GONE, RunState
 
@@ -36,7 +36,7 @@ class Orphaned:
 
     def __init__(
         self,
-        executions: Callable[[], Collection[Execution]],
+        executions: Callable[[], Collection[NodeRun]],
         has_news: Callable[[str], bool],
         successor: Successor,
         timeout_s: float,

@@ -86,7 +86,22 @@ class RankOutput:
             while self._read(index, flush=False):
                 pass
         self._pending.clear()
-        self._pending_start = self.lines = self.total_bytes = 0
+        self.switch_log(path)
+
+    def switch_log(self, path: str, lines: int = 0, total_bytes: int = 0) -> None:
+        """From now on write to this file, to which also belongs what is in the pipes; `drain` before takes that out.
+
+        Args:
+            path: The file; what it has stays.
+            lines: Lines that it has.
+            total_bytes: Its size.
+        """
+        self.lines = lines
+        self._pending_start = self.total_bytes = total_bytes
+        self._last_data = b""
+        if self._log is not None:
+            os.close(self._log)
+            self._log = None
         self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def drain(self, *, last: bool = False) -> None:

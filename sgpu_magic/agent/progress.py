@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sgpu_magic.protocol.events import Resumed, Stalled
-from sgpu_magic.protocol.records import RankStack
+from sgpu_magic.protocol.measures import RankStack
 
 BUSY_SHARE = 0.05
 """Of one core (or of the GPU): what a rank uses that does something."""

@@ -15,8 +15,8 @@ from typing import Protocol
 import msgspec
 
 from sgpu_magic.protocol.events import EventBody, OutputWritten, PayloadReleased
-from sgpu_magic.protocol.node_messages import RanksGone, RunEvent
-from sgpu_magic.protocol.records import Record
+from sgpu_magic.protocol.node_messages import RanksGone, RunEvent, TrackingAsked
+from sgpu_magic.protocol.record import Record
 
 # output beyond this, of all runs together, is not kept for the next service: it lies in the ranks' logs
 _KEPT_BYTES = 64 << 20
@@ -85,6 +85,12 @@ class Reports:
         told.gone = True
         if told.adopted:
             self._send(RanksGone(run_id=run_id))
+
+    def tracking_asked(self, run_id: str) -> None:
+        """Ask for the run's place in MLflow. A service that comes later is asked when it has adopted the run."""
+        told = self._runs.get(run_id)
+        if told is not None and told.adopted:
+            self._send(TrackingAsked(run_id=run_id))
 
     def kept(self, run_id: str, number: int) -> None:
         """The service has the run's events up to `number` on disk."""

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import msgspec
 
+from sgpu_magic import __version__
+from sgpu_magic.config import host_name
 from sgpu_magic.protocol.ids import check_id
 from sgpu_magic.protocol.node_messages import Launch
-from sgpu_magic.protocol.records import Lease, PackedLayout, Record, RunSpec
 from sgpu_magic.protocol.run_files import KEY, PAYLOAD
+from sgpu_magic.protocol.run_record import RUN_RECORD, RunRecord
 from sgpu_magic.protocol.states import RunState
 
 _AIR = '''"""Run {name} (run {run_id}) again, outside the notebook:
@@ -33,26 +35,6 @@ if __name__ == "__main__":
 '''
 
 
-class RunRecord(Record, frozen=True, kw_only=True):
-    """`run.json`.
-
-    Args:
-        payload_layout: How `payload.bin` is laid out.
-        payload_kept: Whether the payload's bytes lie beside this file.
-        payload_note: Why not, or what is still under way.
-        state: The run's state when this was written.
-    """
-
-    spec: RunSpec
-    executable: str
-    cwd: str
-    lease: Lease
-    payload_layout: PackedLayout
-    payload_kept: bool
-    payload_note: str
-    state: RunState
-
-
 class RunDirectory:
     """Writes a run's directory. Every file is complete when it appears."""
 
@@ -69,18 +51,24 @@ class RunDirectory:
             payload_kept=False,
             payload_note="not yet written",
             state=RunState.STARTING,
+            sys_path=launch.context.sys_path,
+            installed=launch.context.installed,
+            host=host_name(),
+            version=__version__,
         )
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def log_path(self, rank: int) -> str:
         return str(self.path / f"rank-{rank}.log")
 
-    def describe(self, payload: bytes | None) -> None:
+    def describe(self, payload: bytes | None, state: RunState) -> None:
         """Write everything but the large parts.
 
         Args:
             payload: The packed payload when it came inline.
+            state: The run's state now.
         """
+        self._record = msgspec.structs.replace(self._record, state=state)
         spec = self._launch.spec
         if payload is not None:
             self.write(PAYLOAD, payload)
@@ -108,8 +96,10 @@ class RunDirectory:
 
     def _write_record(self) -> None:
         record = self._record
-        self.write("run.json", msgspec.json.format(msgspec.json.encode(record), indent=2))
+        self.write(RUN_RECORD, msgspec.json.format(msgspec.json.encode(record), indent=2))
         kept = "" if record.payload_kept else f"payload.bin is not here: {record.payload_note}."
+        if record.spec.in_session:
+            kept = f"{kept}\nIt ran in a session: what earlier cells had set on its ranks is not here.".strip()
         self.write(
             "_air.py",
             _AIR.format(

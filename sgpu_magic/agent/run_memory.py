@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sgpu_magic.agent.keeper import Keeper, KeepJob
-from sgpu_magic.protocol.records import FilePayload, InlinePayload, PayloadSource, SharedPayload
+from sgpu_magic.protocol.payloads import FilePayload, InlinePayload, PayloadSource, SharedPayload
 from sgpu_magic.protocol.run_files import PAYLOAD
 
 _REUSED = "the notebook's next run used the same memory before it was copied"

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
+from sgpu_magic.agent.crew import Crew
 from sgpu_magic.agent.gpu_reading import GpuReading
-from sgpu_magic.agent.group import Group, RankProcess
+from sgpu_magic.agent.group import RankProcess
 from sgpu_magic.agent.process_use import TreeUse
+from sgpu_magic.protocol.devices import Lease
 from sgpu_magic.protocol.events import Noted, Sampled
-from sgpu_magic.protocol.records import Lease, RankSample
+from sgpu_magic.protocol.measures import RankSample
 
 _FINE_S = 600.0
 _COARSE_S = 5.0
@@ -25,7 +27,7 @@ class RunSampler:
     """Makes the samples of one run.
 
     Args:
-        group: Its ranks.
+        crew: Its ranks.
         lease: Their devices.
         say: Takes what was found.
         used: Takes how busy each rank's GPU is, every second.
@@ -33,12 +35,12 @@ class RunSampler:
 
     def __init__(
         self,
-        group: Group,
+        crew: Crew,
         lease: Lease,
         say: Callable[[Sampled | Noted], None],
         used: Callable[[Mapping[int, float | None]], None],
     ) -> None:
-        self._group = group
+        self._crew = crew
         self._uuids = lease.uuids
         self._memory_bytes: int | None = None
         self._say = say
@@ -54,7 +56,7 @@ class RunSampler:
     @property
     def pids(self) -> list[int]:
         """Of the ranks that live."""
-        return [process.pid for process in self._group.ranks if process.pid is not None and process.alive]
+        return [process.pid for process in self._crew.ranks if process.pid is not None and process.alive]
 
     def begin(self, now: float, trees: Mapping[int, TreeUse], memory_bytes: int) -> None:
         """The first sample counts from here.
@@ -82,7 +84,7 @@ class RunSampler:
         self._last_at = now
         samples = [
             self._sample_of(process, seconds, trees.get(process.pid or 0), readings)
-            for process in self._group.ranks
+            for process in self._crew.ranks
             if process.alive
         ]
         self._cpu_s = {pid: tree.cpu_s for pid, tree in trees.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sgpu_magic.agent.group import Group
+from sgpu_magic.agent.crew import Crew
 from sgpu_magic.agent.idle_gpus import IdleGpus
 from sgpu_magic.agent.run_sampler import RunSampler
 from sgpu_magic.agent.sampling import Sampling
@@ -12,15 +12,15 @@ from sgpu_magic.agent.stack_taking import StackTaker
 from sgpu_magic.agent.stacks import NotebookFrames
 from sgpu_magic.agent.stall_watch import StallWatch
 from sgpu_magic.config import Settings
+from sgpu_magic.protocol.devices import Lease
 from sgpu_magic.protocol.events import EventBody
-from sgpu_magic.protocol.records import Lease
 
 
 class RunWatch:
     """Watches one run.
 
     Args:
-        group: Its ranks.
+        crew: Its ranks.
         lease: Their devices.
         notebook: Tells the notebook's frames.
         has_reported: Whether a rank's cell is done or failed.
@@ -34,7 +34,7 @@ class RunWatch:
 
     def __init__(
         self,
-        group: Group,
+        crew: Crew,
         lease: Lease,
         notebook: NotebookFrames,
         has_reported: Callable[[int], bool],
@@ -42,12 +42,12 @@ class RunWatch:
         settings: Settings,
         say: Callable[[EventBody], None],
     ) -> None:
-        self.taker = StackTaker(group, notebook, has_reported)
+        self.taker = StackTaker(crew, notebook, has_reported)
         self._sampling = sampling
         self._idle = IdleGpus(self.taker, notebook, settings.idle_gpu_s, say)
-        self._sampler = RunSampler(group, lease, say, self._idle.used)
+        self._sampler = RunSampler(crew, lease, say, self._idle.used)
         self._stalls = StallWatch(
-            group,
+            crew,
             self.taker,
             notebook,
             sampling.processes,

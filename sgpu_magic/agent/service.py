@@ -7,57 +7,66 @@ import functools
 import os
 import signal
 import socket
-import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import msgspec
 
 from sgpu_magic.agent import leftovers
+from sgpu_magic.agent.background_call import call_in_background
+from sgpu_magic.agent.code_bundles import CodeBundles
 from sgpu_magic.agent.door import Door
-from sgpu_magic.agent.execution import Execution
+from sgpu_magic.agent.environments import Environments
+from sgpu_magic.agent.execution import Surroundings
 from sgpu_magic.agent.groups import Groups
+from sgpu_magic.agent.held_runs import HeldRuns
 from sgpu_magic.agent.inventory import take_inventory
 from sgpu_magic.agent.keeper import Keeper
+from sgpu_magic.agent.launches import Launches
+from sgpu_magic.agent.node_run import NodeRun
 from sgpu_magic.agent.orphaned import Orphaned
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.sampling import Sampling
-from sgpu_magic.agent.stream import MessageStream
+from sgpu_magic.agent.session_cell import SessionCell
 from sgpu_magic.agent.successor import Successor
 from sgpu_magic.agent.zygotes import raise_open_files_limit
 from sgpu_magic.config import Settings
+from sgpu_magic.message_stream import MessageStream
 from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.address import agent_socket_file
-from sgpu_magic.protocol.events import EventBody, RunEnded
+from sgpu_magic.protocol.devices import Inventory
 from sgpu_magic.protocol.messages import PROTOCOL_VERSION, ReclaimPayload, ResultsReceived
 from sgpu_magic.protocol.node_messages import (
     Adopt,
     AgentReady,
+    Answered,
+    BuildEnvironment,
     DetachRun,
     EndAgent,
     EndRun,
     EventsKept,
     HeldRun,
     InventoryTaken,
+    KillRanks,
     Launch,
+    Question,
+    RestartSessionRanks,
+    SessionRanksRestarted,
     StacksTaken,
     TakeInventory,
     TakeStacks,
     ToAgent,
+    TrackingKnown,
     WarmZygote,
 )
-from sgpu_magic.protocol.records import Failure, Inventory, Record
-from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.protocol.questions import RankAnswer
+from sgpu_magic.protocol.record import Record
 
-_REPLENISH_DELAY_S = 0.15
-_KEEP_DELAY_S = 2.0
-# results that nobody fetched are given up with their run after this
-_RESULTS_KEPT_S = 600.0
 _HOUSEKEEPING_S = 5.0
 
 
 class Agent:
-    """One node's agent (an `ExecutionListener`).
+    """One node's agent.
 
     Args:
         sock: The connection to the pool service that started it. At its end of file the ranks go on and wait for
@@ -72,14 +81,16 @@ class Agent:
         self._groups = Groups(settings)
         self._keeper = Keeper()
         self._sampling = Sampling()
-        self._executions: dict[str, Execution] = {}
         self._background: set[asyncio.Task[None]] = set()
-        # descriptors of device locks by run: a device is locked for as long as a rank may use it
-        self._locks: dict[str, list[int]] = {}
         self._reports = Reports(self._send)
+        self._code = CodeBundles(settings)
+        self._runs = HeldRuns(self._groups, self._reports, lambda: self._pool is not None, self._code)
+        self._here = Surroundings(self._keeper, settings, self._sampling, self._runs)
+        self._environments = Environments(settings, self._groups.zygote_keys)
+        self._launches = Launches(self._groups, self._runs, self._reports, self._here, self._environments, self._code)
         self._successor = Successor(settings.state_path / "pool.log")
         self._orphaned = Orphaned(
-            self._executions.values,
+            self._runs.all,
             self._reports.has_unkept,
             self._successor,
             settings.adopt_timeout_s,
@@ -96,20 +107,24 @@ class Agent:
         loop.default_exception_handler(context)
         self._finish()
 
-    async def report_ready(self) -> None:
+    def begin(self) -> None:
+        """Tell the pool what this node has, as soon as the driver has told."""
+        self._in_background(self._report_ready())
+
+    async def _report_ready(self) -> None:
         """Tell the pool what this node has, and which runs."""
         inventory = await self._take_inventory()
         held: list[HeldRun] = []
         locks: list[int] = []
-        for run_id, execution in self._executions.items():
-            own = self._locks.get(run_id, [])
+        for run in self._runs.all():
+            own = self._runs.locks(run.run_id)
             locks += own
             held.append(
                 HeldRun(
-                    launch=execution.launch,
-                    state=execution.state,
-                    started_s=execution.age_s,
-                    gone=execution.gone,
+                    launch=run.launch,
+                    state=run.state,
+                    started_s=run.age_s,
+                    gone=run.gone,
                     locks=len(own),
                 )
             )
@@ -119,21 +134,23 @@ class Agent:
     # ------------------------------------------------------------ the pool comes and goes
 
     def _connect(self, sock: socket.socket) -> None:
-        self._pool = MessageStream[ToAgent](sock, codec.to_agent, self._obey, self._pool_lost)
+        self._pool = MessageStream[ToAgent](sock, codec.to_agent, self._obey, self._pool_lost, gathers=True)
 
     def _pool_came(self, sock: socket.socket) -> None:
         """A service was started again. Only one has the pool's lock, so the old one is dead."""
         if self._pool is not None:
             self._pool.close()
             self._reports.service_lost()
+            self._environments.leave_queue()
         self._orphaned.over()
         self._connect(sock)
-        self._in_background(self.report_ready())
+        self.begin()
 
     def _pool_lost(self) -> None:
         self._pool = None
         self._reports.service_lost()
-        if self._executions:
+        self._environments.leave_queue()
+        if self._runs:
             self._orphaned.begin()
         else:
             self._finish()
@@ -156,135 +173,94 @@ class Agent:
         match message:
             case Launch():
                 self._launch(message, frames)
+            case WarmZygote() if self._settings.environments != "auto":
+                # the notebook's Python is none of this node's
+                pass
             case WarmZygote():
-                self._groups.warm(message.interpreter, 0 if self._busy else message.ranks)
+                self._groups.warm(message.interpreter, 0 if self._runs.busy else message.ranks)
+            case BuildEnvironment():
+                self._environments.prepare(message.run_id, message.environment)
+            case TrackingKnown(run_id=run_id):
+                if (run := self._runs.get(run_id)) is not None:
+                    run.tracking_known(message)
             case TakeInventory():
                 self._in_background(self._tell_inventory())
             case EventsKept():
                 self._reports.kept(message.run_id, message.number)
             case Adopt():
                 self._reports.adopt(message.run_id, message.number)
+                if (run := self._runs.get(message.run_id)) is not None:
+                    run.adopted()
             case EndAgent():
                 self._finish()
+            case Question(request=request, session=run_id, question=question):
+                session = self._runs.session(run_id)
+                if session is not None:
+                    session.ask(request, question, lambda answer: self._send(Answered(request=request, answer=answer)))
+                else:
+                    self._send(Answered(request=request, answer=RankAnswer(problem="there is no such session")))
+            case RestartSessionRanks(request=request, session=run_id, ranks=ranks):
+                session = self._runs.session(run_id)
+                if session is not None:
+                    session.restart(ranks, lambda problem: self._tell_restarted(request, run_id, problem))
+                else:
+                    self._tell_restarted(request, run_id, "there is no such session")
             case _:
-                execution = self._executions.get(message.run_id)
-                if execution is not None:
-                    self._obey_for(execution, message)
+                run = self._runs.get(message.run_id)
+                if run is not None:
+                    self._obey_for(run, message)
+                elif isinstance(message, EndRun):
+                    # it ended in the queue
+                    self._environments.leave(message.run_id)
 
     def _obey_for(
-        self, execution: Execution, message: EndRun | ReclaimPayload | ResultsReceived | DetachRun | TakeStacks
+        self,
+        run: NodeRun,
+        message: EndRun | KillRanks | ReclaimPayload | ResultsReceived | DetachRun | TakeStacks,
     ) -> None:
         match message:
             case EndRun():
-                execution.end_as(message.state, message.reason)
+                self._runs.end(run, message.state, message.reason)
+            case KillRanks():
+                run.kill()
             case ReclaimPayload():
-                execution.give_payload_up()
+                run.give_payload_up()
             case ResultsReceived():
-                execution.results_received()
+                run.results_received()
             case DetachRun():
-                execution.detach()
+                run.detach()
             case TakeStacks(request=request, run_id=run_id):
-                execution.take_stacks(
-                    lambda stacks: self._send(StacksTaken(request=request, run_id=run_id, stacks=stacks))
-                )
+                run.take_stacks(lambda stacks: self._send(StacksTaken(request=request, run_id=run_id, stacks=stacks)))
+
+    def _tell_restarted(self, request: int, run_id: str, problem: str) -> None:
+        self._send(SessionRanksRestarted(request=request, session=run_id, problem=problem))
 
     def _launch(self, launch: Launch, frames: Sequence[bytes]) -> None:
         run_id = launch.spec.run_id
         if launch.locks and self._pool is not None:
-            self._locks[run_id] = self._pool.take_descriptors(launch.locks)
+            self._runs.hold_locks(run_id, self._pool.take_descriptors(launch.locks))
         self._reports.begin(run_id, launch.number)
-        try:
-            group, warm = self._groups.take(launch)
-        except OSError as error:
-            self._refuse_launch(launch, f"{launch.interpreter.executable} can't be started: {error}")
-            return
-        try:
-            execution = Execution(
-                launch,
-                frames,
-                group,
-                warm,
-                self._keeper,
-                self._settings,
-                self._sampling,
-                self,
-                self._executions.get(run_id),
-            )
-        except (OSError, ValueError) as error:
-            self._groups.dismiss(group)
-            self._refuse_launch(launch, f"the run's directory can't be made: {error}")
-            return
-        self._executions[run_id] = execution
-        execution.start()
-
-    def _refuse_launch(self, launch: Launch, message: str) -> None:
-        failure = Failure(kind=FailureKind.ENVIRONMENT, message=message, host=socket.gethostname(), at=time.time())
-        self.happened(launch.spec.run_id, RunEnded(state=RunState.FAILED, failure=failure), ())
-        self._ranks_gone(launch.spec.run_id)
+        self._launches.launch(launch, frames)
 
     async def _tell_inventory(self) -> None:
         self._send(InventoryTaken(inventory=await self._take_inventory()))
 
     async def _take_inventory(self) -> Inventory:
         """In a thread of its own: a real driver may take seconds to answer."""
-        own = [pid for execution in self._executions.values() for pid in execution.group.pids]
+        own = [pid for run in self._runs.all() for pid in run.pids]
         take = functools.partial(
             take_inventory,
             simulate=self._settings.simulate,
             cpu_slots=self._settings.cpu_slot_count,
             own_pids=[*own, *self._groups.zygote_pids()],
         )
-        return await self._loop.run_in_executor(None, take)
-
-    # ------------------------------------------------------------ from executions
-
-    def happened(self, run_id: str, body: EventBody, frames: Sequence[bytes]) -> None:
-        self._reports.happened(run_id, body, frames)
-
-    def run_gone(self, execution: Execution) -> None:
-        self._ranks_gone(execution.run_id)
-        if not execution.group.broken:
-            self._loop.call_later(_REPLENISH_DELAY_S, self._replenish, execution.launch)
-        self._loop.call_later(_KEEP_DELAY_S, self._keep, execution)
-
-    def _replenish(self, launch: Launch) -> None:
-        if not self._busy:
-            self._groups.replenish_after(launch)
-
-    @property
-    def _busy(self) -> bool:
-        """Ranks of a run live: nothing may compete with them."""
-        return any(not execution.group.gone for execution in self._executions.values())
-
-    def _ranks_gone(self, run_id: str) -> None:
-        for descriptor in self._locks.pop(run_id, ()):
-            os.close(descriptor)
-        self._reports.gone(run_id)
-
-    def _keep(self, execution: Execution) -> None:
-        if self._executions.get(execution.run_id) is not execution:
-            # its group was started again, and the next attempt has the payload
-            return
-        execution.belongings.keep_large_parts()
-        if execution.belongings.in_memory:
-            self._loop.call_later(_RESULTS_KEPT_S, self._forget, execution)
-        else:
-            self._forget(execution)
-
-    def _forget(self, execution: Execution) -> None:
-        if self._executions.get(execution.run_id) is not execution:
-            return
-        if self._pool is None or self._reports.has_unkept(execution.run_id):
-            self._loop.call_later(_KEEP_DELAY_S, self._forget, execution)
-        else:
-            execution.belongings.close()
-            self._reports.forget(execution.run_id)
-            del self._executions[execution.run_id]
+        return await call_in_background(take, "sgpu-inventory")
 
     # ------------------------------------------------------------ housekeeping
 
     def _keep_house(self) -> None:
         self._groups.tend()
+        self._environments.tend()
         self._housekeeping = self._loop.call_later(_HOUSEKEEPING_S, self._keep_house)
 
     def _reap(self) -> None:
@@ -301,15 +277,20 @@ class Agent:
     def close(self) -> None:
         """End every rank and zygote of this node. Nothing outlives the agent."""
         self._housekeeping.cancel()
+        # the loop closes what it is told of signals by before it lets go of them, and many children end now
+        self._loop.remove_signal_handler(signal.SIGCHLD)
         self._orphaned.over()
         self._door.close()
         if self._pool is not None:
             self._pool.close()
-        for execution in self._executions.values():
-            leftovers.kill_leftovers(execution.run_id, set(execution.group.pids))
+        for run in self._runs.all():
+            if not isinstance(run, SessionCell):
+                leftovers.kill_leftovers(run.run_id, set(run.pids))
         self._groups.close()
+        self._environments.close()
         self._keeper.close()
         self._sampling.close()
+        self._code.close()
 
 
 def run(sock: socket.socket, settings: Settings) -> None:
@@ -323,12 +304,12 @@ async def _run(sock: socket.socket, settings: Settings) -> None:
     agent = Agent(sock, settings)
     asyncio.get_running_loop().set_exception_handler(agent.broken)
     try:
-        await agent.report_ready()
+        agent.begin()
         await agent.finished
     finally:
         agent.close()
 
 
-def decode_settings(text: str) -> Settings:
-    """The settings as the pool passes them on the command line: JSON."""
+def decode_settings(text: bytes) -> Settings:
+    """The settings as the pool passes them on standard input: JSON."""
     return msgspec.json.decode(text, type=Settings)

@@ -8,6 +8,7 @@ one that was stopped by SIGSTOP, py-spy tells the stack where it is installed an
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import shutil
 import subprocess
@@ -19,11 +20,13 @@ from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.agent.group import Group, RankProcess
+from sgpu_magic.agent.background_call import call_in_background
+from sgpu_magic.agent.crew import Crew
+from sgpu_magic.agent.group import RankProcess
 from sgpu_magic.agent.signals import catches
 from sgpu_magic.agent.stacks import NotebookFrames, parse
-from sgpu_magic.protocol.node_messages import Collectives, TellCollectives
-from sgpu_magic.protocol.records import Collective, RankStack, StackFrame
+from sgpu_magic.protocol.measures import Collective, RankStack, StackFrame
+from sgpu_magic.protocol.rank_messages import Collectives, TellCollectives
 from sgpu_magic.protocol.stack_area import STACK_SIGNAL
 
 Done = Callable[[tuple[RankStack, ...]], None]
@@ -34,10 +37,10 @@ _PY_SPY_TIMEOUT_S = 0.2
 
 
 class StackTaker:
-    """Takes the stacks of one group; who asks while an answer is under way gets the same one.
+    """Takes the stacks of one run's ranks; who asks while an answer is under way gets the same one.
 
     Args:
-        group: The ranks.
+        crew: The ranks.
         notebook: Where the cell's own frames end.
         has_reported: Whether a rank's cell is done or failed.
 
@@ -45,8 +48,8 @@ class StackTaker:
         entered_at: When each rank called the collective that it told of last, seconds since the epoch.
     """
 
-    def __init__(self, group: Group, notebook: NotebookFrames, has_reported: Callable[[int], bool]) -> None:
-        self._group = group
+    def __init__(self, crew: Crew, notebook: NotebookFrames, has_reported: Callable[[int], bool]) -> None:
+        self._crew = crew
         self._notebook = notebook
         self.has_reported = has_reported
         self.entered_at: dict[int, float] = {}
@@ -69,7 +72,7 @@ class StackTaker:
                 self._taking.listeners.append(done)
             return
         taking = self._taking = _Taking(next(self._numbers), self._loop.time() + _PATIENCE_S, [done], gently)
-        for process in self._group.ranks:
+        for process in self._crew.ranks:
             problem = self._ask(process, taking)
             if problem:
                 taking.problems[process.rank] = problem
@@ -109,7 +112,7 @@ class StackTaker:
         late = self._loop.time() >= taking.deadline
         missing: list[RankProcess] = []
         waiting = False
-        for process in self._group.ranks:
+        for process in self._crew.ranks:
             rank = process.rank
             if rank in taking.problems:
                 continue
@@ -126,14 +129,14 @@ class StackTaker:
             self._loop.call_later(_POLL_S, self._look, taking)
         elif missing and (py_spy := find_py_spy()):
             pids = {process.rank: process.pid for process in missing if process.pid is not None and process.alive}
-            future = self._loop.run_in_executor(None, _ask_py_spy, py_spy, pids)
+            future = call_in_background(functools.partial(_ask_py_spy, py_spy, pids), "sgpu-py-spy")
             future.add_done_callback(lambda found: self._finish(taking, found.result()))
         else:
             self._finish(taking, {})
 
     def _finish(self, taking: _Taking, by_py_spy: dict[int, tuple[StackFrame, ...]]) -> None:
         stacks: list[RankStack] = []
-        for process in self._group.ranks:
+        for process in self._crew.ranks:
             rank = process.rank
             problem = taking.problems.get(rank, "")
             frames = taking.frames.get(rank)

@@ -9,7 +9,8 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from sgpu_magic.protocol.records import CellSource, StackFrame
+from sgpu_magic.protocol.measures import StackFrame
+from sgpu_magic.protocol.records import CellSource
 from sgpu_magic.protocol.stack_area import AREA_BYTES, read_area
 
 _CELL_PREFIX = "<ipython-input-"

@@ -6,15 +6,15 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from sgpu_magic.agent.crew import Crew
 from sgpu_magic.agent.gpu_reading import GpuReading
 from sgpu_magic.agent.gpus import Gpus
-from sgpu_magic.agent.group import Group
 from sgpu_magic.agent.process_use import ProcessTable
 from sgpu_magic.agent.progress import BUSY_SHARE, CpuWatch, RankLook, StallJudge
 from sgpu_magic.agent.stack_taking import StackTaker
 from sgpu_magic.agent.stacks import NotebookFrames
 from sgpu_magic.protocol.events import Resumed, Stalled
-from sgpu_magic.protocol.records import RankStack
+from sgpu_magic.protocol.measures import RankStack
 
 # looks at CPU times within `stall_s`
 _TICKS = 15
@@ -24,7 +24,7 @@ class StallWatch:
     """Watches one run. While the run prints, a tick compares two numbers.
 
     Args:
-        group: The ranks.
+        crew: The ranks.
         taker: Takes their stacks.
         notebook: Tells the notebook's frames.
         processes: Tells how much CPU they use.
@@ -36,7 +36,7 @@ class StallWatch:
 
     def __init__(
         self,
-        group: Group,
+        crew: Crew,
         taker: StackTaker,
         notebook: NotebookFrames,
         processes: ProcessTable,
@@ -45,7 +45,7 @@ class StallWatch:
         stall_s: float,
         say: Callable[[Stalled | Resumed], None],
     ) -> None:
-        self._group = group
+        self._crew = crew
         self._taker = taker
         self._notebook = notebook
         self._processes = processes
@@ -92,7 +92,7 @@ class StallWatch:
             self._cpu.forget()
             self._pause_s = self._tick_s
             return
-        pids = [process.pid for process in self._group.ranks if process.pid is not None and process.alive]
+        pids = [process.pid for process in self._crew.ranks if process.pid is not None and process.alive]
         trees = self._processes.trees(pids, max_age_s=self._tick_s / 2)
         self._idle_s = self._cpu.look(now, {pid: tree.cpu_s for pid, tree in trees.items()})
         idle = frozenset(pid for pid, seconds in self._idle_s.items() if seconds > 0)
@@ -127,10 +127,10 @@ class StallWatch:
             self._say(found)
 
     def _is_in_its_cell(self, stack: RankStack) -> bool:
-        return not self._taker.has_reported(stack.rank) and self._group.ranks[stack.rank].alive
+        return not self._taker.has_reported(stack.rank) and self._crew.rank(stack.rank).alive
 
     def _look_of(self, stack: RankStack, readings: Mapping[str, GpuReading]) -> RankLook:
-        process = self._group.ranks[stack.rank]
+        process = self._crew.rank(stack.rank)
         collective = stack.collective
         pending = collective is not None and collective.pending
         waits_in = collective.name if collective is not None and pending else self._notebook.collective(stack.frames)

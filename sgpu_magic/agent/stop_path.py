@@ -16,8 +16,9 @@ import signal
 from collections.abc import Callable
 
 from sgpu_magic.agent import release
+from sgpu_magic.agent.crew import Crew
 from sgpu_magic.agent.gathering import Gathering
-from sgpu_magic.agent.group import Group, RankProcess
+from sgpu_magic.agent.group import RankProcess
 from sgpu_magic.agent.signals import catches
 
 # a cell that an interrupt reaches in Python ends as KeyboardInterrupt; only then are the connections shut
@@ -32,17 +33,22 @@ class StopPath:
     """Stops the ranks of one run that have not reported.
 
     Args:
-        group: The ranks.
+        crew: The ranks.
         gathering: Who has reported.
         later: Calls back after some seconds; what is pending is dropped with the run.
+
+    Attributes:
+        begun: The ranks were told to stop.
+        released: Connections between them were shut down.
     """
 
-    def __init__(self, group: Group, gathering: Gathering, later: Callable[[float, Callable[[], None]], None]) -> None:
-        self._group = group
+    def __init__(self, crew: Crew, gathering: Gathering, later: Callable[[float, Callable[[], None]], None]) -> None:
+        self._crew = crew
         self._gathering = gathering
         self._later = later
         self._loop = asyncio.get_running_loop()
         self.begun = False
+        self.released = False
         self._termed: set[int] = set()
         self._grace_over = 0.0
         self._proceed: Callable[[], None] | None = None
@@ -89,7 +95,7 @@ class StopPath:
 
         Those that have had their TERM have had their grace.
         """
-        self._group.leave()
+        self._crew.leave()
         unreported = self._unreported()
         for process in unreported:
             process.signal(signal.SIGTERM, whole_session=True)
@@ -100,7 +106,7 @@ class StopPath:
     # ------------------------------------------------------------ within
 
     def _unreported(self) -> list[RankProcess]:
-        return [process for process in self._group.ranks if not self._gathering.has_reported(process.rank)]
+        return [process for process in self._crew.ranks if not self._gathering.has_reported(process.rank)]
 
     def _handling(self) -> bool:
         return any(process.rank in self._termed and process.alive for process in self._unreported())
@@ -122,10 +128,16 @@ class StopPath:
 
     def _release(self) -> None:
         if not self._gathering.complete:
-            self._group.release(release.connections_between(self._group.pids))
+            self.released = True
+            self._crew.release(release.connections_between(self._crew.group_pids))
+
+    def kill_unreported(self) -> None:
+        """KILL those that have not stopped, and no others."""
+        for process in self._unreported():
+            process.signal(signal.SIGKILL, whole_session=True)
 
     def _kill(self) -> None:
-        for process in self._group.ranks:
+        for process in self._crew.ranks:
             process.signal(signal.SIGKILL, whole_session=True)
 
 

@@ -31,6 +31,10 @@ def torchrun_variables(launch: Launch, rank: int, master_port: int, device: str)
         "LOCAL_WORLD_SIZE": ranks,
         "ROLE_WORLD_SIZE": ranks,
         "GROUP_WORLD_SIZE": "1",
+        # DeepSpeed's launcher says these beside torchrun's (deepspeed/launcher/launch.py)
+        "LOCAL_SIZE": ranks,
+        "CROSS_RANK": "0",
+        "CROSS_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(master_port),
         "TORCHELASTIC_RUN_ID": launch.spec.run_id,

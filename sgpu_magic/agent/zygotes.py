@@ -12,20 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from sgpu_magic.agent.stream import MessageStream
+from sgpu_magic.message_stream import MessageStream
 from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.messages import PROTOCOL_VERSION
-from sgpu_magic.protocol.node_messages import (
-    Exited,
-    Fork,
-    Forked,
-    ForkRefused,
-    FromZygote,
-    ZygoteFailed,
-    ZygoteReady,
-)
 from sgpu_magic.protocol.records import Interpreter
 from sgpu_magic.protocol.states import FailureKind
+from sgpu_magic.protocol.zygote_messages import Exited, Fork, Forked, ForkRefused, FromZygote, ZygoteFailed, ZygoteReady
 
 _MAX_IDLE = 2
 # forks cost page tables; with huge pages for malloc's heap they cost half
@@ -193,6 +185,10 @@ class Zygotes:
 
     def pids(self) -> list[int]:
         return [zygote.process.pid for zygote in self._by_key.values()]
+
+    def keys(self) -> list[str]:
+        """Of the interpreters that have one."""
+        return list(self._by_key)
 
     def close(self) -> None:
         for zygote in self._by_key.values():

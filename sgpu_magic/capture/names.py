@@ -13,11 +13,12 @@ import dis
 import functools
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from types import CodeType
 
 from sgpu_magic.payload.code_names import MAGIC_CALLS, compile_quietly, loaded_names, parse_quietly
 
-_OWN_MAGIC = re.compile(r"%%(distributed|sgpu\w*)\b")
+_OWN_MAGIC = re.compile(r"%%(distributed|rank|sgpu\w*)\b")
 _FUTURE_FLAGS = functools.reduce(
     int.__or__, (getattr(__future__, n).compiler_flag for n in __future__.all_feature_names)
 )
@@ -35,8 +36,24 @@ _PLAIN_MAGICS = frozenset(
 _BARE = (ast.Pass, ast.Break, ast.Continue)
 
 
-def names_read(source: str, *, transform: Callable[[str], str] | None = None) -> frozenset[str]:
-    """Return the global names that a cell reads.
+@dataclass(frozen=True, slots=True)
+class CellNames:
+    """Global names in a cell.
+
+    Args:
+        read: It reads these.
+        stored: Some way through it binds these; None when that can't be known: it calls `exec` or `globals`, imports
+            `*`, or uses a magic that may bind names.
+        deleted: It may delete these at its top level and does not certainly bind them again.
+    """
+
+    read: frozenset[str]
+    stored: frozenset[str] | None
+    deleted: frozenset[str]
+
+
+def names_in(source: str, *, transform: Callable[[str], str] | None = None) -> CellNames:
+    """Return the global names in a cell.
 
     Args:
         source: The cell, with its first line: `%%distributed` and blank lines only count as lines.
@@ -47,25 +64,14 @@ def names_read(source: str, *, transform: Callable[[str], str] | None = None) ->
     """
     tree, flags = _parse(source, transform)
     reader = _Reader(flags)
-    reader.block(tree.body, frozenset())
-    return frozenset(reader.read)
+    bound = reader.block(tree.body, frozenset())
+    code = _compile(tree.body, flags)
+    steps = dis.get_instructions(code)
+    deleted = frozenset(str(step.argval) for step in steps if step.opname == "DELETE_NAME")
+    return CellNames(frozenset(reader.read), _stored(tree, code), deleted - bound)
 
 
-def names_stored(source: str, *, transform: Callable[[str], str] | None = None) -> frozenset[str] | None:
-    """Return every name that some way through the cell could bind at its top level.
-
-    Args:
-        source: As for `names_read`.
-        transform: As for `names_read`.
-
-    Returns:
-        The names, or None when they can't be known: the cell calls `exec` or `globals`, imports `*`, or uses
-        a magic that may bind names.
-
-    Raises:
-        SyntaxError: The cell does not compile.
-    """
-    tree, flags = _parse(source, transform)
+def _stored(tree: ast.Module, code: CodeType) -> frozenset[str] | None:
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
@@ -83,8 +89,22 @@ def names_stored(source: str, *, transform: Callable[[str], str] | None = None) 
                     names.update(word for text in words[1:] for word in re.findall(r"[^\W\d]\w*", text))
                 case _:
                     pass
-    _stores(_compile(tree.body, flags), names, top=True)
+    _stores(code, names, top=True)
     return frozenset(names)
+
+
+def names_bound(source: str, *, transform: Callable[[str], str] | None = None) -> frozenset[str]:
+    """Return the names that are certainly bound anew once the cell has run to its end.
+
+    Args:
+        source: As for `names_in`.
+        transform: As for `names_in`.
+
+    Raises:
+        SyntaxError: The cell does not compile.
+    """
+    tree, flags = _parse(source, transform)
+    return _Reader(flags).block(tree.body, frozenset())
 
 
 def _stores(code: CodeType, names: set[str], *, top: bool) -> None:

@@ -36,12 +36,17 @@ def collect(
             raise UsageError(f"the notebook has no `{name}`, which --in names. {_near(name, user_ns)}")
         if name in excluded:
             raise UsageError(f"`{name}` stands both in --in and in --exclude. Take it out of one of them.")
-    read = frozenset(names) - excluded
-    return {
-        name: value
-        for name, value in user_ns.items()
-        if name in asked or (name in read and not is_ipythons(name, value))
-    }
+    wanted = {name for name in names if name not in excluded and name in user_ns} | asked
+    found: dict[str, object] = {}
+    for name, value in user_ns.items() if wanted else ():
+        if name in wanted:
+            wanted.discard(name)
+            if name in asked or not is_ipythons(name, value):
+                found[name] = value
+            if not wanted:
+                # a long notebook has thousands of names further on, most of them IPython's
+                break
+    return found
 
 
 def _near(name: str, user_ns: Mapping[str, object]) -> str:

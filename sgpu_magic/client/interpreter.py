@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import getpass
 import hashlib
 import os
 import site
 import sys
+import threading
 from collections.abc import Iterable, Mapping
 
 from sgpu_magic.config import host_name
+from sgpu_magic.environment.path_entries import installed_entries
 from sgpu_magic.protocol.records import Interpreter, Owner, RankContext
 
 # read at import by Python, torch, numpy or the loader: a zygote that had others would be another environment
@@ -32,6 +35,7 @@ _ALWAYS = (
     "CONDA_",
     "XDG_",
 )
+_umask_lock = threading.Lock()
 _NOT_OURS = ("PYTHONSAFEPATH", "PYTHON_PS1")
 
 
@@ -57,15 +61,20 @@ def this_interpreter(environ: Mapping[str, str] | None = None) -> Interpreter:
 
 def this_context(environ: Mapping[str, str], key: bytes) -> RankContext:
     """Describe where this process stands: directory, path, umask, and `environ` for the ranks."""
-    umask = os.umask(0o077)
-    os.umask(umask)
     try:
         cwd = os.getcwd()
     except FileNotFoundError:
         cwd = ""
     # "" is the directory of the moment
     path = tuple(entry or cwd for entry in sys.path)
-    return RankContext(cwd=cwd, sys_path=path, umask=umask, environ=dict(environ), key=key)
+    return RankContext(
+        cwd=cwd,
+        sys_path=path,
+        umask=_this_umask(),
+        environ=dict(environ),
+        key=key,
+        installed=installed_entries(path),
+    )
 
 
 def this_owner(notebook: str = "", kernel: str = "", cell: str = "") -> Owner:
@@ -76,11 +85,30 @@ def this_owner(notebook: str = "", kernel: str = "", cell: str = "") -> Owner:
         kernel: The kernel's id.
         cell: The cell's id.
     """
+    return Owner(pid=os.getpid(), host=host_name(), user=_user_name(), notebook=notebook, kernel=kernel, cell=cell)
+
+
+@functools.cache
+def _user_name() -> str:
     try:
-        user = getpass.getuser()
+        return getpass.getuser()
     except (KeyError, OSError):
-        user = str(os.getuid())
-    return Owner(pid=os.getpid(), host=host_name(), user=user, notebook=notebook, kernel=kernel, cell=cell)
+        return str(os.getuid())
+
+
+def _this_umask() -> int:
+    """The process's umask. Reading it changes nothing for other threads where the system tells it."""
+    try:
+        with open("/proc/self/status", "rb") as status:
+            for line in status:
+                if line.startswith(b"Umask:"):
+                    return int(line.split()[1], 8)
+    except (OSError, ValueError):
+        pass
+    with _umask_lock:
+        umask = os.umask(0o077)
+        os.umask(umask)
+        return umask
 
 
 def _site_times() -> Iterable[str]:

@@ -30,15 +30,32 @@ from sgpu_magic.protocol.messages import (
     Notice,
     PoolMessage,
     PoolStatus,
+    RankAnswered,
     Refused,
     Stacks,
     Welcome,
 )
-from sgpu_magic.protocol.records import Record
+from sgpu_magic.protocol.record import Record
 
-Reply = Accepted | Attached | Stacks | PoolStatus
+Reply = Accepted | Attached | Stacks | RankAnswered | PoolStatus
 EventItem = tuple[Event, Sequence[bytes]]
 _HELLO_TIMEOUT_S = 10.0
+
+
+class EventQueue(queue.SimpleQueue["EventItem | None"]):
+    """A run's events on their way from the link's thread; None means that the pool is lost.
+
+    Attributes:
+        woken: Called in the link's thread after each of them; for who takes the events of several runs.
+    """
+
+    woken: Callable[[], None] | None = None
+
+    def put(self, item: EventItem | None, block: bool = True, timeout: float | None = None) -> None:
+        super().put(item)
+        woken = self.woken
+        if woken is not None:
+            woken()
 
 
 class PoolLost(PoolError):
@@ -105,9 +122,14 @@ class PoolLink:
             self._replies[number] = future
         return number, future
 
+    def give_up(self, request: int) -> None:
+        """Nobody waits for the answer any more."""
+        with self._lock:
+            self._replies.pop(request, None)
+
     def follow(self, run_id: str) -> queue.SimpleQueue[EventItem | None]:
         """Return the queue that the run's events come into; None in it means that the pool is lost."""
-        events: queue.SimpleQueue[EventItem | None] = queue.SimpleQueue()
+        events: queue.SimpleQueue[EventItem | None] = EventQueue()
         with self._lock:
             self._followers.setdefault(run_id, []).append(events)
             self._released.setdefault(run_id, threading.Event())

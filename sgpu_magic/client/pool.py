@@ -7,40 +7,43 @@ import os
 import secrets
 import signal
 import threading
-import time
 from collections.abc import Callable
 
-import msgspec
-
+from sgpu_magic.client.along import Along
 from sgpu_magic.client.connection import REPLY_TIMEOUT_S, Connection, wait_for, wait_for_exit
-from sgpu_magic.client.interpreter import this_context, this_interpreter
-from sgpu_magic.client.link import PoolLink, PoolLost
+from sgpu_magic.client.link import PoolLost
 from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.run import Run
-from sgpu_magic.client.uploads import Uploads, remove_upload
+from sgpu_magic.client.submitter import Submitter
+from sgpu_magic.client.uploads import Uploads
 from sgpu_magic.config import Settings
-from sgpu_magic.errors import PoolError, RunUnknown, SgpuError
+from sgpu_magic.errors import PoolError, SessionError, SgpuError
 from sgpu_magic.payload.pack import Packed
 from sgpu_magic.protocol.messages import (
     Accepted,
+    AskRank,
     AskStacks,
     AskStatus,
     Attach,
     Attached,
     Cancel,
+    Describe,
     Detach,
+    KeepEnvironment,
     PoolStatus,
+    RankAnswered,
+    RestartRanks,
     Stacks,
     StopPool,
-    Submit,
     Warm,
 )
+from sgpu_magic.protocol.questions import RankAnswer, RankQuestion
 from sgpu_magic.protocol.records import Interpreter, RunSpec
 from sgpu_magic.protocol.states import RunState
 
-# a run's next pool service is looked for, or started, for so long when the run is to be cancelled
-_CANCEL_PATIENCE_S = 60.0
-_CANCEL_PAUSE_S = 0.2
+# new processes that join a group: as long as a session's start may take where a rank does not come
+RESTART_TIMEOUT_S = 120.0
+_NOTHING = Along()
 
 
 class Pool:
@@ -61,6 +64,7 @@ class Pool:
         self.name = "local"
         self._uploads = Uploads()
         self._connection = Connection(settings, self._link_lost, self._noticed)
+        self._submitter = Submitter(self._connection, self._uploads, settings)
 
     def warm_in_background(self) -> threading.Thread:
         """Start the pool and this interpreter's zygote, unless they are there, without anybody waiting."""
@@ -74,7 +78,9 @@ class Pool:
         if link is not None:
             link.send(Warm(interpreter=interpreter, ranks=ranks))
 
-    def submit(self, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str]) -> Run:
+    def submit(
+        self, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Along = _NOTHING
+    ) -> Run:
         """Ship the payload and queue the run; returns when the pool has taken it.
 
         Raises:
@@ -82,51 +88,27 @@ class Pool:
             UsageError: The pool refuses the run, or there is no room for its payload.
             CapacityError: There is no room now and the run was not to wait.
         """
-        try:
-            return self._submit_once(self._connection.made(start=True), spec, packed, key, environ)
-        except PoolLost:
-            # it was about to end when it was asked, and had not taken the run; or it was killed when it had
-            link = self._connection.made(start=True)
-            with contextlib.suppress(RunUnknown):
-                return self._taken_before(link, spec, key)
-            return self._submit_once(link, spec, packed, key, environ)
+        return self._submitter.submit(spec, packed, key, environ, along)
 
-    def _taken_before(self, link: PoolLink, spec: RunSpec, key: bytes) -> Run:
-        request, reply = link.new_request()
-        link.send(Attach(request=request, run=spec.run_id, owns=True))
-        wait_for(reply)
-        self._uploads.forget(spec.run_id)
-        run = Run(spec, key, link, link.attached(request, spec.run_id), self.settings.runs_path / spec.run_id)
-        run.owned = True
-        return run
+    @property
+    def sees_client(self) -> bool:
+        """Whether its nodes see this machine's files and run its Python; starts the pool when there is none.
 
-    def _submit_once(self, link: PoolLink, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str]) -> Run:
-        payload, frames = self._uploads.place(packed, spec.run_id, link, self.settings)
-        request, reply = link.new_request()
-        events = link.follow(spec.run_id)
-        accepted = False
-        try:
-            self._uploads.submitted(spec.run_id, link)
-            message = Submit(
-                request=request,
-                spec=spec,
-                interpreter=this_interpreter(environ),
-                context=this_context(environ, key),
-                payload=payload,
-            )
-            link.send(message, frames)
-            wait_for(reply)
-            accepted = True
-        except BaseException:
-            # also an interrupt while waiting: a run that was taken after all must not go on unseen
-            link.send(Cancel(request=0, run=spec.run_id, reason="it was interrupted while it was submitted"))
-            link.unfollow(spec.run_id, events)
-            remove_upload(payload)
-            raise
-        finally:
-            if not accepted:
-                self._uploads.run_over(spec.run_id, accepted=False)
-        return Run(spec, key, link, events, self.settings.runs_path / spec.run_id, (message, frames))
+        Raises:
+            PoolError: It can't be started or reached.
+        """
+        return self._connection.made(start=True).welcome.sees_client
+
+    @property
+    def connected(self) -> object | None:
+        """What stands for the link to the pool: another one when its service is. None while there is no link."""
+        return self._connection.alive
+
+    def tell(self, message: KeepEnvironment | Describe) -> None:
+        """Tell the pool something that nobody waits for; lost when there is no pool."""
+        link = self._connection.alive
+        if link is not None:
+            link.send(message)
 
     def run_over(self, run_id: str) -> None:
         """The run ended: its memory may be used for the next one."""
@@ -168,47 +150,11 @@ class Pool:
             PoolLost: The new service died too.
             PoolError: It can't be started or reached.
         """
-        link = self._connection.made(start=True)
-        request, reply = link.new_request()
-        link.send(Attach(request=request, run=run.run_id, after=run.last_seq, owns=run.owned))
-        try:
-            wait_for(reply)
-        except RunUnknown:
-            if run.submission is None:
-                raise
-            message, frames = run.submission
-            request, reply = link.new_request()
-            events = link.follow(run.run_id)
-            self._uploads.submitted(run.run_id, link)
-            link.send(msgspec.structs.replace(message, request=request), frames)
-            wait_for(reply)
-            run.moved(link, events, from_start=True)
-            return
-        self._uploads.submitted(run.run_id, link)
-        run.moved(link, link.attached(request, run.run_id))
+        self._submitter.find_again(run)
 
     def cancel_in_background(self, run: Run, reason: str) -> None:
         """Cancel a run whose pool service has died, when the next one is there; nobody waits."""
-
-        # a run that was still queued has ended with its pool
-        run.submission = None
-
-        def work() -> None:
-            deadline = time.monotonic() + _CANCEL_PATIENCE_S
-            while time.monotonic() < deadline:
-                try:
-                    self.find_again(run)
-                except PoolError:
-                    # one that is about to start, or has died as well
-                    time.sleep(_CANCEL_PAUSE_S)
-                except SgpuError:
-                    # no pool has it any more
-                    return
-                else:
-                    run.cancel(reason)
-                    return
-
-        threading.Thread(target=work, name="sgpu-cancel", daemon=True).start()
+        self._submitter.cancel_in_background(run, reason)
 
     def detach(self, run: str, timeout_s: float = REPLY_TIMEOUT_S, *, start: bool = False) -> str:
         """Let a run go on without its notebook and return a sentence.
@@ -251,17 +197,69 @@ class Pool:
         answer = wait_for(reply)
         return answer if isinstance(answer, PoolStatus) else None
 
-    def cancel(self, run: str, reason: str) -> str:
+    def cancel(self, run: str, reason: str, *, kill: bool = False) -> str:
         """Cancel a run by a unique prefix of its id and return a sentence.
+
+        Args:
+            run: The prefix.
+            reason: Who or what wants that.
+            kill: As in `Run.cancel`.
 
         Raises:
             UsageError: No run, or more than one, has an id like that.
         """
         link = self._connection.made(start=False)
         request, reply = link.new_request()
-        link.send(Cancel(request=request, run=run, reason=reason))
+        link.send(Cancel(request=request, run=run, reason=reason, kill=kill))
         answer = wait_for(reply)
         return answer.text if isinstance(answer, Accepted) else ""
+
+    def restart_ranks(self, session: str, ranks: tuple[int, ...] = (), timeout_s: float = RESTART_TIMEOUT_S) -> str:
+        """Replace ranks of a session by new processes and return a sentence when they are in it.
+
+        Args:
+            session: The session's run id.
+            ranks: Which; empty means all.
+            timeout_s: How long to wait for them in seconds.
+
+        Raises:
+            SessionError: There is no such session, a cell runs in it, or the new ranks did not join.
+        """
+        link = self._connection.made(start=False)
+        request, reply = link.new_request()
+        link.send(RestartRanks(request=request, session=session, ranks=ranks))
+        try:
+            answer = reply.result(timeout_s)
+        except TimeoutError:
+            raise SessionError(
+                f"the new ranks have not joined their session within {timeout_s:g} s. It goes on as soon as they do; "
+                "%sgpu_disconnect ends it."
+            ) from None
+        finally:
+            link.give_up(request)
+        return answer.text if isinstance(answer, Accepted) else ""
+
+    def ask_rank(self, session: str, question: RankQuestion, timeout_s: float = 1.0) -> RankAnswer:
+        """Ask an idle rank of a session about its namespace. Whatever is in the way is told in the answer.
+
+        Args:
+            session: The session's run id.
+            question: What to ask.
+            timeout_s: How long to wait for the answer in seconds; a user who types waits meanwhile.
+        """
+        link = self._connection.alive
+        if link is None:
+            return RankAnswer(problem="the local pool is not connected.")
+        request, reply = link.new_request()
+        link.send(AskRank(request=request, session=session, question=question))
+        try:
+            answer = reply.result(timeout_s)
+        except (TimeoutError, SgpuError) as error:
+            problem = error.message if isinstance(error, SgpuError) else f"no answer within {timeout_s:g} s."
+            return RankAnswer(problem=problem)
+        finally:
+            link.give_up(request)
+        return answer.answer if isinstance(answer, RankAnswered) else RankAnswer(problem="it was not understood.")
 
     def stop(self, *, force: bool) -> bool:
         """Stop the pool and wait until it is gone. False when there was none.

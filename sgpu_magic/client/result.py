@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import overload
 
+from sgpu_magic.client.mlflow_run import mlflow_run_id
 from sgpu_magic.protocol.events import RunEnded
 from sgpu_magic.protocol.ids import short
 from sgpu_magic.protocol.records import RunSpec, Shipped
@@ -19,10 +21,11 @@ class RunResult:
     Attributes:
         run_id: The run; `sgpu logs` takes it.
         name: Its name.
-        values: The last expression's value by rank; None where there was none or it could not travel
+        ranks: The ranks that ran it, ascending: all of them, or those of `--ranks`. What follows is in their order.
+        values: The last expression's value of each rank; None where there was none or it could not travel
             (see `problems`).
         problems: By rank, why a value stayed on its rank.
-        lines: Lines printed, by rank.
+        lines: Lines printed by each rank.
         seconds: The cell's time on each rank, in seconds.
         queued_s, starting_s, running_s, total_s: The run's times in seconds.
         shipped: What was sent.
@@ -32,6 +35,7 @@ class RunResult:
     def __init__(self, spec: RunSpec, ended: RunEnded, values: Sequence[object], directory: Path) -> None:
         self.run_id = spec.run_id
         self.name = spec.name
+        self.ranks = [result.rank for result in ended.results]
         self.values = list(values)
         self.problems = {result.rank: result.value_problem for result in ended.results if result.value_problem}
         self.lines = [result.lines for result in ended.results]
@@ -43,28 +47,58 @@ class RunResult:
         self.shipped: Shipped = spec.shipped
         self.directory = directory
         self._texts = [result.value_repr for result in ended.results]
+        self._only = spec.only
+        self._mlflow_run_id = ""
+
+    @property
+    def mlflow_run_id(self) -> str:
+        """The run's id in MLflow; "" until it is there, a second or so after the run began, and where it is not."""
+        self._mlflow_run_id = self._mlflow_run_id or mlflow_run_id(self.directory)
+        return self._mlflow_run_id
 
     def __len__(self) -> int:
         return len(self.values)
 
-    def __getitem__(self, rank: int) -> object:
-        """The value of one rank."""
-        return self.values[rank]
+    def __iter__(self) -> Iterator[object]:
+        return iter(self.values)
+
+    @overload
+    def __getitem__(self, rank: int) -> object: ...
+    @overload
+    def __getitem__(self, rank: slice) -> list[object]: ...
+    def __getitem__(self, rank: int | slice) -> object:
+        """The value of one rank, by its number; a negative one counts from the last that ran it.
+
+        Raises:
+            IndexError: That rank did not run it.
+        """
+        if isinstance(rank, slice) or rank < 0:
+            return self.values[rank]
+        return self.values[self._place(rank)]
 
     def logs(self, rank: int) -> Path:
         """The file with everything that `rank` printed.
 
         Raises:
-            IndexError: There is no such rank.
+            IndexError: That rank did not run it.
         """
-        if not 0 <= rank < len(self.values):
-            raise IndexError(f"run {short(self.run_id)} has ranks 0 to {len(self.values) - 1}, not {rank}")
+        self._place(rank)
         return self.directory / f"rank-{rank}.log"
 
+    def _place(self, rank: int) -> int:
+        if rank in self.ranks:
+            return self.ranks.index(rank)
+        if self._only:
+            raise IndexError(f"run {short(self.run_id)} ran on {self._which()}, not on rank {rank}")
+        raise IndexError(f"run {short(self.run_id)} has ranks 0 to {len(self.values) - 1}, not {rank}")
+
+    def _which(self) -> str:
+        return f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
+
     def __repr__(self) -> str:
-        head = f"run {short(self.run_id)}: "
+        head = f"run {short(self.run_id)}{f' on {self._which()}' if self._only else ''}: "
         if not any(self._texts):
-            return f"{head}{len(self.values)} rank{'s' * (len(self.values) > 1)}, no value"
+            return head + ("no value" if self._only else f"{len(self.values)} rank{'s' * (len(self) > 1)}, no value")
         texts = [_one_line(text) if text else "None" for text in self._texts]
         if len(set(texts)) == 1 and len(texts) > 1:
             shown = f"{texts[0]} on each of {len(texts)} ranks"

@@ -5,17 +5,18 @@ from __future__ import annotations
 import hmac
 import os
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from sgpu_magic.client.link import EventItem, PoolLink
+from sgpu_magic.client.link import EventItem, EventQueue, PoolLink
 from sgpu_magic.errors import SerializationError
 from sgpu_magic.payload import unpack
 from sgpu_magic.protocol.events import Event, Placed, RunEnded
 from sgpu_magic.protocol.ids import short
 from sgpu_magic.protocol.messages import Cancel, ResultsReceived, Submit, Unfollow
-from sgpu_magic.protocol.records import FilePayload, InlinePayload, PackedLayout, RankResult, RunSpec, SharedPayload
+from sgpu_magic.protocol.payloads import FilePayload, InlinePayload, PackedLayout, SharedPayload
+from sgpu_magic.protocol.records import RankResult, RunSpec
 
 
 class Run:
@@ -53,6 +54,7 @@ class Run:
         self._key = key
         self._link = link
         self._events = events
+        self._woken: Callable[[], None] | None = None
 
     @property
     def link_lost(self) -> bool:
@@ -61,6 +63,13 @@ class Run:
     @property
     def pool_pid(self) -> int:
         return self._link.pid
+
+    def wake(self, woken: Callable[[], None]) -> None:
+        """Have `woken` called after every event that comes, in the link's thread: it must only wake somebody."""
+        self._woken = woken
+        if isinstance(self._events, EventQueue):
+            self._events.woken = woken
+        woken()
 
     def next_event(self, timeout_s: float) -> tuple[Event, Sequence[bytes]] | None:
         """Return the next event and its raw frames, None when none came in time or the pool is lost."""
@@ -92,11 +101,18 @@ class Run:
         self._link, self._events = link, events
         if from_start:
             self.last_seq = 0
+        if self._woken is not None:
+            self.wake(self._woken)
 
-    def cancel(self, reason: str) -> None:
-        """Ask the pool to stop the run; its events tell when it has."""
+    def cancel(self, reason: str, kill: bool = False) -> None:
+        """Ask the pool to stop the run; its events tell when it has.
+
+        Args:
+            reason: Who or what wants that.
+            kill: KILL the ranks that were asked before and have not stopped, also after the run's end.
+        """
         request, _ = self._link.new_request()
-        self._link.send(Cancel(request=request, run=self.run_id, reason=reason))
+        self._link.send(Cancel(request=request, run=self.run_id, reason=reason, kill=kill))
 
     def load_results(self, ended: RunEnded, frames: Sequence[bytes], namespace: dict[str, object]) -> list[RankValues]:
         """Unpack what the ranks returned, by rank, then let the pool free its side.

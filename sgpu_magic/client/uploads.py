@@ -12,7 +12,7 @@ from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.payload.buffers import INLINE_LIMIT, SharedBuffer, fits_memory, write_file
 from sgpu_magic.payload.pack import Packed
 from sgpu_magic.protocol.messages import ReclaimPayload
-from sgpu_magic.protocol.records import FilePayload, InlinePayload, Payload, SharedPayload
+from sgpu_magic.protocol.payloads import FilePayload, InlinePayload, Payload, SharedPayload
 
 # a reclaim is answered in a millisecond or two; a run that still needs the memory does not answer
 _RECLAIM_TIMEOUT_S = 0.05

@@ -17,6 +17,10 @@ from importlib import metadata
 import msgspec
 
 from sgpu_magic.commands.finding import Finding, ok, problem, warning
+from sgpu_magic.environment.cuda import driver_version
+from sgpu_magic.environment.mismatches import find_mismatches
+from sgpu_magic.environment.snapshot import take_snapshot
+from sgpu_magic.environment.travel_checks import packages_of
 from sgpu_magic.render.units import format_seconds
 
 _OLDEST_PYTHON = (3, 11)
@@ -213,6 +217,16 @@ def packages(facts: ProbeFacts) -> Iterator[Finding]:
     if not facts.distributed or not facts.gloo:
         what = "gloo" if facts.distributed else "torch.distributed"
         yield problem("distributed", f"this torch was built without {what}", "Install a build of torch that has it.")
+
+
+def mismatches() -> Iterator[Finding]:
+    """Packages that are known to break together."""
+    snapshot = take_snapshot()
+    found = find_mismatches(packages_of(snapshot), snapshot.shadowed, driver=driver_version())
+    for mismatch in found:
+        yield (problem if mismatch.sure else warning)("packages", mismatch.text, mismatch.remedy)
+    if not found:
+        yield ok("packages", f"{len(snapshot.distributions)}, none known to break another")
 
 
 def group(facts: ProbeFacts) -> Iterator[Finding]:

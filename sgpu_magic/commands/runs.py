@@ -16,6 +16,9 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.protocol.ids import is_valid_id, short
 from sgpu_magic.protocol.messages import RunSummary
+from sgpu_magic.protocol.metering import cost_so_far
+from sgpu_magic.protocol.prices import format_money
+from sgpu_magic.protocol.states import RunKind
 from sgpu_magic.render import ansi
 from sgpu_magic.render.stacks import stacks_text
 from sgpu_magic.render.units import TIMES, format_bytes, format_clock
@@ -155,12 +158,16 @@ def runs_table(runs: Sequence[RunSummary], now: float) -> str:
     if not runs:
         return "no runs yet"
     times_seen = Counter(short(run.run_id) for run in runs)
-    rows = [("run", "name", "ranks", "state", "submitted", "for", "")]
+    rows = [("run", "name", "ranks", "state", "submitted", "for", "cost", "")]
     for run in runs:
         shown = short(run.run_id) if times_seen[short(run.run_id)] == 1 else run.run_id
         submitted = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.submitted_at))
-        rows.append((shown, run.name, _ranks(run), run.state.value, submitted, _duration(run, now), _remark(run)))
-    return "\n".join(aligned(rows, right=(5,)))
+        since = _duration(run, now)
+        rows.append((shown, _named(run), _ranks(run), run.state.value, submitted, since, _cost(run, now), _remark(run)))
+    if not any(row[6] for row in rows[1:]):
+        # nothing has a price here
+        rows = [(*row[:6], row[7]) for row in rows]
+    return "\n".join(aligned(rows, right=(5, 6) if len(rows[0]) == 8 else (5,)))
 
 
 def aligned(rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
@@ -174,6 +181,10 @@ def aligned(rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> lis
         ).rstrip()
         for row in rows
     ]
+
+
+def _named(run: RunSummary) -> str:
+    return f"session {run.name}".rstrip() if run.kind is RunKind.SESSION else run.name
 
 
 def _ranks(run: RunSummary) -> str:
@@ -191,6 +202,12 @@ def _duration(run: RunSummary, now: float) -> str:
     return format_clock((now if run.ended_at is None else run.ended_at) - since)
 
 
+def _cost(run: RunSummary, now: float) -> str:
+    cost = cost_so_far(run, now)
+    return "" if cost is None else format_money(cost, run.currency)
+
+
 def _remark(run: RunSummary) -> str:
-    text = run.failure.strip().partition("\n")[0] or run.waiting_for
+    in_session = f"in session {short(run.session)}" if run.session else ""
+    text = run.failure.strip().partition("\n")[0] or run.waiting_for or in_session
     return text if len(text) <= _MAX_FAILURE else text[:_MAX_FAILURE] + " ..."

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from sgpu_magic.protocol.devices import Inventory
+from sgpu_magic.protocol.environment import Environment
+from sgpu_magic.protocol.measures import RankStack
 from sgpu_magic.protocol.messages import Warm
 from sgpu_magic.protocol.node_messages import HeldRun, Launch, RunEvent
-from sgpu_magic.protocol.records import Inventory, RankStack
+from sgpu_magic.protocol.questions import RankAnswer, RankQuestion
+from sgpu_magic.protocol.records import Interpreter
 from sgpu_magic.protocol.states import RunState
+from sgpu_magic.protocol.tracking import TrackedRun
 
 
 class LeaseUnavailable(Exception):
@@ -37,6 +42,16 @@ class EngineListener(Protocol):
     def ranks_gone(self, run_id: str) -> None: ...
     def stacks_taken(self, request: int, stacks: tuple[RankStack, ...]) -> None: ...
 
+    def session_ranks_restarted(self, request: int, session: str, problem: str) -> None:
+        """The new ranks are in the session; `problem` says why not, "" when they are."""
+        ...
+
+    def answered(self, request: int, answer: RankAnswer) -> None: ...
+
+    def tracking_asked(self, run_id: str) -> None:
+        """A rank waits for the run's place in MLflow. Answer with `tracking_known`."""
+        ...
+
     def nodes_lost(self, why: str) -> None:
         """All ranks died with their agent; another one takes launches from now on."""
         ...
@@ -56,8 +71,20 @@ class Engine(Protocol):
     def warm(self, order: Warm) -> None: ...
     def take_inventory(self) -> None: ...
 
+    def prepare(self, run_id: str, interpreter: Interpreter, environment: Environment) -> None:
+        """A run that waits will need this environment: begin to build it where it has to be built."""
+        ...
+
+    def builds(self, interpreter: Interpreter, environment: Environment) -> bool:
+        """Whether the nodes build this environment; else the kernel's own interpreter is used there."""
+        ...
+
+    def tracking_known(self, run_id: str, tracked: TrackedRun | None, problem: str) -> None:
+        """Tell a run's ranks its place in MLflow, or that it has none and why."""
+        ...
+
     def launch(self, launch: Launch, frames: Sequence[bytes]) -> None:
-        """Take the lease's devices and start the ranks.
+        """Take the lease's devices and start the ranks; those of a run in a session are the session's already.
 
         Raises:
             LeaseUnavailable: A device is in use outside the pool.
@@ -72,6 +99,19 @@ class Engine(Protocol):
     def detach_run(self, run_id: str) -> None: ...
     def take_stacks(self, request: int, run_id: str) -> None: ...
     def end_run(self, run_id: str, state: RunState, reason: str) -> None: ...
+
+    def kill_ranks(self, run_id: str) -> None:
+        """KILL the ranks that `end_run` has not stopped."""
+        ...
+
+    def restart_session_ranks(self, request: int, session: str, ranks: tuple[int, ...]) -> None:
+        """Replace ranks of a session by new processes, all of them when `ranks` is empty."""
+        ...
+
+    def ask_rank(self, request: int, session: str, question: RankQuestion) -> None:
+        """Ask an idle rank of a session."""
+        ...
+
     def reclaim_payload(self, run_id: str) -> None: ...
     def results_received(self, run_id: str) -> None: ...
 

@@ -11,26 +11,40 @@ from sgpu_magic.agent import leftovers
 from sgpu_magic.config import Settings
 from sgpu_magic.engines.base import EngineListener, LeaseUnavailable
 from sgpu_magic.engines.device_locks import DeviceLocks, DevicesLocked
+from sgpu_magic.engines.held_leases import HeldLeases, has_locks
 from sgpu_magic.engines.local_agent import LocalAgent
+from sgpu_magic.environment.need import needs_build
+from sgpu_magic.protocol.devices import Inventory
+from sgpu_magic.protocol.environment import Environment
 from sgpu_magic.protocol.messages import PROTOCOL_VERSION, ReclaimPayload, ResultsReceived, Warm
 from sgpu_magic.protocol.node_messages import (
     Adopt,
     AgentReady,
+    Answered,
+    BuildEnvironment,
     DetachRun,
     EndRun,
     EventsKept,
     FromAgent,
     InventoryTaken,
+    KillRanks,
     Launch,
+    Question,
     RanksGone,
+    RestartSessionRanks,
     RunEvent,
+    SessionRanksRestarted,
     StacksTaken,
     TakeInventory,
     TakeStacks,
+    TrackingAsked,
+    TrackingKnown,
     WarmZygote,
 )
-from sgpu_magic.protocol.records import Inventory, Lease
+from sgpu_magic.protocol.questions import RankQuestion
+from sgpu_magic.protocol.records import Interpreter
 from sgpu_magic.protocol.states import RunState
+from sgpu_magic.protocol.tracking import TrackedRun
 
 # an agent that dies this soon, this often in a row, will not live the next time either
 _SHORT_LIFE_S = 5.0
@@ -50,7 +64,7 @@ class LocalEngine:
     def __init__(self, settings: Settings, warm: Warm | None = None) -> None:
         self._settings = settings
         self._locks = DeviceLocks(settings.lock_path)
-        self._leases: dict[str, Lease] = {}
+        self._leases = HeldLeases()
         self._listener: EngineListener | None = None
         self._warm = warm
         self._agent = LocalAgent(settings, warm)
@@ -68,16 +82,28 @@ class LocalEngine:
     def take_inventory(self) -> None:
         self._agent.send(TakeInventory())
 
+    def prepare(self, run_id: str, interpreter: Interpreter, environment: Environment) -> None:
+        if self.builds(interpreter, environment):
+            order = BuildEnvironment(run_id=run_id, interpreter=interpreter, environment=environment)
+            self._agent.send(order)
+
+    def builds(self, interpreter: Interpreter, environment: Environment) -> bool:
+        return needs_build(self._settings, environment)
+
+    def tracking_known(self, run_id: str, tracked: TrackedRun | None, problem: str) -> None:
+        self._agent.send(TrackingKnown(run_id=run_id, tracked=tracked, problem=problem))
+
     def launch(self, launch: Launch, frames: Sequence[bytes]) -> None:
-        lease = launch.lease
-        if _has_locks(lease):
+        spec, lease = launch.spec, launch.lease
+        locks: list[int] = []
+        if not spec.session and has_locks(lease):
             try:
                 self._locks.acquire(lease.uuids)
             except DevicesLocked as error:
                 raise LeaseUnavailable(tuple(error.uuids), error.message) from None
-        self._leases[launch.spec.run_id] = lease
-        locks = self._locks.descriptors(lease.uuids) if _has_locks(lease) else []
-        self._agent.send(msgspec.structs.replace(launch, locks=len(locks)), frames, locks)
+            locks = self._locks.descriptors(lease.uuids)
+        self._leases.take(spec, lease)
+        self._agent.send(msgspec.structs.replace(launch, locks=len(locks)) if locks else launch, frames, locks)
 
     def adopt(self, run_id: str, number: int) -> None:
         self._agent.send(Adopt(run_id=run_id, number=number))
@@ -93,6 +119,15 @@ class LocalEngine:
 
     def end_run(self, run_id: str, state: RunState, reason: str) -> None:
         self._agent.send(EndRun(run_id=run_id, state=state, reason=reason))
+
+    def kill_ranks(self, run_id: str) -> None:
+        self._agent.send(KillRanks(run_id=run_id))
+
+    def restart_session_ranks(self, request: int, session: str, ranks: tuple[int, ...]) -> None:
+        self._agent.send(RestartSessionRanks(request=request, session=session, ranks=ranks))
+
+    def ask_rank(self, request: int, session: str, question: RankQuestion) -> None:
+        self._agent.send(Question(request=request, session=session, question=question))
 
     def reclaim_payload(self, run_id: str) -> None:
         self._agent.send(ReclaimPayload(run_id=run_id))
@@ -117,6 +152,12 @@ class LocalEngine:
                 listener.run_happened(message, frames)
             case StacksTaken():
                 listener.stacks_taken(message.request, message.stacks)
+            case SessionRanksRestarted():
+                listener.session_ranks_restarted(message.request, message.session, message.problem)
+            case Answered():
+                listener.answered(message.request, message.answer)
+            case TrackingAsked(run_id=run_id):
+                listener.tracking_asked(run_id)
             case RanksGone():
                 self._release(message.run_id)
                 listener.ranks_gone(message.run_id)
@@ -132,7 +173,7 @@ class LocalEngine:
             lease = held.launch.lease
             locks = self._agent.take_descriptors(held.locks)
             if not held.gone:
-                self._leases[held.launch.spec.run_id] = lease
+                self._leases.take(held.launch.spec, lease)
                 if locks:
                     self._locks.take_over(lease.uuids, locks)
         listener.node_found(self._with_locks(ready.inventory), ready.runs)
@@ -153,7 +194,7 @@ class LocalEngine:
 
     def _agent_lost(self) -> None:
         self._agent.clean_up_after()
-        for run_id in list(self._leases):
+        for run_id in self._leases.runs:
             # what left its session, and was nobody's child any more when the agent died
             leftovers.kill_leftovers(run_id, ())
             self._release(run_id)
@@ -175,10 +216,6 @@ class LocalEngine:
         self._agent.listen(self._said, self._agent_lost)
 
     def _release(self, run_id: str) -> None:
-        lease = self._leases.pop(run_id, None)
-        if lease is not None and _has_locks(lease):
-            self._locks.release(lease.uuids)
-
-
-def _has_locks(lease: Lease) -> bool:
-    return bool(lease.uuids) and not lease.simulated
+        for lease in self._leases.gone(run_id):
+            if has_locks(lease):
+                self._locks.release(lease.uuids)

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from sgpu_magic import processes
-from sgpu_magic.agent.stream import MessageStream
 from sgpu_magic.config import Settings
+from sgpu_magic.message_stream import MessageStream
 from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.address import agent_socket_file
 from sgpu_magic.protocol.messages import Warm
 from sgpu_magic.protocol.node_messages import EndAgent, FromAgent, WarmZygote
-from sgpu_magic.protocol.records import Record
+from sgpu_magic.protocol.record import Record
 
 _CONNECT_S = 1.0
 _END_S = 10.0
@@ -107,14 +107,9 @@ def _start(settings: Settings) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     ours, theirs = socket.socketpair()
     with theirs:
         child = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "sgpu_magic.agent",
-                str(theirs.fileno()),
-                msgspec.json.encode(settings).decode(),
-            ],
-            stdin=subprocess.DEVNULL,
+            [sys.executable, "-m", "sgpu_magic.agent", str(theirs.fileno())],
+            # not on the command line, which everybody on the machine can read: an address may have a password
+            stdin=subprocess.PIPE,
             # the pool's standard output is a pipe that its starter reads to the end
             stdout=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
@@ -122,6 +117,10 @@ def _start(settings: Settings) -> tuple[socket.socket, subprocess.Popen[bytes]]:
             start_new_session=True,
             env={**os.environ, "PYTHONSAFEPATH": "1"},
         )
+    if child.stdin is not None:
+        # one that has died already is noticed by its socket
+        with child.stdin, contextlib.suppress(BrokenPipeError):
+            child.stdin.write(msgspec.json.encode(settings))
     return ours, child
 
 

@@ -23,6 +23,7 @@ from sgpu_magic.protocol.events import Detached, DisplayPublished, Event, EventB
 from sgpu_magic.protocol.ids import is_valid_id, short
 from sgpu_magic.protocol.records import Failure, RunSpec
 from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.render.run_names import stop_words
 from sgpu_magic.render.view import RunView
 
 IDLE_S = 60.0
@@ -222,8 +223,9 @@ class Follower:
 
         pool = Pool(self._settings)
         try:
-            pool.cancel(self.spec.run_id, "Cancel was pressed")
-            return f"run {short(self.spec.run_id)} is being stopped"
+            pressed, said = stop_words(self.spec)
+            pool.cancel(self.spec.run_id, pressed)
+            return said
         finally:
             pool.close()
 

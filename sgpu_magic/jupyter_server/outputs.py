@@ -10,7 +10,7 @@ from sgpu_magic.errors import RunCancelled
 from sgpu_magic.protocol.events import RunEnded
 from sgpu_magic.protocol.ids import short
 from sgpu_magic.protocol.records import Failure
-from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
 from sgpu_magic.render import ansi
 from sgpu_magic.render.bundle import mime_bundle
 from sgpu_magic.render.failure import last_part
@@ -39,7 +39,8 @@ def cell_outputs(view: RunView, directory: Path, *, returns: bool = True) -> lis
         bundle = mime_bundle(view, part, at == 0, at == len(parts) - 1)
         if bundle["text/html"]:
             outputs.append(_display(bundle, {}))
-    if returns and view.ended is not None:
+    # the cell that has connected a session ended long ago
+    if returns and view.ended is not None and view.session is None:
         outputs += _last_word(view, view.ended, directory)
     return outputs
 
@@ -56,6 +57,9 @@ def _display(data: dict[str, object], metadata: dict[str, object]) -> Output:
 def _last_word(view: RunView, ended: RunEnded, directory: Path) -> Sequence[Output]:
     """The cell's value, or its error."""
     if ended.state is RunState.SUCCEEDED:
+        if view.spec.kind is not RunKind.CELL:
+            # what a function returns goes on in the cell's own code
+            return ()
         # the values stay where they are: only their texts are needed
         result = RunResult(view.spec, ended, [None] * len(ended.results), directory)
         value: Output = {"output_type": "execute_result", "data": {"text/plain": repr(result)}, "metadata": {}}

@@ -12,6 +12,7 @@ from sgpu_magic.event_file import read_spec
 from sgpu_magic.protocol.ids import check_id
 from sgpu_magic.protocol.messages import RunSummary
 from sgpu_magic.protocol.records import RunSpec
+from sgpu_magic.protocol.states import RunKind
 
 RECENT_S = 3600.0
 """Runs that ended longer ago belong to no page that was just loaded."""
@@ -29,6 +30,7 @@ class OwnedRun(msgspec.Struct, frozen=True, kw_only=True):
         began: When it was submitted, seconds since the epoch.
         ended: When it ended, None while it goes on or when nobody saw it.
         execution_count: The number of its cell's execution.
+        blocks: Its cell is running as long as it is; the one that has connected a session is not.
     """
 
     run_id: str
@@ -38,6 +40,7 @@ class OwnedRun(msgspec.Struct, frozen=True, kw_only=True):
     began: float
     ended: float | None
     execution_count: int | None
+    blocks: bool
 
 
 class OwnedRuns:
@@ -84,4 +87,5 @@ def _owned(run: RunSummary, spec: RunSpec) -> OwnedRun:
         began=run.submitted_at,
         ended=run.ended_at,
         execution_count=spec.cell.execution_count,
+        blocks=spec.kind is not RunKind.SESSION,
     )

@@ -31,6 +31,7 @@ from sgpu_magic.live.messages import (
     TextAnswer,
 )
 from sgpu_magic.render import ansi
+from sgpu_magic.render.units import format_ranks
 from sgpu_magic.render.view import RunView
 
 _MAX_JSON_BYTES = 60_000
@@ -61,7 +62,8 @@ class Answers:
         stacks: Callable[[], Sequence[str]],
     ) -> None:
         self._short_id = view.short_id
-        self._ranks = view.ranks
+        self._ranks = view.rank_numbers
+        self._world_size = view.ranks
         self._feed = feed
         self._reader = reader
         self._cancel = cancel
@@ -80,8 +82,12 @@ class Answers:
 
     def _answer(self, question: Question) -> Answer:
         rank = question.rank if isinstance(question, AskLines | AskFind | AskLog) else None
-        if rank is not None and not 0 <= rank < self._ranks:
-            has = f"ranks 0 to {self._ranks - 1}" if self._ranks > 1 else "only rank 0"
+        if rank is not None and rank not in self._ranks:
+            has = format_ranks(self._ranks)
+            if len(self._ranks) == self._world_size > 1:
+                has = f"ranks 0 to {self._world_size - 1}"
+            elif len(self._ranks) == 1:
+                has = f"only {has}"
             return Refusal(n=question.n, text=f"run {self._short_id} has {has}, not {rank}.")
         match question:
             case AskHello(n=n):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sgpu_magic.live.picture import FailureBlock, FailureLine
+from sgpu_magic.live.picture import FailureBlock, FailureLine, MemoryBlock, MemoryCard, MemoryTensor
 from sgpu_magic.protocol.records import Failure
 from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render.failure_form import FormLine, failure_form
+from sgpu_magic.render.memory import RANK_HEADS, TITLE, memory_table
 from sgpu_magic.render.view import RunView
 
 _MAX_EXCERPT_CHARS = 8_000
@@ -19,6 +20,9 @@ def first_failure(view: RunView) -> Failure | None:
     """Return the root cause; while the run is still stopping, the first failure that a rank has told."""
     if view.is_final:
         return view.failure if view.state is not RunState.SUCCEEDED else None
+    if view.session is not None:
+        # a rank of it may die, and the session goes on
+        return None
     told = list(view.rank_failures.values())
     return next((failure for failure in told if not failure.is_consequence), told[0] if told else None)
 
@@ -33,7 +37,25 @@ def failure_block(view: RunView, failure: Failure | None) -> FailureBlock | None
     if failure is None:
         return None
     form = failure_form(view, failure, _MAX_EXCERPT_CHARS, _MAX_WHOLE_CHARS)
-    return FailureBlock(rank=failure.rank, lines=_cut(form.lines), whole=_cut(form.whole))
+    return FailureBlock(
+        rank=failure.rank, lines=_cut(form.lines), whole=_cut(form.whole), memory=_memory(view, failure)
+    )
+
+
+def _memory(view: RunView, failure: Failure) -> MemoryBlock | None:
+    table = memory_table(view, failure)
+    if table is None:
+        return None
+    return MemoryBlock(
+        title=TITLE,
+        heads=RANK_HEADS,
+        rows=tuple(
+            MemoryCard(rank=row.rank, cells=row.cells, shares=row.shares, culprit=row.is_culprit) for row in table.rows
+        ),
+        more=table.more,
+        largest=table.largest,
+        tensors=tuple(MemoryTensor(name=tensor.name, cells=tensor.cells) for tensor in table.tensors),
+    )
 
 
 def _cut(lines: Sequence[FormLine]) -> tuple[FailureLine, ...]:

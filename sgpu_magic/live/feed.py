@@ -162,4 +162,5 @@ def _stage(view: RunView) -> object:
     return (
         view.state, view.is_final, view.left, view.attempt, view.lease is not None, view.stalled is not None,
         view.warm, view.position, view.waiting_for, view.reason, len(view.rank_failures),
+        view.session and (view.session.running, view.session.dead),
     )  # fmt: skip

@@ -8,6 +8,7 @@ from sgpu_magic.protocol.records import Failure
 from sgpu_magic.protocol.states import FailureKind, RunState
 from sgpu_magic.render import ansi
 from sgpu_magic.render.failure import died_of, error_line, last_part
+from sgpu_magic.render.session_state import restart_command
 from sgpu_magic.render.usage import Drawn, RankUsage, detail_lines, use_text
 from sgpu_magic.render.view import RunView
 
@@ -20,7 +21,8 @@ _WITHOUT_RANKS = (RunState.QUEUED, RunState.PREPARING)
 def rank_cards(view: RunView) -> tuple[RankCard, ...]:
     """Return a card for each rank; none before the ranks are being started."""
     never_started = view.lease is None and not view.rank_failures
-    if view.state in _WITHOUT_RANKS or never_started:
+    is_there = view.spec.in_session and view.state is not RunState.QUEUED
+    if (view.state in _WITHOUT_RANKS and not is_there) or never_started:
         return ()
     failures = {failure.rank: failure for failure in reversed(view.others) if failure.rank is not None}
     failures |= {rank: failure for rank, failure in view.rank_failures.items() if rank >= 0}
@@ -29,12 +31,12 @@ def rank_cards(view: RunView) -> tuple[RankCard, ...]:
     said = view.last_lines
     return tuple(
         _card(view, rank, failures.get(rank), ansi.plain(said.get(rank, "")[:_MAX_SEEN_CHARS]))
-        for rank in range(view.ranks)
+        for rank in view.rank_numbers
     )
 
 
 def _card(view: RunView, rank: int, failure: Failure | None, last: str) -> RankCard:
-    state, tone = _state(view, failure)
+    state, tone = _state(view, rank, failure)
     usage = view.usage.ranks.get(rank)
     latest = usage.latest if usage is not None else None
     return RankCard(
@@ -42,7 +44,7 @@ def _card(view: RunView, rank: int, failure: Failure | None, last: str) -> RankC
         state=state,
         tone=tone,
         label=ansi.plain(view.labels[rank])[:_MAX_LABEL_CHARS] if rank < len(view.labels) else "",
-        last=(ansi.plain(_why(failure)) if failure is not None and state == "failed" else last)[:_MAX_LAST_CHARS],
+        last=_last(rank, state, failure, last)[:_MAX_LAST_CHARS],
         bar=bar_of(last) if state == "running" else None,
         use=use_text(latest) if latest is not None else "",
         details=tuple(ansi.plain(line)[:200] for line in detail_lines(latest)) if latest is not None else (),
@@ -51,7 +53,12 @@ def _card(view: RunView, rank: int, failure: Failure | None, last: str) -> RankC
     )
 
 
-def _state(view: RunView, failure: Failure | None) -> tuple[str, Tone]:
+def _state(view: RunView, rank: int, failure: Failure | None) -> tuple[str, Tone]:
+    if view.session is not None and not view.is_final:
+        if rank in view.session.dead:
+            return "dead", "bad"
+        if view.state is RunState.RUNNING:
+            return "alive", "good"
     if view.state is RunState.SUCCEEDED:
         return "done", "good"
     if failure is not None:
@@ -64,6 +71,13 @@ def _state(view: RunView, failure: Failure | None) -> tuple[str, Tone]:
     if view.is_final:
         return "ended", "plain"
     return ("waiting", "plain") if view.state is RunState.STARTING else ("running", "busy")
+
+
+def _last(rank: int, state: str, failure: Failure | None, last: str) -> str:
+    """Return what the rank has said last, or what is to be known of it first."""
+    if state == "dead":
+        return restart_command((rank,))
+    return ansi.plain(_why(failure)) if failure is not None and state == "failed" else last
 
 
 def _why(failure: Failure) -> str:

@@ -8,27 +8,23 @@ from collections.abc import Sequence
 from sgpu_magic.live.bars import bar_of_all
 from sgpu_magic.live.failure_block import failure_block, first_failure
 from sgpu_magic.live.fitting import fitted
-from sgpu_magic.live.picture import VERSION, Snapshot, Tone
+from sgpu_magic.live.picture import VERSION, Cost, Link, Snapshot
 from sgpu_magic.live.rank_cards import rank_cards
-from sgpu_magic.live.words import footer, meta, preparing
+from sgpu_magic.live.words import footer, meta, place, preparing
+from sgpu_magic.protocol.prices import HOUR_S
 from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render import ansi
+from sgpu_magic.render.cost import cost_text, mark
 from sgpu_magic.render.failure import other_lines
 from sgpu_magic.render.failure_form import cut_lines
-from sgpu_magic.render.text import attempt_text, device_words, stall_lines
+from sgpu_magic.render.heading import attempt_text, mark_text
+from sgpu_magic.render.measured import idle_lines
+from sgpu_magic.render.session_words import session_warnings
+from sgpu_magic.render.state_words import state_word
+from sgpu_magic.render.surroundings import tracked_link
+from sgpu_magic.render.text import stall_lines
 from sgpu_magic.render.view import RunView
 
-_TONES: dict[RunState, Tone] = {
-    RunState.QUEUED: "plain",
-    RunState.PREPARING: "busy",
-    RunState.STARTING: "busy",
-    RunState.RUNNING: "busy",
-    RunState.CANCELLING: "warn",
-    RunState.SUCCEEDED: "good",
-    RunState.FAILED: "bad",
-    RunState.CANCELLED: "warn",
-    RunState.TIMED_OUT: "bad",
-}
 _MAX_NOTES = 20
 _MAX_CHARS = 500
 _MAX_STALL_CHARS = 6_000
@@ -53,6 +49,7 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
     others = other_lines(view.others, failure.rank if failure else None) if ended_badly else []
     notes = view.notes
     left_out = len(notes) - _MAX_NOTES
+    word, where = state_word(view), place(view)
     goes_on = not (view.is_final or view.left)
     return fitted(
         Snapshot(
@@ -61,20 +58,23 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
             run_id=view.run_id,
             short_id=view.short_id,
             name=_plain(view.name),
-            state="goes on" if view.left else f"{view.state}",
-            tone="plain" if view.left else _TONES[view.state],
+            mark=mark_text(view),
+            state=_plain(word.text),
+            tone=word.tone,
             final=view.is_final,
-            devices=device_words(view),
-            pool=_plain(view.pool),
-            host=_plain(view.host),
+            devices=_plain(where.devices),
+            pool=_plain(where.pool),
+            host=_plain(where.host),
             attempt=attempt_text(view),
             elapsed_s=round(view.elapsed_s(now), 3),
             ticking=goes_on and view.elapsed_s(now) > 0,
+            cost=_cost(view, now),
             meta=tuple(map(_plain, meta(view, now))),
             preparing=tuple(map(_plain, preparing(view, now))) if goes_on else (),
             bar=bar_of_all([card.bar for card in cards]),
             ranks=cards,
-            idle=tuple(map(_plain, view.usage.idle_sentences)) if goes_on else (),
+            only=view.spec.only,
+            idle=tuple(map(_plain, [*session_warnings(view), *idle_lines(view)])) if goes_on else (),
             notes=(
                 *([f"{left_out} earlier notes are left out"] if left_out > 0 else []),
                 *map(_plain, notes[-_MAX_NOTES:]),
@@ -83,8 +83,10 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
             failure=failure_block(view, failure),
             others=tuple(map(_plain, others)),
             footer=tuple(map(_plain, footer(view))),
+            tracked=_tracked(view),
             lines=tuple(log_lines),
             can_cancel=goes_on and view.state is not RunState.CANCELLING,
+            stop="Cancel" if view.session is None else "Disconnect",
             attach=f"%sgpu_attach {view.short_id}",
         )
     )
@@ -93,3 +95,19 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
 def _plain(text: str) -> str:
     text = ansi.plain(text)
     return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]} ..."
+
+
+def _cost(view: RunView, now: float) -> Cost | None:
+    text = cost_text(view, now)
+    if not text:
+        return None
+    seconds = None if view.spec.session else view.metered_s(now)
+    if seconds is None or view.hourly is None:
+        return Cost(text=text, per_s=0.0, seconds=0.0, currency="", mark="")
+    per_s = view.hourly / HOUR_S
+    return Cost(text=text, per_s=per_s, seconds=round(seconds, 3), currency=view.currency, mark=mark(view))
+
+
+def _tracked(view: RunView) -> Link | None:
+    link = tracked_link(view)
+    return None if link is None else Link(text=_plain(link.text), url=link.url)

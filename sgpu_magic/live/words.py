@@ -2,23 +2,53 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.protocol.states import RunState
+from sgpu_magic.render.cost import billed_text
+from sgpu_magic.render.heading import (
+    device_words,
+    place_words,
+    ranks_text,
+    returned_text,
+    session_text,
+    shipped_text,
+)
 from sgpu_magic.render.measured import busy_text
-from sgpu_magic.render.text import returned_text, shipped_text
-from sgpu_magic.render.units import count_of, format_clock, format_seconds
+from sgpu_magic.render.session_words import session_meta
+from sgpu_magic.render.surroundings import label_text, packages_text, tracked_link, tracked_text
+from sgpu_magic.render.units import format_clock, format_seconds
 from sgpu_magic.render.view import RunView
+
+
+class Place(NamedTuple):
+    """Where it runs, in the header's words."""
+
+    devices: str
+    pool: str
+    host: str
+
 
 _WORTH_TELLING_S = 1.0
 _MAX_VALUE_PROBLEMS = 4
 _BEFORE_RUNNING = (RunState.QUEUED, RunState.PREPARING, RunState.STARTING)
 
 
+def place(view: RunView) -> Place:
+    """Return where it runs; a cell in a session names the session, which says where that is."""
+    if view.spec.in_session:
+        return Place(" · ".join(place_words(view)), "", "")
+    return Place(device_words(view), view.pool, view.host)
+
+
 def meta(view: RunView, now: float) -> list[str]:
     """Return further words for the header."""
-    words: list[str] = []
+    if view.session is not None and not view.left:
+        return session_meta(view, now)
+    words = [f"beside {session_text(view)}"] if view.spec.session and not view.spec.in_session else []
     if view.ended is not None:
-        words += [busy_text(view.usage)]
+        words += [billed_text(view), busy_text(view.usage)]
         if view.ended.queued_s >= _WORTH_TELLING_S:
             words.append(f"{format_seconds(view.ended.queued_s)} in the queue")
         reason = view.ended.reason or view.reason
@@ -39,8 +69,9 @@ def time_left(view: RunView, now: float) -> str:
 
 
 def preparing(view: RunView, now: float) -> list[str]:
-    """Return what is going on before the ranks run, a line each; empty then."""
-    if view.state not in _BEFORE_RUNNING:
+    """Return what is going on before the ranks run, a line each; empty then, and where a session's ranks are there."""
+    is_there = view.spec.in_session and view.state is not RunState.QUEUED
+    if view.state not in _BEFORE_RUNNING or is_there:
         return []
     lines: list[str] = []
     if view.state is RunState.QUEUED:
@@ -49,9 +80,9 @@ def preparing(view: RunView, now: float) -> list[str]:
         lines.append(_patience(view, now))
     elif view.reason:
         lines.append(view.reason)
-    lines.append(shipped_text(view))
+    lines += [packages_text(view), shipped_text(view)]
     if view.state is RunState.STARTING:
-        lines.append(f"starting {count_of(view.ranks, 'rank')}")
+        lines.append(f"starting {ranks_text(view)}")
     return [line for line in lines if line]
 
 
@@ -63,9 +94,13 @@ def footer(view: RunView) -> list[str]:
         if result.value_problem
     ]
     parts = parts[:_MAX_VALUE_PROBLEMS]
-    if view.state not in _BEFORE_RUNNING and (not view.is_final or view.state is RunState.SUCCEEDED):
+    is_told_above = view.state in _BEFORE_RUNNING and not view.spec.in_session
+    if not is_told_above and (not view.is_final or view.state is RunState.SUCCEEDED):
         # before, it stands among what is going on
-        parts += [returned_text(view), shipped_text(view)]
+        parts += [returned_text(view), shipped_text(view), label_text(view)]
+    if view.is_final and tracked_link(view) is None:
+        # a page stands in the picture as a link
+        parts.append(tracked_text(view))
     if view.left:
         parts.append(view.left)
     elif view.is_final and view.state is RunState.FAILED:

@@ -1,14 +1,19 @@
-"""`%%distributed`, `%sgpu_status` and their like: parse, submit, show; nothing else.
+"""`%%distributed`, `%sgpu_connect` and their like: parse, submit, show; nothing else.
 
-arguments    the magic's options
-cell         a cell and its options -> what is submitted
-distributed  the magics
-follow       a run's events, to its end
-outcome      a run that has ended -> names, result or exception
-restarts     detaches runs when their kernel is restarted
-notices      what the pool wants to be known
-warmth       keeps ranks at hand while cells run
-completion   options and types in the front end's completer
+parsing         how lines are read
+arguments       the options of `%%distributed` and `%%rank`
+line_arguments  those of the line magics
+cell            a cell and its options -> what is submitted
+choosing        in which session, or in none
+distributed     the magics that run cells and look at runs
+session_magics  those of sessions
+replay_magic    `%sgpu_replay`
+environment_magic  `%sgpu_env`
+auto            `%sgpu_auto`: plain cells go to the ranks
+assignments     what plain cells bind anew
+questions       completion and `obj?` by a rank
+completion      options and types in the front end's completer
+warmth          keeps ranks at hand while cells run
 """
 
 # IPython's own attributes are only partly typed
@@ -16,47 +21,82 @@ completion   options and types in the front end's completer
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from IPython.core.inputtransformer2 import cell_magic
 from IPython.core.interactiveshell import InteractiveShell
 
 from sgpu_magic.magics import completion
+from sgpu_magic.magics.assignments import Assignments
+from sgpu_magic.magics.auto import AutoMode
 from sgpu_magic.magics.distributed import DistributedMagics
+from sgpu_magic.magics.environment_magic import EnvironmentMagics
+from sgpu_magic.magics.questions import RankQuestions
+from sgpu_magic.magics.replay_magic import ReplayMagics
+from sgpu_magic.magics.session_magics import SessionMagics
+from sgpu_magic.runs import packages
 
-_loaded: dict[int, DistributedMagics] = {}
+_OURS = ("%%distributed", "%%rank")
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What one shell has of us."""
+
+    magics: DistributedMagics
+    auto: AutoMode
+    assignments: Assignments
+    questions: RankQuestions | None
+
+
+_loaded: dict[int, _Loaded] = {}
 
 
 def load(shell: InteractiveShell) -> None:
     """Register the magics and warm the pool in the background."""
     if id(shell) in _loaded:
         return
-    magics = DistributedMagics(shell)
-    shell.register_magics(magics)
-    completion.install(shell)
     cleanup = shell.input_transformers_cleanup
     cleanup.insert(cleanup.index(cell_magic) if cell_magic in cleanup else 0, _help_without_body)
+    auto = AutoMode(shell)
+    magics = DistributedMagics(shell, auto)
+    shell.register_magics(magics)
+    shell.register_magics(SessionMagics(shell, auto))
+    shell.register_magics(ReplayMagics(shell))
+    shell.register_magics(EnvironmentMagics(shell))
+    completion.install(shell)
+    assignments = Assignments(shell, auto)
     shell.events.register("post_run_cell", magics.warmth.after_cell)
-    _loaded[id(shell)] = magics
+    kernel = getattr(shell, "kernel", None)
+    questions = RankQuestions(kernel, auto) if hasattr(kernel, "do_inspect") else None
+    _loaded[id(shell)] = _Loaded(magics, auto, assignments, questions)
     magics.pool.warm_in_background()
+    packages.of(magics.pool).begin()
 
 
 def _help_without_body(lines: list[str]) -> list[str]:
     """Give `%%distributed -h` a body: IPython refuses a cell magic without one before the magic is asked."""
-    asks = lines and lines[0].startswith("%%distributed") and {"-h", "--help"} & set(lines[0].split())
+    asks = lines and lines[0].startswith(_OURS) and {"-h", "--help"} & set(lines[0].split())
     if asks and not any(line.strip() for line in lines[1:]):
         return [lines[0].rstrip("\n") + "\n", "pass\n"]
     return lines
 
 
 def unload(shell: InteractiveShell) -> None:
-    """Take the magics away and close the link to the pool; the pool goes on for others."""
-    magics = _loaded.pop(id(shell), None)
-    if magics is None:
+    """Take the magics away, end the sessions and close the link to the pool; the pool goes on for others."""
+    loaded = _loaded.pop(id(shell), None)
+    if loaded is None:
         return
     completion.remove(shell)
-    shell.events.unregister("post_run_cell", magics.warmth.after_cell)
+    if loaded.questions is not None:
+        loaded.questions.remove()
+    loaded.auto.remove()
+    shell.events.unregister("post_run_cell", loaded.magics.warmth.after_cell)
+    loaded.assignments.remove()
     if _help_without_body in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.remove(_help_without_body)
-    for kind, names in DistributedMagics.magics.items():
-        for name in names:
-            shell.magics_manager.magics[kind].pop(name, None)
-    magics.close()
+    for owner in (DistributedMagics, SessionMagics, ReplayMagics, EnvironmentMagics):
+        for kind, names in owner.magics.items():
+            for name in names:
+                shell.magics_manager.magics[kind].pop(name, None)
+    loaded.magics.close()

@@ -9,179 +9,166 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+import msgspec
 from IPython.core.interactiveshell import InteractiveShell
 
-from sgpu_magic.capture.names import names_read, names_stored
+from sgpu_magic.capture.names import CellNames
 from sgpu_magic.capture.namespace import cell_sources, collect, submodules_read
-from sgpu_magic.client.interpreter import this_owner
 from sgpu_magic.client.pool import new_key
 from sgpu_magic.config import Settings
-from sgpu_magic.errors import CellSyntaxError, UsageError
+from sgpu_magic.errors import UsageError
 from sgpu_magic.magics.arguments import CellOptions
-from sgpu_magic.payload.pack import Packed, pack_namespace
+from sgpu_magic.payload.pack import pack_namespace
+from sgpu_magic.protocol.devices import Placement
 from sgpu_magic.protocol.ids import new_id
-from sgpu_magic.protocol.records import CellSource, Placement, RunSpec, Shipped
+from sgpu_magic.protocol.records import CellSource, RunSpec, Shipped
+from sgpu_magic.runs.notebook import cell_number, cell_numbers, owner
+from sgpu_magic.runs.parameters import scalars
+from sgpu_magic.runs.reading import heavy_names, name_of, read_cell, transform_of, words_in
+from sgpu_magic.runs.submission import Submission
+from sgpu_magic.sessions.cells import RANK_NAMES, SessionCell
+from sgpu_magic.sessions.session import Session
 
-RANK_NAMES = ("rank", "local_rank", "world_size", "device")
-_KERNEL_FILE = re.compile(r"kernel-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\.json")
-_WORD = re.compile(r"[^\W\d]\w*")
-_HEAVY_BYTES = 100_000_000
-_CPU_RANKS = 2
 _ENV_VALUE = re.compile(r"""(--env[=\s]\s*['"]?\w+=)("[^"]*"|'[^']*'|[^\s'"]*)+""")
-_DEFINITION = re.compile(r"^(?:async\s+)?(?:def|class)\s+(\w+)", re.MULTILINE)
-
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """A run ready to be submitted."""
-
-    spec: RunSpec
-    packed: Packed
-    key: bytes
-    environ: dict[str, str]
 
 
 def prepare(
-    line: str, body: str, options: CellOptions, shell: InteractiveShell, settings: Settings, ranks: int
+    magic_line: str,
+    body: str,
+    options: CellOptions,
+    shell: InteractiveShell,
+    settings: Settings,
+    ranks: int,
+    session: Session | None = None,
 ) -> Submission:
-    """Check, capture and pack a cell. Nothing has started when this raises.
+    """Check, capture and pack a cell for ranks of its own. Nothing has started when this raises.
 
     Args:
+        magic_line: The magic's own line.
+        body: The code below it.
+        options: What stands on that line.
+        shell: The notebook's.
+        settings: As they are now.
         ranks: The number of ranks, decided by the caller.
+        session: Whose lease it uses (`--fresh`); None for a lease of its own.
 
     Raises:
-        UsageError: The cell is empty, or an option names what does not exist.
+        UsageError: An option names what does not exist.
         CellSyntaxError: It does not compile.
         SerializationError: A variable can't leave the notebook.
     """
     begin = time.perf_counter()
-    magic_line = _without_values(f"%%distributed {line}".strip())
-    source = f"{magic_line}\n{body}"
-    try:
-        read = names_read(source, transform=shell.transform_cell)
-    except SyntaxError as error:
-        raise _does_not_compile(error, source, cell_number(shell)) from None
+    magic_line = without_values(magic_line)
+    number = cell_number(shell)
+    found = read_cell(f"{magic_line}\n{body}", number, transform_of(shell))
     namespace = shell.user_ns
-    names = collect(read, namespace, extra=options.extra, exclude=options.exclude)
-    _check_outputs(source, options, names, shell)
+    names = collect(found.read, namespace, extra=options.extra, exclude=options.exclude)
+    _check_outputs(found, options, names)
     key = new_key()
     packed = pack_namespace(
         names,
         namespace,
         key,
         exclude=frozenset(options.exclude),
-        submodules=submodules_read(_WORD.findall(body), names.values()),
+        submodules=submodules_read(words_in(body), names.values()),
     )
     shipped = Shipped(
         names=packed.names,
         total_bytes=packed.total_bytes,
         seconds=time.perf_counter() - begin,
-        heavy=tuple((name, size) for name, size in packed.sizes.items() if size > _HEAVY_BYTES),
+        heavy=heavy_names(packed.sizes),
         notes=tuple(
             f"the notebook's variable `{name}` hides the rank's own `{name}`: --exclude {name} gives that back"
             for name in RANK_NAMES
             if name in packed.names
         ),
     )
+    placement = Placement(
+        ranks=ranks,
+        device_type=options.device_type or "any",
+        allow_busy=options.allow_busy,
+        stand_in=settings.stand_in == "cpu",
+    )
     environ = {**os.environ, **options.variables}
-    counts: Mapping[str, int] = getattr(shell.compile, "_filename_map", {})
+    wishes, given = options.wishes, frozenset(options.variables)
+    if session is not None:
+        wishes, given = session.wishes_with(options.wishes), given.union(session.variables)
+        environ = session.environ(options.variables)
+        placement = msgspec.structs.replace(session.placement, ranks=ranks)
     spec = RunSpec(
         run_id=new_id(),
-        name=options.name or _name_of(body, cell_number(shell)),
+        name=options.name or name_of(body, number),
         cell=CellSource(
             body=body,
             magic_line=magic_line,
-            execution_count=cell_number(shell),
-            linecache=cell_sources(packed.files, counts),
+            execution_count=number,
+            linecache=cell_sources(packed.files, cell_numbers(shell)),
         ),
-        placement=Placement(
-            ranks=ranks,
-            device_type=options.device_type or "any",
-            allow_busy=options.allow_busy,
-            stand_in=settings.stand_in == "cpu",
-        ),
+        placement=placement,
         outputs=options.outputs,
-        owner=this_owner(notebook_name(shell), kernel_id(shell), cell_id(shell)),
+        owner=owner(shell),
         timeout_s=options.timeout_s,
         wait_s=options.wait_s,
         grace_s=options.grace_s,
         retries=options.retries,
         retry_any=options.retry_any,
         detach=options.detach,
-        env_names=tuple(options.variables),
+        env_names=(*(session.variables if session is not None else ()), *options.variables),
         shipped=shipped,
+        session=session.run_id if session is not None else "",
+        session_name=session.name if session is not None else "",
+        fresh=session is not None,
+        parameters=scalars(names),
+        profile=options.profile,
+        max_cost=options.max_cost,
     )
-    return Submission(spec, packed, key, environ)
+    return Submission(spec, packed, key, environ, wishes, given)
 
 
-def _without_values(magic_line: str) -> str:
+def for_session(magic_line: str, body: str, options: CellOptions, session: Session) -> SessionCell:
+    """Return a cell as it is to run in a session's ranks.
+
+    Raises:
+        UsageError: It names a rank that the session does not have.
+    """
+    return SessionCell(
+        body=body,
+        magic_line=without_values(magic_line),
+        name=options.name,
+        only=session.only(options.only or None),
+        outputs=options.outputs,
+        extra=options.extra,
+        exclude=options.exclude,
+        variables=options.variables,
+        timeout_s=options.timeout_s,
+        wait_s=options.wait_s,
+        grace_s=options.grace_s,
+        reload=options.reload,
+        wishes=options.wishes,
+        profile=options.profile,
+    )
+
+
+def without_values(magic_line: str) -> str:
     """The magic's line as it may be written down: values of --env are often secrets."""
     return _ENV_VALUE.sub(r"\1***", magic_line)
 
 
-def check_cell(body: str) -> None:
+def check_cell(body: str, magic: str = "%%distributed") -> None:
     """Raise UsageError for a cell without code: it would start ranks for nothing."""
     if not any(text and not text.startswith("#") for text in map(str.strip, body.splitlines())):
-        raise UsageError("the cell is empty. Write the code that each rank shall run under the %%distributed line.")
+        raise UsageError(f"the cell is empty. Write the code that each rank shall run under the {magic} line.")
 
 
-def _check_outputs(source: str, options: CellOptions, shipped: Mapping[str, object], shell: InteractiveShell) -> None:
+def _check_outputs(found: CellNames, options: CellOptions, shipped: Mapping[str, object]) -> None:
     """Refuse what the cell can't return, rather than run it for nothing."""
-    stored = names_stored(source, transform=shell.transform_cell)
-    if stored is None:
+    if found.stored is None:
         return
     for output in options.outputs:
-        if output.name not in stored and output.name not in shipped:
-            known = ", ".join(sorted(stored)) or "none"
+        if output.name not in found.stored and output.name not in shipped:
+            known = ", ".join(sorted(found.stored)) or "none"
             raise UsageError(
                 f"--out names `{output.name}`, which the cell never sets. It sets: {known}. Set it in the cell or "
                 "take it out of --out."
             )
-
-
-def _does_not_compile(error: SyntaxError, source: str, number: int) -> CellSyntaxError:
-    """Say it as IPython says it of a plain cell."""
-    lines = source.splitlines()
-    line = error.lineno or 1
-    text = lines[line - 1] if line <= len(lines) else ""
-    column = max((error.offset or 1) - 1, 0) - (len(text) - len(text.lstrip()))
-    excerpt = f"    {text.strip()}\n    {' ' * max(column, 0)}^" if text.strip() else ""
-    return CellSyntaxError(error.msg, f"Cell In[{number}], line {line}", excerpt)
-
-
-def _name_of(body: str, execution_count: int) -> str:
-    found = _DEFINITION.search(body)
-    return found[1] if found is not None else f"cell {execution_count}"
-
-
-def cell_number(shell: InteractiveShell) -> int:
-    """The number of the cell that is running: newer IPythons count up before a cell runs, older ones after it."""
-    running = getattr(shell.displayhook, "exec_result", None)
-    return getattr(running, "execution_count", None) or shell.execution_count
-
-
-def notebook_name(shell: InteractiveShell) -> str:
-    """The notebook's file, where the front end tells: VS Code in the namespace, Jupyter in a variable."""
-    path = shell.user_ns.get("__vsc_ipynb_file__") or os.environ.get("JPY_SESSION_NAME", "")
-    return os.path.basename(str(path))
-
-
-def kernel_id(shell: InteractiveShell) -> str:
-    """The id that the Jupyter server knows this kernel by, "" where there is no server."""
-    application = getattr(getattr(shell, "kernel", None), "parent", None)
-    found = _KERNEL_FILE.fullmatch(os.path.basename(str(getattr(application, "connection_file", ""))))
-    return found[1] if found is not None else ""
-
-
-def cell_id(shell: InteractiveShell) -> str:
-    """The id of the cell that is running, as JupyterLab and Notebook send it with each execution; "" elsewhere."""
-    get_parent = getattr(shell, "get_parent", None)
-    metadata = (get_parent() or {}).get("metadata", {}) if get_parent is not None else {}
-    return str(metadata.get("cellId") or "")
-
-
-def default_ranks(has_gpus: int) -> int:
-    """Ranks without `--gpus`: all devices of a machine's one type, else two on CPU."""
-    return has_gpus or _CPU_RANKS

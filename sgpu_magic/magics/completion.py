@@ -7,26 +7,47 @@ from __future__ import annotations
 
 import os
 import re
+from argparse import SUPPRESS
+from collections.abc import Callable
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 from IPython.core.interactiveshell import InteractiveShell
 
 from sgpu_magic.config import load_settings
+from sgpu_magic.environment import saved
+from sgpu_magic.environment.base_lists import BASE_NAMES
 from sgpu_magic.errors import SgpuError
-from sgpu_magic.magics.arguments import RETRY_CHOICES, UI_CHOICES, parser
+from sgpu_magic.magics import environment_magic, line_arguments
+from sgpu_magic.magics.arguments import NO_SESSION, RETRY_CHOICES, parser
+from sgpu_magic.magics.parsing import UI_CHOICES, Parser
 from sgpu_magic.protocol.device_types import KNOWN_TYPES
 from sgpu_magic.protocol.ids import is_valid_id, short
+from sgpu_magic.runs.wishes import TORCH_CHOICES
+from sgpu_magic.sessions import registry, running
 
-_LINE = re.compile(r"\s*%%?distributed\s")
-_TAKES_RUN = re.compile(r"\s*%?sgpu_(?:attach|detach|stacks|status)\s+(?P<word>[0-9a-fA-F]*)$")
+_CELL = re.compile(r"\s*%%?(?P<magic>distributed|rank)\s")
+_LINE = re.compile(r"\s*(?:[\w,\s]+=\s*)?%?(?P<magic>sgpu_(?:connect|disconnect|pull|push|restart|auto|env))\s")
+_TAKES_RUN = re.compile(r"\s*%?sgpu_(?:attach|detach|stacks|status)\s+(?P<word>[\w.-]*)$")
 _MAX_RUNS = 50
 _VALUES = {
     "--type": ("any", "cpu", *KNOWN_TYPES),
     "--ui": UI_CHOICES,
     "--retry-on": RETRY_CHOICES,
     "--pool": ("local",),
+    "--torch": TORCH_CHOICES,
 }
 _NAMES = ("--in", "--out", "--exclude")
+_PARSERS: dict[str, Callable[[], Parser]] = {
+    "distributed": parser,
+    "rank": lambda: parser("%%rank"),
+    "sgpu_connect": line_arguments.connect_parser,
+    "sgpu_disconnect": line_arguments.disconnect_parser,
+    "sgpu_pull": lambda: line_arguments.names_parser("%sgpu_pull", "", pulls=True),
+    "sgpu_push": lambda: line_arguments.names_parser("%sgpu_push", "", pulls=False),
+    "sgpu_restart": line_arguments.restart_parser,
+    "sgpu_auto": line_arguments.auto_parser,
+    "sgpu_env": environment_magic.parser,
+}
 _matchers: dict[int, object] = {}
 
 
@@ -39,17 +60,20 @@ def install(shell: InteractiveShell) -> None:
         takes_run = _TAKES_RUN.match(before)
         if takes_run is not None:
             word = takes_run["word"]
-            runs = [run for run in _newest_runs() if run.startswith(word.lower())]
+            known = [*registry.names(), *_newest_runs()] if "status" in before else _newest_runs()
+            runs = [run for run in known if run.lower().startswith(word.lower())]
             return SimpleMatcherResult(
                 completions=[SimpleCompletion(text=run, type="run") for run in runs],
                 matched_fragment=word,
                 ordered=True,
                 suppress=True,
             )
-        if context.cursor_line != 0 or not _LINE.match(before):
+        line = (_CELL.match(before) if context.cursor_line == 0 else None) or _LINE.match(before)
+        if line is None:
             return SimpleMatcherResult(completions=[], suppress=False)
         word = re.split(r"[\s,]", before)[-1]
-        found = [text for text in _candidates(shell, before[: len(before) - len(word)]) if text.startswith(word)]
+        known = _candidates(shell, line["magic"], before[: len(before) - len(word)])
+        found = [text for text in known if text.startswith(word)]
         return SimpleMatcherResult(
             completions=[SimpleCompletion(text=text, type="magic option") for text in found],
             matched_fragment=word,
@@ -79,13 +103,50 @@ def _newest_runs() -> list[str]:
     return list(dict.fromkeys(short(name) for _, name in sorted(kept, reverse=True)[:_MAX_RUNS]))
 
 
-def _candidates(shell: InteractiveShell, before: str) -> list[str]:
+def _candidates(shell: InteractiveShell, magic: str, before: str) -> list[str]:
     """Return what may stand after `before`, which ends where a word begins."""
-    options = [option for action in parser()._actions for option in action.option_strings]  # pyright: ignore[reportPrivateUsage]
+    actions = _PARSERS[magic]()._actions  # pyright: ignore[reportPrivateUsage]
+    options = [option for action in actions if action.help != SUPPRESS for option in action.option_strings]
     words = before.replace(",", " ").split()
     after = next((word for word in reversed(words) if word.startswith("-")), "")
+    if words[-1] == "--session":
+        return [*registry.names(), *([NO_SESSION] if magic in ("distributed", "rank") else [])]
+    if words[-1] in ("--env-version", "--diff"):
+        return _environments(with_none=words[-1] == "--env-version")
     if words[-1] in _VALUES:
         return list(_VALUES[words[-1]])
     if after in _NAMES and (words[-1] == after or before.endswith(",")):
-        return [name for name in shell.user_ns if not name.startswith("_")]
-    return options
+        return _users_names(shell)
+    match magic:
+        case "sgpu_auto":
+            return ["on", "off", *options]
+        case "sgpu_env" if len(words) == 1:
+            return ["save", *options]
+        case "sgpu_disconnect":
+            return [*registry.names(), *options]
+        case "sgpu_push" if not after:
+            return [*_users_names(shell), *options]
+        case "sgpu_pull" if not after:
+            return [*_names_on_ranks(), *options]
+        case _:
+            return options
+
+
+def _users_names(shell: InteractiveShell) -> list[str]:
+    return [name for name in shell.user_ns if not name.startswith("_")]
+
+
+def _environments(*, with_none: bool) -> list[str]:
+    """Return what `--env-version` takes beside files."""
+    try:
+        kept = saved.saved_names(load_settings())
+    except SgpuError:
+        kept = []
+    return [*BASE_NAMES, *(["none"] if with_none else []), *kept]
+
+
+def _names_on_ranks() -> list[str]:
+    """Return what the current session's ranks have; none while they are busy."""
+    session = registry.idle()
+    there = running.names_on(session, 0) if session is not None else None
+    return sorted(name for name in there or () if not name.startswith("_"))

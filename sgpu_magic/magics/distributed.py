@@ -1,96 +1,117 @@
-"""The magics themselves."""
+"""The magics that run cells, and those that look at runs."""
 
 # IPython's own attributes are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
-import sys
-from typing import Any
-
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
-from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.result import RunResult
-from sgpu_magic.client.run import Run
-from sgpu_magic.config import Settings, load_settings
-from sgpu_magic.errors import RunCancelled, UsageError
-from sgpu_magic.magics import arguments, cell, follow
-from sgpu_magic.magics.notices import NoticeBoard
-from sgpu_magic.magics.restarts import watch_restarts
-from sgpu_magic.magics.status import RunWindows, StatusBoard
+from sgpu_magic.errors import RunCancelled
+from sgpu_magic.magics import arguments, cell, line_arguments
+from sgpu_magic.magics.auto import AutoMode
+from sgpu_magic.magics.choosing import session_for
+from sgpu_magic.magics.status import StatusBoard
 from sgpu_magic.magics.warmth import Warmth
-from sgpu_magic.protocol.ids import short
 from sgpu_magic.render.stacks import stacks_html, stacks_text
-from sgpu_magic.render.view import RunView
-from sgpu_magic.widget.live_views import Buttons, LiveViews
+from sgpu_magic.runs import follow
+from sgpu_magic.runs.submission import let_go, submit
+from sgpu_magic.runs.workplace import close_workplace, workplace
+from sgpu_magic.sessions import registry
+from sgpu_magic.sessions.cells import SessionCell
+from sgpu_magic.sessions.session import Session
 
 
 @magics_class
 class DistributedMagics(Magics):
     """`%%distributed`, `%sgpu_status`, and what one does with a run that goes on."""
 
-    def __init__(self, shell: InteractiveShell) -> None:
+    def __init__(self, shell: InteractiveShell, auto: AutoMode) -> None:
         super().__init__(shell=shell)
         self._shell = shell
-        self.settings = load_settings()
-        self._notices = NoticeBoard(is_notebook(shell))
-        self.pool = Pool(self.settings, self._notices.notice)
+        self._auto = auto
+        self.place = workplace()
+        self.pool = self.place.pool
         self.warmth = Warmth(self.pool)
-        self._board = StatusBoard(self.pool, self.settings.status_idle_s)
-        self._windows = RunWindows()
-        kernel = getattr(shell, "kernel", None)
-        self._live_views = LiveViews(kernel)
-        self.restarts = watch_restarts(kernel, self.pool, detaches=self.settings.detach_on_restart)
+        self._board = StatusBoard(self.pool, self.place.settings.status_idle_s)
 
     def close(self) -> None:
-        """Close the link to the pool; the pool goes on for others."""
-        if self.restarts is not None:
-            self.restarts.remove()
+        """End the sessions and close the link to the pool; the pool goes on for others."""
         self._board.close()
-        self._windows.close()
-        self._live_views.close()
-        self.pool.close()
+        registry.close_all()
+        close_workplace()
 
     @cell_magic
     def distributed(self, line: str, cell_body: str) -> RunResult | None:
         """Run this cell on N ranks of a pool. `%%distributed -h` shows the options."""
-        options = arguments.parse(line)
+        return self._run("%%distributed", line, cell_body)
+
+    @cell_magic
+    def rank(self, line: str, cell_body: str) -> RunResult | None:
+        """Run this cell on some ranks of the connected session: `%%rank 0`. `%%rank -h` shows the options."""
+        return self._run("%%rank", line, cell_body)
+
+    @cell_magic
+    def sgpu_auto_cell(self, line: str, cell_body: str) -> RunResult:
+        """What `%sgpu_auto` makes of a plain cell."""
+        session = registry.chosen()
+        self.place.notices.clear()
+        return session.run_cell(SessionCell(body=cell_body, auto=True))
+
+    def _run(self, magic: str, line: str, cell_body: str) -> RunResult | None:
+        options = arguments.parse(line, magic)
         if options.help:
-            print(arguments.parser().format_help())  # noqa: T201  help is output
+            print(arguments.parser(magic).format_help())  # noqa: T201  help is output
             return None
-        settings = self._current_settings()
-        self._check_pool(options.pool or settings.pool)
-        cell.check_cell(cell_body)
-        ranks = options.ranks or self._default_ranks(options.device_type)
-        self._notices.clear()
+        settings = self.place.current_settings()
+        self.place.check_pool(options.pool or settings.pool)
+        cell.check_cell(cell_body, magic)
+        magic_line = f"{magic} {line}".strip()
+        session = session_for(options, magic)
+        self.place.notices.clear()
+        if session is not None and not options.fresh:
+            return session.run_cell(cell.for_session(magic_line, cell_body, options, session), options.ui)
+        return self._run_fresh(magic_line, cell_body, options, session)
+
+    def _run_fresh(
+        self, magic_line: str, cell_body: str, options: arguments.CellOptions, session: Session | None
+    ) -> RunResult | None:
+        if session is not None:
+            ranks = options.ranks or session.checked().ranks
+        else:
+            ranks = options.ranks or self.place.default_ranks(options.device_type)
+        settings = self.place.current_settings()
         try:
-            submission = cell.prepare(line, cell_body, options, self._shell, settings, ranks)
-            run = self.pool.submit(submission.spec, submission.packed, submission.key, submission.environ)
+            submission = cell.prepare(magic_line, cell_body, options, self._shell, settings, ranks, session)
         except KeyboardInterrupt:
-            raise RunCancelled("interrupted before the pool had taken the run; nothing was started.") from None
-        followed = self._followed(run, options.ui, settings)
+            raise RunCancelled("interrupted before the run was submitted; nothing was started.") from None
+        run = submit(self.pool, submission)
+        followed = self.place.followed(run, options.ui)
         try:
             if options.detach:
                 follow.leave(followed)
                 return None
-            return follow.bring_back(followed, self._shell.user_ns, self.restarts)
+            return follow.bring_back(followed, self._shell.user_ns, self.place.restarts)
         finally:
-            self.warmth.ran(ranks)
-            self.pool.run_over(run.run_id)
-            run.close()
+            if session is None:
+                self.warmth.ran(ranks)
+            let_go(self.pool, run)
 
     @line_magic
     def sgpu_attach(self, line: str = "") -> RunResult | None:
         """Show a run from its beginning and bring its results back: `%sgpu_attach [RUN] [--ui auto|text|none]`."""
-        options = arguments.parse_run("%sgpu_attach", line, ui=True)
+        about = "Show a run from its beginning as if its cell had run here, and bring its results back."
+        options = self._run_options("%sgpu_attach", about, line, ui=True)
+        if options is None:
+            return None
         try:
             run, state = self.pool.attach(options.run)
         except KeyboardInterrupt:
             raise RunCancelled("interrupted before the pool had answered; its runs go on.") from None
         try:
-            followed = self._followed(run, options.ui, self._current_settings())
+            followed = self.place.followed(run, options.ui)
             return follow.watch(followed, state, self._shell.user_ns)
         finally:
             run.close()
@@ -98,13 +119,17 @@ class DistributedMagics(Magics):
     @line_magic
     def sgpu_detach(self, line: str = "") -> None:
         """Let a run go on without its notebook: `%sgpu_detach [RUN]`; all runs of this notebook without RUN."""
-        options = arguments.parse_run("%sgpu_detach", line)
-        print(self.pool.detach(options.run, start=True))  # noqa: T201
+        about = "Let a run go on whatever becomes of its notebook; all runs of this notebook without RUN."
+        options = self._run_options("%sgpu_detach", about, line)
+        if options is not None:
+            print(self.pool.detach(options.run, start=True))  # noqa: T201
 
     @line_magic
     def sgpu_stacks(self, line: str = "") -> None:
         """Show where every rank of a run is: `%sgpu_stacks [RUN]`."""
-        options = arguments.parse_run("%sgpu_stacks", line)
+        options = self._run_options("%sgpu_stacks", "Show where every rank of a run is.", line)
+        if options is None:
+            return
         answer = self.pool.stacks(options.run, start=True)
         told = (answer.run_id, answer.stacks, answer.cell)
         self._publish(stacks_text(*told), stacks_html(*told))
@@ -112,70 +137,38 @@ class DistributedMagics(Magics):
     @line_magic
     def sgpu_status(self, line: str = "") -> None:
         """Show devices, queue and runs, or the view of one run: `%sgpu_status [RUN] [--ui auto|text|none]`."""
-        options = arguments.parse_run("%sgpu_status", line, ui=True)
+        about = "Show the pool's devices, its queue and runs; or the view of one run or session."
+        options = self._run_options("%sgpu_status", about, line, ui=True, sessions=True)
+        if options is None:
+            return
         if options.run:
             run, state = self.pool.attach(options.run)
-            followed = self._followed(run, options.ui, self._current_settings(), error_follows=False)
-            self._windows.open(followed, state, live=self._live_views.is_watched and options.ui != "text")
-        elif is_notebook(self._shell):
-            self._board.show(self._live_views.is_watched)
+            followed = self.place.followed(run, options.ui, error_follows=False)
+            self.place.windows.open(followed, state, live=self.place.live_views.is_watched and options.ui != "text")
+        elif self.place.is_notebook:
+            self._board.show(self.place.live_views.is_watched)
         else:
             print(self._board.text())  # noqa: T201
+
+    def _run_options(
+        self, magic: str, about: str, line: str, *, ui: bool = False, sessions: bool = False
+    ) -> line_arguments.RunOptions | None:
+        """Read the line; None when help was asked for, which is printed."""
+        parser = line_arguments.run_parser(magic, about, ui=ui, sessions=sessions)
+        options = line_arguments.read_run(parser, line, _session_run if sessions else lambda name: "")
+        if options is None:
+            print(parser.format_help())  # noqa: T201
+        return options
 
     def _publish(self, text: str, html: str) -> None:
         from IPython.display import publish_display_data
 
-        if is_notebook(self._shell):
+        if self.place.is_notebook:
             publish_display_data({"text/plain": text, "text/html": html})
         else:
             print(text)  # noqa: T201
 
-    def _followed(self, run: Run, ui: str, settings: Settings, *, error_follows: bool = True) -> follow.Followed:
-        view = RunView(run.spec, settings.output_limit, pool=self.pool.name, error_follows=error_follows)
-        view.directory = str(run.directory)
-        publisher = self._live_views.publisher_for(ui, view, sys.stdout, self._buttons(run))
-        return follow.Followed(run, view, publisher, self.pool)
 
-    def _buttons(self, run: Run) -> Buttons:
-        """What the buttons of a run's view do; they are pressed in other threads than the cell's."""
-
-        def cancel() -> str:
-            run.cancel("Cancel was pressed")
-            return f"run {short(run.run_id)} is being stopped"
-
-        def stacks() -> list[str]:
-            answer = self.pool.stacks(run.run_id)
-            return stacks_text(answer.run_id, answer.stacks, answer.cell).splitlines()
-
-        return Buttons(run.directory, cancel, stacks)
-
-    def _current_settings(self) -> Settings:
-        """Settings that `%env` may have changed since; where the pool lives stays."""
-        return load_settings()
-
-    def _check_pool(self, name: str) -> None:
-        if name != self.pool.name:
-            raise UsageError(
-                f"there is no pool named {name!r}. You have: {self.pool.name}. Leave --pool out to use it."
-            )
-
-    def _default_ranks(self, device_type: str | None) -> int:
-        if device_type == "cpu":
-            return cell.default_ranks(0)
-        status = self.pool.status(recent=0)
-        types: dict[str, int] = {}
-        for device in status.inventory.devices if status is not None else ():
-            types[device.type] = types.get(device.type, 0) + 1
-        if device_type not in (None, "any"):
-            return cell.default_ranks(types.get(str(device_type), 0))
-        if len(types) > 1:
-            listed = ", ".join(f"{count} {name}" for name, count in types.items())
-            raise UsageError(
-                f"this pool has several types ({listed}): say how many of which with --gpus N --type TYPE."
-            )
-        return cell.default_ranks(sum(types.values()))
-
-
-def is_notebook(shell: Any) -> bool:
-    """Whether a front end that draws HTML is behind this shell: any Jupyter kernel, no terminal."""
-    return hasattr(shell, "kernel")
+def _session_run(name: str) -> str:
+    session = registry.find(name) if name else None
+    return session.run_id if session is not None else ""

@@ -1,11 +1,10 @@
-"""`%sgpu_status`: the pool, kept up to date below its cell, and a run's view brought back without waiting for it."""
+"""`%sgpu_status`: the pool, kept up to date below its cell."""
 
 # IPython's own attributes are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
-import contextvars
 import secrets
 import threading
 import time
@@ -13,15 +12,13 @@ from collections.abc import Callable
 
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.errors import PoolError
-from sgpu_magic.magics import follow
 from sgpu_magic.protocol.messages import PoolStatus
-from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render.status import status_html, status_text
+from sgpu_magic.runs.windows import Background
 
 INTERVAL_S = 1.0
 # a pool whose driver answers slowly is asked less often: it spends a quarter of its time on us at most
 _REST = 3.0
-_JOIN_S = 2.0
 Drawer = Callable[[PoolStatus, str], dict[str, str]]
 """Makes the output of what the pool said and a sentence about what is wrong, "" when nothing is."""
 
@@ -39,7 +36,7 @@ class StatusBoard:
     def __init__(self, pool: Pool, idle_s: float) -> None:
         self._pool = pool
         self._idle_s = idle_s
-        self._background: _Background | None = None
+        self._background: Background | None = None
 
     def show(self, live: bool) -> None:
         """Show the pool as an output of the cell that runs, and nowhere else any more.
@@ -56,7 +53,7 @@ class StatusBoard:
         _publish(shown, display_id, update=False)
         if live:
             watch = _StatusWatch(self._pool, self._drawn, display_id, status, self._idle_s)
-            self._background = _Background("sgpu-status", watch.work)
+            self._background = Background("sgpu-status", watch.work)
 
     def text(self) -> str:
         """Return the pool as text, "" when it does not say."""
@@ -113,68 +110,6 @@ class _StatusWatch:
         if drawn != self._shown:
             self._shown = drawn
             _publish(drawn, self._display_id, update=True)
-
-
-class RunWindows:
-    """Views of runs that go on, which no cell waits for."""
-
-    def __init__(self) -> None:
-        self._open: list[_Background] = []
-
-    def open(self, followed: follow.Followed, state: RunState, live: bool) -> None:
-        """Show a run; the cell does not wait for its end.
-
-        Args:
-            followed: The run, attached to. It is closed here.
-            state: Its state when it was attached to.
-            live: Follow it while it goes on; else what it has done so far is shown once.
-        """
-        if live and not state.is_final:
-            self._open = [window for window in self._open if window.is_alive]
-            self._open.append(_Background("sgpu-view", lambda stopped: _follow(followed, state, stopped)))
-        else:
-            try:
-                follow.replay(followed, state)
-            finally:
-                followed.run.close()
-
-    def close(self) -> None:
-        """Show none of them any further."""
-        windows, self._open = self._open, []
-        for window in windows:
-            window.stop()
-
-
-def _follow(followed: follow.Followed, state: RunState, stopped: threading.Event) -> None:
-    try:
-        follow.show(followed, state, stopped)
-    finally:
-        followed.run.close()
-
-
-class _Background:
-    """A thread whose outputs belong to the cell that has started it.
-
-    Args:
-        name: The thread's.
-        work: Is given the event that ends it.
-    """
-
-    def __init__(self, name: str, work: Callable[[threading.Event], None]) -> None:
-        self._stopped = threading.Event()
-        # with the cell's context: ipykernel keeps there which cell an output belongs to
-        context = contextvars.copy_context()
-        self._thread = threading.Thread(target=context.run, args=(work, self._stopped), name=name, daemon=True)
-        self._thread.start()
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def stop(self) -> None:
-        """End it; one that waits for a pool's answer ends when that has come, and shows nothing more."""
-        self._stopped.set()
-        self._thread.join(_JOIN_S)
 
 
 def _publish(data: dict[str, str], display_id: str, update: bool) -> None:

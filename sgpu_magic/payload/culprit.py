@@ -12,6 +12,7 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from sgpu_magic.payload.call import FunctionCall
 from sgpu_magic.payload.object_walk import find_way
 
 _DILL_NODES = 2_000
@@ -109,7 +110,8 @@ def _describe(root: str, value: object, culprit: object, error: Exception) -> tu
 
 
 def _has_getstate(obj: object) -> bool:
-    return not isinstance(obj, (dict, list, tuple, set, frozenset, types.FunctionType, functools.partial, type))
+    plain = (dict, list, tuple, set, frozenset, types.FunctionType, functools.partial, type, FunctionCall)
+    return not isinstance(obj, plain)
 
 
 def _is_stock_message(error: Exception) -> bool:

@@ -16,7 +16,7 @@ from sgpu_magic.payload.buffers import write_packed
 from sgpu_magic.payload.code_names import is_ipythons, loaded_names
 from sgpu_magic.payload.pickler import NamespacePickler
 from sgpu_magic.payload.unpack import collector_paused, compute_mac
-from sgpu_magic.protocol.records import PackedLayout
+from sgpu_magic.protocol.payloads import PackedLayout
 
 _ALIGNMENT = 64
 # names that need each other while they are rebuilt can't always be brought into order
@@ -35,6 +35,7 @@ class Packed:
         sizes: Bytes by name, pickle and buffers; an object under several names counts for the first.
         total_bytes: Size of the packed bytes.
         files: File names of the functions that go along, `<ipython-input-...>` or real ones.
+        modules: Modules that the other side imports, and what of each was met first; "" for the module itself.
     """
 
     pickle: bytes
@@ -44,6 +45,7 @@ class Packed:
     sizes: dict[str, int]
     total_bytes: int
     files: tuple[str, ...] = ()
+    modules: tuple[tuple[str, str], ...] = ()
 
     def to_bytes(self) -> bytes:
         """Return all as one bytes object, laid out as `layout` says."""
@@ -104,7 +106,7 @@ def pack_object(obj: object, namespace: dict[str, object], key: bytes) -> Packed
             pickler.dump(obj)
     except Exception as error:  # __reduce__ and __getstate__ of any class run here
         raise SerializationError(culprit.explain_result(obj, pickler.last, error)) from error
-    return _packed(stream.getvalue(), buffers, key, (), {}, tuple(pickler.files))
+    return _packed(stream.getvalue(), buffers, key, (), {}, pickler)
 
 
 class _Packing:
@@ -143,7 +145,6 @@ class _Packing:
             waiting.update(dict.fromkeys(new for new in self._dump(name) if new not in self._sizes))
         self._pickler.found = {}
         self._pickler.dump(tuple(self._submodule_objects()))
-        self.files = tuple(self._pickler.files)
 
     def _is_shippable(self, name: str) -> bool:
         if name not in self._namespace or name in self._exclude:
@@ -197,7 +198,7 @@ class _Packing:
         )
 
     def result(self, key: bytes) -> Packed:
-        return _packed(self._stream.getvalue(), self._buffers, key, tuple(self.done), self._sizes, self.files)
+        return _packed(self._stream.getvalue(), self._buffers, key, tuple(self.done), self._sizes, self._pickler)
 
 
 def _packed(
@@ -206,7 +207,7 @@ def _packed(
     key: bytes,
     names: tuple[str, ...],
     sizes: dict[str, int],
-    files: tuple[str, ...],
+    pickler: NamespacePickler,
 ) -> Packed:
     end = len(stream)
     table: list[tuple[int, int]] = []
@@ -216,7 +217,8 @@ def _packed(
         end = offset + view.nbytes
     places = tuple(table)
     layout = PackedLayout(pickle_size=len(stream), buffers=places, mac=compute_mac(key, stream, places))
-    return Packed(stream, buffers, layout, names, sizes, end, files)
+    files, modules = tuple(pickler.files), tuple(pickler.modules.items())
+    return Packed(stream, buffers, layout, names, sizes, end, files, modules)
 
 
 def _in_order(names: Iterable[str], needs: Callable[[str], Iterable[str]]) -> list[str]:

@@ -56,6 +56,7 @@ class NamespacePickler(cloudpickle.Pickler):
     Attributes:
         found: Names of the namespace that functions and classes pickled so far need; the caller empties it.
         files: File names of the functions' code.
+        modules: Modules that the other side has to import, and what of them was met first.
         last: The object that was looked at last: the culprit when pickling failed.
     """
 
@@ -78,6 +79,7 @@ class NamespacePickler(cloudpickle.Pickler):
         self._by_type: dict[type[object], Callable[[NamespacePickler, Any], Any] | None] = {}
         self.found: dict[str, None] = {}
         self.files: dict[str, None] = {}
+        self.modules: dict[str, str] = {}
         self.last: object = None
 
     def reducer_override(self, obj: Any) -> Any:
@@ -99,6 +101,10 @@ class NamespacePickler(cloudpickle.Pickler):
             return here._reduce_function
         if isinstance(obj, type):
             return here._reduce_class
+        if isinstance(obj, types.BuiltinFunctionType):
+            return here._reduce_builtin
+        if isinstance(obj, types.ModuleType):
+            return here._reduce_module
         if isinstance(obj, _LRU_TYPE):
             return here._reduce_lru_cache
         if type(obj) is functools.cached_property:
@@ -126,7 +132,10 @@ class NamespacePickler(cloudpickle.Pickler):
             if function.__code__ is _DISPATCH_CODE and function.__module__ == self._namespace.get("__name__"):
                 self._note(function)
                 return unpack.make_singledispatch, (list(cast("Any", function).registry.items()),)
-            return super().reducer_override(function)
+            reduced = super().reducer_override(function)
+            if reduced is NotImplemented:
+                self.modules.setdefault(function.__module__ or "", function.__qualname__)
+            return reduced
         code = function.__code__
         names = [name for name in loaded_names(code) if name in self._namespace]
         self.found.update(dict.fromkeys(names))
@@ -169,13 +178,27 @@ class NamespacePickler(cloudpickle.Pickler):
     def _reduce_class(self, cls: type) -> Any:
         reduced = super().reducer_override(cls)
         if not isinstance(reduced, tuple) or len(reduced) != 6:
-            return reduced  # by reference
+            # by reference
+            self.modules.setdefault(cls.__module__, cls.__qualname__)
+            return reduced
         self._note(cls)
         if not self._returning:
             unpack.known_classes.add(cls)
             return reduced
         make, arguments, state = reduced[:3]
         return unpack.find_or_make_class, (make, *arguments), state, None, None, unpack.set_class_state
+
+    def _reduce_builtin(self, function: types.BuiltinFunctionType) -> Any:
+        module = function.__module__
+        # a method that is bound goes with its object
+        if module and isinstance(function.__self__, types.ModuleType):
+            self.modules.setdefault(module, function.__qualname__)
+        return NotImplemented
+
+    def _reduce_module(self, module: types.ModuleType) -> Any:
+        if sys.modules.get(module.__name__) is module:
+            self.modules.setdefault(module.__name__, "")
+        return NotImplemented
 
     def _note(self, obj: type | types.FunctionType) -> None:
         """A top-level function or class goes along under its name: code on a rank may pickle it by that."""

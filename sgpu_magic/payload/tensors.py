@@ -101,6 +101,13 @@ def rebuild_typed_storage(storage: Any, dtype: Any) -> Any:
     return typed(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
+def rank_device() -> Any:
+    """Return this rank's own device as torch names it."""
+    import torch
+
+    return own_device(torch)
+
+
 def own_device(torch: Any) -> Any:
     """Return the device on which CUDA tensors arrive: this rank's own, the CPU where there is none."""
     if not torch.cuda.is_available():

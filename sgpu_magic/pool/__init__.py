@@ -1,12 +1,14 @@
 """The pool service: one process per user and machine. Owns the devices, the queue, the leases and the ledger.
 
-    lifecycle   one pool per user and machine: lock, address file, idle end
-    server      clients' messages in, events out
-    scheduler   who gets what, when (pure); stimuli, placement
-    service     does what the scheduler says
-    run_book    the runs it holds, and their last words
-run_log     a run's events, numbered and kept
-    ledger      every run's row
+    lifecycle         one pool per user and machine: lock, address file, idle end
+    server            clients' messages in, events out
+    requests          what clients ask, and the answers; session_requests: of a session's ranks
+    scheduler         who gets what, when (pure); stimuli, run_table, placement, session_rules
+    service           does what the scheduler says
+    node_reports      what the nodes say of their runs
+    run_book          the runs it holds, and their last words
+    run_log           a run's events, numbered and kept
+    ledger            every run's row; later_ledger: those of cells in sessions a moment later
 
 It never unpickles anything and never imports torch.
 """

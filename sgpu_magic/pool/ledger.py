@@ -11,16 +11,18 @@ import json
 import os
 import re
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from sgpu_magic.config import private_dir
 from sgpu_magic.errors import PoolError
+from sgpu_magic.protocol.devices import Lease
 from sgpu_magic.protocol.ids import check_id
 from sgpu_magic.protocol.messages import RunSummary
-from sgpu_magic.protocol.records import Lease, RunSpec
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.protocol.records import RunSpec
+from sgpu_magic.protocol.states import RunKind, RunState
 
 # Version n of the schema is what the first n migrations make. Never change one that was released: add one.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
@@ -44,15 +46,44 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         )
         """,
     ),
+    (
+        "ALTER TABLE runs ADD COLUMN kind TEXT NOT NULL DEFAULT 'cell'",
+        "ALTER TABLE runs ADD COLUMN session TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE runs ADD COLUMN kernel TEXT NOT NULL DEFAULT ''",
+    ),
+    (
+        # runs of before have no meter: NULL
+        "ALTER TABLE runs ADD COLUMN user TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE runs ADD COLUMN metered_at REAL",
+        "ALTER TABLE runs ADD COLUMN hourly REAL",
+        "ALTER TABLE runs ADD COLUMN currency TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE runs ADD COLUMN gpu_s REAL",
+        "ALTER TABLE runs ADD COLUMN cost REAL",
+        "ALTER TABLE runs ADD COLUMN idle_s REAL",
+        # a session's cells are looked up at its end
+        "CREATE INDEX cells_of_sessions ON runs (session) WHERE session != ''",
+    ),
 )
 
 _COLUMNS = (
     "run_id, name, ranks, device_type, simulated, state, submitted_at, started_at, ended_at, failure, uuids, "
-    "owner_pid, notebook"
+    "owner_pid, notebook, kind, session, kernel, user, metered_at, hourly, currency, gpu_s, cost, idle_s"
 )
 _FINAL = tuple(state.value for state in RunState if state.is_final)
 _PREFIX = re.compile(r"[0-9a-f]{1,8}")
 _FILES = ("", "-wal", "-shm")
+
+
+@dataclass(frozen=True, slots=True)
+class Metered:
+    """What is new of a run's meter; None is what stays. As in `RunSummary`."""
+
+    metered_at: float | None = None
+    hourly: float | None = None
+    currency: str | None = None
+    gpu_s: float | None = None
+    cost: float | None = None
+    idle_s: float | None = None
 
 
 class Ledger:
@@ -82,8 +113,8 @@ class Ledger:
             ValueError: Its id is none, or is in the ledger already.
         """
         self._write(
-            "INSERT INTO runs (run_id, name, ranks, device_type, state, submitted_at, owner_pid, notebook) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO runs (run_id, name, ranks, device_type, state, submitted_at, owner_pid, notebook, kind, "
+            "session, kernel, user) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 check_id(spec.run_id),
                 spec.name,
@@ -93,6 +124,10 @@ class Ledger:
                 spec.submitted_at,
                 spec.owner.pid,
                 spec.owner.notebook,
+                spec.kind.value,
+                spec.session,
+                spec.owner.kernel,
+                spec.owner.user,
             ),
         )
 
@@ -105,6 +140,7 @@ class Ledger:
         started_at: float | None = None,
         ended_at: float | None = None,
         failure: str | None = None,
+        meter: Metered | None = None,
     ) -> None:
         """Write down what is given; what is left out stays. A run that is not in the ledger changes nothing.
 
@@ -112,6 +148,7 @@ class Ledger:
             started_at: Wall-clock time, seconds since the epoch.
             ended_at: The same.
             failure: One line for a person.
+            meter: What is new of its meter.
 
         Raises:
             ValueError: `run_id` is no run id.
@@ -130,6 +167,8 @@ class Ledger:
             changes["ended_at"] = ended_at
         if failure is not None:
             changes["failure"] = failure
+        if meter is not None:
+            changes |= {name: value for name, value in asdict(meter).items() if value is not None}
         if changes:
             columns = ", ".join(f"{column} = ?" for column in changes)
             self._write(f"UPDATE runs SET {columns} WHERE run_id = ?", (*changes.values(), run_id))
@@ -166,6 +205,45 @@ class Ledger:
         rows = self._read(f"SELECT run_id FROM runs WHERE state NOT IN ({marks}) ORDER BY seq", _FINAL)
         return [row[0] for row in rows]
 
+    def cells(self) -> list[str]:
+        """The runs that ran in sessions, oldest first."""
+        return [row[0] for row in self._read("SELECT run_id FROM runs WHERE session != '' ORDER BY seq", ())]
+
+    def cell_times(self, session: str) -> list[tuple[float, float | None]]:
+        """When each cell of a session began and ended, None for one that goes on; those that never began are left out.
+
+        Raises:
+            ValueError: `session` is no run id.
+        """
+        sql = "SELECT started_at, ended_at FROM runs WHERE session = ? AND session != '' AND started_at IS NOT NULL"
+        return [(began, ended) for began, ended in self._read(sql, (check_id(session),))]
+
+    def costs_since(self, since: float, currency: str) -> list[tuple[float, float]]:
+        """When runs ended after `since` (seconds since the epoch), and what each cost, oldest first."""
+        sql = (
+            "SELECT ended_at, cost FROM runs WHERE cost IS NOT NULL AND ended_at > ? AND currency = ? ORDER BY ended_at"
+        )
+        return [(ended, cost) for ended, cost in self._read(sql, (since, currency))]
+
+    @contextlib.contextmanager
+    def together(self) -> Generator[None]:
+        """Write what is written within in one transaction: one commit for all of it."""
+        self._write("BEGIN", ())
+        try:
+            yield
+        finally:
+            # a database that was found damaged meanwhile is another one now
+            if self._database.in_transaction:
+                self._write("COMMIT", ())
+
+    def has(self, run_id: str) -> bool:
+        """Whether the run was recorded.
+
+        Raises:
+            ValueError: `run_id` is no run id.
+        """
+        return bool(self._read("SELECT 1 FROM runs WHERE run_id = ?", (check_id(run_id),)))
+
     def close(self) -> None:
         """Write everything into the one file and close it."""
         self._database.close()
@@ -197,7 +275,7 @@ class Ledger:
     def _write(self, sql: str, values: Sequence[str | int | float]) -> None:
         self._run(sql, values)
 
-    def _read(self, sql: str, values: Sequence[str | int]) -> list[Any]:
+    def _read(self, sql: str, values: Sequence[str | int | float]) -> list[Any]:
         return self._run(sql, values)
 
     def _run(self, sql: str, values: Sequence[str | int | float]) -> list[Any]:
@@ -302,4 +380,14 @@ def _summary(row: Sequence[Any]) -> RunSummary:
         uuids=tuple(json.loads(row[10])),
         owner_pid=row[11],
         notebook=row[12],
+        kind=RunKind(row[13]),
+        session=row[14],
+        kernel=row[15],
+        user=row[16],
+        metered_at=row[17],
+        hourly=row[18],
+        currency=row[19],
+        gpu_s=row[20],
+        cost=row[21],
+        idle_s=row[22],
     )

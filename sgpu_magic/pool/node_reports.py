@@ -14,10 +14,10 @@ from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.restarts import Restarts
 from sgpu_magic.pool.run_book import PoolRun, RunBook
 from sgpu_magic.pool.scheduler import Scheduler
-from sgpu_magic.protocol.events import PayloadReleased, RanksStarted, RunEnded
+from sgpu_magic.protocol.events import EnvironmentMoved, PayloadReleased, RanksStarted, RunEnded
 from sgpu_magic.protocol.node_messages import RunEvent
 from sgpu_magic.protocol.records import Failure
-from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
 
 # events are confirmed to the agent this long after they are on disk
 _CONFIRM_S = 1.0
@@ -66,6 +66,9 @@ class NodeReports:
                 self._book.tell(run, body, at, number=number)
                 self._confirm()
                 self._book.payload_released(run)
+            case EnvironmentMoved(ready=True):
+                self._book.tell(run, body, at, number=number)
+                self._feed(sched.RunMoved(run.run_id, RunState.STARTING, now))
             case RanksStarted():
                 if not run.spec.retries:
                     run.let_payload_go()
@@ -80,11 +83,12 @@ class NodeReports:
                 submitted = run.spec.submitted_at
                 placed = run.placed_at or at
                 body = msgspec.structs.replace(body, queued_s=placed - submitted, total_s=at - submitted)
+                body, meter = self._book.billing.ended(run, body, at)
                 run.ended = True
                 self._book.tell(run, body, at, frames, number)
-                failure = _headline(body.failure) or body.reason or None
-                self._ledger.update(run.run_id, ended_at=at, failure=failure)
-                self._feed(sched.RunMoved(run.run_id, body.state, now))
+                failure = _headline(body.failure) or body.reason
+                self._ledger.update(run.run_id, ended_at=at, failure=failure or None, meter=meter)
+                self._feed(sched.RunMoved(run.run_id, body.state, now, failure, body.unstopped))
             case _:
                 self._book.tell(run, body, at, frames, number)
 
@@ -92,8 +96,24 @@ class NodeReports:
         self._confirm()
         run = self._book.get(run_id)
         if run is not None and not self._goes_on(run):
-            state = run.state if run.state.is_final else RunState.FAILED
-            self._feed(sched.RunOver(run_id, state, time.monotonic()))
+            if run.spec.kind is RunKind.SESSION:
+                self._end_cells_of(run)
+            self._over(run)
+            self._book.ranks_gone(run)
+
+    def _over(self, run: PoolRun) -> None:
+        state = run.state if run.state.is_final else RunState.FAILED
+        self._feed(sched.RunOver(run.run_id, state, time.monotonic()))
+
+    def _end_cells_of(self, session: PoolRun) -> None:
+        """The ranks of a session are gone: no cell can be in them any more."""
+        for run in self._book.going:
+            if run.spec.session != session.run_id or not run.spec.in_session or run.placed_at is None:
+                continue
+            if not run.ended:
+                why = "the ranks of its session are gone"
+                self._book.end_without_ranks(run, RunState.FAILED, why, FailureKind.SESSION)
+            self._over(run)
             self._book.ranks_gone(run)
 
     def _goes_on(self, run: PoolRun) -> bool:
@@ -111,8 +131,13 @@ class NodeReports:
             at=time.time(),
         )
         self._book.memory_lost(why)
-        # before a lease is given back: what waits is placed on the new agent at once
+        # before a lease is given back: what waits is placed on the new agent at once. Cells before their sessions:
+        # of a session that still seems to run the next cell would begin
         had_ranks = [run for run in self._book.going if run.placed_at is not None]
+        of_sessions = [run for run in had_ranks if run.spec.session or run.spec.kind is RunKind.SESSION]
+        for run in sorted(of_sessions, key=lambda run: not run.spec.session):
+            self._lose(run, failure)
+            self._feed(sched.RunMoved(run.run_id, run.state, time.monotonic(), failure.message))
         for run in had_ranks:
             if not run.ended and not run.restarting:
                 failed = self._restarts.instead_of(run, RunEnded(state=RunState.FAILED, failure=failure))
@@ -120,15 +145,19 @@ class NodeReports:
                     self._book.tell(run, failed, time.time())
             if self._goes_on(run):
                 continue
-            if not run.ended:
-                scheduled = self._scheduler.run(run.run_id)
-                stopping_as = None if scheduled is None else scheduled.stopping_as
-                ends_as = stopping_as or RunState.FAILED
-                self._book.end_without_ranks(run, ends_as, failure.message, failure.kind, failure)
-                run.state = ends_as
-            state = run.state if run.state.is_final else RunState.FAILED
-            self._feed(sched.RunOver(run.run_id, state, time.monotonic()))
+            self._lose(run, failure)
+            self._over(run)
             self._book.forget(run.run_id)
+
+    def _lose(self, run: PoolRun, failure: Failure) -> None:
+        """Say the last word of a run whose ranks died with their agent, unless it was said."""
+        self._restarts.give_up(run)
+        if run.ended:
+            return
+        scheduled = self._scheduler.run(run.run_id)
+        stopping_as = None if scheduled is None else scheduled.stopping_as
+        run.state = stopping_as or RunState.FAILED
+        self._book.end_without_ranks(run, run.state, failure.message, failure.kind, failure)
 
     def _confirm_later(self, run_id: str) -> None:
         if not self._unconfirmed:

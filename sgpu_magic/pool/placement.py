@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sgpu_magic.protocol.device_types import ANY, CPU
+from sgpu_magic.protocol.devices import Device, Inventory, Lease, Placement
 from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.records import Device, Inventory, Lease, Placement
 
 
 @dataclass(frozen=True, slots=True)

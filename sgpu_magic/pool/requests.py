@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
-from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.engines.base import Engine
 from sgpu_magic.event_file import read_spec
 from sgpu_magic.pool import stimuli as sched
+from sgpu_magic.pool.admission import ends_with_notebook, unfit
+from sgpu_magic.pool.kept_environments import KeptEnvironments
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.run_book import PoolRun, RunBook
 from sgpu_magic.pool.run_log import read_events
 from sgpu_magic.pool.server import ConnectedClient, Server
-from sgpu_magic.protocol.events import Detached
+from sgpu_magic.pool.session_requests import SessionRequests
+from sgpu_magic.protocol.events import Described, Detached
 from sgpu_magic.protocol.ids import is_valid_id, short
+from sgpu_magic.protocol.measures import RankStack
 from sgpu_magic.protocol.messages import (
     Accepted,
+    AskRank,
     AskStacks,
     AskStatus,
     Attach,
     Attached,
     Cancel,
     ClientMessage,
+    Describe,
     Detach,
     Goodbye,
     Hello,
+    KeepEnvironment,
     PoolStatus,
     ReclaimPayload,
     Refused,
+    RestartRanks,
     ResultsReceived,
     Stacks,
     StopPool,
@@ -40,11 +48,12 @@ from sgpu_magic.protocol.messages import (
     Warm,
     Welcome,
 )
-from sgpu_magic.protocol.records import CellSource, RankStack, RunSpec
+from sgpu_magic.protocol.records import CellSource, RunSpec
 from sgpu_magic.protocol.run_files import KEY
 from sgpu_magic.protocol.states import OWNER_GONE, RunState
 
-_MAX_RETRIES = 100
+# a notebook that submits its session again after a service's death does so at once
+_LOOK_AGAIN_S = 0.05
 
 
 class Core(Protocol):
@@ -76,15 +85,27 @@ class Requests:
         engine: Where the ranks are.
         book: The runs.
         ledger: All runs there ever were.
+        kept_environments: What describes the runs' packages.
     """
 
-    def __init__(self, core: Core, server: Server, engine: Engine, book: RunBook, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        core: Core,
+        server: Server,
+        engine: Engine,
+        book: RunBook,
+        ledger: Ledger,
+        kept_environments: KeptEnvironments,
+    ) -> None:
         self._core = core
         self._server = server
         self._engine = engine
         self._book = book
         self._ledger = ledger
+        self._kept_environments = kept_environments
         self._asked_stacks: dict[int, tuple[ConnectedClient, AskStacks, str]] = {}
+        self._loop = asyncio.get_running_loop()
+        self.sessions = SessionRequests(server, engine, book, ledger, core.feed)
 
     def heard(self, client: ConnectedClient, message: ClientMessage, frames: Sequence[bytes]) -> None:
         match message:
@@ -94,8 +115,18 @@ class Requests:
                 self._engine.warm(message)
             case Submit():
                 self._when_settled(lambda: self._submit(client, message, frames))
+            case Describe():
+                run = self._book.speaker(message.run_id)
+                if run is not None:
+                    self._book.tell(run, Described(tags=message.tags), time.time())
+            case KeepEnvironment():
+                self._kept_environments.keep(message)
             case Cancel():
                 self._cancel(client, message)
+            case RestartRanks():
+                self._when_settled(lambda: self.sessions.restart(client, message))
+            case AskRank():
+                self.sessions.ask(client, message)
             case Attach():
                 self._when_settled(lambda: self._attach(client, message))
             case Unfollow():
@@ -133,7 +164,8 @@ class Requests:
             self._server.send(client, Stacks(request=question.request, run_id=run_id, stacks=stacks, cell=cell))
 
     def ranks_gone(self, run_id: str) -> None:
-        """Nobody will answer for their stacks any more."""
+        """Nobody will answer for its ranks any more."""
+        self.sessions.session_gone(run_id)
         for number, (client, question, asked_run) in list(self._asked_stacks.items()):
             if asked_run == run_id:
                 del self._asked_stacks[number]
@@ -144,17 +176,14 @@ class Requests:
     def _submit(self, client: ConnectedClient, submit: Submit, frames: Sequence[bytes]) -> None:
         spec = submit.spec
         again = self._core.resubmittable.get(spec.run_id)
-        problem = ""
-        if not is_valid_id(spec.run_id) or self._book.get(spec.run_id) or (self._known(spec.run_id) and again is None):
+        if not is_valid_id(spec.run_id) or self._book.get(spec.run_id) or (not again and self._was_here(spec.run_id)):
             problem = "the run's id is not valid or was used before."
-        elif spec.placement.ranks < 1:
-            problem = f"a run needs at least one rank, not {spec.placement.ranks}."
-        elif not 0 < spec.timeout_s <= SEVEN_DAYS_S:
-            problem = "a run's time limit is more than 0 s and at most 7 days."
-        elif not 0 <= spec.retries <= _MAX_RETRIES:
-            problem = f"a run is started again 0 to {_MAX_RETRIES} times."
+        else:
+            problem = unfit(spec)
         if problem:
             self._refuse(client, submit.request, problem)
+            return
+        if spec.session and not self._has_session(client, submit, frames):
             return
         spec = msgspec.structs.replace(spec, submitted_at=time.time() if again is None else again.submitted_at)
         run = PoolRun(msgspec.structs.replace(submit, spec=spec), frames, client)
@@ -165,13 +194,55 @@ class Requests:
                 self._refuse(client, submit.request, f"the run's variables can't be read: {error.strerror}.")
                 return
         self._book.add(run)
-        self._core.with_fresh_inventory(lambda: self._core.feed(sched.RunSubmitted(spec, time.monotonic())))
+        if spec.session:
+            # it takes no device
+            self._core.feed(sched.RunSubmitted(spec, time.monotonic()))
+        else:
+            self._core.with_fresh_inventory(lambda: self._core.feed(sched.RunSubmitted(spec, time.monotonic())))
+            self._prepare(run)
+
+    def _prepare(self, run: PoolRun) -> None:
+        """A run that waits has its packages made ready meanwhile."""
+        environment = run.submit.environment
+        if environment is not None and run.placed_at is None and self._book.get(run.run_id) is run:
+            self._engine.prepare(run.run_id, run.submit.interpreter, environment)
+
+    def unprepare(self, run: PoolRun) -> None:
+        """It ends in the queue: nobody needs its packages any more."""
+        environment = run.submit.environment
+        if (
+            environment is not None
+            and run.placed_at is None
+            and self._engine.builds(run.submit.interpreter, environment)
+        ):
+            self._engine.end_run(run.run_id, RunState.CANCELLED, "")
+
+    def _has_session(self, client: ConnectedClient, submit: Submit, frames: Sequence[bytes]) -> bool:
+        """Whether the cell's session is there. Else it is looked for again, or the cell refused."""
+        session = self._book.get(submit.spec.session)
+        if session is not None and session.log is not None:
+            return True
+        if session is not None or submit.spec.session in self._core.resubmittable:
+            # it waited in the queue of a service that was killed, and is submitted again as well
+            self._loop.call_later(_LOOK_AGAIN_S, self._look_again, client, submit, frames)
+        else:
+            self._refuse(client, submit.request, self.sessions.unknown(submit.spec.session), "SessionError")
+        return False
+
+    def _look_again(self, client: ConnectedClient, submit: Submit, frames: Sequence[bytes]) -> None:
+        if client in self._server.clients:
+            self._submit(client, submit, frames)
 
     def _cancel(self, client: ConnectedClient, message: Cancel) -> None:
         run = self._going(client, message.request, message.run) if message.run else None
-        if run is not None:
-            text = f"run {short(run.run_id)} is being cancelled"
-            self._server.send(client, Accepted(request=message.request, run_id=run.run_id, text=text))
+        if run is None:
+            return
+        kill = message.kill and (run.state is RunState.CANCELLING or run.state.is_final)
+        text = f"run {short(run.run_id)} is being {'killed' if kill else 'cancelled'}"
+        self._server.send(client, Accepted(request=message.request, run_id=run.run_id, text=text))
+        if kill:
+            self._engine.kill_ranks(run.run_id)
+        else:
             self._core.feed(sched.CancelRequested(run.run_id, message.reason, time.monotonic()))
 
     def _stop_asked(self, client: ConnectedClient, message: StopPool) -> None:
@@ -232,11 +303,15 @@ class Requests:
     def _detach(self, client: ConnectedClient, message: Detach) -> None:
         if message.run:
             run = self._going(client, message.request, message.run)
-            runs = [] if run is None else [run]
             if run is None:
                 return
+            if why := ends_with_notebook(run.spec):
+                self._refuse(client, message.request, why)
+                return
+            runs = [run]
         else:
-            runs = [run for run in self._book.going if run.owner is client]
+            owned = [run for run in self._book.going if run.owner is client]
+            runs = [run for run in owned if not ends_with_notebook(run.spec)]
         for run in runs:
             try:
                 run.hold_payload()
@@ -286,6 +361,9 @@ class Requests:
         ids = [run.run_id for run in found]
         self._refuse(client, request, _not_one(prefix, ids, "that is going on here"), "RunUnknown")
         return None
+
+    def _was_here(self, run_id: str) -> bool:
+        return self._ledger.has(run_id)
 
     def _known(self, prefix: str) -> list[str]:
         try:

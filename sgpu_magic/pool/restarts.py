@@ -9,7 +9,8 @@ import msgspec
 
 from sgpu_magic.pool.run_book import PoolRun, RunBook
 from sgpu_magic.protocol.events import AttemptFailed, RunEnded
-from sgpu_magic.protocol.records import Failure, FilePayload, InlinePayload, SharedPayload
+from sgpu_magic.protocol.payloads import FilePayload, InlinePayload, SharedPayload
+from sgpu_magic.protocol.records import Failure
 from sgpu_magic.protocol.run_files import PAYLOAD
 from sgpu_magic.protocol.states import FailureKind, RunState
 
@@ -46,6 +47,11 @@ class Restarts:
         run.attempt = failed.attempt
         run.restarting = True
         self._failures[run.run_id] = failed.failure
+
+    def give_up(self, run: PoolRun) -> None:
+        """It is not started again after all."""
+        run.restarting = False
+        self._failures.pop(run.run_id, None)
 
     def ranks_gone(self, run: PoolRun, stopping_as: RunState | None) -> bool:
         """The failed group is gone. True when its successor was started, so the run goes on.

@@ -6,8 +6,9 @@ runs are live in the pool's own thread.
 The budget counts ended runs only, newest first; from the first one that does not fit, all that are older go:
 
     keep_days    a run that ended longer ago goes
-    keep_runs    so many stay
+    keep_runs    so many stay; of the cells that ran in sessions, which come by the hundred, as many beside them
     keep_bytes   so much stays. The newest run stays even if it is larger: a budget must not eat what was just made
+    unsent       what is not in MLflow yet stays for keep_days, whatever the others say: it is nowhere else
     always       no live run goes, and none in the first minutes after its end: somebody is about to look at it
 """
 
@@ -22,12 +23,13 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sgpu_magic.config import Settings
 from sgpu_magic.protocol.ids import is_valid_id, short
+from sgpu_magic.tracking.progress import is_unsent
 
 JUST_ENDED_S = 300.0
 _DAY_S = 24 * 3600.0
@@ -37,6 +39,7 @@ _LOG_BYTES = 10_000_000
 _LOG_TAIL_BYTES = 1_000_000
 # after a run's end: nothing may compete with its result or with the next run's start
 _DELAY_S = 10.0
+_CELLS_DELAY_S = 300.0
 _INTERVAL_S = 3600.0
 # a run's id follows; no command takes such a name for a run
 _REMOVING = ".removing-"
@@ -51,11 +54,15 @@ class RunOnDisk:
         run_id: The run.
         ended_at: Wall-clock time of its end.
         bytes: What it takes on the disk.
+        is_cell: It ran in a session.
+        unsent: It is tracked, and not all of it is in its store.
     """
 
     run_id: str
     ended_at: float
     bytes: int
+    is_cell: bool = False
+    unsent: bool = False
 
 
 class Why(enum.StrEnum):
@@ -75,22 +82,25 @@ def choose_removals(runs: Iterable[RunOnDisk], settings: Settings, now: float) -
         now: Wall-clock time.
     """
     removals: list[tuple[str, Why]] = []
-    beyond: Why | None = None
-    kept = kept_bytes = 0
+    # for runs and for cells of sessions
+    beyond: dict[bool, Why] = {}
+    kept = {False: 0, True: 0}
+    kept_bytes = 0
     for run in sorted(runs, key=lambda run: (-run.ended_at, run.run_id)):
         age = now - run.ended_at
-        if beyond is None:
+        if run.is_cell not in beyond:
             if age > settings.keep_days * _DAY_S:
-                beyond = Why.AGE
-            elif kept >= settings.keep_runs:
-                beyond = Why.COUNT
-            elif kept and kept_bytes + run.bytes > settings.keep_bytes:
-                beyond = Why.BYTES
-        if beyond is None or age < JUST_ENDED_S:
-            kept += 1
+                beyond = {False: Why.AGE, True: Why.AGE} | beyond
+            elif kept[run.is_cell] >= settings.keep_runs:
+                beyond[run.is_cell] = Why.COUNT
+            elif any(kept.values()) and kept_bytes + run.bytes > settings.keep_bytes:
+                beyond = {False: Why.BYTES, True: Why.BYTES} | beyond
+        kept_for_store = run.unsent and age <= settings.keep_days * _DAY_S
+        if run.is_cell not in beyond or age < JUST_ENDED_S or kept_for_store:
+            kept[run.is_cell] += 1
             kept_bytes += run.bytes
         else:
-            removals.append((run.run_id, beyond))
+            removals.append((run.run_id, beyond[run.is_cell]))
     return removals[::-1]
 
 
@@ -100,12 +110,24 @@ class Retention:
     Args:
         settings: Where it is, and the budget.
         is_live: Whether a run goes on, or its directory is still needed; asked in the loop's thread.
+        cells: The ids of runs that ran in sessions; asked in the loop's thread.
+        removed: Called in the loop's thread when what was beyond the budget is gone.
         delay_s: Seconds from `schedule` to the look at the disk.
     """
 
-    def __init__(self, settings: Settings, is_live: Callable[[str], bool], *, delay_s: float = _DELAY_S) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        is_live: Callable[[str], bool],
+        cells: Callable[[], Collection[str]] = tuple,
+        *,
+        removed: Callable[[], None] | None = None,
+        delay_s: float = _DELAY_S,
+    ) -> None:
         self._settings = settings
         self._is_live = is_live
+        self._cells = cells
+        self._removed = removed
         self._delay_s = delay_s
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -113,11 +135,16 @@ class Retention:
         self._again = False
         self._closing = threading.Event()
 
-    def schedule(self) -> None:
-        """Look soon, once for all calls until then. The first call comes when the pool knows which runs are live."""
-        self._again = self._sweep is not None
-        if self._sweep is None:
-            self._look_in(self._delay_s)
+    def schedule(self, *, soon: bool = True) -> None:
+        """Look once for all calls until then. The first call comes when the pool knows which runs are live.
+
+        Args:
+            soon: Else within some minutes: after a cell in a session, which many more may follow at once.
+        """
+        if self._sweep is not None:
+            self._again = self._again or soon
+        else:
+            self._look_in(self._delay_s if soon else _CELLS_DELAY_S)
 
     def close(self) -> None:
         """Stop. A removal that is cut short is finished by the next pool."""
@@ -157,9 +184,11 @@ class Retention:
         # asked before they are measured: what a run writes last tells when it ended
         ended = [path for path in directories if not self._is_live(path.name)]
         orphans = [path for path in uploads if not self._is_live(path.name.lstrip(".").partition(".")[0])]
-        runs = await run_in_thread(None, _measure_all, ended)
+        runs = await run_in_thread(None, _measure_all, ended, frozenset(self._cells()))
         removals = choose_removals(runs, settings, time.time())
         await run_in_thread(None, self._remove, removals, orphans)
+        if self._removed is not None:
+            self._removed()
 
     def _remove(self, removals: Sequence[tuple[str, Why]], uploads: Sequence[Path]) -> None:
         runs = self._settings.runs_path
@@ -238,11 +267,11 @@ def cap_log(path: Path, most_bytes: int) -> None:
         log.truncate(0)
 
 
-def _measure_all(directories: Iterable[Path]) -> list[RunOnDisk]:
+def _measure_all(directories: Iterable[Path], cells: Collection[str]) -> list[RunOnDisk]:
     found: list[RunOnDisk] = []
     for path in directories:
         size, changed = measure(path)
-        found.append(RunOnDisk(path.name, changed, size))
+        found.append(RunOnDisk(path.name, changed, size, path.name in cells, is_unsent(path)))
     return found
 
 

@@ -10,12 +10,16 @@ from pathlib import Path
 
 import msgspec
 
+from sgpu_magic.pool.billing import Billing
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.server import ConnectedClient
+from sgpu_magic.protocol.devices import Lease
 from sgpu_magic.protocol.events import EventBody, Noted, PayloadReleased, RunEnded, Submitted
 from sgpu_magic.protocol.messages import Accepted, Submit
-from sgpu_magic.protocol.records import Failure, InlinePayload, Record, RunSpec, SharedPayload
+from sgpu_magic.protocol.payloads import InlinePayload, SharedPayload
+from sgpu_magic.protocol.record import Record
+from sgpu_magic.protocol.records import Failure, RunSpec
 from sgpu_magic.protocol.states import FailureKind, RunState
 
 Send = Callable[[ConnectedClient, Record, Sequence[bytes]], None]
@@ -39,6 +43,9 @@ class PoolRun:
         adopted: An earlier service launched it; its notebook has not come back yet.
         payload_over: Nobody reads its payload's memory any more.
         held_fd: The payload's memory file, held here because the notebook may go; -1 when not.
+        lease: What it has; None before.
+        hourly: What that costs in an hour; None without a price, and of what runs in a session.
+        metered_at: Wall-clock time at which its meter began; None before, and of what runs in a session.
     """
 
     submit: Submit
@@ -54,6 +61,9 @@ class PoolRun:
     adopted: bool = False
     payload_over: bool = False
     held_fd: int = -1
+    lease: Lease | None = None
+    hourly: float | None = None
+    metered_at: float | None = None
 
     @property
     def run_id(self) -> str:
@@ -101,12 +111,18 @@ class RunBook:
         ledger: Where each has its row.
         runs_path: Where each has its directory.
         send: Sends to a client.
+        billing: Knows what they cost.
+
+    Attributes:
+        on_forgotten: Called with the id of each run that goes on no longer.
     """
 
-    def __init__(self, ledger: Ledger, runs_path: Path, send: Send) -> None:
+    def __init__(self, ledger: Ledger, runs_path: Path, send: Send, billing: Billing) -> None:
         self._ledger = ledger
+        self.billing = billing
         self._runs_path = runs_path
         self._send = send
+        self.on_forgotten: Callable[[str], None] = lambda _: None
         self._going: dict[str, PoolRun] = {}
         # the ranks are gone, but the payload's memory is still being copied
         self._copying: dict[str, PoolRun] = {}
@@ -133,13 +149,14 @@ class RunBook:
         run = self._going.pop(run_id, None)
         if run is not None:
             run.let_payload_go()
+            self.on_forgotten(run_id)
 
     def accept(self, run: PoolRun) -> None:
         """Write a new run down and tell its client. Once."""
         if run.log is not None:
             return
         run.log = RunLog(self.directory(run.run_id), run.run_id)
-        if run.log.seq:
+        if run.log.seq and self._ledger.has(run.run_id):
             # submitted again to this service after the last one was killed with the run in its queue
             self._ledger.update(run.run_id, state=RunState.QUEUED)
         else:
@@ -162,7 +179,12 @@ class RunBook:
 
     def move(self, run: PoolRun, state: RunState) -> None:
         run.state = state
-        self._ledger.update(run.run_id, state=state)
+        self._ledger.update(run.run_id, state=state, meter=self.billing.begun(run, state, time.time()))
+
+    def placed(self, run: PoolRun, lease: Lease, host: str, labels: tuple[str, ...]) -> None:
+        """Write down which devices the run has and what they cost, and tell it."""
+        self._ledger.update(run.run_id, lease=lease, meter=self.billing.placed(run, lease))
+        self.tell(run, self.billing.told(lease, host, labels), run.placed_at or time.time())
 
     def end_without_ranks(
         self, run: PoolRun, state: RunState, reason: str, kind: FailureKind, failure: Failure | None = None
@@ -188,8 +210,9 @@ class RunBook:
             total_s=waited,
         )
         run.ended = True
+        ended, meter = self.billing.ended(run, ended, now)
         self.tell(run, ended, now)
-        self._ledger.update(run.run_id, state=state, ended_at=now, failure=reason)
+        self._ledger.update(run.run_id, state=state, ended_at=now, failure=reason, meter=meter)
         self._close_log(run)
 
     def ranks_gone(self, run: PoolRun) -> None:

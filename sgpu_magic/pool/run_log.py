@@ -26,6 +26,7 @@ class RunLog:
 
     Attributes:
         seq: Number of the newest event.
+        at: When that was, seconds since the epoch; 0 before the first.
         number: The agent's number of the newest event of its own.
         ended: The run's last word; None while there is none.
         failed_attempt: The newest attempt that failed and has no successor yet; None when there is none.
@@ -38,6 +39,7 @@ class RunLog:
         self.directory = directory
         self.problem = ""
         self.seq = 0
+        self.at = 0.0
         self.number = 0
         self.ended: RunEnded | None = None
         self.failed_attempt: AttemptFailed | None = None
@@ -66,6 +68,7 @@ class RunLog:
             self._file = -1
 
     def _count(self, event: Event) -> None:
+        self.at = event.at
         self.number = max(self.number, event.number)
         if isinstance(event.body, RunEnded):
             self.ended = event.body

@@ -6,9 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sgpu_magic.pool.placement import Line, Room, Want
+from sgpu_magic.protocol.devices import Lease
 from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.records import Lease, RunSpec
+from sgpu_magic.protocol.prices import HOUR_S
+from sgpu_magic.protocol.records import RunSpec
 from sgpu_magic.protocol.states import RunState
+
+WARN_SHARE = 0.8
+"""Of a cost limit or a budget: who uses more is told."""
 
 _RUNS_ON_METER = (RunState.STARTING, RunState.RUNNING)
 
@@ -29,6 +34,15 @@ class ScheduledRun:
         passed_at: When a later run first passed it in the queue; None when none has.
         stopping_as: The state it was told to stop as; None when it was not.
         told: The last position and reason given; None when it does not wait.
+        reason: Why it ends or has ended, "" when it does not, or nobody said.
+        unstopped: Ranks of its session that still run it after its end.
+        paused: Of a session: why no cell may begin in it now, "" when one may.
+        quiet_since: Of a session: since when nothing has run in it; None before it is RUNNING. Counts only while
+            no cell runs.
+        gone: Of a session: its ranks are gone, and it holds its lease for new processes that are still on it.
+        hourly: What its devices cost in an hour, all together; None without a price, and of what runs in a session.
+        cost_told: It was told that its own cost limit is near.
+        budget_told: It was told that the pool's budget is nearly used up.
     """
 
     spec: RunSpec
@@ -42,6 +56,14 @@ class ScheduledRun:
     passed_at: float | None = None
     stopping_as: RunState | None = None
     told: tuple[int, str] | None = None
+    reason: str = ""
+    unstopped: tuple[int, ...] = ()
+    paused: str = ""
+    quiet_since: float | None = None
+    gone: bool = False
+    hourly: float | None = None
+    cost_told: bool = False
+    budget_told: bool = False
 
     @property
     def run_id(self) -> str:
@@ -49,7 +71,9 @@ class ScheduledRun:
 
     @property
     def queue_deadline(self) -> float | None:
-        if self.want is None or self.lease is not None or self.spec.wait_s is None:
+        if self.lease is not None or self.spec.wait_s is None:
+            return None
+        if self.want is None and not self.spec.session:
             return None
         return self.submitted_at + self.spec.wait_s
 
@@ -58,6 +82,45 @@ class ScheduledRun:
         if self.metered_at is None or self.state not in _RUNS_ON_METER:
             return None
         return self.metered_at + self.spec.timeout_s
+
+    @property
+    def is_on_meter(self) -> bool:
+        """It holds its devices for ranks and is not being stopped."""
+        return self.metered_at is not None and self.state in _RUNS_ON_METER
+
+    @property
+    def cost_limit(self) -> float | None:
+        """When it has cost as much as it may; None while it costs nothing, or may cost anything."""
+        if self.metered_at is None or self.spec.max_cost is None or not self.hourly or not self.is_on_meter:
+            return None
+        return self.metered_at + self.spec.max_cost / self.hourly * HOUR_S
+
+    @property
+    def cost_warning(self) -> float | None:
+        """When most of that is used."""
+        limit = self.cost_limit
+        if limit is None or self.metered_at is None:
+            return None
+        return self.metered_at + WARN_SHARE * (limit - self.metered_at)
+
+    def cost(self, now: float) -> float | None:
+        """Return what it has cost, to the fraction of a second; None where it costs nothing."""
+        if self.metered_at is None or self.hourly is None:
+            return None
+        return self.hourly * (now - self.metered_at) / HOUR_S
+
+
+def rough(seconds: float) -> str:
+    """`40 s`, `12 min`, `5 h 10 min`, `2 d 3 h`: a length of time for a person, two units at most."""
+    whole = max(0, round(seconds))
+    if whole < 100:
+        return f"{whole} s"
+    days, hours, minutes = whole // 86400, whole % 86400 // 3600, whole % 3600 // 60
+    if days:
+        return f"{days} d {hours} h" if hours else f"{days} d"
+    if hours:
+        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    return f"{minutes} min"
 
 
 def span(seconds: float) -> str:
@@ -75,6 +138,19 @@ def waits_for(run: ScheduledRun, want: Want, room: Room, keepers: Mapping[Line, 
     what = room.amount(want, missing).replace(" ", " more ", 1)
     kept = ["freed ones are kept for it"] if keepers.get(want.line) == run.run_id else []
     return "; ".join([f"needs {what}", *room.not_the_pools(want), *kept])
+
+
+def waited_in_vain(run: ScheduledRun, want: Want, room: Room, keepers: Mapping[Line, str]) -> str:
+    """What to tell of a run whose time in the queue is over."""
+    why = kept_for(keepers, run, want) if room.missing(want) == 0 else room.obstacles(want)
+    need, free = room.amount(want), room.free(want)
+    if run.spec.wait_s:
+        waited = f"{need} did not become free within {span(run.spec.wait_s)}"
+        remedy = "Wait longer with --wait"
+    else:
+        waited = f"the run needs {need}, {free} {'is' if free == 1 else 'are'} free, and it was not to wait"
+        remedy = "Let it queue with --wait 10m"
+    return f"{waited}: {why}. {remedy}, ask for fewer with --gpus, or choose another pool with --pool."
 
 
 def kept_for(keepers: Mapping[Line, str], run: ScheduledRun, want: Want) -> str:

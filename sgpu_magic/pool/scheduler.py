@@ -10,6 +10,8 @@ feeds it what happened and does what it says. In the style of distributed's `wor
     - `LaunchRun` gives the lease, `RunOver` frees it. The run stays queued until the agent's first
       `RunMoved`; until then the engine may hand the lease back with `LeaseRefused`.
     - A state changes only with a `MoveRun`, and only along `protocol.states.TRANSITIONS`.
+    - Cells of a session wait for it and for each other: `session_rules`.
+    - Runs end at their cost limit, and at the pool's budget: `cost_rules`.
 """
 
 from __future__ import annotations
@@ -19,33 +21,38 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
+from sgpu_magic.pool import session_rules
+from sgpu_magic.pool.budget import Budget
+from sgpu_magic.pool.cost_rules import CostRules
 from sgpu_magic.pool.placement import Line, Refusal, Room, Want, resolve
-from sgpu_magic.pool.scheduled_run import ScheduledRun, kept_for, span, waits_for
+from sgpu_magic.pool.prices import Tariff
+from sgpu_magic.pool.run_table import RunTable
+from sgpu_magic.pool.scheduled_run import ScheduledRun, span, waited_in_vain, waits_for
 from sgpu_magic.pool.stimuli import (
     CancelRequested,
-    EndRun,
     Instruction,
     InventoryChanged,
     LaunchRun,
     LeaseRefused,
-    MoveRun,
     RefuseRun,
     RunAdopted,
     RunMoved,
     RunOver,
     RunSubmitted,
+    SessionPaused,
     Stimulus,
-    StopRun,
     TellQueue,
 )
 from sgpu_magic.protocol.device_types import CPU
-from sgpu_magic.protocol.records import Inventory, RunSpec
-from sgpu_magic.protocol.states import RunState, can_move
+from sgpu_magic.protocol.devices import Inventory
+from sgpu_magic.protocol.records import RunSpec
+from sgpu_magic.protocol.states import RunState
 
 # ---------------------------------------------------------------- the machine
 
 # a run that is over holds its devices until its ranks have left; one that was not to wait waits for that
 _LEAVING_S = 1.0
+_NO_PRICES = Tariff()
 
 
 class Scheduler:
@@ -54,15 +61,26 @@ class Scheduler:
     Args:
         inventory: What the node has; None holds submitted runs back until the first `InventoryChanged`.
         pass_over_s: Seconds from the first time a run is passed over until nothing may pass it.
+        tariff: What devices cost.
+        budget: What the pool's runs may cost together, None without a limit; on the stimuli's clock.
     """
 
-    def __init__(self, inventory: Inventory | None = None, *, pass_over_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        inventory: Inventory | None = None,
+        *,
+        pass_over_s: float = 600.0,
+        tariff: Tariff = _NO_PRICES,
+        budget: Budget | None = None,
+    ) -> None:
         self._inventory = inventory
         self._pass_over_s = pass_over_s
-        self._runs: dict[str, ScheduledRun] = {}  # in order of submission, which a replaced value keeps
+        self._tariff = tariff
+        self._table = RunTable(budget)
+        self._costs = CostRules(self._table, tariff, budget)
+        self._runs = self._table.runs
         self._refused: dict[str, str] = {}
         self._leases_given = 0
-        self._now = float("-inf")
 
     @property
     def runs(self) -> tuple[ScheduledRun, ...]:
@@ -80,14 +98,19 @@ class Scheduler:
         """The run that holds the device `uuid`, None when it is free."""
         return None if self._inventory is None else self._room(self._inventory).holder(uuid)
 
+    def is_open(self, session: str) -> bool:
+        """Whether the session takes cells."""
+        run = self._runs.get(session)
+        return run is not None and session_rules.is_open(run)
+
     def next_deadline(self) -> float | None:
         """When `TimePassed` is next useful, None when only events can change anything."""
-        times: list[float | None] = []
+        times: list[float | None] = [self._costs.next_deadline(self._table.now)]
         for run in self._runs.values():
-            times += [self._queue_deadline(run), run.time_limit]
+            times += [self._queue_deadline(run), run.time_limit, session_rules.quiet_until(self._runs, run)]
             if run.lease is None and run.passed_at is not None:
                 keeps_from = run.passed_at + self._pass_over_s
-                times.append(keeps_from if keeps_from > self._now else None)
+                times.append(keeps_from if keeps_from > self._table.now else None)
         return min((time for time in times if time is not None), default=None)
 
     def handle(self, stimulus: Stimulus) -> list[Instruction]:
@@ -98,7 +121,7 @@ class Scheduler:
         Raises:
             ValueError: `RunOver` with a state that is not final.
         """
-        now = self._now = max(self._now, stimulus.now)
+        now = self._table.now = max(self._table.now, stimulus.now)
         match stimulus:
             case RunSubmitted(spec=spec):
                 out = self._submit(spec, now)
@@ -106,14 +129,16 @@ class Scheduler:
                 out = self._adopt(stimulus)
             case InventoryChanged(inventory=inventory):
                 out = self._look_again(inventory)
-            case RunMoved(run_id=run_id, state=state) if run_id in self._runs:
-                out = self._moved(self._runs[run_id], state, now)
+            case RunMoved(run_id=run_id) if run_id in self._runs:
+                out = self._moved(self._runs[run_id], stimulus, now)
             case CancelRequested(run_id=run_id, reason=reason) if run_id in self._runs:
-                out = self._stop(self._runs[run_id], RunState.CANCELLED, reason)
+                out = self._table.stop(self._runs[run_id], RunState.CANCELLED, reason)
             case RunOver(run_id=run_id, state=state) if run_id in self._runs:
-                out = self._over(self._runs[run_id], state, now)
+                out = self._over(self._runs[run_id], state)
             case LeaseRefused(run_id=run_id, uuids=uuids, why=why) if run_id in self._runs:
                 out = self._lease_refused(self._runs[run_id], uuids, why)
+            case SessionPaused(session=session, reason=reason) if session in self._runs:
+                out = self._pause(self._runs[session], reason, now)
             case _:
                 out = []
         return out + self._settle(now)
@@ -125,8 +150,14 @@ class Scheduler:
             message = f"run {spec.run_id} was submitted before; each needs an id of its own."
             return [RefuseRun(spec.run_id, "UsageError", message)]
         run = ScheduledRun(spec, submitted_at=now)
+        if spec.session:
+            refusal = session_rules.refusal(spec, self._runs.get(spec.session))
+            if refusal is not None:
+                return [RefuseRun(spec.run_id, refusal.error, refusal.message)]
+            self._table.put(run)
+            return []
         if self._inventory is None:
-            self._put(run)
+            self._table.put(run)
             return []
         return self._judge(run, self._inventory)
 
@@ -139,15 +170,17 @@ class Scheduler:
                 accepted=True,
                 lease=adopted.lease,
                 begun=True,
-                metered_at=adopted.metered_at,
+                metered_at=None if adopted.state is RunState.PREPARING else adopted.metered_at,
+                quiet_since=adopted.now if adopted.state is RunState.RUNNING else None,
+                hourly=None if adopted.spec.session else self._tariff.hourly(adopted.lease),
             )
-            self._put(run)
+            self._table.put(self._costs.adopted(run, adopted.now))
         return []
 
     def _look_again(self, inventory: Inventory) -> list[Instruction]:
         self._inventory = inventory
         self._refused.clear()
-        waiting = [run for run in self._runs.values() if run.lease is None]
+        waiting = [run for run in self._runs.values() if run.lease is None and not run.spec.session]
         return [instruction for run in waiting for instruction in self._judge(run, inventory)]
 
     def _judge(self, run: ScheduledRun, inventory: Inventory) -> list[Instruction]:
@@ -156,33 +189,30 @@ class Scheduler:
         if isinstance(want, Refusal):
             if run.want is not None:
                 return []  # its devices went away while it waited and may come back; its reason says so
-            self._runs.pop(run.run_id, None)
-            return [RefuseRun(run.run_id, want.error, want.message)]
+            return self._table.refuse(run, want.error, want.message)
+        if run.want is None and (refusal := self._costs.refusal(run.spec, want)) is not None:
+            return self._table.refuse(run, refusal.error, refusal.message)
         moved_line = run.want is not None and run.want.line != want.line
-        self._put(replace(run, want=want, passed_at=None if moved_line else run.passed_at))
+        self._table.put(replace(run, want=want, passed_at=None if moved_line else run.passed_at))
         return []
 
-    def _moved(self, run: ScheduledRun, state: RunState, now: float) -> list[Instruction]:
+    def _moved(self, run: ScheduledRun, moved: RunMoved, now: float) -> list[Instruction]:
         if run.lease is None:
             return []
-        self._put(replace(run, begun=True))
-        return self._move(run.run_id, state, "", now)
+        quiet_since = now if moved.state is RunState.RUNNING else run.quiet_since
+        reason = run.reason or moved.reason
+        self._table.put(replace(run, begun=True, quiet_since=quiet_since, reason=reason, unstopped=moved.unstopped))
+        return self._table.move(run.run_id, moved.state)
 
-    def _stop(self, run: ScheduledRun, state: RunState, reason: str) -> list[Instruction]:
-        if run.lease is None:
-            return self._end(run, state, reason)
-        if not can_move(run.state, RunState.CANCELLING):
-            return []
-        self._put(replace(run, stopping_as=state))
-        moves = self._move(run.run_id, RunState.CANCELLING, reason, self._now)
-        return [*moves, StopRun(run.run_id, state, reason)]
+    def _pause(self, session: ScheduledRun, reason: str, now: float) -> list[Instruction]:
+        quiet_since = None if session.quiet_since is None else now
+        self._table.put(replace(session, paused=reason, quiet_since=quiet_since))
+        return []
 
-    def _over(self, run: ScheduledRun, state: RunState, now: float) -> list[Instruction]:
+    def _over(self, run: ScheduledRun, state: RunState) -> list[Instruction]:
         if not state.is_final:
             raise ValueError(f"run {run.run_id} can't be over as {state!r}: a final state is needed")
-        moves = self._move(run.run_id, state, "", now)
-        del self._runs[run.run_id]
-        return moves
+        return self._table.over(run, state)
 
     def _lease_refused(self, run: ScheduledRun, uuids: Iterable[str], why: str) -> list[Instruction]:
         if run.lease is None or run.begun:
@@ -190,9 +220,9 @@ class Scheduler:
         # at least one of its own devices is barred, else the same lease would come again and again
         barred = set(uuids) & set(run.lease.uuids) or set(run.lease.uuids) or {CPU}
         self._refused.update(dict.fromkeys(barred, why))
-        run = replace(run, lease=None)
-        self._put(run)
-        return [] if run.stopping_as is None else self._end(run, run.stopping_as, "")
+        run = replace(run, lease=None, hourly=None)
+        self._table.put(run)
+        return [] if run.stopping_as is None else self._table.end(run, run.stopping_as, "")
 
     # ------------------------------------------------------------ what follows from every stimulus
 
@@ -201,7 +231,13 @@ class Scheduler:
         for run in self.runs:
             if run.time_limit is not None and now >= run.time_limit:
                 reason = f"its time limit of {span(run.spec.timeout_s)} is over"
-                out += self._stop(run, RunState.TIMED_OUT, reason)
+                out += self._table.stop(run, RunState.TIMED_OUT, reason)
+                continue
+            quiet_until = session_rules.quiet_until(self._runs, run)
+            if quiet_until is not None and now >= quiet_until:
+                out += self._table.stop(run, RunState.CANCELLED, session_rules.too_quiet(run))
+        out += self._costs.settle(now)
+        out += self._settle_cells(now)
         if self._inventory is not None:
             out += self._place(self._inventory, now)
         # a run that gives up may have kept devices for itself: those behind it get their turn
@@ -211,6 +247,23 @@ class Scheduler:
                 out += self._place(self._inventory, now)
         return out + self._tell()
 
+    def _settle_cells(self, now: float) -> list[Instruction]:
+        """Let cells of sessions begin, give up, or end with their session."""
+        out: list[Instruction] = []
+        for session in [run for run in self.runs if session_rules.is_session(run) and not session_rules.is_open(run)]:
+            out += self._table.end_cells(session)
+        for cell in session_rules.waiting_cells(self._runs):
+            session = self._runs[cell.spec.session]
+            why = session_rules.obstacle(self._runs, cell)
+            deadline = self._queue_deadline(cell)
+            if not why and session.lease is not None:
+                lease = session_rules.share(session.lease, cell.spec)
+                self._table.put(replace(cell, lease=lease, told=None, accepted=True))
+                out.append(LaunchRun(cell.run_id, lease))
+            elif deadline is not None and now >= deadline:
+                out += self._table.give_up(cell, session_rules.waited_in_vain(cell, why))
+        return out
+
     def _place(self, inventory: Inventory, now: float) -> list[Instruction]:
         out: list[Instruction] = []
         room = self._room(inventory)
@@ -218,6 +271,9 @@ class Scheduler:
         skipped: dict[Line, list[str]] = {}
         for run, want in self._waiting():
             if want.line in closed:
+                continue
+            if unaffordable := self._costs.over_budget(want, now):
+                out += self._table.give_up(run, unaffordable)
                 continue
             lease = room.grant(want, self._lease_id(run.run_id))
             if lease is None:
@@ -227,11 +283,12 @@ class Scheduler:
                 continue
             room.take(run.run_id, lease)
             self._leases_given += 1
-            self._put(replace(run, lease=lease, told=None, accepted=True))
+            hourly = self._tariff.hourly(lease)
+            self._table.put(replace(run, lease=lease, told=None, accepted=True, hourly=hourly))
             out.append(LaunchRun(run.run_id, lease))
             for passed in (self._runs[run_id] for run_id in skipped.pop(want.line, ())):
                 if passed.passed_at is None:
-                    self._put(replace(passed, passed_at=now))
+                    self._table.put(replace(passed, passed_at=now))
         return out
 
     def _give_up(self, now: float) -> list[Instruction]:
@@ -245,32 +302,20 @@ class Scheduler:
             deadline = self._queue_deadline(run)
             if deadline is None or now < deadline:
                 continue
-            why = kept_for(keepers, run, want) if room.missing(want) == 0 else room.obstacles(want)
-            need, free = room.amount(want), room.free(want)
-            if run.spec.wait_s:
-                waited = f"{need} did not become free within {span(run.spec.wait_s)}"
-                remedy = "Wait longer with --wait"
-            else:
-                are = "is" if free == 1 else "are"
-                waited = f"the run needs {need}, {free} {are} free, and it was not to wait"
-                remedy = "Let it queue with --wait 10m"
-            message = f"{waited}: {why}. {remedy}, ask for fewer with --gpus, or choose another pool with --pool."
-            if run.accepted:
-                out += self._end(run, RunState.FAILED, message)
-            else:
-                del self._runs[run.run_id]
-                out.append(RefuseRun(run.run_id, "CapacityError", message))
+            out += self._table.give_up(run, waited_in_vain(run, want, room, keepers))
         return out
 
     def _tell(self) -> list[Instruction]:
         out: list[Instruction] = []
-        positions: Counter[Line | None] = Counter()
+        positions: Counter[Line | str | None] = Counter()
         room = None if self._inventory is None else self._room(self._inventory)
         keepers = {} if room is None else self._keepers(room)
         for run in self.runs:
             if run.lease is not None:
                 continue
-            if room is None or run.want is None:
+            if run.spec.session:
+                line, reason = run.spec.session, session_rules.obstacle(self._runs, run)
+            elif room is None or run.want is None:
                 line, reason = None, "the pool is still looking for its devices"
             else:
                 line, reason = run.want.line, waits_for(run, run.want, room, keepers)
@@ -279,7 +324,7 @@ class Scheduler:
             if told != run.told:
                 out.append(TellQueue(run.run_id, *told))
             if told != run.told or run.accepted != (line is not None):
-                self._put(replace(run, told=told, accepted=line is not None))
+                self._table.put(replace(run, told=told, accepted=line is not None))
         return out
 
     # ------------------------------------------------------------ small parts
@@ -290,38 +335,14 @@ class Scheduler:
             return max(deadline, run.submitted_at + _LEAVING_S)
         return deadline
 
-    def _move(self, run_id: str, state: RunState, reason: str, now: float) -> list[Instruction]:
-        """The one place where a state changes. A move that the table lacks is a report that came too late."""
-        run = self._runs[run_id]
-        out: list[Instruction] = []
-        if not can_move(run.state, state):
-            # a report may skip the start: ranks that run, or are done, have started
-            not_begun = run.metered_at is None and can_move(run.state, RunState.STARTING)
-            if not (not_begun and can_move(RunState.STARTING, state)):
-                return out
-            out += self._move(run_id, RunState.STARTING, "", now)
-            run = self._runs[run_id]
-        metered_at = now if state is RunState.STARTING and run.metered_at is None else run.metered_at
-        self._put(replace(run, state=state, metered_at=metered_at))
-        return [*out, MoveRun(run_id, state, reason)]
-
-    def _end(self, run: ScheduledRun, state: RunState, reason: str) -> list[Instruction]:
-        moves = self._move(run.run_id, state, reason, self._now)
-        del self._runs[run.run_id]
-        return [*moves, EndRun(run.run_id, state, reason)]
-
-    def _put(self, run: ScheduledRun) -> None:
-        self._runs[run.run_id] = run
-
     def _waiting(self) -> list[tuple[ScheduledRun, Want]]:
         return [(run, run.want) for run in self._runs.values() if run.lease is None and run.want is not None]
 
     def _room(self, inventory: Inventory) -> Room:
-        leases = {run.run_id: run.lease for run in self._runs.values() if run.lease is not None}
-        return Room(inventory, leases, self._refused)
+        return Room(inventory, session_rules.held_leases(self._runs.values()), self._refused)
 
     def _keeps_devices(self, run: ScheduledRun, want: Want, room: Room) -> bool:
-        if run.passed_at is None or self._now < run.passed_at + self._pass_over_s:
+        if run.passed_at is None or self._table.now < run.passed_at + self._pass_over_s:
             return False
         return room.fits_when_empty(want)
 

@@ -16,7 +16,7 @@ import zmq
 
 from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.messages import ClientMessage, Hello
-from sgpu_magic.protocol.records import Record
+from sgpu_magic.protocol.record import Record
 
 _NO_PIDFD_POLL_S = 1.0
 

@@ -13,10 +13,14 @@ from sgpu_magic import __version__
 from sgpu_magic.config import Settings
 from sgpu_magic.engines.base import Engine, LeaseUnavailable
 from sgpu_magic.pool import stimuli as sched
+from sgpu_magic.pool.billing import Billing
+from sgpu_magic.pool.budget_of_pool import budget_of, budget_state
 from sgpu_magic.pool.idleness import Idleness
-from sgpu_magic.pool.ledger import Ledger
+from sgpu_magic.pool.kept_environments import KeptEnvironments
+from sgpu_magic.pool.later_ledger import LaterLedger
 from sgpu_magic.pool.lifecycle import PoolPresence
 from sgpu_magic.pool.node_reports import NodeReports
+from sgpu_magic.pool.prices import tariff_of
 from sgpu_magic.pool.requests import Requests
 from sgpu_magic.pool.restarts import Restarts
 from sgpu_magic.pool.retention import Retention
@@ -25,11 +29,14 @@ from sgpu_magic.pool.scheduler import Scheduler
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.pool.status import pool_status
 from sgpu_magic.pool.succession import Succession
+from sgpu_magic.pool.tracker import Tracker
+from sgpu_magic.protocol.devices import Inventory, Lease
 from sgpu_magic.protocol.events import (
-    Placed,
+    Noted,
     QueueMoved,
     StateChanged,
 )
+from sgpu_magic.protocol.measures import RankStack
 from sgpu_magic.protocol.messages import (
     PROTOCOL_VERSION,
     AskStatus,
@@ -41,13 +48,16 @@ from sgpu_magic.protocol.messages import (
     Welcome,
 )
 from sgpu_magic.protocol.node_messages import HeldRun, Launch, RunEvent
-from sgpu_magic.protocol.records import Inventory, Lease, RankStack, RunSpec
+from sgpu_magic.protocol.questions import RankAnswer
+from sgpu_magic.protocol.records import RunSpec
 from sgpu_magic.protocol.states import FailureKind, RunState
 
 # an inventory older than this is taken anew before a run is placed on real devices
 _INVENTORY_FRESH_S = 2.0
 _QUEUE_REFRESH_S = 5.0
 _ANSWER_FIRST_S = 0.05
+# the files of a run's environment come into its directory when its ranks have started
+_LINK_LATER_S = 0.1
 
 
 class PoolService:
@@ -60,11 +70,14 @@ class PoolService:
     """
 
     def __init__(self, settings: Settings, presence: PoolPresence, engine: Engine) -> None:
+        self._settings = settings
         self._presence = presence
         self._engine = engine
         self._loop = asyncio.get_running_loop()
-        self._scheduler = Scheduler(pass_over_s=settings.pass_over_s)
-        self._ledger = Ledger(settings.state_path / "ledger.sqlite3")
+        self._ledger = LaterLedger(settings.state_path / "ledger.sqlite3")
+        tariff = tariff_of(settings)
+        self._budget = budget_of(settings, self._ledger, time.monotonic(), time.time())
+        self._scheduler = Scheduler(pass_over_s=settings.pass_over_s, tariff=tariff, budget=self._budget)
         self._inventory: Inventory | None = None
         self._inventory_at = 0.0
         self._waiting_for_inventory: list[Callable[[], None]] = []
@@ -75,14 +88,17 @@ class PoolService:
         self.finished = self._loop.create_future()
         self._loop.set_exception_handler(self._broken)
         self._server = Server(presence.socket_path, self._heard, self._client_gone)
-        self._book = RunBook(self._ledger, settings.runs_path, self._server.send)
+        self._book = RunBook(self._ledger, settings.runs_path, self._server.send, Billing(self._ledger, tariff))
         self._restarts = Restarts(self._book, self._relaunch)
         self._reports = NodeReports(self._ledger, self._book, engine, self._restarts, self._scheduler, self.feed)
         self._succession = Succession(
             self._ledger, self._book, engine, self._restarts, self.feed, settings.adopt_timeout_s
         )
-        self._requests = Requests(self, self._server, engine, self._book, self._ledger)
-        self._retention = Retention(settings, self._is_live)
+        self._kept = KeptEnvironments(settings.state_path / "environment-files", settings.runs_path)
+        self._requests = Requests(self, self._server, engine, self._book, self._ledger, self._kept)
+        self._tracker = Tracker(settings, self._book, engine, self._is_live)
+        self._book.on_forgotten = self._tracker.over
+        self._retention = Retention(settings, self._is_live, self._ledger.cells, removed=self._kept.remove_unlinked)
         self._idleness = Idleness(settings.pool_idle_s, lambda: bool(self._book.going), self._notify, self.stop)
         engine.start(self)
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -112,6 +128,7 @@ class PoolService:
                 self._book.end_without_ranks(run, state, self._fault or "the pool was stopped", FailureKind.INTERNAL)
         self._server.close()
         self._engine.close()
+        self._tracker.close()
         self._ledger.close()
         self._presence.withdraw()
 
@@ -135,6 +152,7 @@ class PoolService:
             package_version=__version__,
             pid=os.getpid(),
             busy=bool(self._book.going),
+            sees_client=self._settings.environments == "auto",
         )
 
     def status(self, question: AskStatus) -> PoolStatus:
@@ -146,6 +164,7 @@ class PoolService:
             started_at=self._started_at,
             clients=len(self._server.clients),
             idle_ends_at=self._idleness.ends_at,
+            budget=budget_state(self._budget, self._scheduler.runs, self._settings.currency, time.monotonic()),
         )
 
     @property
@@ -161,6 +180,9 @@ class PoolService:
     def node_found(self, inventory: Inventory, held: Sequence[HeldRun]) -> None:
         if not self._succession.done:
             self._succession.take_over(held)
+            for run in self._book.going:
+                self._tracker.follow(run)
+            self._tracker.look_for_leftovers()
             self._retention.schedule()
         self.inventory_taken(inventory)
 
@@ -176,13 +198,24 @@ class PoolService:
         self._reports.run_happened(event, frames)
 
     def ranks_gone(self, run_id: str) -> None:
+        run = self._book.get(run_id)
         self._requests.ranks_gone(run_id)
         self._idleness.touched()
         self._reports.ranks_gone(run_id)
-        self._retention.schedule()
+        self._retention.schedule(soon=run is None or not run.spec.in_session)
 
     def stacks_taken(self, request: int, stacks: tuple[RankStack, ...]) -> None:
         self._requests.stacks_taken(request, stacks)
+
+    def session_ranks_restarted(self, request: int, session: str, problem: str) -> None:
+        self._idleness.touched()
+        self._requests.sessions.restarted(request, session, problem)
+
+    def answered(self, request: int, answer: RankAnswer) -> None:
+        self._requests.sessions.answered(request, answer)
+
+    def tracking_asked(self, run_id: str) -> None:
+        self._tracker.asked(run_id)
 
     def nodes_lost(self, why: str) -> None:
         for run in self._book.going:
@@ -209,10 +242,16 @@ class PoolService:
             return
         match instruction:
             case sched.RefuseRun(error=error, message=message):
+                self._requests.unprepare(run)
                 self._book.forget(instruction.run_id)
                 if run.owner is not None:
                     refused = Refused(request=run.submit.request, error=error, message=message)
                     self._server.send(run.owner, refused)
+            case sched.LaunchRun(lease=lease) if run.spec.in_session:
+                # its ranks wait for it: everything else can be done while they work
+                self._order(run, lease)
+                self._accept(run)
+                self._launched(run, lease)
             case sched.LaunchRun(lease=lease):
                 self._accept(run)
                 self._launch(run, lease)
@@ -221,34 +260,43 @@ class PoolService:
                 self._book.tell(run, QueueMoved(position=position, reason=reason), time.time())
             case sched.MoveRun(state=state, reason=reason):
                 self._book.move(run, state)
-                self._book.tell(run, StateChanged(state=state, reason=reason), time.time())
+                if state is not RunState.STARTING or not run.spec.in_session:
+                    self._book.tell(run, StateChanged(state=state, reason=reason), time.time())
+            case sched.Remark(text=text):
+                self._book.tell(run, Noted(text=text), time.time())
             case sched.StopRun(state=state, reason=reason):
                 self._engine.end_run(instruction.run_id, state, reason)
             case sched.EndRun(state=state, reason=reason):
-                kind = FailureKind.CAPACITY if state is RunState.FAILED else FailureKind.TIMEOUT
+                self._requests.unprepare(run)
+                kind = instruction.kind if state is RunState.FAILED else FailureKind.TIMEOUT
                 self._book.end_without_ranks(run, state, reason, kind)
                 self._book.forget(instruction.run_id)
 
     def _accept(self, run: PoolRun) -> None:
         self._succession.submitted(run.run_id)
         self._book.accept(run)
+        self._tracker.follow(run)
 
     def _launch(self, run: PoolRun, lease: Lease) -> None:
-        labels = _labels(lease, self._inventory)
         try:
             self._order(run, lease)
         except LeaseUnavailable as error:
             refused = sched.LeaseRefused(run.run_id, error.uuids, error.why, time.monotonic())
             self._loop.call_soon(self.feed, refused)
             return
+        self._launched(run, lease)
+        state = RunState.PREPARING if self._prepares(run) else RunState.STARTING
+        self._loop.call_soon(self.feed, sched.RunMoved(run.run_id, state, time.monotonic()))
+
+    def _launched(self, run: PoolRun, lease: Lease) -> None:
         run.placed_at = time.time()
+        if run.spec.environment:
+            self._loop.call_later(_LINK_LATER_S, self._kept.link, run.spec.environment, run.run_id)
         if not run.spec.retries:
             # what was only needed to launch, and may be secret or large
             run.frames = ()
-        self._ledger.update(run.run_id, lease=lease)
         host = self._inventory.host if self._inventory is not None else ""
-        self._book.tell(run, Placed(lease=lease, host=host, labels=labels), run.placed_at)
-        self._loop.call_soon(self.feed, sched.RunMoved(run.run_id, RunState.STARTING, time.monotonic()))
+        self._book.placed(run, lease, host, _labels(lease, self._inventory))
 
     def _order(self, run: PoolRun, lease: Lease) -> None:
         submit = run.submit
@@ -261,6 +309,9 @@ class PoolService:
             run_dir=str(self._book.directory(run.run_id)),
             attempt=run.attempt,
             number=0 if run.log is None else run.log.number,
+            environment=submit.environment,
+            code=submit.code,
+            tracking=submit.tracking,
         )
         self._engine.launch(launch, run.frames)
 
@@ -269,12 +320,22 @@ class PoolService:
         scheduled = self._scheduler.run(run.run_id)
         if scheduled is None or scheduled.lease is None:
             return "its devices were given back"
+        if run.spec.session and not self._scheduler.is_open(run.spec.session):
+            return "its session has ended"
         try:
             self._order(run, scheduled.lease)
         except LeaseUnavailable as error:
             return error.why
-        self.feed(sched.RunMoved(run.run_id, RunState.STARTING, time.monotonic()))
+        if not self._prepares(run):
+            self.feed(sched.RunMoved(run.run_id, RunState.STARTING, time.monotonic()))
         return ""
+
+    def _prepares(self, run: PoolRun) -> bool:
+        """Whether its node makes its packages ready first; it says when they are. Not once it has started."""
+        environment = run.submit.environment
+        if environment is None or run.state not in (RunState.QUEUED, RunState.PREPARING):
+            return False
+        return self._engine.builds(run.submit.interpreter, environment)
 
     # ------------------------------------------------------------ within
 
@@ -299,7 +360,9 @@ class PoolService:
             self._deadline.cancel()
             self._deadline = None
         due = self._scheduler.next_deadline()
-        waits_for_devices = any(run.lease is None and run.accepted for run in self._scheduler.runs)
+        waits_for_devices = any(
+            run.lease is None and run.accepted and not run.spec.session for run in self._scheduler.runs
+        )
         if waits_for_devices and self._inventory is not None and any(not d.simulated for d in self._inventory.devices):
             due = min(due or float("inf"), time.monotonic() + _QUEUE_REFRESH_S)
         if due is not None:

@@ -9,8 +9,8 @@ import msgspec
 from sgpu_magic import __version__
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.scheduler import Scheduler
-from sgpu_magic.protocol.messages import AskStatus, PoolStatus, RunSummary
-from sgpu_magic.protocol.records import Inventory
+from sgpu_magic.protocol.devices import Inventory
+from sgpu_magic.protocol.messages import AskStatus, BudgetState, PoolStatus, RunSummary
 
 
 def pool_status(
@@ -22,6 +22,7 @@ def pool_status(
     started_at: float,
     clients: int,
     idle_ends_at: float | None,
+    budget: BudgetState | None,
 ) -> PoolStatus:
     """Newest runs first; those that wait carry their position and what they wait for."""
     waiting = {run.run_id: run.told for run in scheduler.runs if run.told is not None}
@@ -44,6 +45,7 @@ def pool_status(
         clients=clients,
         problem=ledger.problem,
         idle_ends_at=idle_ends_at,
+        budget=budget,
     )
 
 

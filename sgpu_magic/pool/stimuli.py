@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sgpu_magic.protocol.records import Inventory, Lease, RunSpec
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.protocol.devices import Inventory, Lease
+from sgpu_magic.protocol.records import RunSpec
+from sgpu_magic.protocol.states import FailureKind, RunState
 
 # ---------------------------------------------------------------- stimuli
 
@@ -47,11 +48,17 @@ class RunMoved:
     """The agent reports a run's new state. A final one does not free the lease: the ranks still exist.
 
     `STARTING` after `RUNNING` is a group that is started again on the same lease.
+
+    Args:
+        reason: Why it ended, "" when that is not worth a word.
+        unstopped: Ranks of its session that still run it after its end.
     """
 
     run_id: str
     state: RunState
     now: float
+    reason: str = ""
+    unstopped: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,15 @@ class LeaseRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionPaused:
+    """No cell shall begin in the session for now. `reason` is what a cell that waits is told; "" lets them go on."""
+
+    session: str
+    reason: str
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
 class TimePassed:
     """The time of `next_deadline` has come."""
 
@@ -90,7 +106,15 @@ class TimePassed:
 
 
 Stimulus = (
-    RunSubmitted | RunAdopted | InventoryChanged | RunMoved | CancelRequested | RunOver | LeaseRefused | TimePassed
+    RunSubmitted
+    | RunAdopted
+    | InventoryChanged
+    | RunMoved
+    | CancelRequested
+    | RunOver
+    | LeaseRefused
+    | SessionPaused
+    | TimePassed
 )
 
 # ---------------------------------------------------------------- instructions
@@ -98,7 +122,10 @@ Stimulus = (
 
 @dataclass(frozen=True, slots=True)
 class LaunchRun:
-    """Take the lease's locks and start the ranks. Answer with `RunMoved`, `LeaseRefused` or `RunOver`."""
+    """Take the lease's locks and start the ranks. Answer with `RunMoved`, `LeaseRefused` or `RunOver`.
+
+    The lease of a run in a session is the session's, or a part of it: its locks are taken already.
+    """
 
     run_id: str
     lease: Lease
@@ -115,11 +142,19 @@ class MoveRun:
 
 @dataclass(frozen=True, slots=True)
 class TellQueue:
-    """The run waits at `position` (1 is next) of its line; given only when something changed."""
+    """The run waits at `position` (1 is next) of its line or session; given only when something changed."""
 
     run_id: str
     position: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """Tell who follows the run this sentence."""
+
+    run_id: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +179,15 @@ class RefuseRun:
 class EndRun:
     """A run that has no ranks is over and forgotten here; its `MoveRun` came just before.
 
-    FAILED means failure kind CAPACITY, with `reason` as its message.
+    Args:
+        reason: A failure's message, or who cancelled it.
+        kind: A failure's kind.
     """
 
     run_id: str
     state: RunState
     reason: str
+    kind: FailureKind = FailureKind.CAPACITY
 
 
-Instruction = LaunchRun | MoveRun | TellQueue | StopRun | RefuseRun | EndRun
+Instruction = LaunchRun | MoveRun | TellQueue | Remark | StopRun | RefuseRun | EndRun

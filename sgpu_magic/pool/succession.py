@@ -10,16 +10,19 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from sgpu_magic import processes
 from sgpu_magic.engines.base import Engine
 from sgpu_magic.event_file import read_spec
 from sgpu_magic.pool import stimuli as sched
-from sgpu_magic.pool.ledger import Ledger
+from sgpu_magic.pool.ledger import Ledger, Metered
 from sgpu_magic.pool.restarts import Restarts
 from sgpu_magic.pool.run_book import PoolRun, RunBook
 from sgpu_magic.pool.run_log import RunLog
-from sgpu_magic.protocol.events import Noted, RunEnded
+from sgpu_magic.protocol.events import Noted, RunEnded, Submitted
 from sgpu_magic.protocol.messages import Submit
+from sgpu_magic.protocol.metering import cost_so_far, gpu_s_so_far
 from sgpu_magic.protocol.node_messages import HeldRun
 from sgpu_magic.protocol.records import Failure, RunSpec
 from sgpu_magic.protocol.states import OWNER_GONE, FailureKind, RunState
@@ -70,7 +73,8 @@ class Succession:
 
     def take_over(self, held: Sequence[HeldRun]) -> None:
         self.done = True
-        for one in held:
+        # a session before the cells in it
+        for one in sorted(held, key=lambda one: bool(one.launch.spec.session)):
             self._adopt(one)
         adopted = {one.launch.spec.run_id for one in held}
         for run_id in self._unfinished:
@@ -92,6 +96,9 @@ class Succession:
             interpreter=launch.interpreter,
             context=launch.context,
             payload=launch.payload,
+            environment=launch.environment,
+            code=launch.code,
+            tracking=launch.tracking,
         )
         run = PoolRun(submit, (), None)
         run.log = RunLog(self._book.directory(run.run_id), run.run_id)
@@ -107,14 +114,27 @@ class Succession:
         if run.log.failed_attempt is not None and run.log.failed_attempt.attempt > launch.attempt:
             self._restarts.resume(run, run.log.failed_attempt)
         self._book.add(run)
-        metered_at = now - held.started_s
-        self._feed(sched.RunAdopted(launch.spec, launch.lease, state, metered_at, now))
+        if not run.log.seq:
+            # a cell in a session is launched before anything is written of it
+            self._book.tell(run, Submitted(spec=launch.spec), launch.spec.submitted_at)
+            placed = self._book.billing.told(launch.lease, launch.spec.owner.host, ())
+            self._book.tell(run, placed, run.placed_at)
+        if not self._ledger.has(run.run_id):
+            self._ledger.record(launch.spec, state)
+        self._book.billing.adopted(run, launch.lease, run.placed_at, state)
+        # its meter may have begun with an attempt before this one
+        began = run.placed_at if run.metered_at is None else run.metered_at
+        metered_at = now - max(0.0, time.time() - began)
+        if not (held.gone and run.ended):
+            # else the earlier service knew that it was over, and may have given its devices to another run
+            self._feed(sched.RunAdopted(launch.spec, launch.lease, state, metered_at, now))
         if ended is None:
             self._ledger.update(run.run_id, state=state, lease=launch.lease)
             self._book.tell(run, Noted(text=_TAKEN_OVER), time.time())
         elif run.run_id in self._unfinished:
             # the last word was kept, and the ledger not yet told
-            self._ledger.update(run.run_id, state=state, ended_at=time.time(), failure=ended.reason)
+            billed = Metered(gpu_s=ended.gpu_s, cost=ended.cost)
+            self._ledger.update(run.run_id, state=state, ended_at=time.time(), failure=ended.reason, meter=billed)
         self._engine.adopt(run.run_id, run.log.number)
 
     def _judge(self, run_id: str) -> None:
@@ -147,13 +167,23 @@ class Succession:
         now = time.time()
         state = RunState.FAILED
         directory = self._book.directory(run_id)
+        billed: Metered | None = None
         if directory.is_dir():
             log = RunLog(directory, run_id)
             if log.ended is not None:
                 # it had ended, and only the ledger did not hear of it any more
                 state, why = log.ended.state, log.ended.reason
+                billed = Metered(gpu_s=log.ended.gpu_s, cost=log.ended.cost)
             else:
                 failure = Failure(kind=FailureKind.NODE_LOST, message=why, at=now)
-                log.append(RunEnded(state=RunState.FAILED, failure=failure), now)
+                ended = RunEnded(state=RunState.FAILED, failure=failure)
+                row = self._ledger.summary(run_id)
+                if row is not None and row.metered_at is not None:
+                    # nobody saw when its ranks died: its meter stops with the last that was heard of it
+                    gpu_s, cost = gpu_s_so_far(row, log.at), cost_so_far(row, log.at)
+                    billed = Metered(gpu_s=gpu_s, cost=cost)
+                    currency = row.currency if cost is not None else ""
+                    ended = msgspec.structs.replace(ended, gpu_s=gpu_s, cost=cost, currency=currency)
+                log.append(ended, now)
             log.close()
-        self._ledger.update(run_id, state=state, ended_at=now, failure=why)
+        self._ledger.update(run_id, state=state, ended_at=now, failure=why, meter=billed)

@@ -13,8 +13,11 @@ from typing import Generic, TypeVar
 import msgspec
 
 from sgpu_magic.protocol.messages import ClientMessage, PoolMessage
-from sgpu_magic.protocol.node_messages import FromAgent, FromRank, FromZygote, ToAgent, ToRank, ToZygote
-from sgpu_magic.protocol.records import Record
+from sgpu_magic.protocol.node_messages import FromAgent, ToAgent
+from sgpu_magic.protocol.rank_messages import FromRank, ToRank
+from sgpu_magic.protocol.record import Record
+from sgpu_magic.protocol.tracking import FromTracker, ToTracker
+from sgpu_magic.protocol.zygote_messages import FromZygote, ToZygote
 
 _encoder = msgspec.msgpack.Encoder()
 _U32 = struct.Struct("<I")
@@ -31,6 +34,8 @@ to_zygote = msgspec.msgpack.Decoder[ToZygote](ToZygote)
 from_zygote = msgspec.msgpack.Decoder[FromZygote](FromZygote)
 to_rank = msgspec.msgpack.Decoder[ToRank](ToRank)
 from_rank = msgspec.msgpack.Decoder[FromRank](FromRank)
+to_tracker = msgspec.msgpack.Decoder[ToTracker](ToTracker)
+from_tracker = msgspec.msgpack.Decoder[FromTracker](FromTracker)
 
 
 def encode(message: Record) -> bytes:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from sgpu_magic.protocol.records import Failure, Lease, RankResult, RankSample, RankStack, Record, RunSpec
+from sgpu_magic.protocol.devices import Lease
+from sgpu_magic.protocol.measures import RankSample, RankStack
+from sgpu_magic.protocol.record import Record
+from sgpu_magic.protocol.records import Failure, RankResult, RunSpec
 from sgpu_magic.protocol.states import RunState
+from sgpu_magic.protocol.tracking import MetricPoint, TrackedRun
 
 IDLE_GPU_PCT = 5.0
 """A GPU that is busier than this works."""
@@ -30,11 +34,22 @@ class QueueMoved(Record, frozen=True, tag="queue", kw_only=True):
 
 
 class Placed(Record, frozen=True, tag="placed", kw_only=True):
-    """Devices were granted."""
+    """Devices were granted.
+
+    Args:
+        lease: Which.
+        host: Their node.
+        labels: Of each, in rank order.
+        hourly: What all of them cost in an hour, in `currency`; None without a price. In a session it is the session
+            that pays.
+        currency: Such as `USD`.
+    """
 
     lease: Lease
     host: str
     labels: tuple[str, ...] = ()
+    hourly: float | None = None
+    currency: str = ""
 
 
 class RanksStarted(Record, frozen=True, tag="started", kw_only=True):
@@ -161,6 +176,89 @@ class DeviceBusy(Record, frozen=True, tag="device-busy", kw_only=True):
     rank: int
 
 
+class SessionMoved(Record, frozen=True, tag="session-moved", kw_only=True):
+    """A session's own event: a cell began or ended in it, or its ranks changed.
+
+    Args:
+        cells: Cells that have run in it so far, those under way included.
+        running: The names of those under way.
+        dead: Ranks that are dead and wait for `%sgpu_restart`.
+    """
+
+    cells: int
+    running: tuple[str, ...] = ()
+    dead: tuple[int, ...] = ()
+
+
+class GroupRenewed(Record, frozen=True, tag="group-renewed", kw_only=True):
+    """The ranks' process groups were connected anew after a cell that broke them; told to the cell and the session.
+
+    Args:
+        reason: Why, such as `rank 1 failed while others were in a collective`.
+        lost: What torch did not allow to keep, a sentence; "" when every group, DDP and FSDP model goes on.
+    """
+
+    reason: str
+    lost: str = ""
+
+
+class RanksRestarted(Record, frozen=True, tag="ranks-restarted", kw_only=True):
+    """A session's own event: these ranks are new processes.
+
+    Args:
+        ranks: Which.
+        pids: Theirs.
+        lost: What went with the old ones, a sentence.
+    """
+
+    ranks: tuple[int, ...]
+    pids: tuple[int, ...]
+    lost: str = ""
+
+
+class EnvironmentMoved(Record, frozen=True, tag="environment", kw_only=True):
+    """The run's packages are being made ready on its node; told from time to time, and once with `ready`.
+
+    Args:
+        host: The node.
+        step: What is done now, such as `downloading` or `installing`; "" once it is ready.
+        done: Packages that are there.
+        packages: Packages in all.
+        seconds: So far.
+        ready: The environment is there.
+        built: It had to be built; else it was there already.
+    """
+
+    host: str
+    step: str = ""
+    done: int = 0
+    packages: int = 0
+    seconds: float = 0.0
+    ready: bool = False
+    built: bool = False
+
+
+class Described(Record, frozen=True, tag="described", kw_only=True):
+    """What was found out about the run after it was submitted: (name, value), such as its git commit."""
+
+    tags: tuple[tuple[str, str], ...]
+
+
+class Tracked(Record, frozen=True, tag="tracked", kw_only=True):
+    """The run is in MLflow."""
+
+    tracked: TrackedRun
+
+
+class MetricsLogged(Record, frozen=True, tag="metrics", kw_only=True):
+    """What a rank's own code told MLflow about the run. As in `MetricsReported`."""
+
+    rank: int
+    metrics: tuple[MetricPoint, ...] = ()
+    params: tuple[tuple[str, str], ...] = ()
+    tags: tuple[tuple[str, str], ...] = ()
+
+
 class PayloadReleased(Record, frozen=True, tag="payload-released", kw_only=True):
     """The pool no longer reads the payload's memory file; `kept` says whether it lies in the run's directory."""
 
@@ -178,10 +276,15 @@ class RunEnded(Record, frozen=True, tag="ended", kw_only=True):
         others: Further ranks' failures, in order of time.
         results: By rank; empty unless it succeeded.
         stacks: Where the ranks were when its time was over; empty otherwise.
+        unstopped: Ranks of a session that did not end the cell when they were asked to; they still run it.
         queued_s: Time in the queue.
         starting_s: From lease to all ranks in the group.
         running_s: From there to the last rank's end.
         total_s: From submission to now.
+        gpu_s: Seconds of devices that were billed, of all together; None where none were, as on CPU slots without a
+            price and in a session, which pays for its cells.
+        cost: Theirs, in `currency`; None without a price.
+        currency: Such as `USD`.
     """
 
     state: RunState
@@ -190,10 +293,14 @@ class RunEnded(Record, frozen=True, tag="ended", kw_only=True):
     others: tuple[Failure, ...] = ()
     results: tuple[RankResult, ...] = ()
     stacks: tuple[RankStack, ...] = ()
+    unstopped: tuple[int, ...] = ()
     queued_s: float = 0.0
     starting_s: float = 0.0
     running_s: float = 0.0
     total_s: float = 0.0
+    gpu_s: float | None = None
+    cost: float | None = None
+    currency: str = ""
 
 
 EventBody = (
@@ -214,6 +321,13 @@ EventBody = (
     | Sampled
     | DeviceIdle
     | DeviceBusy
+    | SessionMoved
+    | GroupRenewed
+    | RanksRestarted
+    | EnvironmentMoved
+    | Described
+    | Tracked
+    | MetricsLogged
     | PayloadReleased
     | RunEnded
 )

@@ -1,28 +1,27 @@
-"""Commands and replies between clients and the pool service. What travels within a node: `node_messages`.
+"""Commands and replies between clients and the pool service. All links and where their messages are:
 
-client <-> pool     ClientMessage / PoolMessage     ZeroMQ, raw frames beside
-pool <-> agent      ToAgent / FromAgent             socketpair
-agent <-> zygote    ToZygote / FromZygote           socketpair, descriptors beside
-agent <-> rank      ToRank / FromRank               socketpair, descriptors beside
+client <-> pool     ClientMessage / PoolMessage     here                ZeroMQ, raw frames beside
+pool <-> agent      ToAgent / FromAgent             node_messages       socketpair, descriptors beside
+agent <-> zygote    ToZygote / FromZygote           zygote_messages     socketpair, descriptors beside
+agent <-> rank      ToRank / FromRank               rank_messages       socketpair, descriptors beside
+pool <-> tracker    ToTracker / FromTracker         tracking            socketpair
 """
 
 from __future__ import annotations
 
+from sgpu_magic.protocol.devices import Inventory
+from sgpu_magic.protocol.environment import CodeBundle, Environment
 from sgpu_magic.protocol.events import Event
-from sgpu_magic.protocol.records import (
-    CellSource,
-    Interpreter,
-    Inventory,
-    Payload,
-    RankContext,
-    RankStack,
-    Record,
-    RunSpec,
-)
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.protocol.measures import RankStack
+from sgpu_magic.protocol.payloads import Payload
+from sgpu_magic.protocol.questions import RankAnswer, RankQuestion
+from sgpu_magic.protocol.record import Record
+from sgpu_magic.protocol.records import CellSource, Interpreter, RankContext, RunSpec
+from sgpu_magic.protocol.states import RunKind, RunState
+from sgpu_magic.protocol.tracking import Tracking
 
-PROTOCOL_VERSION = 2
-OLDEST_PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 3
+OLDEST_PROTOCOL_VERSION = 2
 
 # ---------------------------------------------------------------- client -> pool
 
@@ -43,21 +42,78 @@ class Warm(Record, frozen=True, tag="warm", kw_only=True):
 
 
 class Submit(Record, frozen=True, tag="submit", kw_only=True):
-    """Run this. An inline payload is the first raw frame."""
+    """Run this. An inline payload is the first raw frame.
+
+    Args:
+        environment: The ranks' packages; None in a session's ranks, which have theirs, and where nothing is known of
+            them: then the kernel's interpreter is used.
+        code: Bundles of local code, for a node that does not see the kernel's files.
+        tracking: Where it is tracked; None where it is not.
+    """
 
     request: int
     spec: RunSpec
     interpreter: Interpreter
     context: RankContext
     payload: Payload
+    environment: Environment | None = None
+    code: tuple[CodeBundle, ...] = ()
+    tracking: Tracking | None = None
+
+
+class KeepEnvironment(Record, frozen=True, tag="keep-environment", kw_only=True):
+    """Keep these files of an environment, and put them into the directory of each run that has its digest.
+
+    Args:
+        digest: The environment's.
+        files: (name, text): `requirements.txt`, `pylock.toml`. What came before under such a name is replaced.
+        runs: Runs that were submitted before the digest was known.
+    """
+
+    digest: str
+    files: tuple[tuple[str, str], ...]
+    runs: tuple[str, ...] = ()
+
+
+class Describe(Record, frozen=True, tag="describe", kw_only=True):
+    """What was found out about a run after it was submitted, such as the state of its git repository."""
+
+    run_id: str
+    tags: tuple[tuple[str, str], ...]
 
 
 class Cancel(Record, frozen=True, tag="cancel", kw_only=True):
-    """Stop a run by the one stop path. `run` may be a unique prefix of its id."""
+    """Stop a run by the one stop path. `run` may be a unique prefix of its id.
+
+    Args:
+        kill: KILL the ranks that were asked before and have not stopped. Those of a session are dead then.
+    """
 
     request: int
     run: str
     reason: str = ""
+    kill: bool = False
+
+
+class RestartRanks(Record, frozen=True, tag="restart-ranks", kw_only=True):
+    """Replace ranks of a session by new processes; answered by `Accepted` when they have joined, or `Refused`.
+
+    Args:
+        session: The session's run id.
+        ranks: Which; empty means all.
+    """
+
+    request: int
+    session: str
+    ranks: tuple[int, ...] = ()
+
+
+class AskRank(Record, frozen=True, tag="ask-rank", kw_only=True):
+    """Ask an idle rank of a session about its namespace; answered by `RankAnswered`."""
+
+    request: int
+    session: str
+    question: RankQuestion
 
 
 class ReclaimPayload(Record, frozen=True, tag="reclaim", kw_only=True):
@@ -131,7 +187,11 @@ ClientMessage = (
     Hello
     | Warm
     | Submit
+    | KeepEnvironment
+    | Describe
     | Cancel
+    | RestartRanks
+    | AskRank
     | Attach
     | Unfollow
     | Detach
@@ -147,13 +207,19 @@ ClientMessage = (
 
 
 class Welcome(Record, frozen=True, tag="welcome", kw_only=True):
-    """The answer to `Hello`. Stable across versions."""
+    """The answer to `Hello`. Stable across versions.
+
+    Args:
+        sees_client: Its nodes see the files of this client's machine and run its Python; else packages, code and
+            variables have to travel.
+    """
 
     protocol_version: int
     package_version: str
     pid: int
     oldest_protocol_version: int = OLDEST_PROTOCOL_VERSION
     busy: bool = False
+    sees_client: bool = True
 
 
 class Accepted(Record, frozen=True, tag="accepted", kw_only=True):
@@ -188,6 +254,13 @@ class Stacks(Record, frozen=True, tag="stacks", kw_only=True):
     cell: CellSource = CellSource(body="")
 
 
+class RankAnswered(Record, frozen=True, tag="rank-answered", kw_only=True):
+    """What the rank said."""
+
+    request: int
+    answer: RankAnswer
+
+
 class Refused(Record, frozen=True, tag="refused", kw_only=True):
     """A request was not taken. `error` names the class in `errors`."""
 
@@ -197,7 +270,16 @@ class Refused(Record, frozen=True, tag="refused", kw_only=True):
 
 
 class RunSummary(Record, frozen=True, kw_only=True):
-    """One row of the ledger."""
+    """One row of the ledger.
+
+    Args:
+        metered_at: When its meter began, seconds since the epoch; None before, and for what a session pays for.
+        hourly: What all its devices cost in an hour, None without a price.
+        currency: Of `hourly` and `cost`.
+        gpu_s: Seconds of devices that were billed; None while it goes on, and where none were.
+        cost: Theirs; None while it goes on, and without a price.
+        idle_s: Of a session that has ended: for how long no cell ran in it.
+    """
 
     run_id: str
     name: str
@@ -214,6 +296,31 @@ class RunSummary(Record, frozen=True, kw_only=True):
     uuids: tuple[str, ...] = ()
     owner_pid: int = 0
     notebook: str = ""
+    kind: RunKind = RunKind.CELL
+    session: str = ""
+    kernel: str = ""
+    user: str = ""
+    metered_at: float | None = None
+    hourly: float | None = None
+    currency: str = ""
+    gpu_s: float | None = None
+    cost: float | None = None
+    idle_s: float | None = None
+
+
+class BudgetState(Record, frozen=True, kw_only=True):
+    """A pool's budget and what is used of it.
+
+    Args:
+        limit: In `currency`.
+        days: How far back spending counts.
+        spent: In that time, with what runs that go on have cost so far.
+    """
+
+    limit: float
+    days: float
+    spent: float
+    currency: str
 
 
 class PoolStatus(Record, frozen=True, tag="status", kw_only=True):
@@ -222,6 +329,7 @@ class PoolStatus(Record, frozen=True, tag="status", kw_only=True):
     Args:
         problem: The ledger's, "" when it has none.
         idle_ends_at: Wall-clock time at which the idle pool gives its processes back; None while it is in use.
+        budget: None without one.
     """
 
     request: int
@@ -235,6 +343,7 @@ class PoolStatus(Record, frozen=True, tag="status", kw_only=True):
     clients: int
     problem: str = ""
     idle_ends_at: float | None = None
+    budget: BudgetState | None = None
 
 
 class Notice(Record, frozen=True, tag="notice", kw_only=True):
@@ -243,4 +352,4 @@ class Notice(Record, frozen=True, tag="notice", kw_only=True):
     text: str
 
 
-PoolMessage = Welcome | Accepted | Attached | Stacks | Refused | Notice | PoolStatus | Event
+PoolMessage = Welcome | Accepted | Attached | Stacks | RankAnswered | Refused | Notice | PoolStatus | Event

@@ -1,33 +1,18 @@
-"""Commands and replies within a node, and between the pool service and its nodes; each link has its own union.
-
-pool <-> agent      ToAgent / FromAgent             Unix stream socket, descriptors of device locks beside
-agent <-> zygote    ToZygote / FromZygote           socketpair, descriptors beside
-agent <-> rank      ToRank / FromRank               socketpair, descriptors beside
-"""
+"""Commands and replies between the pool service and its nodes. Descriptors of device locks travel beside them."""
 
 from __future__ import annotations
 
+from sgpu_magic.protocol.devices import Inventory, Lease
+from sgpu_magic.protocol.environment import CodeBundle, Environment
 from sgpu_magic.protocol.events import EventBody
+from sgpu_magic.protocol.measures import RankStack
 from sgpu_magic.protocol.messages import ReclaimPayload, ResultsReceived
-from sgpu_magic.protocol.records import (
-    CellSource,
-    Collective,
-    Failure,
-    Interpreter,
-    Inventory,
-    Lease,
-    OutputName,
-    PackedLayout,
-    Payload,
-    RankContext,
-    RankResult,
-    RankStack,
-    Record,
-    RunSpec,
-)
+from sgpu_magic.protocol.payloads import Payload
+from sgpu_magic.protocol.questions import RankAnswer, RankQuestion
+from sgpu_magic.protocol.record import Record
+from sgpu_magic.protocol.records import Interpreter, RankContext, RunSpec
 from sgpu_magic.protocol.states import RunState
-
-# ---------------------------------------------------------------- pool <-> agent
+from sgpu_magic.protocol.tracking import TrackedRun, Tracking
 
 
 class WarmZygote(Record, frozen=True, tag="warm-zygote", kw_only=True):
@@ -38,10 +23,16 @@ class WarmZygote(Record, frozen=True, tag="warm-zygote", kw_only=True):
 class Launch(Record, frozen=True, tag="launch", kw_only=True):
     """Start a run's ranks on this node. An inline payload is the first raw frame.
 
+    Of a session (`spec.kind`) the ranks are started and stay; of a run in a session (`spec.in_session`) the session's
+    ranks execute it, and the lease is the session's.
+
     Args:
         attempt: 0, and one more each time that the group is started again; also torchrun's restart count.
         number: The newest number of the run's events so far; the agent's next is one more.
         locks: Descriptors that come along: the device locks, held until the ranks are gone.
+        environment: As in `Submit`.
+        code: As in `Submit`.
+        tracking: As in `Submit`: an agent that outlives its pool service gives it to the next one.
     """
 
     spec: RunSpec
@@ -53,6 +44,25 @@ class Launch(Record, frozen=True, tag="launch", kw_only=True):
     attempt: int = 0
     number: int = 0
     locks: int = 0
+    environment: Environment | None = None
+    code: tuple[CodeBundle, ...] = ()
+    tracking: Tracking | None = None
+
+
+class BuildEnvironment(Record, frozen=True, tag="build-environment", kw_only=True):
+    """A run that waits will need this: begin to build it, if it has to be built here."""
+
+    run_id: str
+    interpreter: Interpreter
+    environment: Environment
+
+
+class TrackingKnown(Record, frozen=True, tag="tracking-known", kw_only=True):
+    """The run's place in MLflow; None when there is none, and `problem` says why."""
+
+    run_id: str
+    tracked: TrackedRun | None = None
+    problem: str = ""
 
 
 class EndRun(Record, frozen=True, tag="end-run", kw_only=True):
@@ -61,6 +71,28 @@ class EndRun(Record, frozen=True, tag="end-run", kw_only=True):
     run_id: str
     state: RunState
     reason: str
+
+
+class KillRanks(Record, frozen=True, tag="kill-ranks", kw_only=True):
+    """KILL the ranks that `EndRun` has not stopped."""
+
+    run_id: str
+
+
+class RestartSessionRanks(Record, frozen=True, tag="restart-session-ranks", kw_only=True):
+    """Replace ranks of a session by new processes; answered by `SessionRanksRestarted`. `ranks`: empty means all."""
+
+    request: int
+    session: str
+    ranks: tuple[int, ...] = ()
+
+
+class Question(Record, frozen=True, tag="question", kw_only=True):
+    """Ask a rank of a session; answered by `Answered`, at once when the rank is busy."""
+
+    request: int
+    session: str
+    question: RankQuestion
 
 
 class TakeInventory(Record, frozen=True, tag="take-inventory", kw_only=True):
@@ -101,7 +133,12 @@ class EndAgent(Record, frozen=True, tag="end-agent", kw_only=True):
 ToAgent = (
     WarmZygote
     | Launch
+    | BuildEnvironment
+    | TrackingKnown
     | EndRun
+    | KillRanks
+    | RestartSessionRanks
+    | Question
     | ReclaimPayload
     | ResultsReceived
     | TakeInventory
@@ -118,7 +155,7 @@ class HeldRun(Record, frozen=True, kw_only=True):
 
     Args:
         launch: As it was ordered, without raw frames.
-        state: `STARTING` or later; final when its last word was said.
+        state: `PREPARING` or later; final when its last word was said.
         started_s: Seconds since its launch.
         gone: Its ranks are gone; only events, or results that nobody has fetched, are left.
         locks: Descriptors of device locks that come along for it.
@@ -162,7 +199,10 @@ class RunEvent(Record, frozen=True, tag="run-event", kw_only=True):
 
 
 class RanksGone(Record, frozen=True, tag="ranks-gone", kw_only=True):
-    """Every process of the run is dead and reaped: its lease is free."""
+    """Every process of the run is dead and reaped: its lease is free.
+
+    Of a run in a session: its ranks are idle again, and the next cell may have them.
+    """
 
     run_id: str
 
@@ -173,164 +213,27 @@ class StacksTaken(Record, frozen=True, tag="stacks-taken", kw_only=True):
     stacks: tuple[RankStack, ...]
 
 
-FromAgent = AgentReady | InventoryTaken | RunEvent | RanksGone | StacksTaken
+class SessionRanksRestarted(Record, frozen=True, tag="session-ranks-restarted", kw_only=True):
+    """The new ranks have joined. `problem` says why not, "" when they have."""
 
-# ---------------------------------------------------------------- agent <-> zygote
-
-
-class Fork(Record, frozen=True, tag="fork", kw_only=True):
-    """Fork one rank of a group. Its descriptors come along: control socket, output pipe, error pipe, stack file,
-    store file.
-
-    Args:
-        store_path: The store's file where memory files do not exist; "" when its descriptor comes along.
-        join_early: Join the process group before `Execute` arrives.
-        rehearse: Also run a small cell before it does: there is time. All ranks of a group do, or none.
-    """
-
-    group_id: str
-    rank: int
-    ranks: int
-    join_early: bool
-    rehearse: bool = False
-    store_path: str = ""
+    request: int
+    session: str
+    problem: str = ""
 
 
-class Forked(Record, frozen=True, tag="forked", kw_only=True):
-    group_id: str
-    rank: int
-    pid: int
+class Answered(Record, frozen=True, tag="answered", kw_only=True):
+    """What a rank said to `Question`."""
+
+    request: int
+    answer: RankAnswer
 
 
-class ForkRefused(Record, frozen=True, tag="fork-refused", kw_only=True):
-    """The zygote has more than one thread, or the machine has no process left."""
-
-    group_id: str
-    rank: int
-    message: str
-
-
-class ZygoteReady(Record, frozen=True, tag="zygote-ready", kw_only=True):
-    """Its interpreter may have another sgpu-magic than the pool; stable across versions."""
-
-    pid: int
-    torch_version: str
-    protocol_version: int
-
-
-class ZygoteFailed(Record, frozen=True, tag="zygote-failed", kw_only=True):
-    """The interpreter can't be preloaded; the zygote exits after this."""
-
-    message: str
-
-
-class Exited(Record, frozen=True, tag="exited", kw_only=True):
-    """A child of the zygote ended.
-
-    Args:
-        status: The exit code, negative for a signal.
-        peak_bytes: The most memory that it ever held; 0 when unknown.
-    """
-
-    pid: int
-    status: int
-    peak_bytes: int = 0
-
-
-ToZygote = Fork
-FromZygote = Forked | ForkRefused | ZygoteReady | ZygoteFailed | Exited
-
-# ---------------------------------------------------------------- agent <-> rank
-
-
-class Execute(Record, frozen=True, tag="execute", kw_only=True):
-    """Run a cell in this rank. The payload's descriptor comes along unless it is inline (the first raw frame).
-
-    Args:
-        run_dir: Where a result goes that memory has no room for.
-        device: `cpu`, or `cuda` when the rank has a GPU of its own.
-        rank_variables: torchrun's variables for this rank. `MASTER_PORT` is a bound loopback socket kept for user
-            code that rendezvouses again; rank 0 gets its listening descriptor.
-    """
+class TrackingAsked(Record, frozen=True, tag="tracking-asked", kw_only=True):
+    """A rank's own code uses MLflow and waits for the run's place there; answered by `TrackingKnown`."""
 
     run_id: str
-    cell: CellSource
-    context: RankContext
-    layout: PackedLayout
-    inline: bool
-    outputs: tuple[OutputName, ...]
-    run_dir: str
-    device: str
-    rank_variables: dict[str, str]
 
 
-class Release(Record, frozen=True, tag="release", kw_only=True):
-    """Shut these connected sockets down (numbers in the rank), which frees it from a collective."""
-
-    fds: tuple[int, ...]
-
-
-class Leave(Record, frozen=True, tag="leave", kw_only=True):
-    """All ranks have finished: exit."""
-
-
-class InPlace(Record, frozen=True, tag="in-place", kw_only=True):
-    """The rank's last display or clearing has its place: what is written from now on comes after it."""
-
-
-class TellCollectives(Record, frozen=True, tag="tell-collectives", kw_only=True):
-    """Look into torch's flight recorder; answered by `Collectives` with the same number."""
-
-    request: int
-
-
-ToRank = Execute | Release | Leave | InPlace | TellCollectives
-
-
-class Joined(Record, frozen=True, tag="joined", kw_only=True):
-    """The rank is in the process group."""
-
-
-class Displayed(Record, frozen=True, tag="displayed", kw_only=True):
-    """Something rich; the agent adds the rank."""
-
-    bundle: bytes
-    metadata: bytes = b"{}"
-    display_id: str = ""
-    update: bool = False
-
-
-class Cleared(Record, frozen=True, tag="cleared", kw_only=True):
-    wait: bool = False
-
-
-class Finished(Record, frozen=True, tag="finished", kw_only=True):
-    """The cell is done. The result's descriptor comes along unless it is inline (the first raw frame).
-
-    Args:
-        result: Without `lines` and `output_bytes`, which the agent counts.
-    """
-
-    result: RankResult
-
-
-class Failed(Record, frozen=True, tag="failed", kw_only=True):
-    """The cell raised. The pickled exception, if any, is the first raw frame."""
-
-    failure: Failure
-
-
-class Collectives(Record, frozen=True, tag="collectives", kw_only=True):
-    """What the flight recorder has: the collective that the rank is in, or its last one.
-
-    Args:
-        current: None when it has recorded none, or this torch has no recorder for the backend.
-        entered_at: When the rank called it, seconds since the epoch; 0.0 when unknown.
-    """
-
-    request: int
-    current: Collective | None = None
-    entered_at: float = 0.0
-
-
-FromRank = Joined | Displayed | Cleared | Finished | Failed | Collectives
+FromAgent = (
+    AgentReady | InventoryTaken | RunEvent | RanksGone | StacksTaken | SessionRanksRestarted | Answered | TrackingAsked
+)

@@ -1,129 +1,12 @@
-"""Records that messages are made of: devices, leases, specs, failures, payload references."""
+"""Records of runs: what is submitted, where it starts, how it fails, what it returns."""
 
 from __future__ import annotations
 
-import msgspec
-
-from sgpu_magic.protocol.states import FailureKind
-
-
-class Record(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Base of the records: immutable, defaults left out on the wire."""
-
-
-class Device(Record, frozen=True, kw_only=True):
-    """One GPU (or simulated GPU) of a node.
-
-    Args:
-        uuid: NVML's UUID, `SIM-a10-0` for a simulated one. The only key a device is known by.
-        type: Canonical short type, lower case: `a10`, `h100`.
-        name: NVML's full name.
-        index: Position on its node in PCI bus order, for display.
-        memory_bytes: Total memory; 0 when unknown.
-        simulated: True when CPU processes stand in for it.
-        used_bytes: Memory in use now; None when the driver does not tell.
-        utilization_pct: 0 to 100; None when the driver does not tell.
-        outside_use: Why it counts as in use outside the pool, "" when it does not.
-    """
-
-    uuid: str
-    type: str
-    name: str = ""
-    index: int = 0
-    memory_bytes: int = 0
-    simulated: bool = False
-    used_bytes: int | None = None
-    utilization_pct: float | None = None
-    outside_use: str = ""
-
-
-class Inventory(Record, frozen=True, kw_only=True):
-    """What a node really has. `problem` says why NVML could not tell, "" when it could or no driver exists."""
-
-    host: str
-    devices: tuple[Device, ...] = ()
-    cpu_slots: int = 16
-    cores: int = 1
-    problem: str = ""
-
-
-class Placement(Record, frozen=True, kw_only=True):
-    """What a run asks for.
-
-    Args:
-        ranks: Number of ranks, at least 1.
-        device_type: Canonical type, `cpu`, or `any` (the pool's choice: GPUs where there are, else CPU).
-        allow_busy: Also take devices that others use.
-        stand_in: Run on CPU where the pool lacks the type (`SGPU_STAND_IN=cpu`).
-    """
-
-    ranks: int
-    device_type: str = "any"
-    allow_busy: bool = False
-    stand_in: bool = False
-
-
-class Lease(Record, frozen=True, kw_only=True):
-    """Devices granted to one run.
-
-    Args:
-        lease_id: Its id.
-        device_type: The type granted, `cpu` for slots.
-        uuids: The devices in rank order; empty for CPU slots.
-        cpu_slots: CPU slots held (0 when devices are).
-        simulated: CPU stands in for the type.
-        note: What the user should know, such as oversubscription; "" when nothing.
-    """
-
-    lease_id: str
-    device_type: str
-    ranks: int
-    uuids: tuple[str, ...] = ()
-    cpu_slots: int = 0
-    simulated: bool = False
-    note: str = ""
-
-
-class InlinePayload(Record, frozen=True, tag="inline", kw_only=True):
-    """The packed bytes are the message's first raw frame."""
-
-
-class SharedPayload(Record, frozen=True, tag="shared", kw_only=True):
-    """The packed bytes lie in a memory file of a live process: `/proc/<pid>/fd/<fd>`."""
-
-    pid: int
-    fd: int
-    size: int
-
-
-class FilePayload(Record, frozen=True, tag="file", kw_only=True):
-    """The packed bytes lie in a file on the node, used when memory is short."""
-
-    path: str
-    size: int
-
-
-PayloadSource = InlinePayload | SharedPayload | FilePayload
-
-
-class PackedLayout(Record, frozen=True, kw_only=True):
-    """How one packed object lies in its bytes: `[pickle][buffer 0][buffer 1]...`.
-
-    Args:
-        pickle_size: Bytes of the pickle stream at offset 0.
-        buffers: (offset, size) of each out-of-band buffer, 64-byte aligned, in pickle order.
-        mac: HMAC-SHA256 under the run's key over the pickle stream and this table; checked before unpickling.
-            Buffers are raw data that nothing unpickles, so they are not covered.
-    """
-
-    pickle_size: int
-    buffers: tuple[tuple[int, int], ...]
-    mac: bytes
-
-
-class Payload(Record, frozen=True, kw_only=True):
-    source: PayloadSource
-    layout: PackedLayout
+from sgpu_magic.protocol.devices import Placement
+from sgpu_magic.protocol.measures import RankMemory, StackFrame
+from sgpu_magic.protocol.payloads import PackedLayout, Payload
+from sgpu_magic.protocol.record import Record
+from sgpu_magic.protocol.states import FailureKind, RunKind
 
 
 class OutputName(Record, frozen=True):
@@ -170,8 +53,11 @@ class RankContext(Record, frozen=True, kw_only=True):
         cwd: Working directory.
         sys_path: The kernel's `sys.path`.
         umask: The kernel's umask.
-        environ: The kernel's whole `os.environ` with `--env` applied.
+        environ: The kernel's whole `os.environ` with `--env` applied; what travels of it where `elsewhere`.
         key: The run's HMAC key, 32 bytes.
+        installed: Those of `sys_path` that belong to the kernel's Python installation.
+        elsewhere: The node does not see the kernel's files: its directory and path are not there.
+        cell: The cell as it is to be run, where the run's spec has secrets in it blanked; None where that is the same.
     """
 
     cwd: str
@@ -179,6 +65,9 @@ class RankContext(Record, frozen=True, kw_only=True):
     umask: int
     environ: dict[str, str]
     key: bytes
+    installed: tuple[str, ...] = ()
+    elsewhere: bool = False
+    cell: CellSource | None = None
 
 
 class Owner(Record, frozen=True, kw_only=True):
@@ -230,6 +119,26 @@ class RunSpec(Record, frozen=True, kw_only=True):
         retry_any: Also after an error of the user's code.
         detach: Goes on when its notebook is gone.
         env_names: Names (never values) given by `--env`.
+        kind: What it is.
+        session: The session run whose lease it uses, "" for a lease of its own.
+        session_name: That session's name, for whoever reads.
+        fresh: In new processes on the session's lease, beside its ranks; else in the session's own ranks.
+        only: The ranks of the session that take part, ascending; empty means all. `placement.ranks` stays the
+            session's world size.
+        reload: Load edited local modules anew on the ranks first.
+        auto: Sent by `%sgpu_auto`, not by a magic's line in the cell.
+        idle_s: A session is ended after so many seconds without a cell; None never is.
+        environment: Digest of its packages; "" when it is not known.
+        environment_label: For people: "" is the notebook's own packages, else a base or saved one's or a file's name.
+        code: Digests of the code bundles that travel along, by the kernel's path entry.
+        variable_names: Names of the environment variables that the ranks get beside the node's own; empty where the
+            ranks have the kernel's whole environment. Values of `secret_names` are never written down.
+        secret_names: Those that are secrets.
+        parameters: Arguments and variables that are scalars, as text, for whoever compares runs.
+        tracked: It becomes an MLflow run.
+        max_cost: It is stopped before it costs more, in the currency of the settings; None is no limit.
+        profile: Each rank keeps a trace of torch's profiler.
+        replay_of: The run that it is a replay of, "" for none.
     """
 
     run_id: str
@@ -247,46 +156,34 @@ class RunSpec(Record, frozen=True, kw_only=True):
     env_names: tuple[str, ...] = ()
     shipped: Shipped = Shipped()
     submitted_at: float = 0.0
+    kind: RunKind = RunKind.CELL
+    session: str = ""
+    session_name: str = ""
+    fresh: bool = False
+    only: tuple[int, ...] = ()
+    reload: bool = False
+    auto: bool = False
+    idle_s: float | None = None
+    environment: str = ""
+    environment_label: str = ""
+    code: tuple[tuple[str, str], ...] = ()
+    variable_names: tuple[str, ...] = ()
+    secret_names: tuple[str, ...] = ()
+    parameters: tuple[tuple[str, str], ...] = ()
+    tracked: bool = False
+    max_cost: float | None = None
+    profile: bool = False
+    replay_of: str = ""
 
+    @property
+    def rank_numbers(self) -> tuple[int, ...]:
+        """The global ranks that take part, ascending."""
+        return self.only or tuple(range(self.placement.ranks))
 
-class StackFrame(Record, frozen=True):
-    """One line of a Python stack. `file` is as Python has it; a notebook's cell is `<ipython-input-7-...>`."""
-
-    file: str
-    line: int
-    function: str
-
-
-class Collective(Record, frozen=True, kw_only=True):
-    """One entry of torch's flight recorder.
-
-    Args:
-        name: Such as `all_reduce`.
-        seq: Its number in the process group, from 1; alike on all ranks.
-        pending: The rank has entered it and it is not done.
-        group: The process group's name, "" for the default one.
-    """
-
-    name: str
-    seq: int
-    pending: bool
-    group: str = ""
-
-
-class RankStack(Record, frozen=True, kw_only=True):
-    """Where one rank is.
-
-    Args:
-        rank: The rank.
-        frames: Its main thread's Python stack, innermost first; empty when it could not be had.
-        collective: What the flight recorder has of it; None when it has nothing.
-        problem: Why the stack is missing, "" when it is not.
-    """
-
-    rank: int
-    frames: tuple[StackFrame, ...] = ()
-    collective: Collective | None = None
-    problem: str = ""
+    @property
+    def in_session(self) -> bool:
+        """It runs in ranks that stay afterwards."""
+        return bool(self.session) and not self.fresh
 
 
 class Failure(Record, frozen=True, kw_only=True):
@@ -308,6 +205,8 @@ class Failure(Record, frozen=True, kw_only=True):
         stack: Where it was last, innermost first; empty when unknown or told by `traceback_text`.
         is_consequence: True when it looks like the effect of a peer's failure.
         exception: The packed exception's layout; its bytes are a raw frame. None when it can't be pickled.
+        out_of_memory: An allocation failed; the run's `memory` tells what held it.
+        memory: The rank's memory at that moment; None where nobody asked.
     """
 
     kind: FailureKind
@@ -325,6 +224,8 @@ class Failure(Record, frozen=True, kw_only=True):
     stack: tuple[StackFrame, ...] = ()
     is_consequence: bool = False
     exception: PackedLayout | None = None
+    out_of_memory: bool = False
+    memory: RankMemory | None = None
 
 
 class RankResult(Record, frozen=True, kw_only=True):
@@ -347,39 +248,3 @@ class RankResult(Record, frozen=True, kw_only=True):
     seconds: float = 0.0
     lines: int = 0
     output_bytes: int = 0
-
-
-class RankSample(Record, frozen=True, kw_only=True, array_like=True):
-    """What one rank and its device did in the last interval. None is what nobody tells.
-
-    An array on the wire: there is one for each rank and interval of a run's whole life.
-
-    Args:
-        rank: The rank.
-        kind: `gpu`, `mig` (a slice of one) or `cpu` (no device, or a simulated one).
-        uuid: The device's, "" on CPU and in all but the rank's first sample.
-        utilization_pct: How busy the device was, 0 to 100; None on a MIG slice and on CPU.
-        own_utilization_pct: The part of it that is this run's own processes.
-        used_bytes: Memory in use on the device, by everybody.
-        own_bytes: The part of it that is this run's own processes.
-        total_bytes: The device's memory; on CPU the memory that the rank may use. Only in the rank's first sample.
-        power_w: Watts drawn.
-        temperature_c: Degrees Celsius.
-        cpu_cores: Cores that the rank's processes kept busy: 2.5 are two and a half.
-        rss_bytes: Resident memory of the rank's processes. Pages that they share with others count in full.
-        problem: Why the device can't be read any more, "" when it can.
-    """
-
-    rank: int
-    kind: str
-    uuid: str = ""
-    utilization_pct: float | None = None
-    own_utilization_pct: float | None = None
-    used_bytes: int | None = None
-    own_bytes: int | None = None
-    total_bytes: int | None = None
-    power_w: float | None = None
-    temperature_c: float | None = None
-    cpu_cores: float | None = None
-    rss_bytes: int | None = None
-    problem: str = ""

@@ -5,3 +5,4 @@ from __future__ import annotations
 PAYLOAD = "payload.bin"
 KEY = "key"
 EVENTS = "events.msgpack"
+TRACKING = "tracking.json"

@@ -21,6 +21,24 @@ class RunState(enum.StrEnum):
         return not TRANSITIONS[self]
 
 
+class RunKind(enum.StrEnum):
+    """What a run is.
+
+    Attributes:
+        CELL: A cell: its last expression is shown, its names stay in a session.
+        CALL: A function's call: what it returns travels and is not shown.
+        SESSION: Ranks that stay, and hold the lease for the cells that run in them. It has no code of its own.
+        PUSH: Only sets the payload's names in a session's ranks.
+        PULL: Only brings names of a session's ranks back.
+    """
+
+    CELL = "cell"
+    CALL = "call"
+    SESSION = "session"
+    PUSH = "push"
+    PULL = "pull"
+
+
 class FailureKind(enum.StrEnum):
     USER_CODE = "user code"
     SERIALIZATION = "serialization"
@@ -29,6 +47,7 @@ class FailureKind(enum.StrEnum):
     NODE_LOST = "node lost"
     TIMEOUT = "timeout"
     CAPACITY = "capacity"
+    SESSION = "session"
     INTERNAL = "internal"
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from html import escape
+import time
 
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.protocol.states import RunKind, RunState
 from sgpu_magic.render import ansi
+from sgpu_magic.render.failure import error_line
+from sgpu_magic.render.heading import header_line, returned_bytes
 from sgpu_magic.render.html import render_segment_html
-from sgpu_magic.render.html_style import BOX, SOFT
+from sgpu_magic.render.html_style import BOX, SOFT, safe
 from sgpu_magic.render.measured import usage_record
 from sgpu_magic.render.segments import TextSegment
-from sgpu_magic.render.text import error_line, header_line, render_segment_text, returned_bytes
+from sgpu_magic.render.text import render_segment_text
 from sgpu_magic.render.units import format_seconds
 from sgpu_magic.render.view import RunView
 
@@ -58,7 +60,9 @@ def interrupted_bundle(view: RunView) -> dict[str, object]:
     after = f" for {format_seconds(elapsed)}" if (elapsed := view.elapsed_s()) else ""
     lines = [header_line(view), f"run {view.short_id} was {view.state}{after} when this was saved."]
     command = f"%sgpu_attach {view.short_id}"
-    if view.spec.detach:
+    if view.session is not None:
+        lines[1:] = _of_session(view, command)
+    elif view.spec.detach:
         lines.append(f"It goes on without its notebook: {command} shows it{_and_brings(view)}.")
     else:
         lines.append(
@@ -66,19 +70,32 @@ def interrupted_bundle(view: RunView) -> dict[str, object]:
             "unless it was detached."
         )
     lines = [ansi.plain(line)[:_MAX_SENTENCE_CHARS] for line in lines]
-    head, *rest = (escape(line) for line in lines)
+    head, *rest = map(safe, lines)
     html = f'<div style="{BOX};padding:6px 12px"><div><b style="font-weight:600">{head}</b></div>'
     html += "".join(f'<div style="{SOFT}">{line}</div>' for line in rest) + "</div>"
     return {"text/html": html, "text/plain": "\n".join(lines), RUN_MIME: run_record(view)}
 
 
+def _of_session(view: RunView, command: str) -> list[str]:
+    """Return the same for a session. What it did last is not said: this is written once, and the session goes on."""
+    began = time.strftime("%Y-%m-%d at %H:%M", time.localtime(view.spec.submitted_at or None))
+    if view.spec.detach:
+        return [f"It began on {began} and goes on without its notebook: {command} shows it."]
+    return [
+        f"It began on {began} and was there when this was saved. A session ends with its notebook's kernel: "
+        f"%sgpu_connect starts a new one, {command} shows what became of this one."
+    ]
+
+
 def _and_brings(view: RunView) -> str:
-    names = [output.name for output in view.spec.outputs]
+    names = [output.name for output in view.spec.outputs] if view.spec.kind is RunKind.CELL else []
     return f" and brings {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}" if names else ""
 
 
 def run_record(view: RunView) -> dict[str, object]:
     """Return the run as JSON: what it was, where it ran, how long, how it ended."""
+    # a call's own name for what its function returns is nobody else's business
+    outputs = view.spec.outputs if view.spec.kind is not RunKind.CALL else ()
     lease, failure, ended, shipped = view.lease, view.failure, view.ended, view.spec.shipped
     record: dict[str, object] = {
         "version": RECORD_VERSION,
@@ -86,6 +103,9 @@ def run_record(view: RunView) -> dict[str, object]:
         "name": view.name,
         "state": str(view.state),
         "ranks": view.ranks,
+        "rank_numbers": list(view.rank_numbers[:_MAX_LISTED]),
+        "kind": str(view.spec.kind),
+        "session": view.spec.session,
         "pool": view.pool,
         "host": view.host,
         "lines": view.total_lines,
@@ -97,12 +117,14 @@ def run_record(view: RunView) -> dict[str, object]:
             "total_bytes": shipped.total_bytes,
             "seconds": round(shipped.seconds, 6),
         },
-        "returned": [{"name": name.name, "all_ranks": name.all_ranks} for name in view.spec.outputs[:_MAX_LISTED]],
+        "returned": [{"name": name.name, "all_ranks": name.all_ranks} for name in outputs[:_MAX_LISTED]],
     }
     if view.state is RunState.SUCCEEDED and view.spec.outputs:
         record["returned_bytes"] = returned_bytes(view)
     if view.usage.ranks:
         record["usage"] = usage_record(view.usage, _MAX_USAGE_RANKS)
+    if view.session is not None:
+        record["cells"] = view.session.cells
     if lease is not None:
         record["lease"] = {
             "device_type": lease.device_type,
@@ -118,6 +140,20 @@ def run_record(view: RunView) -> dict[str, object]:
             "running_s": round(ended.running_s, 6),
             "total_s": round(ended.total_s, 6),
         }
+        if ended.gpu_s is not None:
+            record["gpu_s"] = round(ended.gpu_s, 3)
+        if ended.cost is not None:
+            record["cost"] = {"amount": round(ended.cost, 9), "currency": ended.currency}
+    if (environment := _environment(view)) is not None:
+        record["environment"] = environment
+    if view.tracked is not None:
+        record["mlflow"] = {
+            "run_id": view.tracked.mlflow_run_id,
+            "experiment_id": view.tracked.experiment_id,
+            "experiment": view.tracked.experiment,
+            "uri": view.tracked.uri,
+            "url": view.tracked.url,
+        }
     if failure is not None:
         record["failure"] = {
             "kind": str(failure.kind),
@@ -127,4 +163,15 @@ def run_record(view: RunView) -> dict[str, object]:
             "message": error_line(failure),
             "line": failure.line,
         }
+    return record
+
+
+def _environment(view: RunView) -> dict[str, object] | None:
+    """Return which packages the ranks have, and whether and how long they were built."""
+    spec, moved = view.spec, view.environment
+    if not spec.environment and moved is None:
+        return None
+    record: dict[str, object] = {"digest": spec.environment, "label": spec.environment_label}
+    if moved is not None and moved.ready:
+        record |= {"built": moved.built, "seconds": round(moved.seconds, 3), "packages": moved.packages}
     return record

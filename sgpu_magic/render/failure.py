@@ -8,7 +8,8 @@ from collections.abc import Iterable
 
 from sgpu_magic.config import host_name
 from sgpu_magic.protocol.events import AttemptFailed
-from sgpu_magic.protocol.records import CellSource, Failure, StackFrame
+from sgpu_magic.protocol.measures import StackFrame
+from sgpu_magic.protocol.records import CellSource, Failure
 from sgpu_magic.protocol.states import FailureKind
 from sgpu_magic.render.stacks import last_python_line
 from sgpu_magic.render.units import format_ranks, format_seconds

@@ -10,37 +10,26 @@ from html import escape
 
 from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render import ansi
+from sgpu_magic.render.cost import billed_text, cost_text
 from sgpu_magic.render.failure import other_lines
+from sgpu_magic.render.heading import attempt_text, mark_text, place_words, returned_text, shipped_text
 from sgpu_magic.render.html_failure import failure_html, stall_html
 from sgpu_magic.render.html_ranks import ended_ranks_html, live_ranks_html
-from sgpu_magic.render.html_style import ACCENT, BAD, BOX, FAINT, GOOD, LINE, PANEL, PRE, SOFT, WARN
+from sgpu_magic.render.html_style import ACCENT, BAD, BOX, FAINT, GOOD, LINE, PANEL, PRE, SOFT, WARN, safe
 from sgpu_magic.render.items import DisplayItem, GapItem, LineItem, display_text, gap_lines, trim
-from sgpu_magic.render.measured import busy_text, idle_sentences
+from sgpu_magic.render.measured import busy_text, idle_lines
+from sgpu_magic.render.quiet import is_quiet, quiet_html
 from sgpu_magic.render.segments import TextSegment, segments
-from sgpu_magic.render.text import attempt_text, device_words, returned_text, shipped_text
-from sgpu_magic.render.units import count_of, format_clock, format_seconds
+from sgpu_magic.render.session_words import session_meta, session_warnings
+from sgpu_magic.render.state_words import Tone, state_word
+from sgpu_magic.render.surroundings import label_text, packages_text, tracked_link, tracked_text
+from sgpu_magic.render.units import count_of, format_clock, format_seconds, format_span
 from sgpu_magic.render.view import RunView
 
 __all__ = ["render_html", "render_segment_html", "segments"]
 
-_COLOURS = {
-    RunState.RUNNING: ACCENT,
-    RunState.STARTING: ACCENT,
-    RunState.PREPARING: ACCENT,
-    RunState.SUCCEEDED: GOOD,
-    RunState.FAILED: BAD,
-    RunState.TIMED_OUT: BAD,
-    RunState.CANCELLED: WARN,
-    RunState.CANCELLING: WARN,
-}
-_SHAPES = {
-    RunState.QUEUED: "○",
-    RunState.SUCCEEDED: "✓",
-    RunState.FAILED: "✕",
-    RunState.TIMED_OUT: "✕",
-    RunState.CANCELLED: "■",
-    RunState.CANCELLING: "■",
-}
+_COLOURS: dict[Tone, str] = {"plain": "inherit", "busy": ACCENT, "good": GOOD, "bad": BAD, "warn": WARN}
+_PILL = f"border:1px solid {LINE};border-radius:9px;padding:0 7px;font-size:11px;{SOFT}"
 _MAX_LIVE_LINES = 100
 # of a segment's box, and of what is said of lines that are left out and of the display that follows
 _FRAME_BYTES = len(BOX) + len(PRE) + 200
@@ -70,7 +59,9 @@ def render_segment_html(view: RunView, segment: TextSegment, first: bool, last: 
         limit: Bytes allowed for a live form, which shows the newest lines; the segment's share of
             `view.output_limit` when left out.
     """
-    top = _header(view) + _notes(view) + _standing(view) if first else ""
+    if is_quiet(view):
+        return quiet_html(view) if first else ""
+    top = _header(view) + _standing(view) + _notes(view) if first else ""
     bottom = ended_ranks_html(view) + _footer(view) if last else ""
     if limit is None:
         footer = _footer(view) if last else ""
@@ -86,10 +77,10 @@ def render_segment_html(view: RunView, segment: TextSegment, first: bool, last: 
 def _standing(view: RunView) -> str:
     """Return what stands above the lines: the failure of a run that is over, else its ranks and what they wait for."""
     if view.is_final:
-        return failure_html(view) + _warnings(idle_sentences(view.usage))
+        return failure_html(view) + _warnings(idle_lines(view))
     if view.left:
         return ""
-    return live_ranks_html(view) + _warnings(view.usage.idle_sentences) + stall_html(view)
+    return live_ranks_html(view) + _warnings(idle_lines(view)) + stall_html(view)
 
 
 def _share(view: RunView, segment: TextSegment) -> int:
@@ -101,38 +92,45 @@ def _share(view: RunView, segment: TextSegment) -> int:
 
 
 def _header(view: RunView) -> str:
-    colour = _COLOURS.get(view.state, "inherit") if not view.left else "inherit"
-    state = f"{_SHAPES.get(view.state, '●')} {view.state}" if not view.left else "→ goes on"
-    meta = [escape(device_words(view)), escape(view.pool)]
-    meta += [attempt_text(view)] if view.attempt > 1 else []
+    word = state_word(view)
+    meta = [*place_words(view), attempt_text(view)]
     if view.left:
         pass
     elif view.state is RunState.QUEUED:
         meta += [f"position {view.position}"] if view.position else []
-        meta += [escape(view.waiting_for or view.reason)] if view.waiting_for or view.reason else []
+        meta.append(view.waiting_for or view.reason)
     else:
         elapsed = view.elapsed_s()
-        meta.append(format_seconds(elapsed) if view.is_final else format_clock(elapsed))
-        if view.reason and (view.state is RunState.CANCELLED or not view.is_final):
-            meta.append(escape(view.reason))
-        meta += [busy] if view.is_final and (busy := busy_text(view.usage)) else []
+        lasted = format_span(elapsed) if view.session is not None else format_seconds(elapsed)
+        # what was refused was never there
+        if elapsed >= 0.0005 or not view.is_final:
+            meta.append(lasted if view.is_final else format_clock(elapsed))
+        meta.append(cost_text(view))
+        if view.session is not None:
+            meta += session_meta(view)
+        elif view.reason and (view.state is RunState.CANCELLED or not view.is_final):
+            meta.append(view.reason)
+        meta += [billed_text(view), busy_text(view.usage)] if view.is_final and view.session is None else []
+    said = " · ".join(safe(text) for text in meta if text)
+    mark = mark_text(view)
+    pill = f'<span style="{_PILL}">{mark}</span> ' if mark else ""
     return (
         f'<div style="display:flex;flex-wrap:wrap;align-items:baseline;gap:2px 10px;padding:6px 12px;'
-        f'background:{PANEL};border-bottom:1px solid {LINE}">'
-        f'<b style="font-weight:600;color:{colour}">{state}</b> '
-        f'<b style="font-weight:600">{escape(view.name)}</b> '
-        f'<span style="{SOFT}">{" · ".join(meta)}</span></div>'
+        f'background:{PANEL};border-bottom:1px solid {LINE}">{pill}'
+        f'<b style="font-weight:600;color:{_COLOURS[word.tone]}">{word.shape} {safe(word.text)}</b> '
+        f'<b style="font-weight:600">{safe(view.name)}</b> '
+        f'<span style="{SOFT}">{said}</span></div>'
     )
 
 
 def _notes(view: RunView) -> str:
-    return _warnings(view.notes)
+    return _warnings([*view.notes, *session_warnings(view)])
 
 
 def _warnings(sentences: list[str]) -> str:
     return "".join(
         f'<div style="padding:4px 12px;font-size:12px;color:{WARN};border-bottom:1px solid {LINE}">'
-        f"{escape(ansi.plain(sentence))}</div>"
+        f"{safe(sentence)}</div>"
         for sentence in sentences
     )
 
@@ -182,7 +180,7 @@ def _footer(view: RunView) -> str:
         if result.value_problem
     ]
     if not view.is_final or view.state is RunState.SUCCEEDED:
-        parts += [returned_text(view), shipped_text(view)]
+        parts += [returned_text(view), shipped_text(view), label_text(view), packages_text(view)]
     if not view.is_final and view.total_lines:
         parts.append(count_of(view.total_lines, "line"))
     if view.left:
@@ -191,8 +189,21 @@ def _footer(view: RunView) -> str:
         parts.append(f"sgpu logs {view.short_id}")
     else:
         parts.append(f"run {view.short_id}")
-    text = " · ".join(escape(ansi.plain(part)[:1000]) for part in parts if part)
+    said = [safe(ansi.plain(part)[:1000]) for part in parts if part]
+    text = " · ".join([*said[:-1], *_tracked(view), *said[-1:]])
     return (
         f'<div style="padding:4px 12px;font-size:12px;border-top:1px solid {LINE};background:{PANEL}">'
         f'<span style="{SOFT}">{text}</span></div>'
     )
+
+
+def _tracked(view: RunView) -> list[str]:
+    """Return its place in MLflow, as a link where that is a page."""
+    if not view.is_final:
+        return []
+    link = tracked_link(view)
+    if link is None:
+        return [safe(text) for text in (tracked_text(view),) if text]
+    url, text = escape(link.url), safe(link.text)
+    style = "color:inherit;text-decoration:underline"
+    return [f'<a href="{url}" target="_blank" rel="noopener noreferrer" style="{style}">{text}</a>']

@@ -7,6 +7,7 @@ from html import escape
 
 from sgpu_magic.protocol.states import FailureKind, RunState
 from sgpu_magic.render.failure_form import FormLine, cut_lines, failure_form
+from sgpu_magic.render.html_memory import memory_html
 from sgpu_magic.render.html_style import BAD, LINE, PRE, SOFT, WARN
 from sgpu_magic.render.text import stall_lines
 from sgpu_magic.render.view import RunView
@@ -33,7 +34,7 @@ def failure_html(view: RunView) -> str:
     newline = "\n"
     return (
         f'<div style="border-bottom:1px solid {LINE};border-left:3px solid {BAD}">'
-        f'<pre style="{PRE};padding-left:9px">{newline.join(lines)}</pre>{whole}</div>'
+        f'<pre style="{PRE};padding-left:9px">{newline.join(lines)}</pre>{whole}{memory_html(view)}</div>'
     )
 
 

@@ -12,9 +12,10 @@ from weakref import WeakKeyDictionary
 from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render import ansi
 from sgpu_magic.render.failure import last_part
-from sgpu_magic.render.html_style import ACCENT, BAD, FAINT, LINE, MONO, PANEL, PRE, SOFT, WARN
+from sgpu_magic.render.html_style import ACCENT, BAD, FAINT, LINE, MONO, PANEL, PRE, SOFT, WARN, safe
 from sgpu_magic.render.items import DisplayItem, LineItem, count_fitting
 from sgpu_magic.render.measured import curve_text, is_low, measured_lines, whole_text
+from sgpu_magic.render.session_state import restart_command
 from sgpu_magic.render.sparkline import sparkline
 from sgpu_magic.render.units import count_of
 from sgpu_magic.render.usage import use_text
@@ -34,29 +35,33 @@ _drawn: WeakKeyDictionary[RunView, tuple[int, str]] = WeakKeyDictionary()
 def live_ranks_html(view: RunView) -> str:
     """Return the grid of ranks with what each uses and has said last."""
     said, usage = view.last_lines, view.usage.ranks
-    if view.state is not RunState.RUNNING or not (said or view.rank_failures or usage):
+    dead = view.session.dead if view.session is not None else ()
+    if view.state is not RunState.RUNNING or not (said or view.rank_failures or usage or dead):
         return ""
-    columns = next((number for number in (4, 3, 2) if view.ranks % number == 0), min(view.ranks, 4))
+    ranks = view.rank_numbers
+    columns = next((number for number in (4, 3, 2) if len(ranks) % number == 0), min(len(ranks), 4))
     cells: list[str] = []
-    shown = min(view.ranks, MAX_RANKS)
-    for rank in range(shown):
+    for rank in ranks[:MAX_RANKS]:
         latest = usage[rank].latest if rank in usage else None
         label = use_text(latest) if latest is not None else view.labels[rank] if rank < len(view.labels) else ""
         label = f" {escape(label)}"
         failure = view.rank_failures.get(rank)
-        if failure is not None:
+        if rank in dead:
+            label, last = " ✕ dead", restart_command((rank,))
+        elif failure is not None:
             label, last = f" ✕ {escape(last_part(failure.type_name) or failure.kind)}", failure.message
         else:
             last = said.get(rank, "")
-        colour = f";color:{BAD}" if failure else ""
+        colour = f";color:{BAD}" if failure or rank in dead else ""
         cells.append(
             f'<div style="padding:3px 12px 4px;min-width:0;box-shadow:0 0 0 .5px {LINE}">'
             f'<b style="font-weight:600;font-size:12px{colour}">rank {rank}</b>'
             f'<span style="font-size:12px;{SOFT}">{label}</span>'
             f'<div style="{MONO};font-size:11.5px;{SOFT};white-space:nowrap;overflow:hidden;'
-            f'text-overflow:ellipsis;min-height:1.45em">{escape(ansi.plain(last)[:_MAX_LIVE_CHARS])}</div></div>'
+            f'text-overflow:ellipsis;min-height:1.45em">{safe(ansi.plain(last)[:_MAX_LIVE_CHARS])}</div></div>'
         )
-    more = f"and {count_of(view.ranks - shown, 'more rank')}" if shown < view.ranks else ""
+    rest = len(ranks) - MAX_RANKS
+    more = f"and {count_of(rest, 'more rank')}" if rest > 0 else ""
     cells += [f'<div style="padding:3px 12px">{more}</div>'] if more else []
     return (
         f'<div style="display:grid;grid-template-columns:repeat({columns},minmax(0,1fr));'
@@ -77,14 +82,14 @@ def ended_ranks_html(view: RunView) -> str:
 
 def _ended(view: RunView) -> str:
     measured = any(usage.latest is not None for usage in view.usage.ranks.values())
-    if not view.is_final or view.ranks == 1 or not (measured or view.total_lines > _MANY_LINES):
+    if not view.is_final or len(view.rank_numbers) == 1 or not (measured or view.total_lines > _MANY_LINES):
         return ""
     limit = int(view.output_limit * _SHARE)
     shows = Counter(item.rank for item in view.items if isinstance(item, DisplayItem))
     parts = {rank: _Parts(view, rank, shows[rank]) for rank in _most_urgent(view)}
     fitting = count_fitting((part.size for part in parts.values()), limit)
     kept = dict(list(parts.items())[:fitting])
-    rest = view.ranks - len(kept)
+    rest = len(view.rank_numbers) - len(kept)
     room = (limit - sum(part.size for part in kept.values())) // max(len(kept), 1)
     lines = _last_lines(view, kept, room)
     drawn = "".join(kept[rank].drawn(lines[rank]) for rank in sorted(kept))
@@ -100,7 +105,7 @@ def _most_urgent(view: RunView) -> list[int]:
     culprit = view.failure.rank if view.failure is not None else None
     outstanding = {rank for rank, usage in view.usage.ranks.items() if is_low(usage)}
     outstanding |= {other.rank for other in view.others if other.rank is not None and not other.is_consequence}
-    order = sorted(range(view.ranks), key=lambda rank: (rank != culprit, rank not in outstanding, rank))
+    order = sorted(view.rank_numbers, key=lambda rank: (rank != culprit, rank not in outstanding, rank))
     return order[:MAX_RANKS]
 
 
@@ -134,7 +139,7 @@ class _Parts:
         told = [f"on {label}"] if label else []
         told += measured_lines(usage) if usage is not None else []
         told += [f"{count_of(shows, 'display')} above"] if shows else []
-        self._foot = "".join(f"<div>{escape(ansi.plain(line))}</div>" for line in told)
+        self._foot = "".join(f"<div>{safe(line)}</div>" for line in told)
         self._foot += f'<div style="overflow-wrap:anywhere">{escape(_log(view, rank))}</div>'
         self._count = count
         self.size = len(self._drawn("").encode())

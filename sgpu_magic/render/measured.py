@@ -7,6 +7,7 @@ import msgspec
 from sgpu_magic.protocol.events import IDLE_GPU_PCT
 from sgpu_magic.render.units import format_gb, format_ranks, format_seconds
 from sgpu_magic.render.usage import Drawn, RankUsage, RunUsage, use_text
+from sgpu_magic.render.view import RunView
 
 # shorter idleness is how a run begins
 _IDLE_S = 60.0
@@ -87,6 +88,13 @@ def idle_sentences(usage: RunUsage) -> list[str]:
     if len(idle) == 1:
         return [f"rank {next(iter(idle))}'s GPU was {lasted}"]
     return [f"the GPUs of {format_ranks(idle)} were {lasted} or longer"]
+
+
+def idle_lines(view: RunView) -> list[str]:
+    """Return which GPUs stand out by doing little, or did; those of a session may: its cells say when they do."""
+    if view.session is not None:
+        return []
+    return idle_sentences(view.usage) if view.is_final else view.usage.idle_sentences
 
 
 def is_low(usage: RankUsage) -> bool:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from sgpu_magic import errors
 from sgpu_magic.protocol import ids
-from sgpu_magic.protocol.records import CellSource, Failure, RankStack
+from sgpu_magic.protocol.measures import RankStack
+from sgpu_magic.protocol.records import CellSource, Failure
 from sgpu_magic.protocol.states import FailureKind
 from sgpu_magic.render.failure import (
     death_sentence,
@@ -93,7 +94,7 @@ def remote_exception(
         raised = _for_kind(failure.kind, message)
         trace = failure.traceback_text.strip("\n") if failure.kind is FailureKind.INTERNAL else ""
         lines = (trace, f"{type(raised).__name__}: {message}")
-    lines = (*lines, errors.see(errors.section_of(failure.kind)))
+    lines = (*lines, errors.see(errors.section_of(failure.kind, out_of_memory=failure.out_of_memory)))
     attributes["_render_traceback_"] = _Drawing(tuple(line for line in lines if line))
     return _dressed(raised, attributes)
 
@@ -127,6 +128,8 @@ def _for_kind(kind: FailureKind, message: str) -> Exception:
             return errors.CapacityError(message)
         case FailureKind.WORKER_DIED:
             return errors.WorkerDied(message)
+        case FailureKind.SESSION:
+            return errors.SessionError(message)
         case FailureKind.NODE_LOST:
             return errors.NodeLost(message)
         case FailureKind.TIMEOUT:

@@ -30,7 +30,7 @@ def segments(view: RunView) -> list[TextSegment | DisplayItem]:
     after = 0
     for item in view.items:
         if isinstance(item, DisplayItem):
-            next_rank = item.rank if view.ranks > 1 else None
+            next_rank = item.rank if len(view.rank_numbers) > 1 else None
             if lines or not cut or next_rank is not None:
                 cut.append(TextSegment(tuple(lines), after, next_rank))
             cut.append(item)

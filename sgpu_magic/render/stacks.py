@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from html import escape
 
 from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.records import CellSource, Collective, RankStack, StackFrame
+from sgpu_magic.protocol.measures import Collective, RankStack, StackFrame
+from sgpu_magic.protocol.records import CellSource
 from sgpu_magic.render import ansi
 from sgpu_magic.render.units import format_ranks
 

@@ -5,22 +5,30 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from html import escape
 
 from sgpu_magic.protocol import ids
+from sgpu_magic.protocol.devices import Device
 from sgpu_magic.protocol.messages import PoolStatus, RunSummary
-from sgpu_magic.protocol.records import Device
-from sgpu_magic.protocol.states import RunState
-from sgpu_magic.render import ansi
-from sgpu_magic.render.html_style import BAD, LINE, PANEL, SANS, SOFT, WARN
+from sgpu_magic.protocol.metering import cost_so_far
+from sgpu_magic.protocol.prices import format_money
+from sgpu_magic.protocol.states import RunKind, RunState
+from sgpu_magic.render.html_style import LINE, PANEL, SANS, SOFT, WARN
+from sgpu_magic.render.session_words import idle_since
+from sgpu_magic.render.tables import Row, aligned, safe, table
 from sgpu_magic.render.units import TIMES, count_of, format_clock, format_seconds
 
+# of a session's cells so many newest are listed
+_MAX_CELLS = 3
+# as `AskStatus.recent` is when nobody says otherwise
+_RECENT = 20
 # only then is it worth a line
 _SOON_S = 900.0
 _HOLDING = (RunState.PREPARING, RunState.STARTING, RunState.RUNNING, RunState.CANCELLING)
 _MAX_FAILURE = 100
-
-Row = tuple[str, ...]
+_BELOW = "└ "
+_COST = 5
+# of a budget: then it is loud
+_LITTLE_LEFT = 0.8
 
 
 def status_text(status: PoolStatus, now: float | None = None, notice: str = "") -> str:
@@ -36,14 +44,15 @@ def status_text(status: PoolStatus, now: float | None = None, notice: str = "") 
         _headline(status),
         *_waiting(status),
         *_idle(status, now),
+        *_budget(status, nearly_used=False),
         *_remarks(status),
         *([notice] if notice else []),
     ]
     devices, runs = _device_rows(status), _run_rows(status, now)
     if devices:
-        lines += ["", *_aligned([("device", "use", "memory", "run"), *devices], right=(1, 2))]
+        lines += ["", *aligned([("device", "use", "memory", "run"), *devices], right=(1, 2))]
     if runs:
-        lines += ["", *_aligned([("run", "name", "ranks", "state", "for", ""), *runs], right=(4,))]
+        lines += ["", *aligned(*_with_heads(runs))]
     else:
         lines.append("no runs yet")
     return "\n".join(lines)
@@ -54,17 +63,19 @@ def status_html(status: PoolStatus, now: float | None = None, notice: str = "") 
     name, _, rest = _headline(status).partition(" · ")
     parts = [
         f'<div style="padding:6px 12px;background:{PANEL};border-bottom:1px solid {LINE}">'
-        f'<b style="font-weight:600">{_safe(name)}</b> <span style="{SOFT}">{_safe(rest)}</span></div>'
+        f'<b style="font-weight:600">{safe(name)}</b> <span style="{SOFT}">{safe(rest)}</span></div>'
     ]
     now = time.time() if now is None else now
-    quiet, loud = [*_waiting(status), *_idle(status, now)], [*_remarks(status), *([notice] if notice else [])]
-    parts += [f'<div style="padding:3px 12px">{_safe(line)}</div>' for line in quiet]
-    parts += [f'<div style="padding:3px 12px;color:{WARN}">{_safe(line)}</div>' for line in loud]
+    quiet = [*_waiting(status), *_idle(status, now), *_budget(status, nearly_used=False)]
+    loud = [*_remarks(status), *([notice] if notice else [])]
+    parts += [f'<div style="padding:3px 12px">{safe(line)}</div>' for line in quiet]
+    parts += [f'<div style="padding:3px 12px;color:{WARN}">{safe(line)}</div>' for line in loud]
     devices, runs = _device_rows(status), _run_rows(status, now)
     if devices:
-        parts.append(_table(("device", "use", "memory", "run"), devices, right=(1, 2)))
+        parts.append(table(("device", "use", "memory", "run"), devices, right=(1, 2)))
     if runs:
-        parts.append(_table(("run", "name", "ranks", "state", "for", ""), runs, right=(4,)))
+        (heads, *rows), right = _with_heads(runs)
+        parts.append(table(heads, rows, right=right))
     else:
         parts.append(f'<div style="padding:3px 12px;{SOFT}">no runs yet</div>')
     return (
@@ -98,14 +109,24 @@ def _waiting(status: PoolStatus) -> list[str]:
     queued.sort(key=lambda run: (run.position is None, run.position or 0))
     lines: list[str] = []
     for run in queued:
-        parts = [f"waiting: {run.name or 'cell'}", count_of(run.ranks, "rank"), run.waiting_for]
+        parts = [f"waiting: {_name(run) or 'cell'}", count_of(run.ranks, "rank"), run.waiting_for]
         parts.append(f"position {run.position}" if run.position else "")
         lines.append(", ".join(part for part in parts if part))
     return lines
 
 
 def _remarks(status: PoolStatus) -> list[str]:
-    return [problem for problem in (status.inventory.problem, status.problem) if problem]
+    problems = [problem for problem in (status.inventory.problem, status.problem) if problem]
+    return [*problems, *_budget(status, nearly_used=True)]
+
+
+def _budget(status: PoolStatus, *, nearly_used: bool) -> list[str]:
+    """Return `budget: $12.40 of $50.00 in 30 d`, among what is loud when little is left of it."""
+    budget = status.budget
+    if budget is None or nearly_used != (budget.spent >= _LITTLE_LEFT * budget.limit):
+        return []
+    spent, limit = (format_money(amount, budget.currency) for amount in (budget.spent, budget.limit))
+    return [f"budget: {spent} of {limit} in {budget.days:g} d"]
 
 
 def _idle(status: PoolStatus, now: float) -> list[str]:
@@ -120,13 +141,15 @@ def _rough(seconds: float) -> str:
 
 
 def _device_rows(status: PoolStatus) -> list[Row]:
-    holders = {uuid: (run, rank) for run in status.runs if run.state in _HOLDING for rank, uuid in enumerate(run.uuids)}
+    # a session's devices are its own, whatever runs on them
+    holding = sorted((run for run in status.runs if run.state in _HOLDING), key=lambda run: not run.session)
+    holders = {uuid: (run, rank) for run in holding for rank, uuid in enumerate(run.uuids)}
     rows: list[Row] = []
     for device in status.inventory.devices:
         holder = holders.get(device.uuid)
         if holder is not None:
             run, rank = holder
-            what = f"{ids.short(run.run_id)} {run.name}  rank {rank}"
+            what = f"{ids.short(run.run_id)} {_name(run)}  rank {rank}"
         else:
             what = f"in use outside the pool: {device.outside_use}" if device.outside_use else "free"
         label = f"{device.type.upper()} · {device.index}"
@@ -148,10 +171,59 @@ def _memory(device: Device) -> str:
 
 
 def _run_rows(status: PoolStatus, now: float) -> list[Row]:
-    return [_run_row(run, now) for run in status.runs]
+    """Return a row for each run; those in a session stand below it, the newest few of them."""
+    sessions = {run.run_id for run in status.runs if run.kind is RunKind.SESSION}
+    cells: dict[str, list[RunSummary]] = {}
+    for run in status.runs:
+        if run.session in sessions:
+            cells.setdefault(run.session, []).append(run)
+    told_all = len(status.runs) < _RECENT
+    rows: list[Row] = []
+    by_id = {run.run_id: run for run in status.runs}
+    # a session stands where its newest cell does
+    tops = dict.fromkeys(run.session if run.session in sessions else run.run_id for run in status.runs)
+    for run in map(by_id.__getitem__, tops):
+        rows.append(_run_row(run, now, cells.get(run.run_id, [])))
+        # those under way, however old they are, and then the newest
+        below = sorted(cells.get(run.run_id, []), key=lambda cell: (cell.state.is_final, -cell.submitted_at))
+        rows += [_run_row(cell, now, is_below=True) for cell in below[:_MAX_CELLS]]
+        if len(below) > _MAX_CELLS:
+            # only the newest runs of all are told: then nobody knows how many more there are
+            more = len(below) - _MAX_CELLS
+            rows.append(("", f"{_BELOW}and {count_of(more, 'more cell') if told_all else 'more cells'}", *[""] * 5))
+    return rows
 
 
-def _run_row(run: RunSummary, now: float) -> Row:
+def _with_heads(rows: Sequence[Row]) -> tuple[list[Row], tuple[int, ...]]:
+    """Return the rows below their heads, and the columns that stand at the right; costs only where there are any."""
+    heads: Row = ("run", "name", "ranks", "state", "for", "cost", "")
+    if any(row[_COST] for row in rows):
+        return [heads, *rows], (4, _COST)
+    return [row[:_COST] + row[_COST + 1 :] for row in (heads, *rows)], (4,)
+
+
+def _name(run: RunSummary) -> str:
+    if run.kind is RunKind.SESSION:
+        return f"session {run.name or ids.short(run.run_id)}"
+    return run.name or ("" if run.kind is RunKind.CELL else f"{run.kind}")
+
+
+def _state(run: RunSummary, cells: Sequence[RunSummary], now: float) -> str:
+    """Return a run's state; of a session what it does, or since when it does nothing."""
+    if run.kind is not RunKind.SESSION:
+        return str(run.state)
+    if run.state is RunState.QUEUED:
+        return "waits for devices"
+    if run.state is RunState.RUNNING:
+        under_way = [cell for cell in cells if cell.state in _HOLDING]
+        if under_way:
+            return f"runs {under_way[0].name or 'a cell'}"
+        ended = [cell.ended_at for cell in cells if cell.ended_at is not None]
+        return idle_since(max(ended), now) if ended else "connected"
+    return "ended" if run.state in (RunState.CANCELLED, RunState.SUCCEEDED) else str(run.state)
+
+
+def _run_row(run: RunSummary, now: float, cells: Sequence[RunSummary] = (), *, is_below: bool = False) -> Row:
     if run.device_type in ("cpu", "any"):
         ranks = f"{run.ranks} {TIMES} {run.device_type}" if run.device_type == "cpu" else f"{run.ranks}"
     else:
@@ -161,40 +233,10 @@ def _run_row(run: RunSummary, now: float) -> Row:
     failure = run.failure.strip().split("\n", 1)[0]
     if len(failure) > _MAX_FAILURE:
         failure = failure[:_MAX_FAILURE] + " ..."
-    return ids.short(run.run_id), run.name, ranks, str(run.state), duration, failure
-
-
-def _aligned(rows: Sequence[Row], right: tuple[int, ...]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "   ".join(
-            ansi.plain(cell).rjust(widths[column]) if column in right else ansi.plain(cell).ljust(widths[column])
-            for column, cell in enumerate(row)
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def _table(heads: Row, rows: Sequence[Row], right: tuple[int, ...]) -> str:
-    def cells(row: Row, tag: str, style: str) -> str:
-        drawn = ""
-        for column, cell in enumerate(row):
-            align = "right" if column in right else "left"
-            colour = f";color:{BAD}" if cell in ("failed", "timed out") else ""
-            drawn += (
-                f'<{tag} style="text-align:{align};padding:2px 12px;white-space:nowrap;'
-                f'font-variant-numeric:tabular-nums{style}{colour}">{_safe(cell)}</{tag}>'
-            )
-        return f"<tr>{drawn}</tr>"
-
-    head = cells(heads, "th", f";font-weight:400;{SOFT}")
-    body = "".join(cells(row, "td", "") for row in rows)
-    return (
-        f'<table style="border-collapse:collapse;table-layout:auto;width:auto;margin:0;border:0;'
-        f"border-top:1px solid {LINE};"
-        f'font-size:12.5px"><thead>{head}</thead><tbody>{body}</tbody></table>'
-    )
-
-
-def _safe(text: str) -> str:
-    return escape(ansi.plain(text))
+    if is_below:
+        # the session's own row has the devices
+        ranks = ""
+    name = f"{_BELOW if is_below else ''}{_name(run)}"
+    cost = cost_so_far(run, now)
+    paid = "" if cost is None else format_money(cost, run.currency)
+    return ids.short(run.run_id), name, ranks, _state(run, cells, now), duration, paid, failure

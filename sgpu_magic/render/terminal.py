@@ -8,7 +8,11 @@ from typing import TextIO
 
 from sgpu_magic.protocol.events import Event
 from sgpu_magic.render import ansi
-from sgpu_magic.render.text import ending_stacks, header_line, live_line, stall_lines, summary_line
+from sgpu_magic.render.heading import header_line
+from sgpu_magic.render.memory import memory_lines
+from sgpu_magic.render.quiet import is_quiet
+from sgpu_magic.render.session_words import session_warnings
+from sgpu_magic.render.text import ending_stacks, live_line, stall_lines, summary_line
 from sgpu_magic.render.units import count_of
 from sgpu_magic.render.view import RunView
 
@@ -39,6 +43,7 @@ class TerminalPublisher:
         self._notes = 0
         self._waited = ""
         self._stall: list[str] = []
+        self._warned: list[str] = []
         self._finished = False
         self._pending = view.take_lines()
 
@@ -72,6 +77,8 @@ class TerminalPublisher:
         view = self._view
         fresh = self._pending + view.take_lines()
         self._pending = []
+        if is_quiet(view):
+            return [summary_line(view)] if final else []
         lines: list[str] = []
         placed = view.lease is not None
         if not self._has_header and (placed or fresh or final):
@@ -83,6 +90,7 @@ class TerminalPublisher:
             notes = view.notes
             lines.extend(f"note: {ansi.plain(note)}" for note in notes[self._notes :])
             self._notes = len(notes)
+            lines.extend(self._session_lines())
         draw = ansi.colours_only if self._is_terminal else ansi.plain
         lines.extend(draw(line) for line in fresh)
         if not final and not self._is_terminal:
@@ -90,9 +98,18 @@ class TerminalPublisher:
         if final:
             if not view.is_final:
                 lines.extend(f"[{rank}] {ansi.plain(text)}" for rank, text in view.live_lines.items())
+            lines.extend(memory_lines(view, view.failure))
             lines.extend(ending_stacks(view))
             lines.append(summary_line(view))
         return lines
+
+    def _session_lines(self) -> list[str]:
+        """Return which ranks of a session are dead when that has changed."""
+        told = session_warnings(self._view)
+        if told == self._warned:
+            return []
+        self._warned = told
+        return [f"note: {line}" for line in told]
 
     def _stall_lines(self) -> list[str]:
         """Return where the ranks wait when that has changed, and that they have gone on."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from sgpu_magic.protocol.records import Lease, Payload
 from sgpu_magic.protocol.states import FailureKind, RunState
 from sgpu_magic.render import ansi
+from sgpu_magic.render.cost import billed_text, cost_text
 from sgpu_magic.render.failure import (
     cell_excerpt,
     death_sentence,
@@ -17,6 +15,7 @@ from sgpu_magic.render.failure import (
     timeout_sentence,
     traceback_body,
 )
+from sgpu_magic.render.heading import attempt_text, header_line, returned_text
 from sgpu_magic.render.items import (
     HEAD_SHARE,
     DisplayItem,
@@ -27,35 +26,16 @@ from sgpu_magic.render.items import (
     line_bytes,
     trim,
 )
-from sgpu_magic.render.measured import busy_text, idle_sentences
+from sgpu_magic.render.measured import busy_text, idle_lines
+from sgpu_magic.render.memory import memory_lines
+from sgpu_magic.render.quiet import is_quiet, quiet_line
 from sgpu_magic.render.segments import TextSegment, segments
+from sgpu_magic.render.session_words import session_meta, session_summary, session_warnings
 from sgpu_magic.render.stacks import group_lines, group_stacks, summary, verdict
-from sgpu_magic.render.units import TIMES, count_of, format_bytes, format_seconds
+from sgpu_magic.render.state_words import state_word
+from sgpu_magic.render.surroundings import packages_text, tracked_text
+from sgpu_magic.render.units import format_seconds, format_span
 from sgpu_magic.render.view import RunView
-
-__all__ = [
-    "attempt_text",
-    "backend",
-    "culprits_last_words",
-    "device_text",
-    "device_words",
-    "display_lines",
-    "ending_stacks",
-    "error_line",
-    "failure_lines",
-    "failure_sentence",
-    "format_bytes",
-    "format_seconds",
-    "header_line",
-    "live_line",
-    "render_segment_text",
-    "render_text",
-    "returned_bytes",
-    "returned_text",
-    "shipped_text",
-    "stall_lines",
-    "summary_line",
-]
 
 _MAX_TRACEBACK_LINES = 400
 
@@ -82,11 +62,12 @@ def render_segment_text(view: RunView, segment: TextSegment, first: bool, last: 
         last: It is the last of them.
         limit: Bytes allowed for a live form, which shows the newest lines.
     """
+    if is_quiet(view):
+        return quiet_line(view) if first else ""
     lines: list[str] = []
     if first:
         lines.append(header_line(view))
-        idle = idle_sentences(view.usage) if view.is_final else view.usage.idle_sentences
-        lines.extend(f"note: {note}" for note in [*view.notes, *idle])
+        lines.extend(f"note: {note}" for note in [*view.notes, *session_warnings(view), *idle_lines(view)])
     items = segment.items
     sizes = [line_bytes(item.text) if isinstance(item, LineItem) else 0 for item in items]
     bound, head_share = (view.output_limit, HEAD_SHARE) if limit is None else (limit, 0.0)
@@ -100,94 +81,47 @@ def render_segment_text(view: RunView, segment: TextSegment, first: bool, last: 
     return "\n".join(lines)
 
 
-def header_line(view: RunView) -> str:
-    """Return `train_digits · 4 ranks on local (cpu, gloo) · shipped model (45.1 MB in 38 ms)`."""
-    ranks = count_of(view.ranks, "rank")
-    if view.lease is None:
-        where = f"{ranks} on {view.pool}"
-    else:
-        device = device_text(view.lease)
-        joint = f", {device}" if view.lease.simulated else f" ({device}"
-        where = f"{ranks} on {view.pool}{joint}, {backend(view.lease)}{'' if view.lease.simulated else ')'}"
-    parts = [view.name, where, attempt_text(view), shipped_text(view)]
-    return " · ".join(part for part in parts if part)
-
-
-def backend(lease: Lease) -> str:
-    """Return the process group's backend: `nccl` on real GPUs, else `gloo`."""
-    return "gloo" if lease.simulated or lease.device_type == "cpu" else "nccl"
-
-
-def device_words(view: RunView) -> str:
-    """Return `4 ranks · cpu, gloo` or `4 x A10, nccl`, and that they are simulated: the header's words."""
-    lease = view.lease
-    if lease is None:
-        return count_of(view.ranks, "rank")
-    if lease.device_type == "cpu":
-        return f"{count_of(view.ranks, 'rank')} · cpu, {backend(lease)}"
-    simulated = " (simulated on cpu)" if lease.simulated else ""
-    return f"{lease.ranks} {TIMES} {lease.device_type.upper()}{simulated}, {backend(lease)}"
-
-
-def device_text(lease: Lease) -> str:
-    """Return `cpu`, `4 x a10` or `4 x a10 (simulated on cpu)`."""
-    if lease.device_type == "cpu":
-        return "cpu"
-    return f"{lease.ranks} x {lease.device_type}" + (" (simulated on cpu)" if lease.simulated else "")
-
-
-def shipped_text(view: RunView) -> str:
-    """Return `shipped model, loader, cfg (45.1 MB in 38 ms)`, "" when nothing was."""
-    shipped = view.spec.shipped
-    if not shipped.names:
-        return ""
-    cost = f"{format_bytes(shipped.total_bytes)} in {format_seconds(shipped.seconds)}"
-    return f"shipped {_names(shipped.names)} ({cost})"
-
-
-def returned_text(view: RunView) -> str:
-    """Return `returned history (1.2 kB)`, "" when nothing was asked for."""
-    outputs = view.spec.outputs
-    if view.state is not RunState.SUCCEEDED or not outputs:
-        return ""
-    return f"returned {_names([name.name for name in outputs])} ({format_bytes(returned_bytes(view))})"
-
-
-def returned_bytes(view: RunView) -> int:
-    """Return the bytes of what was brought back: rank 0's, or every rank's when one name is asked of all."""
-    everywhere = any(name.all_ranks for name in view.spec.outputs)
-    payloads = [result.payload for result in view.results if everywhere or result.rank == 0]
-    return sum(_payload_bytes(payload) for payload in payloads if payload is not None)
-
-
 def summary_line(view: RunView) -> str:
     """Return the run's last line, or where it stands while it goes on."""
     if not view.is_final:
         return live_line(view)
-    run = f"run {view.short_id}"
+    if is_quiet(view):
+        return quiet_line(view)
+    if view.session is not None and view.failure is None:
+        return session_summary(view)
     duration = format_seconds(view.elapsed_s())
     if view.state is RunState.SUCCEEDED:
-        parts = (f"succeeded in {duration}", busy_text(view.usage), returned_text(view), run)
-        return " · ".join(part for part in parts if part)
-    return f"{_failed_line(view, brief=True)} · {run}"
+        parts = (f"succeeded in {duration}", billed_text(view), busy_text(view.usage), returned_text(view))
+        return " · ".join(part for part in (*parts, *_name_words(view)) if part)
+    return " · ".join([_failed_line(view, brief=True), *_bill_words(view), *_name_words(view)])
 
 
 def live_line(view: RunView) -> str:
     """Return one line about a run that goes on: its place in the queue, or its state and time."""
     if view.left:
         return view.left
-    run = f"run {view.short_id}"
+    if is_quiet(view):
+        return quiet_line(view)
+    run, word = f"run {view.short_id}", state_word(view).text
     if view.state is RunState.QUEUED:
         position = f", position {view.position}" if view.position else ""
-        return " · ".join(part for part in (f"queued{position}", view.waiting_for or view.reason, run) if part)
+        words = (f"{word}{position}", view.waiting_for or view.reason, packages_text(view), run)
+        return " · ".join(part for part in words if part)
     elapsed = view.elapsed_s()
     since = f" for {format_seconds(elapsed)}" if elapsed else ""
-    return " · ".join(part for part in (f"{view.state}{since}", attempt_text(view), view.reason, run) if part)
-
-
-def attempt_text(view: RunView) -> str:
-    """Return `attempt 2 of 3`, "" for the first."""
-    return f"attempt {view.attempt} of {view.attempts}" if view.attempt > 1 else ""
+    if view.session is not None:
+        # it is there for longer than it is in this state
+        since = f" · {format_span(elapsed)}" if elapsed else ""
+    words = (
+        f"{word}{since}",
+        cost_text(view),
+        attempt_text(view),
+        packages_text(view),
+        *session_meta(view),
+        view.reason,
+        run,
+    )
+    return " · ".join(part for part in words if part)
 
 
 def stall_lines(view: RunView) -> list[str]:
@@ -233,6 +167,7 @@ def failure_lines(view: RunView, whole: bool = True) -> list[str]:
             lines.append(error_line(failure))
         elif failure.kind is FailureKind.WORKER_DIED:
             lines.extend(culprits_last_words(view))
+        lines.extend(memory_lines(view, failure))
     lines.extend(ending_stacks(view))
     lines.extend(other_lines(view.others, failure.rank if failure else None))
     return lines
@@ -263,17 +198,31 @@ def _ending(view: RunView) -> list[str]:
     if view.state is RunState.SUCCEEDED or view.failure is None:
         return [*problems, summary_line(view)]
     lines = failure_lines(view)
+    if view.session is not None:
+        return [*lines, " · ".join([*session_meta(view), *_name_words(view)])]
+    last = " · ".join([*_bill_words(view), *_name_words(view)])
     if len(lines) == 1 or other_lines(view.others, view.failure.rank)[-1:] == lines[-1:]:
-        lines[-1] += f" · run {view.short_id}"
+        lines[-1] += f" · {last}"
     else:
-        lines.append(f"run {view.short_id}")
+        lines.append(last)
     return lines
+
+
+def _bill_words(view: RunView) -> list[str]:
+    return [text for text in (billed_text(view),) if text]
+
+
+def _name_words(view: RunView) -> list[str]:
+    """Return how the run is found again: in MLflow, and here."""
+    return [text for text in (tracked_text(view), f"run {view.short_id}") if text]
 
 
 def _failed_line(view: RunView, brief: bool = False) -> str:
     """Return the first line of a failure, with the error in it when `brief` or when there is no traceback."""
-    duration = format_seconds(view.elapsed_s())
-    start = f"{view.name} · {view.state} after {duration}"
+    elapsed = view.elapsed_s()
+    # what was refused was never there
+    after = f" after {format_seconds(elapsed)}" if elapsed >= 0.0005 else ""
+    start = f"{view.name} · {view.state}{after}"
     failure = view.failure
     if view.state is RunState.CANCELLED or failure is None:
         return f"{start} · {view.reason}" if view.reason else start
@@ -300,14 +249,3 @@ def _bounded(lines: list[str]) -> list[str]:
     half = _MAX_TRACEBACK_LINES // 2
     left_out = len(lines) - 2 * half
     return [*lines[:half], f"... {left_out:,} lines of the traceback ...", *lines[-half:]]
-
-
-def _names(names: Iterable[str], most: int = 8) -> str:
-    listed = list(names)
-    if len(listed) <= most:
-        return ", ".join(listed)
-    return f"{', '.join(listed[:most])} and {len(listed) - most} more"
-
-
-def _payload_bytes(payload: Payload) -> int:
-    return payload.layout.pickle_size + sum(size for _, size in payload.layout.buffers)

@@ -39,6 +39,11 @@ def format_seconds(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def format_span(seconds: float) -> str:
+    """Return `31 s`, `12 min`, `1 h 05 min`: how long something was there, which nobody reads to the second."""
+    return f"{round(seconds / 60)} min" if 100 <= seconds < 3570 else format_seconds(seconds)
+
+
 def format_clock(seconds: float) -> str:
     """Return `02:14`, above an hour `1:02:14`: for numbers that run."""
     whole = int(max(seconds, 0))

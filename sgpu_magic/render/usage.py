@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from sgpu_magic.protocol.events import IDLE_GPU_PCT, DeviceBusy, DeviceIdle, Sampled
-from sgpu_magic.protocol.records import RankSample
+from sgpu_magic.protocol.measures import RankSample
 from sgpu_magic.render.series import MAX_POINTS, Series
 from sgpu_magic.render.units import format_gb, format_ranks, format_seconds
 

@@ -6,13 +6,18 @@ import time
 from collections.abc import Sequence
 
 from sgpu_magic.protocol import ids
+from sgpu_magic.protocol.devices import Lease
 from sgpu_magic.protocol.events import (
     AttemptFailed,
+    Described,
     Detached,
     DeviceBusy,
     DeviceIdle,
     DisplayPublished,
+    EnvironmentMoved,
     Event,
+    GroupRenewed,
+    MetricsLogged,
     Noted,
     OutputCleared,
     OutputWritten,
@@ -20,19 +25,25 @@ from sgpu_magic.protocol.events import (
     Placed,
     QueueMoved,
     RankFailed,
+    RanksRestarted,
     RanksStarted,
     Resumed,
     RunEnded,
     Sampled,
+    SessionMoved,
     Stalled,
     StateChanged,
     Submitted,
+    Tracked,
 )
-from sgpu_magic.protocol.records import Failure, Lease, RankResult, RunSpec
-from sgpu_magic.protocol.states import OWNER_GONE, RunState
+from sgpu_magic.protocol.records import Failure, RankResult, RunSpec
+from sgpu_magic.protocol.states import OWNER_GONE, RunKind, RunState
+from sgpu_magic.protocol.tracking import TrackedRun
 from sgpu_magic.render.failure import attempt_note
 from sgpu_magic.render.items import DisplayItem, GapItem, Item, LineItem, display_text, gap_lines
 from sgpu_magic.render.output import RunOutput
+from sgpu_magic.render.run_names import run_name
+from sgpu_magic.render.session_state import SessionState, renewal_note, restart_note, unstopped_note
 from sgpu_magic.render.units import format_bytes
 from sgpu_magic.render.usage import RunUsage
 
@@ -58,13 +69,18 @@ class RunView:
         lease: The devices, None until they are granted.
         host: Where its ranks are, "" until known.
         labels: The devices' labels in rank order, empty when there are none.
+        hourly: What they cost in an hour, in `currency`; None without a price.
+        currency: Of that, "" without a price.
         warm: How the ranks were started: `standby`, `zygote`, `cold`; "" until then.
         rank_failures: The first failure of each rank, in order of time.
         attempt: Which of its attempts goes on, from 1.
         attempts: How many there may be.
         stalled: Where its ranks wait while nothing moves; kept when the run ends so.
         usage: What its ranks and their devices use.
+        session: Its cells and dead ranks, None for what is no session itself.
         directory: Where its logs are, "" when that is not known.
+        environment: How far its packages are, None while nothing has to be said of them.
+        tracked: Its place in MLflow, None until known.
         left: Why nobody follows it here any more while it goes on, "" while somebody does.
         ended: The run's last word, None while it goes on.
         version: Grows with every event; equal versions draw equal pictures (but for the clock).
@@ -84,13 +100,18 @@ class RunView:
         self.lease: Lease | None = None
         self.host = ""
         self.labels: tuple[str, ...] = ()
+        self.hourly: float | None = None
+        self.currency = ""
         self.warm = ""
         self.rank_failures: dict[int, Failure] = {}
         self.attempt = 1
         self.attempts = spec.retries + 1
         self.stalled: Stalled | None = None
         self.usage = RunUsage()
+        self.session = SessionState() if spec.kind is RunKind.SESSION else None
         self.directory = ""
+        self.environment: EnvironmentMoved | None = None
+        self.tracked: TrackedRun | None = None
         self.left = ""
         self.ended: RunEnded | None = None
         self.version = 0
@@ -115,8 +136,9 @@ class RunView:
                     self.position, self.waiting_for = None, ""
             case QueueMoved(position=position, reason=reason):
                 self.position, self.waiting_for = position, reason
-            case Placed(lease=lease, host=host, labels=labels):
+            case Placed(lease=lease, host=host, labels=labels) as body:
                 self.lease, self.host, self.labels = lease, host, labels
+                self.hourly, self.currency = body.hourly, body.currency
                 self.position, self.waiting_for = None, ""
                 self._note(lease.note)
             case RanksStarted(warm=warm):
@@ -139,8 +161,19 @@ class RunView:
                 self.stalled = None
             case Sampled() | DeviceIdle() | DeviceBusy() as body:
                 self.usage.apply(body, event.at, self._started_at)
-            case Submitted() | Detached():
-                # the spec was there before the view; who follows the run says that it goes on
+            case SessionMoved() as body:
+                if self.session is not None:
+                    self.session.moved(body, event.at)
+            case GroupRenewed() as body:
+                self._note(renewal_note(body))
+            case RanksRestarted() as body:
+                self._restarted(body)
+            case EnvironmentMoved() as body:
+                self.environment = body
+            case Tracked(tracked=tracked):
+                self.tracked = tracked
+            case Submitted() | Detached() | Described() | MetricsLogged():
+                # the spec was there before the view; who follows the run says that it goes on; MLflow draws metrics
                 pass
             case RunEnded() as body:
                 self._end(body)
@@ -167,11 +200,17 @@ class RunView:
 
     @property
     def name(self) -> str:
-        return self.spec.name or "cell"
+        return run_name(self.spec)
 
     @property
     def ranks(self) -> int:
+        """The world size: what goes by rank number has so many places, whoever takes part."""
         return self.spec.placement.ranks
+
+    @property
+    def rank_numbers(self) -> tuple[int, ...]:
+        """The ranks that take part, ascending."""
+        return self.spec.rank_numbers
 
     @property
     def is_final(self) -> bool:
@@ -203,10 +242,21 @@ class RunView:
             now: Wall-clock time, seconds since the epoch; used while the run goes on.
         """
         if self.ended:
-            return max(self.ended.total_s - self.ended.queued_s, 0.0)
+            # of a cell of milliseconds the pool's clock, which is the wall's, knows less than the ranks' own
+            return max(self.ended.total_s - self.ended.queued_s, self.ended.running_s)
         if self._started_at is None:
             return 0.0
         return max((time.time() if now is None else now) - self._started_at, 0.0)
+
+    def metered_s(self, now: float | None = None) -> float | None:
+        """Return seconds for which its meter has run; None before it began, and of a cell in a session.
+
+        Args:
+            now: As in `elapsed_s`.
+        """
+        if self._metered_at is None:
+            return None
+        return max((time.time() if now is None else now) - self._metered_at, 0.0)
 
     @property
     def deadline(self) -> float | None:
@@ -276,6 +326,13 @@ class RunView:
         self.rank_failures, self.stalled, self._started_at = {}, None, None
         self.usage.start_again()
 
+    def _restarted(self, body: RanksRestarted) -> None:
+        self._note(restart_note(body))
+        if self.session is not None:
+            self.session.restarted(body)
+        for rank in body.ranks:
+            self.rank_failures.pop(rank, None)
+
     def _end(self, body: RunEnded) -> None:
         self._output.finish_lines()
         if body.state in (RunState.SUCCEEDED, RunState.CANCELLED) or body.stacks:
@@ -283,7 +340,9 @@ class RunView:
         self.usage.ended()
         self.ended = body
         self.state = body.state
-        if body.reason == OWNER_GONE:
+        if body.unstopped:
+            self._note(unstopped_note(body.unstopped))
+        if body.reason == OWNER_GONE and self.session is None:
             # who reads this has another kernel
             self._note(f"%sgpu_attach {self.short_id} shows run {self.short_id} again")
         self.position, self.waiting_for = None, ""

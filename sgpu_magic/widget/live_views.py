@@ -13,6 +13,7 @@ from sgpu_magic.live.answers import Answers
 from sgpu_magic.live.feed import Feed
 from sgpu_magic.live.log_reader import LogReader
 from sgpu_magic.render.publisher import Publisher, publisher_for
+from sgpu_magic.render.quiet import is_quiet
 from sgpu_magic.render.view import RunView
 from sgpu_magic.widget.channels import Channels
 from sgpu_magic.widget.widget_publisher import Surroundings, WidgetPublisher
@@ -59,7 +60,7 @@ class LiveViews:
             stream: Where text goes.
             buttons: What the view's buttons do.
         """
-        channels = self._channels
+        channels = self._channels if not is_quiet(view) else None
         if channels is None or ui in ("none", "text") or not (ui == "widget" or self.is_watched):
             return publisher_for(ui, view, stream, notebook=self._kernel is not None)
         feed = Feed(view)

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import cast
 
 import msgspec
 
-from sgpu_magic.protocol.records import Collective
+from sgpu_magic.protocol.measures import Collective
 
 BUFFER_ENTRIES = 2000
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
@@ -43,7 +44,12 @@ class _Trace(msgspec.Struct):
     entries: list[_Entry] = msgspec.field(default_factory=list[_Entry])
 
 
+class _Forgotten:
+    before_ns = 0
+
+
 _decoder = msgspec.json.Decoder(_Trace)
+_forgotten = _Forgotten()
 
 
 def switch_on() -> None:
@@ -71,20 +77,28 @@ def current(rehearsed: int = 0) -> tuple[Collective | None, float]:
     name = _dump_name(bindings)
     if not name:
         return None, 0.0
+    # what was made before a renewal is over, also what the recorder takes for pending
+    if _forgotten.before_ns:
+        rehearsed = 0
     dump = cast(Callable[[], bytes | str], getattr(bindings, name))
     try:
-        return newest(dump(), rehearsed)
+        return newest(dump(), rehearsed, _forgotten.before_ns)
     except (RuntimeError, msgspec.DecodeError):
         # a recorder that is switched off, or of a form that this version does not know
         return None, 0.0
 
 
-def newest(trace: bytes | str, rehearsed: int = 0) -> tuple[Collective | None, float]:
+def forget() -> None:
+    """The groups are connected anew: what the recorder has by now is over, and the numbers begin again."""
+    _forgotten.before_ns = time.time_ns()
+
+
+def newest(trace: bytes | str, rehearsed: int = 0, since_ns: int = 0) -> tuple[Collective | None, float]:
     """Return the first collective of the trace that is not done, else the last one, and when it was called.
 
     NCCL's are queued: the rank waits in the first of those that are not done.
     """
-    entries = _decoder.decode(trace).entries
+    entries = [entry for entry in _decoder.decode(trace).entries if entry.time_created_ns >= since_ns]
     theirs = [entry for entry in entries if not _is_rehearsed(entry, rehearsed)]
     if not theirs:
         return None, 0.0

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from sgpu_magic.protocol.codec import FrameReader, frame
-from sgpu_magic.protocol.records import Record
+from sgpu_magic.protocol.record import Record
 
 M = TypeVar("M")
 _CHUNK_BYTES = 1 << 18

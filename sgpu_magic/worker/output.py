@@ -58,8 +58,8 @@ class _Stdout(io.TextIOWrapper):
         self._lines.line_at = line_at
         self._lines.write_out()
 
-    def write_every_line(self) -> None:
-        self._lines.pause_s = -1.0
+    def write_every_line(self, on: bool = True) -> None:
+        self._lines.pause_s = -1.0 if on else _PAUSE_S
 
 
 class _MarkedStderr(io.RawIOBase):
@@ -108,6 +108,18 @@ def flush() -> None:
             stream.flush()
         except (OSError, ValueError, AttributeError):
             continue
+
+
+def hold_lines_back() -> None:
+    """A cell runs, and the helper thread flushes: lines that come fast are written out together."""
+    if isinstance(sys.stdout, _Stdout):
+        sys.stdout.write_every_line(False)
+
+
+def write_each_line() -> None:
+    """No cell runs, and nobody flushes what the user's threads print."""
+    if isinstance(sys.stdout, _Stdout):
+        sys.stdout.write_every_line()
 
 
 def _buffer_lines() -> None:

@@ -8,7 +8,6 @@ import sys
 
 import torch
 
-from sgpu_magic.protocol.node_messages import Execute
 from sgpu_magic.protocol.records import RankContext
 
 
@@ -27,10 +26,7 @@ def stand_where_the_kernel_stands(context: RankContext, rank_variables: dict[str
         os.chdir(context.cwd)
     sys.path[:] = context.sys_path
     sys.argv[:] = [""]
-    # a directory that did not exist when the zygote looked counts as empty for good; changed ones are noticed by
-    # their time of change, without `importlib.invalidate_caches`, which touches 1.5 MB in every rank
-    for entry in [entry for entry, finder in sys.path_importer_cache.items() if finder is None]:
-        del sys.path_importer_cache[entry]
+    forget_missing_directories()
 
 
 def reseed() -> None:
@@ -62,17 +58,62 @@ def set_threads(context_environ: dict[str, str], ranks_here: int) -> None:
         threadpoolctl.threadpool_limits(limits=threads, user_api="blas")
 
 
-def set_device(order: Execute) -> torch.device:
-    """Make the rank's own GPU current and return the rank's device."""
-    if order.device == "cpu":
+def follow(old: RankContext, new: RankContext, rank_variables: dict[str, str]) -> None:
+    """Take over what the kernel has changed since the last cell; what the rank itself has changed stays.
+
+    Args:
+        old: Where the kernel stood at the last cell.
+        new: Where it stands now.
+        rank_variables: The rank's own, which the kernel's never replace.
+
+    Raises:
+        OSError: The kernel's new directory can't be entered any more.
+    """
+    if new.umask != old.umask:
+        os.umask(new.umask)
+    if new.environ != old.environ:
+        for name in old.environ.keys() - new.environ.keys() - rank_variables.keys():
+            os.environ.pop(name, None)
+        for name, value in new.environ.items():
+            if name not in rank_variables and old.environ.get(name) != value:
+                os.environ[name] = value
+    if new.cwd != old.cwd and new.cwd:
+        os.chdir(new.cwd)
+    if new.sys_path != old.sys_path:
+        known = set(old.sys_path)
+        first = next((at for at, entry in enumerate(sys.path) if entry in known), 0)
+        own = [entry for entry in sys.path if entry not in known and entry not in new.sys_path]
+        before = [entry for entry in own if entry in sys.path[:first]]
+        sys.path[:] = [*before, *new.sys_path, *(entry for entry in own if entry not in before)]
+    forget_missing_directories()
+
+
+def forget_missing_directories() -> None:
+    """A directory that did not exist when it was looked for counts as empty for good.
+
+    Changed ones are noticed by their time of change, without `importlib.invalidate_caches`, which touches 1.5 MB in
+    every rank.
+    """
+    for entry in [entry for entry, finder in sys.path_importer_cache.items() if finder is None]:
+        del sys.path_importer_cache[entry]
+
+
+def set_device(kind: str, rank_variables: dict[str, str]) -> torch.device:
+    """Make the rank's own GPU current and return the rank's device.
+
+    Args:
+        kind: `cpu`, or `cuda` when the rank has a GPU of its own.
+        rank_variables: torchrun's.
+    """
+    if kind == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        if order.rank_variables["LOCAL_RANK"] == "0":
+        if rank_variables["LOCAL_RANK"] == "0":
             sys.stderr.write(
                 f"the run has GPUs, but torch {torch.__version__} can't use them: its ranks compute on the CPU. "
                 "`sgpu doctor` says why.\n"
             )
         return torch.device("cpu")
-    device = torch.device("cuda", int(order.rank_variables["LOCAL_RANK"]))
+    device = torch.device("cuda", int(rank_variables["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     return device

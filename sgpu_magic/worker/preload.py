@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 
+from sgpu_magic import compat
 from sgpu_magic.worker import flight_recorder
 
 
@@ -22,17 +23,20 @@ def preload() -> str:
         import torch.distributed as dist
 
         # what each rank needs at once would otherwise be imported, and lie in memory, once per rank
-        for name in ("numpy.random", "threadpoolctl", "pdb", "sgpu_magic.worker.rank"):
+        for name in ("numpy.random", "threadpoolctl", "pdb", "sgpu_magic.worker.rank", "sgpu_magic.worker.renewal"):
             _import_quietly(name)
-        from sgpu_magic.worker import execute, notebook_classes, rendezvous, shell
+        from sgpu_magic.worker import edited_modules, execute, notebook_classes, questions, rendezvous, shell
 
         if dist.is_available():
             flight_recorder.switch_on()
             rendezvous.accept_second_init()
         notebook_classes.teach_multiprocessing()
+        edited_modules.note_imports()
+    compat.install()
     # outside: the shell's own filters stay, as in the notebook
     rank_shell = shell.create()
     execute.warm_up(rank_shell)
+    questions.warm_up(rank_shell)
     return str(torch.__version__)
 
 

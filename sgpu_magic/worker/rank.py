@@ -1,4 +1,7 @@
-"""One rank's life: join the group, execute what the agent sends, report, wait for the others, leave."""
+"""One rank's life: join the group, do what the agent orders, report, wait for the next order, leave.
+
+A fresh rank gets one `Execute`, then `Leave`. One of a session gets `Prepare`, and then orders without end.
+"""
 
 # IPython's own attributes are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -7,30 +10,37 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import signal
 import socket
 import threading
-from collections.abc import Sequence
-from pathlib import Path
 
-from sgpu_magic.errors import SgpuError
-from sgpu_magic.payload import buffers, unpack
-from sgpu_magic.payload.pack import Packed
+import torch
+
 from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.node_messages import (
+from sgpu_magic.protocol.rank_messages import (
+    AnswerQuestion,
     Execute,
     Failed,
-    Finished,
-    Fork,
     Joined,
+    Leave,
+    Prepare,
+    QuestionAnswered,
+    Renew,
+    Renewed,
     ToRank,
 )
-from sgpu_magic.protocol.records import FilePayload, InlinePayload, Payload, RankResult, Record, SharedPayload
-from sgpu_magic.worker import execute, flight_recorder, interaction, output, place, rendezvous, trace
+from sgpu_magic.protocol.record import Record
+from sgpu_magic.protocol.zygote_messages import Fork
+from sgpu_magic.tracking import in_rank
+from sgpu_magic.worker import broken_models, execute, interaction, interrupts, memory, output, place, rendezvous, trace
 from sgpu_magic.worker import shell as rank_shell
-from sgpu_magic.worker.helper import Helper
+from sgpu_magic.worker.cell_run import CellRun
+from sgpu_magic.worker.helper import Helper, Order
 from sgpu_magic.worker.link import Link
+from sgpu_magic.worker.results import Reply
+from sgpu_magic.worker.standing import Standing
 
 # an agent that is busy with a flood answers later; a display out of place is better than a rank that waits
 _DISPLAY_TIMEOUT_S = 1.0
@@ -52,8 +62,6 @@ def live(order: Fork, descriptors: list[int]) -> int:
     link = Link(socket.socket(fileno=descriptors[0]), codec.to_rank)
     store_path = order.store_path or f"/proc/self/fd/{descriptors[4]}"
     place.reseed()
-    import torch
-
     # gloo's and torch's own pools: a fork is safe only when the first parallel operation finds a fresh setting
     torch.set_num_threads(1)
     join_error: RuntimeError | None = None
@@ -69,153 +77,137 @@ def live(order: Fork, descriptors: list[int]) -> int:
     if rehearsed:
         execute.rehearse(shell)
     received = link.receive()
-    if received is None or not isinstance(received[0], Execute):
+    if received is None or not isinstance(received[0], Execute | Prepare):
         return 0
+    helper = Helper(link, shell, sampler, order.rank, int(rehearsed))
+    first = helper.order_of(received[0], received[1])
     try:
-        helper = Helper(link, shell, sampler, int(rehearsed))
-        _Execution(link, received[0], received[1], order, store_path, join_error, helper).run()
+        _Life(link, helper, Standing(order, store_path, join_error)).go_on(first)
     except ConnectionError:
         # the agent is gone; there is nobody left to tell
         return 1
     return 0
 
 
-class _Execution:
-    """One cell in this rank."""
+class _Life:
+    """The main thread's loop.
 
-    def __init__(
-        self,
-        link: Link[ToRank],
-        order: Execute,
-        frames: Sequence[bytes],
-        fork: Fork,
-        store_path: str,
-        join_error: RuntimeError | None,
-        helper: Helper,
-    ) -> None:
+    Args:
+        link: To the agent.
+        helper: Hands the orders over.
+        standing: The rank's place.
+    """
+
+    def __init__(self, link: Link[ToRank], helper: Helper, standing: Standing) -> None:
         self._link = link
-        self._order = order
-        self._frames = frames
-        self._fork = fork
-        self._store_path = store_path
-        self._join_error = join_error
-        self._shell = rank_shell.RankShell.instance()
         self._helper = helper
+        self._standing = standing
+        self._shell = standing.shell
         self._display_lock = threading.RLock()
         self._pid = os.getpid()
-        # open until the agent has its own descriptor
-        self._result_buffer: buffers.SharedBuffer | None = None
+        # a fresh rank's last result stays until it leaves: to give its pages back takes time
+        self._last: Reply | None = None
 
-    def run(self) -> None:
-        order, rank = self._order, self._fork.rank
-        payload_fd = -1 if order.inline else self._link.take_descriptors(1)[0]
-        if rank == 0:
-            rendezvous.keep_listening_socket(self._link.take_descriptors(1)[0])
+    def go_on(self, order: Order) -> None:
+        """Obey until the agent says `Leave`."""
+        rank_shell.report_to(self._shell, self._report_display)
+        interrupts.look_for_orders(self._helper.has_order)
         self._helper.start()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            reply = self._prepare_and_run(payload_fd)
-        except KeyboardInterrupt as error:
-            reply = self._failed(error)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        output.flush()
-        self._link.send(*reply)
-        while not self._helper.may_leave.wait(1.0):
-            output.flush()
+        while not isinstance(order.message, Leave):
+            self._obey(order)
+            order = self._helper.orders.get()
         self._leave()
 
-    def _prepare_and_run(self, payload_fd: int) -> tuple[Record, list[bytes], list[int]]:
-        try:
-            self._prepare(payload_fd)
-        except (
-            SgpuError,
-            OSError,
-            ImportError,
-            AttributeError,
-            TypeError,
-            ValueError,
-            RuntimeError,
-        ) as error:
-            # unpickling runs the user's own classes: what they raise is the user's error, told like any other
-            self._shell.showtraceback((type(error), error, error.__traceback__))
-            return self._failed(error)
-        outcome = execute.run_cell(self._shell, self._order)
-        if outcome.failure is not None and outcome.error is not None:
-            return self._failed(outcome.error)
-        rank = self._fork.rank
-        key = self._order.context.key
-        try:
-            packed, problem = execute.pack_result(self._shell, self._order.outputs, rank, key)
-        except SgpuError as error:
-            self._shell.traceback_lines = []
-            return self._failed(error)
-        hook = execute.assert_hook(self._shell.displayhook)
-        text = hook.last_text if hook.last_value is not None else ""
-        return self._finished(packed, text, problem, outcome.seconds)
+    def _obey(self, order: Order) -> None:
+        match order.message:
+            case Execute() as message:
+                self._execute(message, order)
+            case Prepare() as message:
+                self._prepare(message, order)
+            case Renew() as message:
+                self._renew(message, order)
+            case AnswerQuestion() as message:
+                self._answer(message)
+            case Leave():
+                pass
 
-    def _prepare(self, payload_fd: int) -> None:
-        order = self._order
-        place.stand_where_the_kernel_stands(order.context, order.rank_variables)
-        place.set_threads(order.context.environ, int(order.rank_variables["LOCAL_WORLD_SIZE"]))
-        if self._join_error is not None:
-            raise self._join_error
-        device = place.set_device(order)
-        if not self._fork.join_early:
-            # the kernel's environment has taken the place of the zygote's
-            flight_recorder.switch_on()
-            rendezvous.join(self._fork.rank, self._fork.ranks, self._store_path, cuda=order.device != "cpu")
-        self._link.send(Joined())
-        rank_shell.report_to(self._shell, self._report_display)
-        self._shell.show_sources(order.cell.linecache)
-        namespace = self._shell.user_ns
-        namespace.update(
-            rank=self._fork.rank,
-            local_rank=int(order.rank_variables["LOCAL_RANK"]),
-            world_size=self._fork.ranks,
-            device=device,
-        )
-        if order.inline:
-            data: bytearray | memoryview = bytearray(self._frames[0])
+    def _execute(self, message: Execute, order: Order) -> None:
+        if len(order.descriptors) > int(not message.inline):
+            rendezvous.keep_listening_socket(order.descriptors[-1])
+        output.hold_lines_back()
+        run = CellRun(self._standing, message, order, self._link.send)
+        try:
+            try:
+                interrupts.allow()
+                reply = run.run()
+            finally:
+                interrupts.refuse()
+        except KeyboardInterrupt as error:
+            interrupts.refuse()
+            reply = run.failed(error)
+        in_rank.end()
+        self._tell(reply)
+        if run.was_out_of_memory:
+            memory.free()
+        elif isinstance(reply.message, Failed):
+            # what drew its traceback
+            gc.collect(1)
+        if self._helper.stays and isinstance(reply.message, Failed):
+            # where all ranks failed alike nothing is connected anew, and models may still be half way
+            broken_models.mend()
+        if self._helper.stays:
+            if reply.buffer is not None:
+                reply.buffer.close()
         else:
-            size = os.fstat(payload_fd).st_size
-            data = memoryview(unpack.map_private(payload_fd, size))
-            os.close(payload_fd)
-        unpack.unpack_namespace(data, order.layout, order.context.key, namespace)
+            self._last = reply
 
-    def _failed(self, error: BaseException) -> tuple[Record, list[bytes], list[int]]:
-        failure = execute.describe(error, self._shell, self._fork.rank)
-        packed = execute.pack_exception(error, self._order.context.key)
-        if packed is None or packed.total_bytes > buffers.INLINE_LIMIT:
-            return Failed(failure=failure), [], []
-        import msgspec
+    def _prepare(self, message: Prepare, order: Order) -> None:
+        if order.descriptors:
+            rendezvous.keep_listening_socket(order.descriptors[0])
+        try:
+            try:
+                interrupts.allow()
+                self._standing.take(message.context, message.device, message.rank_variables, renewal=message.renewal)
+                if self._standing.cuda and torch.cuda.is_available():
+                    # makes the context: half a second that no cell is to wait for
+                    torch.cuda.synchronize()
+                reply = Reply(Joined())
+            finally:
+                interrupts.refuse()
+        except (KeyboardInterrupt, OSError, RuntimeError, ValueError) as error:
+            interrupts.refuse()
+            self._shell.showtraceback((type(error), error, error.__traceback__))
+            reply = Reply(Failed(failure=execute.describe(error, self._shell, self._standing.rank), grouped=False))
+        self._tell(reply)
 
-        failure = msgspec.structs.replace(failure, exception=packed.layout)
-        return Failed(failure=failure), [packed.to_bytes()], []
+    def _renew(self, message: Renew, order: Order) -> None:
+        from sgpu_magic.worker import renewal
 
-    def _finished(
-        self, packed: Packed | None, text: str, problem: str, seconds: float
-    ) -> tuple[Record, list[bytes], list[int]]:
-        payload: Payload | None = None
-        blobs: list[bytes] = []
-        descriptors: list[int] = []
-        if packed is not None and packed.total_bytes <= buffers.INLINE_LIMIT:
-            payload = Payload(source=InlinePayload(), layout=packed.layout)
-            blobs.append(packed.to_bytes())
-        elif packed is not None and not buffers.fits_memory(packed.total_bytes):
-            path = Path(self._order.run_dir) / f"result-{self._fork.rank}.bin"
-            buffers.write_file(packed, path)
-            payload = Payload(source=FilePayload(path=str(path), size=packed.total_bytes), layout=packed.layout)
-        elif packed is not None:
-            shared = self._result_buffer = buffers.SharedBuffer()
-            shared.write(packed)
-            payload = Payload(
-                source=SharedPayload(pid=os.getpid(), fd=shared.fd, size=shared.size), layout=packed.layout
-            )
-            descriptors.append(shared.fd)
-        result = RankResult(
-            rank=self._fork.rank, payload=payload, value_repr=text, value_problem=problem, seconds=seconds
-        )
-        return Finished(result=result), blobs, descriptors
+        # one that came meanwhile was no cell's
+        interrupts.forget()
+        store_path = message.store_path or f"/proc/self/fd/{order.descriptors[0]}"
+        try:
+            standing = self._standing
+            lost = renewal.renew(standing.rank, standing.ranks, store_path, message.replaced, cuda=standing.cuda)
+            renewed = Renewed(lost=lost)
+        except (RuntimeError, OSError, ValueError) as error:
+            renewed = Renewed(problem=f"rank {self._standing.rank}: {error}")
+        self._link.send(renewed)
+
+    def _answer(self, message: AnswerQuestion) -> None:
+        from sgpu_magic.worker import questions
+
+        interrupts.forget()
+        answer = questions.answer(self._shell, message.question)
+        self._link.send(QuestionAnswered(request=message.request, answer=answer))
+
+    def _tell(self, reply: Reply) -> None:
+        output.flush()
+        output.write_each_line()
+        # before the last word: the next order may come right after
+        self._helper.rest()
+        interrupts.forget()
+        self._link.send(reply.message, reply.blobs, reply.descriptors)
 
     def _report_display(self, message: Record) -> None:
         """Send a display and wait until it has its place.

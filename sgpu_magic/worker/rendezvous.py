@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +43,40 @@ class _LateStore:
             )
 
 
+class _FileStores:
+    """The files over which this rank has met the others; the last one is in use.
+
+    torch writes to a store's file when the store is freed, and ends the process where it can't: none ever is, and no
+    descriptor is closed.
+    """
+
+    def __init__(self) -> None:
+        self._stores: list[dist.FileStore] = []
+        self._descriptor = -1
+
+    def open(self, path: str, ranks: int) -> dist.FileStore:
+        store = dist.FileStore(path, ranks)
+        self._stores.append(store)
+        name = path.removeprefix("/proc/self/fd/")
+        self._descriptor = int(name) if name.isdigit() else -1
+        return store
+
+    def revoke(self) -> None:
+        """Whoever waits in the store for a peer gets an error: it opens the file again and again.
+
+        A socket can't be opened. Stores of a file with a name are left alone.
+        """
+        if self._descriptor < 0:
+            return
+        with socket.socket(socket.AF_UNIX) as unopenable:
+            os.dup2(unopenable.fileno(), self._descriptor, inheritable=False)
+        self._descriptor = -1
+
+
 _late_store = _LateStore()
+_file_stores = _FileStores()
+open_store = _file_stores.open
+revoke_store = _file_stores.revoke
 
 
 def keep_listening_socket(descriptor: int) -> None:
@@ -63,7 +97,7 @@ def join(rank: int, ranks: int, store_path: str, *, cuda: bool) -> None:
         return
     # whatever a cluster's settings say: all ranks are on this node, and any other interface looks names up
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-    store = dist.FileStore(store_path, ranks)
+    store = open_store(store_path, ranks)
     backend = "cpu:gloo,cuda:nccl" if cuda and dist.is_nccl_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
 
@@ -101,7 +135,27 @@ def accept_second_init() -> None:
     torch_rendezvous._create_c10d_store = create_store_with_server
 
 
-def abort_nccl() -> None:
-    """Free a rank that sits in an NCCL collective (torch 2.6 or newer). Gloo's are freed through their sockets."""
-    if dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
+def groups() -> list[object]:
+    """Return torch's process groups that this rank is in."""
+    return list(c10d._world.pg_map) if dist.is_available() else []  # pyright: ignore[reportPrivateUsage]
+
+
+def is_grouped() -> bool:
+    """Whether the default process group is there."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def abort_nccl(*, stays: bool) -> None:
+    """Free a rank that sits in an NCCL collective (torch 2.6 or newer). Gloo's are freed through their sockets.
+
+    Args:
+        stays: The groups are kept, to be connected anew: only their backends are aborted.
+    """
+    if not is_grouped() or "nccl" not in str(dist.get_backend_config()):
+        return
+    if not stays:
         c10d._abort_process_group()  # pyright: ignore[reportPrivateUsage]
+        return
+    from sgpu_magic.worker import renewal
+
+    renewal.abort_nccl_backends()

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import linecache
+import os
 import re
 import signal
 import sys
@@ -23,8 +25,9 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
 
-from sgpu_magic.protocol.node_messages import Cleared, Displayed
-from sgpu_magic.protocol.records import CellSource, Record
+from sgpu_magic.protocol.rank_messages import Cleared, Displayed
+from sgpu_magic.protocol.record import Record
+from sgpu_magic.protocol.records import CellSource
 from sgpu_magic.worker import output
 
 Report = Callable[[Record], None]
@@ -74,6 +77,11 @@ class RankDisplayHook(DisplayHook):
     last_text: str = ""
     source: str = ""
 
+    @property
+    def prompt_count(self) -> int:
+        """The notebook's number of the cell: `Out[7]`. IPython takes one off where it keeps a history."""
+        return self.shell.execution_count  # pyright: ignore[reportOptionalMemberAccess]
+
     def quiet(self) -> bool:
         """Whether the cell ends with a semicolon. IPython asks the history, which a rank has not."""
         return bool(self.semicolon_at_end_of_expression(self.source))
@@ -106,6 +114,22 @@ class RankShell(InteractiveShell):
 
     failed_at: float = 0.0
     released: bool = False
+    is_first: bool = True
+
+    def begin_cell(self, is_first: bool) -> None:
+        """Forget what the last cell has left.
+
+        Args:
+            is_first: Of the ranks that take part this is the one that speaks for all.
+        """
+        self.failed_at, self.traceback_lines = 0.0, []
+        self.is_first = is_first
+
+    def _inspect(self, *args: Any, **kwargs: Any) -> Any:
+        """`obj?` and its like: what one rank shows is enough."""
+        if self.is_first:
+            return super()._inspect(*args, **kwargs)  # pyright: ignore[reportUnknownVariableType]
+        return None
 
     def showtraceback(self, *args: Any, **kwargs: Any) -> None:
         """Note the time first: drawing a traceback takes up to 0.1 s, and the earliest failure is the one shown.
@@ -145,10 +169,17 @@ class RankShell(InteractiveShell):
 
 
 def _leave_own_frames_out(error: BaseException | None) -> None:
-    """End the traceback where the cell called into this package, as `input()` in a rank does."""
-    last, entry = None, error.__traceback__ if error is not None else None
+    """End the traceback where the cell called into this package, as `input()` in a rank does.
+
+    A function's call begins with the function's own frame: those before it are no code of the user's.
+    """
+    last, before, entry = None, None, error.__traceback__ if error is not None else None
     while entry is not None:
-        if entry.tb_frame.f_globals.get("__name__", "").startswith("sgpu_magic.worker.interaction"):
+        module = entry.tb_frame.f_globals.get("__name__", "")
+        if module == "sgpu_magic.payload.call" and before is not None and entry.tb_next is not None:
+            before.tb_next = entry.tb_next
+        before = last
+        if module.startswith("sgpu_magic.worker.interaction"):
             if last is not None:
                 last.tb_next = None
             return
@@ -157,7 +188,27 @@ def _leave_own_frames_out(error: BaseException | None) -> None:
 
 def is_peer_lost(error: BaseException) -> bool:
     """Whether this is how the loss of a peer shows in gloo and NCCL: always a consequence, never the cause."""
-    return isinstance(error, RuntimeError) and _PEER_LOST.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and (_PEER_LOST.search(str(error)) is not None or _is_revoked(error))
+
+
+def _is_revoked(error: BaseException) -> bool:
+    """`rendezvous.revoke_store` has freed the rank."""
+    return type(error).__name__ == "DistStoreError" and str(error) == os.strerror(errno.ENXIO)
+
+
+def message_of(error: BaseException) -> str:
+    """The error's own text, where that says something."""
+    if _is_revoked(error):
+        return "released while it waited for a peer that did not come"
+    return str(error)
+
+
+def hook_of(shell: RankShell) -> RankDisplayHook:
+    """The shell's display hook, narrowed to ours."""
+    hook = shell.displayhook
+    if not isinstance(hook, RankDisplayHook):
+        raise TypeError(f"the rank's display hook was replaced by {type(hook).__name__}")
+    return hook
 
 
 def create() -> RankShell:
@@ -169,8 +220,17 @@ def create() -> RankShell:
     config.InteractiveShell.banner1 = ""
     warnings.filterwarnings("ignore", message="To exit: use 'exit', 'quit', or Ctrl-D")
     shell = RankShell.instance(config=config)
+    # who has prompts has a person, and Lightning refuses to be one rank of many there
+    del sys.ps1, sys.ps2, sys.ps3  # pyright: ignore[reportAttributeAccessIssue]
+    shell.set_hook("show_in_pager", _show_page, 99)
     shell.colors = "neutral" if "neutral" in str(type(shell).colors.info()).lower() else "Neutral"
     return shell
+
+
+def _show_page(shell: RankShell, data: object, start: int = 0, screen_lines: int = 0) -> None:
+    """What IPython would show in a pager is displayed."""
+    bundle = data if isinstance(data, dict) else {_PLAIN: str(data)}
+    shell.display_pub.publish(bundle)
 
 
 def report_to(shell: RankShell, report: Report) -> None:

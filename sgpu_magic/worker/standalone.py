@@ -11,8 +11,11 @@ from pathlib import Path
 
 import msgspec
 
+from sgpu_magic import compat
 from sgpu_magic.payload import unpack
-from sgpu_magic.protocol.records import PackedLayout, RunSpec
+from sgpu_magic.protocol.payloads import PackedLayout
+from sgpu_magic.protocol.records import RunSpec
+from sgpu_magic.protocol.states import RunKind
 from sgpu_magic.worker.shell import source_of
 
 
@@ -28,7 +31,8 @@ class _Recorded(msgspec.Struct):
 def run(directory: Path) -> None:
     """Execute the run's cell on this rank, with torchrun's variables around it.
 
-    Prints the last expression's value as a terminal would. Ends the process with status 1 when the cell raises.
+    Prints the last expression's value as a terminal would, and what a called function returned. Ends the process with
+    status 1 when the cell raises.
 
     Raises:
         SystemExit: The payload was not kept, or torchrun is not around.
@@ -39,6 +43,7 @@ def run(directory: Path) -> None:
     if "RANK" not in os.environ:
         ranks = recorded.spec.placement.ranks
         raise SystemExit(f"start it with: torchrun --nproc-per-node {ranks} {directory / '_air.py'}")
+    compat.install()
     os.environ.setdefault("SGPU_CHECKPOINT_DIR", str(directory.absolute() / "checkpoints"))
     import torch
     import torch.distributed as dist
@@ -51,6 +56,8 @@ def run(directory: Path) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     shell = InteractiveShell.instance()
+    # as in a rank: prompts say that a person is there
+    del sys.ps1, sys.ps2, sys.ps3  # pyright: ignore[reportAttributeAccessIssue]
     shell.user_ns.update(
         rank=int(os.environ["RANK"]), local_rank=local_rank, world_size=dist.get_world_size(), device=device
     )
@@ -59,6 +66,10 @@ def run(directory: Path) -> None:
         memoryview(payload), recorded.payload_layout, (directory / "key").read_bytes(), shell.user_ns
     )
     outcome = shell.run_cell(source_of(recorded.spec.cell), store_history=False)
+    if outcome.success and recorded.spec.kind is RunKind.CALL:
+        # there is no notebook that it could travel to
+        for output in recorded.spec.outputs:
+            sys.stdout.write(f"rank {os.environ['RANK']} returned {shell.user_ns.get(output.name)!r}\n")
     sys.stdout.flush()
     if not outcome.success:
         raise SystemExit(1)

@@ -22,15 +22,7 @@ from types import FrameType
 from sgpu_magic import processes
 from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.messages import PROTOCOL_VERSION
-from sgpu_magic.protocol.node_messages import (
-    Exited,
-    Fork,
-    Forked,
-    ForkRefused,
-    ToZygote,
-    ZygoteFailed,
-    ZygoteReady,
-)
+from sgpu_magic.protocol.zygote_messages import Exited, Fork, Forked, ForkRefused, ToZygote, ZygoteFailed, ZygoteReady
 from sgpu_magic.worker import output
 from sgpu_magic.worker.link import Link
 

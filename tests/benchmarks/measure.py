@@ -127,13 +127,21 @@ def at_most(series: Series, limit: float, *, of: str = "median", what: str = "")
     return Check(must, show(value, series.unit) + failed, value <= limit and not series.failures)
 
 
+def at_most_p99(series: Series, limit: float) -> Check:
+    """Hold a series' 99th percentile against a limit in the same unit."""
+    must = f"p99 at most {limit:g} {series.unit}"
+    if math.isnan(series.p99):
+        return Check(must, "not measured", None)
+    return Check(must, show(series.p99, series.unit), series.p99 <= limit)
+
+
 def at_least_times_faster(ours: Series, peer: Series, times: float) -> Check:
     """Hold the ratio of two medians against the least that is wanted."""
-    must = f"at least {times:g} times faster than {peer.label}"
+    must = f"{f'at least {times:g} times ' if times != 1 else ''}faster than {peer.label}"
     ratio = peer.median / ours.median
     if math.isnan(ratio):
         return Check(must, "not measured", None)
-    return Check(must, f"{ratio:.0f} times", ratio >= times)
+    return Check(must, f"{ratio:.3g} times", ratio >= times)
 
 
 def at_most_times(ours: Series, other: Series, times: float) -> Check:

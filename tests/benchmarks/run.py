@@ -26,7 +26,7 @@ from tests.benchmarks.environment import HERE, Bench, make_peers
 from tests.benchmarks.measure import MeasurementFailed, Row
 from tests.benchmarks.processes import adopt_orphans, end_descendants
 from tests.benchmarks.report import markdown
-from tests.benchmarks.rows import failure, launch, output, payload, training
+from tests.benchmarks.rows import failure, launch, output, payload, rehydration, session, snapshot, tracking, training
 
 ROWS: dict[str, Callable[[Bench], Row]] = {
     "fresh": launch.fresh_group,
@@ -39,11 +39,18 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "output": output.numbered_lines,
     "failure": failure.one_rank_raises,
     "ranks64": launch.many_ranks,
+    "session": session.empty_cell,
+    "session-print": session.printing_cell,
+    "session-fresh": session.fresh_on_lease,
     "training": training.step_loop,
+    "tracking": tracking.overhead,
+    "tracking-short": tracking.launches,
+    "snapshot": snapshot.of_this_environment,
+    "rehydration": rehydration.of_a_lock,
 }
 """Rows by the name that `--only` takes, in the table's order."""
 
-_PEERS = ("accelerate", "cloudpickle", "ipyparallel", "ray", "torch")
+_PEERS = ("accelerate", "cloudpickle", "ipyparallel", "nbdistributed", "ray", "torch")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from kernels import Cell, Home, Kernel, eventually, is_alive, wait_gone
+from process_table import memory_files
 
 # prints until it may end; the file is the test's word
 UNTIL_TOLD = (
@@ -127,6 +128,8 @@ def test_results_that_lie_nowhere_any_more_are_an_error_that_says_so(new_home: C
     try:
         kernel.check("%%distributed -n 1 --out gone\nimport numpy as np\nprint('said')\ngone = np.ones(300_000)")
         run = home.runs[-1][:4]
+        # the agent hears through the pool that the notebook has them
+        eventually(lambda: not any(map(memory_files, home.agent_pids())), 10, "the agent lets go of the results")
         reply = kernel.run(f"%sgpu_attach {run}")
         assert reply.ename == "SerializationError"
         assert f"what rank 0 of run {run} returned is gone" in reply.evalue

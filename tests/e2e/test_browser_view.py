@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-from browsers import OpenNotebook, chromium, has_browser
+from browsers import OpenNotebook, has_browser
 from homes import Home
 from jupyter_servers import JupyterServer, new_notebook
 from playwright.sync_api import Browser, Locator, expect
@@ -29,49 +29,6 @@ STEPS = f"""%%distributed -n 4 --name train_digits
 for step in range(3): print(f'epoch {{step}}  train 0.09{{rank}}', flush=True)
 {UNTIL_GO}
 print('over', rank)"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def lab_home() -> Iterator[Home]:
-    made = Home()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def lab(lab_home: Home) -> Iterator[JupyterServer]:
-    made = JupyterServer(lab_home, "jupyterlab")
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def opened(lab: JupyterServer, browser: Browser) -> Iterator[Callable[..., OpenNotebook]]:
-    """Opens a notebook with these cells after one that loads the extension: `opened("name", [cells], dark=True)`."""
-    pages: list[OpenNotebook] = []
-
-    def make(name: str, cells: list[str], **options: object) -> OpenNotebook:
-        (lab.home.work / "go").unlink(missing_ok=True)
-        new_notebook(lab.home.work / f"{name}.ipynb", LOAD, *cells)
-        page = OpenNotebook(lab, browser, f"{name}.ipynb", **options)
-        pages.append(page)
-        page.kernel_ready()
-        page.run(0)
-        return page
-
-    yield make
-    for page in pages:
-        errors = page.errors
-        page.close()
-        assert not errors
-    for session in lab.get("api/sessions").body:
-        lab.delete(f"api/sessions/{session['id']}")
 
 
 def view(notebook: OpenNotebook, cell: int = 1) -> Locator:

@@ -179,7 +179,7 @@ def test_help_is_printed_and_nothing_runs(kernel: Kernel, line: str):
 
 def test_completion_offers_options_types_and_names(kernel: Kernel):
     kernel.check("hidden_thing = 1")
-    assert kernel.complete("%%distributed --t") == ["--type", "--timeout"]
+    assert kernel.complete("%%distributed --t") == ["--type", "--timeout", "--torch"]
     assert kernel.complete("%%distributed --type h1") == ["h100"]
     assert set(kernel.complete("%%distributed --ui ")) == {"auto", "widget", "text", "none"}
     assert kernel.complete("%%distributed -n 2 --out a,hid") == ["hidden_thing"]

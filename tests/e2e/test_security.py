@@ -19,22 +19,12 @@ import zmq
 from kernels import Home, Kernel, descriptors, eventually
 
 from sgpu_magic.protocol import codec
+from sgpu_magic.protocol.devices import Placement
 from sgpu_magic.protocol.ids import new_id
 from sgpu_magic.protocol.messages import AskStatus, Hello, PoolStatus, Refused, Submit, Welcome
-from sgpu_magic.protocol.records import (
-    CellSource,
-    FilePayload,
-    InlinePayload,
-    Interpreter,
-    Owner,
-    PackedLayout,
-    Payload,
-    PayloadSource,
-    Placement,
-    RankContext,
-    Record,
-    RunSpec,
-)
+from sgpu_magic.protocol.payloads import FilePayload, InlinePayload, PackedLayout, Payload, PayloadSource
+from sgpu_magic.protocol.record import Record
+from sgpu_magic.protocol.records import CellSource, Interpreter, Owner, RankContext, RunSpec
 
 needs_root = pytest.mark.needs_root
 KEY = b"k" * 32

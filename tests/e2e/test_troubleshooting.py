@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
-import sys
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
-import nbclient
-import nbformat
 import pytest
-from kernels import Home, plain
+from executed_notebooks import ROOT, Executed, execute, headings, introduction, saved
+from kernels import Home
 
 from sgpu_magic import errors
 from sgpu_magic.protocol.states import FailureKind
 
-NOTEBOOK = Path(__file__).parent.parent.parent / errors.GUIDE
-FAILS = "raises-exception"
+NOTEBOOK = ROOT / errors.GUIDE
 # on two cores; a reader waits for it
 MOST_SECONDS = 90
 # no error names it: a run that hangs raises nothing
 HANGS = "A run hangs"
-
-
-def headings() -> list[str]:
-    source = nbformat.read(NOTEBOOK, as_version=4)
-    return [
-        line.removeprefix("## ")
-        for cell in source.cells
-        if cell.cell_type == "markdown"
-        for line in cell.source.splitlines()
-        if line.startswith("## ")
-    ]
 
 
 def error_classes() -> list[type[errors.SgpuError]]:
@@ -44,70 +25,10 @@ def error_classes() -> list[type[errors.SgpuError]]:
     return [cls for cls in found if cls not in (errors.SgpuError, errors.RunFailed)]
 
 
-@dataclass(frozen=True)
-class Shown:
-    """A cell of the executed notebook.
-
-    Args:
-        section: The heading above it.
-        fails: It is tagged as one that does.
-        text: All that is below it, an error's traceback last.
-        errors: Names of the errors that are shown.
-    """
-
-    section: str
-    source: str
-    fails: bool
-    text: str
-    errors: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Executed:
-    cells: tuple[Shown, ...]
-    seconds: float
-
-    def of(self, section: str) -> str:
-        return "\n".join(cell.text for cell in self.cells if cell.section == section)
-
-
 @pytest.fixture(scope="module")
 def executed(home: Home) -> Executed:
     """The notebook, run from top to bottom in a home of its own."""
-    folder = Path(home.environ["JUPYTER_DATA_DIR"]) / "kernels" / "python3"
-    folder.mkdir(parents=True)
-    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    (folder / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "test", "language": "python"}))
-    made = nbformat.read(NOTEBOOK, as_version=4)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in home.environ.items():
-            patch.setenv(name, value)
-        client = nbclient.NotebookClient(made, timeout=60, resources={"metadata": {"path": str(home.work)}})
-        begin = time.monotonic()
-        client.execute()
-        seconds = time.monotonic() - begin
-    nbformat.validate(made)
-    return Executed(tuple(shown(made)), seconds)
-
-
-def shown(made: nbformat.NotebookNode) -> Iterator[Shown]:
-    section = ""
-    for cell in made.cells:
-        if cell.cell_type == "markdown":
-            section = next((line[3:] for line in cell.source.splitlines() if line.startswith("## ")), section)
-            continue
-        texts: list[str] = []
-        for output in cell.outputs:
-            texts.append(output.get("text", "") or output.get("data", {}).get("text/plain", ""))
-        failed = [output for output in cell.outputs if output.output_type == "error"]
-        texts += ["\n".join(output.traceback) for output in failed]
-        yield Shown(
-            section,
-            cell.source,
-            FAILS in cell.metadata.get("tags", []),
-            plain("\n".join(texts)).strip(),
-            tuple(output.ename for output in failed),
-        )
+    return execute(NOTEBOOK, home)
 
 
 # ---------------------------------------------------------------- sections
@@ -115,23 +36,23 @@ def shown(made: nbformat.NotebookNode) -> Iterator[Shown]:
 
 @pytest.mark.parametrize("kind", FailureKind)
 def test_every_failure_kind_has_a_section(kind: FailureKind):
-    assert errors.section_of(kind) in headings()
+    assert errors.section_of(kind) in headings(NOTEBOOK)
 
 
 @pytest.mark.parametrize("cls", error_classes())
 def test_every_error_has_a_section_and_names_it(cls: type[errors.SgpuError]):
-    assert cls.section in headings()
+    assert cls.section in headings(NOTEBOOK)
     error = cls("what happened", type_name="E") if cls is errors.RemoteError else cls("what happened")
     assert error._render_traceback_()[-1] == f'See "{cls.section}" in notebooks/troubleshooting.ipynb.'
     assert str(error) == "what happened"
 
 
 def test_every_section_is_some_errors_and_the_table_leads_to_all():
-    assert set(headings()) == {cls.section for cls in error_classes()} | {HANGS}
-    assert len(headings()) == len(set(headings()))
-    table = nbformat.read(NOTEBOOK, as_version=4).cells[0].source
+    assert set(headings(NOTEBOOK)) == {cls.section for cls in error_classes()} | {HANGS, errors.OUT_OF_MEMORY}
+    assert len(headings(NOTEBOOK)) == len(set(headings(NOTEBOOK)))
+    table = introduction(NOTEBOOK)
     links = re.findall(r"\[([^\]]+)\]\(#([^)]+)\)", table)
-    assert sorted(title for title, _ in links) == sorted(headings())
+    assert sorted(title for title, _ in links) == sorted(headings(NOTEBOOK))
     assert all(anchor == title.replace(" ", "-") for title, anchor in links)
 
 
@@ -158,25 +79,27 @@ def test_every_section_shows_what_it_is_about(executed: Executed):
         "The cell or an option is wrong": "UsageError",
         "A value can't travel": "SerializationError",
         "There is no room": "CapacityError",
+        "A session can't take the cell": "SessionError",
         "The ranks' Python does not start": "EnvironmentFailed",
         "Your code raised": "ValueError",
+        "Out of memory": "RuntimeError",
         "A rank died": "WorkerDied",
         "The node was lost": "NodeLost",
         "The time was over": "RunTimeout",
         "The run was cancelled": "RunCancelled",
         "The pool can't be reached": "PoolError",
     }
-    assert set(headings()) - raised.keys() == {HANGS, "A fault of sgpu-magic"}
+    assert set(headings(NOTEBOOK)) - raised.keys() == {HANGS, "A fault of sgpu-magic"}
 
 
 def test_saved_outputs_are_those_of_this_version_and_of_no_machine(executed: Executed):
-    saved = list(shown(nbformat.read(NOTEBOOK, as_version=4)))
+    kept = saved(NOTEBOOK)
     again = "save them with scripts/save_outputs.py"
-    assert [cell.errors for cell in saved] == [cell.errors for cell in executed.cells], again
-    assert [cell.text.splitlines()[-1] for cell in saved if cell.fails] == [
+    assert [cell.errors for cell in kept] == [cell.errors for cell in executed.cells], again
+    assert [cell.text.splitlines()[-1] for cell in kept if cell.fails] == [
         cell.text.splitlines()[-1] for cell in executed.cells if cell.fails
     ], again
-    for cell in saved:
+    for cell in kept:
         assert not re.search(r"/(tmp/sg|root|work|Users|home/(?!you/))", cell.text), cell.text
 
 
@@ -186,8 +109,10 @@ def test_saved_outputs_are_those_of_this_version_and_of_no_machine(executed: Exe
         ("The cell or an option is wrong", ["--gpu 2", "%%distributed -h"]),
         ("A value can't travel", ["loader.lock", "['a.parquet', 'b.parquet']"]),
         ("There is no room", ["--wait", "first"]),
+        ("A session can't take the cell", ["%sgpu_restart --rank 1", "[1] both again"]),
         ("The ranks' Python does not start", ["'torch' is not a package", "its log: "]),
         ("Your code raised", ["rank 1 of 2", "NaN in batch 118", "released from barrier", "division by zero"]),
+        ("Out of memory", ["memory when it failed", "largest tensors of rank 1", "cache[2] (500, 500) float32 1.0 MB"]),
         ("A rank died", ["SIGSEGV", "ctypes.string_at(0)", "[0] step 3", "attempt 2 of 2"]),
         ("The node was lost", ["the agent", "[1] here again"]),
         ("The time was over", ["time limit of 2 s", "rank 1 is in load_batch", "rank 1 has not come to barrier"]),

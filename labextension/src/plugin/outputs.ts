@@ -34,6 +34,8 @@ export interface Missing {
   readonly run: string;
   /** It is known to go on. */
   readonly goesOn: boolean;
+  /** Its cell is running as long as it goes on. */
+  readonly blocks: boolean;
 }
 
 /**
@@ -48,10 +50,11 @@ export function missing(shown: Mention | null, submitted: OwnedRun | null, saved
   if (submitted && submitted.run_id !== shown?.run) {
     // what ended before the notebook was saved, and is not in it, was taken away by hand
     const isNews = goesOn || (submitted.ended !== null && submitted.ended > saved_s);
-    if (isNews) return { run: submitted.run_id, goesOn };
+    if (isNews) return { run: submitted.run_id, goesOn, blocks: submitted.blocks };
   }
   if (!shown || shown.final) return null;
-  return { run: shown.run, goesOn: goesOn && submitted.run_id === shown.run };
+  const isTheSame = submitted?.run_id === shown.run;
+  return { run: shown.run, goesOn: goesOn && isTheSame, blocks: !isTheSame || submitted.blocks };
 }
 
 /**

@@ -89,7 +89,7 @@ export class RestoredRun {
     feed.listen({ displayed: () => void this.showDisplays() });
     this.unsaved(() => {
       this.write([liveOutput(this.run, this.view)]);
-      this.cell.model.executionState = "running";
+      if (this.missing.blocks) this.cell.model.executionState = "running";
     });
     await feed.follow();
     if (this.isOver) return;

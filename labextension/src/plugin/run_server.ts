@@ -14,6 +14,8 @@ export interface OwnedRun {
   /** Seconds since the epoch; null while it goes on, or when nobody saw its end. */
   readonly ended: number | null;
   readonly execution_count: number | null;
+  /** Its cell waits for its end. */
+  readonly blocks: boolean;
 }
 
 /** What is new of a run. */

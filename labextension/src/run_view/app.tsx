@@ -28,6 +28,11 @@ function Sentences({ lines, kind, label }: { lines: readonly string[]; kind: str
   );
 }
 
+/** Only what a browser fetches from a server is a link. */
+function isPage(url: string): boolean {
+  return /^https?:\/\//i.test(url);
+}
+
 /** A run, from its preparation to its end. */
 export function App({ model, activity, signal, id }: Props) {
   const [, redraw] = useState(0);
@@ -37,11 +42,12 @@ export function App({ model, activity, signal, id }: Props) {
   const run = model.snapshot;
   const dense = run !== null && run.ranks.length > 8;
   const hasLines = model.log.lines("all").total > 0;
-  const hasLog = run !== null && (hasLines || (run.ranks.length > 0 && run.preparing.length === 0));
+  // the ranks of a session rarely speak between its cells
+  const hasLog = run !== null && (hasLines || (model.interrupts && run.ranks.length > 0 && run.preparing.length === 0));
   const ranks = run?.ranks;
   // the lines come much more often than the rest changes: what is the same is not compared again
   const grid = useMemo(() => ranks && ranks.length > 0 && <RankGrid ranks={ranks} onShow={setTab} />, [ranks]);
-  const tabs = run ? rankNumbers(run.ranks.length, run.lines.length) : [];
+  const tabs = run ? (run.only.length > 0 ? run.only : run.lines.map((_, rank) => rank)) : [];
   const words = run ? [...run.others, ...run.footer] : [];
   const saysId = run !== null && words.some((text) => text.includes(run.short_id));
   return (
@@ -64,13 +70,19 @@ export function App({ model, activity, signal, id }: Props) {
           <Sentences lines={run.stall} kind="stall" label="where the ranks wait" />
           <Sentences lines={run.notes} kind="notes" label="notes" />
           {hasLog && <LogPanel model={model} tab={tab} onTab={setTab} ranks={tabs} id={id} signal={signal} />}
-          <footer class="sgpu-foot">{(saysId ? words : [...words, `run ${run.short_id}`]).join(" · ")}</footer>
+          <footer class="sgpu-foot">
+            {(saysId ? words : [...words, `run ${run.short_id}`]).join(" · ")}
+            {run.tracked && isPage(run.tracked.url) && (
+              <>
+                {" · "}
+                <a href={run.tracked.url} target="_blank" rel="noopener noreferrer">
+                  {run.tracked.text}
+                </a>
+              </>
+            )}
+          </footer>
         </>
       )}
     </article>
   );
-}
-
-function rankNumbers(...counts: number[]): number[] {
-  return Array.from({ length: Math.max(...counts) }, (_, rank) => rank);
 }

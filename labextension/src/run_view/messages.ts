@@ -4,7 +4,7 @@
  * Types and run-time checks come from one declaration each. A test checks samples of every record that Python writes.
  */
 
-export const VERSION = 1;
+export const VERSION = 3;
 export const MAX_LINES = 500;
 export const MAX_MATCHES = 1000;
 export const MAX_LOG_BYTES = 48_000;
@@ -128,8 +128,31 @@ export type RankCard = Of<typeof rankCard>;
 export const failureLine = record({ text: str, kind: oneOf("title", "code", "culprit", "error", "text") });
 export type FailureLine = Of<typeof failureLine>;
 
-export const failureBlock = record({ rank: nullable(num), lines: list(failureLine), whole: list(failureLine) });
+export const memoryCard = record({ rank: num, cells: list(str), shares: list(num), culprit: bool });
+export const memoryTensor = record({ name: str, cells: list(str) });
+export const memoryBlock = record({
+  title: str,
+  heads: list(str),
+  rows: list(memoryCard),
+  more: str,
+  largest: str,
+  tensors: list(memoryTensor),
+});
+export type MemoryBlock = Of<typeof memoryBlock>;
+
+export const failureBlock = record({
+  rank: nullable(num),
+  lines: list(failureLine),
+  whole: list(failureLine),
+  memory: nullable(memoryBlock),
+});
 export type FailureBlock = Of<typeof failureBlock>;
+
+export const cost = record({ text: str, per_s: num, seconds: num, currency: str, mark: str });
+export type Cost = Of<typeof cost>;
+
+export const link = record({ text: str, url: str });
+export type Link = Of<typeof link>;
 
 export const snapshot = record({
   version: num,
@@ -137,6 +160,7 @@ export const snapshot = record({
   run_id: str,
   short_id: str,
   name: str,
+  mark: str,
   state: str,
   tone,
   final: bool,
@@ -146,18 +170,22 @@ export const snapshot = record({
   attempt: str,
   elapsed_s: num,
   ticking: bool,
+  cost: nullable(cost),
   meta: list(str),
   preparing: list(str),
   bar: nullable(bar),
   ranks: list(rankCard),
+  only: list(num),
   idle: list(str),
   notes: list(str),
   stall: list(str),
   failure: nullable(failureBlock),
   others: list(str),
   footer: list(str),
+  tracked: nullable(link),
   lines: list(num),
   can_cancel: bool,
+  stop: str,
   attach: str,
 });
 export type Snapshot = Of<typeof snapshot>;

@@ -4,6 +4,7 @@ import type { Tab } from "./log_model";
 import type { Answer, FindAnswer, LogAnswer, Snapshot, Told } from "./messages";
 import { NoAnswer } from "./transport";
 import type { Ask, LinkState, Transport } from "./transport";
+import { costOf, formatMoney } from "./units";
 
 /** A page that was hidden for longer asks where the run is when it is shown again. */
 const LONG_HIDDEN_MS = 5_000;
@@ -62,6 +63,15 @@ export class RunModel {
     return this.snapshot.elapsed_s + (this.isTicking ? (performance.now() - this.received_ms) / 1000 : 0);
   }
 
+  /** What the run has cost so far, now; "" where nothing is to be said. */
+  get cost(): string {
+    const cost = this.snapshot?.cost;
+    if (!cost) return "";
+    if (!this.isTicking || cost.per_s === 0) return cost.text;
+    const seconds = cost.seconds + (performance.now() - this.received_ms) / 1000;
+    return formatMoney(costOf(cost.per_s, seconds), cost.currency) + cost.mark;
+  }
+
   get isTicking(): boolean {
     return this.snapshot !== null && this.snapshot.ticking && !this.snapshot.final && this.link.ended === "";
   }
@@ -77,6 +87,11 @@ export class RunModel {
 
   get canCancel(): boolean {
     return this.snapshot?.can_cancel === true && !this.snapshot.final && this.link.ended === "";
+  }
+
+  /** Whether an interrupt of the kernel stops it too: a session goes on when the cell that runs in it is stopped. */
+  get interrupts(): boolean {
+    return this.snapshot?.stop === "Cancel";
   }
 
   /** Calls back after changes, once a frame at most, and not while nobody can see the view. */
@@ -99,7 +114,7 @@ export class RunModel {
     await this.pressed("cancel", async () => {
       const asked = this.ask({ kind: "cancel" });
       const interrupt = this.transport.interrupt;
-      if (!interrupt) return asked;
+      if (!interrupt || !this.interrupts) return asked;
       const patience_ms = this.transport.kind === "shell" ? CANCEL_PATIENCE_MS.shell : CANCEL_PATIENCE_MS.other;
       const first = await Promise.race([asked, this.pause(patience_ms)]);
       if (first) return first;

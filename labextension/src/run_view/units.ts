@@ -29,3 +29,24 @@ export function formatValue(value: number, unit: string): string {
   const digits = Math.abs(value) < 10 && !Number.isInteger(value) ? 1 : unit === "GB" && !Number.isInteger(value) ? 1 : 0;
   return `${value.toFixed(digits)} ${unit}`;
 }
+
+const SIGNS: Readonly<Record<string, string>> = { USD: "$", EUR: "€", GBP: "£", JPY: "¥", INR: "₹", KRW: "₩" };
+
+/** Returns `$0.37`, `3.10 CHF`; of few cents two digits: `$0.015`, as `sgpu_magic/protocol/prices.py` writes it. */
+export function formatMoney(amount: number, currency: string): string {
+  if (amount > 0 && amount < 1e-6) return `under ${withSign("0.000001", currency)}`;
+  if (amount === 0 || amount >= 0.0995) {
+    return withSign(amount.toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: 2 }), currency);
+  }
+  return withSign(Number(amount.toExponential(1)).toFixed(6).replace(/0+$/, "").padEnd(4, "0"), currency);
+}
+
+function withSign(digits: string, currency: string): string {
+  const sign = SIGNS[currency] ?? (/^.$/u.test(currency) ? currency : "");
+  return sign ? `${sign}${digits}` : `${digits} ${currency}`.trimEnd();
+}
+
+/** Returns what `seconds` on the meter cost: each that has begun counts whole, as in `protocol/metering.py`. */
+export function costOf(per_s: number, seconds: number): number {
+  return per_s * Math.max(1, Math.ceil(seconds - 1e-6));
+}

@@ -1,6 +1,7 @@
 import { useState } from "preact/hooks";
 
 import type { FailureBlock, FailureLine } from "../messages";
+import { Memory } from "./memory";
 
 /** The exception's type at the start of a line, which is coloured; a sentence has none and is coloured whole. */
 const TYPES = { title: /^[\w.]+(?= on rank \d| ·|$)/, error: /^[A-Za-z_][\w.]*(?=:)/ };
@@ -28,6 +29,7 @@ export function Failure({ failure }: { failure: FailureBlock }) {
           <Line key={index} line={line} />
         ))}
       </div>
+      {failure.memory && <Memory memory={failure.memory} />}
       {failure.whole.length > 0 && (
         <button type="button" class="sgpu-link" aria-expanded={open} onClick={() => setOpen(!open)}>
           {open ? "the cell's lines only" : "the whole traceback"}

@@ -6,7 +6,7 @@ import { formatClock } from "../units";
 import { ProgressBar } from "./bar";
 import { Icon } from "./icon";
 
-/** Seconds since the run's ranks started; it runs only while somebody can see it. */
+/** Seconds since the run's ranks started, and what it costs; it runs only while somebody can see it. */
 function Clock({ model, activity, signal }: { model: RunModel; activity: Activity; signal: AbortSignal }) {
   const [, redraw] = useState(0);
   const ticking = model.isTicking;
@@ -30,7 +30,22 @@ function Clock({ model, activity, signal }: { model: RunModel; activity: Activit
       signal.removeEventListener("abort", stop);
     };
   }, [ticking, model, activity, signal]);
-  return <span class="sgpu-clock">{formatClock(model.elapsed_s)}</span>;
+  return (
+    <>
+      <span class="sgpu-clock">{formatClock(model.elapsed_s)}</span>
+      <Cost model={model} />
+    </>
+  );
+}
+
+function Cost({ model }: { model: RunModel }) {
+  const cost = model.cost;
+  return cost === "" ? null : (
+    <>
+      {" · "}
+      <span class="sgpu-clock sgpu-cost">{cost}</span>
+    </>
+  );
 }
 
 interface Props {
@@ -57,6 +72,7 @@ export function Header({ model, activity, signal }: Props) {
     <>
       <header class="sgpu-head">
         <div class="sgpu-title">
+          {run.mark && <span class="sgpu-mark">{run.mark}</span>}
           <span class={`sgpu-state sgpu-${isLost ? "plain" : run.tone}`} role="status" aria-live="polite">
             <Icon state={isLost ? "lost" : run.state} tone={isLost ? "plain" : run.tone} />
             {isLost ? `was ${run.state}` : run.state}
@@ -70,13 +86,14 @@ export function Header({ model, activity, signal }: Props) {
                 <Clock model={model} activity={activity} signal={signal} />
               </>
             )}
+            {!hasStarted && <Cost model={model} />}
             {run.meta.map((text) => ` · ${text}`)}
           </span>
         </div>
         {!run.final && !isLost && (
           <span class="sgpu-buttons">
             {mute && run.can_cancel && (
-              <span class="sgpu-hint">to cancel, use the notebook's Interrupt button</span>
+              <span class="sgpu-hint">{model.interrupts ? "to cancel, use the notebook's Interrupt button" : "%sgpu_disconnect ends it"}</span>
             )}
             {!mute && (
               <>
@@ -90,11 +107,11 @@ export function Header({ model, activity, signal }: Props) {
                 </button>
                 <button
                   type="button"
-                  title={model.isMute ? "Stop this run (interrupts the kernel)" : "Stop this run"}
+                  title={model.interrupts ? `Stop this run${model.isMute ? " (interrupts the kernel)" : ""}` : "End this session"}
                   disabled={!model.canCancel || model.waiting.has("cancel")}
                   onClick={() => void model.cancel()}
                 >
-                  Cancel
+                  {run.stop}
                 </button>
               </>
             )}

@@ -6,6 +6,8 @@ type Sign = "dot" | "ring" | "check" | "cross" | "square" | "triangle" | "dash";
 
 const SIGNS: Readonly<Record<string, Sign>> = {
   running: "dot",
+  connected: "dot",
+  alive: "dot",
   starting: "dot",
   preparing: "ring",
   queued: "ring",
@@ -13,9 +15,11 @@ const SIGNS: Readonly<Record<string, Sign>> = {
   done: "check",
   succeeded: "check",
   failed: "cross",
+  dead: "cross",
   "timed out": "cross",
   cancelled: "square",
   cancelling: "square",
+  disconnecting: "square",
   ended: "square",
   released: "dash",
   idle: "triangle",

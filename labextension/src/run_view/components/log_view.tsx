@@ -135,5 +135,5 @@ export function LogView({ model, tab, following, onFollow, query, target, top }:
 }
 
 function labelWidth(model: RunModel): number {
-  return String(Math.max((model.snapshot?.ranks.length ?? 1) - 1, 0)).length + 2;
+  return String(Math.max((model.snapshot?.lines.length ?? 1) - 1, 0)).length + 2;
 }

@@ -50,7 +50,7 @@ export function Notices({ model }: { model: RunModel }) {
       {!link.ended && !link.away && link.busy && !over && (
         <div class="sgpu-banner" role="status">
           the kernel is busy with a cell and answers this view when that has ended
-          {model.transport.interrupt && "; Cancel interrupts it"}
+          {model.interrupts && model.transport.interrupt && "; Cancel interrupts it"}
         </div>
       )}
       {notice && (

@@ -11,6 +11,9 @@ export const DENSE_FROM = 9;
 /** Above this many the grid scrolls. */
 export const SCROLL_FROM = 65;
 
+/** States that a card's curve and use say without a word. */
+const SAID_BY_USE = new Set(["running", "alive"]);
+
 interface CardProps {
   readonly card: RankCard;
   readonly dense: boolean;
@@ -25,7 +28,7 @@ function Card({ card, dense, isOpen, isStop, onOpen, onShow }: CardProps) {
   const curve = card.curves[0];
   const idle = card.idle !== "";
   // a rank that runs says so by its curve and its last line; any other state is a word
-  const word = idle ? "idle" : card.state === "running" && card.use ? "" : card.state;
+  const word = idle ? "idle" : SAID_BY_USE.has(card.state) && card.use ? "" : card.state;
   const tone = idle ? "warn" : card.tone;
   const labelled = `rank ${card.rank}, ${card.state}${idle ? `, idle: ${card.idle}` : ""}`;
   return (

@@ -1,0 +1,110 @@
+"""Keeps a session's group whole: its process groups are connected anew, its dead ranks replaced."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from sgpu_magic.agent import leftovers
+from sgpu_magic.agent.group import Group
+from sgpu_magic.agent.regrouping import Regrouping
+from sgpu_magic.protocol.node_messages import Launch
+from sgpu_magic.protocol.rank_messages import Renewed
+
+# why it failed ("" when it did not), and what could not be kept
+Done = Callable[[str, str], None]
+
+
+class GroupCare:
+    """One thing at a time: a renewal, or a replacement, which ends with a renewal of the ranks that stay.
+
+    Args:
+        group: The ranks.
+        launch: The session's: what new ranks stand on.
+        scratch: Directory for files where memory files do not exist.
+        replaced: Called with the ranks that are new processes as soon as these exist; they have yet to join.
+    """
+
+    def __init__(self, group: Group, launch: Launch, scratch: Path, replaced: Callable[[Sequence[int]], None]) -> None:
+        self._group = group
+        self._launch = launch
+        self._scratch = scratch
+        self._replaced = replaced
+        self._regrouping: Regrouping | None = None
+        # ranks that are killed to be replaced, and who waits for that
+        self._replacing: tuple[int, ...] = ()
+        self._done: Done | None = None
+
+    @property
+    def busy(self) -> bool:
+        """The ranks can't take a cell now."""
+        return self._regrouping is not None or bool(self._replacing)
+
+    def expects(self, rank: int) -> bool:
+        """The rank is killed on purpose."""
+        return rank in self._replacing
+
+    def renew(self, done: Done) -> None:
+        """Connect the process groups anew. Every rank must be alive and idle."""
+        self._regroup((), done)
+
+    def replace(self, ranks: Sequence[int], done: Done) -> None:
+        """Kill these ranks; `go_on` is to be called when one has died, and when no cell counts on them any more."""
+        self._replacing, self._done = tuple(ranks), done
+        for rank in ranks:
+            self._group.rank(rank).signal(signal.SIGKILL, whole_session=True)
+
+    def go_on(self) -> None:
+        """Fork the new ranks once all old ones are dead."""
+        ranks = self._replacing
+        if not ranks or self._regrouping is not None or any(self._group.rank(rank).alive for rank in ranks):
+            return
+        old = {self._group.rank(rank).pid or 0 for rank in ranks}
+        leftovers.kill_leftovers(self._launch.spec.run_id, old, marked=False)
+        self._regroup(ranks, self._end_replacement)
+        if self._replacing:
+            self._replaced(ranks)
+
+    def fail(self, problem: str) -> None:
+        """Whatever is under way comes to nothing."""
+        if self._regrouping is not None:
+            self._regrouping.fail(problem)
+        elif self._replacing:
+            self._end_replacement(problem, "")
+
+    # ------------------------------------------------------------ from the ranks
+
+    def joined(self, rank: int) -> None:
+        """A new rank is in the process group."""
+        if self._regrouping is not None:
+            self._regrouping.joined(rank)
+
+    def renewed(self, rank: int, message: Renewed) -> None:
+        """A rank has renewed its groups, or could not."""
+        if self._regrouping is not None:
+            self._regrouping.renewed(rank, message)
+
+    def died(self, rank: int) -> None:
+        """A rank is dead: the others can't be whole without it."""
+        if self._regrouping is not None:
+            self._regrouping.fail(f"rank {rank} died meanwhile")
+
+    # ------------------------------------------------------------ within
+
+    def _regroup(self, replaced: Sequence[int], done: Done) -> None:
+        def regrouped(problem: str, lost: str) -> None:
+            self._regrouping = None
+            done(problem, lost)
+
+        self._regrouping = regrouping = Regrouping(self._group, self._launch, self._scratch, regrouped)
+        try:
+            regrouping.begin(replaced)
+        except OSError as error:
+            regrouping.fail(str(error))
+
+    def _end_replacement(self, problem: str, lost: str) -> None:
+        self._replacing = ()
+        done, self._done = self._done, None
+        if done is not None:
+            done(problem, lost)

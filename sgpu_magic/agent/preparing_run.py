@@ -1,0 +1,195 @@
+"""A run whose ranks can't be started yet: its packages and code are being made ready on this node.
+
+launch -> packages are there -> code is there -> handed on (the launch of a fresh run or a session)
+       -> they can't be had                   -> ended(failed)    -> gone
+       -> asked to end                        -> ended(...)       -> gone
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from sgpu_magic.agent.background_call import call_in_background
+from sgpu_magic.agent.belongings import Belongings
+from sgpu_magic.agent.environments import Environments
+from sgpu_magic.agent.execution import Surroundings
+from sgpu_magic.agent.node_run import NodeRun
+from sgpu_magic.environment.store import Built
+from sgpu_magic.protocol.events import EnvironmentMoved, EventBody, RunEnded
+from sgpu_magic.protocol.measures import RankStack
+from sgpu_magic.protocol.node_messages import Launch, TrackingKnown
+from sgpu_magic.protocol.records import Failure
+from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
+
+# what a run's code is unpacked with: the folders by the kernel's path entry
+Unpack = Callable[[], Mapping[str, str]]
+
+
+class PreparingRun:
+    """Holds a launch until its ranks can be started (a `NodeRun` and a `Waiter`).
+
+    Args:
+        launch: The run.
+        frames: Raw frames of the launch.
+        here: What it shares with other runs.
+        environments: Builds its packages.
+        unpack: Unpacks its code, in a thread of its own; None where it has none.
+        go_on: Starts the ranks: everything is there. Called with this run, the environment and the code.
+        predecessor: The attempt before this one.
+
+    Raises:
+        OSError: The run's directory can't be made.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        frames: Sequence[bytes],
+        here: Surroundings,
+        environments: Environments,
+        unpack: Unpack | None,
+        go_on: Callable[[PreparingRun, Built | None, Mapping[str, str]], None],
+        predecessor: NodeRun | None,
+    ) -> None:
+        self.launch = launch
+        self.run_id = launch.spec.run_id
+        self.frames = frames
+        self._listener = here.listener
+        self._environments = environments
+        self._unpack = unpack
+        self._go_on = go_on
+        self._since = time.monotonic()
+        self._state = RunState.PREPARING
+        self._ended = False
+        self._gone = False
+        inherited = predecessor.belongings if predecessor is not None and predecessor.gone else None
+        self.belongings = Belongings(launch, frames, here.keeper, here.settings.keep_payload, self._say, inherited)
+
+    def start(self) -> None:
+        """Begin. A failure comes as an event like any other."""
+        if self.launch.spec.kind is not RunKind.SESSION:
+            try:
+                # this may take minutes, and a detached run's notebook may go
+                self.belongings.open_payload()
+            except OSError as error:
+                text = f"the run could not be started on {socket.gethostname()}: {error}."
+                self._fail(text, FailureKind.INTERNAL)
+                return
+        self.belongings.describe(RunState.PREPARING)
+        environment = self.launch.environment
+        if environment is not None and self._environments.needed(self.launch):
+            self._environments.wait(self.run_id, environment, self)
+        else:
+            self._unpack_code(None)
+
+    # ------------------------------------------------------------ from the environments (Waiter)
+
+    def environment_moved(self, moved: EnvironmentMoved) -> None:
+        if not self._ended:
+            self._say(moved)
+
+    def environment_ready(self, built: Built, moved: EnvironmentMoved) -> None:
+        if not self._ended:
+            self._unpack_code(built, moved)
+
+    def environment_failed(self, message: str) -> None:
+        if not self._ended:
+            self._fail(message)
+
+    # ------------------------------------------------------------ within
+
+    def _unpack_code(self, built: Built | None, moved: EnvironmentMoved | None = None) -> None:
+        if self._unpack is None:
+            self._hand_on(built, moved, {})
+            return
+        unpacked = call_in_background(self._unpack, "sgpu-code")
+
+        def done() -> None:
+            error = unpacked.exception()
+            if self._ended:
+                return
+            if error is None:
+                self._hand_on(built, moved, unpacked.result())
+            else:
+                self._fail(str(error))
+
+        unpacked.add_done_callback(lambda future: done())
+
+    def _hand_on(self, built: Built | None, moved: EnvironmentMoved | None, code: Mapping[str, str]) -> None:
+        if moved is not None:
+            self._say(moved)
+        # the payload goes on to the run that comes now
+        self._ended = self._gone = True
+        self._environments.leave(self.run_id)
+        self._go_on(self, built, code)
+
+    def _fail(self, message: str, kind: FailureKind = FailureKind.ENVIRONMENT) -> None:
+        failure = Failure(kind=kind, message=message, host=socket.gethostname(), at=time.time())
+        self._end(RunState.FAILED, "", failure)
+
+    def _end(self, state: RunState, reason: str, failure: Failure | None = None) -> None:
+        self._ended = True
+        self._state = state
+        self._environments.leave(self.run_id)
+        self._say(RunEnded(state=state, reason=reason, failure=failure, starting_s=self.age_s))
+        self._gone = True
+        self.belongings.ended(state)
+        self._listener.run_gone(self)
+
+    def _say(self, body: EventBody) -> None:
+        self._listener.happened(self.run_id, body, ())
+
+    # ------------------------------------------------------------ what the agent asks (NodeRun)
+
+    def end_as(self, state: RunState, reason: str) -> None:
+        """It has no ranks: it ends at once."""
+        if not self._ended:
+            self._end(state, reason)
+
+    @property
+    def pids(self) -> list[int]:
+        return []
+
+    @property
+    def state(self) -> RunState:
+        return self._state
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    @property
+    def gone(self) -> bool:
+        return self._gone
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self._since
+
+    def kill(self) -> None:
+        """It has no ranks."""
+
+    def detach(self) -> None:
+        spec = msgspec.structs.replace(self.launch.spec, detach=True)
+        self.launch = msgspec.structs.replace(self.launch, spec=spec)
+
+    def give_payload_up(self) -> None:
+        if self._gone:
+            self.belongings.give_payload_up()
+
+    def results_received(self) -> None:
+        """It has none."""
+
+    def tracking_known(self, message: TrackingKnown) -> None:
+        """It has no ranks that ask."""
+
+    def adopted(self) -> None:
+        """It waits for nothing that a pool service would have been asked."""
+
+    def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
+        problem = "it is not started yet: the run's packages are being made ready"
+        done(tuple(RankStack(rank=rank, problem=problem) for rank in self.launch.spec.rank_numbers))

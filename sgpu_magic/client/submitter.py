@@ -1,0 +1,149 @@
+"""Handing a run over to the pool, and to the next one when that dies while the run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+import msgspec
+
+from sgpu_magic.client.along import Along
+from sgpu_magic.client.connection import Connection, wait_for
+from sgpu_magic.client.interpreter import this_context, this_interpreter
+from sgpu_magic.client.link import PoolLink, PoolLost
+from sgpu_magic.client.run import Run
+from sgpu_magic.client.uploads import Uploads, remove_upload
+from sgpu_magic.config import Settings
+from sgpu_magic.errors import PoolError, RunUnknown, SgpuError
+from sgpu_magic.payload.pack import Packed
+from sgpu_magic.protocol.messages import Attach, Cancel, Submit
+from sgpu_magic.protocol.records import RankContext, RunSpec
+
+# a run's next pool service is looked for, or started, for so long when the run is to be cancelled
+_CANCEL_PATIENCE_S = 60.0
+_CANCEL_PAUSE_S = 0.2
+_NOTHING = Along()
+
+
+class Submitter:
+    """Submits runs over the one connection. Methods may be called by any thread.
+
+    Args:
+        connection: To the pool.
+        uploads: Where payloads lie.
+        settings: Where runs have their directories.
+    """
+
+    def __init__(self, connection: Connection, uploads: Uploads, settings: Settings) -> None:
+        self._connection = connection
+        self._uploads = uploads
+        self._settings = settings
+
+    def submit(
+        self, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Along = _NOTHING
+    ) -> Run:
+        """Ship the payload and queue the run; as `Pool.submit`."""
+        try:
+            return self._submit_once(self._connection.made(start=True), spec, packed, key, environ, along)
+        except PoolLost:
+            # it was about to end when it was asked, and had not taken the run; or it was killed when it had
+            link = self._connection.made(start=True)
+            with contextlib.suppress(RunUnknown):
+                return self._taken_before(link, spec, key)
+            return self._submit_once(link, spec, packed, key, environ, along)
+
+    def find_again(self, run: Run) -> None:
+        """As `Pool.find_again`."""
+        link = self._connection.made(start=True)
+        request, reply = link.new_request()
+        link.send(Attach(request=request, run=run.run_id, after=run.last_seq, owns=run.owned))
+        try:
+            wait_for(reply)
+        except RunUnknown:
+            if run.submission is None:
+                raise
+            message, frames = run.submission
+            request, reply = link.new_request()
+            events = link.follow(run.run_id)
+            self._uploads.submitted(run.run_id, link)
+            link.send(msgspec.structs.replace(message, request=request), frames)
+            wait_for(reply)
+            run.moved(link, events, from_start=True)
+            return
+        self._uploads.submitted(run.run_id, link)
+        run.moved(link, link.attached(request, run.run_id))
+
+    def cancel_in_background(self, run: Run, reason: str) -> None:
+        """As `Pool.cancel_in_background`."""
+
+        # a run that was still queued has ended with its pool
+        run.submission = None
+
+        def work() -> None:
+            deadline = time.monotonic() + _CANCEL_PATIENCE_S
+            while time.monotonic() < deadline:
+                try:
+                    self.find_again(run)
+                except PoolError:
+                    # one that is about to start, or has died as well
+                    time.sleep(_CANCEL_PAUSE_S)
+                except SgpuError:
+                    # no pool has it any more
+                    return
+                else:
+                    run.cancel(reason)
+                    return
+
+        threading.Thread(target=work, name="sgpu-cancel", daemon=True).start()
+
+    def _taken_before(self, link: PoolLink, spec: RunSpec, key: bytes) -> Run:
+        request, reply = link.new_request()
+        link.send(Attach(request=request, run=spec.run_id, owns=True))
+        wait_for(reply)
+        self._uploads.forget(spec.run_id)
+        run = Run(spec, key, link, link.attached(request, spec.run_id), self._settings.runs_path / spec.run_id)
+        run.owned = True
+        return run
+
+    def _submit_once(
+        self, link: PoolLink, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Along
+    ) -> Run:
+        payload, frames = self._uploads.place(packed, spec.run_id, link, self._settings)
+        request, reply = link.new_request()
+        events = link.follow(spec.run_id)
+        accepted = False
+        try:
+            self._uploads.submitted(spec.run_id, link)
+            message = Submit(
+                request=request,
+                spec=spec,
+                interpreter=along.interpreter or this_interpreter(environ),
+                context=_context(environ, key, along),
+                payload=payload,
+                environment=along.environment,
+                code=along.code,
+                tracking=along.tracking,
+            )
+            link.send(message, frames)
+            wait_for(reply)
+            accepted = True
+        except BaseException:
+            # also an interrupt while waiting: a run that was taken after all must not go on unseen
+            link.send(Cancel(request=0, run=spec.run_id, reason="it was interrupted while it was submitted"))
+            link.unfollow(spec.run_id, events)
+            remove_upload(payload)
+            raise
+        finally:
+            if not accepted:
+                self._uploads.run_over(spec.run_id, accepted=False)
+        return Run(spec, key, link, events, self._settings.runs_path / spec.run_id, (message, frames))
+
+
+def _context(environ: dict[str, str], key: bytes, along: Along) -> RankContext:
+    here = this_context(environ, key)
+    if along.stand is not None:
+        here = msgspec.structs.replace(here, cwd=along.stand.cwd, sys_path=along.stand.sys_path)
+    if along.elsewhere or along.cell is not None:
+        here = msgspec.structs.replace(here, elsewhere=along.elsewhere, cell=along.cell)
+    return here

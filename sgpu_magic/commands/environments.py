@@ -1,0 +1,195 @@
+"""`sgpu env`: base environments, saved ones, and those that this node has built."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sgpu_magic.config import Settings
+from sgpu_magic.environment import saved
+from sgpu_magic.environment.base_lists import BASE_NAMES, BaseList, base_list
+from sgpu_magic.environment.store import Built, Store, read_built
+from sgpu_magic.errors import UsageError
+from sgpu_magic.render.tables import aligned
+from sgpu_magic.render.units import count_of, format_bytes, format_clock
+
+_DAY_S = 24 * 3600.0
+_SHORTEST_PREFIX = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """An environment that this node has built.
+
+    Args:
+        name: Its folder's name, which begins with the environment's digest.
+        built: What it is; None when it can't be read.
+        size_bytes: Of its files; None when nobody has counted them.
+        last_used: Wall-clock time.
+    """
+
+    name: str
+    built: Built | None
+    size_bytes: int | None
+    last_used: float
+
+
+def listing(settings: Settings, now: float | None = None) -> str:
+    """Return bases, saved and built environments as text."""
+    now = time.time() if now is None else now
+    bases = [
+        (
+            name,
+            base_list(name).title,
+            f"Python {base_list(name).python_minor}",
+            count_of(len(base_list(name).public), "package"),
+        )
+        for name in BASE_NAMES
+    ]
+    lines = ["base environments", *_indented(aligned(bases, right=(3,)))]
+    kept = [_saved_row(settings, name) for name in saved.saved_names(settings)]
+    lines += ["", "saved" if kept else "nothing saved (%sgpu_env save NAME keeps a notebook's packages)"]
+    lines += _indented(aligned(kept, right=(2,))) if kept else []
+    built = sorted(built_here(settings), key=lambda each: -each.last_used)
+    if not built:
+        return "\n".join([*lines, "", "none built on this machine"])
+    total = sum(each.size_bytes or 0 for each in built)
+    rows = [
+        (
+            each.name[:12],
+            count_of(each.built.packages, "package") if each.built is not None else "unreadable",
+            format_bytes(each.size_bytes) if each.size_bytes is not None else "-",
+            f"used {format_clock(max(0.0, now - each.last_used))} ago",
+        )
+        for each in built
+    ]
+    budget = format_bytes(settings.environments_bytes)
+    lines += ["", f"built on this machine: {format_bytes(total)} of {budget} in {settings.environments_path}"]
+    return "\n".join([*lines, *_indented(aligned(rows, right=(1, 2)))])
+
+
+def export(name: str, directory: str) -> str:
+    """Write a base environment's requirements file and return a sentence.
+
+    Args:
+        name: Of the base.
+        directory: Where to; made if it is not there.
+
+    Raises:
+        UsageError: There is no such base, or it can't be written.
+    """
+    if name not in BASE_NAMES:
+        raise UsageError(f"there is no base environment {name!r}. There are: {', '.join(BASE_NAMES)}.")
+    base = base_list(name)
+    target = Path(directory) / base.requirements_file
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(requirements_file(base), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{target} can't be written: {error.strerror}. Name another directory.") from error
+    return f"{target}: {len(base.public)} packages, {len(base.left_out)} left out"
+
+
+def requirements_file(base: BaseList) -> str:
+    """A base environment as a requirements file: what an index has, in the page's own versions."""
+    without_wheel = sorted(base.wheels, key=str.lower)
+    return "\n".join(
+        [
+            f"# {base.title}: the libraries that a package index has.",
+            f'# From the page "{base.page}", {base.page_date.isoformat()}. Python {base.python}, CUDA {base.cuda}.',
+            f"# Left out, the operating system's: {_with_versions(base.system)}",
+            f"# Left out, in no index: {_with_versions(base.private)}",
+            f"# Without a wheel for this Python, so built from source: {', '.join(without_wheel) or 'none'}",
+            *base.exact_pins,
+            "",
+        ]
+    )
+
+
+def remove(settings: Settings, name: str) -> str:
+    """Remove a saved or built environment and return a sentence.
+
+    Args:
+        settings: Where they lie.
+        name: A saved one's name, or the first digits of a built one's.
+
+    Raises:
+        UsageError: There is none of that name, or it is in use.
+    """
+    if saved.remove(settings, name):
+        return f"the saved environment {name} is gone."
+    found = [each for each in built_here(settings) if len(name) >= _SHORTEST_PREFIX and each.name.startswith(name)]
+    if not found:
+        raise UsageError(
+            f"no environment {name!r} was saved or built here. `sgpu env list` shows them; of a built one give the "
+            f"first {_SHORTEST_PREFIX} digits or more."
+        )
+    if len(found) > 1:
+        raise UsageError(f"{name!r} is the beginning of {len(found)} environments. Give more digits.")
+    if not Store(settings.environments_path).remove(found[0].name):
+        raise UsageError(
+            f"environment {found[0].name[:12]} is in use: a run has it, or it is being built. Try it later."
+        )
+    return f"environment {found[0].name[:12]} is gone: {_freed(found)}."
+
+
+def prune(settings: Settings, days: float, now: float | None = None) -> str:
+    """Remove built environments that nobody uses and return a sentence.
+
+    Args:
+        settings: Where they lie.
+        days: Only those that were not used for so long.
+        now: Wall-clock time.
+    """
+    now = time.time() if now is None else now
+    store = Store(settings.environments_path)
+    gone: list[Kept] = []
+    used: list[Kept] = []
+    for each in built_here(settings):
+        if now - each.last_used >= days * _DAY_S:
+            (gone if store.remove(each.name) else used).append(each)
+    left = f"; {len(used)} in use" if used else ""
+    return f"{count_of(len(gone), 'environment')} removed, {_freed(gone)}{left}."
+
+
+def built_here(settings: Settings) -> Iterator[Kept]:
+    """Yield the environments that this node has built."""
+    root = settings.environments_path
+    for name in Store(root).names():
+        folder = root / name
+        try:
+            last_used = os.stat(folder / "last-used").st_mtime
+        except OSError:
+            last_used = 0.0
+        try:
+            size: int | None = int((folder / "size").read_text())
+        except (OSError, ValueError):
+            # it is counted some time after it was built
+            size = None
+        yield Kept(name, read_built(folder), size, last_used)
+
+
+def _saved_row(settings: Settings, name: str) -> tuple[str, ...]:
+    try:
+        kept = saved.load(settings, name)
+    except UsageError:
+        # of another version, or damaged: it can still be removed
+        kept = None
+    if kept is None:
+        return (name, "unreadable", "")
+    return (name, f"Python {kept.python}", count_of(kept.packages, "package"))
+
+
+def _freed(gone: list[Kept]) -> str:
+    return f"{format_bytes(sum(each.size_bytes or 0 for each in gone))} freed"
+
+
+def _with_versions(libraries: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in libraries.items())
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return [f"  {line}" for line in lines]

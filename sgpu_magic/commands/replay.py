@@ -1,0 +1,90 @@
+"""`sgpu replay`: a recorded run again, from a shell."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from typing import TextIO
+
+from sgpu_magic.commands.runs import find_directory
+from sgpu_magic.config import Settings
+from sgpu_magic.errors import UsageError
+from sgpu_magic.protocol.device_types import canonical_type
+from sgpu_magic.protocol.states import RunState
+from sgpu_magic.replay.launching import ReplayOptions, prepare_replay
+from sgpu_magic.replay.recorded import read_recorded
+from sgpu_magic.runs import follow
+from sgpu_magic.runs.durations import optional_s
+from sgpu_magic.runs.submission import let_go, submit
+from sgpu_magic.runs.workplace import close_workplace, workplace
+
+
+def options_from(values: argparse.Namespace) -> ReplayOptions:
+    """Read the command's options.
+
+    Raises:
+        UsageError: A value means nothing.
+    """
+    try:
+        device_type = None if values.type is None else canonical_type(values.type)
+    except ValueError as error:
+        raise UsageError(f"--type: {error}") from None
+    variables: dict[str, str] = {}
+    for text in values.env:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise UsageError("--env takes KEY=VALUE.")
+        variables[name] = value
+    return ReplayOptions(
+        ranks=values.gpus,
+        device_type=device_type,
+        variables=variables,
+        here=values.here,
+        timeout_s=optional_s("--timeout", values.timeout),
+        detach=values.detach,
+        name=values.name,
+        ui="text",
+    )
+
+
+def replay(settings: Settings, run: str, options: ReplayOptions, out: TextIO) -> bool:
+    """Launch a run again from its directory and show it until it ends, or until it is detached.
+
+    What its ranks return stays in the new run's directory: nothing is unpickled here.
+
+    Args:
+        settings: Where runs lie.
+        run: The first digits of its id.
+        options: What may differ.
+        out: Takes what is said when nothing is shown.
+
+    Returns:
+        Whether it succeeded, or was detached.
+
+    Raises:
+        UsageError: There is no such run, or it can't be replayed.
+        SgpuError: The pool does not take it.
+    """
+    recorded = read_recorded(settings.runs_path / find_directory(settings, run))
+    place = workplace()
+    try:
+        started = submit(place.pool, prepare_replay(place, recorded, options))
+        if options.detach:
+            for note in started.spec.shipped.notes:
+                print(note, file=out)
+            print(follow.goes_on(started.spec), file=out)
+            place.pool.run_left(started.run_id)
+            started.close()
+            return True
+        followed = place.followed(started, options.ui, error_follows=False)
+        try:
+            follow.show(followed, RunState.QUEUED, threading.Event())
+        except KeyboardInterrupt:
+            started.cancel("`sgpu replay` was interrupted")
+            follow.show(followed, RunState.QUEUED, threading.Event())
+        finally:
+            let_go(place.pool, started)
+        ended = followed.view.ended
+        return ended is not None and ended.state is RunState.SUCCEEDED
+    finally:
+        close_workplace()

@@ -1,0 +1,130 @@
+"""`sgpu sync`: send to MLflow what a dead or slow server left unsent, and say what that is.
+
+One process for each store sends, with the variables of this shell. User name, password and token go to the store that
+`MLFLOW_TRACKING_URI` names and to no other; where that is not set, to the one server there is.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from sgpu_magic.client.local_pool import find_pool
+from sgpu_magic.commands import ledger_file
+from sgpu_magic.commands.runs import aligned, find_directory
+from sgpu_magic.config import Settings
+from sgpu_magic.errors import PoolError, UsageError
+from sgpu_magic.event_file import read_spec
+from sgpu_magic.protocol.ids import short
+from sgpu_magic.render.run_names import run_name
+from sgpu_magic.tracking import progress
+from sgpu_magic.tracking.progress import Progress, without_user
+from sgpu_magic.tracking.sync import Sent, Unsent
+
+_CREDENTIALS = ("MLFLOW_TRACKING_", "MLFLOW_AUTH", "DATABRICKS_")
+_DEFAULT = "the default store"
+
+Left = tuple[Path, Progress]
+
+
+def sync(settings: Settings, run: str = "", *, only_list: bool = False) -> tuple[str, bool]:
+    """Send what is unsent, of one run or of all that are over.
+
+    Args:
+        settings: Where the runs are.
+        run: The first digits of a run's id; "" is all.
+        only_list: Say what is unsent, and send nothing.
+
+    Returns:
+        What to print, and whether all is sent.
+
+    Raises:
+        UsageError: There is no such run, or it was never tracked.
+    """
+    left = _left(settings, run)
+    going = _going(settings, left)
+    ready = [item for item in left if item[0].name not in going]
+    if not left:
+        return "everything is in MLflow", True
+    if only_list or not ready:
+        return _table(left, going), not ready
+    found = _send_all(settings, ready)
+    failed = {sent.run_id: sent.problem for sent in found if sent.problem}
+    sent = [item for item in ready if item[0].name not in failed]
+    said = [f"sent: {', '.join(short(directory.name) for directory, _ in sent)}"] if sent else []
+    for problem in dict.fromkeys(failed.values()):
+        names = ", ".join(short(run_id) for run_id, why in failed.items() if why == problem)
+        said.append(f"not sent: {names}: {problem}")
+    if going:
+        said.append(f"going on, and written by their pool: {', '.join(short(run_id) for run_id in sorted(going))}")
+    return "\n".join(said), not failed
+
+
+def _left(settings: Settings, run: str) -> list[Left]:
+    if not run:
+        return list(progress.unsent(settings.runs_path))
+    directory = settings.runs_path / find_directory(settings, run)
+    found = progress.load(directory)
+    if found is None:
+        raise UsageError(
+            f"run {short(directory.name)} is not tracked: it was submitted with --no-track or SGPU_TRACK=off."
+        )
+    return [] if found.complete else [(directory, found)]
+
+
+def _going(settings: Settings, left: Sequence[Left]) -> Collection[str]:
+    """The runs among them that are not over: their pool writes them."""
+    if not left or find_pool(settings) is None:
+        return ()
+    rows = {row.run_id: row for row in ledger_file.recent_runs(settings, None)}
+    return {path.name for path, _ in left if path.name in rows and not rows[path.name].state.is_final}
+
+
+def _send_all(settings: Settings, left: Sequence[Left]) -> list[Sent]:
+    by_store: dict[str, list[Left]] = {}
+    for item in left:
+        by_store.setdefault(item[1].uri, []).append(item)
+    servers = [uri for uri in by_store if uri.startswith(("http:", "https:", "databricks"))]
+    found: list[Sent] = []
+    for uri, items in by_store.items():
+        named = os.environ.get("MLFLOW_TRACKING_URI", "") or settings.tracking_uri
+        mine = without_user(named) == uri if named else servers == [uri]
+        environ = _variables(os.environ, credentials=mine)
+        # a session before the cells in it
+        items.sort(key=lambda item: bool(item[1].parent_run))
+        found += _send(settings, named if named and mine else uri, items, environ)
+    return found
+
+
+def _variables(environ: Mapping[str, str], *, credentials: bool) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if credentials or not name.startswith(_CREDENTIALS)}
+
+
+def _send(settings: Settings, uri: str, items: Sequence[Left], environ: dict[str, str]) -> list[Sent]:
+    order = Unsent(settings, uri, tuple(str(directory) for directory, _ in items))
+    done = subprocess.run(
+        [sys.executable, "-m", "sgpu_magic.tracking.sync"],
+        input=msgspec.json.encode(order),
+        capture_output=True,
+        env=environ | {"PYTHONSAFEPATH": "1"},
+    )
+    found = [msgspec.json.decode(line, type=Sent) for line in done.stdout.splitlines() if line.startswith(b"{")]
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        raise PoolError(f"the process that sends to {uri or _DEFAULT} ended: {said[-1] if said else done.returncode}")
+    return found
+
+
+def _table(left: Sequence[Left], going: Collection[str]) -> str:
+    rows = [("run", "name", "store", "")]
+    for directory, found in left:
+        spec = read_spec(directory)
+        why = "going on" if directory.name in going else found.problem or "unsent"
+        name = run_name(spec) if spec is not None else ""
+        rows.append((short(directory.name), name, found.uri or _DEFAULT, why[:200]))
+    return "\n".join(aligned(rows))

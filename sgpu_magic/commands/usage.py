@@ -1,0 +1,202 @@
+"""`sgpu usage`: runs, GPU-hours and cost by user, session, notebook, type or day, read beside a living pool."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from sgpu_magic.commands import ledger_file
+from sgpu_magic.config import Settings
+from sgpu_magic.errors import UsageError
+from sgpu_magic.protocol.device_types import CPU
+from sgpu_magic.protocol.ids import short
+from sgpu_magic.protocol.messages import RunSummary
+from sgpu_magic.protocol.metering import cost_so_far, gpu_s_so_far, idle_seconds
+from sgpu_magic.protocol.prices import HOUR_S, Prices, read_prices
+from sgpu_magic.protocol.states import RunKind
+
+GROUPS = ("day", "user", "session", "notebook", "type")
+_UNITS = {"s": 1.0, "m": 60.0, "h": HOUR_S, "d": 24 * HOUR_S, "w": 7 * 24 * HOUR_S}
+_SINCE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
+_POOL = "local"
+
+
+@dataclass(slots=True)
+class Use:
+    """What a group of runs used.
+
+    Args:
+        name: The group's.
+        runs: Runs, those in sessions among them.
+        gpu_s: Seconds of GPUs, of all together.
+        slot_s: Seconds of CPU slots that have a price.
+        idle_s: Seconds of sessions' GPUs in which no cell ran; `gpu_s` has them too.
+        simulated_s: Seconds of GPUs that are simulated; `gpu_s` has them too.
+        cost: By currency.
+        idle_cost: What the idle time is of it.
+        simulated_cost: What simulated devices are of it: nobody is paid that.
+        reserved: What the devices' time costs at the reserved prices, of types that have one; None where none has.
+        unmetered: Runs that ended before there was a meter.
+    """
+
+    name: str
+    runs: int = 0
+    gpu_s: float = 0.0
+    slot_s: float = 0.0
+    idle_s: float = 0.0
+    simulated_s: float = 0.0
+    cost: dict[str, float] = field(default_factory=dict[str, float])
+    idle_cost: dict[str, float] = field(default_factory=dict[str, float])
+    simulated_cost: dict[str, float] = field(default_factory=dict[str, float])
+    reserved: float | None = None
+    unmetered: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """The answer.
+
+    Args:
+        since: Wall-clock time; runs that ended later, or go on, count whole.
+        until: Now.
+        by: What the groups are.
+        currency: Of the reserved prices.
+        groups: Of runs, by name.
+        total: Of all.
+    """
+
+    since: float
+    until: float
+    by: str
+    currency: str
+    groups: Sequence[Use]
+    total: Use
+
+
+def read_usage(settings: Settings, since: str, by: str) -> Usage:
+    """Return what the ledger says.
+
+    Args:
+        settings: Where the ledger lies, and the reserved prices.
+        since: A length of time: `7d`, `12h`.
+        by: One of `GROUPS`.
+
+    Raises:
+        UsageError: `since` means nothing.
+        PoolError: The ledger can't be read.
+    """
+    now = time.time()
+    began = now - _seconds(since)
+    rows = ledger_file.recent_runs(settings, None)
+    return usage(rows, began, now, by, read_prices(settings.reserved_prices), settings.currency)
+
+
+def usage(
+    rows: Sequence[RunSummary],
+    since: float,
+    now: float,
+    by: str,
+    reserved: Prices,
+    currency: str,
+) -> Usage:
+    """Add up what runs used.
+
+    Args:
+        rows: The ledger's.
+        since: Runs that ended before it do not count.
+        now: Wall-clock time.
+        by: One of `GROUPS`.
+        reserved: Prices to compare with.
+        currency: Of those.
+    """
+    name_of, idle_s = _naming(by, rows, now), _IdleTimes(rows, now)
+    groups: dict[str, Use] = {}
+    total = Use("total")
+    for row in rows:
+        if row.state.is_final and (row.ended_at or 0.0) < since:
+            continue
+        name = name_of(row)
+        for use in (groups.setdefault(name, Use(name)), total):
+            _add(use, row, now, idle_s, reserved)
+    ordered = sorted(groups.values(), key=lambda use: use.name, reverse=by == "day")
+    if by != "day":
+        ordered.sort(key=lambda use: (-sum(use.cost.values()), -use.gpu_s))
+    return Usage(since, now, by, currency, ordered, total)
+
+
+def _add(use: Use, row: RunSummary, now: float, idle_s: Callable[[RunSummary], float], reserved: Prices) -> None:
+    use.runs += 1
+    device_s, cost = gpu_s_so_far(row, now), cost_so_far(row, now)
+    is_gpu = row.device_type != CPU
+    if device_s is None:
+        # what waited only, and what a session pays for, has none either
+        use.unmetered += is_gpu and row.metered_at is None and row.started_at is not None and not row.session
+        return
+    idle_part = 0.0
+    if row.kind is RunKind.SESSION and row.metered_at is not None:
+        lasted = (row.ended_at or now) - row.metered_at
+        idle_part = min(1.0, idle_s(row) / lasted) if lasted > 0 else 0.0
+    if is_gpu:
+        use.gpu_s += device_s
+        use.idle_s += device_s * idle_part
+        use.simulated_s += device_s if row.simulated else 0.0
+    else:
+        use.slot_s += device_s
+    if cost is not None:
+        _put(use.cost, row.currency, cost)
+        _put(use.idle_cost, row.currency, cost * idle_part)
+        _put(use.simulated_cost, row.currency, cost if row.simulated else 0.0)
+    price = reserved.of(_POOL, row.device_type)
+    if price is not None:
+        use.reserved = (use.reserved or 0.0) + price * device_s / HOUR_S
+
+
+def _put(sums: dict[str, float], currency: str, amount: float) -> None:
+    if amount:
+        sums[currency] = sums.get(currency, 0.0) + amount
+
+
+def _naming(by: str, rows: Sequence[RunSummary], now: float) -> Callable[[RunSummary], str]:
+    """Return what names the group of a run."""
+    if by == "session":
+        names = {row.run_id: f"{row.name} ({short(row.run_id)})".strip() for row in rows if row.kind is RunKind.SESSION}
+
+        def session(row: RunSummary) -> str:
+            own = row.run_id if row.kind is RunKind.SESSION else row.session
+            return names.get(own, short(own)) if own else "(no session)"
+
+        return session
+    if by == "day":
+        return lambda row: time.strftime("%Y-%m-%d", time.localtime(row.ended_at or now))
+    if by == "type":
+        return lambda row: row.device_type + (" (simulated)" if row.simulated else "")
+    if by == "notebook":
+        return lambda row: row.notebook or "(no notebook)"
+    return lambda row: row.user or "(not known)"
+
+
+class _IdleTimes:
+    """For how long sessions were idle: as the pool has written it down, of those that go on until now."""
+
+    def __init__(self, rows: Iterable[RunSummary], now: float) -> None:
+        self._now = now
+        self._cells: dict[str, list[tuple[float, float | None]]] = {}
+        for row in rows:
+            if row.session and row.started_at is not None:
+                self._cells.setdefault(row.session, []).append((row.started_at, row.ended_at))
+
+    def __call__(self, session: RunSummary) -> float:
+        if session.idle_s is not None or session.state.is_final:
+            return session.idle_s or 0.0
+        if session.started_at is None:
+            return 0.0
+        return idle_seconds(session.started_at, self._now, self._cells.get(session.run_id, []))
+
+
+def _seconds(since: str) -> float:
+    found = _SINCE.fullmatch(since.strip().lower())
+    if found is None or not float(found[1]):
+        raise UsageError(f"--since {since[:40]!r} is no length of time: 7d, 12h, 30m and 2w are.")
+    return float(found[1]) * _UNITS[found[2]]

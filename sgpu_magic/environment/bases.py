@@ -1,0 +1,217 @@
+"""`--env-version`: which packages the ranks have, when they are not the notebook's own."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from msgspec.structs import replace
+from packaging.requirements import Requirement
+
+from sgpu_magic.config import Settings
+from sgpu_magic.environment import saved
+from sgpu_magic.environment.base_lists import BASE_NAMES, BaseList, base_list
+from sgpu_magic.environment.digest import environment_digest
+from sgpu_magic.environment.distributions import Distribution, Kind, normalised
+from sgpu_magic.environment.from_node import SGPU_MAGIC, is_from_node
+from sgpu_magic.environment.requirement_files import name_of, read_file, version_of
+from sgpu_magic.errors import EnvironmentFailed, UsageError
+from sgpu_magic.protocol.environment import Environment, Wheel
+
+NONE = "none"
+"""`--env-version none`: the notebook's own packages."""
+
+# of what sgpu-magic needs, that which its ranks import
+_RANKS_NEED = ("cloudpickle", "dill", "ipython", "mlflow-skinny", "msgspec", "numpy", "platformdirs", "sqlalchemy")
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The packages that `--env-version` means.
+
+    Args:
+        environment: As a node is to build it.
+        notes: Sentences for the user.
+    """
+
+    environment: Environment
+    notes: tuple[str, ...] = ()
+
+
+def chosen(
+    settings: Settings, env_version: str, *, torch_mine: bool = False, allow_build: bool = False
+) -> Chosen | None:
+    """Find the packages that were asked for.
+
+    Args:
+        settings: With the default.
+        env_version: As `Wishes` has it; "" is the default.
+        torch_mine: `--torch mine`: torch is installed as the environment names it.
+        allow_build: `--allow-build`.
+
+    Returns:
+        None when the notebook's own are meant.
+
+    Raises:
+        UsageError: There is no such environment, or its file can't be used.
+        EnvironmentFailed: It is for another Python.
+    """
+    name = env_version or settings.env_version
+    if name in ("", NONE):
+        return None
+    if name in BASE_NAMES:
+        return _from_base(base_list(name), torch_mine, allow_build)
+    path = Path(name)
+    with contextlib.suppress(RuntimeError):
+        # of a home that there is not
+        path = path.expanduser()
+    if not os.path.isfile(path):
+        kept = saved.load(settings, name)
+        if kept is None:
+            raise UsageError(_unknown(settings, name))
+        return _from_saved(kept, torch_mine, allow_build)
+    return _from_file(settings, path, torch_mine, allow_build)
+
+
+def here_minor() -> str:
+    """This Python's minor version, `3.11`."""
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def _from_base(base: BaseList, torch_mine: bool, allow_build: bool) -> Chosen:
+    _check_python(base.title, base.python_minor, "")
+    made = _environment(base.name, base.pins(allow_build=allow_build), torch_mine, allow_build)
+    left_out = sorted({**base.left_out, **({} if allow_build else {n: v for n, v in base.wheels.items() if not v})})
+    other = {name: version for name, version in base.wheels.items() if version and not allow_build}
+    notes = [f"left out of environment {base.name}, as no package index has them for this: {_listed(left_out)}"]
+    if other:
+        pairs = ", ".join(f"{name} {version} for {base.public[name]}" for name, version in sorted(other.items()))
+        notes.append(f"in environment {base.name} stand versions that need no building: {pairs}")
+    return replace_notes(made, (*notes, *made.notes))
+
+
+def _from_file(settings: Settings, path: Path, torch_mine: bool, allow_build: bool) -> Chosen:
+    found = read_file(path)
+    _check_python(str(path), found.python, "")
+    local = [(name, there) for name, there in found.local if not is_from_node(name, torch_mine=torch_mine)]
+    wheels = tuple(_wheel(settings, name, there) for name, there in local)
+    return _environment(path.name, found.lines, torch_mine, allow_build, resolve=found.resolve, wheels=wheels)
+
+
+def _wheel(settings: Settings, name: str, there: Path) -> Wheel:
+    """A wheel of this machine, or one made of a project of this machine."""
+    if there.is_file():
+        with open(there, "rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return Wheel(file=there.name, sha256=sha256, size=there.stat().st_size, path=str(there))
+    # few files name projects
+    from sgpu_magic.environment.index import index_variables
+    from sgpu_magic.environment.projects import build_project
+
+    project = Distribution(name=name, version="", kind=Kind.EDITABLE, url=there.resolve().as_uri())
+    return build_project(project, settings.state_path / "wheels", index_variables(settings.index_url))
+
+
+def _from_saved(kept: Environment, torch_mine: bool, allow_build: bool) -> Chosen:
+    _check_python(f"the saved environment {kept.label}", kept.python, "save it again from there, or ")
+    missing = [wheel.file for wheel in kept.wheels if not Path(wheel.path).is_file()]
+    if missing:
+        raise EnvironmentFailed(
+            f"the saved environment {kept.label} has lost its wheel {missing[0]} ({kept.wheels[0].path}). Save it "
+            "again with %sgpu_env save."
+        )
+    lines = kept.requirements
+    if torch_mine:
+        lines += tuple(pin for pin in kept.needed if normalised(name_of(pin)) != SGPU_MAGIC)
+    made = _environment(kept.label, lines, torch_mine, allow_build, wheels=kept.wheels, platform=kept.platform)
+    return replace_notes(made, made.notes, conda=kept.conda)
+
+
+def _environment(
+    label: str,
+    lines: tuple[str, ...],
+    torch_mine: bool,
+    allow_build: bool,
+    *,
+    resolve: bool = False,
+    **further: object,
+) -> Chosen:
+    """Describe the environment of these lines, without what a node brings itself."""
+    requirements: list[str] = []
+    needed: list[str] = []
+    notes: list[str] = []
+    bounds = _bounds()
+    for line in lines:
+        name, version = normalised(name_of(line)), version_of(line)
+        if is_from_node(name, torch_mine=torch_mine):
+            needed.append(line.partition(" --hash")[0])
+        elif version and name in bounds and not bounds[name].specifier.contains(version, prereleases=True):
+            needed.append(f"{name}=={version}")
+            notes.append(f"{name} {version} is too old for sgpu-magic, which needs {bounds[name]}: the node's is used")
+        else:
+            requirements.append(line)
+    draft = Environment(
+        digest="",
+        label=label,
+        own=False,
+        python=here_minor(),
+        requirements=tuple(requirements),
+        needed=tuple(needed),
+        resolve=resolve,
+        torch_mine=torch_mine,
+        allow_build=allow_build,
+        packages=len(requirements),
+    )
+    draft = replace(draft, **further) if further else draft
+    parts = [*draft.requirements, f"{resolve=}", *(wheel.sha256 for wheel in draft.wheels)]
+    digest = environment_digest(
+        parts, f"cp{sys.version_info.major}{sys.version_info.minor}", draft.platform,
+        torch_mine=torch_mine, allow_build=allow_build,
+    )  # fmt: skip
+    return Chosen(replace(draft, digest=digest, packages=len(requirements) + len(draft.wheels)), tuple(notes))
+
+
+def replace_notes(made: Chosen, notes: tuple[str, ...], **fields: object) -> Chosen:
+    """Return it with these notes and fields of its environment."""
+    return Chosen(replace(made.environment, **fields) if fields else made.environment, notes)
+
+
+def _bounds() -> dict[str, Requirement]:
+    """What sgpu-magic needs on a rank, by name."""
+    try:
+        lines = metadata.requires(SGPU_MAGIC) or []
+    except metadata.PackageNotFoundError:
+        # its source is on the path, and nothing says what it needs
+        return {}
+    found = (Requirement(line) for line in lines if "extra ==" not in line)
+    return {normalised(one.name): one for one in found if normalised(one.name) in _RANKS_NEED}
+
+
+def _check_python(what: str, python: str, first: str) -> None:
+    """Refuse another minor version: neither pickled functions nor binary packages cross it."""
+    if python and python != here_minor():
+        raise EnvironmentFailed(
+            f"{what} is for Python {python}, and the notebook runs Python {here_minor()}. Functions that a notebook "
+            f"sends are understood by the same minor version only: {first}start the notebook with a kernel of Python "
+            f"{python}, or leave --env-version out (`--env-version none`)."
+        )
+
+
+def _unknown(settings: Settings, name: str) -> str:
+    kept = saved.saved_names(settings)
+    there = f"There are the base environments {' and '.join(BASE_NAMES)}, `{NONE}` for the notebook's own packages"
+    there += f", and saved ones: {', '.join(kept)}" if kept else ", and none was saved yet (%sgpu_env save NAME)"
+    is_file = "/" in name or name.endswith((".txt", ".toml"))
+    what = f"there is no such file ({os.path.abspath(name)[:300]})" if is_file else "that names nothing"
+    return f"--env-version is {name[:200]!r}, and {what}. {there}; a requirements file's path is possible."
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

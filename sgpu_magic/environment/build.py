@@ -1,0 +1,46 @@
+"""`python -m sgpu_magic.environment.build <pid of the agent>`: builds one environment for the agent that started it.
+
+The order comes as JSON on standard input, what happens goes as JSON lines to standard output. It dies with the agent;
+told to end by TERM, it leaves nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+
+
+def main() -> None:
+    from sgpu_magic import processes
+
+    processes.die_with_parent(int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _end)
+    from sgpu_magic.environment.builder import Builder
+    from sgpu_magic.environment.progress import BuildNews, BuildReady, BuildRefused, decode_order, encode
+    from sgpu_magic.environment.refusals import BuildFailed
+
+    def tell(news: BuildNews) -> None:
+        os.write(1, encode(news) + b"\n")
+
+    order = decode_order(sys.stdin.buffer.read())
+    builder = Builder(order, tell)
+    try:
+        built, lock = builder.build()
+    except BuildFailed as failed:
+        tell(BuildRefused(message=str(failed)))
+        return
+    tell(BuildReady(built=built))
+    if built:
+        builder.settle()
+    lock.close()
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,335 @@
+"""Builds one environment with uv: in a folder beside, which appears by a rename when it is whole.
+
+claim -> venv -> sizes -> install -> base layer -> rename      usable
+      -> room within the budget -> byte code                   behind it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from sgpu_magic import processes
+from sgpu_magic.environment import refusals
+from sgpu_magic.environment.base_layer import base_layer, link_layer
+from sgpu_magic.environment.distributions import normalised
+from sgpu_magic.environment.estimate import Estimate, KnownSizes, estimate
+from sgpu_magic.environment.index import index_variables
+from sgpu_magic.environment.progress import BuildMoved, BuildOrder
+from sgpu_magic.environment.refusals import BuildFailed
+from sgpu_magic.environment.store import Built, HeldLock, Store
+from sgpu_magic.environment.uv_command import UvFailed, run_uv
+from sgpu_magic.protocol.environment import Environment, Wheel
+
+_POLL_S = 0.05
+# what torch's dependants would bring in, though the base layer has it
+_FROM_BASE = ("torch", "torchvision", "torchaudio", "triton", "pytorch-triton")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_PATH_ENTRY = "sgpu_base_layer.pth"
+
+
+class Builder:
+    """Builds what an order says.
+
+    Args:
+        order: What, and where.
+        moved: Is told how far it has got.
+    """
+
+    def __init__(self, order: BuildOrder, moved: Callable[[BuildMoved], None]) -> None:
+        self._order = order
+        self._environment = order.environment
+        self._root = Path(order.root)
+        self._store = Store(self._root)
+        self._moved = moved
+        self._packages = len(self._environment.requirements) + len(self._environment.wheels)
+        self._index = index_variables(order.index_url)
+
+    def build(self) -> tuple[bool, HeldLock]:
+        """Build it, unless it is there.
+
+        Returns:
+            Whether it was built here, and the lock that keeps it.
+
+        Raises:
+            BuildFailed: It can't be had; nothing of it is left.
+        """
+        refusals.refuse_unfit(self._environment)
+        try:
+            lock = self._wait_for_claim()
+            if isinstance(lock, HeldLock):
+                return True, self._build_claimed(lock)
+            return False, lock[1]
+        except UvFailed as failed:
+            raise refusals.of_uv(failed, self._root) from None
+        except OSError as error:
+            raise refusals.of_system(error, self._root) from error
+
+    def settle(self) -> None:
+        """After it is usable: make room, write byte code. At idle priority: ranks may compute."""
+        _become_idle()
+        name = self._order.name
+        # a disk that is full now costs the ranks nothing but slower imports
+        with contextlib.suppress(OSError):
+            self._store.measure(name)
+            self._store.make_room(self._order.budget_bytes)
+            site = _site_packages(self._store.folder(name) / "venv")
+            python = self._store.folder(name) / "venv" / "bin" / "python"
+            parent = os.getpid()
+            subprocess.run(
+                [python, "-I", "-m", "compileall", "-q", str(site)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                check=False,
+                cwd="/",
+                preexec_fn=lambda: processes.die_with_parent(parent),
+            )
+            self._store.measure(name)
+
+    # ------------------------------------------------------------ one builder at a time
+
+    def _wait_for_claim(self) -> HeldLock | tuple[Built, HeldLock]:
+        """The right to build it, or what another process has built meanwhile."""
+        name = self._order.name
+        told = False
+        while True:
+            there = self._store.open(name)
+            if there is not None:
+                return there
+            lock = self._store.claim(name)
+            if lock is not None:
+                if not self._store.is_whole(name):
+                    return lock
+                # between the two looks
+                lock.close()
+                continue
+            if not told:
+                told = True
+                self._moved(BuildMoved(step="waiting", packages=self._packages))
+            time.sleep(_POLL_S)
+
+    def _build_claimed(self, lock: HeldLock) -> HeldLock:
+        building: Path | None = None
+        try:
+            building = self._store.begin(self._order.name)
+            built = self._make(building)
+            self._store.finish(self._order.name, building, built)
+            lock.share()
+        except BaseException:
+            if building is not None:
+                refusals.temporary_files_gone(building)
+            self._store.abandon(self._order.name)
+            lock.close()
+            raise
+        return lock
+
+    # ------------------------------------------------------------ the steps
+
+    def _make(self, building: Path) -> Built:
+        environment = self._environment
+        venv = building / "venv"
+        final = self._store.folder(self._order.name)
+        self._moved(BuildMoved(step="resolving", packages=self._packages))
+        interpreter = getattr(sys, "_base_executable", sys.executable)
+        run_uv(
+            ["venv", "--quiet", "--relocatable", "--no-python-downloads", "--python", interpreter, str(venv)],
+            variables=self._index,
+        )
+        python = venv / "bin" / "python"
+        lines = [*environment.requirements, *(self._checked(wheel, building) for wheel in environment.wheels)]
+        options = ["--python", str(python), *self._resolution(building)]
+        layer = _Layer(environment, building / "base")
+        if lines:
+            refusals.refuse_large(self._estimate(options), self._order.limit_bytes)
+            self._install(lines, options, layer.foresee)
+        site = _site_packages(venv)
+        has_itself = {normalised(info.name.partition("-")[0]) for info in site.glob("*.dist-info")}
+        layer.complete(has_itself)
+        path = _path_of(venv, site)
+        (site / _PATH_ENTRY).write_text(f"{final / 'base'}\n")
+        return Built(
+            prefix=str(final / "venv"),
+            executable=str(final / "venv" / "bin" / "python"),
+            sys_path=(*(entry.replace(str(building), str(final), 1) for entry in path), str(final / "base")),
+            digest=environment.digest,
+            packages=len(has_itself),
+        )
+
+    def _resolution(self, building: Path) -> list[str]:
+        environment = self._environment
+        options: list[str] = [] if environment.allow_build else ["--no-build"]
+        if not environment.resolve:
+            return [*options, "--no-deps"]
+        if not environment.torch_mine:
+            # a marker that is never true: torch and what belongs to it come from the base layer
+            overrides = building / "overrides.txt"
+            overrides.write_text("".join(f'{name} ; python_version < "0"\n' for name in _FROM_BASE))
+            options += ["--override", str(overrides)]
+        return options
+
+    def _estimate(self, options: list[str]) -> Estimate:
+        known = KnownSizes(self._root / "sizes.json", f"{sys.implementation.cache_tag}")
+
+        def ask(lines: list[str]) -> str:
+            command = ["pip", "compile", "--quiet", "--format", "pylock.toml", "--no-header", *options, "-"]
+            return run_uv(command, stdin="\n".join(lines), variables=self._index)
+
+        complete = not self._environment.resolve
+        found = estimate(self._environment.requirements, known.get(), ask, complete=complete)
+        with contextlib.suppress(OSError):
+            known.add(found.sizes)
+        return Estimate({**found.sizes, **{wheel.file: wheel.size for wheel in self._environment.wheels}})
+
+    def _install(self, lines: list[str], options: list[str], meanwhile: Callable[[], None]) -> None:
+        def heard(line: str) -> None:
+            word, _, rest = line.partition(" ")
+            number = rest.partition(" ")[0]
+            count = int(number) if number.isdigit() else 0
+            if word == "Resolved":
+                self._packages = count
+                self._moved(BuildMoved(step="downloading", packages=count))
+            elif word == "Prepared":
+                self._moved(BuildMoved(step="installing", packages=self._packages))
+            elif word == "Installed":
+                self._moved(BuildMoved(step="installing", done=count, packages=self._packages))
+
+        run_uv(
+            ["pip", "install", *options, "--requirement", "-"],
+            stdin="\n".join(lines),
+            variables=self._index,
+            heard=heard,
+            meanwhile=meanwhile,
+        )
+
+    def _checked(self, wheel: Wheel, building: Path) -> str:
+        """A requirement's line for a wheel whose bytes are the right ones."""
+        if os.path.basename(wheel.file) != wheel.file or not wheel.file.endswith(".whl"):
+            raise BuildFailed(f"{wheel.file!r} is not the name of a wheel; the notebook's client has to be repaired.")
+        path = Path(wheel.path)
+        try:
+            digest = _sha256(path)
+        except FileNotFoundError:
+            raise BuildFailed(
+                f"the wheel {wheel.file}, which was made of a package that no registry has, is not at {wheel.path} any "
+                "more. Run the cell again: the notebook makes it anew."
+            ) from None
+        if digest != wheel.sha256:
+            raise BuildFailed(
+                f"the wheel {wheel.file} at {wheel.path} is not the one that the notebook meant: its SHA-256 is "
+                "another. Remove the file and run the cell again: the notebook makes it anew."
+            )
+        if path.name != wheel.file:
+            (building / "wheels").mkdir(exist_ok=True)
+            (building / "wheels" / wheel.file).symlink_to(path)
+            path = building / "wheels" / wheel.file
+        return path.as_uri()
+
+
+class _Layer:
+    """The base layer of one environment, linked while uv works.
+
+    Args:
+        environment: Which.
+        folder: Where the links go.
+    """
+
+    def __init__(self, environment: Environment, folder: Path) -> None:
+        self._environment = environment
+        self._folder = folder
+        self._linked: set[str] | None = None
+
+    def foresee(self) -> None:
+        """Link it, as far as one can tell from the requirements what the environment has itself."""
+        if not self._environment.resolve:
+            files = (wheel.file.partition("-")[0] for wheel in self._environment.wheels)
+            self._link({normalised(name) for name in (*_names(self._environment.requirements), *files)})
+
+    def complete(self, has_itself: set[str]) -> None:
+        """Link what is missing.
+
+        Raises:
+            BuildFailed: The node has no torch.
+        """
+        if self._linked is None or self._linked & has_itself:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._link(has_itself)
+        missing = {"torch", "sgpu-magic"} - has_itself - (self._linked or set())
+        if missing:
+            raise BuildFailed(
+                f"the Python that the pool of {socket.gethostname()} was started with ({sys.executable}) has no "
+                f"{' and no '.join(sorted(missing))}, which ranks take from there. Install it there, or start the "
+                "pool with a Python that has it."
+            )
+
+    def _link(self, without: set[str]) -> None:
+        layer = base_layer(without, _names(self._environment.needed))
+        link_layer(layer, self._folder)
+        self._linked = set(layer)
+
+
+def folder_name(environment: Environment, tag: str) -> str:
+    """Where a node with this base layer keeps the environment."""
+    return f"{environment.digest}-{tag}"
+
+
+def _names(lines: tuple[str, ...]) -> list[str]:
+    """The names with which requirements begin: `torch==2.13.0`, `six @ https://...`."""
+    return [found.group() for line in lines if (found := _NAME.match(line.strip()))]
+
+
+def _site_packages(venv: Path) -> Path:
+    return venv / "lib" / f"python{refusals.own_python()}" / "site-packages"
+
+
+def _path_of(venv: Path, site: Path) -> list[str]:
+    """The `sys.path` with which the environment's Python starts; that one is asked when a file adds to it."""
+    if not any(_adds_entries(file) for file in site.glob("*.pth")):
+        library = os.path.realpath(sysconfig.get_path("stdlib"))
+        standard = (library, os.path.join(library, "lib-dynload"))
+        own = [entry for entry in sys.path if entry.endswith(".zip") or os.path.realpath(entry) in standard]
+        return [*own, str(site)]
+    code = "import json, sys; print(json.dumps(sys.path))"
+    done = subprocess.run(
+        [venv / "bin" / "python", "-I", "-c", code],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd="/",
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+        raise BuildFailed(
+            f"the Python that was made for the run's packages on {socket.gethostname()} does not start. It says: "
+            f"{last} Leave the package out that brings this into Python's start."
+        )
+    found: list[str] = json.loads(done.stdout)
+    return found
+
+
+def _adds_entries(file: Path) -> bool:
+    lines = file.read_text(errors="replace").splitlines()
+    return any(line.strip() and not line.startswith(("#", "import ", "import\t")) for line in lines)
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _become_idle() -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        os.nice(19)
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

@@ -1,0 +1,245 @@
+"""Packages that are known to break together, found from what they say of themselves: nothing is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
+
+from sgpu_magic.environment.cuda import is_driver_too_old, oldest_driver
+from sgpu_magic.environment.distributions import Distribution
+from sgpu_magic.environment.package_facts import Package, Packages
+
+# The first versions whose wheels are built for NumPy 2 as well, of packages that do not all say so in their metadata:
+# NumPy's issue 26191, "Ecosystem compatibility with numpy 2.0". Of each but
+# torch the version before it was seen to break, and this one to work
+_FIRST_FOR_NUMPY_2 = {
+    "h5py": "3.11",
+    "matplotlib": "3.8.4",
+    "ml-dtypes": "0.4",
+    "numba": "0.60",
+    "numexpr": "2.10",
+    "opencv-python": "4.10.0.84",
+    "opencv-python-headless": "4.10.0.84",
+    "pandas": "2.2.2",
+    "pyarrow": "16.0",
+    "scikit-learn": "1.4.2",
+    "scipy": "1.13",
+    "shapely": "2.0.4",
+    "torch": "2.3",
+}
+# torchvision's minor version is torch's and 15: 0.15 came with 2.0, 0.22 with 2.7
+_VISION_AHEAD = 15
+# more of them are one sentence
+_MOST_TWICE = 3
+_CUDNN = ("nvidia-cudnn-cu11", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn")
+_BUILT_FOR_TORCH = {
+    "flash-attn", "xformers", "torch-scatter", "torch-sparse", "torch-cluster", "torchtext", "torchao", "detectron2",
+    "causal-conv1d", "mamba-ssm", "transformer-engine-torch", "vllm", "deepspeed-kernels", "fbgemm-gpu",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """What does not go together.
+
+    Args:
+        text: What was found, the beginning of a sentence.
+        remedy: What to do about it, a sentence.
+        sure: It breaks; else it may.
+    """
+
+    text: str
+    remedy: str
+    sure: bool
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.text}. {self.remedy}"
+
+
+def find_mismatches(
+    packages: Packages, shadowed: Iterable[Distribution] = (), *, driver: str = ""
+) -> tuple[Mismatch, ...]:
+    """Find what is known to break, the sure ones first.
+
+    Args:
+        packages: All that are imported together.
+        shadowed: Those of the same names further back on `sys.path`.
+        driver: The NVIDIA driver's version where they run, "" when there is none or nobody knows.
+    """
+    found = [
+        *_numpy(packages),
+        *_cuda_libraries(packages),
+        *_torch_pairs(packages),
+        *_driver(packages, driver),
+        *_twice(packages, shadowed),
+    ]
+    return tuple(sorted(found, key=lambda mismatch: not mismatch.sure))
+
+
+def find_left_behind(packages: Packages) -> tuple[Mismatch, ...]:
+    """Find what was built for the notebook's torch, where the node's own takes that one's place.
+
+    Args:
+        packages: Those that travel, and torch as the notebook has it.
+    """
+    torch = packages.get("torch")
+    bound = sorted(name for name in packages if name in _BUILT_FOR_TORCH)
+    if torch is None or not bound:
+        return ()
+    return (
+        Mismatch(
+            f"{', '.join(bound)} {'is' if len(bound) == 1 else 'are'} built for one torch ({torch.version} here), and "
+            "the ranks get the node's",
+            "--torch mine takes this one along.",
+            sure=False,
+        ),
+    )
+
+
+# ---------------------------------------------------------------- numpy
+
+
+def _numpy(packages: Packages) -> Iterator[Mismatch]:
+    numpy = packages.get("numpy")
+    version = _version(numpy)
+    if version is None:
+        return
+    for name, package in packages.items():
+        wants = package.requires.get("numpy")
+        first = _FIRST_FOR_NUMPY_2.get(name)
+        if version.major >= 2 and first is not None and _older(package, first):
+            yield Mismatch(
+                f"{name} {package.version} is compiled for NumPy 1, and numpy is {version}: its import fails, or "
+                "crashes (`numpy.core.multiarray failed to import`)",
+                f"`%pip install -U '{name}>={first}'`, or `%pip install 'numpy<2'`.",
+                sure=True,
+            )
+        elif package.compiled and wants is not None and not wants.specifier.contains(version, prereleases=True):
+            # some are only careful: a bound alone is no proof
+            yield Mismatch(
+                f"{name} {package.version} needs numpy{wants.specifier}, and numpy is {version}: it may be compiled "
+                "for another one",
+                f"`%pip install 'numpy{wants.specifier}'`, or another version of {name}.",
+                sure=False,
+            )
+
+
+# ---------------------------------------------------------------- torch
+
+
+def _cuda_libraries(packages: Packages) -> Iterator[Mismatch]:
+    torch = packages.get("torch")
+    for name, wants in torch.requires.items() if torch is not None else ():
+        if torch is None or not (name.startswith("nvidia-") or name in ("triton", "pytorch-triton")):
+            continue
+        there = packages.get(name)
+        pin = _pinned(wants)
+        if there is not None and wants.specifier.contains(there.version, prereleases=True):
+            continue
+        has = f"{name} is {there.version}" if there is not None else f"{name} is not installed"
+        text = f"torch {torch.version} needs {name}{wants.specifier}, and {has}"
+        wrong_major = there is not None and pin is not None and _major(there.version) != pin.major
+        if name in _CUDNN:
+            soname = f"libcudnn.so.{pin.major}" if pin is not None else "libcudnn.so"
+            text += f": `import torch` then misses {soname}, or finds another one than it was built with"
+        yield Mismatch(text, f"`%pip install '{name}{wants.specifier}'`, or install torch anew.", sure=wrong_major)
+
+
+def _torch_pairs(packages: Packages) -> Iterator[Mismatch]:
+    torch = packages.get("torch")
+    version = _version(torch)
+    if torch is None or version is None:
+        return
+    for name in ("torchvision", "torchaudio"):
+        partner = packages.get(name)
+        own = _version(partner)
+        if partner is None or own is None:
+            continue
+        wants = partner.requires.get("torch")
+        if wants is not None:
+            # a build of it for a CUDA version pins torch without that
+            fits = wants.specifier.contains(version.public, prereleases=True)
+            wanted = str(wants.specifier)
+        else:
+            minor = own.minor - _VISION_AHEAD if name == "torchvision" else own.minor
+            major = 2 if name == "torchvision" and own.minor >= _VISION_AHEAD else own.major
+            if major < 2:
+                # before 2.0 the numbers went other ways
+                continue
+            fits, wanted = (version.major, version.minor) == (major, minor), f"=={major}.{minor}"
+        if not fits:
+            yield Mismatch(
+                f"{name} {partner.version} is built for torch{wanted}, and torch is {torch.version}: its operators are "
+                f"missing (`operator {name}::nms does not exist`)"
+                if name == "torchvision"
+                else f"{name} {partner.version} is built for torch{wanted}, and torch is {torch.version}",
+                f"`%pip install -U {name} 'torch=={version.public}'` chooses the version that belongs to it.",
+                sure=True,
+            )
+
+
+def _driver(packages: Packages, driver: str) -> Iterator[Mismatch]:
+    torch = packages.get("torch")
+    if torch is not None and is_driver_too_old(torch.cuda, driver):
+        yield Mismatch(
+            f"torch {torch.version} is built with CUDA {torch.cuda}, which needs an NVIDIA driver "
+            f"{oldest_driver(torch.cuda)} or newer, and the driver is {driver}: torch finds no GPU",
+            "Update the driver, or install a torch that is built with an older CUDA.",
+            sure=True,
+        )
+
+
+# ---------------------------------------------------------------- twice
+
+
+def _twice(packages: Packages, shadowed: Iterable[Distribution]) -> Iterator[Mismatch]:
+    others = {
+        each.key: each for each in shadowed if each.key in packages and packages[each.key].version != each.version
+    }
+    if len(others) > _MOST_TWICE:
+        named = ", ".join(f"{name} {packages[name].version}" for name in sorted(others)[:_MOST_TWICE])
+        yield Mismatch(
+            f"{len(others)} packages are installed twice in different versions; imported are {named} ...",
+            "A Python that sees only one site directory has each package once.",
+            sure=False,
+        )
+        return
+    for other in others.values():
+        first = packages.get(other.key)
+        if first is not None:
+            yield Mismatch(
+                f"{other.key} is installed twice: {first.version} is imported, {other.version} is in "
+                f"{other.location.rpartition('/')[0]}",
+                f"`%pip uninstall {other.key}` removes the first, which leaves the other.",
+                sure=False,
+            )
+
+
+def _version(package: Package | None) -> Version | None:
+    try:
+        return Version(package.version) if package is not None else None
+    except InvalidVersion:
+        return None
+
+
+def _older(package: Package, first: str) -> bool:
+    version = _version(package)
+    # None: not known, as of pins; those in the table are all compiled
+    return version is not None and version < Version(first) and package.compiled is not False
+
+
+def _major(version: str) -> int | None:
+    parsed = _version(Package(version, {}))
+    return parsed.major if parsed is not None else None
+
+
+def _pinned(wants: Requirement) -> Version | None:
+    pins = [clause.version for clause in wants.specifier if clause.operator == "=="]
+    try:
+        return Version(pins[0].removesuffix(".*")) if pins else None
+    except InvalidVersion:
+        return None

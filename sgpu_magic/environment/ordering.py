@@ -1,0 +1,95 @@
+"""From what the notebook has to what a node is told to build."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sgpu_magic.environment.digest import environment_digest
+from sgpu_magic.environment.distributions import Distribution, Kind, Snapshot, has_project_file
+from sgpu_magic.environment.from_node import is_from_node
+from sgpu_magic.environment.lock import Lock
+from sgpu_magic.protocol.environment import Environment, Wheel
+
+# every conda environment has them; no code of a notebook's needs them in conda's build
+_INSTALLERS = {"pip", "setuptools", "wheel", "uv"}
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """What a node is told.
+
+    Args:
+        environment: That is.
+        notes: Sentences about what does not come along.
+    """
+
+    environment: Environment
+    notes: tuple[str, ...] = ()
+
+
+def order_of(
+    snapshot: Snapshot,
+    lock: Lock,
+    *,
+    torch_mine: bool,
+    allow_build: bool,
+    build: Callable[[Distribution], Wheel],
+    repack: Callable[[Distribution], Wheel],
+) -> Ordered:
+    """Say what a node has to install to have what is installed here.
+
+    Args:
+        snapshot: What is installed here.
+        lock: What the package index said of it.
+        torch_mine: `--torch mine`.
+        allow_build: `--allow-build`.
+        build: Makes a wheel of an editable project.
+        repack: Makes a wheel of what is installed.
+
+    Raises:
+        EnvironmentFailed: A wheel can't be made.
+    """
+    requirements: list[str] = []
+    needed: list[str] = []
+    conda: list[str] = []
+    wheels: list[Wheel] = []
+    notes: list[str] = []
+    for distribution in snapshot.distributions:
+        key, kind = distribution.key, distribution.kind
+        if is_from_node(key, torch_mine=torch_mine):
+            needed.append(distribution.pin)
+        elif kind is Kind.CONDA and key not in _INSTALLERS:
+            conda.append(distribution.pin)
+        elif kind in (Kind.VCS, Kind.ARCHIVE):
+            requirements.append(distribution.direct_reference)
+        elif kind is Kind.EDITABLE and not has_project_file(distribution.path or Path()) and not distribution.record:
+            # metadata that lie in a folder of the user's: what is imported from there is local code
+            where = f"{distribution.name} in {distribution.path}"
+            notes.append(f"{where} has no project file: it travels as local code only.")
+        elif kind is Kind.EDITABLE:
+            wheels.append(build(distribution))
+        elif kind is Kind.SYSTEM and key in lock.unpublished:
+            what = f"{distribution.name} {distribution.version}"
+            notes.append(f"{what} stays here: it is the operating system's, and in no package index.")
+        elif kind in (Kind.PROJECT, Kind.WHEEL) or key in lock.unpublished or key in lock.other_builds:
+            wheels.append(repack(distribution))
+        else:
+            requirements.append(distribution.pin)
+    parts = [*snapshot.parts, *(f"wheel {wheel.file} {wheel.sha256}" for wheel in wheels)]
+    environment = Environment(
+        digest=environment_digest(
+            parts, snapshot.tag, snapshot.platform, torch_mine=torch_mine, allow_build=allow_build
+        ),
+        python=snapshot.python,
+        platform=snapshot.platform,
+        requirements=tuple(requirements),
+        needed=tuple(needed),
+        wheels=tuple(wheels),
+        torch_mine=torch_mine,
+        allow_build=allow_build,
+        packages=len(requirements) + len(wheels),
+        conda=tuple(conda),
+    )
+    return Ordered(environment, tuple(notes))

@@ -1,0 +1,199 @@
+"""Requirements files and `pylock.toml` as people write them, read into lines that a node's uv understands."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from packaging.pylock import (
+    Package,
+    PackageArchive,
+    PackageDirectory,
+    PackageVcs,
+    Pylock,
+    PylockSelectError,
+    PylockValidationError,
+    is_valid_pylock_path,
+)
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
+
+from sgpu_magic.environment.secrets import without_url_credentials
+from sgpu_magic.errors import EnvironmentFailed, UsageError
+
+_HEADER = re.compile(r"# Python (\d+\.\d+)[\w.+]* on [\w ]*, digest [0-9a-f]+")
+_COMPLETE = "Complete: "
+_HEAD_LINES = 3
+_LOCAL = "@ file:"
+_COMMENT = re.compile(r"(^|\s)#.*$")
+_HASH = re.compile(r"\s+--hash[= ](\S+)")
+_INCLUDE = re.compile(r"(?:-r|--requirement)[= ]?\s*(.+)")
+_INDEX = re.compile(r"(-i|--index-url|--extra-index-url|-f|--find-links|--no-index|--trusted-host)\b")
+_DEEPEST = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Requirements:
+    """What a file asks for.
+
+    Args:
+        lines: Requirements, with hashes behind them where the file has some.
+        resolve: What they depend on is not all among them, and versions may be open.
+        python: The Python that it was made for, `3.12`; "" when it does not say.
+        local: Wheels and projects of this machine, by the names that the file gives them.
+    """
+
+    lines: tuple[str, ...]
+    resolve: bool
+    python: str = ""
+    local: tuple[tuple[str, Path], ...] = ()
+
+
+def read_file(path: Path) -> Requirements:
+    """Read a requirements file or a `pylock.toml`.
+
+    Raises:
+        UsageError: It can't be read, or has something that can't be had on another machine.
+        EnvironmentFailed: It is not for this Python.
+    """
+    try:
+        if is_valid_pylock_path(path):
+            return _read_pylock(path)
+        if path.suffix == ".toml":
+            raise UsageError(
+                f"{path} is no lock file by its name: `pylock.toml` or `pylock.NAME.toml` is. A project's own file "
+                f"becomes one with `uv pip compile {path.name} -o pylock.toml`."
+            )
+        text = path.read_text("utf-8")
+        lines = tuple(_lines_of(path, text, _DEEPEST))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} can't be read as a requirements file: {error}.") from error
+    header = _HEADER.match(text)
+    found = [line for line in lines if _LOCAL not in line]
+    exact = all(_HASH.search(line) and "==" in line for line in found)
+    # one that sgpu-magic has written says so, and has no hashes
+    is_complete = header is not None and _COMPLETE in "".join(text.splitlines(keepends=True)[:_HEAD_LINES])
+    return Requirements(
+        tuple(found),
+        resolve=not exact and not is_complete,
+        python=header[1] if header else "",
+        local=tuple(_local(path, line) for line in lines if _LOCAL in line),
+    )
+
+
+def _local(path: Path, line: str) -> tuple[str, Path]:
+    name, _, url = line.partition("@")
+    there = Path(unquote(urlsplit(url.strip()).path))
+    if not there.exists():
+        raise UsageError(f"{path} takes {name.strip()} from {there}, where nothing is any more.")
+    return name.strip(), there
+
+
+def name_of(line: str) -> str:
+    """The name that a line of `Requirements` asks for."""
+    return Requirement(_HASH.sub("", line)).name
+
+
+def version_of(line: str) -> str:
+    """The version that a line pins, "" when it leaves it open."""
+    pins = [clause.version for clause in Requirement(_HASH.sub("", line)).specifier if clause.operator == "=="]
+    return pins[0] if len(pins) == 1 and "*" not in pins[0] else ""
+
+
+# ---------------------------------------------------------------- requirements files
+
+
+def _lines_of(path: Path, text: str, deepest: int) -> Iterator[str]:
+    for raw in text.replace("\\\n", " ").splitlines():
+        line = _COMMENT.sub("", raw).strip()
+        if not line:
+            continue
+        include = _INCLUDE.fullmatch(line)
+        if include is not None:
+            if not deepest:
+                raise UsageError(f"{path}: files that include files can't be nested deeper than {_DEEPEST}.")
+            other = path.parent / include[1].strip()
+            yield from _lines_of(other, other.read_text("utf-8"), deepest - 1)
+        else:
+            yield _checked(path, line)
+
+
+def _checked(path: Path, line: str) -> str:
+    """Return the line as one that means the same on another machine."""
+    shown = without_url_credentials(line)
+    if _INDEX.match(line):
+        raise UsageError(
+            f"{path} names a package index ({shown.split()[0]}), which is not passed on with a run: it often has a "
+            "password in it. Set `index_url` in the settings of the pool's machine, and take the line out."
+        )
+    if line.startswith(("-c", "--constraint")):
+        raise UsageError(f"{path} has constraints ({shown}). Write the versions into the file itself.")
+    if line.startswith(("-e", "--editable", ".", "/", "file:")):
+        raise UsageError(
+            f"{path} names something of this machine ({shown}), which other machines do not have. Write it "
+            "with its name, `NAME @ file:///...`: then a wheel is made of it. Or install it in the notebook's Python "
+            "and leave --env-version out: then it travels with the notebook's own packages."
+        )
+    if line.startswith("-"):
+        raise UsageError(f"{path} has the option {shown.split()[0]}, which has no meaning for a run. Take it out.")
+    if shown != line or "${" in line:
+        raise UsageError(
+            f"{path} has a password or a variable in a line ({shown}). It would be written down with the run: use "
+            "git's or the index's own way to log in, on the pool's machine."
+        )
+    try:
+        Requirement(_HASH.sub("", line))
+    except InvalidRequirement as error:
+        raise UsageError(f"{path} has a line that is no requirement: {shown!r} ({error}).") from None
+    return line
+
+
+# ---------------------------------------------------------------- pylock.toml
+
+
+def _read_pylock(path: Path) -> Requirements:
+    try:
+        lock = Pylock.from_dict(tomllib.loads(path.read_text("utf-8")))
+    except (tomllib.TOMLDecodeError, PylockValidationError) as error:
+        raise UsageError(f"{path} is no valid pylock.toml: {error}.") from error
+    _check_python(path, lock.requires_python)
+    try:
+        chosen = [(package, source) for package, source in lock.select()]
+    except PylockSelectError as error:
+        raise EnvironmentFailed(
+            f"{path} has nothing for this Python ({sys.version_info.major}.{sys.version_info.minor}, "
+            f"{sys.platform}): {error}. Lock it again for this one."
+        ) from error
+    return Requirements(tuple(_locked_line(path, package, source) for package, source in chosen), resolve=False)
+
+
+def _check_python(path: Path, allowed: SpecifierSet | None) -> None:
+    here = ".".join(map(str, sys.version_info[:3]))
+    if allowed is not None and not allowed.contains(here, prereleases=True):
+        raise EnvironmentFailed(
+            f"{path} is for Python {allowed}, and the notebook runs {here}. What the notebook sends is understood by "
+            "the same minor version only: lock it again for this one, or start the notebook with the other."
+        )
+
+
+def _locked_line(path: Path, package: Package, source: object) -> str:
+    match source:
+        case PackageVcs():
+            reference = f"{package.name} @ {source.type}+{source.url}@{source.commit_id}"
+            return reference + (f"#subdirectory={source.subdirectory}" if source.subdirectory else "")
+        case PackageArchive() if source.url:
+            return f"{package.name} @ {source.url}#sha256={source.hashes.get('sha256', '')}".removesuffix("#sha256=")
+        case PackageDirectory() | PackageArchive():
+            raise UsageError(
+                f"{path} takes {package.name} from a directory or file of this machine, which other machines do not "
+                "have. Install it in the notebook's Python and leave --env-version out."
+            )
+        case _:
+            files = [*(package.wheels or ()), *([package.sdist] if package.sdist else [])]
+            hashes = dict.fromkeys(f"--hash={kind}:{value}" for file in files for kind, value in file.hashes.items())
+            return " ".join([f"{package.name}=={package.version}", *hashes])

@@ -1,0 +1,179 @@
+"""The distributions of the running interpreter, kept as long as its site directories do not change."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sgpu_magic.environment.distributions import Distribution, Snapshot, normalised, read_distribution
+
+Key = tuple[tuple[str, int], ...]
+
+# an installer makes a directory first and fills it then: what is read so soon after a change may not be all of it
+_SETTLED_NS = 2_000_000_000
+_SITE_FOLDERS = ("site-packages", "dist-packages")
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A snapshot and what it depends on.
+
+    Args:
+        key: Entries of `sys.path` and times of change.
+        others: Entries beside the site directories that have distributions, such as `pip install --target` makes.
+        snapshot: What was found.
+        is_whole: No installer was at work while it was read, as far as the times of change tell.
+    """
+
+    key: Key
+    others: frozenset[str]
+    snapshot: Snapshot
+    is_whole: bool
+
+
+_kept: _Kept | None = None
+_first: Snapshot | None = None
+
+
+def take_snapshot() -> Snapshot:
+    """What is installed for this interpreter now. May be called by any thread.
+
+    The same object as before is returned in some microseconds while `sys.path` and the times of change of the site
+    directories are the same: every installer adds or removes a directory there. Else some 20 ms for 100 distributions.
+    """
+    snapshot = kept_snapshot()
+    if snapshot is not None:
+        return snapshot
+    global _kept, _first
+    with _lock:
+        snapshot = kept_snapshot()
+        if snapshot is None:
+            # before the first look: what changes meanwhile is looked at again by the next caller
+            others = _others(sys.path)
+            key = _site_key(others)
+            age_ns = time.time_ns() - max(changed for _, changed in (*key, ("", 0)))
+            snapshot = read_snapshot(sys.path)
+            # a time to come is another machine's clock
+            _kept = _Kept(key, others, snapshot, is_whole=not 0 <= age_ns < _SETTLED_NS)
+            _first = _first or snapshot
+        return snapshot
+
+
+def first_snapshot() -> Snapshot | None:
+    """The first that was taken in this process, None before that."""
+    return _first
+
+
+def kept_snapshot() -> Snapshot | None:
+    """The snapshot if one was taken and still holds. Never waits."""
+    kept = _kept
+    return kept.snapshot if kept is not None and kept.is_whole and kept.key == _site_key(kept.others) else None
+
+
+def read_snapshot(path: list[str]) -> Snapshot:
+    """Read what is installed in the entries of `path`, in their order."""
+    first: dict[str, Distribution] = {}
+    shadowed: list[Distribution] = []
+    conda_names = _conda_names()
+    for entry in _entries(path):
+        for distribution in sorted(_in_entry(entry, conda_names), key=_preference):
+            before = first.setdefault(distribution.key, distribution)
+            if before is not distribution:
+                shadowed.append(distribution)
+    return Snapshot(
+        distributions=tuple(sorted(first.values(), key=lambda found: found.key)),
+        shadowed=tuple(shadowed),
+        python=f"{sys.version_info.major}.{sys.version_info.minor}",
+        tag=_interpreter_tag(),
+        platform=sysconfig.get_platform().replace("-", "_").replace(".", "_"),
+        executable=sys.executable,
+    )
+
+
+def _site_key(others: frozenset[str]) -> Key:
+    """Costs a `stat` for each directory with distributions."""
+    return tuple(
+        (entry, _changed_ns(entry) if entry.endswith(_SITE_FOLDERS) or entry in others else 0) for entry in sys.path
+    )
+
+
+def _others(path: list[str]) -> frozenset[str]:
+    """Entries that have distributions and are no site directories.
+
+    The notebook's own folder changes with each of its savings, and what is installed there in an editable way changes
+    a site directory too.
+    """
+    here = {"", _current_directory()}
+    return frozenset(
+        entry for entry in path if entry not in here and not entry.endswith(_SITE_FOLDERS) and _infos(entry)
+    )
+
+
+def _current_directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        # removed under the notebook's feet
+        return ""
+
+
+def _changed_ns(folder: str) -> int:
+    try:
+        return os.stat(folder).st_mtime_ns
+    except OSError:
+        return -1
+
+
+def _entries(path: list[str]) -> Iterator[str]:
+    """Entries where distributions may lie, each once. `""` is the directory of the moment."""
+    seen = {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
+    for entry in path:
+        try:
+            real = os.path.realpath(entry or _current_directory())
+        except OSError:
+            continue
+        if real not in seen and os.path.isdir(real):
+            seen.add(real)
+            yield real
+
+
+def _in_entry(entry: str, conda_names: dict[str, str]) -> Iterator[Distribution]:
+    for name in _infos(entry):
+        found = read_distribution(f"{entry}/{name}", entry, conda_names)
+        if found is not None:
+            yield found
+
+
+def _infos(entry: str) -> list[str]:
+    try:
+        names = os.listdir(entry)
+    except OSError:
+        return []
+    # pip gives what it is about to remove a name with a tilde
+    return [name for name in names if name.endswith((".dist-info", ".egg-info")) and not name.startswith("~")]
+
+
+def _preference(distribution: Distribution) -> tuple[bool, bool, str]:
+    """Of two that lie in one directory the one with a whole installation record is there."""
+    return (distribution.location.endswith(".egg-info"), not distribution.record, distribution.location)
+
+
+def _conda_names() -> dict[str, str]:
+    """conda's packages and their versions, by its files' names: `numpy-1.26.4-py311h64a7726_0.json`."""
+    try:
+        files = os.listdir(f"{sys.prefix}/conda-meta")
+    except OSError:
+        return {}
+    parts = (name.removesuffix(".json").rsplit("-", 2) for name in files if name.endswith(".json"))
+    return {normalised(part[0]): part[1] for part in parts if len(part) == 3}
+
+
+def _interpreter_tag() -> str:
+    short = {"cpython": "cp", "pypy": "pp"}.get(sys.implementation.name, sys.implementation.name)
+    return f"{short}{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"

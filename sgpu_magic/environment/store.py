@@ -1,0 +1,266 @@
+"""The environments that a node has built, each in a folder of its own, and who uses them.
+
+    <root>/<name>/venv, base, environment.json, last-used, size
+    <root>/.building-<name>     being built, or left by a build that was killed
+    <root>/.removing-<name>     being removed, or left by a removal that was killed
+    <root>/locks/<name>
+
+A folder appears whole, by a rename. Its lock is held shared by whoever uses it and exclusively by whoever builds or
+removes it, so two pools of one user build it once, and nobody removes what is in use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import msgspec
+
+from sgpu_magic.protocol.record import Record
+
+_DESCRIPTION = "environment.json"
+_LAST_USED = "last-used"
+_SIZE = "size"
+_BUILDING, _REMOVING = ".building-", ".removing-"
+_NAME = re.compile(r"[0-9A-Za-z_]{8,80}-[0-9a-f]{8}")
+
+
+class Built(Record, frozen=True, kw_only=True):
+    """An environment that is there.
+
+    Args:
+        prefix: Its virtual environment.
+        executable: Its Python.
+        sys_path: That Python's whole `sys.path`: standard library, own packages, base layer.
+        digest: Of the `Environment` that it was built from.
+        packages: How many were installed.
+    """
+
+    prefix: str
+    executable: str
+    sys_path: tuple[str, ...]
+    digest: str
+    packages: int
+
+
+def read_built(folder: Path) -> Built | None:
+    """What lies in an environment's folder; None when it can't be read."""
+    try:
+        return msgspec.json.decode((folder / _DESCRIPTION).read_bytes(), type=Built)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+class HeldLock:
+    """A lock on one environment; gone with the process, or by `close`.
+
+    Args:
+        descriptor: Of the lock file.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def share(self) -> None:
+        """What was built is used from now on."""
+        fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class Store:
+    """The folder with all of them.
+
+    Args:
+        root: The folder; made when something is to be kept there.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def folder(self, name: str) -> Path:
+        """Where the environment is, or will be.
+
+        Raises:
+            ValueError: The name is none of an environment.
+        """
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is not the name of an environment's folder")
+        return self.root / name
+
+    def open(self, name: str) -> tuple[Built, HeldLock] | None:
+        """The environment, held until the lock is closed; None when it is not there, or somebody builds it."""
+        folder = self.folder(name)
+        if not folder.is_dir():
+            return None
+        lock = self._lock(name, fcntl.LOCK_SH)
+        if lock is None:
+            return None
+        try:
+            built = msgspec.json.decode((folder / _DESCRIPTION).read_bytes(), type=Built)
+            self.touch(name)
+        except (OSError, msgspec.DecodeError):
+            lock.close()
+            return None
+        return built, lock
+
+    def is_whole(self, name: str) -> bool:
+        """Whether it is there. Only who holds its lock can rely on it."""
+        return (self.folder(name) / _DESCRIPTION).is_file()
+
+    def claim(self, name: str) -> HeldLock | None:
+        """The right to build or to remove it; None while somebody builds or uses it."""
+        return self._lock(name, fcntl.LOCK_EX)
+
+    def begin(self, name: str) -> Path:
+        """An empty folder to build in. What killed builds have left is removed. Needs the claim."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._remove_leftovers()
+        folder = self.root / f"{_BUILDING}{name}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+        return folder
+
+    def finish(self, name: str, building: Path, built: Built) -> None:
+        """Let what was built appear. Needs the claim."""
+        (building / _DESCRIPTION).write_bytes(msgspec.json.encode(built))
+        (building / _LAST_USED).touch()
+        # one that can't be read, or it would have been taken
+        shutil.rmtree(self.folder(name), ignore_errors=True)
+        os.replace(building, self.folder(name))
+
+    def abandon(self, name: str) -> None:
+        """Nothing came of the build. Needs the claim, which is to be given back next."""
+        if not self.is_whole(name):
+            self._lock_file(name).unlink(missing_ok=True)
+
+    def touch(self, name: str) -> None:
+        """It is used now."""
+        (self.folder(name) / _LAST_USED).touch()
+
+    def measure(self, name: str) -> int:
+        """Count the bytes of its files and write the sum down."""
+        folder = self.folder(name)
+        size = _size(folder)
+        (folder / _SIZE).write_text(str(size))
+        return size
+
+    def make_room(self, budget_bytes: int) -> list[str]:
+        """Remove the least recently used ones until all have no more than the budget. Never one that is in use.
+
+        Returns:
+            The names of those that are gone.
+        """
+        names = sorted(self.names(), key=self._last_used)
+        sizes = {name: self._known_size(name) for name in names}
+        removed: list[str] = []
+        for name in names:
+            if sum(sizes.values()) <= budget_bytes:
+                break
+            if self.remove(name):
+                removed.append(name)
+                del sizes[name]
+        return removed
+
+    def remove(self, name: str) -> bool:
+        """Remove it unless it is in use."""
+        lock = self.claim(name)
+        if lock is None:
+            return False
+        try:
+            going = self.root / f"{_REMOVING}{name}"
+            shutil.rmtree(going, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(self.folder(name), going)
+                shutil.rmtree(going, ignore_errors=True)
+            self._lock_file(name).unlink(missing_ok=True)
+        finally:
+            lock.close()
+        return True
+
+    def names(self) -> list[str]:
+        """All that are there."""
+        try:
+            return [entry for entry in os.listdir(self.root) if _NAME.fullmatch(entry)]
+        except FileNotFoundError:
+            return []
+
+    # ------------------------------------------------------------ within
+
+    def _lock_file(self, name: str) -> Path:
+        return self.root / "locks" / name
+
+    def _lock(self, name: str, kind: int) -> HeldLock | None:
+        """Take the lock without waiting. One whose file was removed meanwhile is nobody's lock any more."""
+        path = self._lock_file(name)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+                if _is_file(descriptor, path):
+                    return HeldLock(descriptor)
+            except BlockingIOError:
+                os.close(descriptor)
+                return None
+            except OSError:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+
+    def _remove_leftovers(self) -> None:
+        for entry in os.listdir(self.root):
+            for prefix in (_BUILDING, _REMOVING):
+                name = entry.removeprefix(prefix)
+                if entry.startswith(prefix) and _NAME.fullmatch(name):
+                    with self._claimed(name) as mine:
+                        if mine:
+                            shutil.rmtree(self.root / entry, ignore_errors=True)
+                            self.abandon(name)
+
+    @contextlib.contextmanager
+    def _claimed(self, name: str) -> Generator[bool]:
+        lock = self.claim(name)
+        try:
+            yield lock is not None
+        finally:
+            if lock is not None:
+                lock.close()
+
+    def _last_used(self, name: str) -> float:
+        try:
+            return (self.folder(name) / _LAST_USED).stat().st_mtime
+        except OSError:
+            return time.time()
+
+    def _known_size(self, name: str) -> int:
+        try:
+            return int((self.folder(name) / _SIZE).read_text())
+        except (OSError, ValueError):
+            return _size(self.folder(name))
+
+
+def _is_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _size(folder: Path) -> int:
+    """Bytes of all files below. Those that it shares with uv's cache or other environments count too."""
+    total = 0
+    for directory, _, files in os.walk(folder):
+        for file in files:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(directory, file)).st_size
+    return total

@@ -1,0 +1,10 @@
+"""The same from Python: `@distributed`, the handle of a run, a sweep over items.
+
+options     what `@distributed` takes, checked
+decorator   `@distributed`, and what stands in a function's place
+launch      a call -> a run that a pool has taken
+handle      `Run`: a run that goes on while the program does something else
+sweep       `map`: one run per item, and what comes of it
+sweeping    a sweep that goes on
+tracebacks  what a caller sees of an exception
+"""

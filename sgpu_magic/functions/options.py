@@ -1,0 +1,253 @@
+"""What `@distributed` takes, checked: the same options as the magic's, as Python values."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypedDict, TypeGuard, Unpack
+
+from sgpu_magic.config import SEVEN_DAYS_S
+from sgpu_magic.errors import UsageError
+from sgpu_magic.protocol.device_types import canonical_type
+from sgpu_magic.runs.durations import duration_s
+from sgpu_magic.runs.submission import Wishes
+from sgpu_magic.runs.wishes import EnvVersion, max_cost_from, wishes_from
+
+if TYPE_CHECKING:
+    from sgpu_magic.sessions import Session
+
+Duration = float | str | timedelta
+"""Seconds, a text such as `"30m"`, or a `datetime.timedelta`."""
+
+_UI = ("auto", "widget", "text", "none")
+_MAX_RANKS = 4096
+_MAX_RETRIES = 100
+
+
+class SharedOptions(TypedDict, total=False):
+    """The options that `@distributed` and `map` share.
+
+    Args:
+        remote: False runs on this machine's own pool whatever the default pool is; True needs `gpu_type`.
+        timeout: Longest running time; default and most: 7 days.
+        wait: Longest time in the queue, 0 to run now or fail. Default: as long as it takes.
+        grace: Time between TERM and KILL when it is stopped. Default: 5 s, none after a failure.
+        retries: How often the ranks are started again when a worker or node fails. Default: 0.
+        retry_any: Also after an error of the function itself.
+        env: Variables to set on the ranks.
+        name: The run's name. Default: the function's.
+        exclude: Names of the notebook that stay there although the function reads them.
+        env_version: The ranks' packages: `"4"`, `"ai-4"`, a requirements or pylock file, or one that `%sgpu_env` has
+            saved; `"none"` for this notebook's or program's own. Default: the setting `env_version`, else `"none"`.
+        torch: Where packages are installed for the run: `"node"` uses the node's torch (default), `"mine"` installs
+            the notebook's.
+        allow_build: Packages without a wheel may be built from source for the run.
+        track: False: it does not become an MLflow run. Default: the setting `track`.
+        profile: Keep a trace of torch's profiler from every rank.
+        max_cost: It is stopped before it costs more, in the currency of the settings. Default: no limit.
+        allow_busy: Also take GPUs that other programs use.
+        pool: The pool's name. Default: the one that the settings name.
+        ui: How it is shown: `"auto"`, `"widget"`, `"text"` or `"none"`.
+    """
+
+    remote: bool | None
+    timeout: Duration | None
+    wait: Duration | None
+    grace: Duration | None
+    retries: int
+    retry_any: bool
+    env: Mapping[str, str] | None
+    name: str
+    exclude: Iterable[str]
+    env_version: EnvVersion | None
+    torch: str | None
+    allow_build: bool
+    track: bool | None
+    profile: bool
+    max_cost: float | None
+    allow_busy: bool
+    pool: str
+    ui: str
+
+
+class Options(SharedOptions, total=False):
+    """The options of `@distributed` and of `train.options(...)`: those of `SharedOptions`, and these.
+
+    Args:
+        gpus: Ranks, one per GPU. Default: 2 on CPU, else all GPUs of the pool's one type.
+        num_gpus: Another name of `gpus`.
+        gpu_type: `"a10"`, `"h100"` ..., `"cpu"` or `"any"` (default: what the pool has); also an enum's member whose
+            value is such a text.
+        session: Run in this session's ranks, with the state that its cells have left there.
+    """
+
+    gpus: int | None
+    num_gpus: int | None
+    gpu_type: str | enum.Enum | None
+    session: Session | None
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """The same, checked and in the protocol's words.
+
+    Args:
+        ranks: Number of ranks; None when left out.
+        device_type: Canonical; None when left out.
+        own_pool: This machine's own pool is meant (`remote=False`).
+        timeout_s: Longest running time in seconds.
+        wait_s: Longest time in the queue in seconds; None is as long as it takes.
+        grace_s: Seconds between TERM and KILL; None is the pool's default.
+        retries: How often its group is started again.
+        retry_any: Also after an error of the function.
+        variables: Set on the ranks.
+        name: "" is the function's.
+        exclude: Names that stay here.
+        allow_busy: Also devices that others use.
+        pool: "" is the default.
+        ui: How it is shown.
+        session: Its ranks are used; None is a lease of its own.
+        wishes: About packages and tracking.
+        profile: Keep a trace of torch's profiler.
+        max_cost: What it may cost; None is no limit.
+    """
+
+    ranks: int | None = None
+    device_type: str | None = None
+    own_pool: bool = False
+    timeout_s: float = SEVEN_DAYS_S
+    wait_s: float | None = None
+    grace_s: float | None = None
+    retries: int = 0
+    retry_any: bool = False
+    variables: Mapping[str, str] | None = None
+    name: str = ""
+    exclude: tuple[str, ...] = ()
+    allow_busy: bool = False
+    pool: str = ""
+    ui: str = "auto"
+    session: Session | None = None
+    wishes: Wishes = field(default_factory=Wishes)
+    profile: bool = False
+    max_cost: float | None = None
+
+
+def checked(**options: Unpack[Options]) -> CallOptions:
+    """Check options and return them in the protocol's words.
+
+    Raises:
+        UsageError: One means nothing, or contradicts another.
+        TypeError: There is no option of that name.
+    """
+    unknown = options.keys() - Options.__annotations__.keys()
+    if unknown:
+        known = ", ".join(sorted(Options.__annotations__))
+        raise TypeError(f"@distributed has no option {min(unknown)!r}. It has: {known}.")
+    gpus, num_gpus = options.get("gpus"), options.get("num_gpus")
+    if gpus is not None and num_gpus is not None and gpus != num_gpus:
+        raise UsageError(f"gpus={gpus!r} and num_gpus={num_gpus!r} are the same option. Give one of them.")
+    device_type = _device_type(options.get("gpu_type"))
+    session = options.get("session")
+    remote = options.get("remote")
+    if remote and device_type is None and session is None:
+        raise UsageError(
+            'remote=True needs gpu_type: say which GPUs the pool shall give, such as gpu_type="h100" ("any" for '
+            "whatever it has)."
+        )
+    if remote is False and options.get("pool", "") not in ("", "local"):
+        raise UsageError(
+            f"remote=False is this machine's own pool, so pool={options.get('pool')!r} can't be meant too. Leave one "
+            "of them out."
+        )
+    timeout_s = _seconds("timeout", options.get("timeout"))
+    if timeout_s is not None and not 0 < timeout_s <= SEVEN_DAYS_S:
+        raise UsageError(
+            f"timeout={options.get('timeout')!r} is not possible: a run may take more than 0 s and at most 7 days."
+        )
+    ui = options.get("ui", "auto")
+    if ui not in _UI:
+        raise UsageError(f"ui={ui!r} is not possible; there are: {', '.join(_UI)}.")
+    retries = options.get("retries", 0)
+    if not _is_count(retries) or not 0 <= retries <= _MAX_RETRIES:
+        raise UsageError(f"retries={retries!r} is not possible; 0 to {_MAX_RETRIES} are.")
+    if options.get("retry_any") and not retries:
+        raise UsageError("retry_any=True says when to start again, but not how often: add retries=N.")
+    return CallOptions(
+        ranks=ranks_of("gpus" if gpus is not None else "num_gpus", gpus if gpus is not None else num_gpus),
+        device_type=device_type,
+        own_pool=remote is False,
+        timeout_s=SEVEN_DAYS_S if timeout_s is None else timeout_s,
+        wait_s=_seconds("wait", options.get("wait")),
+        grace_s=_seconds("grace", options.get("grace")),
+        retries=retries,
+        retry_any=bool(options.get("retry_any")),
+        variables=_variables(options.get("env")),
+        name=options.get("name", ""),
+        exclude=_names(options.get("exclude", ())),
+        allow_busy=bool(options.get("allow_busy")),
+        pool=options.get("pool", ""),
+        ui=ui,
+        session=session,
+        wishes=wishes_from(
+            options.get("env_version"),
+            options.get("torch"),
+            options.get("allow_build", False),
+            options.get("track"),
+        ),
+        profile=bool(options.get("profile")),
+        max_cost=max_cost_from("max_cost", options.get("max_cost")),
+    )
+
+
+def ranks_of(option: str, value: object) -> int | None:
+    """Check a number of ranks.
+
+    Raises:
+        UsageError: It is none.
+    """
+    if value is None:
+        return None
+    if not _is_count(value) or not 1 <= value <= _MAX_RANKS:
+        raise UsageError(f"{option}={value!r} is not a number of ranks; 1 to {_MAX_RANKS} is possible.")
+    return value
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _device_type(value: str | enum.Enum | None) -> str | None:
+    if isinstance(value, enum.Enum):
+        value = str(value.value)
+    if value is None:
+        return None
+    try:
+        return canonical_type(str(value))
+    except ValueError as error:
+        raise UsageError(f"gpu_type: {error}") from None
+
+
+def _seconds(option: str, value: Duration | None) -> float | None:
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
+        if value < 0:
+            raise UsageError(f"{option} is {value:g} s; less than nothing is not possible.")
+    return None if value is None else duration_s(option, value)
+
+
+def _variables(env: Mapping[str, str] | None) -> dict[str, str]:
+    variables = {str(name): str(value) for name, value in (env or {}).items()}
+    if any(not name or "=" in name for name in variables):
+        # the value may be a secret that was put in the name's place: it is not repeated
+        raise UsageError("env takes names of variables and their values, and no name is empty or has a sign in it.")
+    return variables
+
+
+def _names(names: Iterable[str]) -> tuple[str, ...]:
+    listed = tuple(names.replace(",", " ").split()) if isinstance(names, str) else tuple(names)
+    for name in listed:
+        if not name.isidentifier():
+            raise UsageError(f"exclude has {name!r}, which is not a variable's name.")
+    return listed

@@ -1,0 +1,183 @@
+"""A sweep that goes on: a run for each item, and only as many of them with the pool as it has room for."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import time
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+from sgpu_magic.errors import RunCancelled, SerializationError
+from sgpu_magic.functions import launch
+from sgpu_magic.functions.handle import Run
+from sgpu_magic.functions.options import CallOptions
+from sgpu_magic.payload.call import name_of
+from sgpu_magic.protocol.ids import short
+from sgpu_magic.protocol.states import RunState
+from sgpu_magic.render.progress import SweepPicture, SweepProgress, failure_line
+from sgpu_magic.runs.workplace import Workplace
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_TICK_S = 0.1
+# runs that wait in the pool's queue beside those that have devices: a device that gets free has the next one at once
+_AHEAD = 2
+# an interrupted sweep is free after this whatever its ranks do
+_CANCEL_PATIENCE_S = 2.5
+
+
+@dataclass(slots=True)
+class Task(Generic[T, R]):
+    """One item on its way."""
+
+    index: int
+    item: T
+    run: Run[R] | None = None
+    value: R | None = None
+    error: BaseException | None = None
+
+    def outcome(self, return_exceptions: bool) -> R:
+        if self.error is None:
+            return cast("R", self.value)
+        if return_exceptions:
+            return cast("R", self.error)
+        raise self.error
+
+    def take(self, run: Run[R]) -> None:
+        """Take what came of its run."""
+        try:
+            self.value = run.result(0)[0]
+        except CancelledError:
+            self.error = CancelledError(f"run {short(run.run_id)} was cancelled")
+        except Exception as error:  # noqa: BLE001  what user code raised, kept beside the results
+            self.error = error
+
+
+class Sweeping(Generic[T, R]):
+    """A sweep that goes on."""
+
+    def __init__(
+        self, place: Workplace, function: Callable[..., object], options: CallOptions, total: int | None
+    ) -> None:
+        self._place = place
+        self._function = function
+        self._options = options
+        self._total = total
+        self._name = options.name or name_of(function)
+        self._began = time.monotonic()
+        self._ended: queue.SimpleQueue[Run[Any]] = queue.SimpleQueue()
+        self._out: dict[str, Task[T, R]] = {}
+        self._failures: list[str] = []
+        self._done = self._failed = 0
+
+    def tasks(self, items: Iterable[T], at_once: int | None) -> Generator[Task[T, R]]:
+        """Yield each item's task when it is over."""
+        bound = at_once or self._bound()
+        progress = SweepProgress(sys.stdout, is_notebook=self._place.is_notebook, ui=self._options.ui)
+        waiting = enumerate(items)
+        ending = "stopped"
+        try:
+            more = True
+            while more or self._out:
+                while more and len(self._out) < bound:
+                    started = next(waiting, None)
+                    more = started is not None
+                    if started is not None and (task := self._start(Task(*started))).error is not None:
+                        yield self._over(task)
+                now = time.monotonic()
+                if progress.is_due(now):
+                    progress.show(self._picture(), now)
+                if self._out and (task := self._next()) is not None:
+                    yield self._over(task)
+            ending = ""
+        except KeyboardInterrupt as error:
+            ending = "interrupted"
+            told = f"the sweep was interrupted when {self._done} of its items were done; the others' runs are stopped."
+            raise RunCancelled(told) from error
+        finally:
+            if self._out:
+                self._cancel_all()
+            progress.show(self._picture(ending, is_final=True), time.monotonic())
+
+    def _bound(self) -> int:
+        """How many runs are with the pool at most."""
+        status = self._place.pool.status(recent=0)
+        ranks = self._options.ranks or 1
+        if status is None:
+            return _AHEAD
+        wanted = self._options.device_type or "any"
+        devices = sum(1 for device in status.inventory.devices if wanted in ("any", device.type))
+        if devices:
+            return max(1, devices // ranks) + _AHEAD
+        # ranks on CPU may be more than there are cores, which helps none of them
+        return max(1, min(status.inventory.cores, status.inventory.cpu_slots) // ranks)
+
+    def _start(self, task: Task[T, R]) -> Task[T, R]:
+        try:
+            submission = launch.prepare(
+                self._place,
+                self._function,
+                (task.item,),
+                {},
+                self._options,
+                name=f"{self._name}[{task.index}]",
+                beside_sessions=False,
+            )
+        except SerializationError as error:
+            if not self._done and not self._out:
+                raise
+            # of one item among others that can be sent
+            task.error = error
+            return task
+        run = task.run = cast("Run[R]", launch.submitted(self._place, submission))
+        self._out[run.run_id] = task
+        run.add_done_callback(cast("Callable[[object], object]", self._ended.put))
+        return task
+
+    def _next(self) -> Task[T, R] | None:
+        try:
+            run = self._ended.get(timeout=_TICK_S)
+        except queue.Empty:
+            return None
+        task = self._out.pop(run.run_id)
+        task.take(run)
+        return task
+
+    def _over(self, task: Task[T, R]) -> Task[T, R]:
+        if task.error is None:
+            self._done += 1
+        else:
+            self._failed += 1
+            run = short(task.run.run_id) if task.run is not None else ""
+            self._failures.append(failure_line(task.index, run, task.error))
+        return task
+
+    def _cancel_all(self) -> None:
+        for task in self._out.values():
+            if task.run is not None:
+                task.run.cancel("its sweep was interrupted")
+        until = time.monotonic() + _CANCEL_PATIENCE_S
+        while self._out and time.monotonic() < until:
+            try:
+                self._out.pop(self._ended.get(timeout=max(0.0, until - time.monotonic())).run_id, None)
+            except queue.Empty:
+                return
+
+    def _picture(self, ending: str = "", *, is_final: bool = False) -> SweepPicture:
+        waits = (RunState.QUEUED, RunState.PREPARING, RunState.STARTING)
+        running = sum(1 for task in list(self._out.values()) if task.run is not None and task.run.state not in waits)
+        return SweepPicture(
+            name=self._name,
+            done=self._done,
+            running=running,
+            failed=self._failed,
+            total=self._total,
+            seconds=time.monotonic() - self._began,
+            failures=tuple(self._failures),
+            ending=ending,
+            is_final=is_final,
+        )

@@ -1,0 +1,88 @@
+"""`%sgpu_env`: the kernel's packages, what they differ in from others, and keeping them under a name."""
+
+# IPython's own attributes are only partly typed
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+from IPython.core.magic import Magics, line_magic, magics_class
+
+from sgpu_magic.errors import UsageError
+from sgpu_magic.magics.parsing import Parser
+from sgpu_magic.runs import packages
+from sgpu_magic.runs.workplace import workplace
+from sgpu_magic.sessions import registry
+
+
+@magics_class
+class EnvironmentMagics(Magics):
+    """`%sgpu_env`."""
+
+    @line_magic
+    def sgpu_env(self, line: str = "") -> None:
+        """Show the notebook's packages: `%sgpu_env [--diff 4]`, or keep them: `%sgpu_env save NAME`."""
+        made = parser()
+        values = made.read(line)
+        if values.help:
+            print(made.format_help())  # noqa: T201  help is output
+            return
+        match values.action:
+            case None:
+                self._show(values.diff)
+            case "save" if values.name and not values.diff:
+                self._save(values.name)
+            case "save":
+                raise UsageError("%sgpu_env save takes a name: %sgpu_env save mine. --env-version mine uses it then.")
+            case _:
+                raise UsageError(f"%sgpu_env has no {values.action!r}. There are: %sgpu_env, --diff BASE, save NAME.")
+
+    def _show(self, compared_to: str) -> None:
+        from IPython.display import publish_display_data
+
+        # only who asks needs what reads metadata and files
+        from sgpu_magic.render.environment import environment_html, environment_text
+        from sgpu_magic.runs.environment_report import report
+
+        place = workplace()
+        found = report(place.current_settings(), registry.all_sessions(), compared_to)
+        if place.is_notebook:
+            publish_display_data({"text/plain": environment_text(found), "text/html": environment_html(found)})
+        else:
+            print(environment_text(found))  # noqa: T201
+
+    def _save(self, name: str) -> None:
+        from sgpu_magic.environment import saved
+
+        place = workplace()
+        settings = place.current_settings()
+        saved.check_name(name)
+        ordered = packages.of(place.pool).environment()
+        saved.save(settings, name, ordered.environment)
+        for note in ordered.notes:
+            print(note)  # noqa: T201
+        kept = ordered.environment
+        count = f"{kept.packages} packages of Python {kept.python}"
+        print(  # noqa: T201
+            f"saved {count} as {name}: %%distributed --env-version {name} runs with them, whatever is installed here "
+            "by then."
+        )
+
+
+def parser() -> Parser:
+    """The options of `%sgpu_env`."""
+    made = Parser(
+        "%sgpu_env",
+        "Show the notebook's packages: how many and where from, changes that are not used yet, and what is known to "
+        "break.",
+        "%sgpu_env save NAME keeps them under a name, for --env-version NAME.",
+    )
+    made.add_argument("action", nargs="?", metavar="save", help="keep the packages under NAME")
+    made.add_argument("name", nargs="?", metavar="NAME", help="the name")
+    made.add_argument(
+        "--diff",
+        default="",
+        metavar="4|ai-4|FILE|NAME",
+        help="also show the difference to a base environment, a requirements or pylock file, or a saved one",
+    )
+    made.offer_help()
+    return made

@@ -1,0 +1,126 @@
+"""How the magics' lines are read: argparse that raises a UsageError, and the values of options."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from typing import NoReturn
+
+from sgpu_magic.errors import UsageError
+from sgpu_magic.protocol.device_types import canonical_type
+from sgpu_magic.protocol.records import OutputName
+from sgpu_magic.runs.reading import check_name
+from sgpu_magic.runs.submission import Wishes
+from sgpu_magic.runs.wishes import TORCH_CHOICES, wishes_from
+
+UI_CHOICES = ("auto", "widget", "text", "none")
+_MAX_RANKS = 4096
+
+
+class Parser(argparse.ArgumentParser):
+    """A magic's options; its help is the magic's help."""
+
+    def __init__(self, prog: str, description: str = "", epilog: str = "") -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=epilog,
+            add_help=False,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: {message}. `{self.prog} -h` shows the options.")
+
+    def offer_help(self) -> None:
+        self.add_argument("-h", "--help", action="store_true", help="show this")
+
+    def read(self, line: str) -> argparse.Namespace:
+        """Read the magic's line.
+
+        Raises:
+            UsageError: An option is unknown or its value means nothing.
+        """
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise UsageError(f"{self.prog}: the line can't be read: {error}. Close the quotes.") from None
+        return self.parse_args(words)
+
+
+def add_wishes(parser: Parser) -> None:
+    """Add the options about packages, tracking and cost."""
+    add = parser.add_argument
+    add(
+        "--env-version",
+        metavar="4|ai-4|none|FILE|NAME",
+        help="the ranks' packages: of a base environment, a requirements or pylock file, or one that %%sgpu_env has "
+        "saved; none: the notebook's own (default: the setting env_version, else none)",
+    )
+    add(
+        "--torch",
+        choices=TORCH_CHOICES,
+        help="where packages are installed for the run, mine: also the notebook's torch (default: node, its own)",
+    )
+    add("--allow-build", action="store_true", help="packages without a wheel may be built from source for the run")
+    add("--no-track", action="store_true", help="do not make it an MLflow run")
+    add("--max-cost", metavar="5", help="stop it before it costs more, by the prices of the settings")
+
+
+def read_wishes(values: argparse.Namespace) -> Wishes:
+    """Read the options that `add_wishes` has added, but the cost."""
+    track = False if values.no_track else None
+    return wishes_from(values.env_version, values.torch, values.allow_build, track)
+
+
+def device_type(text: str | None) -> str | None:
+    """Read `--type`."""
+    try:
+        return None if text is None else canonical_type(text)
+    except ValueError as error:
+        raise UsageError(f"--type: {error}") from None
+
+
+def rank_count(text: str) -> int:
+    """Read `--gpus`."""
+    if not text.isdigit() or not 1 <= int(text) <= _MAX_RANKS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks; 1 to {_MAX_RANKS} is possible")
+    return int(text)
+
+
+def names(option: str, values: Sequence[str]) -> tuple[str, ...]:
+    """Read names with commas between."""
+    found = [name.strip() for value in values for name in value.split(",") if name.strip()]
+    for name in found:
+        check_name(option, name)
+    return tuple(dict.fromkeys(found))
+
+
+def outputs(option: str, values: Sequence[str]) -> tuple[OutputName, ...]:
+    """Read `a,b:all`."""
+    found: dict[str, OutputName] = {}
+    for item in (part.strip() for value in values for part in value.split(",")):
+        if not item:
+            continue
+        name, colon, which = item.partition(":")
+        check_name(option, name)
+        if colon and which != "all":
+            raise UsageError(
+                f"{option} {item}: after the colon only `all` is possible, for a list of every rank's value."
+            )
+        found[name] = OutputName(name, bool(colon))
+    return tuple(found.values())
+
+
+def variables(values: Sequence[str]) -> dict[str, str]:
+    """Read `KEY=VALUE`."""
+    found: dict[str, str] = {}
+    for value in values:
+        name, equals, text = value.partition("=")
+        if not equals or not name:
+            # the value may be a secret that was put in the name's place: it is not repeated
+            raise UsageError("--env takes KEY=VALUE, with a name before the sign.")
+        found[name] = text
+    return found

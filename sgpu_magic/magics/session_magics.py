@@ -1,0 +1,141 @@
+"""The magics of a session: connect, disconnect, push, pull, restart, auto."""
+
+# IPython's own attributes are only partly typed
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.magic import Magics, line_magic, magics_class
+
+from sgpu_magic.errors import RunCancelled, UsageError
+from sgpu_magic.magics import line_arguments
+from sgpu_magic.magics.auto import AutoMode
+from sgpu_magic.runs.workplace import workplace
+from sgpu_magic.sessions import registry, running
+from sgpu_magic.sessions.cells import prepare_push
+from sgpu_magic.sessions.connecting import begin, is_same
+from sgpu_magic.sessions.lifetime import current_cell
+from sgpu_magic.sessions.rank_lists import parse_ranks
+from sgpu_magic.sessions.session import Session
+
+
+@magics_class
+class SessionMagics(Magics):
+    """`%sgpu_connect` and what one does with a session."""
+
+    def __init__(self, shell: InteractiveShell, auto: AutoMode) -> None:
+        super().__init__(shell=shell)
+        self._auto = auto
+        self.place = workplace()
+
+    @line_magic
+    def sgpu_connect(self, line: str = "") -> Session | None:
+        """Start ranks that stay between cells: `%sgpu_connect --gpus 4 --type a10 [--name S]`; -h shows the options."""
+        parser = line_arguments.connect_parser()
+        options = line_arguments.read_connect(parser, line)
+        if options is None:
+            return _help(parser)
+        self.place.check_pool(options.pool or self.place.current_settings().pool)
+        ask = options.ask
+        known = registry.find(ask.name)
+        if known is not None:
+            if not is_same(known, ask):
+                raise UsageError(
+                    f"session {known.name} is connected already, and has {known.ranks} ranks on {known.device_type}: "
+                    f"that is not what is asked for. End it with %sgpu_disconnect {known.name} first, or give the new "
+                    "one another --name."
+                )
+            registry.make_current(known)
+            print(f"session {known.name} is connected already ({known.state}); nothing was changed.")  # noqa: T201
+            known.shown_in = current_cell(self.place)
+            return known
+        self.place.notices.clear()
+        is_drawn = self.place.is_notebook and self.place.live_views.is_watched and options.ui != "text"
+        try:
+            session = begin(self.place, ask, options.ui if is_drawn else "none")
+        except KeyboardInterrupt:
+            raise RunCancelled("interrupted before the session was submitted; nothing was started.") from None
+        if not is_drawn and options.ui != "none":
+            ranks = f"{session.ranks} rank{'s' * (session.ranks > 1)}"
+            kind = "" if session.device_type == "any" else f" on {session.device_type}"
+            print(  # noqa: T201
+                f"session {session.name}: connecting {ranks}{kind} · %%distributed cells run in it from now on, and "
+                f"%sgpu_disconnect ends it · run {session.run_id[:8]}"
+            )
+        session.shown_in = current_cell(self.place)
+        return session
+
+    @line_magic
+    def sgpu_disconnect(self, line: str = "") -> None:
+        """End a session: `%sgpu_disconnect [NAME]`."""
+        parser = line_arguments.disconnect_parser()
+        values = parser.read(line)
+        if values.help:
+            return _help(parser)
+        session = registry.chosen(values.name)
+        session.close()
+        registry.drop(session)
+        left = registry.names()
+        now = f"; %%distributed cells run in session {left[-1]} now" if left else ""
+        ended = "has ended" if session.has_ended else "is ending"
+        print(f"session {session.name} {ended}{now}.")  # noqa: T201
+
+    @line_magic
+    def sgpu_pull(self, line: str = "") -> None:
+        """Bring names back from the session's ranks: `%sgpu_pull history loss:all [--ranks 0,2]`."""
+        about = "Bring names back from the session's ranks into the notebook."
+        parser = line_arguments.names_parser("%sgpu_pull", about, pulls=True)
+        options = line_arguments.read_names(parser, line, pulls=True)
+        if options is None:
+            return _help(parser)
+        session = registry.chosen(options.session)
+        session.pull_into(None, options.names, session.only(options.only or None), options.ui)
+
+    @line_magic
+    def sgpu_push(self, line: str = "") -> None:
+        """Set names of the notebook on the session's ranks: `%sgpu_push cfg data [--ranks 0,2]`."""
+        about = "Set names on the session's ranks to what the notebook has, whatever the ranks have under them."
+        parser = line_arguments.names_parser("%sgpu_push", about, pulls=False)
+        options = line_arguments.read_names(parser, line, pulls=False)
+        if options is None:
+            return _help(parser)
+        session = registry.chosen(options.session).checked()
+        names, only = tuple(output.name for output in options.names), session.only(options.only or None)
+        running.run_in(session, lambda: prepare_push(session, names, {}, only), options.ui)
+
+    @line_magic
+    def sgpu_restart(self, line: str = "") -> None:
+        """Replace ranks of the session by new processes: `%sgpu_restart [--rank 1,2]`."""
+        parser = line_arguments.restart_parser()
+        values = parser.read(line)
+        if values.help:
+            return _help(parser)
+        session = registry.chosen(values.session)
+        ranks = () if values.ranks is None else parse_ranks("--rank", values.ranks)
+        print(session.restart(*ranks))  # noqa: T201
+
+    @line_magic
+    def sgpu_auto(self, line: str = "") -> None:
+        """Send every plain cell to the session's ranks: `%sgpu_auto on|off`."""
+        parser = line_arguments.auto_parser()
+        values = parser.read(line)
+        if values.help:
+            return _help(parser)
+        if values.switch == "on":
+            session = registry.chosen()
+            self._auto.is_on = True
+            print(  # noqa: T201
+                f"%sgpu_auto is on: every plain cell runs on the ranks of session {session.name} until %sgpu_auto off."
+            )
+            return None
+        was_on, self._auto.is_on = self._auto.is_on, self._auto.is_on and values.switch is None
+        is_on = "on" if self._auto.is_on else "off"
+        print(f"%sgpu_auto is {is_on}{'' if was_on == self._auto.is_on else ': plain cells run here'}.")  # noqa: T201
+        return None
+
+
+def _help(parser: ArgumentParser) -> None:
+    print(parser.format_help())  # noqa: T201  help is output

@@ -1,0 +1,148 @@
+"""A non-blocking message stream over a Unix socket for asyncio, with descriptors beside the messages."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+import msgspec
+
+from sgpu_magic.protocol.codec import FrameReader, frame
+from sgpu_magic.protocol.record import Record
+
+M = TypeVar("M")
+_CHUNK_BYTES = 1 << 18
+_MAX_DESCRIPTORS = 16
+
+
+class MessageStream(Generic[M]):
+    """Calls back for every message and once when the other side is gone. Used from the loop's thread only.
+
+    Args:
+        sock: A connected Unix stream socket; the stream owns it.
+        decoder: The decoder of what arrives.
+        on_message: Called with the message and its raw frames.
+        on_closed: Called once at end of file or error, not after `close`.
+        gathers: What is sent while one callback runs goes out together when it is over: fewer wake-ups of the reader.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        decoder: msgspec.msgpack.Decoder[M],
+        on_message: Callable[[M, Sequence[bytes]], None],
+        on_closed: Callable[[], None],
+        *,
+        gathers: bool = False,
+    ) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._reader = FrameReader(decoder)
+        self._on_message = on_message
+        self._on_closed = on_closed
+        self._loop = asyncio.get_running_loop()
+        self._descriptors: deque[int] = deque()
+        self._unsent: deque[tuple[memoryview, Sequence[int]]] = deque()
+        self._closed = False
+        self._gathers = gathers
+        self._loop.add_reader(sock, self._readable)
+
+    def send(self, message: Record, blobs: Iterable[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+        """Send one message, now or when the socket takes it. Own copies of the descriptors are sent."""
+        if self._closed:
+            return
+        was_empty = not self._unsent
+        copies = tuple(os.dup(descriptor) for descriptor in descriptors)
+        self._unsent.append((memoryview(frame(message, blobs)), copies))
+        if was_empty and self._gathers:
+            self._loop.call_soon(self._write)
+        elif was_empty:
+            self._write()
+
+    def take_descriptors(self, count: int) -> list[int]:
+        """Return the next `count` descriptors that came along; the caller owns them."""
+        return [self._descriptors.popleft() for _ in range(count)]
+
+    def close(self) -> None:
+        """Close the socket; what was not sent by then is lost, but for what was only gathered."""
+        if self._closed:
+            return
+        if self._gathers:
+            self._write()
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        self._socket.close()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        for _, copies in self._unsent:
+            _close_all(copies)
+        self._descriptors.clear()
+        self._unsent.clear()
+
+    def _write(self) -> None:
+        if self._closed:
+            return
+        while self._unsent:
+            self._join_first()
+            data, descriptors = self._unsent[0]
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+            try:
+                sent = self._socket.sendmsg([data], ancillary)
+            except BlockingIOError:
+                self._loop.add_writer(self._socket, self._write)
+                return
+            except OSError:
+                self._lost()
+                return
+            _close_all(descriptors)
+            if sent < len(data):
+                self._unsent[0] = (data[sent:], ())
+            else:
+                self._unsent.popleft()
+        self._loop.remove_writer(self._socket)
+
+    def _join_first(self) -> None:
+        """Make one piece of what may be sent at once: what has no descriptors beside it."""
+        plain = 0
+        while plain < len(self._unsent) and not self._unsent[plain][1]:
+            plain += 1
+        if plain > 1:
+            joined = b"".join(self._unsent.popleft()[0] for _ in range(plain))
+            self._unsent.appendleft((memoryview(joined), ()))
+
+    def _readable(self) -> None:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._socket, _CHUNK_BYTES, _MAX_DESCRIPTORS)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._lost()
+            return
+        self._descriptors.extend(descriptors)
+        if not data:
+            self._lost()
+            return
+        for message, frames in self._reader.feed(data):
+            if self._closed:
+                return
+            self._on_message(message, frames)
+
+    def _lost(self) -> None:
+        if not self._closed:
+            # nobody reads it any more
+            self._gathers = False
+            self.close()
+            self._on_closed()
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,0 +1,92 @@
+"""A function's call as it travels: what a rank makes of it is in here, so that any rank can unpickle it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from sgpu_magic.payload.tensors import rank_device
+
+RANK_NAMES = ("rank", "local_rank", "world_size", "device")
+"""Parameters that each rank fills in by itself."""
+
+
+def name_of(function: object) -> str:
+    """What a person calls the function: its name, the one inside a partial, or the object's class."""
+    while isinstance(function, functools.partial):
+        function = cast("functools.partial[object]", function).func
+    name = getattr(function, "__name__", "") or type(function).__name__
+    return "lambda" if name == "<lambda>" else str(name)
+
+
+class RankValue:
+    """Stands for an argument that each rank has its own of.
+
+    Args:
+        name: One of `RANK_NAMES`.
+    """
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RankValue, (self.name,)
+
+    def here(self) -> object:
+        """The value on this rank; of torchrun's variables, which a notebook's variable of that name can't hide."""
+        match self.name:
+            case "rank":
+                return int(os.environ["RANK"])
+            case "local_rank":
+                return int(os.environ["LOCAL_RANK"])
+            case "world_size":
+                return int(os.environ["WORLD_SIZE"])
+            case _:
+                return rank_device()
+
+
+class FunctionCall:
+    """A function with its arguments; calling it on a rank calls the function there.
+
+    Args:
+        function: Anything that can be called.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+
+    __slots__ = ("args", "function", "kwargs")
+
+    def __init__(self, function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        self.function = function
+        self.args = args
+        self.kwargs = dict(kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FunctionCall, (self.function, self.args, self.kwargs)
+
+    @property
+    def __name__(self) -> str:
+        """The function's name."""
+        return name_of(self.function)
+
+    def __call__(self) -> object:
+        args = [_here(value) for value in self.args]
+        kwargs = {name: _here(value) for name, value in self.kwargs.items()}
+        # what a decorator has put in the function's place stands in its module; here it is the function that is meant
+        function = getattr(self.function, "__sgpu_function__", self.function)
+        value = function(*args, **kwargs)
+        if inspect.iscoroutine(value):
+            import asyncio
+
+            # an `async def` is called to its end, as a cell's top-level await would be
+            return asyncio.run(value)
+        return value
+
+
+def _here(value: object) -> object:
+    return value.here() if isinstance(value, RankValue) else value

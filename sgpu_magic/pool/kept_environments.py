@@ -1,0 +1,136 @@
+"""Files that describe environments (`requirements.txt`, `pylock.toml`), kept once and linked into run directories.
+
+A run's directory has the same file as all others of its environment, so a thousand runs cost the disk nothing more.
+What no run's directory links any more goes when the pool looks after its state directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+
+from sgpu_magic.config import private_dir
+from sgpu_magic.environment.digest import is_valid_digest
+from sgpu_magic.errors import UsageError
+from sgpu_magic.protocol.ids import is_valid_id
+from sgpu_magic.protocol.messages import KeepEnvironment
+
+_FILES = ("requirements.txt", "pylock.toml")
+# everybody's who runs in that environment: nobody is to change it in one run's directory
+_MODE = 0o400
+_MOST_BYTES = 20_000_000
+_MOST_RUNS_KNOWN = 1000
+
+
+class KeptEnvironments:
+    """The files of every environment that runs had. Of one thread.
+
+    Args:
+        root: Where they are kept, by digest.
+        runs_path: Where runs have their directories.
+    """
+
+    def __init__(self, root: Path, runs_path: Path) -> None:
+        self._root = root
+        self._runs_path = runs_path
+        # in this service's life: clients send the files once
+        self._used: set[str] = set()
+        # the last runs and their digests: files that come later, or better ones, are put there too
+        self._runs: dict[str, str] = {}
+
+    def keep(self, message: KeepEnvironment) -> None:
+        """Write the files down, and link them into the directories of the runs that had this environment."""
+        digest = message.digest
+        files = [(name, text) for name, text in message.files if name in _FILES and len(text) <= _MOST_BYTES]
+        if not is_valid_digest(digest):
+            return
+        self._used.add(digest)
+        for run_id in message.runs:
+            self._remember(run_id, digest)
+        # a disk that is full, or was taken away, costs a run its copy of these files and nothing else
+        with contextlib.suppress(OSError, UsageError):
+            folder = private_dir(private_dir(self._root) / digest)
+            for name, text in files:
+                _write(folder / name, text)
+        for run_id in [run_id for run_id, known in self._runs.items() if known == digest]:
+            self._put(digest, run_id)
+
+    def link(self, digest: str, run_id: str) -> None:
+        """Put the files into a run's directory, now or once they are there."""
+        if is_valid_digest(digest):
+            self._used.add(digest)
+            self._remember(run_id, digest)
+            self._put(digest, run_id)
+
+    def remove_unlinked(self) -> None:
+        """Remove what no run's directory has any more, but nothing that a run of this service's clients may have."""
+        try:
+            folders = [entry for entry in os.scandir(self._root) if entry.is_dir(follow_symlinks=False)]
+        except OSError:
+            return
+        for folder in folders:
+            if folder.name not in self._used and not _is_linked(folder.path):
+                shutil.rmtree(folder.path, ignore_errors=True)
+
+    def _remember(self, run_id: str, digest: str) -> None:
+        if is_valid_id(run_id):
+            self._runs[run_id] = digest
+            while len(self._runs) > _MOST_RUNS_KNOWN:
+                del self._runs[next(iter(self._runs))]
+
+    def _put(self, digest: str, run_id: str) -> None:
+        directory = self._runs_path / run_id
+        # not there yet, or removed already
+        if not is_valid_id(run_id) or not directory.is_dir():
+            return
+        for name in _FILES:
+            with contextlib.suppress(OSError):
+                _link(self._root / digest / name, directory / name)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file under its name at once, whole, unless it says the same already."""
+    data = text.encode()
+    with contextlib.suppress(OSError):
+        if path.read_bytes() == data:
+            return
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+        os.chmod(temporary, _MODE)
+        os.replace(temporary, path)
+    except OSError:
+        os.unlink(temporary)
+        raise
+
+
+def _link(kept: Path, wanted: Path) -> None:
+    """Give a file one more name, or a copy where the disk knows no links; an older one of that name is replaced."""
+    if wanted.exists() and os.path.samefile(kept, wanted):
+        return
+    temporary = wanted.with_name(f".{wanted.name}.part")
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(kept, temporary)
+    except FileNotFoundError:
+        return
+    except OSError:
+        shutil.copyfile(kept, temporary)
+        temporary.chmod(_MODE)
+    os.replace(temporary, wanted)
+
+
+def _is_linked(folder: str) -> bool:
+    names: Collection[str] = ()
+    with contextlib.suppress(OSError):
+        names = os.listdir(folder)
+    for name in names:
+        with contextlib.suppress(OSError):
+            if os.lstat(os.path.join(folder, name)).st_nlink > 1:
+                return True
+    return False

@@ -1,0 +1,41 @@
+"""What a run's time on the meter comes to. Pure.
+
+`protocol.metering` has the rules that views share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sgpu_magic.protocol.device_types import CPU
+from sgpu_magic.protocol.devices import Lease
+from sgpu_magic.protocol.metering import billed_s, cost_of, device_count
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """What a run was billed.
+
+    Args:
+        gpu_s: Seconds of devices, of all together; None on CPU slots without a price.
+        cost: Theirs; None without a price.
+    """
+
+    gpu_s: float | None = None
+    cost: float | None = None
+
+
+NOTHING = Bill()
+
+
+def bill(lease: Lease, hourly: float | None, seconds: float) -> Bill:
+    """Return what a lease's time comes to.
+
+    Args:
+        lease: The run's.
+        hourly: Price of all its devices for an hour, None without one.
+        seconds: On the meter.
+    """
+    if lease.device_type == CPU and hourly is None:
+        return NOTHING
+    return Bill(float(device_count(lease) * billed_s(seconds)), cost_of(hourly, seconds))

@@ -1,0 +1,242 @@
+"""Has the pool's runs written to MLflow: says which, and tells their ranks and notebooks what became of it.
+
+Nothing here is on a run's way: processes that write are started a moment after the first tracked run, at once only when
+a rank waits for its place in MLflow. They read the runs' event logs, so that the pool sends them no more than names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from sgpu_magic.config import Settings
+from sgpu_magic.engines.base import Engine
+from sgpu_magic.pool.run_book import PoolRun, RunBook
+from sgpu_magic.pool.tracker_process import TrackerProcess
+from sgpu_magic.protocol.events import Noted, Tracked
+from sgpu_magic.protocol.tracking import (
+    FromTracker,
+    Track,
+    TrackedRun,
+    Tracking,
+    TrackingDone,
+    TrackingStarted,
+    TrackingTroubled,
+)
+from sgpu_magic.tracking import progress
+from sgpu_magic.tracking.progress import Progress, without_user
+
+# after the first run that needs it: launches come in bursts, and their results first
+_LATER_S = 1.0
+_LEFTOVERS_S = 15.0
+_CLOSE_S = 1.5
+# these say what is written, not where and by whom
+_OF_A_RUN = {"MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_NAME"}
+NOT_TRACKED = "the run is not tracked"
+
+_Key = tuple[str, str, tuple[tuple[str, str], ...]]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A run that is tracked.
+
+    Args:
+        order: What its writer is told.
+        sent: It was told.
+        asked: A rank waits.
+        known: Its place, None until known.
+        problem: Why it has none, "" while nothing is in the way.
+        done: All of it is written.
+    """
+
+    order: Track
+    sent: bool = False
+    asked: bool = False
+    known: TrackedRun | None = None
+    problem: str = ""
+    done: bool = False
+
+
+class Tracker:
+    """All tracked runs of the service, by the stores they go to. Used from the loop's thread only.
+
+    Args:
+        settings: The pool's.
+        book: Its runs.
+        engine: Where their ranks are.
+        is_live: Whether a run goes on, or waits for its notebook to come back.
+    """
+
+    def __init__(self, settings: Settings, book: RunBook, engine: Engine, is_live: Callable[[str], bool]) -> None:
+        self._settings = settings
+        self._book = book
+        self._engine = engine
+        self._is_live = is_live
+        self._loop = asyncio.get_running_loop()
+        self._entries: dict[str, _Entry] = {}
+        self._processes: dict[_Key, TrackerProcess] = {}
+        # what an earlier service left, by its store
+        self._leftovers: dict[str, list[tuple[Path, Progress]]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._search: asyncio.TimerHandle | None = None
+
+    def follow(self, run: PoolRun) -> None:
+        """A run was accepted. Once is enough, more do no harm."""
+        tracking = run.submit.tracking
+        if tracking is None or not run.spec.tracked or run.run_id in self._entries:
+            return
+        directory = self._book.directory(run.run_id)
+        parent = run.spec.session
+        order = Track(run_id=run.run_id, run_dir=str(directory), tracking=tracking, parent_run=parent)
+        self._entries[run.run_id] = _Entry(order)
+        if self._timer is None:
+            self._timer = self._loop.call_later(_LATER_S, self._send_all)
+
+    def asked(self, run_id: str) -> None:
+        """A rank waits for the run's place."""
+        entry = self._entries.get(run_id)
+        if entry is None:
+            self._engine.tracking_known(run_id, None, NOT_TRACKED)
+        elif entry.known is not None or entry.problem:
+            self._engine.tracking_known(run_id, entry.known, entry.problem)
+        elif not entry.asked:
+            entry.asked = True
+            if entry.sent:
+                process = self._process(entry.order.tracking)
+                if entry.order.parent_run:
+                    process.hurry(entry.order.parent_run)
+                process.hurry(run_id)
+            else:
+                entry.order = msgspec.structs.replace(entry.order, urgent=True)
+                self._send(entry)
+
+    def over(self, run_id: str) -> None:
+        """The run's ranks are gone."""
+        entry = self._entries.get(run_id)
+        if entry is None or not entry.sent:
+            return
+        if entry.done:
+            del self._entries[run_id]
+        else:
+            self._process(entry.order.tracking).over(run_id)
+
+    def look_for_leftovers(self) -> None:
+        """Go on, later, with what an earlier service could not write; it is known by now which runs are live."""
+        if self._search is None:
+            self._search = self._loop.call_later(_LEFTOVERS_S, self._look)
+
+    def close(self) -> None:
+        """End the processes; what they have not written is kept."""
+        for timer in (self._timer, self._search):
+            if timer is not None:
+                timer.cancel()
+        for entry in self._entries.values():
+            if not entry.sent:
+                self._write_opening(entry)
+        until = time.monotonic() + _CLOSE_S
+        for process in self._processes.values():
+            process.close(max(0.0, until - time.monotonic()))
+        self._processes.clear()
+
+    # ------------------------------------------------------------ to the writers
+
+    def _send_all(self) -> None:
+        self._timer = None
+        for entry in list(self._entries.values()):
+            if not entry.sent:
+                self._send(entry)
+
+    def _send(self, entry: _Entry) -> None:
+        entry.sent = True
+        session = self._entries.get(entry.order.parent_run)
+        if session is not None and not session.sent:
+            # its MLflow run is the parent: a cell may ask before the session's own turn has come
+            session.order = msgspec.structs.replace(session.order, urgent=entry.order.urgent)
+            self._send(session)
+        self._write_opening(entry)
+        process = self._process(entry.order.tracking)
+        process.track(entry.order)
+        if self._book.get(entry.order.run_id) is None:
+            process.over(entry.order.run_id)
+        for directory, left in self._leftovers.pop(without_user(entry.order.tracking.uri), ()):
+            self._resume(directory, left, entry.order.tracking)
+
+    def _write_opening(self, entry: _Entry) -> None:
+        """Leave a note in the run's directory: should all processes be killed, it says what is to be sent where."""
+        directory = Path(entry.order.run_dir)
+        if progress.load(directory) is None:
+            # a full disk is told by who writes the run's events
+            with contextlib.suppress(OSError):
+                progress.save(directory, progress.opening(entry.order.tracking, entry.order.parent_run))
+
+    def _process(self, tracking: Tracking) -> TrackerProcess:
+        # the default store needs none
+        needed = tracking.variables if tracking.uri else {}
+        variables = sorted(item for item in needed.items() if item[0] not in _OF_A_RUN)
+        key = (tracking.uri, tracking.registry_uri, tuple(variables))
+        process = self._processes.get(key)
+        if process is None:
+            process = self._processes[key] = TrackerProcess(self._settings, self._said)
+        return process
+
+    # ------------------------------------------------------------ what an earlier service left
+
+    def _look(self) -> None:
+        self._search = None
+        search = self._loop.run_in_executor(None, lambda: list(progress.unsent(self._settings.runs_path)))
+        search.add_done_callback(self._found)
+
+    def _found(self, search: asyncio.Future[list[tuple[Path, Progress]]]) -> None:
+        if search.cancelled():
+            return
+        for directory, left in search.result():
+            if directory.name not in self._entries and not self._is_live(directory.name):
+                self._leftovers.setdefault(left.uri, []).append((directory, left))
+        # the others wait for a run that brings the credentials, or for `sgpu sync`
+        for directory, left in self._leftovers.pop("", ()):
+            self._resume(directory, left, Tracking())
+
+    def _resume(self, directory: Path, left: Progress, tracking: Tracking) -> None:
+        tracking = msgspec.structs.replace(
+            tracking, experiment=left.experiment, experiment_id=left.experiment_id, parent=left.parent
+        )
+        order = Track(run_id=directory.name, run_dir=str(directory), tracking=tracking, parent_run=left.parent_run)
+        self._entries[directory.name] = _Entry(order, sent=True)
+        process = self._process(tracking)
+        process.track(order)
+        process.over(directory.name)
+
+    # ------------------------------------------------------------ from the writers
+
+    def _said(self, message: FromTracker) -> None:
+        entry = self._entries.get(message.run_id)
+        if entry is None:
+            return
+        run = self._book.get(message.run_id)
+        match message:
+            case TrackingStarted(tracked=tracked) if entry.known is None:
+                entry.known, entry.problem = tracked, ""
+                if run is not None:
+                    self._engine.tracking_known(message.run_id, tracked, "")
+                    if not run.ended:
+                        self._book.tell(run, Tracked(tracked=tracked), time.time())
+            case TrackingTroubled(text=text) if not entry.problem:
+                entry.problem = text
+                if run is not None:
+                    if entry.asked and entry.known is None:
+                        self._engine.tracking_known(message.run_id, None, text)
+                    if not run.ended:
+                        self._book.tell(run, Noted(text=text), time.time())
+            case TrackingDone():
+                entry.done = True
+                if run is None:
+                    del self._entries[message.run_id]
+            case _:
+                pass

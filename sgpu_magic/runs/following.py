@@ -1,0 +1,102 @@
+"""Runs that a program follows while it does something else: one thread for all of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sgpu_magic.runs import follow
+from sgpu_magic.runs.follow import Ending, Followed
+
+# a run that has ended has its kept events sent at once; looked at so often
+_LOOK_S = 0.25
+_JOIN_S = 2.0
+
+
+@dataclass(slots=True)
+class _Entry:
+    followed: Followed
+    ended: Callable[[Ending | None], None]
+    until: float | None
+
+
+class Follower:
+    """Folds the events of runs that nobody waits for. Its thread is there only while there are such runs."""
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []
+        self._lock = threading.Lock()
+        self._woken = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def add(self, followed: Followed, ended: Callable[[Ending | None], None], *, has_ended: bool = False) -> None:
+        """Follow a run to its end.
+
+        Args:
+            followed: The run.
+            ended: Called by the thread with the run's last word; with None when it is followed no further.
+            has_ended: The run is over already: its kept events come at once, or never.
+        """
+        until = time.monotonic() + follow.HISTORY_PATIENCE_S if has_ended else None
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._entries.append(_Entry(followed, ended, until))
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._work, name="sgpu-runs", daemon=True)
+                    self._thread.start()
+        if closed:
+            ended(None)
+            return
+        followed.run.wake(self._woken.set)
+
+    @property
+    def following(self) -> list[Followed]:
+        """The runs that are followed now."""
+        with self._lock:
+            return [entry.followed for entry in self._entries]
+
+    def close(self) -> None:
+        """Follow none of them any further."""
+        with self._lock:
+            self._closed = True
+            thread, entries, self._entries = self._thread, self._entries, []
+        self._woken.set()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_JOIN_S)
+        for entry in entries:
+            entry.ended(None)
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._entries:
+                    self._thread = None
+                    return
+                entries = list(self._entries)
+            self._woken.wait(_LOOK_S if any(entry.until is not None for entry in entries) else None)
+            self._woken.clear()
+            for entry in entries:
+                try:
+                    self._look_at(entry)
+                except Exception:  # noqa: BLE001  a thread's top; the other runs go on
+                    traceback.print_exc()
+
+    def _look_at(self, entry: _Entry) -> None:
+        ending = follow.advance(entry.followed)
+        if ending is None and entry.until is not None and time.monotonic() > entry.until:
+            ending = follow.without_an_end(entry.followed)
+        if ending is not None and self._remove(entry):
+            entry.ended(ending)
+
+    def _remove(self, entry: _Entry) -> bool:
+        with self._lock:
+            if entry not in self._entries:
+                # closed meanwhile, which has told it
+                return False
+            self._entries.remove(entry)
+            return True

@@ -1,0 +1,54 @@
+"""What a notebook's kernel knows of the cell that runs in it."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from sgpu_magic.client.interpreter import this_owner
+from sgpu_magic.protocol.records import Owner
+
+_KERNEL_FILE = re.compile(r"kernel-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\.json")
+
+
+def owner(shell: Any) -> Owner:
+    """Describe who submits a run from here.
+
+    Args:
+        shell: The IPython shell, None in a plain Python program.
+    """
+    if shell is None:
+        return this_owner()
+    return this_owner(notebook_name(shell), kernel_id(shell), cell_id(shell))
+
+
+def cell_number(shell: Any) -> int:
+    """The number of the cell that is running: newer IPythons count up before a cell runs, older ones after it."""
+    running = getattr(shell.displayhook, "exec_result", None)
+    return getattr(running, "execution_count", None) or shell.execution_count
+
+
+def cell_numbers(shell: Any) -> dict[str, int]:
+    """Cell numbers by the file name that IPython gives a cell's code; none in a plain Python program."""
+    return getattr(getattr(shell, "compile", None), "_filename_map", {})
+
+
+def notebook_name(shell: Any) -> str:
+    """The notebook's file, where the front end tells: VS Code in the namespace, Jupyter in a variable."""
+    path = shell.user_ns.get("__vsc_ipynb_file__") or os.environ.get("JPY_SESSION_NAME", "")
+    return os.path.basename(str(path))
+
+
+def kernel_id(shell: Any) -> str:
+    """The id that the Jupyter server knows this kernel by, "" where there is no server."""
+    application = getattr(getattr(shell, "kernel", None), "parent", None)
+    found = _KERNEL_FILE.fullmatch(os.path.basename(str(getattr(application, "connection_file", ""))))
+    return found[1] if found is not None else ""
+
+
+def cell_id(shell: Any) -> str:
+    """The id of the cell that is running, as JupyterLab and Notebook send it with each execution; "" elsewhere."""
+    get_parent: Any = getattr(shell, "get_parent", dict)
+    message: dict[str, Any] = get_parent() or {}
+    return str(message.get("metadata", {}).get("cellId") or "")

@@ -1,0 +1,83 @@
+"""What a run that has ended means to the notebook: names, a result, or the culprit's exception."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sgpu_magic.client.result import RunResult
+from sgpu_magic.client.run import Run
+from sgpu_magic.errors import NodeLost, RunCancelled
+from sgpu_magic.protocol.events import RunEnded
+from sgpu_magic.protocol.ids import short
+from sgpu_magic.protocol.states import RunKind, RunState
+from sgpu_magic.render import ansi
+from sgpu_magic.render.remote_error import remote_exception
+from sgpu_magic.render.session_state import unstopped_note
+from sgpu_magic.render.view import RunView
+
+
+def deliver(
+    run: Run,
+    view: RunView,
+    ended: RunEnded,
+    frames: Sequence[bytes],
+    namespace: dict[str, Any],
+    into: dict[str, Any] | None = None,
+) -> RunResult:
+    """Set the names of `--out` and return the run's result.
+
+    Args:
+        run: The run.
+        view: Its view.
+        ended: Its last word.
+        frames: The raw frames that came with that.
+        namespace: The notebook's.
+        into: Takes the names in the namespace's place.
+
+    Raises:
+        RunCancelled: It was cancelled.
+        Exception: What the culprit rank raised, by its own type where that exists here.
+    """
+    if ended.state is RunState.SUCCEEDED:
+        return _result(run, ended, frames, namespace, namespace if into is None else into)
+    if ended.state is RunState.CANCELLED:
+        still = f" {capitalized(unstopped_note(ended.unstopped))}." if ended.unstopped else ""
+        raise RunCancelled(f"run {short(run.run_id)} was cancelled: {ended.reason}.{still}", run_id=run.run_id)
+    failure = ended.failure
+    if failure is None:
+        raise NodeLost(f"run {short(run.run_id)} ended without saying why.", run_id=run.run_id)
+    last_output = view.last_lines.get(failure.rank, "") if failure.rank is not None else ""
+    raise remote_exception(
+        failure,
+        ended.others,
+        run.run_id,
+        run.spec.placement.ranks,
+        ended.starting_s + ended.running_s,
+        run.load_exception(failure.exception, frames, namespace),
+        notebook_names=namespace,
+        cell=run.spec.cell,
+        last_output=ansi.plain(last_output),
+        stacks=ended.stacks,
+    ) from None
+
+
+def capitalized(text: str) -> str:
+    """Return `text` as the beginning of a sentence."""
+    return text[:1].upper() + text[1:]
+
+
+def _result(
+    run: Run, ended: RunEnded, frames: Sequence[bytes], namespace: dict[str, Any], into: dict[str, Any]
+) -> RunResult:
+    returned = run.load_results(ended, frames, namespace)
+    if run.spec.kind is RunKind.CALL:
+        # one value from each rank, and no name that it would be stored under
+        values = [next(iter(rank.names.values()), None) for rank in returned]
+        return RunResult(run.spec, ended, values, run.directory)
+    for output in run.spec.outputs:
+        if output.all_ranks:
+            into[output.name] = [values.names[output.name] for values in returned]
+        else:
+            into[output.name] = returned[0].names[output.name]
+    return RunResult(run.spec, ended, [values.value for values in returned], run.directory)

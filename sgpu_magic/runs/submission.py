@@ -1,0 +1,106 @@
+"""What is submitted, and the handing over."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from sgpu_magic.client.along import Along, Stand
+from sgpu_magic.client.pool import Pool
+from sgpu_magic.client.run import Run
+from sgpu_magic.errors import RunCancelled
+from sgpu_magic.payload.pack import Packed
+from sgpu_magic.protocol.messages import Describe
+from sgpu_magic.protocol.records import Interpreter, RunSpec
+from sgpu_magic.runs import git_state, tracked, travel
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the user asked for about packages and tracking.
+
+    Args:
+        env_version: `--env-version`: a base environment's, a saved one's or a file's name; `none` is the notebook's own
+            packages; "" is the default, the same as `none`.
+        torch_mine: `--torch mine`.
+        allow_build: `--allow-build`.
+        track: False is `--no-track`; None is what the settings say.
+    """
+
+    env_version: str = ""
+    torch_mine: bool = False
+    allow_build: bool = False
+    track: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A run ready to be submitted.
+
+    Args:
+        spec: All of it that may be written down.
+        packed: What is shipped.
+        key: The run's HMAC key.
+        environ: The ranks' environment.
+        wishes: About packages and tracking.
+        given: Names of the variables that the user set for this run or session (`--env`): they travel anywhere.
+        interpreter: The ranks' Python; None is this process's.
+        stand: Where the ranks stand; None is where this process does.
+    """
+
+    spec: RunSpec
+    packed: Packed
+    key: bytes
+    environ: dict[str, str]
+    wishes: Wishes = Wishes()
+    given: frozenset[str] = frozenset()
+    interpreter: Interpreter | None = None
+    stand: Stand | None = None
+
+
+def submit(pool: Pool, submission: Submission) -> Run:
+    """Hand a run over to its pool, with the packages, code and variables that it needs there.
+
+    Raises:
+        RunCancelled: Interrupted before the pool had taken it.
+        SgpuError: As `Pool.submit`.
+    """
+    try:
+        luggage = travel.pack_up(pool, submission)
+        spec, tracking = tracked.place_of(pool.settings, luggage.spec, submission)
+        along = Along(
+            luggage.environment,
+            luggage.code,
+            tracking,
+            submission.interpreter,
+            submission.stand,
+            luggage.elsewhere,
+            luggage.cell,
+        )
+        run = pool.submit(spec, submission.packed, submission.key, luggage.environ, along)
+    except KeyboardInterrupt:
+        raise RunCancelled("interrupted before the pool had taken the run; nothing was started.") from None
+    if tracking is not None:
+        _describe(pool, run, submission.stand)
+    return run
+
+
+def _describe(pool: Pool, run: Run, stand: Stand | None) -> None:
+    """Have the state of the git repository told to the pool, once it is found."""
+    try:
+        directory = stand.cwd if stand is not None else os.getcwd()
+    except OSError:
+        return
+    git_state.states.tell(directory, lambda tags: pool.tell(Describe(run_id=run.run_id, tags=tags)))
+
+
+def let_go(pool: Pool, run: Run) -> None:
+    """The run is over for this process: its memory may be used for the next one, and nobody follows it any more.
+
+    The ranks of a session keep what was shipped to them mapped, so that memory is never written again.
+    """
+    if run.spec.in_session:
+        pool.run_left(run.run_id)
+    else:
+        pool.run_over(run.run_id)
+    run.close()

@@ -1,0 +1,193 @@
+"""A session begins: what was asked for is submitted, and the handle is there at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from sgpu_magic.client.pool import new_key
+from sgpu_magic.config import SEVEN_DAYS_S
+from sgpu_magic.errors import UsageError
+from sgpu_magic.payload.pack import pack_namespace
+from sgpu_magic.protocol.device_types import canonical_type
+from sgpu_magic.protocol.devices import Placement
+from sgpu_magic.protocol.ids import new_id
+from sgpu_magic.protocol.records import CellSource, RunSpec
+from sgpu_magic.protocol.states import RunKind
+from sgpu_magic.runs.durations import optional_s, timeout_s
+from sgpu_magic.runs.notebook import owner
+from sgpu_magic.runs.submission import Submission, Wishes, submit
+from sgpu_magic.runs.wishes import EnvVersion, max_cost_from, wishes_from
+from sgpu_magic.runs.workplace import Workplace, workplace
+from sgpu_magic.sessions import registry
+from sgpu_magic.sessions.session import Session
+
+DEFAULT_NAME = "main"
+_MOST_RANKS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What is asked for.
+
+    Args:
+        ranks: Number of ranks; None is the pool's choice.
+        device_type: Canonical; None is the pool's choice.
+        name: The session's.
+        idle_s: It ends after so many seconds without a cell, 0 never; None is the setting `session_idle_s`.
+        wait_s: Longest time in the queue in seconds; None is as long as it takes.
+        timeout_s: Longest time that it may last in seconds.
+        variables: Set on its ranks.
+        allow_busy: Also take devices that others use.
+        wishes: About packages and tracking.
+        max_cost: What it may cost in the currency of the settings; None is no limit.
+    """
+
+    ranks: int | None = None
+    device_type: str | None = None
+    name: str = DEFAULT_NAME
+    idle_s: float | None = None
+    wait_s: float | None = None
+    timeout_s: float = SEVEN_DAYS_S
+    variables: Mapping[str, str] = field(default_factory=dict[str, str])
+    allow_busy: bool = False
+    wishes: Wishes = field(default_factory=Wishes)
+    max_cost: float | None = None
+
+
+def connect(
+    gpus: int | None = None,
+    gpu_type: str | None = None,
+    *,
+    name: str = "",
+    idle: float | str | None = None,
+    wait: float | str | None = None,
+    timeout: float | str | None = None,
+    env: Mapping[str, str] | None = None,
+    env_version: EnvVersion | None = None,
+    torch: str | None = None,
+    allow_build: bool = False,
+    track: bool | None = None,
+    max_cost: float | None = None,
+    allow_busy: bool = False,
+    pool: str = "",
+    ui: str = "none",
+) -> Session:
+    """Connect: take devices and start ranks that stay. Returns at once; a context manager, and `await`able.
+
+        with sgpu_magic.connect(4, "a10") as session:
+            session.push(cfg=cfg)
+            session.run("model = build(cfg).to(device)")
+            losses = session.call(train, epochs=3)
+
+    Args:
+        gpus: Ranks, one per GPU. Default: 2 on CPU, else all GPUs of the pool's one type.
+        gpu_type: `"a10"`, `"h100"` ..., `"cpu"` or `"any"` (default: what the pool has).
+        name: Its name (default: `main`).
+        idle: It ends after so long without a cell, seconds or a text such as `"60m"`; 0 never (default: the
+            setting `session_idle_s`, an hour).
+        wait: Longest time in the queue, 0 to get the devices now or fail (default: as long as it takes).
+        timeout: Longest time that it may last (default and most: 7 days).
+        env: Variables to set on the ranks.
+        env_version: The ranks' packages: `"4"`, `"ai-4"`, a requirements or pylock file, or one that `%sgpu_env` has
+            saved; `"none"` for this notebook's or program's own (default: the setting `env_version`, else `"none"`).
+        torch: Where packages are installed for the run: `"node"` uses the node's torch (default), `"mine"` installs
+            the notebook's.
+        allow_build: Packages without a wheel may be built from source for the run.
+        track: False: it does not become an MLflow run (default: the setting `track`).
+        max_cost: It is ended before it costs more, in the currency of the settings (default: no limit).
+        allow_busy: Also take GPUs that other programs use.
+        pool: The pool's name (default: the one that the settings name).
+        ui: How the session itself is shown: `"auto"`, `"widget"`, `"text"` or `"none"`.
+
+    Raises:
+        UsageError: Something can't be meant, or a session of that name is connected.
+        CapacityError: The pool can't give the devices.
+        PoolError: The pool can't be reached.
+    """
+    if gpus is not None and not 1 <= gpus <= _MOST_RANKS:
+        raise UsageError(f"gpus={gpus!r} is not a number of ranks; 1 to {_MOST_RANKS} is possible.")
+    try:
+        device_type = canonical_type(gpu_type) if gpu_type is not None else None
+    except ValueError as error:
+        raise UsageError(f"gpu_type: {error}") from None
+    ask = Ask(
+        ranks=gpus,
+        device_type=device_type,
+        name=name or DEFAULT_NAME,
+        idle_s=optional_s("idle", idle),
+        wait_s=optional_s("wait", wait),
+        timeout_s=timeout_s("timeout", timeout),
+        variables=dict(env or {}),
+        allow_busy=allow_busy,
+        wishes=wishes_from(env_version, torch, allow_build, track),
+        max_cost=max_cost_from("max_cost", max_cost),
+    )
+    place = workplace()
+    place.check_pool(pool or place.current_settings().pool)
+    return begin(place, ask, ui)
+
+
+def begin(place: Workplace, ask: Ask, ui: str) -> Session:
+    """Submit a session and make it the current one.
+
+    Args:
+        place: This process's runs.
+        ask: What is asked for.
+        ui: How the session itself is shown.
+
+    Raises:
+        UsageError: A session of that name is connected.
+    """
+    known = registry.find(ask.name)
+    if known is not None:
+        raise UsageError(
+            f"session {ask.name} is connected already ({known.ranks} ranks). End it first (`%sgpu_disconnect "
+            f"{ask.name}`, or close()), or give the new one another name."
+        )
+    ranks = ask.ranks or place.default_ranks(ask.device_type)
+    settings = place.current_settings()
+    idle_s = settings.session_idle_s if ask.idle_s is None else ask.idle_s
+    key = new_key()
+    spec = RunSpec(
+        run_id=new_id(),
+        name=ask.name,
+        cell=CellSource(body=""),
+        placement=Placement(
+            ranks=ranks,
+            device_type=ask.device_type or "any",
+            allow_busy=ask.allow_busy,
+            stand_in=settings.stand_in == "cpu",
+        ),
+        outputs=(),
+        owner=owner(place.shell),
+        timeout_s=ask.timeout_s,
+        wait_s=ask.wait_s,
+        env_names=tuple(ask.variables),
+        kind=RunKind.SESSION,
+        idle_s=idle_s or None,
+        max_cost=ask.max_cost,
+    )
+    packed = pack_namespace({}, place.namespace, key)
+    environ = {**os.environ, **ask.variables}
+    submission = Submission(spec, packed, key, environ, ask.wishes, frozenset(ask.variables))
+    run = submit(place.pool, submission)
+    session = Session(place, place.followed(run, ui, error_follows=False), ask.variables, ask.wishes)
+    registry.add(session)
+    if place.restarts is not None:
+        place.restarts.before = registry.end_for_restart
+    return session
+
+
+def is_same(session: Session, ask: Ask) -> bool:
+    """Whether a session is what is asked for."""
+    spec = session.spec
+    return (
+        ask.ranks in (None, session.ranks)
+        and ask.device_type in (None, spec.placement.device_type, session.device_type)
+        and ask.idle_s in (None, spec.idle_s or 0)
+        and all(session.variables.get(name) == value for name, value in ask.variables.items())
+        and ask.wishes in (Wishes(), session.wishes)
+        and ask.max_cost in (None, spec.max_cost)
+    )

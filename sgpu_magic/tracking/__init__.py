@@ -1,0 +1,1 @@
+"""Runs in MLflow: the one process that writes, and what a rank's own MLflow does."""

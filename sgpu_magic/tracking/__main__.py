@@ -1,0 +1,134 @@
+"""`python -m sgpu_magic.tracking FD SETTINGS`: writes the runs of one pool to one MLflow store.
+
+The pool service starts it with the first tracked run of a store, and again when it died; end of file on its socket
+ends it. It gets what to write from the runs' event logs, so that nothing is lost with it. The store's variables come
+with the first message and are nobody else's: runs with other credentials have a process of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from sgpu_magic.config import Settings
+from sgpu_magic.protocol import codec
+from sgpu_magic.protocol.tracking import EndTracker, FromTracker, Hurry, RunOver, ToTracker, Track
+from sgpu_magic.tracking import store
+
+if TYPE_CHECKING:
+    from sgpu_magic.tracking.desk import Desk
+
+URGENT = "--urgent"
+_NICE = 10
+_END_S = 3.0
+_CHUNK_BYTES = 1 << 16
+
+
+class Inbox:
+    """Reads what the pool says in a thread of its own; None is the end.
+
+    Args:
+        connection: The socket to the pool.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._messages: queue.SimpleQueue[ToTracker | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="sgpu-inbox", daemon=True).start()
+
+    def take(self, timeout_s: float | None) -> ToTracker | None:
+        """Return the next message, None at the end.
+
+        Raises:
+            queue.Empty: There is none within the time.
+        """
+        return self._messages.get(timeout=timeout_s)
+
+    def send(self, message: FromTracker) -> None:
+        # a pool that is gone is told by the end of file
+        with contextlib.suppress(OSError):
+            self._connection.sendall(codec.frame(message))
+
+    def _read(self) -> None:
+        reader = codec.FrameReader(codec.to_tracker)
+        with contextlib.suppress(OSError):
+            while data := self._connection.recv(_CHUNK_BYTES):
+                for message, _ in reader.feed(data):
+                    if isinstance(message, EndTracker):
+                        self._end()
+                        return
+                    self._messages.put(message)
+        self._end()
+
+    def _end(self) -> None:
+        self._messages.put(None)
+        # a store that hangs must not keep the process alive: what is not written is kept
+        timer = threading.Timer(_END_S, os._exit, (0,))
+        timer.daemon = True
+        timer.start()
+
+
+def main() -> None:
+    settings = msgspec.json.decode(sys.argv[2], type=Settings)
+    inbox = Inbox(socket.socket(fileno=int(sys.argv[1])))
+    os.nice(_NICE)
+    with contextlib.suppress(OSError, AttributeError):
+        # it never takes a core from a rank that has just woken
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    first = inbox.take(None)
+    if not isinstance(first, Track):
+        return
+    store.stand_in(first.tracking.variables)
+    _import(urgent=URGENT in sys.argv)
+    from sgpu_magic.tracking.desk import Desk
+
+    desk = Desk(settings, first.tracking, inbox.send)
+    desk.track(first)
+    _work(desk, inbox)
+
+
+def _work(desk: Desk, inbox: Inbox) -> None:
+    while not desk.idle:
+        try:
+            message = inbox.take(desk.wait_s())
+        except queue.Empty:
+            desk.step()
+            continue
+        match message:
+            case Track():
+                desk.track(message)
+            case Hurry(run_id=run_id):
+                desk.hurry(run_id)
+            case RunOver(run_id=run_id):
+                desk.over(run_id)
+            case _:
+                desk.close()
+                return
+
+
+def _import(*, urgent: bool) -> None:
+    """Import what takes seconds: at idle priority, while nobody waits for it, so that it takes nothing from the run.
+
+    Only a thread has that priority. A process that had it could not get rid of it again.
+    """
+
+    def work() -> None:
+        if not urgent:
+            with contextlib.suppress(OSError, AttributeError):
+                os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+        import sgpu_magic.tracking.desk  # pyright: ignore[reportUnusedImport]  # noqa: F401
+
+    thread = threading.Thread(target=work, name="sgpu-import", daemon=True)
+    thread.start()
+    thread.join()
+
+
+if __name__ == "__main__":
+    main()

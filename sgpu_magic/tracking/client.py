@@ -1,0 +1,266 @@
+"""One MLflow store as the writer uses it. Imports MLflow, in a process whose environment is this store's alone.
+
+Every refusal becomes one of three: the store can't be reached or is at fault (`StoreTroubled`), it does not take this
+(`Rejected`), or the run or experiment is not there any more (`Gone`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Generator, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import requests
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, RunTag, ViewType
+from mlflow.exceptions import MlflowException
+
+from sgpu_magic.config import Settings
+from sgpu_magic.environment.secrets import find_secrets, without_secrets
+from sgpu_magic.protocol.tracking import TrackedRun, Tracking
+from sgpu_magic.tracking import store
+from sgpu_magic.tracking.progress import without_user
+from sgpu_magic.tracking.runs import RUN_TAG, Batch, in_chunks
+
+# of one request, which MLflow's servers take up to 1,000 things and a megabyte (mlflow.utils.validation)
+_METRICS, _NAMES = 800, 50
+_OLD_PARAM_LENGTH = 250
+_DELETED = "must be in the 'active' state"
+_TEXT_LENGTH = 400
+
+
+class StoreTroubled(Exception):
+    """It does not work now.
+
+    Args:
+        text: Why, a sentence without secrets.
+        unreachable: Nothing of it works: no answer at all.
+    """
+
+    def __init__(self, text: str, *, unreachable: bool = False) -> None:
+        super().__init__(text)
+        self.unreachable = unreachable
+
+
+class Rejected(Exception):
+    """It does not take this, now or ever."""
+
+
+class Gone(Exception):
+    """The run or experiment was deleted there."""
+
+
+class Store:
+    """Writes to one store.
+
+    Args:
+        settings: The pool's, for the default store.
+        tracking: Where it is, with its variables.
+    """
+
+    def __init__(self, settings: Settings, tracking: Tracking) -> None:
+        self.is_default = not tracking.uri
+        self.uri = without_user(tracking.uri)
+        self._settings = settings
+        self._secrets = [tracking.variables[name] for name in find_secrets(tracking.variables)]
+        self._uri = tracking.uri or settings.default_store_uri
+        self._experiments: dict[str, str] = {}
+        self._client: MlflowClient | None = None
+
+    @property
+    def client(self) -> Any:
+        """MLflow's own client, whose types are only known in part."""
+        if self._client is None:
+            if self.is_default:
+                store.make(self._settings)
+            self._client = MlflowClient(self._uri)
+        return self._client
+
+    def find_experiment(self, name: str) -> str:
+        """Return the id of the experiment of this name; it is made if it is not there.
+
+        Raises:
+            StoreTroubled: The store does not work.
+            Gone: It was deleted there.
+        """
+        if name in self._experiments:
+            return self._experiments[name]
+        with self._translated():
+            found = self.client.get_experiment_by_name(name)
+            if found is None:
+                try:
+                    self._experiments[name] = str(self.client.create_experiment(name, self._artifact_location()))
+                    return self._experiments[name]
+                except MlflowException as error:
+                    if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                        raise
+                    # another pool was quicker
+                    found = self.client.get_experiment_by_name(name)
+        if found is None or found.lifecycle_stage != "active":
+            raise Gone(f"the experiment {name!r} was deleted there; restore it, or name another one")
+        self._experiments[name] = str(found.experiment_id)
+        return self._experiments[name]
+
+    def create_run(self, experiment_id: str, experiment: str, name: str, began_ms: int, tags: Mapping[str, str]) -> Any:
+        """Make the MLflow run.
+
+        Raises:
+            StoreTroubled: The store does not work; it may have made the run all the same.
+            Gone: The experiment is not there.
+        """
+        try:
+            with self._translated():
+                return self.client.create_run(experiment_id, start_time=began_ms, tags=dict(tags), run_name=name)
+        except (Gone, Rejected):
+            self._experiments.pop(experiment, None)
+            raise
+
+    def find_runs(self, experiment_id: str, run_id: str) -> list[Any]:
+        """Return the MLflow runs that were made for this run of ours, the oldest first.
+
+        Raises:
+            StoreTroubled: The store does not work.
+        """
+        with self._translated():
+            found = self.client.search_runs(
+                [experiment_id],
+                f"tags.`{RUN_TAG}` = '{run_id}'",
+                ViewType.ACTIVE_ONLY,
+                order_by=["attributes.start_time ASC"],
+            )
+        return sorted(found, key=lambda run: run.info.run_id)
+
+    def delete_run(self, mlflow_run_id: str) -> None:
+        with self._translated():
+            self.client.delete_run(mlflow_run_id)
+
+    def where(self, made: Any, experiment: str) -> TrackedRun:
+        """Return what others are told of a run."""
+        info = made.info
+        url = ""
+        if self.uri.startswith(("http:", "https:")):
+            url = f"{self.uri.rstrip('/')}/#/experiments/{info.experiment_id}/runs/{info.run_id}"
+        return TrackedRun(
+            uri=self.uri,
+            mlflow_run_id=info.run_id,
+            experiment_id=str(info.experiment_id),
+            experiment=experiment,
+            artifact_uri=without_user(info.artifact_uri or ""),
+            url=url,
+        )
+
+    def write(self, mlflow_run_id: str, batch: Batch) -> list[str]:
+        """Write a batch; what it does not take is left out. Returns the names of those.
+
+        Raises:
+            StoreTroubled: The store does not work; everything may be written again.
+            Gone: The run was deleted.
+        """
+        refused: list[str] = []
+
+        def write(part: Batch) -> None:
+            refused.extend(self._write(mlflow_run_id, part))
+
+        in_chunks(batch, _METRICS, _NAMES, write)
+        return refused
+
+    def rename(self, mlflow_run_id: str, name: str) -> None:
+        with self._translated():
+            self.client.update_run(mlflow_run_id, name=name)
+
+    def close_run(self, mlflow_run_id: str, status: str, at_ms: int) -> None:
+        with self._translated():
+            self.client.set_terminated(mlflow_run_id, status, at_ms)
+
+    def log_file(self, mlflow_run_id: str, file: Path, folder: str) -> None:
+        with self._translated(artifacts=True):
+            self.client.log_artifact(mlflow_run_id, str(file), folder or None)
+
+    def _artifact_location(self) -> str | None:
+        """Where a new experiment's artifacts lie: the default store has no server that says it."""
+        if not self.is_default:
+            return None
+        return (store.artifacts_path(self._settings) / os.urandom(6).hex()).as_uri()
+
+    def _write(self, mlflow_run_id: str, part: Batch) -> list[str]:
+        try:
+            with self._translated():
+                self.client.log_batch(
+                    mlflow_run_id,
+                    metrics=[Metric(point.key, point.value, point.at_ms, point.step) for point in part.metrics],
+                    params=[Param(name, value) for name, value in part.params.items()],
+                    tags=[RunTag(name, value) for name, value in part.tags.items()],
+                    synchronous=True,
+                )
+        except Rejected:
+            return [name for half in _halves(part) for name in self._write(mlflow_run_id, half)] or _names(part)
+        return []
+
+    @contextlib.contextmanager
+    def _translated(self, *, artifacts: bool = False) -> Generator[None]:
+        try:
+            yield
+        except MlflowException as error:
+            self._raise(error, str(error), artifacts=artifacts)
+        except requests.RequestException as error:
+            raise StoreTroubled(self._said(str(error)), unreachable=not artifacts) from None
+        except Exception as error:  # noqa: BLE001  a store's plug-in raises what it likes, and must not end the writer
+            raise StoreTroubled(self._said(f"{type(error).__name__}: {error}")) from None
+
+    def _raise(self, error: MlflowException, text: str, *, artifacts: bool) -> None:
+        # what is no answer of MLflow's is a proxy's or another program's, and says nothing of the run
+        answered = "failed with error code" not in text
+        if _DELETED in text or (answered and error.error_code == "RESOURCE_DOES_NOT_EXIST"):
+            raise Gone(self._said(text)) from None
+        if answered and error.error_code == "INVALID_PARAMETER_VALUE":
+            raise Rejected(self._said(text)) from None
+        unanswered = "failed with exception" in text or "failed with timeout" in text
+        # artifacts may lie elsewhere, and what is wrong with one file is not wrong with all runs
+        raise StoreTroubled(_plain(self._said(text)), unreachable=unanswered and not artifacts) from None
+
+    def _said(self, text: str) -> str:
+        return without_secrets(" ".join(text.split()), self._secrets)[:_TEXT_LENGTH]
+
+
+def _plain(text: str) -> str:
+    """Say the commonest troubles in words."""
+    if "Detected out-of-date database schema" in text:
+        found = text.partition("found version ")[2].partition(",")[0]
+        return (
+            f"its database has the schema of another version of MLflow ({found or 'unknown'}). `mlflow db upgrade` "
+            "brings an older one up to date; a newer one needs that newer MLflow in the pool's Python"
+        )
+    if "error code 401" in text or "error code 403" in text or "UNAUTHENTICATED" in text or "PERMISSION" in text:
+        return f"it refuses the credentials of the notebook (MLFLOW_TRACKING_USERNAME, _PASSWORD or _TOKEN): {text}"
+    return text
+
+
+def _halves(part: Batch) -> list[Batch]:
+    """Return two parts of what was refused as a whole, [] when it is one thing only, or one that can be shortened."""
+    if len(part.params) == 1 and not part.metrics and not part.tags:
+        name, value = next(iter(part.params.items()))
+        return [Batch(params={name: value[:_OLD_PARAM_LENGTH]})] if len(value) > _OLD_PARAM_LENGTH else []
+    kinds = [Batch(metrics=part.metrics), Batch(params=part.params), Batch(tags=part.tags)]
+    kinds = [kind for kind in kinds if not kind.empty]
+    if len(kinds) > 1:
+        return kinds
+    if len(part.metrics) > 1:
+        middle = len(part.metrics) // 2
+        return [Batch(metrics=part.metrics[:middle]), Batch(metrics=part.metrics[middle:])]
+    for params, names in ((True, list(part.params.items())), (False, list(part.tags.items()))):
+        if len(names) > 1:
+            middle = len(names) // 2
+            pairs = (dict(names[:middle]), dict(names[middle:]))
+            return [Batch(params=some) if params else Batch(tags=some) for some in pairs]
+    return []
+
+
+def _names(part: Batch) -> list[str]:
+    def all_names() -> Iterable[str]:
+        yield from (point.key for point in part.metrics)
+        yield from part.params
+        yield from part.tags
+
+    return list(all_names())

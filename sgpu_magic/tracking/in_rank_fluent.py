@@ -1,0 +1,336 @@
+"""`mlflow.start_run`, `active_run`, `end_run` and their like on a rank of a tracked run.
+
+The run's own MLflow run is the active one of every thread of every rank, from the cell's start to its end:
+
+    log_metric(...)              logs to it, without a start
+    start_run()                  joins it, however often
+    end_run()                    leaves it, and does not end it
+    start_run(nested=True)       makes a child on the first rank, and joins on the others
+    set_experiment, set_tracking_uri with another place: from then on MLflow does as the cell says
+"""
+
+# MLflow is only partly typed
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportPrivateUsage=false
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mlflow.entities import Experiment, RunData, RunInfo
+from mlflow.exceptions import MlflowException
+from mlflow.models.model import Model
+from mlflow.tracking import fluent
+from mlflow.tracking._model_registry import fluent as registry
+from mlflow.tracking._tracking_service import utils
+from mlflow.utils import autologging_utils
+from mlflow.utils.mlflow_tags import MLFLOW_RUN_NAME, MLFLOW_RUN_NOTE
+
+from sgpu_magic.tracking import in_rank, in_rank_store
+from sgpu_magic.tracking.in_rank import CellHere
+
+_NO_MODEL = (
+    "models are logged and registered by the first rank, for the run: what the other ranks call for that does nothing "
+    "and returns None."
+)
+# `cell`: the one whose run this thread has left with `end_run`
+_left = threading.local()
+_installed = False
+# where the cell before was tracked
+_place = ""
+# set by user code, and not the run's
+_chosen_experiment = ""
+
+
+def install() -> None:
+    """Change MLflow, once, and for the cell that begins."""
+    global _installed
+    if not _installed:
+        _changes_it()
+        _installed = True
+    _begin_cell()
+
+
+def _changes_it() -> None:
+    in_rank_store.install()
+    for module, name, made in (
+        (fluent, "start_run", _start_run),
+        (fluent, "end_run", _end_run),
+        (fluent, "active_run", _active_run),
+        (fluent, "_get_or_start_run", _get_or_start_run),
+        (fluent, "_get_experiment_id", _get_experiment_id),
+        (fluent, "set_experiment", _set_experiment),
+        (utils, "set_tracking_uri", _set_tracking_uri),
+        (registry, "register_model", _register_model),
+    ):
+        original = getattr(module, name)
+        _replace(original, _in_place_of(original, made))
+    log: Any = Model.__dict__["log"].__func__
+    setattr(Model, "log", classmethod(_in_place_of(log, _log_model)))  # noqa: B010  a checker knows it as a method
+
+
+def _in_place_of(original: Callable[..., Any], made: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return made(original, *args, **kwargs)
+
+    return call
+
+
+def _replace(original: Any, replacement: Any) -> None:
+    """Put it in the place of the original wherever MLflow's modules have that by name."""
+    name = original.__name__
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] == "mlflow" and getattr(module, "__dict__", {}).get(name) is original:
+            setattr(module, name, replacement)
+
+
+def _begin_cell() -> None:
+    global _place
+    cell = in_rank.current()
+    if cell is None:
+        return
+    if cell.tracking.uri != _place:
+        # MLflow keeps the stores that it has opened
+        _place = cell.tracking.uri
+        in_rank_store.forget()
+    cell.reports.listen_to_children()
+    # what an earlier cell of the session has chosen stays chosen
+    uri: Any = utils._tracking_uri
+    if uri is not None and not in_rank_store.is_place(uri):
+        cell.begin_own("MLflow's tracking URI")
+    elif _chosen_experiment and fluent._active_experiment_id == _chosen_experiment:
+        cell.begin_own("MLflow's experiment")
+    # the other ranks would log the same again
+    autologging_utils._AUTOLOGGING_GLOBALLY_DISABLED = not (cell.leads or cell.own)
+
+
+def _active_cell() -> CellHere | None:
+    """The tracked cell, None where MLflow is the user's own affair."""
+    cell = in_rank.current()
+    return None if cell is None or cell.own else cell
+
+
+class RunInfoHere(RunInfo):
+    """Of the cell's own MLflow run: who asks for an id waits for it.
+
+    Args:
+        cell: The cell.
+        waits: False gives the stand-in at once, for what is only logged.
+    """
+
+    def __init__(self, cell: CellHere, *, waits: bool) -> None:
+        super().__init__(
+            run_id=cell.alias,
+            experiment_id="",
+            user_id="",
+            status="RUNNING",
+            start_time=int(time.time() * 1000),
+            end_time=None,
+            lifecycle_stage="active",
+        )
+        self._cell = cell
+        self._waits = waits
+
+    @property
+    def run_id(self) -> str:
+        return self._cell.true_id if self._waits else self._cell.alias
+
+    @property
+    def experiment_id(self) -> str:
+        tracked = self._cell.wait()
+        return tracked.experiment_id if tracked is not None else ""
+
+    @property
+    def artifact_uri(self) -> str | None:
+        tracked = self._cell.wait()
+        return tracked.artifact_uri if tracked is not None else f"file://{self._cell.kept_artifacts}"
+
+
+class RunHere(fluent.ActiveRun):
+    """The cell's own MLflow run, active."""
+
+    def __init__(self, cell: CellHere, *, waits: bool = True) -> None:
+        self._info = RunInfoHere(cell, waits=waits)
+        self._data = RunData()
+        self._inputs = None
+        self._outputs = None
+        self.cell = cell
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> bool:
+        stack = _stack()
+        if stack and stack[-1] is self:
+            fluent.end_run()
+        return exc_type is None
+
+
+_runs: dict[str, RunHere] = {}
+
+
+def _run_of(cell: CellHere) -> RunHere:
+    """One for all threads: models that were logged are noted at it."""
+    run = _runs.get(cell.alias)
+    if run is None:
+        _runs.clear()
+        run = _runs[cell.alias] = RunHere(cell)
+    return run
+
+
+def _stack() -> list[Any]:
+    """This thread's active runs, without those of cells that are over or have nothing more to say."""
+    stack: list[Any] = fluent._active_run_stack.get()
+    cell = _active_cell()
+    stack[:] = [run for run in stack if not isinstance(run, RunHere) or run.cell is cell]
+    return stack
+
+
+def _has_only_this(stack: list[Any]) -> bool:
+    return all(isinstance(run, RunHere) for run in stack)
+
+
+# ------------------------------------------------------------ in place of MLflow's own; the first argument is that
+
+
+def _start_run(
+    original: Callable[..., Any],
+    run_id: str | None = None,
+    experiment_id: str | None = None,
+    run_name: str | None = None,
+    nested: bool = False,
+    parent_run_id: str | None = None,
+    tags: dict[str, Any] | None = None,
+    description: str | None = None,
+    log_system_metrics: bool | None = None,
+) -> Any:
+    stack = _stack()
+    cell = _active_cell()
+    _left.cell = None
+    options: dict[str, Any] = {
+        "run_name": run_name,
+        "tags": tags,
+        "description": description,
+        "log_system_metrics": log_system_metrics,
+    }
+    if cell is None or not (nested or _has_only_this(stack)):
+        return original(run_id, experiment_id, nested=nested, parent_run_id=parent_run_id, **options)
+    if run_id and not cell.is_this(run_id):
+        # MLflow refuses a run beside one that is active
+        return original(run_id, nested=True, **options)
+    elsewhere = experiment_id is not None and not _is_its_experiment(cell, experiment_id)
+    if not run_id and cell.leads and (nested or parent_run_id or elsewhere) and cell.wait() is not None:
+        try:
+            parent = parent_run_id if stack or parent_run_id not in (None, cell.alias) else cell.true_id
+            return original(None, experiment_id, nested=True, parent_run_id=parent, **options)
+        except MlflowException as error:
+            cell.remark(
+                "child", f"MLflow could not make a child run ({error.message}); the run itself takes its place."
+            )
+    if cell.leads:
+        _describe(cell, run_name, tags, description)
+    run = RunHere(cell) if stack and stack[-1] is _run_of(cell) else _run_of(cell)
+    stack.append(run)
+    return run
+
+
+def _describe(cell: CellHere, run_name: str | None, tags: dict[str, Any] | None, description: str | None) -> None:
+    pairs = [(str(key), str(value)) for key, value in (tags or {}).items()]
+    if description:
+        pairs.append((MLFLOW_RUN_NOTE, description))
+    if run_name:
+        pairs.append((MLFLOW_RUN_NAME, run_name))
+    if pairs:
+        cell.reports.add(tags=pairs)
+
+
+def _end_run(original: Callable[..., Any], status: str = "FINISHED") -> None:
+    stack = _stack()
+    if stack and isinstance(stack[-1], RunHere):
+        cell = stack.pop().cell
+        fluent._last_active_run_id.set(cell.known.mlflow_run_id if cell.known is not None else cell.alias)
+    elif stack:
+        original(status)
+    # as in MLflow: none is active now, until something is logged
+    _left.cell = None if stack else _active_cell()
+
+
+def _active_run(original: Callable[..., Any]) -> Any:
+    stack = _stack()
+    cell = _active_cell()
+    if stack or cell is None or getattr(_left, "cell", None) is cell:
+        return original()
+    return _run_of(cell)
+
+
+def _get_or_start_run(original: Callable[..., Any]) -> Any:
+    """What all functions use that log to the active run: it is not waited for."""
+    stack = _stack()
+    cell = _active_cell()
+    if cell is None or (stack and not isinstance(stack[-1], RunHere)):
+        return original()
+    _left.cell = None
+    if not stack:
+        stack.append(_run_of(cell))
+    if cell.known is not None:
+        return _run_of(cell)
+    cell.ask()
+    return RunHere(cell, waits=False)
+
+
+def _get_experiment_id(original: Callable[..., Any]) -> Any:
+    cell = _active_cell()
+    tracked = cell.wait() if cell is not None else None
+    return tracked.experiment_id if tracked is not None else original()
+
+
+def _set_experiment(
+    original: Callable[..., Any], experiment_name: str | None = None, experiment_id: str | None = None, **further: Any
+) -> Any:
+    cell = _active_cell()
+    if cell is not None and cell.wait() is None:
+        # there is no store that could be asked; what is logged is the run's all the same
+        return Experiment(experiment_id or "", experiment_name or "", f"file://{cell.kept_artifacts}", "active")
+    global _chosen_experiment
+    experiment = original(experiment_name, experiment_id, **further)
+    if cell is not None and not _is_its_experiment(cell, experiment.experiment_id):
+        _chosen_experiment = experiment.experiment_id
+        cell.begin_own("MLflow's experiment")
+        autologging_utils._AUTOLOGGING_GLOBALLY_DISABLED = False
+    return experiment
+
+
+def _set_tracking_uri(original: Callable[..., Any], uri: Any) -> None:
+    original(uri)
+    cell = _active_cell()
+    if cell is not None and not in_rank_store.is_place(utils._tracking_uri):
+        cell.begin_own("MLflow's tracking URI")
+        autologging_utils._AUTOLOGGING_GLOBALLY_DISABLED = False
+
+
+def _is_its_experiment(cell: CellHere, experiment_id: object) -> bool:
+    tracked = cell.wait()
+    return tracked is None or str(experiment_id) == tracked.experiment_id
+
+
+def _log_model(original: Callable[..., Any], cls: type[Model], *args: Any, **kwargs: Any) -> Any:
+    cell = _active_cell()
+    if cell is None:
+        return original(cls, *args, **kwargs)
+    if not cell.leads:
+        cell.remark("model", _NO_MODEL)
+        return None
+    if cell.wait() is None:
+        return None
+    return original(cls, *args, **kwargs)
+
+
+def _register_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    cell = _active_cell()
+    if cell is not None and not cell.leads:
+        cell.remark("model", _NO_MODEL)
+        return None
+    return original(*args, **kwargs)

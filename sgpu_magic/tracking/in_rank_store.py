@@ -1,0 +1,302 @@
+"""The store that a rank's MLflow gets for the place where the run is tracked.
+
+What is logged to the run goes to the agent. All else goes to the real store, which is opened when it is first needed:
+that takes most of a second, and a server may be slow.
+"""
+
+# MLflow's stores are only partly typed
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownParameterType=false, reportMissingParameterType=false
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from mlflow.entities import Metric, Param, Run, RunData, RunInfo, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.tracking._tracking_service import utils
+from mlflow.utils.async_logging.run_operations import RunOperations
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
+from mlflow.utils.validation import (
+    _validate_metric,  # pyright: ignore[reportPrivateUsage]
+    _validate_param,  # pyright: ignore[reportPrivateUsage]
+    _validate_tag,  # pyright: ignore[reportPrivateUsage]
+)
+
+from sgpu_magic.protocol.tracking import MetricPoint, absolute_uri
+from sgpu_magic.tracking import in_rank
+from sgpu_magic.tracking.in_rank import CellHere
+
+# what MLflow sets by itself on a run that it creates, and the writer has set on this one
+_SET_BY_WRITER = ("mlflow.source.", "mlflow.user")
+_NO_NAME = "lightning_logs"
+
+
+def wrapped(builder: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a builder of stores that gives a `RunStore` for the place where the cell is tracked."""
+
+    # with the name of its module: MLflow tells its own stores from a plug-in's by that
+    @functools.wraps(builder)
+    def build(store_uri: str | None = None, artifact_uri: str | None = None) -> Any:
+        def open_store() -> Any:
+            return builder(store_uri=store_uri, artifact_uri=artifact_uri)
+
+        return RunStore(store_uri, open_store) if is_place(store_uri) else open_store()
+
+    build.__dict__["_sgpu_wraps"] = builder
+    return build
+
+
+def is_place(uri: object) -> bool:
+    """Whether a cell is tracked at this URI."""
+    cell = in_rank.current()
+    if cell is None or not isinstance(uri, str):
+        return False
+    uri = absolute_uri(uri, os.getcwd())
+    return uri == cell.tracking.uri or (cell.known is not None and uri == cell.known.uri)
+
+
+def install() -> None:
+    """Have MLflow's registry use these builders."""
+    registry = utils._tracking_store_registry  # pyright: ignore[reportPrivateUsage]
+    for scheme, builder in list(registry._registry.items()):  # pyright: ignore[reportPrivateUsage]
+        if not hasattr(builder, "_sgpu_wraps"):
+            registry.register(scheme, wrapped(builder))
+
+
+def forget() -> None:
+    """Have MLflow ask for its stores anew: another place is the run's."""
+    type(utils._tracking_store_registry)._get_store_with_resolved_uri.cache_clear()  # pyright: ignore[reportPrivateUsage]
+
+
+class RunStore:
+    """What MLflow calls a tracking store.
+
+    Args:
+        uri: Its URI.
+        open_store: Makes the real one.
+    """
+
+    def __init__(self, uri: str | None, open_store: Callable[[], Any]) -> None:
+        self._uri = uri
+        self._open_store = open_store
+        self._opened: Any = None
+        self._opening = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        """All else is the real store's; the run's stand-in becomes its id on the way."""
+        attribute = getattr(self._real, name)
+        if not callable(attribute):
+            return attribute
+
+        @functools.wraps(attribute)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            cell = in_rank.current()
+            if cell is not None:
+                args = tuple(_in_truth(cell, value) for value in args)
+                kwargs = {key: _in_truth(cell, value) for key, value in kwargs.items()}
+            return attribute(*args, **kwargs)
+
+        return call
+
+    @property
+    def _real(self) -> Any:
+        with self._opening:
+            if self._opened is None:
+                cell = in_rank.current()
+                if cell is not None and cell.wait() is None and is_place(self._uri):
+                    raise MlflowException(f"the tracking store {_shown(self._uri)} of this run is not available.")
+                self._opened = self._open_store()
+            return self._opened
+
+    # ------------------------------------------------------------ what is logged
+
+    def log_batch(
+        self, run_id: str, metrics: Sequence[Metric], params: Sequence[Param], tags: Sequence[RunTag]
+    ) -> None:
+        cell = _cell_of(run_id)
+        if cell is None:
+            self._real.log_batch(run_id=run_id, metrics=metrics, params=params, tags=tags)
+            return
+        pairs = [_validate_param(param.key, param.value) for param in params]
+        marks = [_validate_tag(tag.key, tag.value) for tag in tags]
+        for metric in metrics:
+            _validate_metric(metric.key, metric.value, metric.timestamp, metric.step)
+        of_models = [metric for metric in metrics if _belongs_to_model(metric)]
+        if of_models and self._log_for_models(cell, of_models):
+            metrics = [metric for metric in metrics if not _belongs_to_model(metric)]
+        points = [MetricPoint(m.key, float(m.value), int(m.timestamp), int(m.step)) for m in metrics]
+        cell.reports.add(points, _pairs(pairs), _pairs(marks))
+
+    def log_metric(self, run_id: str, metric: Metric) -> None:
+        self.log_batch(run_id, [metric], [], [])
+
+    def log_param(self, run_id: str, param: Param) -> None:
+        self.log_batch(run_id, [], [param], [])
+
+    def set_tag(self, run_id: str, tag: RunTag) -> None:
+        self.log_batch(run_id, [], [], [tag])
+
+    def log_batch_async(
+        self, run_id: str, metrics: Sequence[Metric], params: Sequence[Param], tags: Sequence[RunTag]
+    ) -> RunOperations:
+        if _cell_of(run_id) is None:
+            return self._real.log_batch_async(run_id=run_id, metrics=metrics, params=params, tags=tags)
+        self.log_batch(run_id, metrics, params, tags)
+        return RunOperations(operation_futures=[])
+
+    def log_metric_async(self, run_id: str, metric: Metric) -> RunOperations:
+        return self.log_batch_async(run_id, [metric], [], [])
+
+    def log_param_async(self, run_id: str, param: Param) -> RunOperations:
+        return self.log_batch_async(run_id, [], [param], [])
+
+    def set_tag_async(self, run_id: str, tag: RunTag) -> RunOperations:
+        return self.log_batch_async(run_id, [], [], [tag])
+
+    def flush_async_logging(self) -> None:
+        if self._opened is not None:
+            self._opened.flush_async_logging()
+
+    def shut_down_async_logging(self) -> None:
+        if self._opened is not None:
+            self._opened.shut_down_async_logging()
+
+    def end_async_logging(self) -> None:
+        if self._opened is not None:
+            self._opened.end_async_logging()
+
+    def _log_for_models(self, cell: CellHere, metrics: Sequence[Metric]) -> bool:
+        """Metrics that belong to a logged model or a dataset as well: only the real store can say so."""
+        try:
+            self._real.log_batch(run_id=cell.true_id, metrics=metrics, params=[], tags=[])
+        except MlflowException as error:
+            cell.remark("models", f"metrics were kept for the run alone, not for their model: {error.message}")
+            return False
+        return True
+
+    # ------------------------------------------------------------ the run itself
+
+    def create_run(
+        self, experiment_id: str, user_id: str, start_time: int, tags: Sequence[RunTag], run_name: str | None
+    ) -> Run:
+        """A logger that makes a run by itself in the run's experiment gets the run's; the next ones are its children.
+
+        Lightning's and others' loggers do so, through `MlflowClient`.
+        """
+        cell = in_rank.current()
+        parent = next((tag.value for tag in tags if tag.key == MLFLOW_PARENT_RUN_ID), "")
+        tracked = cell.wait() if cell is not None and not cell.own and is_place(self._uri) else None
+        if cell is not None and not cell.own and (tracked is None or str(experiment_id) == tracked.experiment_id):
+            if not cell.leads or tracked is None or (not parent and cell.may_join_once()):
+                if cell.leads:
+                    self._take_over(cell, tags, run_name)
+                return in_truth(cell, self)
+            if not parent:
+                tags = [*tags, RunTag(MLFLOW_PARENT_RUN_ID, tracked.mlflow_run_id)]
+            elif cell.is_this(parent):
+                kept = [tag for tag in tags if tag.key != MLFLOW_PARENT_RUN_ID]
+                tags = [*kept, RunTag(MLFLOW_PARENT_RUN_ID, tracked.mlflow_run_id)]
+        return self._real.create_run(
+            experiment_id=experiment_id, user_id=user_id, start_time=start_time, tags=tags, run_name=run_name
+        )
+
+    def get_experiment_by_name(self, experiment_name: str) -> Any:
+        """Lightning's logger names this experiment where its user has named none: the run's is meant."""
+        cell = in_rank.current()
+        tracked = cell.wait() if cell is not None and not cell.own and experiment_name == _NO_NAME else None
+        if tracked is not None and is_place(self._uri):
+            return self._real.get_experiment(tracked.experiment_id)
+        return self._real.get_experiment_by_name(experiment_name)
+
+    def _take_over(self, cell: CellHere, tags: Iterable[RunTag], run_name: str | None) -> None:
+        own = [tag for tag in tags if not tag.key.startswith(_SET_BY_WRITER) and tag.key != MLFLOW_RUN_NAME]
+        if run_name:
+            own.append(RunTag(MLFLOW_RUN_NAME, run_name))
+        cell.reports.add(tags=_pairs(own))
+
+    def update_run_info(self, run_id: str, run_status: Any, end_time: Any, run_name: str | None) -> Any:
+        """Nobody but the writer ends the run; its name is the user's."""
+        cell = _cell_of(run_id)
+        if cell is None:
+            return self._real.update_run_info(run_id, run_status, end_time, run_name)
+        if run_name and cell.leads:
+            cell.reports.add(tags=[(MLFLOW_RUN_NAME, run_name)])
+        cell.reports.flush()
+        return described(cell).info
+
+    def get_run(self, run_id: str) -> Run:
+        cell = _cell_of(run_id)
+        if cell is None:
+            return self._real.get_run(run_id)
+        return in_truth(cell, self)
+
+    def read_run(self, cell: CellHere) -> Run:
+        """Read the run from the real store; what is on its way comes a second later."""
+        cell.reports.flush()
+        return self._real.get_run(cell.true_id)
+
+    def delete_run(self, run_id: str) -> None:
+        cell = _cell_of(run_id)
+        if cell is not None:
+            raise MlflowException("this is the MLflow run of the cell itself, which can't be deleted while it runs.")
+        self._real.delete_run(run_id)
+
+
+def in_truth(cell: CellHere, store: RunStore) -> Run:
+    """The run as the store has it; where that can't be read, what is known of it."""
+    if cell.wait() is not None:
+        try:
+            return store.read_run(cell)
+        except MlflowException as error:
+            cell.remark(
+                "unread",
+                f"MLflow's run can't be read ({error.message.splitlines()[0]}). Metrics go on; artifacts are kept in "
+                f"{cell.kept_artifacts}.",
+            )
+    os.makedirs(cell.kept_artifacts, mode=0o700, exist_ok=True)
+    return described(cell, artifact_uri=f"file://{cell.kept_artifacts}")
+
+
+def described(cell: CellHere, artifact_uri: str | None = None) -> Run:
+    """The run as far as it is known without its store."""
+    tracked = cell.known
+    info = RunInfo(
+        run_id=tracked.mlflow_run_id if tracked is not None else cell.alias,
+        experiment_id=tracked.experiment_id if tracked is not None else "",
+        user_id="",
+        status="RUNNING",
+        start_time=int(time.time() * 1000),
+        end_time=None,
+        lifecycle_stage="active",
+        artifact_uri=artifact_uri or (tracked.artifact_uri if tracked is not None else None),
+    )
+    return Run(info, RunData())
+
+
+def _cell_of(run_id: object) -> CellHere | None:
+    cell = in_rank.current()
+    return cell if cell is not None and cell.is_this(run_id) else None
+
+
+def _in_truth(cell: CellHere, value: Any) -> Any:
+    return cell.true_id if isinstance(value, str) and value == cell.alias else value
+
+
+def _belongs_to_model(metric: Metric) -> bool:
+    return bool(metric.model_id or metric.dataset_name)
+
+
+def _pairs(items: Iterable[Param | RunTag]) -> list[tuple[str, str]]:
+    return [(str(item.key), str(item.value)) for item in items]
+
+
+def _shown(uri: str | None) -> str:
+    """Without user name and password."""
+    scheme, mark, rest = (uri or "").partition("://")
+    return f"{scheme}{mark}{rest.rpartition('@')[2]}"

@@ -1,0 +1,147 @@
+"""`tracking.json` in a run's directory: which MLflow run it is, and how far its events are written there."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import msgspec
+
+from sgpu_magic.protocol.ids import is_valid_id
+from sgpu_magic.protocol.record import Record
+from sgpu_magic.protocol.tracking import TrackedRun, Tracking
+
+TRACKING = "tracking.json"
+_USER = re.compile(r"(?<=://)[^/]*@")
+
+
+class Progress(Record, frozen=True, kw_only=True):
+    """How far a run is in MLflow. No credentials stand here.
+
+    Args:
+        uri: The store's, without user name and password; "" is the default store.
+        registry_uri: The registry's, the same way.
+        experiment: Its name, "" where `experiment_id` is given.
+        experiment_id: Its id, "" until known.
+        parent: The MLflow run that is the parent, "" for none.
+        parent_run: The session's run id, "" for none.
+        creating: The store was asked to make the MLflow run; it may have made one although nobody heard of it.
+        mlflow_run_id: Its id, "" until it is there.
+        artifact_uri: Where its artifacts lie.
+        url: A page that shows it, "" where the store has no server.
+        seq: Number of the newest event that is written with all before it.
+        closed: The MLflow run has its final status.
+        artifacts: Files that are there.
+        complete: All of it is there.
+        problem: Why it is not, a sentence; "" while nothing is in the way.
+    """
+
+    uri: str = ""
+    registry_uri: str = ""
+    experiment: str = ""
+    experiment_id: str = ""
+    parent: str = ""
+    parent_run: str = ""
+    creating: bool = False
+    mlflow_run_id: str = ""
+    artifact_uri: str = ""
+    url: str = ""
+    seq: int = 0
+    closed: bool = False
+    artifacts: tuple[str, ...] = ()
+    complete: bool = False
+    problem: str = ""
+
+    @property
+    def tracked(self) -> TrackedRun | None:
+        """Its place, None while it has none."""
+        if not self.mlflow_run_id:
+            return None
+        return TrackedRun(
+            uri=self.uri,
+            mlflow_run_id=self.mlflow_run_id,
+            experiment_id=self.experiment_id,
+            experiment=self.experiment,
+            artifact_uri=self.artifact_uri,
+            url=self.url,
+        )
+
+
+def opening(tracking: Tracking, parent_run: str = "") -> Progress:
+    """Return what is known of a run's place before its store was asked."""
+    return Progress(
+        uri=without_user(tracking.uri),
+        registry_uri=without_user(tracking.registry_uri),
+        experiment=tracking.experiment,
+        experiment_id=tracking.experiment_id,
+        parent=tracking.parent,
+        parent_run=parent_run,
+    )
+
+
+def load(directory: Path) -> Progress | None:
+    """Return what the directory's file says, None where there is none or it can't be read."""
+    try:
+        return msgspec.json.decode((directory / TRACKING).read_bytes(), type=Progress)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def save(directory: Path, progress: Progress) -> None:
+    """Write the file; a reader sees the old one or the new one.
+
+    Raises:
+        OSError: The disk is full, or the directory is gone.
+    """
+    temporary = directory / f".{TRACKING}.{os.getpid()}.part"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(progress), indent=2))
+    os.replace(temporary, directory / TRACKING)
+
+
+def is_unsent(directory: Path) -> bool:
+    """Whether the run is tracked and not all of it is in its store."""
+    found = load(directory)
+    return found is not None and not found.complete
+
+
+def unsent(runs_path: Path) -> Iterator[tuple[Path, Progress]]:
+    """Yield the directories of runs of which not all is in their stores, by their ids."""
+    try:
+        names = sorted(name for name in os.listdir(runs_path) if is_valid_id(name))
+    except OSError:
+        return
+    for name in names:
+        found = load(runs_path / name)
+        if found is not None and not found.complete:
+            yield runs_path / name, found
+
+
+@contextlib.contextmanager
+def hold(directory: Path) -> Generator[bool]:
+    """Hold a run's directory against other writers; yields False when one has it, or it is gone."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        yield False
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        os.close(descriptor)
+
+
+def without_user(uri: str) -> str:
+    """Return the URI without user name and password."""
+    return _USER.sub("", uri)

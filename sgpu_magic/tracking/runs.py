@@ -1,0 +1,275 @@
+"""What a run's events are in MLflow: parameters, tags, metrics and a final status. Pure.
+
+Names and values are brought within MLflow's limits, so that no run is refused for a long name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from sgpu_magic.protocol.events import (
+    AttemptFailed,
+    Described,
+    Event,
+    MetricsLogged,
+    Placed,
+    RanksRestarted,
+    RunEnded,
+    Sampled,
+    StateChanged,
+    Submitted,
+)
+from sgpu_magic.protocol.records import RunSpec
+from sgpu_magic.protocol.states import RunKind, RunState
+from sgpu_magic.protocol.tracking import MetricPoint
+from sgpu_magic.render.run_names import run_name
+from sgpu_magic.tracking.system_metrics import SystemMetrics
+
+RUN_TAG = "sgpu.run_id"
+NAME_TAG = "mlflow.runName"
+PARENT_TAG = "mlflow.parentRunId"
+
+# mlflow.utils.validation: what a key may have, and how long things may be
+_NOT_IN_KEYS = re.compile(r"[^\w./: -]", re.ASCII)
+_KEY_LENGTH = 250
+_PARAM_LENGTH = 6000
+_TAG_LENGTH = 8000
+# a last line of a failure that a table of runs shows
+_FAILURE_LENGTH = 1000
+
+
+def key(text: str) -> str:
+    """Return a name as MLflow takes it: other characters become `_`, no part of it is empty or `..`."""
+    parts = [part for part in _NOT_IN_KEYS.sub("_", text).strip().split("/") if part not in ("", ".", "..")]
+    return "/".join(parts)[:_KEY_LENGTH].rstrip("/ ") or "_"
+
+
+def param(text: str) -> str:
+    return text[:_PARAM_LENGTH]
+
+
+def tag(text: str) -> str:
+    return text[:_TAG_LENGTH]
+
+
+@dataclass(slots=True)
+class Batch:
+    """What is to be written.
+
+    Args:
+        metrics: In order.
+        params: By key; the first value counts.
+        tags: By key; the newest value counts.
+        seq: Number of the newest event that is in it with all before it.
+    """
+
+    metrics: list[MetricPoint] = field(default_factory=list[MetricPoint])
+    params: dict[str, str] = field(default_factory=dict[str, str])
+    tags: dict[str, str] = field(default_factory=dict[str, str])
+    seq: int = 0
+
+    @property
+    def empty(self) -> bool:
+        return not (self.metrics or self.params or self.tags)
+
+
+class RunFold:
+    """Folds one run's events.
+
+    Args:
+        pool: The pool's name.
+        cores: Of the node; None when not known.
+        written: Number of the newest event that is written already: it and those before it only say what the run is.
+
+    Attributes:
+        spec: What was submitted; None until its first event.
+        ended: The run's last word; None until then.
+        ended_at: When it was said, seconds since the epoch.
+        name: Of the MLflow run.
+        batch: What is to be written next.
+    """
+
+    def __init__(self, pool: str, cores: int | None, written: int = 0) -> None:
+        self.spec: RunSpec | None = None
+        self.ended: RunEnded | None = None
+        self.ended_at = 0.0
+        self.name = ""
+        self.batch = Batch()
+        self._pool = pool
+        self._system = SystemMetrics(cores)
+        self._written = written
+        self._params: dict[str, str] = {}
+
+    def apply(self, event: Event) -> None:
+        """Fold one event in."""
+        before = self.batch
+        if event.seq <= self._written:
+            # what it would add is there already
+            self.batch = Batch()
+        self._apply(event)
+        if event.seq <= self._written:
+            self.batch = before
+        self.batch.seq = event.seq
+
+    def take(self) -> Batch:
+        """Return what is to be written, and begin the next batch."""
+        taken, self.batch = self.batch, Batch(seq=self.batch.seq)
+        return taken
+
+    def _apply(self, event: Event) -> None:
+        match event.body:
+            case Submitted(spec=spec):
+                self._submitted(spec)
+            case Placed(lease=lease, host=host, labels=labels):
+                self._system.placed(lease.uuids)
+                self._param("gpu_type", lease.device_type)
+                self._tags({"sgpu.host": host, "sgpu.devices": ", ".join(labels)})
+                if lease.simulated or lease.device_type == "cpu":
+                    # what is measured then is the ranks' own use of the processor
+                    self._tags({"sgpu.simulated": "true" if lease.simulated else "", "sgpu.devices_measured": "cpu"})
+            case StateChanged(state=state) if not state.is_final:
+                self._tags({"sgpu.state": str(state)})
+            case Described(tags=tags):
+                self._tags({name if "." in name else f"sgpu.{name}": value for name, value in tags})
+            case MetricsLogged() as body:
+                self._logged(body)
+            case Sampled() as body:
+                self.batch.metrics += self._system.take(body, event.at)
+            case AttemptFailed(attempt=attempt, attempts=attempts):
+                self._system.started_again()
+                self._tags({"sgpu.attempts": f"{attempt + 1} of {attempts}"})
+            case RanksRestarted():
+                self._system.started_again()
+            case RunEnded() as body:
+                self._ended(body, event.at)
+            case _:
+                pass
+
+    def _submitted(self, spec: RunSpec) -> None:
+        self.spec, self.name = spec, run_name(spec)
+        for name, value in spec.parameters:
+            self._param(name, value)
+        self._param("gpus", str(spec.placement.ranks))
+        if spec.retries:
+            self._param("retries", str(spec.retries))
+        self._tags(opening_tags(spec, self._pool))
+
+    def _logged(self, body: MetricsLogged) -> None:
+        for point in body.metrics:
+            name = key(point.key)
+            self.batch.metrics.append(
+                point if name == point.key else MetricPoint(name, point.value, point.at_ms, point.step)
+            )
+        for name, value in body.params:
+            self._param(name, value)
+            if self._params[key(name)] != param(value):
+                self._tags({f"sgpu.param.{name}": value})
+        for name, value in body.tags:
+            if name == NAME_TAG:
+                self.name = value
+            self._tags({name: value})
+
+    def _ended(self, body: RunEnded, at: float) -> None:
+        self.ended, self.ended_at = body, at
+        self.batch.metrics += self._system.rest()
+        at_ms = int(at * 1000)
+        numbers = {
+            "sgpu/gpu_seconds": body.gpu_s,
+            "sgpu/cost": body.cost,
+            "sgpu/queued_seconds": body.queued_s,
+            "sgpu/starting_seconds": body.starting_s,
+            "sgpu/running_seconds": body.running_s,
+            "sgpu/total_seconds": body.total_s,
+        }
+        self.batch.metrics += [
+            MetricPoint(name, value, at_ms, 0) for name, value in numbers.items() if value is not None
+        ]
+        if self.spec is not None:
+            # one that was never placed
+            self._param("gpu_type", self.spec.placement.device_type)
+        self._tags(closing_tags(body))
+
+    def _param(self, name: str, value: str) -> None:
+        """MLflow takes a parameter once: the first value counts."""
+        name = key(name)
+        if name not in self._params:
+            self._params[name] = self.batch.params[name] = param(value)
+
+    def _tags(self, tags: dict[str, str]) -> None:
+        self.batch.tags.update({key(name): tag(value) for name, value in tags.items() if value})
+
+
+def opening_tags(spec: RunSpec, pool: str) -> dict[str, str]:
+    """Return what a run's tags are from the beginning on."""
+    owner = spec.owner
+    notebook = owner.notebook
+    is_notebook = bool(notebook) and (notebook.endswith(".ipynb") or bool(owner.kernel))
+    tags = {
+        RUN_TAG: spec.run_id,
+        "sgpu.kind": str(spec.kind),
+        "sgpu.pool": pool,
+        "sgpu.client_host": owner.host,
+        "sgpu.notebook": notebook,
+        "sgpu.cell": owner.cell,
+        "sgpu.cell_number": "" if spec.cell.execution_count is None else str(spec.cell.execution_count),
+        "sgpu.environment": spec.environment,
+        "sgpu.environment_label": spec.environment_label,
+        "sgpu.session": spec.session,
+        "sgpu.session_name": spec.session_name,
+        "sgpu.replay_of": spec.replay_of,
+        "mlflow.user": owner.user,
+        "mlflow.source.name": notebook,
+        "mlflow.source.type": "NOTEBOOK" if is_notebook else "LOCAL",
+    }
+    return {name: value for name, value in tags.items() if value}
+
+
+def closing_tags(ended: RunEnded) -> dict[str, str]:
+    """Return what a run's end adds to its tags."""
+    tags = {"sgpu.state": str(ended.state), "sgpu.reason": ended.reason, "sgpu.currency": ended.currency}
+    failure = ended.failure
+    if failure is not None:
+        headline = failure.message.strip()[:_FAILURE_LENGTH]
+        name = failure.type_name.removeprefix("builtins.")
+        tags |= {
+            "sgpu.failure_kind": str(failure.kind),
+            "sgpu.failure": f"{name}: {headline}" if name else headline,
+            "sgpu.failed_rank": "" if failure.rank is None else str(failure.rank),
+        }
+    return tags
+
+
+_STATUS: dict[RunState, str] = {
+    RunState.SUCCEEDED: "FINISHED",
+    RunState.FAILED: "FAILED",
+    RunState.TIMED_OUT: "FAILED",
+    RunState.CANCELLED: "KILLED",
+}
+
+
+def status_of(spec: RunSpec | None, state: RunState) -> str:
+    """Return MLflow's word for a final state. A session that was disconnected has done what it was for."""
+    if spec is not None and spec.kind is RunKind.SESSION and state is RunState.CANCELLED:
+        return "FINISHED"
+    return _STATUS.get(state, "FAILED")
+
+
+def in_chunks(batch: Batch, metrics: int, names: int, write: Callable[[Batch], None]) -> None:
+    """Hand the batch to `write` in parts that one request takes.
+
+    Args:
+        batch: All of it.
+        metrics: Most metrics of a part.
+        names: Most parameters, and most tags of a part.
+        write: Takes a part.
+    """
+    rest = Batch(list(batch.metrics), dict(batch.params), dict(batch.tags), batch.seq)
+    while not rest.empty:
+        part = Batch(rest.metrics[:metrics], seq=rest.seq)
+        rest.metrics = rest.metrics[metrics:]
+        for taken, left in ((part.params, rest.params), (part.tags, rest.tags)):
+            for name in list(left)[:names]:
+                taken[name] = left.pop(name)
+        write(part)

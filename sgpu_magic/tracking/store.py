@@ -1,0 +1,129 @@
+"""The default tracking store: SQLite under the state directory, artifacts beside it. Made once, off every way.
+
+A new database takes MLflow's migrations some seconds. It is made beside its place and renamed into it when it is
+whole, by one process at a time; WAL lets notebooks, ranks and the writer use it at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import sqlite3
+import subprocess
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+from sgpu_magic.config import Settings, load_settings, private_dir
+from sgpu_magic.errors import PoolError
+from sgpu_magic.protocol.tracking import is_store_variable
+
+_SCHEME = "sqlite:///"
+_MAKE_S = 120.0
+REQUEST_TIMEOUT_S = 5
+
+
+def store_file(settings: Settings) -> Path:
+    return Path(settings.default_store_uri.removeprefix(_SCHEME))
+
+
+def artifacts_path(settings: Settings) -> Path:
+    return store_file(settings).parent / "artifacts"
+
+
+def tracking_uri() -> str:
+    """Return the address of the store where runs go whose notebook names none: `mlflow.set_tracking_uri(...)` takes it.
+
+    The default store is made if it is not there yet, which takes some seconds once.
+
+    Raises:
+        PoolError: It can't be made.
+    """
+    settings = load_settings()
+    if settings.tracking_uri:
+        return settings.tracking_uri
+    if not store_file(settings).exists():
+        environ = {name: value for name, value in os.environ.items() if not is_store_variable(name)}
+        environ |= {"SGPU_STATE_DIR": str(settings.state_path), "PYTHONSAFEPATH": "1"}
+        made = subprocess.run(
+            [sys.executable, "-m", "sgpu_magic.tracking.store"],
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_MAKE_S,
+        )
+        if made.returncode:
+            raise PoolError(
+                f"the store of tracked runs {store_file(settings)} can't be made: {made.stderr.strip()[-500:]}"
+            )
+    return settings.default_store_uri
+
+
+def quiet() -> None:
+    """Let MLflow and what it uses neither log nor warn nor call home. Before it is imported, for a process of ours."""
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+    os.environ["DO_NOT_TRACK"] = "true"
+    os.environ["MLFLOW_ENABLE_ASYNC_LOGGING"] = "false"
+    os.environ["MLFLOW_CONFIGURE_LOGGING"] = "false"
+    os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
+    warnings.simplefilter("ignore")
+    for name in ("mlflow", "alembic", "sqlalchemy", "urllib3", "git"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def stand_in(variables: Mapping[str, str]) -> None:
+    """Give this process the variables of one store, and no other's. Before MLflow is imported."""
+    for name in list(os.environ):
+        if is_store_variable(name):
+            del os.environ[name]
+    os.environ.update(variables)
+    quiet()
+    # a request that is sent again by itself may make a second run; the writer tries again and looks first
+    os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
+    os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(REQUEST_TIMEOUT_S)
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+    for name in ("RUN_ID", "EXPERIMENT_ID", "EXPERIMENT_NAME", "TRACKING_URI", "REGISTRY_URI"):
+        os.environ.pop(f"MLFLOW_{name}", None)
+
+
+def make(settings: Settings) -> None:
+    """Make the default store if it is not there. Imports MLflow.
+
+    Raises:
+        OSError: The disk is full or not to be written to.
+    """
+    file = store_file(settings)
+    if file.exists():
+        return
+    private_dir(settings.state_path)
+    folder = private_dir(file.parent)
+    lock = os.open(folder / ".making", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.exists():
+            _make(file, private_dir(artifacts_path(settings)))
+    finally:
+        os.close(lock)
+
+
+def _make(file: Path, artifacts: Path) -> None:
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    part = file.with_name(f".{file.name}.part")
+    for leftover in (part, *(part.with_name(part.name + end) for end in ("-wal", "-shm", "-journal"))):
+        leftover.unlink(missing_ok=True)
+    store = SqlAlchemyStore(f"{_SCHEME}{part}", artifacts.as_uri())
+    store.engine.dispose()
+    with contextlib.closing(sqlite3.connect(part)) as database:
+        database.execute("PRAGMA journal_mode=WAL").fetchone()
+    os.chmod(part, 0o600)
+    os.replace(part, file)
+
+
+if __name__ == "__main__":
+    quiet()
+    make(load_settings())

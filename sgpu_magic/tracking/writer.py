@@ -1,0 +1,254 @@
+"""Writes one run to its MLflow store, a step at a time, and remembers in the run's directory how far it got.
+
+Every step may be done again: MLflow keeps equal metrics, tags and parameters once, and a run that may have been made
+unheard is looked for before another one is made.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from sgpu_magic.config import Settings
+from sgpu_magic.event_file import EventFile
+from sgpu_magic.protocol.events import RunEnded
+from sgpu_magic.protocol.ids import short
+from sgpu_magic.protocol.records import Failure, RunSpec
+from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.protocol.tracking import Tracking
+from sgpu_magic.tracking import progress
+from sgpu_magic.tracking.artifacts import MAX_BYTES, files_of
+from sgpu_magic.tracking.client import Gone, Rejected, Store, StoreTroubled
+from sgpu_magic.tracking.runs import NAME_TAG, PARENT_TAG, Batch, RunFold, closing_tags, opening_tags, status_of
+
+# of one step: what one run has to say must not hold up the others
+_STEP_METRICS = 5000
+# the lock file of packages that are new to this machine comes so late
+_LOCK_S = 15.0
+_END_UNKNOWN = "its pool ended before it was over"
+
+
+class Busy(Exception):
+    """Another process writes this run just now, or its directory is gone."""
+
+
+class RunWriter:
+    """One run.
+
+    Args:
+        settings: The pool's.
+        store: Where it goes.
+        directory: The run's.
+        tracking: Its place in the store.
+        parent_run: The session's run id, "" for none.
+
+    Attributes:
+        progress: How far it is.
+        troubled_told: Its pool was told that the store does not work.
+        over: Its event log does not grow any more.
+    """
+
+    def __init__(
+        self, settings: Settings, store: Store, directory: Path, tracking: Tracking, parent_run: str = ""
+    ) -> None:
+        self.directory = directory
+        self.run_id = directory.name
+        self.troubled_told = False
+        self.over = False
+        self.progress = progress.load(directory) or progress.opening(tracking, parent_run)
+        self._settings = settings
+        self._store = store
+        self._begin_again()
+
+    def _begin_again(self) -> None:
+        self._events = EventFile(self.directory)
+        self._fold = RunFold(self._settings.pool, os.cpu_count(), self.progress.seq)
+        self._batch: Batch | None = None
+
+    @property
+    def spec(self) -> RunSpec | None:
+        return self._fold.spec
+
+    @property
+    def started(self) -> bool:
+        return bool(self.progress.mlflow_run_id)
+
+    def step(self) -> bool:
+        """Write what is new. Returns whether there is more to be written at once.
+
+        Raises:
+            StoreTroubled: The store does not work; the next step begins where this one was.
+            Busy: Another process has the run.
+        """
+        with progress.hold(self.directory) as held:
+            if not held:
+                raise Busy
+            on_disk = progress.load(self.directory)
+            if on_disk is not None and on_disk != self.progress:
+                # another process went on with it
+                self.progress = on_disk
+                self._begin_again()
+            if self.progress.complete:
+                return False
+            try:
+                return self._step()
+            except Gone as gone:
+                self._keep(complete=True, problem=f"{gone}")
+                return False
+
+    def trouble(self, text: str) -> None:
+        """Remember why it is not written."""
+        if text != self.progress.problem:
+            with progress.hold(self.directory) as held:
+                on_disk = progress.load(self.directory)
+                if held and (on_disk is None or on_disk == self.progress):
+                    self._keep(problem=text)
+
+    def _step(self) -> bool:
+        self._read()
+        if self._fold.spec is None:
+            if self.over:
+                self._keep(complete=True, problem="its directory has no events")
+            return False
+        if not self.started:
+            self._create(self._fold.spec)
+        batch = self._batch
+        if batch is not None:
+            self._write(batch)
+            self._batch = None
+            if not batch.empty:
+                self._keep(seq=batch.seq, problem="")
+        if self._fold.ended is None and self.over and not self._read():
+            self._end_unknown(self._fold.spec)
+            return True
+        if self._batch is not None:
+            return True
+        if self._fold.ended is None:
+            return False
+        self._finish(self._fold.spec, self._fold.ended)
+        return False
+
+    def _read(self) -> bool:
+        """Fold new events unless some wait to be written. Returns whether there is something to be written."""
+        if self._batch is not None:
+            return True
+        before = self._fold.batch.seq
+        try:
+            for event, _ in self._events.new_events():
+                self._fold.apply(event)
+                if len(self._fold.batch.metrics) >= _STEP_METRICS:
+                    break
+        except FileNotFoundError:
+            return False
+        except (ValueError, OSError):
+            # a damaged log: what came before it is written, and nothing follows
+            self.over = True
+        if self._fold.batch.seq > max(before, self.progress.seq) or not self._fold.batch.empty:
+            self._batch = self._fold.take()
+        return self._batch is not None
+
+    # ------------------------------------------------------------ what is written
+
+    def _create(self, spec: RunSpec) -> None:
+        now = self.progress
+        experiment_id = now.experiment_id or self._store.find_experiment(now.experiment or "sgpu-magic")
+        tags = opening_tags(spec, self._settings.pool)
+        parent = now.parent or self._session(now.parent_run)
+        if parent:
+            tags[PARENT_TAG] = parent
+        made = None
+        if now.creating:
+            found = self._store.find_runs(experiment_id, spec.run_id)
+            made = found[0] if found else None
+        if made is None:
+            self._keep(creating=True)
+            began_ms = int(spec.submitted_at * 1000)
+            made = self._create_or_drop(experiment_id, spec, began_ms, tags)
+        tracked = self._store.where(made, now.experiment)
+        self._keep(
+            mlflow_run_id=tracked.mlflow_run_id,
+            experiment_id=tracked.experiment_id,
+            artifact_uri=tracked.artifact_uri,
+            url=tracked.url,
+            creating=now.creating,
+            problem="",
+        )
+
+    def _create_or_drop(self, experiment_id: str, spec: RunSpec, began_ms: int, tags: dict[str, str]):
+        try:
+            return self._store.create_run(experiment_id, self.progress.experiment, self._fold.name, began_ms, tags)
+        except Rejected as refused:
+            raise Gone(f"the store does not take the run: {refused}") from None
+
+    def _session(self, run_id: str) -> str:
+        """Return the MLflow run of the session that the run is in, "" when it has none in this store."""
+        if not run_id:
+            return ""
+        found = progress.load(self.directory.parent / run_id)
+        if found is None or found.uri != self.progress.uri:
+            return ""
+        if not found.mlflow_run_id and not found.complete:
+            raise StoreTroubled(f"session {short(run_id)}, which it is in, is not there yet")
+        return found.mlflow_run_id
+
+    def _write(self, batch: Batch) -> None:
+        name = batch.tags.pop(NAME_TAG, "")
+        refused = self._store.write(self.progress.mlflow_run_id, batch)
+        if name:
+            self._store.rename(self.progress.mlflow_run_id, name)
+        if refused:
+            names = ", ".join(dict.fromkeys(refused))
+            self._store.write(self.progress.mlflow_run_id, Batch(tags={"sgpu.refused": names[:500]}))
+
+    def _end_unknown(self, spec: RunSpec) -> None:
+        """The log ends without a last word: its pool was killed, or the disk was full."""
+        failure = Failure(kind=FailureKind.NODE_LOST, message=_END_UNKNOWN)
+        ended = RunEnded(state=RunState.FAILED, failure=failure)
+        self._fold.ended, self._fold.ended_at = ended, (self.directory / "events.msgpack").stat().st_mtime
+        self._store.write(self.progress.mlflow_run_id, Batch(tags=closing_tags(ended)))
+
+    def _finish(self, spec: RunSpec, ended: RunEnded) -> None:
+        mlflow_run_id = self.progress.mlflow_run_id
+        if not self.progress.closed:
+            if self.progress.creating:
+                self._drop_doubles(spec)
+            self._store.close_run(mlflow_run_id, status_of(spec, ended.state), int(self._fold.ended_at * 1000))
+            self._keep(closed=True, problem="")
+        waits = self._waits_for_lock(spec)
+        if waits and self.progress.artifacts:
+            return
+        left_out: list[str] = []
+        with tempfile.TemporaryDirectory(prefix="sgpu-tracking-") as scratch:
+            for file in files_of(self.directory, Path(scratch), self._settings.pool):
+                if file.name in self.progress.artifacts:
+                    continue
+                if file.path.stat().st_size > MAX_BYTES:
+                    left_out.append(file.name)
+                    continue
+                self._store.log_file(mlflow_run_id, file.path, file.folder)
+                self._keep(artifacts=(*self.progress.artifacts, file.name))
+        if left_out:
+            text = f"{', '.join(left_out)}: larger than {MAX_BYTES // 1_000_000} MB, in {self.directory}"
+            self._store.write(mlflow_run_id, Batch(tags={"sgpu.left_out": text}))
+        if not waits:
+            self._keep(complete=True, problem="")
+
+    def _waits_for_lock(self, spec: RunSpec) -> bool:
+        """Whether the lock file of its packages, which takes some seconds for new ones, may still come."""
+        if not spec.environment or not self._settings.lock_environments or (self.directory / "pylock.toml").exists():
+            return False
+        return time.time() - self._fold.ended_at < _LOCK_S
+
+    def _drop_doubles(self, spec: RunSpec) -> None:
+        """A request that nobody heard the answer of may have made the run as well."""
+        for double in self._store.find_runs(self.progress.experiment_id, spec.run_id):
+            if double.info.run_id != self.progress.mlflow_run_id:
+                self._store.delete_run(double.info.run_id)
+
+    def _keep(self, **changes: object) -> None:
+        self.progress = msgspec.structs.replace(self.progress, **changes)
+        progress.save(self.directory, self.progress)

@@ -1,0 +1,155 @@
+"""One order to execute: prepare, run, and what to tell of it."""
+
+# IPython's own attributes are only partly typed
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from sgpu_magic.errors import SgpuError
+from sgpu_magic.payload import unpack
+from sgpu_magic.protocol.rank_messages import Execute, Joined, Remarked
+from sgpu_magic.protocol.record import Record
+from sgpu_magic.protocol.states import RunKind
+from sgpu_magic.tracking import in_rank
+from sgpu_magic.worker import aftermath, execute, interrupts, rendezvous, results
+from sgpu_magic.worker.helper import Order
+from sgpu_magic.worker.results import Reply
+from sgpu_magic.worker.shell import hook_of
+from sgpu_magic.worker.standing import Standing
+
+# unpickling runs the user's own classes: what they raise is the user's error, told like any other
+_PREPARATION_ERRORS = (SgpuError, OSError, ImportError, AttributeError, TypeError, ValueError, RuntimeError)
+
+
+class CellRun:
+    """Executes one `Execute` on the main thread; interrupts are allowed meanwhile.
+
+    Args:
+        standing: The rank's place, taken before in a session.
+        message: The order.
+        order: What came with it.
+        say: Tells the agent something.
+    """
+
+    def __init__(self, standing: Standing, message: Execute, order: Order, say: Callable[[Record], None]) -> None:
+        self._standing = standing
+        self._shell = standing.shell
+        self._rank = standing.rank
+        self._message = message
+        self._frames = order.frames
+        self._payload_fd = -1 if message.inline else order.descriptors[0]
+        self._say = say
+        self.was_out_of_memory = False
+        self.groups: list[object] = []
+        self._shell.begin_cell(self._rank == min(message.only, default=0))
+
+    def run(self) -> Reply:
+        """Do it all; every error becomes the reply."""
+        try:
+            self._prepare()
+        except _PREPARATION_ERRORS as error:
+            self._shell.showtraceback((type(error), error, error.__traceback__))
+            return self.failed(error)
+        # a model's reducer that is the last to hold a destroyed group waits for gloo's threads with Python's lock held,
+        # and those may want it (torch 2.13): the group is let go of after the cell, which gives the lock away
+        self.groups = rendezvous.groups()
+        try:
+            self._look_at_modules()
+        except (Exception, SystemExit) as error:  # noqa: BLE001  a module's first lines may raise anything
+            self._shell.showtraceback((type(error), error, error.__traceback__))
+            return self.failed(error)
+        kind = self._message.kind
+        seconds = 0.0
+        if kind in (RunKind.CELL, RunKind.CALL):
+            error, seconds = self._run_cell()
+            if error is not None:
+                return self.failed(error)
+        elif kind is RunKind.PUSH:
+            return self._finished(None, "", "", seconds)
+        try:
+            packed, problem = results.pack_result(self._shell, self._message, self._rank)
+            hook = hook_of(self._shell)
+            text = hook.last_text if hook.last_value is not None else ""
+            return self._finished(packed, text, problem, seconds)
+        except SgpuError as error:
+            self._shell.traceback_lines = []
+            return self.failed(error)
+
+    def _run_cell(self) -> tuple[BaseException | None, float]:
+        message = self._message
+        if not message.profile:
+            return execute.run_cell(self._shell, message)
+        from sgpu_magic.worker.profiling import CellTrace
+
+        trace = CellTrace(message.run_dir, self._rank)
+        trace.begin()
+        try:
+            error, seconds = execute.run_cell(self._shell, message)
+        finally:
+            # an interrupt, or a peer's failure, is not to cost the trace
+            interrupts.refuse()
+            self._say(Remarked(text=trace.end()))
+        interrupts.allow()
+        return error, seconds
+
+    def failed(self, error: BaseException) -> Reply:
+        """Tell of the error, and let go of all that hangs on it."""
+        # to describe it takes a while, and the interrupt that a peer's failure brings must not take its place
+        interrupts.refuse()
+        if self._payload_fd >= 0:
+            # interrupted before it was looked at
+            os.close(self._payload_fd)
+            self._payload_fd = -1
+        failure = execute.describe(error, self._shell, self._rank)
+        self.was_out_of_memory = failure.out_of_memory
+        reply = results.failed(failure, error, self._message.context.key)
+        aftermath.forget(self._shell, error)
+        if self._message.kind is RunKind.CALL:
+            results.forget_call(self._shell, self._message)
+        return reply
+
+    def _look_at_modules(self) -> None:
+        """Tell of modules that were edited since their import, or load them anew."""
+        message, first = self._message, self._shell.is_first
+        if not message.in_session or message.kind not in (RunKind.CELL, RunKind.CALL):
+            return
+        if not message.reload and not first:
+            return
+        modules = self._standing.modules
+        edited = modules.find(message.context)
+        if not edited:
+            return
+        if message.reload:
+            remark = modules.reload(edited, message.context)
+        else:
+            remark = modules.remark(edited, message.context, self._rank)
+        if remark and first:
+            self._say(Remarked(text=remark))
+
+    def _finished(self, packed: results.Packed | None, text: str, problem: str, seconds: float) -> Reply:
+        reply = results.finished(packed, self._rank, self._message.run_dir, text=text, problem=problem, seconds=seconds)
+        aftermath.forget(self._shell, None)
+        return reply
+
+    def _prepare(self) -> None:
+        message = self._message
+        if message.in_session:
+            self._standing.follow(message.context, message.rank_variables)
+        else:
+            self._standing.take(message.context, message.device, message.rank_variables)
+            self._say(Joined())
+        self._shell.show_sources(message.cell.linecache)
+        if message.inline:
+            data: bytearray | memoryview = bytearray(self._frames[0])
+        else:
+            fd, self._payload_fd = self._payload_fd, -1
+            try:
+                data = memoryview(unpack.map_private(fd, os.fstat(fd).st_size))
+            finally:
+                os.close(fd)
+        if message.tracking is not None:
+            in_rank.begin(message.run_id, message.tracking, self._rank, message.only, message.run_dir, self._say)
+        unpack.unpack_namespace(data, message.layout, message.context.key, self._shell.user_ns)

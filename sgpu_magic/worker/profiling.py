@@ -1,0 +1,134 @@
+"""`--profile`: a trace of torch's profiler around the cell, for chrome://tracing and ui.perfetto.dev."""
+
+# torch's profiler is only partly typed
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gzip
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+
+# small operations come at 100,000 a second and take half a kilobyte of memory each: more than this makes a trace that
+# no viewer opens, and that the rank may have no room for
+LONGEST_S = 20.0
+
+_LOG_LEVEL = "KINETO_LOG_LEVEL"
+
+
+class CellTrace:
+    """Traces what the main thread and torch's own threads do in one cell.
+
+    Args:
+        run_dir: The run's directory.
+        rank: This rank.
+    """
+
+    def __init__(self, run_dir: str, rank: int) -> None:
+        self._directory = os.path.join(run_dir, "profile")
+        self._path = os.path.join(self._directory, f"rank-{rank}.pt.trace.json.gz")
+        self._profiler: Any = None
+        self._began = 0.0
+        self._over = threading.Event()
+        self._stopped_after: float | None = None
+
+    def begin(self) -> None:
+        """Trace from now on."""
+        from torch import profiler
+
+        activities = [profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(profiler.ProfilerActivity.CUDA)
+        self._profiler = profiler.profile(activities=activities)
+        with _silent_kineto():
+            self._profiler.start()
+        self._began = time.monotonic()
+        threading.Thread(target=self._limit, name="sgpu-profile", daemon=True).start()
+
+    def end(self) -> str:
+        """Write the trace down. Returns what the user should know of it, a sentence."""
+        self._over.set()
+        ends_by_term = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        if ends_by_term:
+            # where another rank has failed, or the run was cancelled: the agent gives it time
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            self._stop()
+            self._write()
+        except (OSError, RuntimeError) as error:
+            return f"the profiler's trace could not be written: {error}"
+        finally:
+            if ends_by_term:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        text = f"the profiler's traces are in {self._directory}, one for each rank; ui.perfetto.dev opens them."
+        if self._stopped_after is not None:
+            text += f" They end after {self._stopped_after:.0f} s: what the cell did later is not in them."
+        return text
+
+    def _limit(self) -> None:
+        if not self._over.wait(LONGEST_S):
+            in_main_thread(self._stop_early)
+
+    def _stop_early(self) -> None:
+        if not self._over.is_set():
+            self._stopped_after = time.monotonic() - self._began
+            self._stop()
+
+    def _stop(self) -> None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()
+            self._stopped = profiler
+
+    def _write(self) -> None:
+        os.makedirs(self._directory, mode=0o700, exist_ok=True)
+        text, packed = f"{self._path}.json", f"{self._path}.tmp"
+        try:
+            self._stopped.export_chrome_trace(text)
+            # its own packing takes the slowest level: three times as long for a tenth less
+            with open(text, "rb") as plain, gzip.open(packed, "wb", compresslevel=3) as file:
+                shutil.copyfileobj(plain, file, 1 << 20)
+            os.replace(packed, self._path)
+        finally:
+            for left in (text, packed):
+                with contextlib.suppress(OSError):
+                    os.unlink(left)
+
+
+@contextlib.contextmanager
+def _silent_kineto() -> Generator[None]:
+    """The library under torch's profiler tells each of its steps on the rank's stderr, unless it begins like this."""
+    said = os.environ.setdefault(_LOG_LEVEL, "99")
+    try:
+        yield
+    finally:
+        if said == "99":
+            os.environ.pop(_LOG_LEVEL, None)
+
+
+_waiting: list[Callable[[], None]] = []
+
+
+@ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+def _call_waiting(_: object) -> int:
+    while _waiting:
+        _waiting.pop()()
+    return 0
+
+
+def in_main_thread(call: Callable[[], None]) -> None:
+    """Have `call` called by the main thread, between two of its instructions.
+
+    A profiler ends in the thread where it began, and a signal would interrupt what the cell waits in.
+    """
+    _waiting.append(call)
+    ctypes.pythonapi.Py_AddPendingCall(_call_waiting, None)

@@ -1,0 +1,194 @@
+"""What a cell brings back: the names that were asked for, the last expression's value, or its exception."""
+
+# IPython's own attributes are only partly typed
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from sgpu_magic.errors import SerializationError, UsageError
+from sgpu_magic.payload import buffers
+from sgpu_magic.payload.pack import Packed, pack_object
+from sgpu_magic.protocol.payloads import FilePayload, InlinePayload, Payload, SharedPayload
+from sgpu_magic.protocol.rank_messages import Execute, Failed, Finished
+from sgpu_magic.protocol.record import Record
+from sgpu_magic.protocol.records import Failure, OutputName, RankResult
+from sgpu_magic.protocol.states import RunKind
+from sgpu_magic.worker import rendezvous
+from sgpu_magic.worker.namespace import names_set
+from sgpu_magic.worker.shell import RankShell, hook_of
+
+CALLABLE = "__sgpu_call__"
+"""Name of the function in a run of kind CALL; its cell calls it."""
+
+_VALUE_LIMIT_BYTES = 100_000_000
+_NAMES_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The rank's last word about a cell.
+
+    Args:
+        message: `Finished` or `Failed`.
+        blobs: Its raw frames.
+        buffer: The memory file whose descriptor goes along; ours until the message is sent.
+    """
+
+    message: Record
+    blobs: Sequence[bytes] = ()
+    buffer: buffers.SharedBuffer | None = None
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        return () if self.buffer is None else (self.buffer.fd,)
+
+
+def failed(failure: Failure, error: BaseException, key: bytes) -> Reply:
+    """Tell of a failure, with the exception itself where that can be pickled and is small."""
+    packed = pack_exception(error, key)
+    grouped = rendezvous.is_grouped()
+    if packed is None or packed.total_bytes > buffers.INLINE_LIMIT:
+        return Reply(Failed(failure=failure, grouped=grouped))
+    failure = msgspec.structs.replace(failure, exception=packed.layout)
+    return Reply(Failed(failure=failure, grouped=grouped), [packed.to_bytes()])
+
+
+def finished(packed: Packed | None, rank: int, run_dir: str, *, text: str, problem: str, seconds: float) -> Reply:
+    """Tell that the cell ran through, with what it brings back.
+
+    Args:
+        packed: What it brings back, None for nothing.
+        rank: The rank.
+        run_dir: Where the result goes that memory has no room for.
+        text: The last expression as text.
+        problem: Why its value stays here, "" when it does not.
+        seconds: The cell's time.
+
+    Raises:
+        UsageError: Neither memory nor disk has room.
+    """
+    payload: Payload | None = None
+    blobs: list[bytes] = []
+    shared: buffers.SharedBuffer | None = None
+    if packed is not None and packed.total_bytes <= buffers.INLINE_LIMIT:
+        payload = Payload(source=InlinePayload(), layout=packed.layout)
+        blobs.append(packed.to_bytes())
+    elif packed is not None and not buffers.fits_memory(packed.total_bytes):
+        path = Path(run_dir) / f"result-{rank}.bin"
+        buffers.write_file(packed, path)
+        payload = Payload(source=FilePayload(path=str(path), size=packed.total_bytes), layout=packed.layout)
+    elif packed is not None:
+        shared = buffers.SharedBuffer()
+        shared.write(packed)
+        source = SharedPayload(pid=os.getpid(), fd=shared.fd, size=shared.size)
+        payload = Payload(source=source, layout=packed.layout)
+    result = RankResult(rank=rank, payload=payload, value_repr=text, value_problem=problem, seconds=seconds)
+    return Reply(Finished(result=result, grouped=rendezvous.is_grouped()), blobs, shared)
+
+
+def pack_result(shell: RankShell, order: Execute, rank: int) -> tuple[Packed | None, str]:
+    """Pack the names that this rank returns and the last expression's value.
+
+    Returns:
+        The packed result, None when there is nothing to return, and why the value stays here ("" when it does not).
+
+    Raises:
+        UsageError: A name does not exist here.
+        SerializationError: A name can't be pickled.
+    """
+    key = order.context.key
+    if order.kind is RunKind.CALL:
+        return _pack_call(shell, order, rank), ""
+    first = rank == min(order.only, default=0)
+    names: dict[str, object] = {}
+    for output in order.outputs:
+        if output.all_ranks or first:
+            if output.name not in shell.user_ns:
+                raise UsageError(_missing(output, shell, order, rank))
+            names[output.name] = shell.user_ns[output.name]
+    option = "%sgpu_pull" if order.kind is RunKind.PULL else "--out"
+    value = None if order.kind is RunKind.PULL else hook_of(shell).last_value
+    if not names and value is None:
+        return None, ""
+    if value is None:
+        return pack_names(names, None, rank, key, option), ""
+    try:
+        packed = pack_names(names, value, rank, key, option)
+    except SerializationError as error:
+        return (pack_names(names, None, rank, key, option) if names else None), error.message
+    if not names and packed.total_bytes > _VALUE_LIMIT_BYTES:
+        return None, f"it has {packed.total_bytes / 1e6:,.0f} MB: name it in --out to get it"
+    return packed, ""
+
+
+def _missing(output: OutputName, shell: RankShell, order: Execute, rank: int) -> str:
+    if order.kind is not RunKind.PULL:
+        return (
+            f"the cell ended on rank {rank} without setting `{output.name}`, which --out names. Set it in the "
+            "cell on this rank too, or take it out of --out."
+        )
+    names = names_set(shell)
+    known = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+    has = f"it has {known}" if names else "it has no names yet"
+    return (
+        f"rank {rank} has no `{output.name}` for %sgpu_pull: {has}. Set it in a cell that runs on this rank, or name "
+        "another."
+    )
+
+
+def _pack_call(shell: RankShell, order: Execute, rank: int) -> Packed | None:
+    """What a function returned, always, also None; and forget it here."""
+    function: object = shell.user_ns.pop(CALLABLE, None)
+    first = rank == min(order.only, default=0)
+    names = {output.name: shell.user_ns.pop(output.name, None) for output in order.outputs if output.all_ranks or first}
+    if not names:
+        return None
+    namespace = sys.modules["__main__"].__dict__
+    try:
+        return pack_object({"names": names, "value": None}, namespace, order.context.key)
+    except SerializationError:
+        what = f"what {getattr(function, '__name__', 'the function')}() returned on rank {rank}"
+        for value in names.values():
+            # once more, under words that tell the user what it is
+            pack_object({"names": {what: value}, "value": None}, namespace, order.context.key)
+        raise
+
+
+def forget_call(shell: RankShell, order: Execute) -> None:
+    """Let go of a called function, its arguments and what it returned: they are no names of the user's."""
+    for name in (CALLABLE, *(output.name for output in order.outputs)):
+        shell.user_ns.pop(name, None)
+
+
+def pack_names(names: dict[str, object], value: object, rank: int, key: bytes, option: str = "--out") -> Packed:
+    """Pack names and a value.
+
+    Raises:
+        SerializationError: Something can't be pickled; tells which name of `option`.
+    """
+    namespace = sys.modules["__main__"].__dict__
+    try:
+        return pack_object({"names": names, "value": value}, namespace, key)
+    except SerializationError:
+        for name, single in names.items():
+            try:
+                pack_object(single, namespace, key)
+            except SerializationError as error:
+                raise SerializationError(f"`{name}` of {option} can't leave rank {rank}: {error.message}") from None
+        raise
+
+
+def pack_exception(error: BaseException, key: bytes) -> Packed | None:
+    """Pack the exception itself, None when it can't be pickled: its type, message and traceback travel anyway."""
+    try:
+        return pack_object(error, sys.modules["__main__"].__dict__, key)
+    except Exception:  # noqa: BLE001  user code's __reduce__ may raise anything; the failure record tells the story
+        return None

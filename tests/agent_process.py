@@ -1,0 +1,210 @@
+"""A real agent without a pool service: this process orders runs and hears what becomes of them."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sgpu_magic.client.interpreter import this_context, this_interpreter, this_owner
+from sgpu_magic.config import Settings
+from sgpu_magic.payload.pack import pack_namespace
+from sgpu_magic.protocol import codec
+from sgpu_magic.protocol.devices import Lease, Placement
+from sgpu_magic.protocol.events import OutputWritten, RanksStarted, RunEnded
+from sgpu_magic.protocol.ids import new_id
+from sgpu_magic.protocol.node_messages import (
+    AgentReady,
+    Answered,
+    EndAgent,
+    EndRun,
+    KillRanks,
+    Launch,
+    Question,
+    RanksGone,
+    RestartSessionRanks,
+    RunEvent,
+    SessionRanksRestarted,
+)
+from sgpu_magic.protocol.payloads import InlinePayload, Payload
+from sgpu_magic.protocol.questions import RankAnswer, RankQuestion
+from sgpu_magic.protocol.record import Record
+from sgpu_magic.protocol.records import CellSource, RunSpec
+from sgpu_magic.protocol.states import RunKind, RunState
+from sgpu_magic.worker.link import Link
+
+_KEY = bytes(range(32))
+_PATIENCE_S = 30.0
+
+
+class AgentProcess:
+    """One agent, its zygote and its ranks, in directories of their own.
+
+    Attributes:
+        events: What happened, by run, in order.
+        gone: Runs whose ranks are gone, or idle again.
+    """
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="sga"))
+        (self.path / "run").mkdir(mode=0o700)
+        settings = Settings(state_dir=str(self.path / "state"), runtime_dir=str(self.path / "run"))
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "sgpu_magic.agent", str(theirs.fileno())],
+                stdin=subprocess.PIPE,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env={**os.environ, "PYTHONSAFEPATH": "1"},
+            )
+        assert self.process.stdin is not None
+        with self.process.stdin as stdin:
+            stdin.write(msgspec.json.encode(settings))
+        self._link = Link(ours, codec.from_agent)
+        self.events: dict[str, list[Any]] = {}
+        self.gone: set[str] = set()
+        self._others: list[Record] = []
+        self._until(lambda: self._take(AgentReady), "the agent's first word")
+
+    # ------------------------------------------------------------ orders
+
+    def launch(
+        self,
+        body: str = "",
+        *,
+        ranks: int,
+        kind: RunKind = RunKind.CELL,
+        names: Mapping[str, object] | None = None,
+        **spec: Any,
+    ) -> str:
+        """Order a run and return its id."""
+        run_id = new_id()
+        packed = pack_namespace(dict(names or {}), {}, _KEY)
+        launch = Launch(
+            spec=RunSpec(
+                run_id=run_id,
+                name=spec.pop("name", "cell"),
+                cell=CellSource(body=body, execution_count=1),
+                placement=Placement(ranks=ranks),
+                outputs=spec.pop("outputs", ()),
+                owner=this_owner(),
+                timeout_s=600.0,
+                kind=kind,
+                **spec,
+            ),
+            interpreter=this_interpreter(),
+            context=this_context(os.environ, _KEY),
+            payload=Payload(source=InlinePayload(), layout=packed.layout),
+            lease=Lease(lease_id="lease", device_type="cpu", ranks=ranks, cpu_slots=ranks),
+            run_dir=str(self.path / "state" / "runs" / run_id),
+        )
+        self._link.send(launch, [packed.to_bytes()])
+        return run_id
+
+    def connect(self, ranks: int) -> AgentSession:
+        """Start a session and wait until its ranks have joined."""
+        session = AgentSession(self, self.launch(ranks=ranks, kind=RunKind.SESSION, name="work"), ranks)
+        self.wait_for(session.run_id, RanksStarted)
+        return session
+
+    def end_run(self, run_id: str, reason: str = "it was interrupted") -> None:
+        self._link.send(EndRun(run_id=run_id, state=RunState.CANCELLED, reason=reason))
+
+    def kill_ranks(self, run_id: str) -> None:
+        self._link.send(KillRanks(run_id=run_id))
+
+    def restart(self, session: str, ranks: tuple[int, ...]) -> str:
+        """Replace ranks; return the problem."""
+        self._link.send(RestartSessionRanks(request=1, session=session, ranks=ranks))
+        return self._until(lambda: self._take(SessionRanksRestarted), "ranks that are restarted").problem
+
+    def ask(self, session: str, question: RankQuestion) -> RankAnswer:
+        self._link.send(Question(request=2, session=session, question=question))
+        return self._until(lambda: self._take(Answered), "an answer").answer
+
+    # ------------------------------------------------------------ what happens
+
+    def wait_for(self, run_id: str, kind: type[Any], count: int = 1) -> Any:
+        """Return the run's first (or `count`th) event of a kind."""
+
+        def found() -> Any:
+            events = [event for event in self.events.get(run_id, ()) if isinstance(event, kind)]
+            return events[count - 1] if len(events) >= count else None
+
+        return self._until(found, lambda: f"{kind.__name__} of {run_id}; there were {self.events.get(run_id)}")
+
+    def wait_until_gone(self, run_id: str) -> None:
+        self._until(lambda: run_id in self.gone, f"the end of {run_id}")
+
+    def printed(self, run_id: str) -> dict[int, str]:
+        """What each rank has printed."""
+        texts: dict[int, str] = {}
+        for event in self.events.get(run_id, ()):
+            if isinstance(event, OutputWritten):
+                texts[event.rank] = texts.get(event.rank, "") + event.text
+        return texts
+
+    def close(self) -> None:
+        """End it; its processes end with it."""
+        self._link.send(EndAgent())
+        self.process.wait(_PATIENCE_S)
+        self._link.close()
+
+    def _until(self, found: Callable[[], Any], what: str | Callable[[], str]) -> Any:
+        deadline = time.monotonic() + _PATIENCE_S
+        while not (value := found()):
+            if not self._link.has_message():
+                ready, _, _ = select.select([self._link], [], [], max(0.0, deadline - time.monotonic()))
+                assert ready, f"not within {_PATIENCE_S:.0f} s: {what() if callable(what) else what}"
+            received = self._link.receive()
+            assert received is not None, "the agent ended"
+            match received[0]:
+                case RunEvent(run_id=run_id, body=body):
+                    self.events.setdefault(run_id, []).append(body)
+                case RanksGone(run_id=run_id):
+                    self.gone.add(run_id)
+                case other:
+                    self._others.append(other)
+        return value
+
+    def _take(self, kind: type[Any]) -> Any:
+        found = next((message for message in self._others if isinstance(message, kind)), None)
+        if found is not None:
+            self._others.remove(found)
+        return found
+
+
+class AgentSession:
+    """A connected session.
+
+    Args:
+        agent: Where.
+        run_id: Its run.
+        ranks: Its world size.
+    """
+
+    def __init__(self, agent: AgentProcess, run_id: str, ranks: int) -> None:
+        self.agent = agent
+        self.run_id = run_id
+        self.ranks = ranks
+
+    def begin(self, body: str, **spec: Any) -> str:
+        """Order a cell and return its id."""
+        return self.agent.launch(body, ranks=self.ranks, session=self.run_id, **spec)
+
+    def run(self, body: str, **spec: Any) -> tuple[RunEnded, dict[int, str]]:
+        """Run a cell to its end; return its last word and what each rank printed."""
+        run_id = self.begin(body, **spec)
+        ended = self.agent.wait_for(run_id, RunEnded)
+        self.agent.wait_until_gone(run_id)
+        return ended, self.agent.printed(run_id)

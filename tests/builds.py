@@ -1,0 +1,140 @@
+"""Real builders of environments, ordered as an agent orders them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from process_table import below, is_alive, process_table
+from waiting import eventually
+
+from sgpu_magic.environment.base_layer import layer_tag
+from sgpu_magic.environment.builder import folder_name
+from sgpu_magic.environment.progress import BuildMoved, BuildOrder, BuildReady, BuildRefused, decode_news, encode
+from sgpu_magic.environment.refusals import own_platform, own_python
+from sgpu_magic.environment.store import Store
+from sgpu_magic.protocol.environment import Environment
+
+PATIENCE_S = 60.0
+
+
+def environment_of(*requirements: str, **fields: Any) -> Environment:
+    """An environment with these lines, for this Python and platform."""
+    fields = {"python": own_python(), "platform": own_platform(), "packages": len(requirements)} | fields
+    digest = hashlib.sha256(repr((requirements, sorted(fields.items()))).encode()).hexdigest()[:32]
+    return Environment(digest=digest, requirements=requirements, **fields)
+
+
+class Nodes:
+    """The environments of a node and its uv cache, in folders of a test.
+
+    Args:
+        folder: A folder of the test's own.
+        index_url: Where packages come from.
+    """
+
+    def __init__(self, folder: Path, index_url: str = "") -> None:
+        self.root = folder / "environments"
+        self.cache = folder / "uv-cache"
+        self.index_url = index_url
+        self.store = Store(self.root)
+
+    def name(self, environment: Environment) -> str:
+        return folder_name(environment, layer_tag())
+
+    def begin(self, environment: Environment, **options: Any) -> Build:
+        """Start to build; options go into the order."""
+        fields: dict[str, Any] = {"limit_bytes": 15_000_000_000, "budget_bytes": 50_000_000_000}
+        order = BuildOrder(
+            environment=environment,
+            root=str(options.pop("root", self.root)),
+            name=self.name(environment),
+            **(fields | {"index_url": self.index_url} | options),
+        )
+        return Build(order, {"UV_CACHE_DIR": str(self.cache)})
+
+    def build(self, environment: Environment, **options: Any) -> BuildReady | BuildRefused:
+        """Build and wait for the last word and the end of the process."""
+        return self.begin(environment, **options).wait()
+
+    def run(self, environment: Environment, code: str) -> str:
+        """Run code with the environment's Python; return what it prints."""
+        found = self.store.open(self.name(environment))
+        assert found is not None
+        built, lock = found
+        try:
+            done = subprocess.run([built.executable, "-I", "-c", code], capture_output=True, text=True, timeout=60)
+        finally:
+            lock.close()
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def left(self) -> set[str]:
+        """What lies in the folder beside finished environments and the sizes that are known."""
+        if not self.root.exists():
+            return set()
+        names = set(self.store.names())
+        entries = {entry.name for entry in self.root.iterdir()} - names - {"locks", "sizes.json"}
+        locks = self.root / "locks"
+        return entries | ({f"locks/{entry.name}" for entry in locks.iterdir() if entry.name not in names})
+
+
+class Build:
+    """One builder process."""
+
+    def __init__(self, order: BuildOrder, variables: Mapping[str, str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "sgpu_magic.environment.build", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env={**os.environ, **variables, "UV_HTTP_RETRIES": "0"},
+        )
+        assert self.process.stdin is not None
+        self.process.stdin.write(encode(order))
+        self.process.stdin.close()
+        self.news: list[BuildMoved] = []
+
+    def wait(self) -> BuildReady | BuildRefused:
+        """Its last word; it has ended then."""
+        assert self.process.stdout is not None
+        last: BuildReady | BuildRefused | None = None
+        for line in self.process.stdout:
+            said = decode_news(line)
+            if isinstance(said, BuildMoved):
+                self.news.append(said)
+            else:
+                last = said
+        self.ended()
+        assert last is not None, "the builder ended without a word"
+        return last
+
+    def ended(self) -> int:
+        """Wait for its end, and for that of all that it started."""
+        status = self.process.wait(PATIENCE_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return status
+
+    def uv_pid(self) -> int:
+        """The pid of the uv that it waits for."""
+
+        def found() -> int | None:
+            table = process_table()
+            pids = below({self.process.pid}, table)
+            return next((pid for pid in pids if table[pid].command.split()[0].endswith("/uv")), None)
+
+        return int(eventually(found, 20, "a uv process"))
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Kill the builder alone; what it has started has to end by itself."""
+        family = below({self.process.pid}, process_table())
+        self.process.send_signal(number)
+        self.ended()
+        eventually(lambda: not [pid for pid in family if is_alive(pid)], 10, "what it has started goes on")

@@ -1,0 +1,257 @@
+"""Real runs on simulated devices that have prices: bills, cost limits, budgets, idle sessions."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from homes import Home
+from pool_client import PoolClient
+from waiting import eventually
+
+from sgpu_magic.commands.ledger_file import recent_runs
+from sgpu_magic.config import load_settings
+from sgpu_magic.errors import CapacityError, SgpuError, UsageError
+from sgpu_magic.protocol.events import AttemptFailed, Noted, Placed
+from sgpu_magic.protocol.messages import RunSummary
+from sgpu_magic.protocol.states import FailureKind, RunState
+
+# a device and second for 0.01
+PRICES = "a10=36,cpu=3.6"
+SLEEP = "import time\ntime.sleep({})"
+# says when it is asked to end, and takes its time
+HANDLES_TERM = """
+import signal, sys, time
+def end(*_):
+    print("TERM", flush=True)
+    time.sleep(0.4)
+    print("saved", flush=True)
+    sys.exit(3)
+signal.signal(signal.SIGTERM, end)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+VARIABLES = {"SGPU_SIMULATE": "a10:4,t4:2", "SGPU_PRICES": PRICES}
+
+
+def warm_client(home: Home) -> PoolClient:
+    """What is measured below are not a cold machine's imports."""
+    client = PoolClient(home)
+    client.begin("1", ranks=1, device_type="t4").ended()
+    return client
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[PoolClient]:
+    """A pool with prices."""
+    home = Home(VARIABLES)
+    made = warm_client(home)
+    yield made
+    made.close()
+    home.close()
+
+
+@pytest.fixture
+def clients(new_home: Callable[..., Home]) -> Iterator[Callable[..., PoolClient]]:
+    """Makes pools with prices and more: `clients(SGPU_BUDGET="1")`."""
+    made: list[PoolClient] = []
+
+    def make(**variables: str) -> PoolClient:
+        made.append(warm_client(new_home(VARIABLES | variables)))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def row(client: PoolClient, run_id: str) -> RunSummary:
+    """The run's row, read beside the pool."""
+    return next(run for run in recent_runs(load_settings(client.home.environ), None) if run.run_id == run_id)
+
+
+def final_row(client: PoolClient, run_id: str) -> RunSummary:
+    eventually(lambda: row(client, run_id).ended_at is not None, 10, "the ledger does not hear of the end")
+    return row(client, run_id)
+
+
+def times(run: RunSummary) -> tuple[float, float, float]:
+    """When its meter began, when its ranks were there, when it ended."""
+    assert run.metered_at
+    assert run.started_at
+    assert run.ended_at
+    return run.metered_at, run.started_at, run.ended_at
+
+
+def notes(run: object) -> list[str]:
+    return [event.text for event in run.events if isinstance(event, Noted)]  # pyright: ignore
+
+
+def test_a_run_is_billed_whole_seconds_of_its_devices(client: PoolClient) -> None:
+    run = client.begin(SLEEP.format(1.2), ranks=3, device_type="a10")
+    ended = run.ended()
+    placed: Placed = run.wait_for(Placed)
+    assert (placed.hourly, placed.currency) == (108.0, "USD")
+    seconds = (ended.gpu_s or 0) / 3
+    assert seconds in (2.0, 3.0)
+    assert (ended.cost, ended.currency) == (pytest.approx(seconds * 0.03), "USD")
+    found = final_row(client, run.run_id)
+    assert (found.gpu_s, found.cost, found.currency, found.hourly) == (ended.gpu_s, ended.cost, "USD", 108.0)
+    assert found.user == run.run.spec.owner.user != ""
+    metered_at, started_at, ended_at = times(found)
+    assert found.submitted_at <= metered_at <= started_at <= ended_at - 1.2
+    assert seconds == -(-(ended_at - metered_at) // 1)
+    # no price: seconds and no cost; CPU slots have a price here
+    other = client.begin("1", ranks=1, device_type="t4").ended()
+    assert (other.gpu_s, other.cost, other.currency) == (1.0, None, "")
+    on_cpu = client.begin("1", ranks=2, device_type="cpu").ended()
+    assert (on_cpu.gpu_s, on_cpu.cost) == (2.0, pytest.approx(0.002))
+
+
+def test_without_prices_nothing_is_said_of_money(clients: Callable[..., PoolClient]) -> None:
+    client = clients(SGPU_PRICES="")
+    run = client.begin("1", ranks=2, device_type="cpu")
+    ended = run.ended()
+    placed: Placed = run.wait_for(Placed)
+    assert (placed.hourly, placed.currency) == (None, "")
+    assert (ended.gpu_s, ended.cost, ended.currency) == (None, None, "")
+    assert client.begin("1", ranks=2, device_type="a10").ended().gpu_s == 2.0
+    with pytest.raises(UsageError, match="has no price for a10 \\(it has one for nothing\\)"):
+        client.begin("1", ranks=1, device_type="a10", max_cost=1.0)
+
+
+def test_a_cost_limit_warns_and_stops_with_term_and_grace(client: PoolClient) -> None:
+    # two cents a second: a second and a half
+    run = client.begin(HANDLES_TERM, ranks=2, device_type="a10", max_cost=0.03, grace_s=3.0)
+    ended = run.ended()
+    assert notes(run) == ["80 % of its cost limit of $0.03 is used (--max-cost 0.03): it is stopped in 0 s"]
+    assert ended.state is RunState.TIMED_OUT
+    assert ended.failure is not None
+    assert ended.failure.kind is FailureKind.TIMEOUT
+    assert ended.failure.message.startswith(
+        "its cost limit of $0.03 is reached (--max-cost 0.03): 2 a10 (simulated) at $72.00 an hour cost $0.04 in 2 s."
+    )
+    assert "Raise --max-cost" in ended.failure.message
+    assert {rank: text.split() for rank, text in run.printed.items()} == {
+        rank: ["ready", "TERM", "saved"] for rank in (0, 1)
+    }
+    # the grace is on the meter as well
+    assert 0.04 <= (ended.cost or 0) <= 0.1
+    assert row(client, run.run_id).state is RunState.TIMED_OUT
+
+
+def test_a_cost_limit_that_is_not_reached_changes_nothing(client: PoolClient) -> None:
+    run = client.begin("6 * 7", ranks=2, device_type="a10", max_cost=5.0)
+    assert run.ended().state is RunState.SUCCEEDED
+    assert notes(run) == []
+    assert run.values == [42, 42]
+
+
+def test_attempts_are_one_bill(client: PoolClient) -> None:
+    flag = str(client.home.work / "again")
+    body = f"import os, signal, time\nif not os.path.exists({flag!r}):\n    open({flag!r}, 'w').close()\n"
+    body += "    time.sleep(1.1)\n    os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(0.2)"
+    run = client.begin(body, ranks=1, device_type="a10", retries=1)
+    ended = run.ended()
+    run.wait_for(AttemptFailed)
+    assert ended.state is RunState.SUCCEEDED
+    found = final_row(client, run.run_id)
+    metered_at, started_at, ended_at = times(found)
+    assert started_at - metered_at > 1.1
+    assert ended.gpu_s == -(-(ended_at - metered_at) // 1)
+
+
+def test_a_session_pays_for_its_cells_and_its_idle_time_is_told_apart(client: PoolClient) -> None:
+    session = client.connect(2, device_type="a10")
+    cells = [session.do(SLEEP.format(0.6)), session.do("1", fresh=True)]
+    for cell in cells:
+        placed: Placed = cell.wait_for(Placed)
+        assert placed.hourly == 72.0
+        assert (cell.ended().gpu_s, cell.ended().cost) == (None, None)
+    time_left = time.monotonic() + 1.5
+    eventually(lambda: time.monotonic() > time_left, 5, "time stands still")
+    ended = session.end()
+    found = final_row(client, session.run_id)
+    rows = [final_row(client, cell.run_id) for cell in cells]
+    assert [(each.cost, each.gpu_s, each.metered_at, each.hourly) for each in rows] == [(None,) * 4] * 2
+    metered_at, started_at, ended_at = times(found)
+    ran = sum((each.ended_at or 0) - (each.started_at or 0) for each in rows)
+    assert 0.6 <= ran < 5
+    assert found.idle_s == pytest.approx(ended_at - started_at - ran, abs=0.01)
+    assert (found.idle_s or 0) > 1.4
+    seconds = -(-(ended_at - metered_at) // 1)
+    assert (ended.gpu_s, ended.cost) == (2 * seconds, pytest.approx(0.02 * seconds))
+
+
+def test_a_sessions_cost_limit_ends_it_with_what_runs_in_it(client: PoolClient) -> None:
+    session = client.connect(1, device_type="a10", max_cost=0.015)
+    cell = session.begin(SLEEP.format(30))
+    ended = session.run.ended()
+    assert ended.state is RunState.TIMED_OUT
+    assert ended.failure is not None
+    assert ended.failure.message.startswith("its cost limit of $0.015 is reached (--max-cost 0.015): 1 a10 (sim")
+    assert cell.ended().state is RunState.CANCELLED
+    assert "cost limit" in cell.ended().reason
+    with pytest.raises(UsageError, match="costs nothing of its own"):
+        session.begin("1", max_cost=3.0)
+
+
+def test_a_budget_is_kept_across_runs_and_services(clients: Callable[..., PoolClient]) -> None:
+    client = clients(SGPU_BUDGET="0.08", SGPU_BUDGET_DAYS="2", SGPU_ADOPT_TIMEOUT_S="20")
+    first = client.begin(SLEEP.format(0.5), ranks=4, device_type="a10").ended()
+    assert first.cost == pytest.approx(0.04)
+    status = client.pool.status()
+    assert status is not None
+    assert status.budget is not None
+    assert (status.budget.limit, status.budget.days, status.budget.currency) == (0.08, 2.0, "USD")
+    assert status.budget.spent == pytest.approx(0.04)
+    # its successor reads what was spent, and takes the run with its meter over
+    run = client.begin(SLEEP.format(60), ranks=1, device_type="a10", grace_s=0.1)
+    run.wait_for(Placed)
+    eventually(lambda: row(client, run.run_id).started_at is not None, 10)
+    began = row(client, run.run_id).metered_at
+    os.kill(client.home.pool_pid() or 0, signal.SIGKILL)
+    ended = run.ended()
+    assert row(client, run.run_id).metered_at == began
+    assert ended.state is RunState.TIMED_OUT
+    assert ended.failure is not None
+    assert ended.failure.message.startswith("the pool's budget of $0.08 in 2 d is used up: its runs have cost $0.08")
+    assert any(text.startswith("80 % of the pool's budget of $0.08 in 2 d is used") for text in notes(run))
+    assert 0.04 <= (ended.cost or 0) <= 0.09
+    with pytest.raises(CapacityError) as refused:
+        client.begin("1", ranks=1, device_type="a10")
+    assert "the pool's budget of $0.08 in 2 d is used up: the pool's runs have cost $0." in refused.value.message
+    assert "There is room again in 1 d 23 h" in refused.value.message or "in 2 d" in refused.value.message
+    # what has no price is not limited
+    assert client.begin("1", ranks=1, device_type="t4").ended().state is RunState.SUCCEEDED
+
+
+def test_a_run_that_was_lost_with_everything_is_billed_for_as_long_as_it_was_heard_of(
+    clients: Callable[..., PoolClient],
+) -> None:
+    client = clients()
+    run = client.begin(SLEEP.format(60), ranks=2, device_type="a10", detach=True)
+    run.wait_for(Placed)
+    eventually(lambda: row(client, run.run_id).started_at is not None, 10)
+    pids = [client.home.pool_pid() or 0, *client.home.agent_pids()]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    looked_at: list[object] = []
+
+    def successor() -> bool:
+        with contextlib.suppress(SgpuError):
+            looked_at.append(client.pool.status())
+        return any(looked_at)
+
+    eventually(successor, 20, "no pool takes its place")
+    found = final_row(client, run.run_id)
+    assert found.state is RunState.FAILED
+    gpu_s = found.gpu_s or 0
+    assert 2 <= gpu_s <= 20
+    assert found.cost == pytest.approx(gpu_s * 0.01)

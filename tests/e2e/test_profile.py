@@ -1,0 +1,88 @@
+"""`--profile`: a trace of torch's profiler for each rank, whatever becomes of the cell."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from typing import Any
+
+from kernels import Kernel, eventually
+
+# a rank that is stopped before its cell has begun leaves none: they meet first
+WORK = "import torch\nfor _ in range(20):\n    torch.ones(64, 64) @ torch.ones(64, 64)\ntorch.distributed.barrier()\n"
+
+
+def traces(kernel: Kernel, run_id: str) -> dict[str, set[str]]:
+    """The names of what each trace in the run's directory has."""
+    found: dict[str, set[str]] = {}
+    for path in sorted((kernel.home.run_dir(run_id) / "profile").glob("*.gz")):
+        events: list[dict[str, Any]] = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        found[path.name] = {event.get("name", "") for event in events}
+    return found
+
+
+def check(kernel: Kernel, ranks: int = 2) -> None:
+    run_id = kernel.home.runs[-1]
+    # the error is shown at once, and other ranks may still write theirs
+    there = lambda: len(list((kernel.home.run_dir(run_id) / "profile").glob("*.gz"))) == ranks  # noqa: E731
+    eventually(there, 20, f"{ranks} traces of run {run_id}")
+    found = traces(kernel, run_id)
+    assert list(found) == [f"rank-{rank}.pt.trace.json.gz" for rank in range(ranks)]
+    assert all("aten::matmul" in names for names in found.values())
+
+
+def test_each_rank_leaves_a_trace_and_the_view_says_where(kernel: Kernel):
+    reply = kernel.check(f"%%distributed -n 2 --profile\n{WORK}")
+    check(kernel)
+    directory = kernel.home.run_dir(kernel.home.runs[-1])
+    assert reply.text.count(f"{directory}/profile") == 1
+    # nothing of the profiler's own words
+    assert reply.lines(0) == reply.lines(1) == []
+    # no more than it was asked for
+    kernel.check(f"%%distributed -n 2\n{WORK}")
+    assert not (kernel.home.run_dir(kernel.home.runs[-1]) / "profile").exists()
+
+
+def test_a_cell_that_fails_leaves_its_trace(kernel: Kernel):
+    reply = kernel.run(f"%%distributed -n 2 --profile\n{WORK}1 / 0")
+    assert reply.ename == "ZeroDivisionError"
+    check(kernel)
+
+
+def test_a_cell_that_is_interrupted_leaves_its_trace(kernel: Kernel):
+    cell = kernel.start(f"%%distributed -n 2 --profile\n{WORK}print('there', flush=True)\nimport time\ntime.sleep(60)")
+    cell.until_shown("[1] there")
+    kernel.interrupt()
+    reply = cell.wait()
+    assert reply.ename == "RunCancelled"
+    check(kernel)
+
+
+def test_cells_of_a_session_leave_theirs(kernel: Kernel):
+    kernel.check("%sgpu_connect -n 2", 90)
+    try:
+        kernel.check(f"%%distributed --profile\n{WORK}")
+        check(kernel)
+        kernel.check(f"%%distributed --profile\n{WORK}")
+        check(kernel)
+    finally:
+        kernel.check("%sgpu_disconnect")
+
+
+def test_a_long_cell_is_traced_at_its_beginning(kernel: Kernel):
+    body = (
+        "from sgpu_magic.worker import profiling\n"
+        # the cell before sets what counts in the next one, of the same ranks
+        "profiling.LONGEST_S = 0.5"
+    )
+    kernel.check("%sgpu_connect -n 2", 90)
+    try:
+        kernel.check(f"%%distributed\n{body}")
+        late = "import time\nend = time.monotonic() + 2\nwhile time.monotonic() < end:\n    pass\n"
+        late += "torch.cumsum(torch.ones(9), 0)"
+        reply = kernel.check(f"%%distributed --profile\n{WORK}{late}")
+        check(kernel)
+        assert all("aten::cumsum" not in names for names in traces(kernel, kernel.home.runs[-1]).values())
+        assert "what the cell did later is not in them" in reply.text
+    finally:
+        kernel.check("%sgpu_disconnect")

@@ -1,0 +1,272 @@
+"""MLflow in the code of cells: one MLflow run for each run, whatever its ranks do, in the place the notebook names."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import Any
+
+import pytest
+from kernels import Kernel, Reply, eventually
+
+HOME_VARIABLES = {"SGPU_TRACK": "on"}
+
+# what a notebook's reader would do, beside the notebook's own MLflow
+LOOK = """
+def look(run_id, uri=None):
+    import mlflow, sgpu_magic
+    client = mlflow.MlflowClient(uri or sgpu_magic.tracking_uri())
+    run = client.get_run(run_id)
+    experiment = client.get_experiment(run.info.experiment_id)
+    runs = client.search_runs([run.info.experiment_id], max_results=1000)
+    return {
+        "name": run.info.run_name,
+        "status": run.info.status,
+        "experiment": experiment.name,
+        "metrics": run.data.metrics,
+        "params": run.data.params,
+        "tags": run.data.tags,
+        "artifacts": [file.path for file in client.list_artifacts(run_id)],
+        "runs": [other.info.run_id for other in runs],
+    }
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def looker(home: Any) -> Any:
+    """A kernel that has MLflow, beside those of the tests, which mostly have not."""
+    made = Kernel(home, load=False)
+    made.check(LOOK)
+    # a new store takes longer than a rank waits, where everybody wants the processor
+    made.check("import sgpu_magic\nsgpu_magic.tracking_uri()", 120)
+    yield made
+    made.close()
+
+
+def run_id_of(kernel: Kernel, name: str = "r") -> str:
+    """The MLflow run's id of a result, once it has one."""
+    found = ""
+
+    def there() -> bool:
+        nonlocal found
+        found = kernel.value(f"{name}.mlflow_run_id")
+        return bool(found)
+
+    eventually(there, 60, "the run's MLflow id")
+    return found
+
+
+def settled(looker: Kernel, run_id: str, uri: str = "") -> dict[str, Any]:
+    """What MLflow has of the run when it is over there."""
+    found: dict[str, Any] = {}
+
+    def over() -> bool:
+        found.update(looker.value(f"look({run_id!r}, {uri!r})"))
+        return found["status"] != "RUNNING" and "run.json" in found["artifacts"]
+
+    eventually(over, 60, lambda: f"the end of MLflow run {run_id}: {found}")
+    return found
+
+
+def run(kernel: Kernel, body: str, line: str = "%%distributed -n 2", timeout_s: float = 90) -> Reply:
+    reply = kernel.check(f"{line}\n{body}", timeout_s)
+    kernel.check("r = _ if type(_).__name__ == 'RunResult' else None")
+    return reply
+
+
+# ---------------------------------------------------------------- a cell
+
+
+def test_what_ranks_log_is_in_the_one_run_of_the_cell(kernel: Kernel, looker: Kernel):
+    body = """
+import mlflow
+for step in range(200):
+    mlflow.log_metric(f"loss/{rank}", step, step=step)
+with mlflow.start_run(run_name="night", tags={"team": "x"}) as active:
+    mlflow.log_param("lr", 0.1)
+    mlflow.log_text(f"from {rank}", f"notes/{rank}.txt")
+print(active.info.run_id, mlflow.get_tracking_uri())
+"""
+    reply = run(kernel, body)
+    run_id = run_id_of(kernel)
+    assert [lines[0].split()[0] for lines in (reply.lines(0), reply.lines(1))] == [run_id, run_id]
+    found = settled(looker, run_id)
+    assert found["status"] == "FINISHED"
+    assert (found["name"], found["experiment"]) == ("night", "notebook")
+    assert found["metrics"]["loss/0"] == found["metrics"]["loss/1"] == 199.0
+    assert found["params"]["lr"] == "0.1"
+    assert found["tags"]["team"] == "x"
+    assert "notes" in found["artifacts"]
+    history = f"len(mlflow.MlflowClient(sgpu_magic.tracking_uri()).get_metric_history({run_id!r}, 'loss/1'))"
+    looker.check("import mlflow, sgpu_magic")
+    assert looker.value(history) == 200
+    assert len(found["runs"]) == len(set(found["runs"]))
+    # both ranks have started one, and there is one
+    assert found["runs"].count(run_id) == 1
+
+
+def test_a_cell_that_fails_keeps_what_it_has_logged(kernel: Kernel, looker: Kernel):
+    reply = kernel.run("%%distributed -n 2\nimport mlflow\nmlflow.log_metric('last', rank)\n1 / 0")
+    assert reply.ename == "ZeroDivisionError"
+    assert kernel.value("'mlflow' in __import__('sys').modules") is False
+    run_id = ""
+
+    def there() -> bool:
+        nonlocal run_id
+        path = kernel.home.run_dir(kernel.home.runs[-1]) / "tracking.json"
+        run_id = json.loads(path.read_text()).get("mlflow_run_id", "") if path.exists() else ""
+        return bool(run_id)
+
+    eventually(there, 60, "the failed run's MLflow id")
+    found = settled(looker, run_id)
+    assert found["status"] == "FAILED"
+    assert "last" in found["metrics"]
+
+
+def test_workers_of_a_data_loader_log_to_the_run(kernel: Kernel, looker: Kernel):
+    body = """
+import mlflow, torch
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        mlflow.log_metric(f"read/{rank}", index, step=index)
+        return index
+mlflow.log_metric("begun", 1)
+sum(int(batch.sum()) for batch in torch.utils.data.DataLoader(Data(), batch_size=2, num_workers=2))
+"""
+    run(kernel, body)
+    assert kernel.value("r.values") == [28, 28]
+    found = settled(looker, run_id_of(kernel))
+    assert {"read/0", "read/1", "begun"} <= set(found["metrics"])
+
+
+def test_no_track_leaves_mlflow_alone(kernel: Kernel):
+    run(
+        kernel,
+        "import mlflow, os\n(mlflow.active_run(), os.environ.get('MLFLOW_TRACKING_URI'))",
+        "%%distributed --no-track",
+    )
+    assert kernel.value("r.values") == [[None, None]] * 2
+    assert kernel.value("r.mlflow_run_id") == ""
+    assert not (kernel.home.run_dir(kernel.value("r.run_id")) / "tracking.json").exists()
+
+
+def test_the_state_of_the_repository_is_told(kernel: Kernel, looker: Kernel):
+    work = kernel.home.work / "repository"
+    work.mkdir()
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e"]
+    for command in (["init", "-b", "main"], ["commit", "--allow-empty", "-m", "one"]):
+        subprocess.run([*git, *command], cwd=work, check=True, capture_output=True, timeout=20)
+    origin = "https://somebody:token-of-mine@example.org/repository.git"
+    subprocess.run([*git, "remote", "add", "origin", origin], cwd=work, check=True, timeout=20)
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=work, check=True, capture_output=True, text=True, timeout=20
+    )
+    (work / "new.txt").write_text("changed")
+    kernel.check(f"%cd -q {work}")
+    try:
+        # long enough for git to answer before it is over
+        run(kernel, "import time\ntime.sleep(1)")
+    finally:
+        kernel.check(f"%cd -q {kernel.home.work}")
+    tags = settled(looker, run_id_of(kernel))["tags"]
+    assert tags["mlflow.source.git.commit"] == commit.stdout.strip()
+    assert tags["mlflow.source.git.branch"] == "main"
+    assert tags["mlflow.source.git.dirty"] == "true"
+    assert tags["mlflow.source.git.repoURL"].endswith("@example.org/repository.git")
+    assert "token-of-mine" not in tags["mlflow.source.git.repoURL"]
+
+
+# ---------------------------------------------------------------- a session
+
+
+def test_each_cell_of_a_session_is_a_run_below_the_sessions(kernel: Kernel, looker: Kernel):
+    kernel.check("%sgpu_connect -n 2 --name trial", 90)
+    try:
+        cells: list[str] = []
+        for number in (1, 2):
+            run(
+                kernel,
+                f"import mlflow\nmlflow.log_metric('n', {number})\nmlflow.active_run().info.run_id",
+                "%%distributed",
+            )
+            cells.append(run_id_of(kernel))
+            assert kernel.value("r.values") == [cells[-1]] * 2
+        assert cells[0] != cells[1]
+        found = [settled(looker, run_id) for run_id in cells]
+        assert [one["metrics"]["n"] for one in found] == [1.0, 2.0]
+        parents = {one["tags"]["mlflow.parentRunId"] for one in found}
+        assert len(parents) == 1
+        run(kernel, "mlflow.log_metric('n', 3)\nmlflow.active_run()", "%%distributed --no-track")
+        assert kernel.value("r.mlflow_run_id") == ""
+    finally:
+        kernel.check("%sgpu_disconnect")
+    assert settled(looker, parents.pop())["name"] == "session trial"
+
+
+# ---------------------------------------------------------------- the notebook's own place
+
+
+def test_the_notebooks_own_mlflow_says_where(home: Any, new_kernel: Any, looker: Kernel):
+    kernel = new_kernel()
+    kernel.check("import mlflow\nmlflow.set_tracking_uri('sqlite:///mine.db')\nmlflow.set_experiment('mine')", 120)
+    uri = f"sqlite:///{home.work}/mine.db"
+    with_parent = "with mlflow.start_run(run_name='sweep') as sweep:\n    result = train.distributed(2)\n"
+    kernel.check(
+        "from sgpu_magic import distributed\n"
+        "@distributed(gpus=2)\n"
+        "def train(lr):\n"
+        "    import mlflow\n"
+        "    mlflow.log_metric('lr', lr)\n"
+        "    mlflow.set_tracking_uri('sqlite:///mine.db')\n"
+        "    mlflow.set_experiment('mine')\n"
+        "    return mlflow.active_run().info.run_id\n"
+    )
+    kernel.check(with_parent, 120)
+    first, second = kernel.value("list(result)")
+    assert first == second
+    found = settled(looker, first, uri)
+    assert found["experiment"] == "mine"
+    assert found["tags"]["mlflow.parentRunId"] == kernel.value("sweep.info.run_id")
+    assert found["metrics"]["lr"] == 2.0
+    # what says nothing new changes nothing, and is not remarked on
+    assert set(found["runs"]) == {first, kernel.value("sweep.info.run_id")}
+
+
+def test_variables_say_where(home: Any, new_kernel: Any, looker: Kernel):
+    uri = f"sqlite:///{home.work}/mine.db"
+    kernel = new_kernel(variables={"MLFLOW_TRACKING_URI": uri, "MLFLOW_EXPERIMENT_NAME": "by-variable"})
+    run(kernel, "import mlflow\nmlflow.active_run().info.run_id")
+    run_id = run_id_of(kernel)
+    assert kernel.value("r.values") == [run_id] * 2
+    assert settled(looker, run_id, uri)["experiment"] == "by-variable"
+
+
+# ---------------------------------------------------------------- trouble
+
+
+@pytest.fixture
+def without_server(new_home: Any) -> Any:
+    """A kernel whose MLflow server is dead; the writer that waits for it is no other test's."""
+    made = Kernel(new_home(HOME_VARIABLES | {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}))
+    yield made
+    made.close()
+
+
+def test_a_dead_server_is_told_once_and_stops_nothing(without_server: Kernel):
+    kernel = without_server
+    body = """
+import mlflow
+with mlflow.start_run() as active:
+    for step in range(50):
+        mlflow.log_metric("loss", step, step=step)
+    mlflow.log_text("kept", "note.txt")
+print("done", len(active.info.run_id))
+"""
+    reply = run(kernel, body, "%%distributed -n 2")
+    assert reply.lines(0)[-1] == reply.lines(1)[-1] == "done 32"
+    assert reply.seconds < 60
+    assert reply.text.count("sgpu sync") >= 1
+    directory = kernel.home.run_dir(kernel.value("r.run_id"))
+    assert (directory / "artifacts" / "note.txt").read_text() == "kept"

@@ -1,0 +1,154 @@
+"""Sessions under the faults that runs survive: who is killed, what goes on, what is said, and that nothing is left."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+from kernels import Cell, Home, Kernel, eventually
+from strikes import all_gone, command, kill, pid_of, ranks_of
+
+HOME_VARIABLES = {"SGPU_ADOPT_TIMEOUT_S": "8", "SGPU_GRACE_S": "1"}
+RANKS = 2
+_SOON_S = 15.0
+_numbers = itertools.count(1)
+TRAINING = """%%distributed
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+model = DistributedDataParallel(torch.nn.Linear(2, 1))
+kept = rank + 1"""
+PROOF = """%%distributed
+model(torch.ones(1, 2)).sum().backward()
+print("kept", kept)"""
+WAITS = """%%distributed --name {name}
+import pathlib, time
+print("in", flush=True)
+while not pathlib.Path("go").exists():
+    time.sleep(0.02)
+print("out")"""
+
+
+class Connected:
+    """A notebook with a session in which something was trained.
+
+    Args:
+        kernel: The notebook's.
+        home: Its home.
+    """
+
+    def __init__(self, kernel: Kernel, home: Home) -> None:
+        self.kernel = kernel
+        self.home = home
+        (home.work / "go").unlink(missing_ok=True)
+        self.name = f"work-{next(_numbers)}"
+        kernel.check(f"%sgpu_connect --gpus {RANKS} --name {self.name} --ui none")
+        kernel.check(TRAINING)
+        self.run_id = home.run_named(self.name)
+        self.ranks = ranks_of(home, self.run_id)
+        assert len(self.ranks) == RANKS
+
+    def start_waiting(self) -> tuple[Cell, str]:
+        """Start a cell that waits until it may go on; return it and its run when both ranks are in it."""
+        name = f"waits-{next(_numbers)}"
+        cell = self.kernel.start(WAITS.format(name=name))
+        run_id = eventually(lambda: self.home.run_named(name), _SOON_S, "the cell's run")
+        for rank in range(RANKS):
+            eventually(lambda: "in" in self.home.log(run_id, rank), _SOON_S, "the cell's first line")  # noqa: B023
+        return cell, run_id
+
+    def goes_on(self) -> None:
+        """Its ranks are the same processes and have what they had."""
+        reply = self.kernel.check(PROOF)
+        assert [reply.lines(rank) for rank in range(RANKS)] == [["kept 1"], ["kept 2"]], reply.story
+
+    def is_lost(self) -> None:
+        """The next cell says so in one paragraph, and the one after it runs on ranks of its own."""
+        all_gone(self.ranks, _SOON_S)
+        reply = self.kernel.run("%%distributed\nprint(rank)")
+        assert (reply.status, reply.ename) == ("error", "SessionError"), reply.story
+        assert self.name in reply.evalue, reply.story
+        assert "%sgpu_connect" in reply.evalue, reply.story
+        own = self.kernel.check(f"%%distributed -n {RANKS}\nprint('own', rank)")
+        assert own.lines(1) == ["own 1"], own.story
+
+    def disconnect(self) -> None:
+        self.kernel.check("%sgpu_disconnect")
+        all_gone(self.ranks, _SOON_S)
+
+
+@pytest.fixture
+def connected(new_kernel: Callable[..., Kernel], home: Home) -> Iterator[Connected]:
+    made = Connected(new_kernel(), home)
+    yield made
+    (home.work / "go").touch()
+
+
+def test_a_killed_pool_service_costs_a_session_nothing(connected: Connected):
+    kill(pid_of(connected.home, "pool"))
+    connected.goes_on()
+    connected.disconnect()
+
+
+def test_a_cell_goes_on_while_the_pool_service_is_killed(connected: Connected):
+    cell, _ = connected.start_waiting()
+    kill(pid_of(connected.home, "pool"))
+    cell.until_shown("another one was started", _SOON_S)
+    (connected.home.work / "go").touch()
+    reply = cell.wait(_SOON_S)
+    assert reply.status == "ok", reply.story
+    assert reply.lines(0) == ["in", "out"]
+    connected.goes_on()
+    connected.disconnect()
+
+
+@pytest.mark.parametrize("role", ["agent", "zygote"])
+def test_who_holds_the_ranks_takes_the_session_along_and_the_next_cell_says_so(connected: Connected, role: str):
+    kill(pid_of(connected.home, role))
+    connected.is_lost()
+
+
+def test_pool_service_and_agent_killed_together_end_the_session(connected: Connected):
+    kill(pid_of(connected.home, "pool"), pid_of(connected.home, "agent"))
+    connected.is_lost()
+
+
+def test_a_killed_agent_ends_the_cell_that_runs(connected: Connected):
+    cell, _ = connected.start_waiting()
+    kill(pid_of(connected.home, "agent"))
+    reply = cell.wait(_SOON_S)
+    assert (reply.status, reply.ename) == ("error", "NodeLost"), reply.story
+    connected.is_lost()
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "in a cell"])
+def test_a_killed_kernel_leaves_no_rank_and_no_lease(connected: Connected, busy: bool):
+    if busy:
+        connected.start_waiting()
+    connected.kernel.kill()
+    all_gone(connected.ranks, _SOON_S)
+    eventually(
+        lambda: connected.home.ledger()[connected.run_id].state == "cancelled",
+        _SOON_S,
+        lambda: str(connected.home.ledger()[connected.run_id]),
+    )
+
+
+def test_a_restarted_kernel_ends_its_session(connected: Connected):
+    connected.kernel.restart()
+    all_gone(connected.ranks, _SOON_S)
+    assert connected.home.ledger()[connected.run_id].state == "cancelled"
+
+
+def test_kernel_and_pool_service_killed_together_leave_nothing(connected: Connected):
+    pool = pid_of(connected.home, "pool")
+    connected.kernel.kill()
+    kill(pool)
+    # nobody is left who could want the session: the agent ends with it
+    all_gone(connected.ranks, _SOON_S)
+    eventually(lambda: not connected.home.agent_pids(), _SOON_S, "the agent's end")
+
+
+def test_the_pool_that_is_stopped_by_force_ends_the_session(connected: Connected):
+    command(connected.home, "pool", "stop", "--force")
+    connected.is_lost()

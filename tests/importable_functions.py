@@ -1,0 +1,55 @@
+"""Functions of a module that ranks can import, for tests: decorated ones stand here under their functions' names."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from sgpu_magic import distributed
+
+FACTOR = 3
+
+
+def logged(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator of the user's own."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        print("called", function.__name__)
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def times(x: int) -> int:
+    return x * FACTOR
+
+
+@distributed(gpus=2, ui="none")
+def decorated(x: int, rank: int) -> tuple[int, int]:
+    return helper(x), rank
+
+
+@distributed(gpus=4)
+def helper(x: int) -> int:
+    """Decorated too: on a rank it is the plain function."""
+    return times(x)
+
+
+@distributed(gpus=2, ui="none")
+@logged
+def twice_decorated(x: int, rank: int) -> int:
+    return x + rank
+
+
+class Model:
+    def __init__(self, scale: int) -> None:
+        self.scale = scale
+
+    def apply(self, x: int) -> int:
+        return self.scale * x
+
+    @distributed(gpus=2, ui="none")
+    def fit(self, x: int, rank: int) -> int:
+        return self.apply(x) + rank

@@ -1,0 +1,179 @@
+"""A real pool with real ranks, asked by this process as a kernel asks it, without a notebook."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from homes import Home
+from waiting import eventually
+
+from sgpu_magic.client.along import Along
+from sgpu_magic.client.interpreter import this_owner
+from sgpu_magic.client.link import PoolLost
+from sgpu_magic.client.pool import Pool, new_key
+from sgpu_magic.client.run import Run
+from sgpu_magic.config import load_settings
+from sgpu_magic.payload.pack import pack_namespace
+from sgpu_magic.protocol.devices import Placement
+from sgpu_magic.protocol.events import EventBody, OutputWritten, RanksStarted, RunEnded
+from sgpu_magic.protocol.ids import new_id
+from sgpu_magic.protocol.records import CellSource, OutputName, RunSpec
+from sgpu_magic.protocol.states import RunKind
+
+PATIENCE_S = 30.0
+
+
+class PoolClient:
+    """This process as a client of a home's pool; its variables are the home's until it is closed.
+
+    Args:
+        home: The pool's.
+    """
+
+    def __init__(self, home: Home) -> None:
+        self.home = home
+        # a pool that it starts has them from this process
+        self._variables = dict(os.environ)
+        _set_environ(home.environ)
+        self.pool = Pool(load_settings(home.environ))
+
+    def begin(
+        self,
+        body: str = "",
+        *,
+        ranks: int = 2,
+        names: Mapping[str, object] | None = None,
+        out: Sequence[str] = (),
+        **fields: Any,
+    ) -> ClientRun:
+        """Submit a run; `out` as in `--out`, `along` is what goes with it."""
+        key = new_key()
+        along = fields.pop("along", Along())
+        packed = pack_namespace(dict(names or {}), {}, key)
+        outputs = tuple(OutputName(name.removesuffix(":all"), name.endswith(":all")) for name in out)
+        spec = RunSpec(
+            run_id=new_id(),
+            name=fields.pop("name", "cell"),
+            cell=CellSource(body=body, execution_count=1),
+            placement=Placement(ranks=ranks, device_type=fields.pop("device_type", "any")),
+            outputs=outputs,
+            owner=fields.pop("owner", this_owner()),
+            timeout_s=fields.pop("timeout_s", 600.0),
+            **fields,
+        )
+        return ClientRun(self, self.pool.submit(spec, packed, key, dict(self.home.environ), along))
+
+    def connect(self, ranks: int = 2, **fields: Any) -> ClientSession:
+        """Begin a session and wait until its ranks are there."""
+        run = self.begin(ranks=ranks, kind=RunKind.SESSION, name=fields.pop("name", "work"), **fields)
+        run.wait_for(RanksStarted)
+        return ClientSession(self, run, ranks)
+
+    def find_again(self, run: Run) -> None:
+        """Go on with the pool's successor; the link may not have noticed the death yet."""
+
+        def found() -> bool:
+            try:
+                self.pool.find_again(run)
+            except PoolLost:
+                return False
+            return True
+
+        eventually(found, PATIENCE_S)
+
+    def close(self) -> None:
+        self.pool.close()
+        _set_environ(self._variables)
+
+
+def _set_environ(variables: Mapping[str, str]) -> None:
+    wanted = dict(variables)
+    os.environ.clear()
+    os.environ.update(wanted)
+
+
+class ClientRun:
+    """A run that was submitted, and what it has said.
+
+    Attributes:
+        events: What happened so far.
+    """
+
+    def __init__(self, client: PoolClient, run: Run) -> None:
+        self.run = run
+        self.run_id = run.run_id
+        self.events: list[EventBody] = []
+        self._client = client
+        self._frames: Sequence[bytes] = ()
+
+    def wait_for(self, kind: type[Any], count: int = 1) -> Any:
+        """Return its first (or `count`th) event of a kind."""
+        deadline = time.monotonic() + PATIENCE_S
+        while len(found := [event for event in self.events if isinstance(event, kind)]) < count:
+            left = deadline - time.monotonic()
+            assert left > 0, f"not within {PATIENCE_S:.0f} s: {kind.__name__} of {self.run_id}; {self.events}"
+            item = self.run.next_event(left)
+            if item is not None:
+                self.events.append(item[0].body)
+                if isinstance(item[0].body, RunEnded):
+                    self._frames = item[1]
+            elif self.run.link_lost:
+                self._client.find_again(self.run)
+        return found[count - 1]
+
+    def ended(self) -> RunEnded:
+        """Wait for its last word."""
+        ended: RunEnded = self.wait_for(RunEnded)
+        return ended
+
+    @property
+    def printed(self) -> dict[int, str]:
+        """What each rank has printed."""
+        texts: dict[int, str] = {}
+        for event in self.events:
+            if isinstance(event, OutputWritten):
+                texts[event.rank] = texts.get(event.rank, "") + event.text
+        return texts
+
+    @property
+    def values(self) -> list[object]:
+        """The last expression's value by rank."""
+        return [rank.value for rank in self.run.load_results(self.ended(), self._frames, {})]
+
+    def names(self) -> list[dict[str, object]]:
+        """The names of `out`, by rank."""
+        return [rank.names for rank in self.run.load_results(self.ended(), self._frames, {})]
+
+
+class ClientSession:
+    """A connected session.
+
+    Args:
+        client: Whose.
+        run: The session's own run.
+        ranks: Its world size.
+    """
+
+    def __init__(self, client: PoolClient, run: ClientRun, ranks: int) -> None:
+        self.client = client
+        self.run = run
+        self.run_id = run.run_id
+        self.ranks = ranks
+
+    def begin(self, body: str = "", **fields: Any) -> ClientRun:
+        """Submit a cell."""
+        return self.client.begin(body, ranks=fields.pop("ranks", self.ranks), session=self.run_id, **fields)
+
+    def do(self, body: str, **fields: Any) -> ClientRun:
+        """Run a cell to its end."""
+        run = self.begin(body, **fields)
+        run.ended()
+        return run
+
+    def end(self) -> RunEnded:
+        """Disconnect."""
+        self.run.run.cancel("%sgpu_disconnect")
+        return self.run.ended()

@@ -1,0 +1,65 @@
+"""Plays a story of `stories` in a kernel's live view, for tests of what a browser makes of it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import msgspec
+import stories
+
+from sgpu_magic.protocol.events import Event, OutputWritten
+from sgpu_magic.protocol.records import RunSpec
+from sgpu_magic.render.view import RunView
+from sgpu_magic.runs.workplace import workplace
+from sgpu_magic.widget.live_views import Buttons
+
+
+def told(name: str) -> tuple[RunSpec, list[Event]]:
+    """Return what the run of a story is, and its events as if the last of them were of this moment."""
+    events: list[Event] = []
+    apply = RunView.apply
+
+    def record(view: RunView, event: Event, *frames: object) -> None:
+        events.append(event)
+        apply(view, event)
+
+    with mock.patch.object(RunView, "apply", record):
+        run = stories.FORMS[name]()
+    now = time.time()
+    last = events[-1].at
+    return run.view.spec, [msgspec.structs.replace(event, at=event.at - last + now) for event in events]
+
+
+def play(name: str, go: Path, ended: str = "") -> None:
+    """Show a story until the file `go` is there, then its final form.
+
+    Args:
+        name: The story.
+        go: The file.
+        ended: A longer story of the same run whose further events come then; "" for none.
+    """
+    spec, events = told(name)
+    directory = Path.cwd() / f"log-{name}"
+    directory.mkdir(exist_ok=True)
+    view = RunView(spec, pool="team")
+    buttons = Buttons(directory, lambda: "it is being stopped", lambda: ["rank 0   is in train"])
+    publisher = workplace().live_views.publisher_for("widget", view, sys.stdout, buttons)
+
+    def apply(event: Event) -> None:
+        if isinstance(event.body, OutputWritten):
+            with open(directory / f"rank-{event.body.rank}.log", "a") as log:
+                log.write(event.body.text)
+        view.apply(event)
+        publisher.applied(event)
+
+    for event in events:
+        apply(event)
+    while not go.exists():
+        publisher.tick(time.monotonic())
+        time.sleep(0.05)
+    for event in told(ended)[1][len(events) :] if ended else ():
+        apply(event)
+    publisher.tick(time.monotonic(), final=True)

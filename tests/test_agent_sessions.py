@@ -1,0 +1,301 @@
+"""Sessions as a real agent has them, with real ranks and no pool: cells, failures, interrupts, dead ranks, the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+from agent_process import AgentProcess, AgentSession
+from process_table import below, is_alive, process_table
+from waiting import eventually
+
+from sgpu_magic.protocol.events import (
+    GroupRenewed,
+    Noted,
+    OutputWritten,
+    RanksRestarted,
+    RanksStarted,
+    RunEnded,
+    SessionMoved,
+)
+from sgpu_magic.protocol.questions import RankQuestion
+from sgpu_magic.protocol.states import FailureKind, RunState
+
+MODEL = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+model = DistributedDataParallel(torch.nn.Linear(4, 1, bias=False))
+part = dist.new_group([0, 1])
+steps = 0
+"""
+# every rank sees other data, so equal weights mean that gradients went round
+STEP = """
+loss = model(torch.full((1, 4), float(rank + 1))).sum()
+loss.backward()
+with torch.no_grad():
+    for p in model.parameters():
+        p -= 0.1 * p.grad
+        p.grad = None
+steps += 1
+count = torch.ones(1)
+dist.all_reduce(count, group=part)
+print(steps, int(count), round(float(sum(p.sum() for p in model.parameters())), 4))
+"""
+UNSTOPPABLE = """
+import time
+while rank == {rank}:
+    try:
+        print('on', flush=True)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print('no', flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def agent() -> Iterator[AgentProcess]:
+    made = AgentProcess()
+    yield made
+    made.close()
+    eventually(lambda: not is_alive(made.process.pid), what="the agent's end")
+
+
+@pytest.fixture
+def session(agent: AgentProcess) -> Iterator[AgentSession]:
+    made = agent.connect(2)
+    yield made
+    if made.run_id not in agent.gone:
+        agent.end_run(made.run_id, "the test is over")
+        agent.wait_until_gone(made.run_id)
+
+
+def trained(session: AgentSession) -> set[str]:
+    """Train a step; return what the ranks printed: one text when they agree."""
+    ended, printed = session.run(STEP)
+    assert ended.state is RunState.SUCCEEDED, ended
+    return set(printed.values())
+
+
+def test_what_a_cell_leaves_is_there_in_the_next(session: AgentSession):
+    session.run("x = rank * 10")
+    ended, printed = session.run("print(x, world_size)", names={"unused": 1})
+    assert ended.state is RunState.SUCCEEDED
+    assert printed == {0: "0 2\n", 1: "10 2\n"}
+
+
+def test_the_replay_of_a_cell_says_what_it_lacks(session: AgentSession):
+    run_id = session.begin("print(x)", names={"x": 1})
+    session.agent.wait_until_gone(run_id)
+    replay = session.agent.path / "state" / "runs" / run_id / "_air.py"
+    text = eventually(lambda: replay.is_file() and replay.read_text(), what="the cell's replay")
+    assert "what earlier cells had set on its ranks is not here" in text
+
+
+def test_a_cell_on_some_ranks_runs_on_these_alone(session: AgentSession):
+    ended, printed = session.run("here = True\nprint(rank)", only=(1,))
+    assert printed == {1: "1\n"}
+    assert [result.rank for result in ended.results] == [1]
+    assert session.run("print('here' in globals())")[1] == {0: "False\n", 1: "True\n"}
+
+
+def test_one_rank_raises_while_the_other_waits_for_it_and_everything_goes_on(session: AgentSession):
+    session.run(MODEL)
+    first = trained(session)
+    ended, _ = session.run("if rank == 1:\n    raise ValueError('NaN')\ndist.all_reduce(torch.ones(1))")
+    assert ended.state is RunState.FAILED
+    assert ended.failure is not None
+    assert (ended.failure.rank, ended.failure.message) == (1, "NaN")
+    renewed = session.agent.wait_for(session.run_id, GroupRenewed)
+    assert (renewed.reason, renewed.lost) == ("ranks were freed from a collective", "")
+    second = trained(session)
+    assert len(first) == len(second) == 1
+    assert next(iter(second)).startswith("2 2 ")
+
+
+def test_the_renewal_is_told_before_the_cells_last_word(session: AgentSession):
+    run_id = session.begin(
+        "import torch, torch.distributed as dist\nif rank == 0:\n    1 / 0\ndist.all_reduce(torch.ones(1))"
+    )
+    session.agent.wait_until_gone(run_id)
+    kinds = [type(event) for event in session.agent.events[run_id]]
+    assert kinds.index(GroupRenewed) < kinds.index(RunEnded)
+
+
+def test_the_same_error_on_every_rank_leaves_the_groups_alone(session: AgentSession):
+    ended, _ = session.run("undefined_name")
+    assert ended.state is RunState.FAILED
+    assert [e for e in session.agent.events[session.run_id] if isinstance(e, GroupRenewed)] == []
+
+
+def test_a_backward_pass_that_fails_alike_everywhere_leaves_the_model_usable(session: AgentSession):
+    session.run(
+        "import torch\nfrom torch.nn.parallel import DistributedDataParallel\n"
+        "model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))"
+    )
+    ended, _ = session.run(
+        "def fail(gradient):\n    raise ValueError('half way')\n"
+        "hook = model.module[0].weight.register_hook(fail)\nloss = model(torch.ones(1, 4)).sum()\nloss.backward()"
+    )
+    assert ended.failure is not None
+    assert "half way" in ended.failure.message
+    assert [e for e in session.agent.events[session.run_id] if isinstance(e, GroupRenewed)] == []
+    ended, printed = session.run(
+        "hook.remove()\nmodel.zero_grad()\n"
+        "for _ in range(2):\n    model(torch.ones(1, 4)).sum().backward()\nprint('trained')"
+    )
+    assert printed == {0: "trained\n", 1: "trained\n"}, ended
+
+
+def test_a_cell_that_ends_the_process_group_gets_it_back(session: AgentSession):
+    ended, _ = session.run("import torch.distributed as dist\ndist.destroy_process_group()")
+    assert ended.state is RunState.SUCCEEDED
+    _, printed = session.run("import torch\nx = torch.ones(1)\ndist.all_reduce(x)\nprint(int(x))")
+    assert printed == {0: "2\n", 1: "2\n"}
+
+
+def test_an_interrupt_of_a_barrier_keeps_the_variables_and_the_model(session: AgentSession):
+    session.run(MODEL)
+    trained(session)
+    run_id = session.begin("import time\nprint('in', flush=True)\ntime.sleep(60) if rank == 0 else dist.barrier()")
+    session.agent.wait_for(run_id, OutputWritten, 2)
+    session.agent.end_run(run_id)
+    ended = session.agent.wait_for(run_id, RunEnded)
+    session.agent.wait_until_gone(run_id)
+    assert ended.state is RunState.CANCELLED
+    assert ended.unstopped == ()
+    assert next(iter(trained(session))).startswith("2 2 ")
+
+
+def test_a_rank_that_does_not_stop_is_named_and_killed_on_demand(session: AgentSession):
+    agent = session.agent
+    run_id = session.begin(UNSTOPPABLE.format(rank=1))
+    agent.wait_for(run_id, OutputWritten)
+    agent.end_run(run_id)
+    assert agent.wait_for(run_id, RunEnded).unstopped == (1,)
+    assert run_id not in agent.gone
+    agent.kill_ranks(run_id)
+    agent.wait_until_gone(run_id)
+    refused, _ = session.run("print(rank)")
+    assert refused.failure is not None
+    assert refused.failure.kind is FailureKind.SESSION
+    assert "%sgpu_restart --rank 1" in refused.failure.message
+    assert session.run("print(rank)", only=(0,))[1] == {0: "0\n"}
+
+
+def test_a_dead_rank_is_replaced_and_the_others_keep_what_they_have(session: AgentSession):
+    agent = session.agent
+    session.run("import torch, torch.distributed as dist\nkept = rank + 1\npart = dist.new_group([0, 1])")
+    pids = agent.wait_for(session.run_id, RanksStarted).pids
+    os.kill(pids[1], signal.SIGKILL)
+    assert "rank 1 of 2" in agent.wait_for(session.run_id, Noted).text
+    assert agent.wait_for(session.run_id, SessionMoved).dead == (1,)
+    assert agent.restart(session.run_id, (1,)) == ""
+    restarted = agent.wait_for(session.run_id, RanksRestarted)
+    assert restarted.ranks == (1,)
+    assert restarted.pids[0] not in pids
+    _, printed = session.run(
+        "import torch, torch.distributed as dist\n"
+        "x = torch.ones(1)\ndist.all_reduce(x)\nprint(int(x), globals().get('kept'))"
+    )
+    assert printed == {0: "2 1\n", 1: "2 None\n"}
+
+
+def test_a_rank_that_dies_in_a_cell_fails_it_and_not_the_session(session: AgentSession):
+    session.run("kept = 1")
+    ended, _ = session.run("import os\nif rank == 0:\n    os._exit(3)\nimport time\ntime.sleep(60)")
+    assert ended.state is RunState.FAILED
+    assert ended.failure is not None
+    assert ended.failure.kind is FailureKind.WORKER_DIED
+    assert session.agent.restart(session.run_id, (0,)) == ""
+    assert session.run("print(globals().get('kept'))")[1] == {0: "None\n", 1: "1\n"}
+
+
+def test_all_ranks_are_replaced_when_none_is_named(session: AgentSession):
+    session.run("x = 1")
+    assert session.agent.restart(session.run_id, ()) == ""
+    body = (
+        "import torch, torch.distributed as dist\n"
+        "y = torch.ones(1)\ndist.all_reduce(y)\nprint(int(y), 'x' in globals())"
+    )
+    assert session.run(body)[1] == {0: "2 False\n", 1: "2 False\n"}
+
+
+def test_a_stuck_rank_is_replaced_too(session: AgentSession):
+    agent = session.agent
+    run_id = session.begin(UNSTOPPABLE.format(rank=0))
+    agent.wait_for(run_id, OutputWritten)
+    agent.end_run(run_id)
+    agent.wait_for(run_id, RunEnded)
+    assert agent.restart(session.run_id, (0,)) == ""
+    assert session.run("print(rank)")[1] == {0: "0\n", 1: "1\n"}
+
+
+def test_what_is_printed_between_cells_is_the_sessions_and_not_the_next_cells(session: AgentSession):
+    agent = session.agent
+    fifo = agent.path / "fifo"
+    os.mkfifo(fifo)
+    session.run(
+        "import threading\n"
+        "def late():\n    with open(path) as file:\n        print('late', file.read(), flush=True)\n"
+        "threading.Thread(target=late).start()",
+        only=(0,),
+        names={"path": str(fifo)},
+    )
+    fifo.write_text("word")
+    assert agent.wait_for(session.run_id, OutputWritten).text == "late word\n"
+    assert session.run("print('mine')", only=(0,))[1] == {0: "mine\n"}
+    assert agent.printed(session.run_id) == {0: "late word\n"}
+    assert (agent.path / "state" / "runs" / session.run_id / "rank-0.log").read_text() == "late word\n"
+
+
+def test_questions_go_to_idle_ranks_only(session: AgentSession):
+    agent = session.agent
+    session.run("value = 41")
+    answer = agent.ask(session.run_id, RankQuestion(rank=0, what="complete", code="val", cursor=3))
+    assert "value" in [match.text for match in answer.matches]
+    run_id = session.begin("import time\nprint('in', flush=True)\ntime.sleep(60)")
+    agent.wait_for(run_id, OutputWritten)
+    assert "busy" in agent.ask(session.run_id, RankQuestion(rank=0, what="names")).problem
+    agent.end_run(run_id)
+    agent.wait_until_gone(run_id)
+
+
+def test_a_fresh_run_beside_the_ranks_sees_nothing_of_them(session: AgentSession):
+    agent = session.agent
+    session.run("x = 1")
+    busy = session.begin("import time\nprint('in', flush=True)\ntime.sleep(60)")
+    agent.wait_for(busy, OutputWritten)
+    _, printed = session.run("print('x' in globals())", fresh=True)
+    assert printed == {0: "False\n", 1: "False\n"}
+    agent.end_run(busy)
+    agent.wait_until_gone(busy)
+
+
+def test_the_end_takes_cells_and_fresh_runs_along_and_leaves_no_process(agent: AgentProcess):
+    session = agent.connect(2)
+    cell = session.begin(
+        "import time, subprocess\nsubprocess.Popen(['sleep', '99'])\nprint('in', flush=True)\ntime.sleep(60)"
+    )
+    fresh = session.begin("import time\nprint('in', flush=True)\ntime.sleep(60)", fresh=True)
+    agent.wait_for(cell, OutputWritten)
+    agent.wait_for(fresh, OutputWritten)
+    pids = [*agent.wait_for(session.run_id, RanksStarted).pids, *agent.wait_for(fresh, RanksStarted).pids]
+    table = process_table()
+    sleeping = [pid for pid in below([agent.process.pid], table) if table[pid].command.startswith("sleep")]
+    agent.end_run(session.run_id, "disconnected")
+    for run_id in (cell, fresh, session.run_id):
+        agent.wait_until_gone(run_id)
+        assert agent.wait_for(run_id, RunEnded).state is RunState.CANCELLED
+    assert sleeping
+    eventually(lambda: not any(is_alive(pid) for pid in [*pids, *sleeping]), what="the end of every process")
+
+
+def test_a_session_that_was_ended_takes_no_cell(agent: AgentProcess):
+    session = agent.connect(1)
+    agent.end_run(session.run_id, "disconnected")
+    agent.wait_until_gone(session.run_id)
+    ended, _ = session.run("pass")
+    assert ended.failure is not None
+    assert ended.failure.kind is FailureKind.SESSION

@@ -1,0 +1,196 @@
+"""`serverless_gpu`: found only behind everybody else's, costs nothing until asked for, and means what is documented."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sgpu_magic.compat
+from sgpu_magic.compat import pool_choice
+from sgpu_magic.compat.finder import CompatFinder
+from sgpu_magic.errors import UsageError
+
+
+def python(code: str, *, path: Path | None = None) -> str:
+    """Run a program of its own and return what it prints."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=path, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+# ---------------------------------------------------------------- the finder
+
+
+def test_without_this_package_there_is_none():
+    assert python("import importlib.util as u, sgpu_magic; print(u.find_spec('serverless_gpu'))") == "None"
+
+
+def test_nothing_is_imported_until_it_is_asked_for():
+    code = (
+        "import sys, sgpu_magic.compat\n"
+        "print([name for name in sys.modules if name.startswith('serverless_gpu')])\n"
+        "from serverless_gpu import runtime\n"
+        "from serverless_gpu.compute import GPUType\n"
+        "print([name for name in ('torch', 'zmq', 'IPython', 'sgpu_magic.functions') if name in sys.modules])\n"
+        "from serverless_gpu import distributed\n"
+        "print('torch' in sys.modules)\n"
+    )
+    assert python(code).splitlines() == ["[]", "[]", "False"]
+
+
+def test_it_comes_last_and_once():
+    sgpu_magic.compat.install()
+    assert [type(finder) for finder in sys.meta_path].count(CompatFinder) == 1
+    assert python("import sys, sgpu_magic.compat; print(type(sys.meta_path[-1]).__name__)") == "CompatFinder"
+
+
+@pytest.mark.parametrize("before", ["", "import serverless_gpu_plugin;"])
+def test_the_real_package_wins(tmp_path: Path, before: str):
+    (tmp_path / "serverless_gpu").mkdir()
+    (tmp_path / "serverless_gpu" / "__init__.py").write_text("distributed = 'the real one'")
+    (tmp_path / "serverless_gpu_plugin.py").write_text("")
+    code = f"import sgpu_magic.compat; {before} import serverless_gpu; print(serverless_gpu.distributed)"
+    assert python(code, path=tmp_path) == "the real one"
+
+
+@pytest.mark.parametrize("module", ["serverless_gpu.data", "serverless_gpu_plugin", "sgpu_magic.serverless_gpu"])
+def test_other_names_are_not_found(module: str):
+    with pytest.raises(ModuleNotFoundError):
+        __import__(module)
+
+
+def test_the_documented_names_are_there():
+    code = (
+        "import sgpu_magic.compat, serverless_gpu\n"
+        "from serverless_gpu import distributed\n"
+        "from serverless_gpu import runtime as rt\n"
+        "from serverless_gpu.compute import GPUType\n"
+        "from serverless_gpu.ray import ray_launch\n"
+        "from serverless_gpu.launcher import distributed as same\n"
+        "assert same is distributed is serverless_gpu.distributed\n"
+        "print(*rt.__all__)\n"
+    )
+    expected = "get_global_rank get_local_rank get_local_world_size get_node_rank get_world_size"
+    assert python(code) == expected
+
+
+# ---------------------------------------------------------------- what the names do
+
+
+def test_a_gpu_type_is_its_name():
+    from serverless_gpu.compute import GPUType
+
+    assert [str(member) for member in GPUType] == ["a10", "h100"]
+    assert GPUType.H100 == "h100"
+    assert GPUType("a10") is GPUType.A10
+
+
+def test_runtime_tells_what_torchrun_says(monkeypatch: pytest.MonkeyPatch):
+    from serverless_gpu import runtime as rt
+
+    values = {"RANK": 5, "LOCAL_RANK": 1, "WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4, "GROUP_RANK": 1}
+    for name, value in values.items():
+        monkeypatch.setenv(name, str(value))
+    asked = (rt.get_global_rank, rt.get_local_rank, rt.get_world_size, rt.get_local_world_size, rt.get_node_rank)
+    assert [ask() for ask in asked] == [5, 1, 8, 4, 1]
+
+    class Group:
+        def rank(self) -> int:
+            return 2
+
+    assert rt.get_global_rank(Group()) == rt.get_global_rank(group=Group()) == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gpus": 8, "gpu_type": "H100"},
+        {"gpus": 8, "gpu_type": "h100", "remote": True},
+        {"num_gpus": 8, "gpu_type": "A10", "remote": False},
+        {"gpus": 4, "gpu_type": sgpu_magic.compat, "remote": True},
+        {"gpus": 8, "gpu_type": "A10", "remote": True, "run_async": True},
+        {"gpus": 8, "gpu_type": "H100", "timeout": 3 * 3600},
+        {"gpus": 8, "timeout": None},
+    ],
+)
+def test_distributed_takes_the_documented_options(options: dict[str, object]):
+    from serverless_gpu import distributed
+    from serverless_gpu.compute import GPUType
+
+    if options.get("gpu_type") is sgpu_magic.compat:
+        options["gpu_type"] = GPUType.A10
+
+    @distributed(**options)
+    def double(value: int) -> int:
+        """Twice the value."""
+        return 2 * value
+
+    assert double(4) == 8
+    assert (double.__name__, double.__doc__) == ("double", "Twice the value.")
+    assert callable(double.distributed)
+
+
+def test_an_option_that_nobody_has_documented_is_told():
+    from serverless_gpu import distributed
+
+    with pytest.raises(TypeError, match="no option 'gpu'"):
+        distributed(gpu=4)
+
+
+def test_ray_launch_says_in_one_paragraph_that_it_can_not():
+    from serverless_gpu.ray import ray_launch
+
+    @ray_launch(gpus=4, gpu_type="A10", remote=True)
+    def tune(trials: int = 3) -> int:
+        """Tunes."""
+        return trials
+
+    assert (tune(), tune(trials=2), tune.__name__) == (3, 2, "tune")
+    with pytest.raises(UsageError, match=r"does not start Ray clusters yet, and nothing was started") as told:
+        tune.distributed()
+    assert "\n" not in told.value.message
+    with pytest.raises(UsageError, match="gpus=0"):
+        ray_launch(gpus=0)
+
+
+# ---------------------------------------------------------------- pools
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({}, ""),
+        ({"DATABRICKS_USE_RESERVED_GPU_POOL": "false", "DATABRICKS_USE_POOL": "0"}, ""),
+        ({"DATABRICKS_REMOTE_GPU_POOL_ID": "local"}, ""),
+        (
+            {"DATABRICKS_REMOTE_GPU_POOL_ID": "team-7"},
+            "DATABRICKS_REMOTE_GPU_POOL_ID names the pool 'team-7', which is not known here; the run goes to the pool "
+            "'local'.",
+        ),
+        (
+            {"DATABRICKS_USE_RESERVED_GPU_POOL": "True"},
+            "DATABRICKS_USE_RESERVED_GPU_POOL asks for a reserved pool, and none is known here; the run goes to the "
+            "pool 'local'.",
+        ),
+        (
+            {"DATABRICKS_USE_POOL": "1"},
+            "DATABRICKS_USE_POOL asks for an on-demand pool, and none is known here; the run goes to the pool 'local'.",
+        ),
+    ],
+)
+def test_what_becomes_of_a_chosen_pool(variables: dict[str, str], said: str, tmp_path: Path):
+    environ = {"SGPU_CONFIG": str(tmp_path / "none.toml"), **variables}
+    assert pool_choice.note(environ) == said
+
+
+def test_the_most_exact_choice_counts(tmp_path: Path):
+    environ = {"SGPU_CONFIG": str(tmp_path / "none.toml"), "DATABRICKS_USE_POOL": "yes"}
+    assert pool_choice.note(environ).startswith("DATABRICKS_USE_POOL")
+    environ["DATABRICKS_USE_RESERVED_GPU_POOL"] = "yes"
+    assert pool_choice.note(environ).startswith("DATABRICKS_USE_RESERVED_GPU_POOL")
+    environ["DATABRICKS_REMOTE_GPU_POOL_ID"] = "team-7"
+    assert pool_choice.note(environ).startswith("DATABRICKS_REMOTE_GPU_POOL_ID")

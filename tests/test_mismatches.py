@@ -1,0 +1,349 @@
+"""Packages that break together are found before the run; changes that are not used yet are told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from sgpu_magic.environment.base_lists import base_list
+from sgpu_magic.environment.cuda import driver_in, is_driver_too_old, oldest_driver
+from sgpu_magic.environment.difference import changes, process_began_at, stale_modules, versions
+from sgpu_magic.environment.distributions import Snapshot
+from sgpu_magic.environment.index import index_variables
+from sgpu_magic.environment.mismatches import find_left_behind, find_mismatches
+from sgpu_magic.environment.package_facts import packages_in, packages_of_pins
+from sgpu_magic.environment.snapshot import read_snapshot
+from sgpu_magic.environment.travel_checks import check_before_travel
+from sgpu_magic.environment.uv_command import uv_path
+from sgpu_magic.errors import EnvironmentFailed
+from sgpu_magic.protocol.environment import Environment
+
+TORCH_NEEDS = (
+    "nvidia-cudnn-cu12==9.5.1.17; platform_system == 'Linux'",
+    "nvidia-nccl-cu12==2.26.2; platform_system == 'Linux'",
+    "nvidia-cuda-runtime-cu12==12.6.77; platform_system == 'Linux'",
+    "opt-einsum>=3.3; extra == 'opt-einsum'",
+)
+
+
+class Site:
+    """A site directory in which distributions have nothing but their metadata."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "site-packages"
+        self.folder.mkdir(parents=True)
+
+    def install(self, name: str, version: str, *requires: str, pure: bool = True) -> Site:
+        for other in self.folder.glob(f"{name.replace('-', '_')}-*.dist-info"):
+            for file in other.iterdir():
+                file.unlink()
+            other.rmdir()
+        info = self.folder / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+        lines += [f"Requires-Dist: {each}" for each in requires]
+        (info / "METADATA").write_text("\n".join([*lines, "", "Requires-Dist: numpy<1 is only said here"]))
+        (info / "WHEEL").write_text(f"Wheel-Version: 1.0\nRoot-Is-Purelib: {str(pure).lower()}\n")
+        (info / "RECORD").write_text(f"{name}.py,sha256={version},1\n")
+        return self
+
+    def torch(self, version: str = "2.7.1", cuda: str = "12.6") -> Site:
+        self.install("torch", version, *TORCH_NEEDS, pure=False)
+        (self.folder / "torch").mkdir(exist_ok=True)
+        text = f"__version__ = '{version}'\ncuda: Optional[str] = {cuda!r}\n"
+        (self.folder / "torch" / "version.py").write_text(text)
+        return self
+
+    def with_cuda_libraries(self, cudnn: str = "9.5.1.17", nccl: str = "2.26.2") -> Site:
+        self.install("nvidia-cudnn-cu12", cudnn, pure=False).install("nvidia-nccl-cu12", nccl, pure=False)
+        return self.install("nvidia-cuda-runtime-cu12", "12.6.77", pure=False)
+
+    @property
+    def snapshot(self) -> Snapshot:
+        return read_snapshot([str(self.folder)])
+
+    def sentences(self, driver: str = "") -> dict[str, bool]:
+        """What is told, and whether it is sure."""
+        found = find_mismatches(packages_in(self.snapshot), driver=driver)
+        return {mismatch.sentence: mismatch.sure for mismatch in found}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def only(told: dict[str, bool], *words: str, sure: bool) -> None:
+    assert len(told) == 1, told
+    ((sentence, is_sure),) = told.items()
+    assert is_sure == sure, sentence
+    assert [word for word in words if word not in sentence] == [], sentence
+
+
+# ---------------------------------------------------------------- numpy
+
+
+def test_packages_that_go_together_are_left_alone(site: Site):
+    site.install("numpy", "2.1.3", pure=False).install("pandas", "2.2.3", "numpy>=1.26.0", pure=False)
+    site.install("scipy", "1.15.1", "numpy<2.5,>=1.23.5", pure=False).torch().with_cuda_libraries()
+    site.install("torchvision", "0.22.1", "torch==2.7.1", "numpy", pure=False)
+    assert site.sentences("535.183.01") == {}
+
+
+@pytest.mark.parametrize("name", ["4", "ai-4"])
+def test_published_environments_go_together(name: str):
+    pins = dict(pin.split("==") for pin in base_list(name).exact_pins)
+    assert find_mismatches(packages_of_pins(pins), driver="560.35.03") == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "requires"),
+    [
+        ("pandas", "1.5.3", "numpy>=1.21.0"),
+        ("pyarrow", "14.0.1", "numpy>=1.16.6"),
+        ("scikit-learn", "1.2.2", "numpy>=1.17.3"),
+        ("opencv-python", "4.8.1.78", "numpy>=1.21.2"),
+    ],
+)
+def test_what_is_built_for_numpy_1_breaks_with_numpy_2(site: Site, name: str, version: str, requires: str):
+    site.install("numpy", "2.1.3", pure=False).install(name, version, requires, pure=False)
+    only(site.sentences(), f"{name} {version}", "NumPy 1", "numpy is 2.1.3", "%pip install", sure=True)
+
+
+def test_metadata_of_compiled_packages_that_exclude_this_numpy_are_told(site: Site):
+    site.install("numpy", "2.1.3", pure=False).install("fast", "1.0", "numpy<2,>=1.20", pure=False)
+    only(site.sentences(), "fast 1.0 needs numpy<2,>=1.20", "numpy is 2.1.3", sure=False)
+
+
+def test_pure_packages_do_not_break_by_numpys_abi(site: Site):
+    site.install("numpy", "2.1.3", pure=False).install("slow", "1.0", "numpy<2", pure=True)
+    assert site.sentences() == {}
+
+
+def test_the_reverse_what_needs_numpy_2_is_told_beside_numpy_1(site: Site):
+    site.install("numpy", "1.26.4", pure=False).install("opencv-python", "4.12.0.88", "numpy<2.3,>=2", pure=False)
+    only(site.sentences(), "opencv-python 4.12.0.88 needs numpy<2.3,>=2", "numpy is 1.26.4", sure=False)
+
+
+def test_a_numpy_of_the_same_abi_that_is_too_new_may_break(site: Site):
+    site.install("numpy", "2.3.0", pure=False).install("numba", "0.61.0", "numpy<2.2,>=1.24", pure=False)
+    only(site.sentences(), "numba 0.61.0", sure=False)
+
+
+def test_pins_alone_tell_it_too():
+    found = find_mismatches(packages_of_pins({"numpy": "2.0.0", "pandas": "2.1.4", "idna": "3"}))
+    assert [mismatch.sure for mismatch in found] == [True]
+
+
+def test_what_is_found_really_breaks(tmp_path: Path):
+    environ = {**os.environ, **index_variables("")}
+    environ.pop("VIRTUAL_ENV", None)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    packages = ["numpy==2.2.6", "shapely==2.0.3"]
+    for command in (
+        ["venv", "--python", sys.executable, str(tmp_path / "venv")],
+        ["pip", "install", "--no-deps", "--no-build", "--python", python, *packages],
+    ):
+        done = subprocess.run([uv_path(), *command], env=environ, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    found = find_mismatches(packages_in(read_snapshot([str(folder)])))
+    assert [(mismatch.sure, "shapely 2.0.3" in mismatch.text) for mismatch in found] == [(True, True)]
+    tried = subprocess.run([python, "-c", "import shapely"], capture_output=True, text=True, check=False)
+    assert tried.returncode != 0
+    assert "numpy.core.multiarray failed to import" in tried.stderr
+
+
+# ---------------------------------------------------------------- torch
+
+
+def test_a_cudnn_of_another_major_version_breaks_torch(site: Site):
+    site.torch().with_cuda_libraries(cudnn="8.9.7.29")
+    only(site.sentences(), "nvidia-cudnn-cu12==9.5.1.17", "is 8.9.7.29", "libcudnn.so.9", "%pip install", sure=True)
+
+
+def test_a_cuda_library_that_is_not_torchs_own_may_break_it(site: Site):
+    site.torch().with_cuda_libraries(nccl="2.18.1")
+    only(site.sentences(), "nvidia-nccl-cu12==2.26.2", "is 2.18.1", sure=False)
+
+
+def test_a_cudnn_that_is_not_there_is_told(site: Site):
+    site.torch().install("nvidia-nccl-cu12", "2.26.2").install("nvidia-cuda-runtime-cu12", "12.6.77")
+    only(site.sentences(), "libcudnn.so.9", "is not installed", sure=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "requires"),
+    [
+        ("torchvision", "0.20.1", ("torch==2.5.1",)),
+        ("torchvision", "0.20.1", ()),
+        ("torchaudio", "2.5.1", ("torch==2.5.1",)),
+        ("torchaudio", "2.5.1", ()),
+    ],
+)
+def test_partners_of_another_torch_break(site: Site, name: str, version: str, requires: tuple[str, ...]):
+    site.torch().with_cuda_libraries().install(name, version, *requires, pure=False)
+    only(site.sentences(), f"{name} {version} is built for torch", "torch is 2.7.1", sure=True)
+
+
+def test_a_build_of_torch_for_one_cuda_is_that_torch(site: Site):
+    site.torch("2.7.1+cu126").with_cuda_libraries().install("torchvision", "0.22.1+cu126", "torch==2.7.1", pure=False)
+    assert site.sentences() == {}
+
+
+def test_what_was_built_for_the_notebooks_torch_is_told_of_when_the_nodes_takes_its_place(site: Site):
+    site.torch().install("flash-attn", "2.8.3", "torch", pure=False)
+    (found,) = find_left_behind(packages_in(site.snapshot))
+    assert "flash-attn" in found.text
+    assert "--torch mine" in found.remedy
+
+
+# ---------------------------------------------------------------- the driver
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "too_old"),
+    [
+        ("11.8", "450.80.02", False), ("11.8", "440.33", True), ("12.6", "525.60.13", False), ("12.0", "470.82", True),
+        ("13.0", "575.57.08", True), ("13.0", "580.65.06", False), ("12.8", "", False), ("", "470.82", False),
+        ("99.0", "470.82", False),
+    ],
+)  # fmt: skip
+def test_the_oldest_driver_of_a_cuda_version_is_known(cuda: str, driver: str, too_old: bool):
+    assert is_driver_too_old(cuda, driver) == too_old
+
+
+def test_each_known_cuda_version_needs_a_newer_driver_than_the_one_before():
+    drivers = [oldest_driver(f"{major}.0") or 0 for major in (11, 12, 13)]
+    assert drivers == sorted(set(drivers))
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\n", "535.183.01"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (dvs@x)\n", "570.86.15"),
+        ("something else", ""),
+    ],
+)
+def test_the_drivers_version_is_read(text: str, version: str):
+    assert driver_in(text) == version
+
+
+def test_a_driver_older_than_torchs_cuda_is_told(site: Site):
+    site.torch().with_cuda_libraries()
+    only(site.sentences("470.82.01"), "CUDA 12.6", "525", "470.82.01", "Update the driver", sure=True)
+
+
+# ---------------------------------------------------------------- before the run
+
+
+def environment(*pins: str, torch_mine: bool = False, label: str = "") -> Environment:
+    return Environment(digest="0" * 16, requirements=pins, torch_mine=torch_mine, label=label)
+
+
+def test_what_surely_breaks_does_not_travel(site: Site):
+    site.install("numpy", "2.1.3", pure=False).install("pandas", "1.5.3", pure=False)
+    with pytest.raises(EnvironmentFailed) as raised:
+        check_before_travel(environment(), site.snapshot)
+    assert raised.value.message.startswith("the notebook's packages would break on the ranks, so nothing was started:")
+    with pytest.raises(EnvironmentFailed, match="the packages of mine would break"):
+        check_before_travel(environment("numpy==2.1.3", "pandas==1.5.3", "six", label="mine"))
+
+
+def test_torch_is_only_looked_at_when_it_travels(site: Site):
+    site.torch().with_cuda_libraries(cudnn="8.9.7.29").install("flash-attn", "2.8.3", pure=False)
+    (note,) = check_before_travel(environment(), site.snapshot, driver="470.82")
+    assert "flash-attn" in note
+    with pytest.raises(EnvironmentFailed, match=r"libcudnn\.so\.9"):
+        check_before_travel(environment(torch_mine=True), site.snapshot)
+    pins = environment("torch==2.7.1+cu126", torch_mine=True, label="mine")
+    with pytest.raises(EnvironmentFailed, match="needs an NVIDIA driver 525"):
+        check_before_travel(pins, driver="470.82")
+
+
+# ---------------------------------------------------------------- twice, and not used yet
+
+
+def test_a_package_that_is_installed_twice_is_told(tmp_path: Path):
+    first, second = Site(tmp_path / "a").install("six", "1.16.0"), Site(tmp_path / "b").install("six", "1.15.0")
+    snapshot = read_snapshot([str(first.folder), str(second.folder)])
+    (found,) = find_mismatches(packages_in(snapshot), snapshot.shadowed)
+    assert "six is installed twice: 1.16.0 is imported, 1.15.0 is in" in found.text
+    assert not found.sure
+    second.install("six", "1.16.0")
+    snapshot = read_snapshot([str(first.folder), str(second.folder)])
+    assert find_mismatches(packages_in(snapshot), snapshot.shadowed) == ()
+
+
+def test_many_packages_that_are_there_twice_are_one_sentence(tmp_path: Path):
+    first, second = Site(tmp_path / "a"), Site(tmp_path / "b")
+    for name in ("a", "b", "c", "d"):
+        first.install(name, "1")
+        second.install(name, "2")
+    snapshot = read_snapshot([str(first.folder), str(second.folder)])
+    (found,) = find_mismatches(packages_in(snapshot), snapshot.shadowed)
+    assert found.text.startswith("4 packages are installed twice")
+
+
+def test_what_was_found_in_the_background_is_told_once(site: Site):
+    site.install("numpy", "2.1.3", pure=False).install("pandas", "1.5.3", pure=False)
+    script = (
+        "import sys\n"
+        "from sgpu_magic.environment import known_mismatches as known\n"
+        "assert 'packaging' not in sys.modules\n"
+        "from sgpu_magic.environment.snapshot import read_snapshot\n"
+        "print(known.news())\n"
+        "known.look(read_snapshot([sys.argv[1]]))\n"
+        "print(known.news()); print(known.news())\n"
+        "known.look(read_snapshot([sys.argv[1]])); print(known.news())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(site.folder)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    before, told, *after = done.stdout.splitlines()
+    assert (before, after) == ("()", ["()", "()"])
+    assert "pandas 1.5.3 is compiled for NumPy 1" in told
+
+
+def test_changes_say_what_was_installed_removed_and_changed():
+    found = changes({"a": "1", "b": "1", "c": "1"}, {"a": "1", "b": "2", "d": "1"})
+    assert [change.words for change in found] == ["b 1 -> 2", "c 1 removed", "d 1 installed"]
+
+
+def module(version: str) -> ModuleType:
+    made = ModuleType("loaded")
+    made.__version__ = version  # type: ignore[attr-defined]
+    return made
+
+
+def test_a_loaded_module_of_another_version_asks_for_a_restart(site: Site):
+    site.install("numpy", "2.0.0").install("gone", "1.0").install("other", "1.0")
+    first = site.snapshot
+    modules = {"numpy": module("2.0.0"), "gone": module("1.0"), "other": module("1.0")}
+    assert stale_modules(first, site.snapshot, modules, time.time() + 60) == ()
+    site.install("numpy", "2.1.0").install("gone", "1.1")
+    for file in (site.folder / "gone-1.1.dist-info").iterdir():
+        file.unlink()
+    (site.folder / "gone-1.1.dist-info").rmdir()
+    found = stale_modules(first, site.snapshot, modules, 0.0)
+    assert [stale.words for stale in found] == [
+        "gone 1.0 is loaded and was removed: restart the kernel to do without it",
+        "restart the kernel to use numpy 2.1.0, 2.0.0 is loaded",
+    ]
+    # what was installed before this process began says its version in its own way
+    assert versions(site.snapshot)["numpy"] == "2.1.0"
+    assert [each.name for each in stale_modules(site.snapshot, site.snapshot, modules, time.time() + 60)] == []
+
+
+def test_the_begin_of_this_process_is_known():
+    script = "import time; from sgpu_magic.environment.difference import process_began_at; print(process_began_at())"
+    before = time.time()
+    began = float(subprocess.check_output([sys.executable, "-c", script], text=True))
+    assert before - 2 <= began <= time.time()
+    assert process_began_at() < before

@@ -1,0 +1,124 @@
+"""Where ranks stand on a node: the kernel's place in terms of what the node has."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from sgpu_magic.agent.place_here import place_here
+from sgpu_magic.environment.store import Built
+from sgpu_magic.protocol.devices import Lease, Placement
+from sgpu_magic.protocol.node_messages import Launch
+from sgpu_magic.protocol.payloads import InlinePayload, PackedLayout, Payload
+from sgpu_magic.protocol.records import CellSource, Interpreter, Owner, RankContext, RunSpec
+
+KERNELS = ("/py/lib/python311.zip", "/py/lib/python3.11", "/venv/lib/python3.11/site-packages")
+BUILT = Built(
+    prefix="/node/env/venv",
+    executable="/node/env/venv/bin/python",
+    sys_path=("/node/lib/python3.11", "/node/env/venv/lib/python3.11/site-packages"),
+    digest="d",
+    packages=1,
+)
+
+
+def launch(tmp_path: Path, *, elsewhere: bool, env_names: tuple[str, ...] = (), session: str = "", **environ: str):
+    spec = RunSpec(
+        run_id="r1",
+        name="cell",
+        cell=CellSource(body=""),
+        placement=Placement(ranks=1),
+        outputs=(),
+        owner=Owner(pid=1, host="h", user="u"),
+        timeout_s=1.0,
+        env_names=env_names,
+        session=session,
+    )
+    context = RankContext(
+        cwd="/nb",
+        sys_path=("/nb", *KERNELS, "/shelf"),
+        umask=0,
+        environ=environ,
+        key=b"",
+        installed=KERNELS,
+        elsewhere=elsewhere,
+    )
+    layout = PackedLayout(pickle_size=0, buffers=(), mac=b"")
+    (tmp_path / "r1").mkdir(exist_ok=True)
+    return Launch(
+        spec=spec,
+        interpreter=Interpreter(executable="/venv/bin/python", key="k", variables={}),
+        context=context,
+        payload=Payload(source=InlinePayload(), layout=layout),
+        lease=Lease(lease_id="l", device_type="cpu", ranks=1),
+        run_dir=str(tmp_path / "r1"),
+    )
+
+
+def test_a_node_that_sees_the_kernel_changes_nothing(tmp_path: Path):
+    order = launch(tmp_path, elsewhere=False, A="1")
+    assert place_here(order, None, {}) is order
+
+
+def test_with_built_packages_the_users_own_folders_stay(tmp_path: Path):
+    order = launch(tmp_path, elsewhere=False, PATH="/venv/bin:/usr/bin", VIRTUAL_ENV="/venv", PYTHONPATH="/x", A="1")
+    placed = place_here(order, BUILT, {}).context
+    assert placed.sys_path == ("/nb", *BUILT.sys_path, "/shelf")
+    assert placed.cwd == "/nb"
+    assert placed.environ == {"PATH": "/node/env/venv/bin:/usr/bin", "VIRTUAL_ENV": "/node/env/venv", "A": "1"}
+
+
+def test_elsewhere_code_stands_in_place_of_its_entry_and_nothing_else_of_the_clients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("OF_THE_NODE", "yes")
+    monkeypatch.setenv("SGPU_STATE_DIR", "/agents/own")
+    monkeypatch.setenv("A", "the node's")
+    folder = tmp_path / "unpacked"
+    folder.mkdir()
+    order = launch(tmp_path, elsewhere=True, A="1")
+    placed = place_here(order, BUILT, {"/nb": str(folder)})
+    link, *rest = placed.context.sys_path
+    assert os.readlink(link) == str(folder)
+    assert Path(link).is_relative_to(tmp_path / "r1" / "code")
+    assert rest == list(BUILT.sys_path)
+    assert placed.context.cwd == str(tmp_path / "r1" / "work")
+    assert Path(placed.context.cwd).is_dir()
+    environ = placed.context.environ
+    assert (environ["OF_THE_NODE"], environ["A"]) == ("yes", "1")
+    assert "SGPU_STATE_DIR" not in environ
+    # a launch that an adopted run brings back
+    assert place_here(placed, BUILT, {"/nb": str(folder)}) == placed
+
+
+def test_the_notebooks_folder_stays_between_the_standard_library_and_the_packages(tmp_path: Path):
+    order = launch(tmp_path, elsewhere=False)
+    library, further, packages = KERNELS
+    context = msgspec.structs.replace(order.context, sys_path=(library, further, "/nb", packages))
+    placed = place_here(msgspec.structs.replace(order, context=context), BUILT, {})
+    assert placed.context.sys_path == (BUILT.sys_path[0], "/nb", BUILT.sys_path[1])
+    assert place_here(placed, BUILT, {}) == placed
+
+
+def test_given_variables_go_whatever_they_are(tmp_path: Path):
+    order = launch(tmp_path, elsewhere=False, env_names=("PATH", "PYTHONPATH"), PATH="/mine", PYTHONPATH="/x")
+    environ = place_here(order, BUILT, {}).context.environ
+    assert (environ["PATH"], environ["PYTHONPATH"]) == ("/mine", "/x")
+
+
+def test_a_sessions_cells_find_its_code_under_one_path(tmp_path: Path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    cell = launch(tmp_path, elsewhere=True, session="s1")
+    one = place_here(cell, BUILT, {"/nb": str(first)}).context
+    two = place_here(cell, BUILT, {"/nb": str(second)}).context
+    later = place_here(cell, BUILT, {}).context
+    assert one.sys_path == two.sys_path == later.sys_path
+    assert one.cwd == str(tmp_path / "s1" / "work")
+    assert os.readlink(one.sys_path[0]) == str(second)
+    fresh = msgspec.structs.replace(cell, spec=msgspec.structs.replace(cell.spec, fresh=True))
+    assert place_here(fresh, BUILT, {}).context.cwd == str(tmp_path / "r1" / "work")

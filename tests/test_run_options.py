@@ -1,0 +1,97 @@
+"""Options about packages, tracking and cost as they are read, and what counts as a run's parameter."""
+
+from __future__ import annotations
+
+import enum
+import time
+from pathlib import Path
+
+import pytest
+
+from sgpu_magic.errors import UsageError
+from sgpu_magic.functions.options import checked
+from sgpu_magic.magics import line_arguments
+from sgpu_magic.magics.arguments import parse, parser
+from sgpu_magic.payload.call import RankValue
+from sgpu_magic.runs.parameters import arguments, scalars
+from sgpu_magic.runs.submission import Wishes
+
+ALL = "--env-version ai-4 --torch mine --allow-build --no-track --max-cost 5"
+ASKED = Wishes(env_version="ai-4", torch_mine=True, allow_build=True, track=False)
+
+
+def test_a_cells_line_is_read():
+    options = parse(f"--gpus 2 {ALL} --profile")
+    assert (options.wishes, options.max_cost, options.profile) == (ASKED, 5.0, True)
+    options = parse("--gpus 2")
+    assert (options.wishes, options.max_cost, options.profile) == (Wishes(), None, False)
+    assert parse("--env-version 'my files/r.txt'").wishes.env_version == "my files/r.txt"
+    assert parse("0 --profile --no-track", "%%rank").profile
+
+
+def test_a_sessions_line_is_read():
+    options = line_arguments.read_connect(line_arguments.connect_parser(), ALL)
+    assert options is not None
+    assert (options.ask.wishes, options.ask.max_cost) == (ASKED, 5.0)
+    with pytest.raises(UsageError, match="--profile keeps a trace of one cell"):
+        line_arguments.read_connect(line_arguments.connect_parser(), "--profile")
+
+
+def test_python_options_mean_the_same():
+    options = checked(env_version="ai-4", torch="mine", allow_build=True, track=False, max_cost=5, profile=True)
+    assert (options.wishes, options.max_cost, options.profile) == (ASKED, 5.0, True)
+    assert checked().wishes == Wishes()
+    assert checked(torch="node", track=True).wishes == Wishes(track=True)
+    assert checked(env_version=4).wishes.env_version == "4"
+    assert checked(env_version=Path("r.txt")).wishes.env_version == "r.txt"
+
+
+@pytest.mark.parametrize("cost", ["0", "-1", "nan", "inf", "much", ""])
+def test_what_is_no_cost_is_refused(cost: str):
+    with pytest.raises(UsageError, match="amount above 0"):
+        parse(f"--max-cost '{cost}'")
+
+
+def test_help_tells_of_each():
+    text = parser().format_help()
+    for option in (*ALL.split()[::2], "--profile"):
+        if option.startswith("--"):
+            assert option in text
+    assert "--profile" not in line_arguments.connect_parser().format_help()
+
+
+class Size(enum.IntEnum):
+    BIG = 3
+
+
+def test_scalars_are_numbers_truth_values_and_short_texts():
+    values = {
+        "lr": 1e-3, "epochs": 3, "amp": True, "name": "small", "rows": [1], "none": None, "size": Size.BIG,
+        "long": "x" * 251, "empty": "", "_": 7, "_private": 1, "huge": 10**5000, "nan": float("nan"),
+        "token": "hf_" + "a" * 34, "password": "hunter2", "url": "https://me:hunter2@host/x",
+    }  # fmt: skip
+    found = (("lr", "0.001"), ("epochs", "3"), ("amp", "True"), ("name", "small"), ("nan", "nan"))
+    assert scalars(values) == found
+
+
+def test_a_hundred_are_kept():
+    assert len(scalars({f"x{number}": number for number in range(1000)})) == 100
+
+
+def test_a_calls_arguments_have_their_parameters_names():
+    def train(lr: float, *rest: int, epochs: int = 1, rank: int = 0, **more: object) -> None: ...
+
+    found = arguments(train, (0.1, 7, 8), {"epochs": 2, "rank": RankValue("rank"), "kind": "small"})
+    assert found == {"lr": 0.1, "rest[0]": 7, "rest[1]": 8, "epochs": 2, "kind": "small"}
+    assert arguments(dict, (), {"a": 1}) == {"a": 1}
+
+
+def test_they_cost_next_to_nothing():
+    values = {f"x{number}": number * 0.5 for number in range(20)} | {f"name{number}": "small" for number in range(10)}
+    scalars(values)
+    best = 1.0
+    for _ in range(20):
+        begin = time.perf_counter()
+        scalars(values)
+        best = min(best, time.perf_counter() - begin)
+    assert best < 0.5e-3

@@ -1,0 +1,345 @@
+"""Which names go along with a session's cells, told by the values themselves; and how ranks and cells are written."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sgpu_magic.capture.names import names_bound, names_in
+from sgpu_magic.errors import UsageError
+from sgpu_magic.magics.arguments import parse
+from sgpu_magic.magics.auto import stays_here
+from sgpu_magic.payload.digest import WHOLE_BYTES, Fingerprint
+from sgpu_magic.sessions.rank_lists import format_ranks, parse_ranks, ranks_from
+from sgpu_magic.sessions.shipping import Effects, Plan, Shipping
+
+ALL = (0, 1, 2, 3)
+
+
+class Notebook:
+    """A namespace with cells that run in a pretended session: what the ranks say is given by the test."""
+
+    def __init__(self) -> None:
+        self.namespace: dict[str, Any] = {"__name__": "__main__"}
+        self.shipping = Shipping()
+        self.there: frozenset[str] | None = frozenset()
+
+    def run(self, source: str) -> None:
+        """A plain cell, run to its end."""
+        self.shipping.assigned(names_bound(source))
+        exec(compile(source, "<cell>", "exec"), self.namespace)
+
+    def reads(
+        self,
+        *names: str,
+        ranks: Iterable[int] = ALL,
+        stores: Iterable[str] | None = (),
+        deletes: Iterable[str] = (),
+        succeeded: bool = True,
+    ) -> Plan:
+        """A cell in the session; returns what went along."""
+        ranks = tuple(ranks)
+        plan = self.shipping.plan([name for name in names if name in self.namespace], self.namespace, ranks)
+        for some, group in plan.before:
+            self.shipping.sent(group, plan.prints, some)
+        self.shipping.sent(plan.names, plan.prints, ranks)
+        effects = Effects(None if stores is None else frozenset(stores), frozenset(deletes))
+        self.shipping.cell_over(effects, plan, self.namespace, succeeded=succeeded, names_of=lambda rank: self.there)
+        return plan
+
+
+@pytest.fixture
+def notebook() -> Notebook:
+    return Notebook()
+
+
+# ---------------------------------------------------------------- which value counts
+
+
+def test_a_name_goes_once_and_again_when_it_changed(notebook: Notebook):
+    notebook.run("cfg = {'lr': 1}")
+    assert notebook.reads("cfg").names == ("cfg",)
+    assert notebook.reads("cfg").names == ()
+    notebook.namespace["cfg"]["lr"] = 2
+    assert notebook.reads("cfg").names == ("cfg",)
+
+
+def test_assigning_the_same_value_anew_makes_it_the_newer_one(notebook: Notebook):
+    notebook.run("step = 0")
+    notebook.reads("step", stores=["step"])
+    assert notebook.reads("step", stores=["step"]).names == ()
+    notebook.run("step = 0")
+    assert notebook.reads("step", stores=["step"]).names == ("step",)
+
+
+def test_what_a_cell_has_set_is_not_overwritten(notebook: Notebook):
+    notebook.run("model = 'untrained'")
+    notebook.reads(stores=["model"])
+    plan = notebook.reads("model")
+    assert plan.names == ()
+    assert plan.stay == {"model"}
+
+
+def test_it_is_said_once_that_the_notebook_has_another(notebook: Notebook):
+    notebook.run("model = 'untrained'")
+    notebook.reads(stores=["model"])
+    (note,) = notebook.reads("model").notes
+    assert "`model` is the ranks' own" in note
+    assert "%sgpu_push model" in note
+    assert notebook.reads("model").notes == ()
+    notebook.run("model = 'another'")
+    assert notebook.reads("model").notes == ()
+
+
+def test_a_name_that_came_to_be_after_the_ranks_own_is_newer(notebook: Notebook):
+    notebook.reads(stores=["history"])
+    notebook.run("history = []")
+    assert notebook.reads("history").names == ("history",)
+
+
+def test_what_came_back_from_the_ranks_is_no_newer(notebook: Notebook):
+    notebook.reads(stores=["history"])
+    notebook.namespace["history"] = [1, 2]
+    notebook.shipping.set_on_ranks(["history"], notebook.namespace, ALL)
+    plan = notebook.reads("history")
+    assert (plan.names, plan.notes) == ((), ())
+    notebook.namespace["history"].append(3)
+    assert notebook.reads("history").names == ("history",)
+
+
+def test_a_cell_that_failed_has_set_what_the_ranks_say(notebook: Notebook):
+    notebook.run("a, b = 1, 2")
+    notebook.there = frozenset({"a"})
+    notebook.reads(stores=["a", "b"], succeeded=False)
+    assert notebook.reads("a", "b").names == ("b",)
+
+
+def test_a_cell_that_calls_exec_has_set_what_the_ranks_say(notebook: Notebook):
+    notebook.run("a, b = 1, 2")
+    notebook.there = frozenset({"a"})
+    notebook.reads(stores=None)
+    assert notebook.reads("a", "b").names == ("b",)
+
+
+def test_a_rank_that_does_not_say_is_believed_to_have_all(notebook: Notebook):
+    notebook.run("a = 1")
+    notebook.there = None
+    notebook.reads(stores=["a"], succeeded=False)
+    assert notebook.reads("a").names == ()
+
+
+def test_a_deleted_name_goes_again(notebook: Notebook):
+    notebook.run("a = 1")
+    notebook.reads("a", deletes=["a"])
+    assert notebook.reads("a").names == ("a",)
+
+
+def test_a_function_that_sets_a_global_sets_it_on_the_ranks(notebook: Notebook):
+    notebook.run("model = None\ndef build():\n    global model\n    model = 'built'")
+    notebook.there = frozenset({"build", "model"})
+    notebook.reads("build")
+    assert notebook.reads("model").names == ()
+
+
+def test_what_a_function_reads_goes_along_when_it_changes(notebook: Notebook):
+    notebook.run("cfg = 1\ndef train():\n    return cfg")
+    assert set(notebook.reads("train").names) == {"train", "cfg"}
+    notebook.namespace["cfg"] = 2
+    assert notebook.reads("train").names == ("cfg",)
+
+
+def test_a_failed_plain_cell_takes_nothing_back(notebook: Notebook):
+    notebook.run("step = 0")
+    notebook.reads("step", stores=["step"])
+    before = notebook.shipping.assigned({"step"})
+    notebook.shipping.not_assigned(before)
+    assert notebook.reads("step").names == ()
+
+
+# ---------------------------------------------------------------- ranks
+
+
+def test_only_the_ranks_that_lack_a_name_get_it(notebook: Notebook):
+    notebook.run("cfg = 1")
+    notebook.reads("cfg", ranks=(0, 2))
+    plan = notebook.reads("cfg")
+    assert plan.names == ()
+    assert plan.before == (((1, 3), ("cfg",)),)
+
+
+def test_a_name_that_rank_0_has_set_goes_to_the_others_alone(notebook: Notebook):
+    notebook.run("x = 1")
+    notebook.reads(ranks=(0,), stores=["x"])
+    assert notebook.reads("x").before == (((1, 2, 3), ("x",)),)
+
+
+def test_a_restarted_rank_lacks_all_and_gets_what_was_shipped(notebook: Notebook):
+    notebook.run("cfg, data = 1, 2")
+    notebook.reads("cfg", "data", stores=["model"])
+    notebook.reads("cfg", stores=["data"])
+    assert notebook.shipping.own_names((1,)) == {"model", "data"}
+    assert notebook.shipping.restarted((1,)) == {("cfg",): (1,)}
+    assert notebook.reads("cfg").before == (((1,), ("cfg",)),)
+
+
+def test_what_did_not_arrive_goes_again(notebook: Notebook):
+    notebook.run("cfg = 1")
+    plan = notebook.reads("cfg")
+    notebook.shipping.not_arrived(plan.names, (2,))
+    assert notebook.reads("cfg").before == (((2,), ("cfg",)),)
+
+
+# ---------------------------------------------------------------- values that hang together
+
+
+def test_what_shares_objects_with_something_new_goes_along(notebook: Notebook):
+    notebook.namespace["model"] = model = torch.nn.Linear(3, 3)
+    notebook.reads("model")
+    notebook.namespace["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = notebook.reads("model", "optimizer")
+    assert set(plan.names) == {"model", "optimizer"}
+    assert "shares objects with `optimizer`" in plan.notes[0]
+
+
+def test_the_ranks_own_model_is_not_overwritten_for_an_optimizer(notebook: Notebook):
+    notebook.namespace["model"] = model = torch.nn.Linear(3, 3)
+    notebook.reads("model", stores=["model"])
+    notebook.namespace["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert notebook.reads("model", "optimizer").names == ("optimizer",)
+
+
+def test_two_models_of_one_class_are_two(monkeypatch: pytest.MonkeyPatch):
+    namespace: dict[str, Any] = {"__name__": "__main__", "torch": torch}
+    body = "    tags = ['a']\n    def forward(self, x: int, seen=[1]) -> int:\n        return x"
+    exec(f"class Net(torch.nn.Module):\n{body}", namespace)
+    monkeypatch.setitem(sys.modules["__main__"].__dict__, "Net", namespace["Net"])
+    first, second = (Fingerprint(namespace["Net"](), namespace) for _ in range(2))
+    assert not first.shares_with(second)
+    assert first.shares_with(first)
+
+
+# ---------------------------------------------------------------- what values look like
+
+
+def change_list(values: list[int]) -> None:
+    values[2] = 7
+
+
+def change_tensor(tensor: torch.Tensor) -> None:
+    # between the pages that are looked at in a large one
+    tensor[len(tensor) // 7 + 777] = 1
+
+
+def change_array(array: np.ndarray) -> None:
+    array[-1] = 1
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        pytest.param([1, 2, 3], change_list, id="a list"),
+        pytest.param(torch.zeros(1000), change_tensor, id="a tensor"),
+        pytest.param(torch.zeros(WHOLE_BYTES // 4 + 1000), change_tensor, id="a large tensor"),
+        pytest.param(np.zeros(1000), change_array, id="an array"),
+        pytest.param(np.zeros(WHOLE_BYTES // 8 + 1000), change_array, id="a large array"),
+    ],
+)
+def test_a_change_in_place_is_seen(value: Any, change: Any):
+    before = Fingerprint(value, {}).digest
+    assert Fingerprint(value, {}).digest == before
+    change(value)
+    assert Fingerprint(value, {}).digest != before
+
+
+def test_an_equal_large_tensor_elsewhere_is_another():
+    tensor = torch.zeros(WHOLE_BYTES // 4 + 1)
+    assert Fingerprint(tensor, {}).digest != Fingerprint(tensor.clone(), {}).digest
+
+
+def test_a_value_that_cannot_be_pickled_has_no_digest():
+    assert Fingerprint(sys._getframe(), {}).digest is None
+
+
+# ---------------------------------------------------------------- cells and ranks as people write them
+
+
+def test_names_that_a_cell_certainly_binds():
+    source = "a = 1\nif a:\n    b = c = 2\nelse:\n    b = 3\nfor i in range(3): pass\ndef f(): pass\nimport os.path\n"
+    assert names_bound(source) == {"a", "b", "f", "os"}
+
+
+def test_names_that_a_cell_deletes():
+    assert names_in("del a, b.c\ndel d; d = 1\nif a: del e").deleted == {"a", "e"}
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"), [("0", (0,)), ("0,2-3", (0, 2, 3)), ("3, 1", (1, 3)), ("1,1-2", (1, 2)), ("0,", (0,))]
+)
+def test_lists_of_ranks(text: str, ranks: tuple[int, ...]):
+    assert parse_ranks("--ranks", text) == ranks
+
+
+@pytest.mark.parametrize("text", ["", "a", "3-1", "-1", "1;2", "99999", "1--2"])
+def test_what_is_no_list_of_ranks(text: str):
+    with pytest.raises(UsageError, match="--ranks"):
+        parse_ranks("--ranks", text)
+
+
+@pytest.mark.parametrize(("ranks", "found"), [(None, ()), (2, (2,)), ([3, 0], (0, 3)), ("1-2", (1, 2)), (range(4), ())])
+def test_ranks_from_python(ranks: Any, found: tuple[int, ...]):
+    assert ranks_from(ranks, 4, "session s") == found
+
+
+@pytest.mark.parametrize("ranks", [4, [0, 4], "4", [], -1])
+def test_ranks_that_a_session_does_not_have(ranks: Any):
+    with pytest.raises(UsageError, match="session s has ranks 0 to 3"):
+        ranks_from(ranks, 4, "session s")
+
+
+def test_ranks_in_words():
+    assert (format_ranks((2,)), format_ranks((0, 3))) == ("rank 2", "ranks 0, 3")
+
+
+@pytest.mark.parametrize(
+    ("line", "only"), [("0", (0,)), ("0,2-3 --ui text", (0, 2, 3)), ("0, 2 --out x", (0, 2)), ("1", (1,))]
+)
+def test_the_rank_magics_line(line: str, only: tuple[int, ...]):
+    assert parse(line, "%%rank").only == only
+
+
+@pytest.mark.parametrize("line", ["", "--ui text", "0 --ranks 1", "0 --fresh", "x"])
+def test_what_the_rank_magic_does_not_take(line: str):
+    with pytest.raises(UsageError, match="rank"):
+        parse(line, "%%rank")
+
+
+def test_fresh_and_ranks_contradict():
+    with pytest.raises(UsageError, match="--fresh starts new ones"):
+        parse("--fresh --ranks 1")
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "%%time\nx = 1",
+        "\n%%distributed\nx = 1",
+        "%sgpu_status\n# a word\n\n%pip install torch",
+        "s = %sgpu_connect -n 2",
+        "%env A=1",
+        "%load_ext sgpu_magic",
+        "# only words",
+        "",
+    ],
+)
+def test_cells_that_stay_in_the_notebook(cell: str):
+    assert stays_here(cell.splitlines())
+
+
+@pytest.mark.parametrize("cell", ["x = 1", "%sgpu_status\nx = 1", "%matplotlib inline", "!ls", "\n\nprint('%%')"])
+def test_cells_that_go_to_the_ranks(cell: str):
+    assert not stays_here(cell.splitlines())

@@ -1,0 +1,147 @@
+"""Where a run is tracked, by variables and settings; and the state of a git repository."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from waiting import eventually
+
+from sgpu_magic.client.mlflow_run import mlflow_run_id
+from sgpu_magic.config import Settings
+from sgpu_magic.payload import pack
+from sgpu_magic.protocol.devices import Placement
+from sgpu_magic.protocol.records import CellSource, Owner, RunSpec
+from sgpu_magic.protocol.states import RunKind
+from sgpu_magic.protocol.tracking import Tracking
+from sgpu_magic.runs.git_state import GitStates, Tags, git_state, git_tags
+from sgpu_magic.runs.submission import Submission, Wishes
+from sgpu_magic.runs.tracked import place_of
+
+
+@pytest.fixture(autouse=True)
+def without_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow that another test has imported is not this process's own."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mlflow"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def place(
+    environ: Mapping[str, str] | None = None,
+    *,
+    settings: Settings | None = None,
+    track: bool | None = None,
+    kind: RunKind = RunKind.CELL,
+    notebook: str = "train.ipynb",
+) -> Tracking | None:
+    spec = RunSpec(
+        run_id="00000000",
+        name="cell",
+        cell=CellSource(body=""),
+        placement=Placement(ranks=2),
+        outputs=(),
+        owner=Owner(pid=1, host="h", user="u", notebook=notebook),
+        timeout_s=1.0,
+        kind=kind,
+    )
+    packed = pack.pack_namespace({}, {}, b"k" * 32)
+    submission = Submission(spec, packed, b"k" * 32, dict(environ or {}), Wishes(track=track))
+    found, tracking = place_of(settings or Settings(), spec, submission)
+    assert found.tracked is (tracking is not None)
+    return tracking
+
+
+def test_by_default_it_is_the_default_store_and_the_notebooks_name():
+    assert place() == Tracking(experiment="train")
+    assert place(notebook="deep/er.v2.ipynb") == Tracking(experiment="er.v2")
+
+
+def test_the_setting_and_the_wish_turn_it_off_and_on():
+    off = dataclasses.replace(Settings(), track=False)
+    assert place(settings=off) is None
+    assert place(settings=off, track=True) is not None
+    assert place(track=False) is None
+    assert place(kind=RunKind.PUSH) is None
+    assert place(kind=RunKind.PULL) is None
+    assert place(kind=RunKind.SESSION) is not None
+
+
+def test_variables_go_over_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    settings = dataclasses.replace(Settings(), tracking_uri="http://set:5000")
+    found = place(settings=settings)
+    assert found is not None
+    assert found.uri == "http://set:5000"
+    environ = {
+        "MLFLOW_TRACKING_URI": "sqlite:///here.db",
+        "MLFLOW_REGISTRY_URI": "http://registry",
+        "MLFLOW_EXPERIMENT_NAME": "named",
+        "MLFLOW_EXPERIMENT_ID": "7",
+        "MLFLOW_RUN_ID": "a" * 32,
+        "AWS_SECRET_ACCESS_KEY": "s",
+        "OTHER": "o",
+    }
+    monkeypatch.chdir(tmp_path)
+    found = place(environ, settings=settings)
+    assert found is not None
+    assert found.uri == f"sqlite:///{tmp_path}/here.db"
+    assert (found.registry_uri, found.experiment, found.experiment_id) == ("http://registry", "named", "")
+    assert found.parent == "a" * 32
+    assert found.variables == {name: value for name, value in environ.items() if name != "OTHER"}
+    del environ["MLFLOW_EXPERIMENT_NAME"]
+    found = place(environ)
+    assert found is not None
+    assert (found.experiment, found.experiment_id) == ("", "7")
+
+
+# ---------------------------------------------------------------- git
+
+
+def test_no_repository_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert git_tags(str(tmp_path)) == ()
+    assert git_tags(str(tmp_path / "gone")) == ()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git_tags(str(tmp_path)) == ()
+
+
+def test_a_repository_says_commit_branch_and_whether_it_has_changed(tmp_path: Path):
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e"]
+    subprocess.run([*git, "init", "-b", "trunk"], cwd=tmp_path, check=True, capture_output=True, timeout=20)
+    assert git_tags(str(tmp_path)) == ()
+    subprocess.run(
+        [*git, "commit", "--allow-empty", "-m", "1"], cwd=tmp_path, check=True, capture_output=True, timeout=20
+    )
+    clean = git_state(str(tmp_path))
+    assert clean["mlflow.source.git.branch"] == "trunk"
+    assert len(clean["mlflow.source.git.commit"]) == 40
+    assert clean["mlflow.source.git.dirty"] == "false"
+    assert "mlflow.source.git.repoURL" not in clean
+    (tmp_path / "new").touch()
+    assert git_state(str(tmp_path)) == {**clean, "mlflow.source.git.dirty": "true"}
+
+    told: list[tuple[Tags, int]] = []
+    states = GitStates()
+    states.tell(str(tmp_path), lambda tags: told.append((tags, threading.get_ident())))
+    eventually(lambda: told, 10, "the repository's state")
+    eventually(lambda: not states._works, 10, "the thread's end")
+    # known now: told at once, by the caller's own thread
+    states.tell(str(tmp_path), lambda tags: told.append((tags, threading.get_ident())))
+    assert told[1] == (told[0][0], threading.get_ident())
+    assert told[0][1] != threading.get_ident()
+
+
+# ---------------------------------------------------------------- the id
+
+
+def test_the_id_is_read_from_the_runs_directory(tmp_path: Path):
+    assert mlflow_run_id(tmp_path) == ""
+    (tmp_path / "tracking.json").write_text('{"uri": "x", "seq": 3}')
+    assert mlflow_run_id(tmp_path) == ""
+    (tmp_path / "tracking.json").write_text('{"mlflow_run_id": "abc", "seq": 3}')
+    assert mlflow_run_id(tmp_path) == "abc"
+    (tmp_path / "tracking.json").write_text("{")
+    assert mlflow_run_id(tmp_path) == ""

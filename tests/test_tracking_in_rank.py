@@ -1,0 +1,503 @@
+"""What a tracked cell's own code does with MLflow, in real ranks against a real store; the test is their agent."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from ranks import Session, Zygote
+
+from sgpu_magic.protocol.rank_messages import AskTracking, Failed, FromRank, MetricsReported, Remarked, TrackingAnswered
+from sgpu_magic.protocol.tracking import TrackedRun, Tracking, absolute_uri
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory files")
+
+MAKE_STORE = """
+import json, logging, sys
+logging.disable(logging.INFO)
+import mlflow
+folder = sys.argv[1]
+mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
+client = mlflow.MlflowClient()
+experiment = client.create_experiment("notebook", artifact_location=f"{folder}/artifacts")
+run = client.create_run(experiment, run_name="cell")
+print(json.dumps([experiment, run.info.run_id, run.info.artifact_uri]))
+"""
+
+
+LOOKER = """
+import json, logging, sys
+logging.disable(logging.INFO)
+import mlflow
+for line in sys.stdin:
+    uri, body, value = json.loads(line)
+    client = mlflow.MlflowClient(uri)
+    names = {"client": client, "mlflow": mlflow}
+    exec(body, names)
+    print(json.dumps(eval(value, names)), flush=True)
+"""
+
+
+class Looker:
+    """A process that looks into stores: MLflow's import and a store's opening take seconds."""
+
+    def __init__(self) -> None:
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen([sys.executable, "-c", LOOKER], stdin=pipe, stdout=pipe, text=True)
+
+    def ask(self, uri: str, value: str, body: str) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps([uri, body, value]) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def close(self) -> None:
+        # MLflow's own exit takes seconds
+        self.process.kill()
+        self.process.communicate()
+
+
+class Place(NamedTuple):
+    """A store with one run in it."""
+
+    folder: Path
+    uri: str
+    tracked: TrackedRun
+    looker: Looker
+
+    def ask(self, value: str, body: str = "") -> Any:
+        """The value of an expression over `client`, beside the ranks."""
+        return self.looker.ask(self.uri, value, body)
+
+
+def python(code: str, *arguments: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("mlflow")
+    experiment, run_id, artifacts = json.loads(python(MAKE_STORE, str(folder)).splitlines()[-1])
+    uri = f"sqlite:///{folder}/mlflow.db"
+    tracked = TrackedRun(
+        uri=uri, mlflow_run_id=run_id, experiment_id=experiment, experiment="notebook", artifact_uri=artifacts
+    )
+    looker = Looker()
+    yield Place(folder, uri, tracked, looker)
+    looker.close()
+
+
+class Tracked:
+    """Ranks of a session whose cells are tracked.
+
+    Args:
+        session: The ranks.
+        place: Where.
+    """
+
+    def __init__(self, session: Session, place: Place) -> None:
+        self.session = session
+        self.place = place
+        self.tracking = Tracking(uri=place.uri, experiment="notebook", variables={"MLFLOW_RUN_ID": "of-the-parent"})
+        self.known: TrackedRun | None = place.tracked
+        self.problem = ""
+
+    def run(self, body: str, *, answers: bool = True, **options: Any) -> list[Any]:
+        """Run a cell and return each rank's value; what they have reported is there afterwards."""
+        self.begin(body, answers=answers, **options)
+        return [self.session.result(rank)["value"] for rank in options.get("only") or range(self.session.size)]
+
+    def begin(self, body: str, *, answers: bool = True, **options: Any) -> None:
+        run_id = f"run-{self.session.cells + 1}"
+        for rank in self.session.ranks:
+            rank.others.clear()
+            answer = TrackingAnswered(run_id=run_id, tracked=self.known, problem=self.problem)
+            rank.answer = answer if answers else None
+        self.session.execute(body, **{"tracking": self.tracking} | options)
+
+    def said(self, rank: int) -> list[FromRank]:
+        return [message for message, _ in self.session.ranks[rank].others]
+
+    def metrics(self, rank: int) -> list[tuple[str, float, int]]:
+        """(key, value, step) in the order in which the rank has told them."""
+        return [(p.key, p.value, p.step) for m in self._reported(rank) for p in m.metrics]
+
+    def params(self, rank: int) -> dict[str, str]:
+        return dict(pair for message in self._reported(rank) for pair in message.params)
+
+    def tags(self, rank: int) -> dict[str, str]:
+        return dict(pair for message in self._reported(rank) for pair in message.tags)
+
+    def remarks(self, rank: int) -> list[str]:
+        return [message.text for message in self.said(rank) if isinstance(message, Remarked)]
+
+    def _reported(self, rank: int) -> list[MetricsReported]:
+        return [message for message in self.said(rank) if isinstance(message, MetricsReported)]
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    made = Zygote()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def shared(zygote: Zygote, place: Place) -> Iterator[Tracked]:
+    """Two ranks that have imported MLflow: that takes a second each time."""
+    session = Session(zygote, 2, cwd=str(place.folder)).connect()
+    made = Tracked(session, place)
+    made.run("import mlflow\nfrom mlflow.entities import Metric")
+    yield made
+    session.leave()
+
+
+@pytest.fixture
+def ranks(shared: Tracked) -> Tracked:
+    shared.known, shared.problem = shared.place.tracked, ""
+    return shared
+
+
+@pytest.fixture
+def new_ranks(zygote: Zygote, place: Place) -> Iterator[Tracked]:
+    session = Session(zygote, 2, cwd=str(place.folder)).connect()
+    yield Tracked(session, place)
+    session.leave()
+
+
+# ---------------------------------------------------------------- nothing before user code wants it
+
+
+def test_no_cell_imports_or_asks_for_mlflow_by_itself(new_ranks: Tracked):
+    body = "import os, sys\n('mlflow' in sys.modules, os.environ['MLFLOW_TRACKING_URI'], 'MLFLOW_RUN_ID' in os.environ)"
+    assert new_ranks.run(body) == [(False, new_ranks.place.uri, False)] * 2
+    assert new_ranks.said(0) == new_ranks.said(1) == []
+
+
+def test_a_cell_that_is_not_tracked_has_plain_mlflow(new_ranks: Tracked):
+    body = "import mlflow\n(mlflow.active_run(), mlflow.start_run.__module__, hasattr(mlflow.start_run, '__wrapped__'))"
+    assert new_ranks.run(body, tracking=None) == [(None, "mlflow.tracking.fluent", False)] * 2
+    # it is in use by then: the next cell is tracked all the same
+    assert new_ranks.run("mlflow.active_run().info.run_id") == [new_ranks.place.tracked.mlflow_run_id] * 2
+
+
+# ---------------------------------------------------------------- the run's own run
+
+
+def test_metrics_of_every_rank_reach_the_run_without_a_start(ranks: Tracked):
+    ranks.run("mlflow.log_metric('loss', 0.5 + rank, step=3)\nmlflow.log_params({'lr': 0.1})\nmlflow.set_tag('a', 'b')")
+    for rank in (0, 1):
+        assert ranks.metrics(rank) == [("loss", 0.5 + rank, 3)]
+        assert ranks.params(rank) == {"lr": "0.1"}
+        assert ranks.tags(rank) == {"a": "b"}
+
+
+def test_logging_waits_for_no_answer(ranks: Tracked):
+    body = "with mlflow.start_run():\n    mlflow.log_metrics({'a': 1.0, 'b': float('nan')}, step=7)\n'done'"
+    assert ranks.run(body, answers=False) == ["done", "done"]
+    assert [key for key, _, _ in ranks.metrics(0)] == ["a", "b"]
+
+
+def test_a_start_joins_and_an_end_does_not_end(ranks: Tracked):
+    body = """
+with mlflow.start_run(run_name="night", description="why", tags={"team": "x"}) as first:
+    with mlflow.start_run() as second:
+        mlflow.log_metric("a", 1)
+    mlflow.log_metric("a", 2)
+none = mlflow.active_run()
+mlflow.log_metric("a", 3)
+mlflow.end_run()
+(first.info.run_id, second.info.run_id, none, mlflow.last_active_run().info.run_id)
+"""
+    run_id = ranks.place.tracked.mlflow_run_id
+    assert ranks.run(body) == [(run_id, run_id, None, run_id)] * 2
+    assert [value for _, value, _ in ranks.metrics(1)] == [1.0, 2.0, 3.0]
+    assert ranks.tags(0) == {"team": "x", "mlflow.note.content": "why", "mlflow.runName": "night"}
+    assert ranks.tags(1) == {}
+    assert ranks.place.ask(f"client.get_run({run_id!r}).info.status") == "RUNNING"
+
+
+def test_ending_all_active_runs_comes_to_an_end(ranks: Tracked):
+    assert ranks.run("while mlflow.active_run():\n    mlflow.end_run()\n'done'") == ["done", "done"]
+
+
+def test_the_active_run_is_the_runs_own_in_threads_too(ranks: Tracked):
+    body = """
+import threading
+found = []
+def log():
+    mlflow.log_metric("t", rank)
+    found.append(mlflow.active_run().info.run_id)
+threads = [threading.Thread(target=log) for _ in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+set(found)
+"""
+    assert ranks.run(body) == [{ranks.place.tracked.mlflow_run_id}] * 2
+    assert ranks.metrics(1) == [("t", 1.0, 0)] * 4
+
+
+def test_a_nested_run_is_a_child_on_the_first_rank_and_joins_on_others(ranks: Tracked):
+    body = """
+with mlflow.start_run(run_name="fold", nested=True) as child:
+    mlflow.log_metric("c", 1)
+child.info.run_id
+"""
+    child, joined = ranks.run(body)
+    run_id = ranks.place.tracked.mlflow_run_id
+    assert joined == run_id
+    assert ranks.metrics(0) == []
+    assert ranks.metrics(1) == [("c", 1.0, 0)]
+    value = "[run.info.status, run.info.experiment_id, run.data.tags['mlflow.parentRunId'], run.data.metrics]"
+    found = ranks.place.ask(value, f"run = client.get_run({child!r})")
+    assert found == ["FINISHED", ranks.place.tracked.experiment_id, run_id, {"c": 1.0}]
+
+
+def test_loggers_that_make_a_run_themselves_get_the_runs_own(ranks: Tracked):
+    """As Lightning's MLFlowLogger does it."""
+    body = """
+client = mlflow.MlflowClient()
+experiment = client.get_experiment_by_name("lightning_logs").experiment_id
+assert experiment == client.get_experiment_by_name("notebook").experiment_id
+made = client.create_run(experiment, run_name="fit").info.run_id
+client.log_batch(made, [Metric("m", 1.0, 1, 1)])
+client.log_metric(made, "n", 2)
+client.set_terminated(made)
+again = client.create_run(experiment).info.run_id
+(made, again)
+"""
+    (made, again), joined = ranks.run(body)
+    run_id = ranks.place.tracked.mlflow_run_id
+    assert made == run_id
+    assert joined == (run_id, run_id)
+    assert ranks.metrics(0) == [("m", 1.0, 1), ("n", 2.0, 0)]
+    assert ranks.place.ask(f"client.get_run({again!r}).data.tags['mlflow.parentRunId']") == run_id
+    assert ranks.place.ask(f"client.get_run({run_id!r}).info.status") == "RUNNING"
+
+
+def test_artifacts_of_every_rank_lie_in_the_run(ranks: Tracked):
+    ranks.run("mlflow.log_text('hi', f'notes/{rank}.txt')\nmlflow.log_dict({'a': 1}, f'{rank}.json')")
+    value = f"[a.path for a in client.list_artifacts({ranks.place.tracked.mlflow_run_id!r}, 'notes')]"
+    assert ranks.place.ask(value) == ["notes/0.txt", "notes/1.txt"]
+
+
+def test_models_are_logged_and_registered_by_the_first_rank(ranks: Tracked):
+    body = """
+import numpy as np
+from sklearn.linear_model import LinearRegression
+x = np.arange(20.0).reshape(-1, 1)
+model = LinearRegression().fit(x, 2 * x)
+info = mlflow.sklearn.log_model(model, name="line", registered_model_name="line", serialization_format="cloudpickle",
+                                pip_requirements=["scikit-learn"])
+loaded = mlflow.sklearn.load_model("models:/line/1") if info else None
+loaded and float(loaded.predict([[3.0]])[0, 0])
+"""
+    predicted, nothing = ranks.run(body)
+    assert predicted == pytest.approx(6.0)
+    assert nothing is None
+    assert "first rank" in ranks.remarks(1)[0]
+    source = "client.get_logged_model(client.get_model_version('line', '1').source.split('/')[1]).source_run_id"
+    assert ranks.place.ask(source) == ranks.place.tracked.mlflow_run_id
+
+
+def test_autolog_works_on_the_first_rank_and_is_silent_on_others(ranks: Tracked):
+    body = """
+import numpy as np
+from sklearn.linear_model import LinearRegression
+mlflow.sklearn.autolog(log_models=False)
+x = np.arange(20.0).reshape(-1, 1)
+model = LinearRegression().fit(x, 2 * x)
+mlflow.sklearn.autolog(disable=True)
+mlflow.active_run().info.run_id
+"""
+    run_id = ranks.place.tracked.mlflow_run_id
+    assert ranks.run(body) == [run_id] * 2
+    assert ranks.params(0)["fit_intercept"] == "True"
+    # they belong to a dataset too, which only the store can say
+    assert "training_r2_score" in ranks.place.ask(f"client.get_run({run_id!r}).data.metrics")
+    assert ranks.params(1) == {}
+    assert ranks.metrics(1) == []
+
+
+# ---------------------------------------------------------------- the way of what is logged
+
+
+def test_none_of_many_metrics_is_lost_and_their_order_stays(ranks: Tracked):
+    ranks.run("for step in range(5000):\n    mlflow.log_metric('x', step, step=step)")
+    for rank in (0, 1):
+        assert [step for _, _, step in ranks.metrics(rank)] == list(range(5000))
+        assert max(len(m.metrics) for m in ranks.said(rank) if isinstance(m, MetricsReported)) <= 1000
+
+
+def test_what_was_logged_before_an_error_comes_before_it(ranks: Tracked):
+    ranks.begin("mlflow.log_metric('last', 1)\n1 / 0")
+    for rank in (0, 1):
+        ranks.session.ranks[rank].expect(Failed)
+        assert ranks.metrics(rank) == [("last", 1.0, 0)]
+
+
+def test_forked_children_log_to_the_run(ranks: Tracked):
+    body = """
+import os
+pids = []
+for child in range(3):
+    pid = os.fork()
+    if not pid:
+        for step in range(300):
+            mlflow.log_metric(f"child{child}", step, step=step)
+        mlflow.log_params({f"p{child}_{i}": "v" * 6000 for i in range(20)})
+        os._exit(0)
+    pids.append(pid)
+[os.waitpid(pid, 0)[1] for pid in pids]
+"""
+    assert ranks.run(body) == [[0, 0, 0]] * 2
+    for rank in (0, 1):
+        for child in range(3):
+            steps = [step for key, _, step in ranks.metrics(rank) if key == f"child{child}"]
+            assert steps == list(range(300))
+        assert len(ranks.params(rank)) == 60
+
+
+def test_values_that_mlflow_refuses_are_refused(ranks: Tracked):
+    body = (
+        "try:\n    mlflow.log_metric('a' * 300, 1)\n    said = ''\nexcept mlflow.exceptions.MlflowException as error:\n"
+    )
+    assert all(ranks.run(body + "    said = str(error)\nbool(said)"))
+
+
+# ---------------------------------------------------------------- from cell to cell
+
+
+def test_each_cell_of_a_session_has_a_run_of_its_own(ranks: Tracked):
+    other = ranks.place.ask("client.create_run('1').info.run_id")
+    ranks.run("kept = mlflow.start_run()\nmlflow.log_metric('a', 1)")
+    ranks.known = TrackedRun(
+        uri=ranks.place.uri, mlflow_run_id=other, experiment_id="1", artifact_uri=ranks.place.tracked.artifact_uri
+    )
+    # one that was left active is not in the way of the next cell's
+    assert ranks.run("with mlflow.start_run() as r:\n    mlflow.log_metric('a', 2)\nr.info.run_id") == [other] * 2
+    assert ranks.metrics(1) == [("a", 2.0, 0)]
+    assert [m for m in ranks.said(0) if isinstance(m, AskTracking)] != []
+    assert ranks.run("mlflow.active_run().info.run_id", only=[1]) == [other]
+
+
+def test_the_first_of_the_ranks_that_take_part_leads(ranks: Tracked):
+    body = "with mlflow.start_run(nested=True) as child: pass\nchild.info.run_id"
+    [child] = ranks.run(body, only=[1])
+    assert child != ranks.place.tracked.mlflow_run_id
+
+
+def test_what_the_user_sets_counts(new_ranks: Tracked, tmp_path: Path):
+    ranks = new_ranks
+    run_id = ranks.place.tracked.mlflow_run_id
+    # what is the run's place already changes nothing
+    same = "import mlflow\nmlflow.set_tracking_uri('sqlite:///mlflow.db')\nmlflow.set_experiment('notebook')\n"
+    assert ranks.run(same + "mlflow.active_run().info.run_id") == [run_id] * 2
+    assert ranks.remarks(0) == []
+    # to make a new one takes many seconds
+    shutil.copy(ranks.place.folder / "mlflow.db", tmp_path / "other.db")
+    other = f"sqlite:///{tmp_path}/other.db"
+    body = f"""
+mlflow.log_metric("before", 1)
+if rank == 0:
+    mlflow.set_tracking_uri({other!r})
+    mlflow.set_experiment("mine")
+    with mlflow.start_run() as own:
+        mlflow.log_metric("own", 2)
+    found = own.info.run_id
+else:
+    found = mlflow.active_run().info.run_id
+found
+"""
+    own, joined = ranks.run(body)
+    assert own != run_id
+    assert joined == run_id
+    assert ranks.metrics(0) == [("before", 1.0, 0)]
+    assert len(ranks.remarks(0)) == 1
+    assert "MLflow's tracking URI" in ranks.remarks(0)[0]
+    mine = ranks.place._replace(uri=other)
+    assert mine.ask(f"client.get_run({own!r}).data.metrics") == {"own": 2.0}
+    # and stays so, without a further word
+    assert ranks.run("mlflow.active_run()")[0] is None
+    assert ranks.remarks(0) == []
+
+
+# ---------------------------------------------------------------- no store, no answer
+
+
+def test_without_a_store_the_cell_goes_on_and_artifacts_are_kept(new_ranks: Tracked):
+    ranks = new_ranks
+    ranks.known, ranks.problem = None, "the server http://127.0.0.1:9 does not answer"
+    body = """
+import mlflow
+with mlflow.start_run(run_name="x") as run:
+    mlflow.log_metric("a", 1)
+    mlflow.log_text("kept", f"notes/{rank}.txt")
+    mlflow.set_experiment("whatever")
+    with mlflow.start_run(nested=True):
+        mlflow.log_metric("b", 2)
+    model = mlflow.pyfunc.log_model(name="m", python_model=lambda model_input: model_input)
+(len(run.info.run_id), model)
+"""
+    assert ranks.run(body) == [(32, None)] * 2
+    for rank in (0, 1):
+        assert [key for key, _, _ in ranks.metrics(rank)] == ["a", "b"]
+        kept = Path(ranks.session.scratch.name) / "artifacts" / "notes" / f"{rank}.txt"
+        assert kept.read_text() == "kept"
+        [remark] = [text for text in ranks.remarks(rank) if "does not answer" in text]
+        assert "sgpu sync" in remark
+
+
+def test_an_answer_that_does_not_come_is_given_up(new_ranks: Tracked):
+    # the patience is 20 s: the test has less
+    shorter = "from sgpu_magic.tracking import in_rank\nin_rank._PATIENCE_S = 0.5\n"
+    first, second = new_ranks.run(f"{shorter}import mlflow\nmlflow.active_run().info.run_id", answers=False)
+    assert first != second
+    assert "has not told" in new_ranks.remarks(0)[0]
+
+
+def test_an_answer_to_another_cell_is_not_taken(ranks: Tracked):
+    stray = TrackingAnswered(run_id="run-of-before", tracked=ranks.place.tracked)
+    for rank in ranks.session.ranks:
+        rank.send(stray)
+    ranks.known = None
+    assert all(len(found) == 32 for found in ranks.run("mlflow.active_run().info.run_id"))
+
+
+# ---------------------------------------------------------------- pure
+
+
+@pytest.mark.parametrize(
+    ("uri", "absolute"),
+    [
+        ("http://host:5000", "http://host:5000"),
+        ("databricks", "databricks"),
+        ("databricks://profile", "databricks://profile"),
+        ("mlruns", "file:///work/mlruns"),
+        ("./mlruns", "file:///work/mlruns"),
+        ("/data/mlruns", "file:///data/mlruns"),
+        ("file:./mlruns", "file:///work/mlruns"),
+        ("file:///data/mlruns", "file:///data/mlruns"),
+        ("sqlite:///mlflow.db", "sqlite:////work/mlflow.db"),
+        ("sqlite:////data/mlflow.db", "sqlite:////data/mlflow.db"),
+        ("sqlite://", "sqlite://"),
+        ("postgresql://user@host/db", "postgresql://user@host/db"),
+    ],
+)
+def test_a_stores_address_is_made_absolute(uri: str, absolute: str):
+    assert absolute_uri(uri, "/work") == absolute
+    assert absolute_uri(absolute, "/elsewhere") == absolute
+
+
+def test_the_ranks_half_is_light():
+    code = "import sys, sgpu_magic.tracking.in_rank\nprint('mlflow' in sys.modules)"
+    assert python(code).strip() == "False"

@@ -1,0 +1,478 @@
+"""The process that writes runs to MLflow, driven as the pool drives it; run directories and stores are real."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tracking_writers import Runs, ToldRun, WriterProcess
+from waiting import eventually
+
+from sgpu_magic.config import Settings
+from sgpu_magic.pool.retention import RunOnDisk, Why, choose_removals
+from sgpu_magic.protocol import events as ev
+from sgpu_magic.protocol.measures import RankSample
+from sgpu_magic.protocol.records import Failure
+from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
+from sgpu_magic.protocol.tracking import MetricPoint, Tracking
+from sgpu_magic.tracking import progress
+from sgpu_magic.tracking.progress import Progress, without_user
+from sgpu_magic.tracking.runs import Batch, RunFold, in_chunks, key
+from sgpu_magic.tracking.system_metrics import SystemMetrics
+
+# ---------------------------------------------------------------- pure parts
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("loss", "loss"),
+        ("train/loss: a-b.c_d", "train/loss: a-b.c_d"),
+        ("größe (%)", "gr__e ___"),
+        ("/a//../b/", "a/b"),
+        ("", "_"),
+        ("x" * 300, "x" * 250),
+    ],
+)
+def test_names_are_what_mlflow_takes(given: str, kept: str):
+    assert key(given) == kept
+
+
+def test_a_batch_goes_in_parts_that_one_request_takes():
+    batch = Batch(
+        [MetricPoint("m", float(step), 0, step) for step in range(1700)],
+        {f"p{number}": "1" for number in range(120)},
+        {"t": "1"},
+    )
+    parts: list[Batch] = []
+    in_chunks(batch, 800, 50, parts.append)
+    assert [(len(part.metrics), len(part.params), len(part.tags)) for part in parts] == [
+        (800, 50, 1),
+        (800, 50, 0),
+        (100, 20, 0),
+    ]
+
+
+def gpu(rank: int, **fields: float | str | None) -> RankSample:
+    return RankSample(rank=rank, kind="gpu", **fields)  # pyright: ignore[reportArgumentType]
+
+
+def test_devices_are_numbered_by_the_runs_own_order_and_keys_are_mlflows():
+    system = SystemMetrics(cores=8)
+    system.placed(("GPU-b", "GPU-a"))
+    first = ev.Sampled(
+        seconds=1.0,
+        samples=(
+            gpu(
+                0,
+                uuid="GPU-b",
+                utilization_pct=80.0,
+                used_bytes=6_000_000_000,
+                total_bytes=24_000_000_000,
+                power_w=150.0,
+            ),
+            gpu(1, uuid="GPU-a", utilization_pct=20.0, used_bytes=3_000_000_000, total_bytes=24_000_000_000),
+        ),
+    )
+    assert {point.key: point.value for point in system.take(first, 100.0)} == {
+        "system/node0/gpu_0_utilization_percentage": 80.0,
+        "system/node0/gpu_0_memory_usage_megabytes": 6000.0,
+        "system/node0/gpu_0_memory_usage_percentage": 25.0,
+        "system/node0/gpu_0_power_usage_watts": 150.0,
+        "system/node0/gpu_1_utilization_percentage": 20.0,
+        "system/node0/gpu_1_memory_usage_megabytes": 3000.0,
+        "system/node0/gpu_1_memory_usage_percentage": 12.5,
+    }
+
+
+def test_after_a_minute_ten_seconds_are_one_point():
+    system = SystemMetrics(cores=4)
+    points = [
+        point
+        for second in range(120)
+        for point in system.take(
+            ev.Sampled(seconds=1.0, samples=(RankSample(rank=0, kind="cpu", cpu_cores=float(second)),)), 100.0 + second
+        )
+        if point.key == "system/node0/rank_0_cpu_utilization_percentage"
+    ]
+    assert [point.step for point in points] == list(range(66))
+    assert points[-1].value == 100 * sum(range(110, 120)) / 10
+
+
+def test_what_is_written_already_is_not_written_again_and_the_rest_stays_the_same():
+    def told(fold: RunFold) -> Batch:
+        for second in range(5):
+            sample = RankSample(rank=0, kind="cpu", cpu_cores=float(second))
+            fold.apply(ev.Event(run_id="a", seq=second + 1, at=second, body=ev.Sampled(seconds=1.0, samples=(sample,))))
+        return fold.take()
+
+    whole, rest = told(RunFold("local", 4)), told(RunFold("local", 4, written=3))
+    assert rest.metrics == whole.metrics[-2 * len(whole.metrics) // 5 :]
+    assert rest.seq == whole.seq == 5
+
+
+def test_the_first_value_of_a_parameter_counts_and_others_are_tags():
+    fold = RunFold("local", 4)
+    for rank, value in ((0, "0.1"), (1, "0.1"), (2, "0.2")):
+        fold.apply(ev.Event(run_id="a", seq=rank + 1, at=0, body=ev.MetricsLogged(rank=rank, params=(("lr", value),))))
+    batch = fold.take()
+    assert batch.params == {"lr": "0.1"}
+    assert batch.tags == {"sgpu.param.lr": "0.2"}
+
+
+def test_no_credentials_stand_in_a_run_directory():
+    assert without_user("https://ann:pw@host:8/x") == "https://host:8/x"
+    assert without_user("postgresql://u:p@w@host/db") == "postgresql://host/db"
+    assert without_user("sqlite:////a/b@c.db") == "sqlite:////a/b@c.db"
+
+
+def test_a_run_directory_has_one_writer_at_a_time(tmp_path: Path):
+    with progress.hold(tmp_path) as first, progress.hold(tmp_path) as second:
+        assert (first, second) == (True, False)
+    with progress.hold(tmp_path) as again, progress.hold(tmp_path / "gone") as gone:
+        assert (again, gone) == (True, False)
+
+
+def test_unsent_runs_stay_as_long_as_any_run_may():
+    now, day = 1_800_000_000.0, 86400.0
+    settings = Settings(keep_runs=1, keep_days=30, keep_bytes=10)
+    runs = [
+        RunOnDisk("00000000", now - 1 * day, 5),
+        RunOnDisk("00000001", now - 2 * day, 5, unsent=True),
+        RunOnDisk("00000002", now - 3 * day, 5),
+        RunOnDisk("00000003", now - 31 * day, 5, unsent=True),
+    ]
+    assert choose_removals(runs, settings, now) == [("00000003", Why.COUNT), ("00000002", Why.COUNT)]
+
+
+# ---------------------------------------------------------------- the process
+
+
+def new_settings() -> Settings:
+    folder = Path(tempfile.mkdtemp(prefix="sgt"))
+    settings = Settings(state_dir=str(folder / "state"))
+    settings.runs_path.mkdir(parents=True)
+    return settings
+
+
+@pytest.fixture(scope="module")
+def settings() -> Iterator[Settings]:
+    made = new_settings()
+    yield made
+    remove(made)
+
+
+def remove(settings: Settings) -> None:
+    import shutil
+
+    shutil.rmtree(settings.state_path.parent)
+
+
+@pytest.fixture(scope="module")
+def module_writer(settings: Settings) -> Iterator[WriterProcess]:
+    made = WriterProcess(settings)
+    yield made
+    assert made.end() == ""
+
+
+@pytest.fixture
+def writer(module_writer: WriterProcess) -> WriterProcess:
+    """A writer of the default store; the module's tests share it."""
+    return module_writer
+
+
+@pytest.fixture
+def store(settings: Settings) -> Runs:
+    return Runs(settings.default_store_uri)
+
+
+def test_a_run_is_all_there(settings: Settings, writer: WriterProcess, store: Runs):
+    run = ToldRun(settings, parameters=(("lr", "0.1"),), environment="d1gest")
+    (run.directory / "requirements.txt").write_text("numpy==2.0\n")
+    (run.directory / "key").write_text("secret")
+    (run.directory / "payload.bin").write_text("secret")
+    (run.directory / "run.json").write_text('{"executable": "python", "payload_layout": {"mac": "secret"}}')
+    (run.directory / "profile").mkdir()
+    (run.directory / "profile" / "rank-0.pt.trace.json.gz").write_bytes(b"trace")
+    (run.directory / "artifacts" / "plots").mkdir(parents=True)
+    (run.directory / "artifacts" / "plots" / "loss.txt").write_text("kept for later")
+    writer.track(run)
+    run.start("a10", ("GPU-a", "GPU-b"))
+    writer.until(lambda: writer.started(run), "its place")
+    run.tell(ev.Described(tags=(("mlflow.source.git.commit", "abc"), ("git.dirty", "true"))))
+    run.metric(1, "loss", 0.5, 0.25)
+    run.tell(ev.Sampled(seconds=1.0, samples=(gpu(0, uuid="GPU-a", utilization_pct=50.0, power_w=99.0),)))
+    run.end(gpu_s=12.5, cost=0.25, currency="USD", running_s=6.0)
+    writer.until_done(run)
+
+    found = store.one(run.run_id)
+    assert writer.started(run)[0].tracked.mlflow_run_id == found.info.run_id
+    assert (found.info.status, found.info.run_name) == ("FINISHED", "train")
+    assert found.info.start_time == int(run.spec.submitted_at * 1000)
+    assert found.data.params == {"lr": "0.1", "gpus": "2", "gpu_type": "a10"}
+    expected = {
+        "sgpu.state": "succeeded",
+        "sgpu.notebook": "nb.ipynb",
+        "sgpu.cell": "c1",
+        "sgpu.environment": "d1gest",
+        "sgpu.pool": "local",
+        "sgpu.host": "node7",
+        "sgpu.currency": "USD",
+        "git.dirty": "true",
+        "mlflow.user": "ann",
+        "mlflow.source.type": "NOTEBOOK",
+        "mlflow.source.git.commit": "abc",
+    }
+    assert expected.items() <= found.data.tags.items()
+    assert found.data.metrics["sgpu/gpu_seconds"] == 12.5
+    assert found.data.metrics["sgpu/cost"] == 0.25
+    assert found.data.metrics["system/node0/gpu_0_utilization_percentage"] == 50.0
+    assert store.history(found.info.run_id, "loss") == [(0, 0.5), (1, 0.25)]
+    assert store.artifacts(found.info.run_id) == {
+        *("cell.py", "requirements.txt", "run.json", "run.html", "logs", "profile", "plots")
+    }
+    assert store.artifacts(found.info.run_id, "logs") == {"logs/rank-0.log", "logs/rank-1.log"}
+    assert store.text(found.info.run_id, "plots/loss.txt") == "kept for later"
+    assert "secret" not in store.text(found.info.run_id, "run.json")
+    assert "train" in store.text(found.info.run_id, "run.html")
+    folder = Path(settings.default_store_uri.removeprefix("sqlite:///")).parent
+    assert found.info.artifact_uri.startswith((folder / "artifacts").as_uri())
+
+
+@pytest.mark.parametrize(
+    ("state", "failure", "status"),
+    [
+        (RunState.FAILED, Failure(kind=FailureKind.USER_CODE, message="NaN", rank=1, type_name="ValueError"), "FAILED"),
+        (RunState.TIMED_OUT, Failure(kind=FailureKind.TIMEOUT, message="its time was over"), "FAILED"),
+        (RunState.CANCELLED, None, "KILLED"),
+    ],
+)
+def test_how_it_ended_is_said(
+    settings: Settings, writer: WriterProcess, store: Runs, state: RunState, failure: Failure | None, status: str
+):
+    run = ToldRun(settings)
+    run.end(state, failure=failure, reason="" if failure else "it was interrupted")
+    writer.track(run)
+    writer.until_done(run)
+    found = store.one(run.run_id)
+    assert (found.info.status, found.data.tags["sgpu.state"]) == (status, str(state))
+    assert found.data.params["gpu_type"] == "any"
+    if failure is None:
+        assert found.data.tags["sgpu.reason"] == "it was interrupted"
+    else:
+        assert found.data.tags["sgpu.failure_kind"] == str(failure.kind)
+        assert failure.message in found.data.tags["sgpu.failure"]
+
+
+def test_of_eight_ranks_no_metric_is_lost(settings: Settings, writer: WriterProcess, store: Runs):
+    run = ToldRun(settings, ranks=8)
+    writer.track(run)
+    run.start()
+    for step in range(0, 500, 50):
+        for rank in range(8):
+            run.metric(rank, f"loss/rank{rank}", *(rank + (step + number) / 1000 for number in range(50)), step=step)
+            run.metric(rank, "loss", *(rank + (step + number) / 1000 for number in range(50)), step=step)
+    run.end()
+    writer.until_done(run)
+    mlflow_run_id = store.one(run.run_id).info.run_id
+    for rank in range(8):
+        expected = [(step, rank + step / 1000) for step in range(500)]
+        assert store.history(mlflow_run_id, f"loss/rank{rank}") == expected
+    assert len(store.history(mlflow_run_id, "loss")) == 4000
+
+
+def test_what_mlflow_refuses_costs_nothing_else(settings: Settings, writer: WriterProcess, store: Runs):
+    run = ToldRun(settings)
+    run.start()
+    bad = MetricPoint("broken", 1.0, -5, 0)
+    good = tuple(MetricPoint("loss", float(step), 1000 + step, step) for step in range(20))
+    run.tell(ev.MetricsLogged(rank=0, metrics=(*good, bad), params=(("x" * 400, "y" * 9000),)))
+    run.tell(ev.MetricsLogged(rank=0, tags=(("mlflow.runName", "renamed"), ("note", "z" * 9000))))
+    run.end()
+    writer.track(run)
+    writer.until_done(run)
+    found = store.one(run.run_id)
+    assert found.info.run_name == "renamed"
+    assert len(store.history(found.info.run_id, "loss")) == 20
+    assert found.data.params["x" * 250].startswith("y" * 250)
+    assert found.data.tags["note"] == "z" * 8000
+    assert found.data.tags.get("sgpu.refused") == "broken"
+
+
+def test_a_sessions_cells_are_its_children(settings: Settings, writer: WriterProcess, store: Runs):
+    session = ToldRun(settings, kind=RunKind.SESSION, name="work")
+    session.start()
+    cell = ToldRun(settings, session=session.run_id, session_name="work", name="cell 3")
+    cell.end()
+    writer.track(session)
+    writer.track(cell, parent_run=session.run_id)
+    writer.until_done(cell)
+    session.end(RunState.CANCELLED, reason="%sgpu_disconnect")
+    writer.until_done(session)
+    made = store.one(session.run_id)
+    assert (made.info.run_name, made.info.status) == ("session work", "FINISHED")
+    assert store.one(cell.run_id).data.tags["mlflow.parentRunId"] == made.info.run_id
+
+
+def test_a_log_without_a_last_word_ends_as_failed(settings: Settings, writer: WriterProcess, store: Runs):
+    run = ToldRun(settings)
+    run.start()
+    writer.track(run)
+    writer.until(lambda: writer.started(run))
+    writer.over(run)
+    writer.until_done(run)
+    found = store.one(run.run_id)
+    assert (found.info.status, found.data.tags["sgpu.failure_kind"]) == ("FAILED", "node lost")
+
+
+def test_a_deleted_run_is_let_go_with_a_sentence(settings: Settings, writer: WriterProcess, store: Runs):
+    from tracking_writers import quiet_mlflow
+
+    run = ToldRun(settings)
+    run.start()
+    writer.track(run)
+    writer.until(lambda: writer.started(run))
+    with quiet_mlflow() as mlflow:
+        mlflow.MlflowClient(store.uri).delete_run(writer.started(run)[0].tracked.mlflow_run_id)
+    run.metric(0, "loss", 1.0)
+    writer.until_done(run)
+    assert "is not tracked any more" in writer.troubles(run)[0].text
+    assert store.of(run.run_id) == []
+
+
+def test_a_killed_writer_is_gone_on_after_and_end_of_file_ends_it(settings: Settings, store: Runs):
+    writer = WriterProcess(settings)
+    runs = [ToldRun(settings) for _ in range(3)]
+    try:
+        for run in runs:
+            run.start()
+            writer.track(run)
+        writer.until(lambda: all(writer.started(run) for run in runs))
+        for run in runs:
+            run.metric(0, "loss", *(float(step) for step in range(200)))
+        # somewhere between what it has written and what it remembers of it
+        writer.until(lambda: any(run.progress.seq > 4 for run in runs if run.progress))
+        writer.kill()
+        for run in runs:
+            run.metric(0, "loss", *(float(step) for step in range(200, 400)), step=200)
+        writer.start()
+        for run in runs:
+            writer.track(run)
+        for run in runs[:2]:
+            run.end()
+        writer.heard.clear()
+        writer.until_done(*runs[:2])
+        runs[2].metric(0, "last", 1.0)
+        assert writer.end() == ""
+        for run in runs:
+            history = store.history(store.one(run.run_id).info.run_id, "loss")
+            assert history == [(step, float(step)) for step in range(400)]
+        assert store.history(store.one(runs[2].run_id).info.run_id, "last") == [(0, 1.0)]
+        assert progress.is_unsent(runs[2].directory)
+    finally:
+        writer.close()
+
+
+def test_two_pools_make_the_store_at_once_and_it_is_private(tmp_path: Path):
+    settings = new_settings()
+    writers = [WriterProcess(settings) for _ in range(2)]
+    try:
+        runs = [ToldRun(settings) for _ in range(6)]
+        for number, run in enumerate(runs):
+            run.end()
+            writers[number % 2].track(run)
+        for number, writer in enumerate(writers):
+            writer.until_done(*runs[number::2])
+        store = Runs(settings.default_store_uri)
+        assert len({store.one(run.run_id).info.experiment_id for run in runs}) == 1
+        assert [writer.end() for writer in writers] == ["", ""]
+        folder = settings.state_path / "mlflow"
+        assert stat.S_IMODE(settings.state_path.stat().st_mode) == stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert stat.S_IMODE((folder / "mlflow.db").stat().st_mode) == 0o600
+        with contextlib.closing(sqlite3.connect(folder / "mlflow.db")) as database:
+            assert database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+        assert not list(folder.glob(".*.part*"))
+    finally:
+        for writer in writers:
+            writer.close()
+        remove(settings)
+
+
+def test_a_store_of_another_mlflow_is_a_sentence(settings: Settings, module_writer: WriterProcess):
+    run = ToldRun(settings)
+    run.end()
+    module_writer.track(run)
+    module_writer.until_done(run)
+    other = new_settings()
+    file = Path(other.default_store_uri.removeprefix("sqlite:///"))
+    file.parent.mkdir(mode=0o700)
+    with (
+        contextlib.closing(sqlite3.connect(settings.state_path / "mlflow" / "mlflow.db")) as source,
+        contextlib.closing(sqlite3.connect(file)) as copy,
+    ):
+        source.backup(copy)
+        copy.execute("UPDATE alembic_version SET version_num = 'feedbeef0000'")
+        copy.commit()
+    writer = WriterProcess(other)
+    try:
+        run = ToldRun(other)
+        run.end()
+        writer.track(run)
+        writer.until(lambda: writer.troubles(run))
+        text = writer.troubles(run)[0].text
+        assert "another version of MLflow (feedbeef0000)" in text
+        assert "mlflow db upgrade" in text
+        assert "sgpu sync" in text
+        assert not run.complete
+        assert run.progress is not None
+        assert run.progress.problem
+        assert writer.end() == ""
+    finally:
+        writer.close()
+        remove(other)
+
+
+def many_runs(settings: Settings, count: int) -> list[ToldRun]:
+    made: list[ToldRun] = []
+    for number in range(count):
+        run = ToldRun(settings, name=f"run {number}")
+        run.metric(0, "number", float(number))
+        run.end()
+        made.append(run)
+    return made
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
+def test_many_runs_are_one_each(settings: Settings, writer: WriterProcess, store: Runs, count: int):
+    runs = many_runs(settings, count)
+    before = len(os.listdir(f"/proc/{writer.pid}/fd"))
+    for run in runs:
+        writer.track(run, Tracking(experiment=f"many {count}"))
+    eventually(
+        lambda: (writer.take(), all(run.complete for run in runs))[1],
+        300,
+        lambda: f"{sum(run.complete for run in runs)} of {count}",
+    )
+    found = store.all(f"many {count}")
+    numbers = sorted(run.data.metrics["number"] for run in found)
+    assert numbers == [float(number) for number in range(count)]
+    assert len(os.listdir(f"/proc/{writer.pid}/fd")) <= before + 3
+
+
+def test_the_record_of_a_run_has_the_store_and_no_credentials(settings: Settings, writer: WriterProcess):
+    run = ToldRun(settings)
+    run.end()
+    writer.track(run)
+    writer.until_done(run)
+    found = run.progress
+    assert found is not None
+    assert found.complete
+    assert found.uri == ""
+    assert found.tracked is not None
+    assert Progress(uri="x").tracked is None

@@ -1,0 +1,234 @@
+"""`sgpu usage` against sums made by hand, in all its forms, beside no pool and on ledgers of other versions."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+from homes import Home
+from test_scheduler import spec
+
+from sgpu_magic.commands.usage import Usage, read_usage, usage
+from sgpu_magic.commands.usage_forms import as_json, comma_separated, table
+from sgpu_magic.config import load_settings
+from sgpu_magic.errors import UsageError
+from sgpu_magic.pool.ledger import MIGRATIONS, Ledger, Metered, migrate
+from sgpu_magic.protocol.devices import Lease
+from sgpu_magic.protocol.messages import RunSummary
+from sgpu_magic.protocol.prices import read_prices
+from sgpu_magic.protocol.records import Owner
+from sgpu_magic.protocol.states import RunKind, RunState
+
+DAY = 86400.0
+NOW = 1_000_000.0
+RESERVED = read_prices("a10=0.9,h100=3")
+
+
+def row(run_id: str, **fields: object) -> RunSummary:
+    base = RunSummary(
+        run_id=run_id, name="", ranks=4, device_type="a10", simulated=False, state=RunState.SUCCEEDED,
+        submitted_at=0.0, user="ann", notebook="digits.ipynb",
+    )  # fmt: skip
+    return msgspec.structs.replace(base, **fields)
+
+
+# an hour of 4 A10 at 1.20, half an hour of a session of 2 H100 at 4.50 that was idle for 20 of its 30 minutes, with a
+# cell in it; a run that goes on; CPU slots with a price; one of before the meter; one that never began; an old one
+ROWS = (
+    row(
+        "000000a1", metered_at=NOW - 7200, started_at=NOW - 7199,
+        ended_at=NOW - 3600, gpu_s=14400.0, cost=4.8, currency="USD",
+    ),
+    row(
+        "5e550000", kind=RunKind.SESSION, name="work", device_type="h100", ranks=2, metered_at=NOW - DAY - 1800,
+        started_at=NOW - DAY - 1800, ended_at=NOW - DAY, gpu_s=3600.0, cost=4.5, currency="USD", idle_s=1200.0,
+        user="bob", notebook="work.ipynb",
+    ),
+    row(
+        "000000c1", session="5e550000", device_type="h100", ranks=2, started_at=NOW - DAY - 1000,
+        ended_at=NOW - DAY - 400, user="bob", notebook="work.ipynb",
+    ),
+    row(
+        "000000d1", state=RunState.RUNNING, simulated=True, ranks=1,
+        metered_at=NOW - 360.5, started_at=NOW - 360, hourly=1.2, currency="USD",
+    ),
+    row(
+        "000000e1", device_type="cpu", ranks=2, metered_at=NOW - 3600,
+        started_at=NOW - 3600, ended_at=NOW - 1800, gpu_s=3600.0, cost=0.04, currency="EUR",
+    ),
+    row("000000f1", started_at=NOW - 300, ended_at=NOW - 200),
+    row("00000101", state=RunState.CANCELLED, ended_at=NOW - 100),
+    row(
+        "00000111", metered_at=NOW - 9 * DAY, started_at=NOW - 9 * DAY,
+        ended_at=NOW - 8 * DAY, gpu_s=1e6, cost=99.0, currency="USD",
+    ),
+)  # fmt: skip
+
+
+def used(by: str, since_days: float = 7.0, reserved: str = "a10=0.9,h100=3") -> Usage:
+    return usage(ROWS, NOW - since_days * DAY, NOW, by, read_prices(reserved), "USD")
+
+
+def test_sums_by_hand() -> None:
+    found = used("type")
+    groups = {use.name: use for use in found.groups}
+    assert list(groups) == ["a10", "h100", "a10 (simulated)", "cpu"]
+    a10, h100, simulated, cpu = groups.values()
+    assert (a10.runs, a10.gpu_s, a10.cost, a10.unmetered) == (3, 14400.0, {"USD": 4.8}, 1)
+    assert a10.reserved == pytest.approx(3.6)
+    assert (h100.runs, h100.gpu_s, h100.cost) == (2, 3600.0, {"USD": 4.5})
+    assert h100.idle_s == pytest.approx(2400.0)
+    assert h100.idle_cost == {"USD": pytest.approx(3.0)}
+    assert h100.reserved == pytest.approx(3.0)
+    # 361 seconds have begun
+    assert (simulated.runs, simulated.gpu_s, simulated.simulated_s) == (1, 361.0, 361.0)
+    assert simulated.cost == simulated.simulated_cost == {"USD": pytest.approx(361 * 1.2 / 3600)}
+    assert (cpu.runs, cpu.gpu_s, cpu.slot_s, cpu.cost, cpu.reserved) == (1, 0.0, 3600.0, {"EUR": 0.04}, None)
+    total = found.total
+    assert (total.runs, total.gpu_s, total.slot_s, total.unmetered) == (7, 18361.0, 3600.0, 1)
+    assert total.cost == {"USD": pytest.approx(9.3 + 361 * 1.2 / 3600), "EUR": 0.04}
+    assert total.reserved == pytest.approx(6.6 + 361 * 0.9 / 3600)
+
+
+@pytest.mark.parametrize(
+    ("by", "runs"),
+    [
+        ("user", {"ann": 5, "bob": 2}),
+        ("notebook", {"digits.ipynb": 5, "work.ipynb": 2}),
+        ("session", {"(no session)": 5, "work (5e55)": 2}),
+    ],
+)
+def test_groups(by: str, runs: dict[str, int]) -> None:
+    assert {use.name: use.runs for use in used(by).groups} == runs
+
+
+def test_days_are_those_of_the_ends_newest_first() -> None:
+    days = [time.strftime("%Y-%m-%d", time.localtime(at)) for at in (NOW, NOW - DAY)]
+    found = used("day")
+    assert [use.name for use in found.groups] == days
+    assert [use.runs for use in found.groups] == [5, 2]
+    assert used("day", since_days=30).total.runs == 8
+
+
+def test_a_session_that_goes_on_is_idle_until_now() -> None:
+    session = row(
+        "5e551111", kind=RunKind.SESSION, state=RunState.RUNNING, ranks=2, metered_at=NOW - 100, started_at=NOW - 100,
+        hourly=7.2, currency="USD",
+    )  # fmt: skip
+    cells = (
+        row("000000c2", session="5e551111", started_at=NOW - 90, ended_at=NOW - 60),
+        row("000000c3", session="5e551111", state=RunState.RUNNING, started_at=NOW - 10),
+    )
+    found = usage((session, *cells), NOW - DAY, NOW, "session", read_prices(""), "USD").total
+    assert (found.runs, found.gpu_s, found.reserved, found.unmetered) == (3, 200.0, None, 0)
+    assert found.idle_s == pytest.approx(200.0 * 0.6)
+    assert found.idle_cost == {"USD": pytest.approx(0.2 * 0.6)}
+
+
+def test_the_table() -> None:
+    lines = table(used("type")).splitlines()
+    assert lines[0].split("   ")[0] == "type"
+    assert lines[0].split()[1:] == [
+        "runs", "GPU-hours", "slot-hours", "cost", "idle", "GPU-hours", "idle", "cost", "reserved",
+    ]  # fmt: skip
+    assert lines[1].split() == ["a10", "3", "4.00", "0.00", "$4.80", "0.00", "$3.60"]
+    assert lines[2].split() == ["h100", "2", "1.00", "0.00", "$4.50", "0.67", "$3.00", "$3.00"]
+    assert lines[5].split() == ["total", "7", "5.10", "1.00", "€0.04", "+", "$9.42", "0.67", "$3.00", "$6.69"]
+    text = "\n".join(lines)
+    assert "simulated: 0.10 of the GPU-hours and $0.12 of the cost; nobody is paid that" in text
+    assert "1 run of an earlier version has no hours" in text
+    assert "reserved: what the same hours cost at the reserved prices, of types that have one" in text
+    # quiet: no column without anything in it
+    plain = table(usage(ROWS[5:7], 0.0, NOW, "user", read_prices(""), "USD"))
+    assert plain.splitlines()[0].split() == ["user", "runs", "GPU-hours"]
+    assert table(usage((), 0.0, NOW, "user", read_prices(""), "USD")).startswith("no runs since ")
+
+
+def test_csv() -> None:
+    records = list(csv.DictReader(io.StringIO(comma_separated(used("type")))))
+    assert [record["type"] for record in records] == ["a10", "h100", "a10 (simulated)", "cpu"]
+    assert records[1] == {
+        "type": "h100", "runs": "2", "gpu_hours": "1.0", "slot_hours": "0.0", "idle_gpu_hours": "0.666667",
+        "simulated_gpu_hours": "0.0", "cost_EUR": "0.0", "idle_cost_EUR": "0.0", "simulated_cost_EUR": "0.0",
+        "cost_USD": "4.5", "idle_cost_USD": "3.0", "simulated_cost_USD": "0.0", "reserved_cost_USD": "3.0",
+    }  # fmt: skip
+    assert records[3]["reserved_cost_USD"] == ""
+    formula = usage((row("000000a1", notebook="=1+1,2"),), -1.0, NOW, "notebook", read_prices(""), "USD")
+    assert comma_separated(formula).splitlines()[-1].startswith('"\'=1+1,2",')
+
+
+def test_json() -> None:
+    record = json.loads(as_json(used("user")))
+    assert (record["by"], record["until"]) == ("user", NOW)
+    assert record["groups"][1] == {
+        "name": "bob", "runs": 2, "gpu_hours": 1.0, "slot_hours": 0.0, "cost": {"USD": 4.5},
+        "idle": {"gpu_hours": 0.666667, "cost": {"USD": 3.0}}, "simulated": {"gpu_hours": 0.0, "cost": {}},
+        "reserved_cost": {"USD": 3.0}, "unmetered_runs": 0,
+    }  # fmt: skip
+    assert record["total"]["cost"] == {"EUR": 0.04, "USD": 9.420333}
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def kept_home() -> Iterator[Home]:
+    made = Home({"SGPU_RESERVED_PRICES": "a10=0.9"})
+    yield made
+    made.close()
+
+
+def sgpu(home: Home, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sgpu_magic.cli", *arguments]
+    return subprocess.run(command, env=home.environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_command_reads_the_ledger(kept_home: Home) -> None:
+    ledger = Ledger(kept_home.state / "ledger.sqlite3")
+    mine = msgspec.structs.replace(spec("000000a1", 2), owner=Owner(pid=1, host="h", user="ann"))
+    ledger.record(mine, RunState.QUEUED)
+    lease = Lease(lease_id="1", device_type="a10", ranks=2, uuids=("a", "b"))
+    ledger.update("000000a1", state=RunState.SUCCEEDED, lease=lease, started_at=1.0, ended_at=time.time() - 60)
+    ledger.update("000000a1", meter=Metered(metered_at=1.0, hourly=2.4, currency="USD", gpu_s=1800.0, cost=0.6))
+    # the ledger is open beside it, as a pool has it
+    done = sgpu(kept_home, "usage", "--by", "user", "--since", "1h", "--format", "json")
+    assert (done.returncode, done.stderr) == (0, "")
+    total = json.loads(done.stdout)["total"]
+    assert (total["runs"], total["gpu_hours"], total["cost"]) == (1, 0.5, {"USD": 0.6})
+    assert total["reserved_cost"] == {"USD": 0.45}
+    ledger.close()
+    done = sgpu(kept_home, "usage", "--by", "type")
+    assert done.stdout.splitlines()[1].split() == ["a10", "1", "0.50", "$0.60", "$0.45"]
+    assert sgpu(kept_home, "usage", "--since", "30s").stdout.startswith("no runs since ")
+    for bad in (("--since", "soon"), ("--since", "0d"), ("--by", "colour"), ("--format", "xml")):
+        done = sgpu(kept_home, "usage", *bad)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert len(done.stderr.splitlines()) == 2
+    with pytest.raises(UsageError, match="--since 'soon' is no length of time: 7d, 12h"):
+        read_usage(load_settings(kept_home.environ), "soon", "day")
+
+
+def test_a_ledger_of_the_version_before_is_read_as_it_is(kept_home: Home) -> None:
+    path = Path(kept_home.state / "ledger.sqlite3")
+    with closing(sqlite3.connect(path, isolation_level=None)) as database:
+        migrate(database, MIGRATIONS[:2])
+        database.execute(
+            "INSERT INTO runs (run_id, name, ranks, device_type, state, submitted_at, started_at, ended_at) "
+            "VALUES ('0000000a', 'train', 2, 'a10', 'succeeded', 1.0, 2.0, ?)",
+            (time.time() - 5,),
+        )
+    done = sgpu(kept_home, "usage", "--by", "user")
+    assert done.stdout.splitlines()[1].split() == ["(not", "known)", "1", "0.00"]
+    assert "1 run of an earlier version has no hours" in done.stdout
+    assert os.listdir(kept_home.state) == ["ledger.sqlite3"]

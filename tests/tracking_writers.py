@@ -1,0 +1,270 @@
+"""The writer's process without a pool, run directories whose events a test writes, and what MLflow says of them."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from waiting import eventually
+
+from sgpu_magic.config import Settings
+from sgpu_magic.pool.run_log import RunLog
+from sgpu_magic.protocol import codec
+from sgpu_magic.protocol import events as ev
+from sgpu_magic.protocol.devices import Lease, Placement
+from sgpu_magic.protocol.ids import new_id
+from sgpu_magic.protocol.records import CellSource, Owner, RunSpec
+from sgpu_magic.protocol.states import RunState
+from sgpu_magic.protocol.tracking import (
+    FromTracker,
+    MetricPoint,
+    RunOver,
+    Track,
+    Tracking,
+    TrackingDone,
+    TrackingStarted,
+    TrackingTroubled,
+)
+from sgpu_magic.tracking import progress
+from sgpu_magic.tracking.progress import Progress
+
+PATIENCE_S = 60.0
+
+
+@contextmanager
+def quiet_mlflow() -> Iterator[Any]:
+    """MLflow, whose own warnings are not ours to mend."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import mlflow
+
+        yield mlflow
+
+
+class Runs:
+    """What a store has.
+
+    Args:
+        uri: The store's.
+    """
+
+    def __init__(self, uri: str) -> None:
+        self.uri = uri
+
+    def of(self, run_id: str, experiment: str = "nb") -> list[Any]:
+        """The MLflow runs that carry this run's id; deleted ones are not among them."""
+        return [run for run in self.all(experiment) if run.data.tags.get("sgpu.run_id") == run_id]
+
+    def one(self, run_id: str, experiment: str = "nb") -> Any:
+        found = self.of(run_id, experiment)
+        assert len(found) == 1, found
+        return found[0]
+
+    def all(self, experiment: str = "nb") -> list[Any]:
+        with quiet_mlflow() as mlflow:
+            client = mlflow.MlflowClient(self.uri)
+            found = client.get_experiment_by_name(experiment)
+            if found is None:
+                return []
+            runs: list[Any] = []
+            page = client.search_runs([found.experiment_id], max_results=1000)
+            while page:
+                runs += page
+                page = page.token and client.search_runs([found.experiment_id], max_results=1000, page_token=page.token)
+            return runs
+
+    def history(self, mlflow_run_id: str, key: str) -> list[tuple[int, float]]:
+        """(step, value) of every point of a metric."""
+        with quiet_mlflow() as mlflow:
+            points = mlflow.MlflowClient(self.uri).get_metric_history(mlflow_run_id, key)
+        return sorted((point.step, point.value) for point in points)
+
+    def artifacts(self, mlflow_run_id: str, folder: str = "") -> set[str]:
+        with quiet_mlflow() as mlflow:
+            return {file.path for file in mlflow.MlflowClient(self.uri).list_artifacts(mlflow_run_id, folder or None)}
+
+    def text(self, mlflow_run_id: str, path: str) -> str:
+        with quiet_mlflow() as mlflow:
+            uri = f"runs:/{mlflow_run_id}/{path}"
+            local = mlflow.artifacts.download_artifacts(artifact_uri=uri, tracking_uri=self.uri)
+        return Path(local).read_text()
+
+
+class ToldRun:
+    """A run whose events a test tells.
+
+    Args:
+        settings: The pool's.
+        fields: Of its `RunSpec`.
+    """
+
+    def __init__(self, settings: Settings, **fields: Any) -> None:
+        self.run_id: str = fields.pop("run_id", "") or new_id()
+        self.directory = settings.runs_path / self.run_id
+        ranks = fields.pop("ranks", 2)
+        self.spec = RunSpec(
+            run_id=self.run_id,
+            name=fields.pop("name", "train"),
+            cell=fields.pop("cell", CellSource(body="print(1)", execution_count=7)),
+            placement=Placement(ranks=ranks),
+            outputs=(),
+            owner=fields.pop("owner", Owner(pid=1, host="laptop", user="ann", notebook="nb.ipynb", cell="c1")),
+            timeout_s=60.0,
+            submitted_at=time.time(),
+            tracked=True,
+            **fields,
+        )
+        self.log = RunLog(self.directory, self.run_id)
+        self.tell(ev.Submitted(spec=self.spec))
+
+    def tell(self, *bodies: ev.EventBody) -> None:
+        for body in bodies:
+            self.log.append(body, time.time())
+
+    def start(self, device_type: str = "cpu", uuids: Sequence[str] = ()) -> None:
+        ranks = self.spec.placement.ranks
+        lease = Lease(lease_id="l", device_type=device_type, ranks=ranks, uuids=tuple(uuids))
+        self.tell(
+            ev.Placed(lease=lease, host="node7"),
+            ev.StateChanged(state=RunState.STARTING),
+            ev.RanksStarted(pids=tuple(range(ranks)), warm="standby"),
+            ev.StateChanged(state=RunState.RUNNING),
+        )
+        (self.directory / "cell.py").write_text(self.spec.cell.body)
+        for rank in range(ranks):
+            (self.directory / f"rank-{rank}.log").write_text(f"rank {rank}\n")
+
+    def metric(self, rank: int, key: str, *values: float, step: int = 0) -> None:
+        """A rank logs values at the steps from `step` on."""
+        at_ms = int(time.time() * 1000)
+        points = tuple(MetricPoint(key, value, at_ms, step + number) for number, value in enumerate(values))
+        self.tell(ev.MetricsLogged(rank=rank, metrics=points))
+
+    def end(self, state: RunState = RunState.SUCCEEDED, **fields: Any) -> None:
+        self.tell(ev.RunEnded(state=state, **fields))
+        self.log.close()
+
+    @property
+    def progress(self) -> Progress | None:
+        return progress.load(self.directory)
+
+    @property
+    def complete(self) -> bool:
+        return self.progress is not None and self.progress.complete
+
+
+class WriterProcess:
+    """`python -m sgpu_magic.tracking` and this side of its socket.
+
+    Args:
+        settings: The pool's.
+        environ: Its environment.
+
+    Attributes:
+        heard: What it has said.
+    """
+
+    def __init__(self, settings: Settings, environ: dict[str, str] | None = None) -> None:
+        self._settings = settings
+        self._environ = environ
+        self.heard: list[FromTracker] = []
+        self.start()
+
+    def start(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._reader = codec.FrameReader(codec.from_tracker)
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "sgpu_magic.tracking", str(theirs.fileno())),
+                    *(msgspec.json.encode(self._settings).decode(), "--urgent"),
+                ],
+                pass_fds=(theirs.fileno(),),
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def track(self, run: ToldRun, tracking: Tracking | None = None, parent_run: str = "") -> None:
+        place = Tracking(experiment="nb") if tracking is None else tracking
+        order = Track(run_id=run.run_id, run_dir=str(run.directory), tracking=place, parent_run=parent_run)
+        self._socket.sendall(codec.frame(order))
+
+    def over(self, run: ToldRun) -> None:
+        self._socket.sendall(codec.frame(RunOver(run_id=run.run_id)))
+
+    def take(self, timeout_s: float = 0.0) -> None:
+        """Read what it has said."""
+        while select.select([self._socket], [], [], timeout_s)[0]:
+            data = self._socket.recv(1 << 16)
+            assert data, f"the writer ended: {self.said()}"
+            self.heard += [message for message, _ in self._reader.feed(data)]
+            timeout_s = 0.0
+
+    def until(self, condition: Callable[[], object], what: str = "") -> None:
+        """Take what it says until a condition holds."""
+
+        def holds() -> bool:
+            self.take()
+            return bool(condition())
+
+        eventually(holds, PATIENCE_S, lambda: f"{what}: {self.heard[-5:]}")
+
+    def until_done(self, *runs: ToldRun) -> None:
+        wanted = {run.run_id for run in runs}
+        self.until(lambda: wanted <= {said.run_id for said in self.of(TrackingDone)}, "done")
+
+    def of(self, kind: type[Any], run: ToldRun | None = None) -> list[Any]:
+        """What it has said of a kind."""
+        return [said for said in self.heard if isinstance(said, kind) and (run is None or said.run_id == run.run_id)]
+
+    def started(self, run: ToldRun) -> list[TrackingStarted]:
+        return self.of(TrackingStarted, run)
+
+    def troubles(self, run: ToldRun) -> list[TrackingTroubled]:
+        return self.of(TrackingTroubled, run)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        self._process.wait(10)
+        self._close()
+
+    def end(self) -> str:
+        """Close this side; return what it has printed."""
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._process.wait(15)
+        return self.said()
+
+    def said(self) -> str:
+        assert self._process.stdout is not None
+        with self._process.stdout as output:
+            printed = output.read().decode()
+        self._close()
+        return printed
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self.kill()
+        self._close()
+
+    def _close(self) -> None:
+        self._socket.close()
+        if self._process.stdout is not None:
+            self._process.stdout.close()

@@ -1,0 +1,168 @@
+"""Two machines, played by two Pythons with different packages, two state folders, and a network namespace.
+
+Machine 1 has the notebook; machine 2 has the pool, whose nodes do not see the notebook's packages. What they share is
+the folder of the pool's socket. Needs root (network namespaces).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from homes import Home
+from kernels import Kernel
+from process_table import stop_process
+from waiting import eventually
+
+from sgpu_magic.environment.base_layer import base_layer, link_layer
+from sgpu_magic.environment.from_node import is_from_node
+from sgpu_magic.environment.index import index_variables
+
+# what a run does not need on either machine; without them there is less to build
+_LEFT_OUT = ("mlflow-skinny", "sqlalchemy", "alembic")
+_START_S = 30
+
+
+def light_venv(folder: Path, *requirements: str, without: Sequence[str] = _LEFT_OUT) -> Path:
+    """A virtual environment with these packages and links to torch, sgpu-magic and what they need.
+
+    Args:
+        folder: Where.
+        requirements: Lines that uv installs.
+        without: Names that are not linked.
+
+    Returns:
+        Its Python.
+    """
+    _uv("venv", "--quiet", "--python", getattr(sys, "_base_executable", sys.executable), str(folder))
+    python = folder / "bin" / "python"
+    site = next((folder / "lib").glob("python*/site-packages"))
+    if requirements:
+        _uv("pip", "install", "--quiet", "--python", str(python), *requirements)
+    installed = {re.sub(r"[-_.]+", "-", info.name.partition("-")[0]).lower() for info in site.glob("*.dist-info")}
+    link_layer(base_layer({*installed, *without}, ("uv", "anywidget", "ipywidgets", "pathspec")), site)
+    (folder / "bin" / "uv").symlink_to(Path(sys.executable).with_name("uv"))
+    return python
+
+
+class TwoMachines:
+    """Machine 1 with a kernel, machine 2 with a pool.
+
+    Args:
+        folder: For their virtual environments.
+        notebook: Requirements that machine 1 has.
+        node: Requirements that machine 2 has.
+        variables: Further settings of both.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        notebook: Sequence[str] = (),
+        node: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        self.home = Home(variables)
+        self.notebook_python = light_venv(folder / "machine1", *notebook)
+        self.node_python = light_venv(folder / "machine2", *node)
+        self.node_state = self.home.path / "state2"
+        self.node_state.mkdir(mode=0o700)
+        self.namespace = f"sgpu{os.getpid()}"
+        _ip("netns", "add", self.namespace)
+        _ip("-n", self.namespace, "link", "set", "lo", "up")
+        self.pool: subprocess.Popen[bytes] | None = None
+
+    @property
+    def node_environ(self) -> dict[str, str]:
+        """Variables of machine 2. Its packages come from uv's cache: the namespace has no way out."""
+        return self.home.environ | {
+            "SGPU_STATE_DIR": str(self.node_state),
+            "SGPU_ENVIRONMENTS": "built",
+            "UV_OFFLINE": "1",
+        }
+
+    def start_pool(self) -> int:
+        """Start machine 2's pool; return its pid."""
+        inside = ["ip", "netns", "exec", self.namespace]
+        with open(self.node_state / "pool.log", "ab") as log:
+            self.pool = subprocess.Popen(
+                [*inside, str(self.node_python), "-m", "sgpu_magic.pool"],
+                env=self.node_environ,
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                start_new_session=True,
+            )
+        return int(eventually(self.home.pool_pid, _START_S, "machine 2's pool"))
+
+    def kernel(self, **options: object) -> Kernel:
+        """A kernel on machine 1."""
+        return Kernel(self.home, python=str(self.notebook_python), **options)
+
+    def fill_cache_for_notebook(self) -> None:
+        """Let uv's cache have what machine 1 has, for machine 2 to build from: what a mirror of the index would be."""
+        frozen = _uv("pip", "freeze", "--python", str(self.notebook_python))
+        pins = [line for line in frozen.splitlines() if re.match(r"[\w.-]+==", line)]
+        self._cache(*(pin for pin in pins if not is_from_node(pin.partition("==")[0])))
+
+    def install(self, *requirements: str) -> None:
+        """Change machine 1's packages, as `%pip install` does."""
+        _uv("pip", "install", "--quiet", "--no-deps", "--python", str(self.notebook_python), *requirements)
+        self._cache(*requirements)
+
+    def _cache(self, *requirements: str) -> None:
+        scratch = self.home.path / "tmp" / "scratch"
+        _uv("venv", "--quiet", "--clear", "--python", str(self.node_python), str(scratch))
+        python = str(scratch / "bin" / "python")
+        _uv("pip", "install", "--quiet", "--no-deps", "--python", python, *requirements)
+        shutil.rmtree(scratch)
+
+    def network_of(self, pid: int) -> str:
+        """The network namespace that a process is in."""
+        return os.readlink(f"/proc/{pid}/ns/net")
+
+    def close(self) -> None:
+        """End machine 2, then the home; nothing stays."""
+        try:
+            pool = self.home.pool_pid()
+            if pool is not None:
+                stop_process(pool, signal.SIGTERM, 10)
+            if self.pool is not None:
+                self.pool.wait(10)
+        finally:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _ip("netns", "delete", self.namespace)
+            log = (self.node_state / "pool.log").read_text(errors="replace")
+            self.home.close()
+        assert "Traceback (most recent call last)" not in log, f"faults in machine 2's log:\n{log[-4000:]}"
+
+
+@contextlib.contextmanager
+def two_machines(folder: Path, **options: object) -> Iterator[TwoMachines]:
+    """`TwoMachines`, closed at the end."""
+    machines = TwoMachines(folder, **options)  # type: ignore[arg-type]
+    try:
+        yield machines
+    finally:
+        machines.close()
+
+
+def _uv(*arguments: str) -> str:
+    command = [str(Path(sys.executable).with_name("uv")), *arguments]
+    environ = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
+    done = subprocess.run(command, env=environ | index_variables(""), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command}: {done.stderr}"
+    return done.stdout
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
