@@ -148,6 +148,17 @@ def test_a_backward_pass_that_fails_alike_everywhere_leaves_the_model_usable(ses
     assert printed == {0: "trained\n", 1: "trained\n"}, ended
 
 
+def test_a_rank_that_takes_long_to_draw_its_traceback_is_not_freed(session: AgentSession):
+    ended, _ = session.run(
+        "import time\nclass Slow(Exception):\n    def __str__(self):\n        time.sleep(0.4 * rank)\n"
+        "        return 'alike'\nraise Slow"
+    )
+    assert ended.failure is not None
+    assert len(ended.others) == 1
+    assert not ended.others[0].is_consequence
+    assert [e for e in session.agent.events[session.run_id] if isinstance(e, GroupRenewed)] == []
+
+
 def test_a_cell_that_ends_the_process_group_gets_it_back(session: AgentSession):
     ended, _ = session.run("import torch.distributed as dist\ndist.destroy_process_group()")
     assert ended.state is RunState.SUCCEEDED

@@ -47,6 +47,7 @@ from sgpu_magic.protocol.rank_messages import (
     Finished,
     FromRank,
     MetricsReported,
+    Raised,
     Remarked,
 )
 from sgpu_magic.protocol.records import Failure, RankResult
@@ -115,12 +116,15 @@ class Execution(abc.ABC):
         )
         self._tracking = TrackingAnswers(self.run_id, group, lambda: here.listener.tracking_asked(self.run_id))
         self._remarks: set[str] = set()
+        # ranks that have raised and draw their tracebacks
+        self._drawing: set[int] = set()
         self._last_stacks: tuple[RankStack, ...] = ()
         self._ending_as: RunState | None = None
         self._end_reason = ""
         self._final_state = RunState.FAILED
         self._ended = False
         self._deciding = False
+        self._drawn_by: float | None = None
         self._gone = False
         inherited = predecessor.belongings if predecessor is not None and predecessor.gone else None
         self.belongings = Belongings(launch, frames, here.keeper, here.settings.keep_payload, self._say, inherited)
@@ -166,6 +170,8 @@ class Execution(abc.ABC):
                 self._take_result(rank, message.result, frames)
             case Failed():
                 self._take_failure(message.failure, frames)
+            case Raised():
+                self._drawing.add(rank)
             case Collectives():
                 self._watch.taker.answered(rank, message)
             case Remarked(text=text):
@@ -263,7 +269,14 @@ class Execution(abc.ABC):
             self._begin_stop()
 
     def _blame(self) -> None:
-        if not (self._ended or self._ending_as is not None or self._stop.begun):
+        """Free the ranks that may wait for one that has failed; those that have raised themselves are no such ranks."""
+        if self._ended or self._ending_as is not None or self._stop.begun:
+            return
+        now = self._loop.time()
+        self._drawn_by = self._drawn_by or now + root_cause.PATIENCE_WITH_DRAWING_S
+        if self._drawing.issuperset(self._gathering.unreported) and now < self._drawn_by:
+            self._later(root_cause.PATIENCE_WITH_CAUSE_S, self._blame)
+        else:
             self._free_others()
 
     def _fail_whole(self, kind: FailureKind, message: str) -> None:

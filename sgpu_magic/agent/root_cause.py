@@ -16,6 +16,8 @@ from sgpu_magic.protocol.states import FailureKind
 PATIENCE_WITH_VICTIM_S = 0.25
 # seconds for which an error waits for an earlier one whose traceback takes longer to draw
 PATIENCE_WITH_CAUSE_S = 0.03
+# seconds more for the tracebacks of ranks that have all raised: to free them would cost a session's whole group
+PATIENCE_WITH_DRAWING_S = 2.0
 
 _SIGNAL_MEANINGS = {
     signal.SIGKILL: "out of memory, or somebody killed it",

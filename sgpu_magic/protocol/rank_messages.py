@@ -134,6 +134,13 @@ class Renewed(Record, frozen=True, tag="renewed", kw_only=True):
     lost: str = ""
 
 
+class Raised(Record, frozen=True, tag="raised", kw_only=True):
+    """The cell has raised; `Failed` follows when its traceback is drawn, which takes a tenth of a second for big files.
+
+    A hint only: code that runs cells of its own may go on after it.
+    """
+
+
 class Remarked(Record, frozen=True, tag="remarked", kw_only=True):
     """A sentence for the user; the agent makes it a `Noted` of the run."""
 
@@ -211,6 +218,7 @@ class MetricsReported(Record, frozen=True, tag="metrics-reported", kw_only=True)
 FromRank = (
     Joined
     | Renewed
+    | Raised
     | Remarked
     | QuestionAnswered
     | Displayed

@@ -27,6 +27,7 @@ from sgpu_magic.protocol.rank_messages import (
     Leave,
     Prepare,
     QuestionAnswered,
+    Raised,
     Renew,
     Renewed,
     ToRank,
@@ -110,7 +111,7 @@ class _Life:
 
     def go_on(self, order: Order) -> None:
         """Obey until the agent says `Leave`."""
-        rank_shell.report_to(self._shell, self._report_display)
+        rank_shell.report_to(self._shell, self._report_display, self._report_raised)
         interrupts.look_for_orders(self._helper.has_order)
         self._helper.start()
         while not isinstance(order.message, Leave):
@@ -222,6 +223,10 @@ class _Life:
             self._helper.in_place.clear()
             self._link.send(message)
             self._helper.in_place.wait(_DISPLAY_TIMEOUT_S)
+
+    def _report_raised(self) -> None:
+        if os.getpid() == self._pid:
+            self._link.send(Raised())
 
     def _leave(self) -> None:
         """Run what user code registered for the interpreter's exit, then exit at idle priority.

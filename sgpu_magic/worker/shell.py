@@ -45,6 +45,10 @@ def _discard(message: Record) -> None:
     """Before the fork there is nobody to report to."""
 
 
+def _do_nothing() -> None:
+    """Before the fork nobody waits for a cell."""
+
+
 class RankDisplayPublisher(DisplayPublisher):
     """`display()` and `clear_output()` of a rank."""
 
@@ -112,6 +116,8 @@ class RankShell(InteractiveShell):
     displayhook_class = Type(RankDisplayHook)
     traceback_lines: list[str] = []
 
+    # called when the cell has raised, before its traceback is drawn
+    report_raised: Callable[[], None] = staticmethod(_do_nothing)
     failed_at: float = 0.0
     released: bool = False
     is_first: bool = True
@@ -149,6 +155,8 @@ class RankShell(InteractiveShell):
             if error is not None and (plain or is_peer_lost(error)):
                 self.traceback_lines = traceback.format_exception(error)
             else:
+                if in_main_thread:
+                    self.report_raised()
                 super().showtraceback(*args, **kwargs)
         finally:
             if in_main_thread:
@@ -233,8 +241,9 @@ def _show_page(shell: RankShell, data: object, start: int = 0, screen_lines: int
     shell.display_pub.publish(bundle)
 
 
-def report_to(shell: RankShell, report: Report) -> None:
-    """After the fork: where displays go."""
+def report_to(shell: RankShell, report: Report, report_raised: Callable[[], None]) -> None:
+    """After the fork: where displays go, and the word that a traceback is being drawn."""
+    shell.report_raised = report_raised
     publisher = shell.display_pub
     if isinstance(publisher, RankDisplayPublisher):
         publisher.report = report
