@@ -19,12 +19,14 @@ import fcntl
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from platformdirs import user_cache_path
 
+from sgpu_magic.byte_sizes import folder_bytes
 from sgpu_magic.config import Settings, host_name, load_settings, private_dir
 from sgpu_magic.errors import UsageError
 
@@ -276,14 +278,7 @@ def _try_to_lock(descriptor: int) -> bool:
 def _size_bytes(path: Path) -> int:
     """What a file has, or all files below a folder have together; links count as themselves."""
     own = os.lstat(path)
-    if not path.is_dir() or path.is_symlink():
-        return own.st_size
-    total = 0
-    for folder, _, files in os.walk(path):
-        for file in files:
-            with contextlib.suppress(FileNotFoundError):
-                total += os.lstat(os.path.join(folder, file)).st_size
-    return total
+    return folder_bytes(path) if stat.S_ISDIR(own.st_mode) else own.st_size
 
 
 def _delete(path: Path) -> None:

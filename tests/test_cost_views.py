@@ -6,13 +6,15 @@ import re
 
 import msgspec
 import pytest
-from stories import FORMS, IN_A_FILE, TRACKED, Run, cell_in_session, result, with_price
+from stories import FORMS, IN_A_FILE, STUCK, TRACKED, Run, cell_in_session, result, with_price
 
 from sgpu_magic.commands.runs import runs_table
+from sgpu_magic.live.snapshot import snapshot_of
 from sgpu_magic.protocol import events as ev
 from sgpu_magic.protocol.devices import Inventory, Lease
 from sgpu_magic.protocol.messages import BudgetState, PoolStatus, RunSummary
-from sgpu_magic.protocol.states import RunKind, RunState
+from sgpu_magic.protocol.records import Failure
+from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
 from sgpu_magic.render.bundle import run_record
 from sgpu_magic.render.cost import billed_text, cost_text
 from sgpu_magic.render.html import render_html
@@ -67,6 +69,39 @@ def test_a_session_that_has_ended_says_what_it_cost() -> None:
     run.end(RunState.CANCELLED, seconds=1800, reason="%sgpu_disconnect", gpu_s=7200.0, cost=2.4, currency="USD")
     assert "· 3 cells · 2.00 GPU h · $2.40 · %sgpu_disconnect ·" in summary_line(run.view)
     assert "2.40" in render_html(run.view)
+
+
+@pytest.mark.parametrize(
+    ("message", "word", "then"),
+    [
+        (
+            "its cost limit of $0.02 is reached (--max-cost 0.02): 4 a10 cost $0.02 in 15 s",
+            "cost limit reached",
+            "when its cost limit was reached:",
+        ),
+        (
+            "the pool's budget of $50.00 in 30 d is used up: its runs have cost $50.00",
+            "budget used up",
+            "when the pool's budget was used up:",
+        ),
+        ("its time limit of 90 s is over", "timed out", "when its time was over:"),
+        ("", "timed out", "when its time was over:"),
+    ],
+)
+@pytest.mark.parametrize("kind", [RunKind.CELL, RunKind.SESSION])
+def test_a_run_that_a_limit_ended_is_headed_by_that_limit(kind: RunKind, message: str, word: str, then: str) -> None:
+    run = with_price(kind=kind)
+    run.end(RunState.TIMED_OUT, 15.2, Failure(kind=FailureKind.TIMEOUT, message=message), stacks=STUCK)
+    text, html, live = render_text(run.view), render_html(run.view), snapshot_of(run.view, 1, ())
+    assert f" · {word} after " in text
+    assert f"\n{then}\n" in text
+    assert f"✕ {word}</b>" in html
+    assert then in html
+    assert live.state == word
+    assert live.failure is not None
+    assert then in [line.text for line in live.failure.lines]
+    for other in {"cost limit reached", "budget used up", "timed out"} - {word}:
+        assert other not in f"{text}{html}{live.state}"
 
 
 def test_cost_and_mlflow_stand_in_the_static_output() -> None:

@@ -13,12 +13,13 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "sgpu_magic"
 
-FOR_ALL = {"errors", "config", "event_file", "message_stream", "protocol", "processes", "__version__"}
+FOR_ALL = {"errors", "config", "byte_sizes", "event_file", "message_stream", "protocol", "processes", "__version__"}
 BY_HAND = {"capture", "payload", "environment", "client", "render"}
 MAY_USE: dict[str, set[str]] = {
     "__init__": {"compat", "functions", "magics", "sessions"},
     "errors": set(),
     "config": set(),
+    "byte_sizes": set(),
     "processes": set(),
     "event_file": set(),
     "message_stream": set(),

@@ -69,6 +69,16 @@ def test_a_run_that_came_before_its_digest_was_known_gets_them(kept: KeptEnviron
     assert text_in(directory) == dict(FILES)
 
 
+def test_a_run_that_was_not_taken_yet_when_its_digest_was_told_gets_them(kept: KeptEnvironments, tmp_path: Path):
+    run_id = new_id()
+    kept.keep(KeepEnvironment(digest=DIGEST, files=FILES, runs=(run_id,)))
+    directory = tmp_path / "runs" / run_id
+    directory.mkdir()
+    # its spec has no digest
+    kept.link("", run_id)
+    assert text_in(directory) == dict(FILES)
+
+
 @pytest.mark.parametrize("digest", ["", "../../outside", "A" * 32, "0" * 8, "a" * 32 + "/b"])
 def test_what_is_no_digest_names_no_file(kept: KeptEnvironments, tmp_path: Path, digest: str):
     run_id, directory = run_directory(tmp_path)

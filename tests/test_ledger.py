@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from sgpu_magic.errors import PoolError
-from sgpu_magic.pool import ledger as ledger_module
+from sgpu_magic.pool import ledger_database
 from sgpu_magic.pool.later_ledger import LaterLedger
-from sgpu_magic.pool.ledger import MIGRATIONS, Ledger, migrate
+from sgpu_magic.pool.ledger import Ledger
+from sgpu_magic.pool.ledger_schema import MIGRATIONS, migrate
 from sgpu_magic.protocol.devices import Lease, Placement
 from sgpu_magic.protocol.messages import RunSummary
 from sgpu_magic.protocol.records import CellSource, Owner, RunSpec
@@ -221,7 +222,7 @@ def test_an_older_ledger_is_brought_up(path: Path, monkeypatch: pytest.MonkeyPat
     old.record(spec("0000000a"), RunState.QUEUED)
     old.close()
     step = ("ALTER TABLE runs ADD COLUMN later REAL NOT NULL DEFAULT 0.5",)
-    monkeypatch.setattr(ledger_module, "MIGRATIONS", (*MIGRATIONS, step))
+    monkeypatch.setattr(ledger_database, "MIGRATIONS", (*MIGRATIONS, step))
     new = Ledger(path)
     assert new.unfinished() == ["0000000a"]
     assert new.problem == ""
@@ -262,7 +263,7 @@ def test_a_failed_migration_leaves_the_version_before_it() -> None:
 
 def test_a_newer_ledger_is_kept_for_the_newer_package(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as newer:
-        newer.setattr(ledger_module, "MIGRATIONS", (*MIGRATIONS, ("CREATE TABLE future (x)",)))
+        newer.setattr(ledger_database, "MIGRATIONS", (*MIGRATIONS, ("CREATE TABLE future (x)",)))
         book = Ledger(path)
         book.record(spec("0000000a"), RunState.QUEUED)
         book.close()

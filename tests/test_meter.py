@@ -18,7 +18,8 @@ from sgpu_magic.errors import UsageError
 from sgpu_magic.pool.admission import unfit
 from sgpu_magic.pool.budget import DAY_S, Budget
 from sgpu_magic.pool.budget_of_pool import budget_of, budget_state
-from sgpu_magic.pool.ledger import MIGRATIONS, Ledger, Metered, migrate
+from sgpu_magic.pool.ledger import Ledger, Metered
+from sgpu_magic.pool.ledger_schema import MIGRATIONS, migrate
 from sgpu_magic.pool.meter import Bill, bill
 from sgpu_magic.pool.prices import Tariff, tariff_of
 from sgpu_magic.pool.scheduled_run import rough

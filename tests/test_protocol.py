@@ -32,6 +32,7 @@ from sgpu_magic.protocol import (
     questions,
     rank_messages,
     records,
+    session_messages,
     tracking,
     zygote_messages,
 )
@@ -49,6 +50,7 @@ MODULES = (
     questions,
     rank_messages,
     records,
+    session_messages,
     tracking,
     zygote_messages,
 )

@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -45,6 +45,7 @@ from stories import (
 )
 
 from sgpu_magic import errors
+from sgpu_magic.byte_sizes import format_bytes
 from sgpu_magic.config import host_name
 from sgpu_magic.protocol import events as ev
 from sgpu_magic.protocol.devices import Device, Inventory
@@ -60,10 +61,11 @@ from sgpu_magic.render.lines import LineAssembler
 from sgpu_magic.render.publisher import NotebookPublisher, SilentPublisher, TerminalPublisher, publisher_for
 from sgpu_magic.render.remote_error import remote_exception
 from sgpu_magic.render.segments import TextSegment, segments
+from sgpu_magic.render.slots import OutputSlots
 from sgpu_magic.render.stacks import group_stacks, last_python_line, stacks_html, stacks_text, verdict
 from sgpu_magic.render.status import status_html, status_text
 from sgpu_magic.render.text import render_text, summary_line
-from sgpu_magic.render.units import format_bytes, format_clock, format_ranks, format_seconds
+from sgpu_magic.render.units import format_clock, format_ranks, format_seconds
 
 GOLDEN = Path(__file__).parent / "golden"
 PNG = "iVBORw0KGgo="
@@ -459,8 +461,12 @@ def test_displays_stand_in_place_and_update_there() -> None:
         if not isinstance(item, GapItem)
     ]
     assert kinds == ["a", "two", "b", "rank 1's own"]
-    cut = segments(run.view)
-    assert [type(part) for part in cut] == [TextSegment, DisplayItem, TextSegment, DisplayItem, TextSegment]
+    text, caption, *rest = segments(run.view)
+    assert isinstance(text, TextSegment)
+    assert isinstance(caption, TextSegment)
+    assert (len(text.items), text.next_rank) == (1, None)
+    assert (len(caption.items), caption.next_rank) == (0, 0)
+    assert [type(part) for part in rest] == [DisplayItem, TextSegment, DisplayItem, TextSegment]
     assert "[0] two" in render_text(run.view)
 
 
@@ -582,13 +588,16 @@ def test_html_shows_the_cells_frames_first_and_keeps_the_rest() -> None:
 def test_bundle_has_html_text_and_the_record_once() -> None:
     run = Run(outputs=("history",)).start().say(0, "a\n").show(0, image_png=PNG).say(0, "b\n")
     run.end(results=(result(0, 1200),))
-    first, last = (part for part in segments(run.view) if isinstance(part, TextSegment))
+    first, caption, last = (part for part in segments(run.view) if isinstance(part, TextSegment))
     head, tail = mime_bundle(run.view, first, True, False), mime_bundle(run.view, last, False, True)
-    assert set(head) == {"text/html", "text/plain"}
+    between = mime_bundle(run.view, caption, False, False)
+    assert set(head) == set(between) == {"text/html", "text/plain"}
     record = json.loads(json.dumps(tail[RUN_MIME]))
     assert (record["run_id"], record["state"], record["ranks"]) == (RUN_ID, "succeeded", 4)
     assert record["durations"]["total_s"] == 12.4
-    assert str(head["text/plain"]).endswith("[0] a\n[0] displays:")
+    assert str(head["text/plain"]).endswith("[0] a")
+    assert between["text/plain"] == "[0] displays:"
+    assert read(str(between["text/html"])).text.strip() == "[0] displays:"
     assert str(tail["text/plain"]).startswith("[0] b\nsucceeded")
 
 
@@ -649,17 +658,50 @@ def test_notebook_keeps_displays_in_place(front_end: _Captured) -> None:
     publisher.tick(now, final=True)
     publisher.tick(now + 1, final=True)
     outputs = list(front_end.outputs.values())
-    assert outputs[1] == {"text/plain": "plot 1b", "image/png": "new"}
-    assert outputs[3] == {"text/plain": "plot 3", "image/png": PNG}
-    assert [("line 0" in str(o), "line 2" in str(o), "line 5" in str(o)) for o in outputs[::2]] == [
+    assert outputs[1]["text/plain"] == "[1] displays:"
+    assert outputs[2] == {"text/plain": "plot 1b", "image/png": "new"}
+    assert str(outputs[3]["text/plain"]).endswith("[3] displays:")
+    assert outputs[4] == {"text/plain": "plot 3", "image/png": PNG}
+    assert [("line 0" in str(o), "line 2" in str(o), "line 5" in str(o)) for o in (outputs[0], *outputs[3::2])] == [
         (True, False, False),
         (False, True, False),
         (False, False, True),
     ]
-    assert [RUN_MIME in output for output in outputs] == [False, False, False, False, True]
+    assert [RUN_MIME in output for output in outputs] == [False] * 5 + [True]
     assert "running" not in str(outputs[0]["text/html"])
     assert "succeeded" in str(outputs[0]["text/html"])
-    assert "[1] displays:" in str(outputs[0]["text/plain"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_saved_is_the_same_whenever_something_was_shown(front_end: _Captured, ranks: int) -> None:
+    steps: list[Callable[[Run], object]] = [
+        lambda run: run.say(0, "before\n"),
+        lambda run: run.show(0, text_plain="one"),
+        lambda run: run.say(0, "between\n"),
+        lambda run: run.show(0, text_plain="two"),
+        lambda run: run.show(0, text_plain="three"),
+        lambda run: run.say(0, "after\n"),
+    ]
+
+    def saved(shown_steps: int, below_a_view: bool) -> list[dict[str, object]]:
+        """Return the outputs of a run that was shown after each of its first steps, and then at its end."""
+        front_end.outputs.clear()
+        run = Run(ranks=ranks).start()
+        slots = OutputSlots(run.view)
+        if below_a_view:
+            slots.open({"text/plain": "a live view"})
+        for at, step in enumerate(steps):
+            step(run)
+            if at < shown_steps:
+                slots.draw_displays(100) if below_a_view else slots.draw(100, 40_000)
+        run.end()
+        slots.draw()
+        return list(front_end.outputs.values())
+
+    expected = saved(0, below_a_view=False)
+    for count in range(len(steps) + 1):
+        assert saved(count, below_a_view=False) == expected
+        assert saved(count, below_a_view=True) == expected
 
 
 def test_notebook_traffic_is_bounded(front_end: _Captured) -> None:

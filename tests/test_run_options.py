@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from sgpu_magic.client.pool import Pool
+from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.functions.options import checked
 from sgpu_magic.magics import line_arguments
 from sgpu_magic.magics.arguments import parse, parser
+from sgpu_magic.magics.parsing import Parser
 from sgpu_magic.payload.call import RankValue
 from sgpu_magic.runs.parameters import arguments, scalars
 from sgpu_magic.runs.submission import Wishes
@@ -44,6 +49,50 @@ def test_python_options_mean_the_same():
     assert checked(torch="node", track=True).wishes == Wishes(track=True)
     assert checked(env_version=4).wishes.env_version == "4"
     assert checked(env_version=Path("r.txt")).wishes.env_version == "r.txt"
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        line_arguments.connect_parser,
+        line_arguments.disconnect_parser,
+        line_arguments.restart_parser,
+        line_arguments.auto_parser,
+    ],
+)
+def test_a_magic_that_is_asked_for_help_prints_it(made: Callable[[], Parser], capsys: pytest.CaptureFixture[str]):
+    assert made().asked("-h") is None
+    assert capsys.readouterr().out == made().format_help() + "\n"
+    assert made().asked("") is not None
+    assert capsys.readouterr().out == ""
+
+
+def test_settings_of_runs_follow_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("SGPU_CONFIG", str(tmp_path / "config.toml"))
+    for name in ("SGPU_ENV_VERSION", "SGPU_TRACK", "SGPU_VARIABLES"):
+        monkeypatch.delenv(name, raising=False)
+    given = Settings(state_dir=str(tmp_path), variables="TEAM_*", grace_s=7.0)
+    pool = Pool(given)
+    # as long as nothing has changed nothing is read anew
+    assert pool.settings is given
+    monkeypatch.setenv("SGPU_ENV_VERSION", "4")
+    monkeypatch.setenv("SGPU_TRACK", "off")
+    # where the pool lives, and what it reads for itself, stays
+    monkeypatch.setenv("SGPU_STATE_DIR", "/elsewhere")
+    monkeypatch.setenv("SGPU_GRACE_S", "1")
+    assert pool.settings == dataclasses.replace(given, env_version="4", track=False, variables="")
+    monkeypatch.setenv("SGPU_VARIABLES", "OTHER_*")
+    monkeypatch.setenv("SGPU_TRACK", "")
+    assert (pool.settings.variables, pool.settings.track, pool.settings.env_version) == ("OTHER_*", True, "4")
+    # the file's value is there again when the variable is gone
+    (tmp_path / "config.toml").write_text('env_version = "ai-4"\n')
+    monkeypatch.delenv("SGPU_ENV_VERSION")
+    assert pool.settings.env_version == "ai-4"
+    monkeypatch.setenv("SGPU_TRACK", "perhaps")
+    with pytest.raises(UsageError, match="SGPU_TRACK in the environment is 'perhaps'"):
+        _ = pool.settings
+    monkeypatch.setenv("SGPU_TRACK", "no")
+    assert not pool.settings.track
 
 
 @pytest.mark.parametrize("cost", ["0", "-1", "nan", "inf", "much", ""])

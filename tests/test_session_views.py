@@ -108,7 +108,7 @@ def test_a_display_of_the_only_rank_needs_no_caption() -> None:
     def captions(run: Run) -> list[int | None]:
         return [part.next_rank for part in segments(run.view) if isinstance(part, TextSegment)]
 
-    assert (captions(alone), captions(both)) == ([None, None], [2, None])
+    assert (captions(alone), captions(both)) == ([None, None], [None, 2, None])
 
 
 def test_the_live_log_has_ranks_by_number_and_refuses_others(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from sgpu_magic.commands.usage import Usage, read_usage, usage
 from sgpu_magic.commands.usage_forms import as_json, comma_separated, table
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.pool.ledger import MIGRATIONS, Ledger, Metered, migrate
+from sgpu_magic.pool.ledger import Ledger, Metered
+from sgpu_magic.pool.ledger_schema import MIGRATIONS, migrate
 from sgpu_magic.protocol.devices import Lease
 from sgpu_magic.protocol.messages import RunSummary
 from sgpu_magic.protocol.prices import read_prices

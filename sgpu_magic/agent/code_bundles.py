@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
+from sgpu_magic.byte_sizes import folder_bytes
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.protocol.environment import CodeBundle
 
@@ -134,7 +135,7 @@ class CodeBundles:
                     if now - mtime > _LEFTOVER_S:
                         shutil.rmtree(path, ignore_errors=True)
                 else:
-                    kept.append((mtime, path, _size_of(path)))
+                    kept.append((mtime, path, folder_bytes(path)))
         total = sum(size for *_, size in kept)
         for _, path, size in sorted(kept):
             if total <= self._budget:
@@ -152,17 +153,14 @@ def _lock_shared(folder: Path) -> int | None:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
-    try:
+    with contextlib.ExitStack() as not_held:
+        not_held.callback(os.close, descriptor)
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         # whoever held it may have removed it meanwhile
-        if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
-            return descriptor
-    except FileNotFoundError:
-        pass
-    except BaseException:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+                not_held.pop_all()
+                return descriptor
     return None
 
 
@@ -252,12 +250,3 @@ def _write(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path, *, execu
     # by time and size Python and a session's ranks tell an edited file: other contents have another time
     changed_at = _FIRST_TIME + checksum % _TIMES
     os.utime(path, (changed_at, changed_at))
-
-
-def _size_of(folder: Path) -> int:
-    total = 0
-    for directory, _, files in os.walk(folder):
-        for name in files:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(directory, name)).st_size
-    return total

@@ -11,31 +11,24 @@ ranks that are the run's own (`fresh_run`) and for those of a session (`session_
 from __future__ import annotations
 
 import abc
-import asyncio
-import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
-from sgpu_magic.agent import root_cause
-from sgpu_magic.agent.belongings import Belongings
+from sgpu_magic.agent.blame import Blame
 from sgpu_magic.agent.crew import Crew
 from sgpu_magic.agent.deaths import Coroner
 from sgpu_magic.agent.displays import show
 from sgpu_magic.agent.failure_blanking import without_secrets
 from sgpu_magic.agent.gathering import Gathering
 from sgpu_magic.agent.group import Group
-from sgpu_magic.agent.keeper import Keeper
-from sgpu_magic.agent.node_run import NodeRun, NodeRunListener
+from sgpu_magic.agent.node_run import NodeRun, Surroundings
 from sgpu_magic.agent.run_watch import RunWatch
-from sgpu_magic.agent.sampling import Sampling
 from sgpu_magic.agent.stacks import NotebookFrames
 from sgpu_magic.agent.stop_path import StopPath
 from sgpu_magic.agent.tracking_answers import TrackingAnswers
-from sgpu_magic.config import Settings
-from sgpu_magic.protocol.events import EventBody, MetricsLogged, Noted, OutputWritten, RankFailed, RanksStarted
+from sgpu_magic.protocol.events import MetricsLogged, Noted, OutputWritten, RankFailed, RanksStarted
 from sgpu_magic.protocol.measures import RankStack
 from sgpu_magic.protocol.node_messages import Launch, TrackingKnown
 from sgpu_magic.protocol.rank_messages import (
@@ -54,24 +47,7 @@ from sgpu_magic.protocol.records import Failure, RankResult
 from sgpu_magic.protocol.states import FailureKind, RunState
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """What every run of an agent shares.
-
-    Args:
-        keeper: Copies large parts into the runs' directories.
-        settings: For the largest payload that is kept and the default grace.
-        sampling: Samples what the ranks and their devices use.
-        listener: Hears what happened.
-    """
-
-    keeper: Keeper
-    settings: Settings
-    sampling: Sampling
-    listener: NodeRunListener
-
-
-class Execution(abc.ABC):
+class Execution(NodeRun):
     """Runs one launch in its ranks.
 
     Args:
@@ -92,8 +68,7 @@ class Execution(abc.ABC):
         here: Surroundings,
         predecessor: NodeRun | None = None,
     ) -> None:
-        self.launch = launch
-        self.run_id = launch.spec.run_id
+        super().__init__(launch, frames, here, predecessor)
         self.group = group
         self.crew = Crew(group, launch.spec.rank_numbers)
         self._warm = warm
@@ -101,14 +76,10 @@ class Execution(abc.ABC):
         self._default_store = here.settings.default_store_uri
         self._keep_results = min(here.settings.keep_results, here.settings.keep_payload)
         self._grace_s = launch.spec.grace_s
-        self._listener = here.listener
-        self._loop = asyncio.get_running_loop()
-        self._timers: list[asyncio.TimerHandle] = []
-        self._launched_at = time.monotonic()
         self._started_at: float | None = None
         self._gathering = Gathering(self.crew.numbers)
         self._stop = StopPath(self.crew, self._gathering, self._later)
-        self._host = socket.gethostname()
+        self._blame = Blame(self._gathering, self._later, self._is_stopping, self._free_others)
         notebook = NotebookFrames(launch.spec.cell)
         self._coroner = Coroner(self.crew, notebook, self._host)
         self._watch = RunWatch(
@@ -116,24 +87,12 @@ class Execution(abc.ABC):
         )
         self._tracking = TrackingAnswers(self.run_id, group, lambda: here.listener.tracking_asked(self.run_id))
         self._remarks: set[str] = set()
-        # ranks that have raised and draw their tracebacks
-        self._drawing: set[int] = set()
         self._last_stacks: tuple[RankStack, ...] = ()
         self._ending_as: RunState | None = None
         self._end_reason = ""
         self._final_state = RunState.FAILED
-        self._ended = False
-        self._deciding = False
-        self._drawn_by: float | None = None
-        self._gone = False
-        inherited = predecessor.belongings if predecessor is not None and predecessor.gone else None
-        self.belongings = Belongings(launch, frames, here.keeper, here.settings.keep_payload, self._say, inherited)
 
     # ------------------------------------------------------------ what the two kinds do otherwise
-
-    @abc.abstractmethod
-    def start(self) -> None:
-        """Send the ranks their cell. Failures come as events like any other."""
 
     @abc.abstractmethod
     def rank_exited(self, rank: int, status: int) -> None:
@@ -155,10 +114,6 @@ class Execution(abc.ABC):
     def _after_end(self) -> None:
         """The last word was said."""
 
-    @abc.abstractmethod
-    def kill(self) -> None:
-        """KILL the ranks that were asked to end and have not."""
-
     # ------------------------------------------------------------ from the group
 
     def rank_said(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
@@ -171,7 +126,7 @@ class Execution(abc.ABC):
             case Failed():
                 self._take_failure(message.failure, frames)
             case Raised():
-                self._drawing.add(rank)
+                self._blame.raised(rank)
             case Collectives():
                 self._watch.taker.answered(rank, message)
             case Remarked(text=text):
@@ -225,14 +180,7 @@ class Execution(abc.ABC):
         self._stop.reported()
         if not self._ended and self._ending_as is None:
             self._say(RankFailed(failure=failure))
-            if not self._deciding:
-                self._deciding = True
-                patience = (
-                    root_cause.PATIENCE_WITH_VICTIM_S if failure.is_consequence else root_cause.PATIENCE_WITH_CAUSE_S
-                )
-                self._later(patience, self._blame)
-            elif not failure.is_consequence:
-                self._later(root_cause.PATIENCE_WITH_CAUSE_S, self._blame)
+            self._blame.failed(failure)
         self._check_all_reported()
 
     def _check_all_reported(self) -> None:
@@ -259,29 +207,17 @@ class Execution(abc.ABC):
         else:
             self._begin_stop()
 
-    def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
-        """Look where each rank is and call `done` within half a second."""
-        self._watch.taker.take(done)
-
     def _stop_with_stacks(self, stacks: tuple[RankStack, ...]) -> None:
         self._last_stacks = stacks
         if not self._ended:
             self._begin_stop()
 
-    def _blame(self) -> None:
-        """Free the ranks that may wait for one that has failed; those that have raised themselves are no such ranks."""
-        if self._ended or self._ending_as is not None or self._stop.begun:
-            return
-        now = self._loop.time()
-        self._drawn_by = self._drawn_by or now + root_cause.PATIENCE_WITH_DRAWING_S
-        if self._drawing.issuperset(self._gathering.unreported) and now < self._drawn_by:
-            self._later(root_cause.PATIENCE_WITH_CAUSE_S, self._blame)
-        else:
-            self._free_others()
+    def _is_stopping(self) -> bool:
+        return self._ended or self._ending_as is not None or self._stop.begun
 
     def _fail_whole(self, kind: FailureKind, message: str) -> None:
         """The run failed as a whole; no rank is to blame."""
-        self._gathering.add_failure(Failure(kind=kind, message=message, host=self._host, at=time.time()))
+        self._gathering.add_failure(self._failure_now(kind, message))
         self._end(self._ending_as or RunState.FAILED)
 
     # ------------------------------------------------------------ end
@@ -317,20 +253,10 @@ class Execution(abc.ABC):
         """Ranks that stay and still run the cell."""
         return ()
 
-    def _is_over(self) -> None:
-        """Nothing more happens to it."""
-        self._gone = True
-        for timer in self._timers:
-            timer.cancel()
-        self.belongings.ended(self._final_state)
-        self._listener.run_gone(self)
-
     # ------------------------------------------------------------ what the agent asks (NodeRun)
 
-    def detach(self) -> None:
-        """The run goes on when its notebook is gone."""
-        spec = msgspec.structs.replace(self.launch.spec, detach=True)
-        self.launch = msgspec.structs.replace(self.launch, spec=spec)
+    def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
+        self._watch.taker.take(done)
 
     @property
     def pids(self) -> list[int]:
@@ -344,46 +270,17 @@ class Execution(abc.ABC):
             return RunState.CANCELLING
         return RunState.STARTING if self._started_at is None else RunState.RUNNING
 
-    @property
-    def ended(self) -> bool:
-        """Its last word was said; its ranks may still be there."""
-        return self._ended
-
-    @property
-    def gone(self) -> bool:
-        """Its ranks are dead and reaped, or idle again in their session."""
-        return self._gone
-
-    @property
-    def age_s(self) -> float:
-        """Seconds since its launch."""
-        return time.monotonic() - self._launched_at
-
     def tracking_known(self, message: TrackingKnown) -> None:
-        """The pool service has told the run's place in MLflow, or that it has none."""
         self._tracking.known(message)
 
     def adopted(self) -> None:
-        """Another pool service has taken the run over."""
         self._tracking.ask_again()
 
     def give_payload_up(self) -> None:
-        """The notebook wants its memory file back."""
         if self._gone or (self._ended and self._final_state is RunState.SUCCEEDED):
             self.belongings.give_payload_up()
 
     def results_received(self) -> None:
-        """The notebook holds the results itself.
-
-        Those of a detached run, and small ones, stay until they are in the run's directory, for who comes later.
-        """
+        """Those of a detached run, and small ones, stay until they are in its directory, for who comes later."""
         if not self.launch.spec.detach and self.belongings.result_bytes > self._keep_results:
             self.belongings.close_results()
-
-    # ------------------------------------------------------------ within
-
-    def _say(self, body: EventBody, frames: Sequence[bytes] = ()) -> None:
-        self._listener.happened(self.run_id, body, frames)
-
-    def _later(self, delay_s: float, call: Callable[[], None]) -> None:
-        self._timers.append(self._loop.call_later(delay_s, call))

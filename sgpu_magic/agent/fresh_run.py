@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from sgpu_magic.agent import leftovers
 from sgpu_magic.agent.cell_orders import send_cells
-from sgpu_magic.agent.execution import Execution, Surroundings
+from sgpu_magic.agent.execution import Execution
 from sgpu_magic.agent.group import Group
-from sgpu_magic.agent.node_run import NodeRun
+from sgpu_magic.agent.node_run import NodeRun, Surroundings
 from sgpu_magic.protocol.node_messages import Launch
 from sgpu_magic.protocol.rank_messages import FromRank, Joined
 from sgpu_magic.protocol.states import FailureKind, RunState

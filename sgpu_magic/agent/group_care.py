@@ -1,4 +1,4 @@
-"""Keeps a session's group whole: its process groups are connected anew, its dead ranks replaced."""
+"""Keeps a session's group whole: its process groups are connected anew, its dead ranks replaced, and that is told."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from pathlib import Path
 from sgpu_magic.agent import leftovers
 from sgpu_magic.agent.group import Group
 from sgpu_magic.agent.regrouping import Regrouping
+from sgpu_magic.agent.session_news import SessionNews
+from sgpu_magic.protocol.events import GroupRenewed, RanksRestarted
 from sgpu_magic.protocol.node_messages import Launch
 from sgpu_magic.protocol.rank_messages import Renewed
 
 # why it failed ("" when it did not), and what could not be kept
-Done = Callable[[str, str], None]
+_Done = Callable[[str, str], None]
 
 
 class GroupCare:
@@ -23,18 +25,30 @@ class GroupCare:
         group: The ranks.
         launch: The session's: what new ranks stand on.
         scratch: Directory for files where memory files do not exist.
+        news: Hears which ranks are dead or live again.
+        say: Takes what was done.
         replaced: Called with the ranks that are new processes as soon as these exist; they have yet to join.
     """
 
-    def __init__(self, group: Group, launch: Launch, scratch: Path, replaced: Callable[[Sequence[int]], None]) -> None:
+    def __init__(
+        self,
+        group: Group,
+        launch: Launch,
+        scratch: Path,
+        news: SessionNews,
+        say: Callable[[GroupRenewed | RanksRestarted], None],
+        replaced: Callable[[Sequence[int]], None],
+    ) -> None:
         self._group = group
         self._launch = launch
         self._scratch = scratch
+        self._news = news
+        self._say = say
         self._replaced = replaced
         self._regrouping: Regrouping | None = None
         # ranks that are killed to be replaced, and who waits for that
         self._replacing: tuple[int, ...] = ()
-        self._done: Done | None = None
+        self._done: Callable[[str], None] | None = None
 
     @property
     def busy(self) -> bool:
@@ -45,12 +59,25 @@ class GroupCare:
         """The rank is killed on purpose."""
         return rank in self._replacing
 
-    def renew(self, done: Done) -> None:
-        """Connect the process groups anew. Every rank must be alive and idle."""
-        self._regroup((), done)
+    def renew(self, reason: str, done: Callable[[GroupRenewed], None]) -> None:
+        """Connect the process groups anew; `done` is called with what was told. Every rank must be alive and idle."""
 
-    def replace(self, ranks: Sequence[int], done: Done) -> None:
-        """Kill these ranks; `go_on` is to be called when one has died, and when no cell counts on them any more."""
+        def renewed(problem: str, lost: str) -> None:
+            if problem:
+                lost = f"they could not be ({problem}): %sgpu_restart starts the ranks again"
+            news = GroupRenewed(reason=reason, lost=lost)
+            self._say(news)
+            done(news)
+
+        self._regroup((), renewed)
+
+    def replace(self, ranks: Sequence[int], done: Callable[[str], None]) -> None:
+        """Kill these ranks; `go_on` is to be called when one has died, and when no cell counts on them any more.
+
+        Args:
+            ranks: Which.
+            done: Called with why that failed, "" when new ones have joined.
+        """
         self._replacing, self._done = tuple(ranks), done
         for rank in ranks:
             self._group.rank(rank).signal(signal.SIGKILL, whole_session=True)
@@ -92,7 +119,7 @@ class GroupCare:
 
     # ------------------------------------------------------------ within
 
-    def _regroup(self, replaced: Sequence[int], done: Done) -> None:
+    def _regroup(self, replaced: Sequence[int], done: _Done) -> None:
         def regrouped(problem: str, lost: str) -> None:
             self._regrouping = None
             done(problem, lost)
@@ -104,7 +131,15 @@ class GroupCare:
             regrouping.fail(str(error))
 
     def _end_replacement(self, problem: str, lost: str) -> None:
-        self._replacing = ()
+        ranks, self._replacing = self._replacing, ()
         done, self._done = self._done, None
-        if done is not None:
-            done(problem, lost)
+        if done is None:
+            return
+        for rank in ranks:
+            if not self._group.rank(rank).alive:
+                self._news.died(rank)
+        if not problem:
+            pids = tuple(self._group.rank(rank).pid or 0 for rank in ranks)
+            self._say(RanksRestarted(ranks=ranks, pids=pids, lost=lost))
+            self._news.replaced(ranks)
+        done(problem)

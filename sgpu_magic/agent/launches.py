@@ -11,11 +11,10 @@ import msgspec
 
 from sgpu_magic.agent.code_bundles import CodeBundles, CodeUnusable
 from sgpu_magic.agent.environments import Environments
-from sgpu_magic.agent.execution import Surroundings
 from sgpu_magic.agent.fresh_run import FreshRun
 from sgpu_magic.agent.groups import Groups
 from sgpu_magic.agent.held_runs import HeldRuns
-from sgpu_magic.agent.node_run import NodeRun
+from sgpu_magic.agent.node_run import NodeRun, Surroundings
 from sgpu_magic.agent.place_here import place_here
 from sgpu_magic.agent.preparing_run import PreparingRun
 from sgpu_magic.agent.reports import Reports

@@ -1,51 +1,29 @@
-"""What the agent asks of everything that it runs: fresh runs, sessions, and the cells in them."""
+"""What the agent asks of everything that it runs, and what all of it does alike.
+
+That is fresh runs, sessions, the cells in them, and runs that are only being made ready.
+"""
 
 from __future__ import annotations
 
+import abc
+import asyncio
+import socket
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from sgpu_magic.agent.belongings import Belongings
+from sgpu_magic.agent.keeper import Keeper
+from sgpu_magic.agent.sampling import Sampling
+from sgpu_magic.config import Settings
 from sgpu_magic.protocol.events import EventBody
 from sgpu_magic.protocol.measures import RankStack
 from sgpu_magic.protocol.node_messages import Launch, TrackingKnown
-from sgpu_magic.protocol.states import RunState
-
-
-class NodeRun(Protocol):
-    """A run on this node."""
-
-    launch: Launch
-    run_id: str
-    belongings: Belongings
-
-    @property
-    def pids(self) -> list[int]:
-        """Of its ranks; none while it is being made ready."""
-        ...
-
-    @property
-    def state(self) -> RunState: ...
-    @property
-    def ended(self) -> bool:
-        """Its last word was said."""
-        ...
-
-    @property
-    def gone(self) -> bool:
-        """Its ranks are dead and reaped, or idle again in their session."""
-        ...
-
-    @property
-    def age_s(self) -> float: ...
-    def end_as(self, state: RunState, reason: str) -> None: ...
-    def kill(self) -> None: ...
-    def detach(self) -> None: ...
-    def tracking_known(self, message: TrackingKnown) -> None: ...
-    def adopted(self) -> None: ...
-    def give_payload_up(self) -> None: ...
-    def results_received(self) -> None: ...
-    def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None: ...
+from sgpu_magic.protocol.records import Failure
+from sgpu_magic.protocol.states import FailureKind, RunState
 
 
 class NodeRunListener(Protocol):
@@ -57,3 +35,138 @@ class NodeRunListener(Protocol):
 
     def happened(self, run_id: str, body: EventBody, frames: Sequence[bytes]) -> None: ...
     def run_gone(self, run: NodeRun) -> None: ...
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What every run of an agent shares.
+
+    Args:
+        keeper: Copies large parts into the runs' directories.
+        settings: For the largest payload that is kept and the default grace.
+        sampling: Samples what the ranks and their devices use.
+        listener: Hears what happened.
+    """
+
+    keeper: Keeper
+    settings: Settings
+    sampling: Sampling
+    listener: NodeRunListener
+
+
+class NodeRun(abc.ABC):
+    """A run on this node.
+
+    Args:
+        launch: What to run.
+        frames: Raw frames of the launch; the first is an inline payload.
+        here: What it shares with other runs.
+        predecessor: The attempt before this one, or what made it ready: its payload is taken over.
+
+    Raises:
+        OSError: The run's directory can't be made.
+    """
+
+    def __init__(
+        self, launch: Launch, frames: Sequence[bytes], here: Surroundings, predecessor: NodeRun | None = None
+    ) -> None:
+        self.launch = launch
+        self.run_id = launch.spec.run_id
+        self._listener = here.listener
+        self._loop = asyncio.get_running_loop()
+        self._timers: list[asyncio.TimerHandle] = []
+        self._host = socket.gethostname()
+        self._launched_at = time.monotonic()
+        self._ended = False
+        self._gone = False
+        inherited = predecessor.belongings if predecessor is not None and predecessor.gone else None
+        self.belongings = Belongings(launch, frames, here.keeper, here.settings.keep_payload, self._say, inherited)
+
+    # ------------------------------------------------------------ what the agent asks
+
+    @property
+    @abc.abstractmethod
+    def pids(self) -> list[int]:
+        """Of its ranks; none while it is being made ready."""
+
+    @property
+    @abc.abstractmethod
+    def state(self) -> RunState:
+        """Where it stands."""
+
+    @property
+    def ended(self) -> bool:
+        """Its last word was said; its ranks may still be there."""
+        return self._ended
+
+    @property
+    def gone(self) -> bool:
+        """Its ranks are dead and reaped, or idle again in their session."""
+        return self._gone
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since its launch."""
+        return time.monotonic() - self._launched_at
+
+    @abc.abstractmethod
+    def start(self) -> None:
+        """Begin. Failures come as events like any other."""
+
+    @abc.abstractmethod
+    def end_as(self, state: RunState, reason: str) -> None:
+        """It was asked to end."""
+
+    @abc.abstractmethod
+    def kill(self) -> None:
+        """KILL the ranks that were asked to end and have not."""
+
+    def detach(self) -> None:
+        """The run goes on when its notebook is gone."""
+        spec = msgspec.structs.replace(self.launch.spec, detach=True)
+        self.launch = msgspec.structs.replace(self.launch, spec=spec)
+
+    @abc.abstractmethod
+    def tracking_known(self, message: TrackingKnown) -> None:
+        """The pool service has told the run's place in MLflow, or that it has none."""
+
+    @abc.abstractmethod
+    def adopted(self) -> None:
+        """Another pool service has taken the run over."""
+
+    @abc.abstractmethod
+    def give_payload_up(self) -> None:
+        """The notebook wants its memory file back."""
+
+    @abc.abstractmethod
+    def results_received(self) -> None:
+        """The notebook holds the results itself."""
+
+    @abc.abstractmethod
+    def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
+        """Look where each rank is and call `done` within half a second."""
+
+    # ------------------------------------------------------------ within
+
+    def _say(self, body: EventBody, frames: Sequence[bytes] = ()) -> None:
+        self._listener.happened(self.run_id, body, frames)
+
+    def _later(self, delay_s: float, call: Callable[[], None]) -> None:
+        """Call back after some seconds, unless the run is gone by then."""
+        self._timers.append(self._loop.call_later(delay_s, call))
+
+    def _failure_now(self, kind: FailureKind, message: str) -> Failure:
+        """The run fails as a whole; no rank is to blame."""
+        return Failure(kind=kind, message=message, host=self._host, at=time.time())
+
+    def _ranks_gone(self) -> None:
+        """It has no ranks any more: what is pending is dropped."""
+        self._gone = True
+        for timer in self._timers:
+            timer.cancel()
+
+    def _is_over(self) -> None:
+        """Nothing more happens to it."""
+        self._ranks_gone()
+        self.belongings.ended(self.state)
+        self._listener.run_gone(self)

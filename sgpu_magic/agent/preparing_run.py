@@ -7,19 +7,13 @@ launch -> packages are there -> code is there -> handed on (the launch of a fres
 
 from __future__ import annotations
 
-import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 
-import msgspec
-
 from sgpu_magic.agent.background_call import call_in_background
-from sgpu_magic.agent.belongings import Belongings
 from sgpu_magic.agent.environments import Environments
-from sgpu_magic.agent.execution import Surroundings
-from sgpu_magic.agent.node_run import NodeRun
+from sgpu_magic.agent.node_run import NodeRun, Surroundings
 from sgpu_magic.environment.store import Built
-from sgpu_magic.protocol.events import EnvironmentMoved, EventBody, RunEnded
+from sgpu_magic.protocol.events import EnvironmentMoved, RunEnded
 from sgpu_magic.protocol.measures import RankStack
 from sgpu_magic.protocol.node_messages import Launch, TrackingKnown
 from sgpu_magic.protocol.records import Failure
@@ -29,8 +23,8 @@ from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
 Unpack = Callable[[], Mapping[str, str]]
 
 
-class PreparingRun:
-    """Holds a launch until its ranks can be started (a `NodeRun` and a `Waiter`).
+class PreparingRun(NodeRun):
+    """Holds a launch until its ranks can be started (a `Waiter`).
 
     Args:
         launch: The run.
@@ -55,29 +49,20 @@ class PreparingRun:
         go_on: Callable[[PreparingRun, Built | None, Mapping[str, str]], None],
         predecessor: NodeRun | None,
     ) -> None:
-        self.launch = launch
-        self.run_id = launch.spec.run_id
+        super().__init__(launch, frames, here, predecessor)
         self.frames = frames
-        self._listener = here.listener
         self._environments = environments
         self._unpack = unpack
         self._go_on = go_on
-        self._since = time.monotonic()
         self._state = RunState.PREPARING
-        self._ended = False
-        self._gone = False
-        inherited = predecessor.belongings if predecessor is not None and predecessor.gone else None
-        self.belongings = Belongings(launch, frames, here.keeper, here.settings.keep_payload, self._say, inherited)
 
     def start(self) -> None:
-        """Begin. A failure comes as an event like any other."""
         if self.launch.spec.kind is not RunKind.SESSION:
             try:
                 # this may take minutes, and a detached run's notebook may go
                 self.belongings.open_payload()
             except OSError as error:
-                text = f"the run could not be started on {socket.gethostname()}: {error}."
-                self._fail(text, FailureKind.INTERNAL)
+                self._fail(f"the run could not be started on {self._host}: {error}.", FailureKind.INTERNAL)
                 return
         self.belongings.describe(RunState.PREPARING)
         environment = self.launch.environment
@@ -128,20 +113,14 @@ class PreparingRun:
         self._go_on(self, built, code)
 
     def _fail(self, message: str, kind: FailureKind = FailureKind.ENVIRONMENT) -> None:
-        failure = Failure(kind=kind, message=message, host=socket.gethostname(), at=time.time())
-        self._end(RunState.FAILED, "", failure)
+        self._end(RunState.FAILED, "", self._failure_now(kind, message))
 
     def _end(self, state: RunState, reason: str, failure: Failure | None = None) -> None:
         self._ended = True
         self._state = state
         self._environments.leave(self.run_id)
         self._say(RunEnded(state=state, reason=reason, failure=failure, starting_s=self.age_s))
-        self._gone = True
-        self.belongings.ended(state)
-        self._listener.run_gone(self)
-
-    def _say(self, body: EventBody) -> None:
-        self._listener.happened(self.run_id, body, ())
+        self._is_over()
 
     # ------------------------------------------------------------ what the agent asks (NodeRun)
 
@@ -158,24 +137,8 @@ class PreparingRun:
     def state(self) -> RunState:
         return self._state
 
-    @property
-    def ended(self) -> bool:
-        return self._ended
-
-    @property
-    def gone(self) -> bool:
-        return self._gone
-
-    @property
-    def age_s(self) -> float:
-        return time.monotonic() - self._since
-
     def kill(self) -> None:
         """It has no ranks."""
-
-    def detach(self) -> None:
-        spec = msgspec.structs.replace(self.launch.spec, detach=True)
-        self.launch = msgspec.structs.replace(self.launch, spec=spec)
 
     def give_payload_up(self) -> None:
         if self._gone:

@@ -12,13 +12,6 @@ from collections.abc import Iterable
 from sgpu_magic.protocol.records import Failure
 from sgpu_magic.protocol.states import FailureKind
 
-# seconds for which a victim's report waits for the culprit's
-PATIENCE_WITH_VICTIM_S = 0.25
-# seconds for which an error waits for an earlier one whose traceback takes longer to draw
-PATIENCE_WITH_CAUSE_S = 0.03
-# seconds more for the tracebacks of ranks that have all raised: to free them would cost a session's whole group
-PATIENCE_WITH_DRAWING_S = 2.0
-
 _SIGNAL_MEANINGS = {
     signal.SIGKILL: "out of memory, or somebody killed it",
     signal.SIGSEGV: "a crash in C code: it touched memory that is not its own, or its stack overflowed",

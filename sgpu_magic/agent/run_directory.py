@@ -15,7 +15,7 @@ from sgpu_magic.config import host_name
 from sgpu_magic.protocol.ids import check_id
 from sgpu_magic.protocol.node_messages import Launch
 from sgpu_magic.protocol.run_files import KEY, PAYLOAD
-from sgpu_magic.protocol.run_record import RUN_RECORD, RunRecord
+from sgpu_magic.protocol.run_record import RUN_RECORD, UNDER_WAY, RunRecord
 from sgpu_magic.protocol.states import RunState
 
 _AIR = '''"""Run {name} (run {run_id}) again, outside the notebook:
@@ -49,7 +49,7 @@ class RunDirectory:
             lease=launch.lease,
             payload_layout=launch.payload.layout,
             payload_kept=False,
-            payload_note="not yet written",
+            payload_note=UNDER_WAY,
             state=RunState.STARTING,
             sys_path=launch.context.sys_path,
             installed=launch.context.installed,

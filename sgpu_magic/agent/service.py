@@ -17,13 +17,12 @@ from sgpu_magic.agent.background_call import call_in_background
 from sgpu_magic.agent.code_bundles import CodeBundles
 from sgpu_magic.agent.door import Door
 from sgpu_magic.agent.environments import Environments
-from sgpu_magic.agent.execution import Surroundings
 from sgpu_magic.agent.groups import Groups
 from sgpu_magic.agent.held_runs import HeldRuns
 from sgpu_magic.agent.inventory import take_inventory
 from sgpu_magic.agent.keeper import Keeper
 from sgpu_magic.agent.launches import Launches
-from sgpu_magic.agent.node_run import NodeRun
+from sgpu_magic.agent.node_run import NodeRun, Surroundings
 from sgpu_magic.agent.orphaned import Orphaned
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.sampling import Sampling

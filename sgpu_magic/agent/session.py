@@ -5,21 +5,18 @@ launch -> all joined (connected) -> cell, cell, ... -> asked to end -> ended -> 
 
 from __future__ import annotations
 
-import asyncio
 import signal
-import socket
 import time
 from collections.abc import Callable, Sequence
 
 from sgpu_magic.agent import leftovers
-from sgpu_magic.agent.belongings import Belongings
 from sgpu_magic.agent.cell_orders import prepare
 from sgpu_magic.agent.crew import Crew
 from sgpu_magic.agent.deaths import Coroner
 from sgpu_magic.agent.displays import show
-from sgpu_magic.agent.execution import Surroundings
 from sgpu_magic.agent.group import Group
 from sgpu_magic.agent.group_care import GroupCare
+from sgpu_magic.agent.node_run import NodeRun, Surroundings
 from sgpu_magic.agent.questions import Questions
 from sgpu_magic.agent.run_sampler import RunSampler
 from sgpu_magic.agent.session_cell import Renewed as CellRenewed
@@ -27,15 +24,7 @@ from sgpu_magic.agent.session_cell import SessionCell
 from sgpu_magic.agent.session_logs import SessionLogs
 from sgpu_magic.agent.session_news import SessionNews
 from sgpu_magic.agent.stacks import NotebookFrames
-from sgpu_magic.protocol.events import (
-    EventBody,
-    GroupRenewed,
-    Noted,
-    OutputWritten,
-    RanksRestarted,
-    RanksStarted,
-    RunEnded,
-)
+from sgpu_magic.protocol.events import Noted, OutputWritten, RanksStarted, RunEnded
 from sgpu_magic.protocol.measures import RankStack
 from sgpu_magic.protocol.node_messages import Launch, TrackingKnown
 from sgpu_magic.protocol.questions import RankAnswer, RankQuestion
@@ -62,8 +51,8 @@ class SessionRefuses(Exception):
     """The session can't take a cell; the message says why and what to do."""
 
 
-class Session:
-    """One session's ranks (a `GroupListener`, `NodeRun` and `SessionHost`).
+class Session(NodeRun):
+    """One session's ranks (a `GroupListener` and `SessionHost`).
 
     Args:
         launch: The session's run.
@@ -74,14 +63,10 @@ class Session:
     """
 
     def __init__(self, launch: Launch, frames: Sequence[bytes], group: Group, warm: str, here: Surroundings) -> None:
-        self.launch = launch
-        self.run_id = launch.spec.run_id
+        super().__init__(launch, frames, here)
         self.group = group
         self._warm = warm
         self._here = here
-        self._loop = asyncio.get_running_loop()
-        self._host = socket.gethostname()
-        self._launched_at = time.monotonic()
         self._launched_ticks = leftovers.now_in_ticks()
         self._connected_at: float | None = None
         self._joined: set[int] = set()
@@ -94,16 +79,12 @@ class Session:
         self._ending_as: RunState | None = None
         self._end_reason = ""
         self._failure: Failure | None = None
-        self._ended = False
-        self._gone = False
-        self._timers: list[asyncio.TimerHandle] = []
-        self.belongings = Belongings(launch, frames, here.keeper, here.settings.keep_payload, self._say, None)
         self._logs = SessionLogs(group, self.belongings.directory, self.rank_log_ended)
-        self._care = GroupCare(group, launch, here.settings.runtime_path, self._logs.begin)
+        self._care = GroupCare(group, launch, here.settings.runtime_path, self._news, self._say, self._logs.begin)
         group.listener = self
 
     def start(self) -> None:
-        """Let the ranks take their place. Failures come as events like any other."""
+        """Let the ranks take their place."""
         self._coroner.begin()
         self._logs.begin(self._crew.numbers)
         try:
@@ -152,16 +133,8 @@ class Session:
         if self._ending_as is not None or not all(process.alive for process in self.group.ranks):
             # a rank is dead: they are whole again when it has been replaced
             done(None)
-            return
-
-        def renewed(problem: str, lost: str) -> None:
-            if problem:
-                lost = f"they could not be ({problem}): %sgpu_restart starts the ranks again"
-            news = GroupRenewed(reason=reason, lost=lost)
-            self._say(news)
-            done(news)
-
-        self._care.renew(renewed)
+        else:
+            self._care.renew(reason, done)
 
     def restart(self, ranks: Sequence[int], done: Callable[[str], None]) -> None:
         """Replace ranks by new processes; `done` is called with why that failed, "" when they have joined.
@@ -174,27 +147,12 @@ class Session:
         elif self._care.busy:
             done("its ranks are being started already")
         else:
-            numbers = tuple(sorted(ranks)) or self._crew.numbers
-
-            def replaced(problem: str, lost: str) -> None:
-                self._tell_replaced(numbers, problem, lost)
-                done(problem)
-
-            self._care.replace(numbers, replaced)
+            self._care.replace(tuple(sorted(ranks)) or self._crew.numbers, done)
             self._go_on_replacing()
 
     def _go_on_replacing(self) -> None:
         if self._cell is None:
             self._care.go_on()
-
-    def _tell_replaced(self, ranks: Sequence[int], problem: str, lost: str) -> None:
-        for rank in ranks:
-            if not self.group.rank(rank).alive:
-                self._news.died(rank)
-        if not problem:
-            pids = tuple(self.group.rank(rank).pid or 0 for rank in ranks)
-            self._say(RanksRestarted(ranks=tuple(ranks), pids=pids, lost=lost))
-            self._news.replaced(ranks)
 
     def ask(self, request: int, question: RankQuestion, done: Callable[[RankAnswer], None]) -> None:
         """Ask an idle rank; of a busy one `done` is called at once."""
@@ -295,7 +253,7 @@ class Session:
 
     def _fail(self, kind: FailureKind, message: str) -> None:
         if self._ending_as is None:
-            self._failure = Failure(kind=kind, message=message, host=self._host, at=time.time())
+            self._failure = self._failure_now(kind, message)
             self.end_as(RunState.FAILED, "")
 
     def _say_end(self) -> None:
@@ -310,7 +268,7 @@ class Session:
         connected = self._connected_at or now
         failure = self._failure
         if failure is None and self._ending_as is RunState.TIMED_OUT:
-            failure = Failure(kind=FailureKind.TIMEOUT, message=self._end_reason, host=self._host, at=time.time())
+            failure = self._failure_now(FailureKind.TIMEOUT, self._end_reason)
         self._say(
             RunEnded(
                 state=self._ending_as,
@@ -333,13 +291,9 @@ class Session:
     def _finish_if_gone(self) -> None:
         if not self._ended or self._gone or not self.group.gone:
             return
-        self._gone = True
-        for timer in self._timers:
-            timer.cancel()
         leftovers.kill_leftovers(self.run_id, set(self.group.pids), self._launched_ticks)
         self.group.close()
-        self.belongings.ended(self.state)
-        self._here.listener.run_gone(self)
+        self._is_over()
 
     @property
     def pids(self) -> list[int]:
@@ -356,22 +310,10 @@ class Session:
         return self._connected_at is not None and self._ending_as is None
 
     @property
-    def ended(self) -> bool:
-        return self._ended
-
-    @property
-    def gone(self) -> bool:
-        return self._gone
-
-    @property
     def busy(self) -> bool:
         """A cell runs in it, or its ranks are being started."""
         starting = self._connected_at is None and not self._gone
         return self._cell is not None or self._care.busy or starting
-
-    @property
-    def age_s(self) -> float:
-        return time.monotonic() - self._launched_at
 
     def detach(self) -> None:
         """A session ends with its notebook whatever anybody wants."""
@@ -394,11 +336,3 @@ class Session:
             self._cell.take_stacks(done)
         else:
             done(tuple(RankStack(rank=rank, problem="it is idle: no cell runs") for rank in self._crew.numbers))
-
-    # ------------------------------------------------------------ within
-
-    def _say(self, body: EventBody, frames: Sequence[bytes] = ()) -> None:
-        self._here.listener.happened(self.run_id, body, frames)
-
-    def _later(self, delay_s: float, call: Callable[[], None]) -> None:
-        self._timers.append(self._loop.call_later(delay_s, call))

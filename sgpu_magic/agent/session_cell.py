@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from sgpu_magic.agent.cell_orders import send_session_cells
-from sgpu_magic.agent.execution import Execution, Surroundings
+from sgpu_magic.agent.execution import Execution
 from sgpu_magic.agent.group import Group
+from sgpu_magic.agent.node_run import Surroundings
 from sgpu_magic.protocol.events import GroupRenewed
 from sgpu_magic.protocol.node_messages import Launch
 from sgpu_magic.protocol.rank_messages import Failed, Finished, FromRank
@@ -155,9 +156,7 @@ class SessionCell(Execution):
         """The ranks are idle again."""
         if self._gone:
             return
-        self._gone = True
-        for timer in self._timers:
-            timer.cancel()
+        self._ranks_gone()
         self._session.cell_over(self)
         self._listener.run_gone(self)
         self._loop.call_later(_WRITE_DELAY_S, self._write_down)

@@ -30,12 +30,12 @@ from sgpu_magic.protocol.messages import (
     Notice,
     PoolMessage,
     PoolStatus,
-    RankAnswered,
     Refused,
     Stacks,
     Welcome,
 )
 from sgpu_magic.protocol.record import Record
+from sgpu_magic.protocol.session_messages import RankAnswered
 
 Reply = Accepted | Attached | Stacks | RankAnswered | PoolStatus
 EventItem = tuple[Event, Sequence[bytes]]

@@ -16,12 +16,11 @@ from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.run import Run
 from sgpu_magic.client.submitter import Submitter
 from sgpu_magic.client.uploads import Uploads
-from sgpu_magic.config import Settings
+from sgpu_magic.config import CurrentSettings, Settings
 from sgpu_magic.errors import PoolError, SessionError, SgpuError
 from sgpu_magic.payload.pack import Packed
 from sgpu_magic.protocol.messages import (
     Accepted,
-    AskRank,
     AskStacks,
     AskStatus,
     Attach,
@@ -31,14 +30,13 @@ from sgpu_magic.protocol.messages import (
     Detach,
     KeepEnvironment,
     PoolStatus,
-    RankAnswered,
-    RestartRanks,
     Stacks,
     StopPool,
     Warm,
 )
 from sgpu_magic.protocol.questions import RankAnswer, RankQuestion
 from sgpu_magic.protocol.records import Interpreter, RunSpec
+from sgpu_magic.protocol.session_messages import AskRank, RankAnswered, RestartRanks
 from sgpu_magic.protocol.states import RunState
 
 # new processes that join a group: as long as a session's start may take where a rank does not come
@@ -58,13 +56,23 @@ class Pool:
     """
 
     def __init__(self, settings: Settings, on_notice: Callable[[str], None] | None = None) -> None:
-        self.settings = settings
+        self._home = settings
+        self._settings = CurrentSettings(settings)
         self.notice = ""
         self._on_notice = on_notice
         self.name = "local"
         self._uploads = Uploads()
         self._connection = Connection(settings, self._link_lost, self._noticed)
         self._submitter = Submitter(self._connection, self._uploads, settings)
+
+    @property
+    def settings(self) -> Settings:
+        """Where the pool lives, as it was given; what is read for each run, as the environment says now.
+
+        Raises:
+            UsageError: A variable has a value that means nothing.
+        """
+        return self._settings.now()
 
     def warm_in_background(self) -> threading.Thread:
         """Start the pool and this interpreter's zygote, unless they are there, without anybody waiting."""
@@ -138,7 +146,7 @@ class Pool:
             raise PoolError("the local pool gave an answer that fits no question. Restart it: `sgpu pool stop`.")
         spec = answer.spec
         events = link.attached(request, spec.run_id)
-        return Run(spec, answer.key, link, events, self.settings.runs_path / spec.run_id), answer.state
+        return Run(spec, answer.key, link, events, self._home.runs_path / spec.run_id), answer.state
 
     def find_again(self, run: Run) -> None:
         """Follow a run on after the pool service has died: with the next one, which may have to be started.
@@ -187,14 +195,26 @@ class Pool:
             raise PoolError("the local pool gave an answer that fits no question. Restart it: `sgpu pool stop`.")
         return answer
 
-    def status(self, recent: int = 20, *, start: bool = True) -> PoolStatus | None:
-        """Ask for devices, queue and runs; None when no pool runs and none shall be started."""
-        if not start and self._connection.alive is None and find_pool(self.settings) is None:
+    def status(self, recent: int = 20, *, start: bool = True, timeout_s: float = REPLY_TIMEOUT_S) -> PoolStatus | None:
+        """Ask for devices, queue and runs; None when no pool runs and none shall be started.
+
+        Args:
+            recent: So many of the newest runs, and all that go on.
+            start: Start a pool when there is none.
+            timeout_s: How long to wait for the answer in seconds.
+
+        Raises:
+            PoolError: It can't be started or reached, or does not answer.
+        """
+        if not start and self._connection.alive is None and find_pool(self._home) is None:
             return None
         link = self._connection.made(start=start)
         request, reply = link.new_request()
         link.send(AskStatus(request=request, recent=recent))
-        answer = wait_for(reply)
+        try:
+            answer = wait_for(reply, timeout_s)
+        finally:
+            link.give_up(request)
         return answer if isinstance(answer, PoolStatus) else None
 
     def cancel(self, run: str, reason: str, *, kill: bool = False) -> str:
@@ -267,7 +287,7 @@ class Pool:
         Raises:
             PoolError: Runs are going on and `force` is not set, or it does not end.
         """
-        address = find_pool(self.settings)
+        address = find_pool(self._home)
         if address is None:
             return False
         try:

@@ -33,6 +33,15 @@ def recent_runs(settings: Settings, limit: int | None) -> list[RunSummary]:
     return _read(settings, "ORDER BY seq DESC LIMIT ?", (-1 if limit is None else limit,))
 
 
+def runs_since(settings: Settings, since: float) -> list[RunSummary]:
+    """Return the runs that have ended since a time, in seconds since the epoch, or not yet, newest first.
+
+    Raises:
+        PoolError: There is a ledger but it can't be read.
+    """
+    return _read(settings, "WHERE ended_at IS NULL OR ended_at >= ? ORDER BY seq DESC", (since,))
+
+
 def find_run(settings: Settings, run_id: str) -> RunSummary | None:
     """Return a run's row, None when the ledger does not have it.
 
@@ -43,7 +52,7 @@ def find_run(settings: Settings, run_id: str) -> RunSummary | None:
     return rows[0] if rows else None
 
 
-def _read(settings: Settings, rest: str, values: Sequence[str | int]) -> list[RunSummary]:
+def _read(settings: Settings, rest: str, values: Sequence[str | int | float]) -> list[RunSummary]:
     path = settings.state_path / "ledger.sqlite3"
     if not path.exists():
         return []

@@ -14,6 +14,7 @@ from pathlib import Path
 from platformdirs import user_config_path
 
 from sgpu_magic import __version__
+from sgpu_magic.byte_sizes import format_bytes
 from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.commands.finding import Finding, ok, problem, warning
@@ -21,7 +22,7 @@ from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.protocol.address import MAX_SOCKET_PATH_BYTES, address_file, socket_file
 from sgpu_magic.protocol.messages import PROTOCOL_VERSION
-from sgpu_magic.render.units import count_of, format_bytes
+from sgpu_magic.render.units import count_of
 
 # SGPU_RUN_ID marks a run's processes
 _OTHER_VARIABLES = ("SGPU_CONFIG", "SGPU_RUN_ID")

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Generator, Sequence
 
+from sgpu_magic.byte_sizes import format_bytes
 from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.commands import ledger_file
@@ -21,7 +22,7 @@ from sgpu_magic.protocol.prices import format_money
 from sgpu_magic.protocol.states import RunKind
 from sgpu_magic.render import ansi
 from sgpu_magic.render.stacks import stacks_text
-from sgpu_magic.render.units import TIMES, format_bytes, format_clock
+from sgpu_magic.render.units import TIMES, format_clock
 
 _PREFIX = re.compile(r"[0-9a-f]{1,8}")
 _MAX_LISTED = 8

@@ -128,6 +128,7 @@ class Builder:
             self._store.finish(self._order.name, building, built)
             lock.share()
         except BaseException:
+            # an interrupt too: nothing of a build that has not come to its end may stay
             if building is not None:
                 refusals.temporary_files_gone(building)
             self._store.abandon(self._order.name)

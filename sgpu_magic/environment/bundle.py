@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO
 
+from sgpu_magic.byte_sizes import format_bytes
 from sgpu_magic.environment.file_tree import TreeFile
 from sgpu_magic.environment.local_modules import MOST_FILES, LocalCode
 from sgpu_magic.errors import SerializationError
@@ -70,9 +71,9 @@ class Bundles:
                 size = archive.tell()
             path = self._folder / f"{digest}.zip"
             os.replace(temporary, path)
-        except BaseException:
+        finally:
+            # gone already when all went well
             temporary.unlink(missing_ok=True)
-            raise
         self._tidy(keep=path)
         return CodeBundle(entry=entry, sha256=digest, size=size, path=str(path))
 
@@ -114,15 +115,15 @@ def check_size(codes: Iterable[LocalCode], *, warn_bytes: int, limit_bytes: int)
     total = sum(file.size for file in files)
     if total > limit_bytes:
         raise SerializationError(
-            f"the notebook's local code is {_size(total)} and can't travel to the ranks, the limit is "
-            f"{_size(limit_bytes)}. The largest files: {_largest(files)}. Name what the code does not need in a "
+            f"the notebook's local code is {format_bytes(total)} and can't travel to the ranks, the limit is "
+            f"{format_bytes(limit_bytes)}. The largest files: {_largest(files)}. Name what the code does not need in a "
             ".gitignore, put data where the ranks can read it, or raise the setting code_limit_bytes."
         )
     notes: list[str] = []
     if total > warn_bytes:
         notes.append(
-            f"{_size(total)} of local code travel along; the largest files: {_largest(files)}. What a .gitignore names "
-            "stays here"
+            f"{format_bytes(total)} of local code travel along; the largest files: {_largest(files)}. What a "
+            ".gitignore names stays here"
         )
     unreadable = [path for code in codes for path in code.walked.unreadable]
     if unreadable:
@@ -163,7 +164,7 @@ def _touched(path: str) -> bool:
 
 def _largest(files: Iterable[TreeFile]) -> str:
     largest = sorted(files, key=lambda file: file.size, reverse=True)[:_NAMED]
-    return ", ".join(f"{file.path} ({_size(file.size)})" for file in largest)
+    return ", ".join(f"{file.path} ({format_bytes(file.size)})" for file in largest)
 
 
 def _fullest(files: Iterable[TreeFile]) -> str:
@@ -172,9 +173,3 @@ def _fullest(files: Iterable[TreeFile]) -> str:
         directory = os.path.dirname(file.path)
         counts[directory] = counts.get(directory, 0) + 1
     return ", ".join(sorted(counts, key=lambda directory: counts[directory], reverse=True)[:3])
-
-
-def _size(size: int) -> str:
-    if size >= 1_000_000_000:
-        return f"{size / 1e9:.1f} GB"
-    return f"{size / 1e6:.1f} MB" if size >= 1_000_000 else f"{max(1, size // 1000)} kB"

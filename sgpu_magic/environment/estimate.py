@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sgpu_magic.byte_sizes import format_bytes
 from sgpu_magic.environment.distributions import normalised
 
 _PIN = re.compile(r"^\s*([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[[^\]]*\])?\s*==\s*([^\s;#,*]+)\s*(?:;.*|#.*|--hash.*)?$")
@@ -34,7 +35,7 @@ class Estimate:
     def largest(self) -> str:
         """The largest packages, for people."""
         by_size = sorted(self.sizes.items(), key=lambda item: -item[1])
-        return ", ".join(f"{name} ({megabytes(size)})" for name, size in by_size[:_NAMED])
+        return ", ".join(f"{name} ({format_bytes(size)})" for name, size in by_size[:_NAMED])
 
 
 def pin_of(line: str) -> str:
@@ -117,8 +118,3 @@ class KnownSizes:
         temporary = self._file.with_name(f".{self._file.name}.{os.getpid()}")
         temporary.write_text(json.dumps(self._all))
         os.replace(temporary, self._file)
-
-
-def megabytes(size: int) -> str:
-    """`12 MB`, `2.4 GB`."""
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{max(1, round(size / 1e6))} MB"

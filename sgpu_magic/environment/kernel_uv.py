@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -48,30 +49,53 @@ def call_uv(arguments: Sequence[str], variables: Mapping[str, str], timeout_s: f
     environ |= {"UV_NO_PROGRESS": "1", "NO_COLOR": "1", "UV_PYTHON_DOWNLOADS": "never", **variables}
     try:
         command = [*(("nice", "-n", "19") if gently and shutil.which("nice") else ()), uv_path(), *arguments]
-        process = subprocess.Popen(
-            command,
-            env=environ,
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            # Ctrl-C in a terminal reaches this process alone, which ends the whole group
-            start_new_session=True,
-        )
+        return _called(command, environ, timeout_s)
     except OSError as error:
         raise EnvironmentFailed(
             f"uv, which makes lock files and wheels, can't be started: {error.strerror or error}. "
             "`pip install uv` in the notebook's environment brings it."
         ) from error
-    try:
-        output, words = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         raise EnvironmentFailed(
             f"`uv {' '.join(arguments[:2])}` was ended after {timeout_s:g} s. Is the package index reachable from this "
             "machine? `uv pip install --dry-run six` tells."
         ) from None
+
+
+def call_pip(arguments: Sequence[str], variables: Mapping[str, str], timeout_s: float) -> Done:
+    """Run this Python's pip and wait; as `call_uv`.
+
+    Raises:
+        EnvironmentFailed: It can't be started, or its time is over.
+    """
+    environ = {**os.environ, "NO_COLOR": "1", "PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", **variables}
+    try:
+        return _called([sys.executable, "-m", "pip", *arguments], environ, timeout_s)
+    except OSError as error:
+        raise EnvironmentFailed(f"pip can't be started: {error.strerror or error}.") from error
+    except subprocess.TimeoutExpired:
+        raise EnvironmentFailed(
+            f"`pip {' '.join(arguments[:1])}` was ended after {timeout_s:g} s. Is the package index reachable from "
+            "this machine? `pip download six` tells."
+        ) from None
+
+
+def _called(command: Sequence[str], environ: Mapping[str, str], timeout_s: float) -> Done:
+    """Run a command and wait; it and its children are killed when the wait is interrupted or its time is over."""
+    process = subprocess.Popen(
+        command,
+        env=environ,
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        # Ctrl-C in a terminal reaches this process alone, which ends the whole group
+        start_new_session=True,
+    )
+    try:
+        output, words = process.communicate(timeout=timeout_s)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -11,7 +11,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from sgpu_magic.environment.estimate import Estimate, megabytes
+from sgpu_magic.byte_sizes import format_bytes
+from sgpu_magic.environment.estimate import Estimate
 from sgpu_magic.environment.secrets import without_url_credentials
 from sgpu_magic.environment.uv_command import UvFailed
 from sgpu_magic.protocol.environment import Environment
@@ -60,10 +61,10 @@ def refuse_large(estimate: Estimate, limit_bytes: int) -> None:
     """Raises: BuildFailed: The packages are larger than a node builds."""
     if estimate.total > limit_bytes:
         raise BuildFailed(
-            f"the run's packages have {megabytes(estimate.total)} to download, more than the {megabytes(limit_bytes)} "
-            f"that the node {socket.gethostname()} builds. The largest are {estimate.largest()}. Uninstall what the "
-            "run does not need, choose other packages with --env-version, or raise the setting environment_limit of "
-            "the pool."
+            f"the run's packages have {format_bytes(estimate.total)} to download, more than the "
+            f"{format_bytes(limit_bytes)} that the node {socket.gethostname()} builds. The largest are "
+            f"{estimate.largest()}. Uninstall what the run does not need, choose other packages with --env-version, or "
+            "raise the setting environment_limit of the pool."
         )
 
 
@@ -110,7 +111,7 @@ def of_system(error: OSError, root: Path) -> BuildFailed:
 def of_disk(root: Path) -> BuildFailed:
     """The disk is full."""
     try:
-        free = f"{megabytes(shutil.disk_usage(root).free)} are free"
+        free = f"{format_bytes(shutil.disk_usage(root).free)} are free"
     except OSError:
         free = "it is full"
     return BuildFailed(

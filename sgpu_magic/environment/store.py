@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from sgpu_magic.byte_sizes import folder_bytes
 from sgpu_magic.protocol.record import Record
 
 _DESCRIPTION = "environment.json"
@@ -150,7 +151,7 @@ class Store:
     def measure(self, name: str) -> int:
         """Count the bytes of its files and write the sum down."""
         folder = self.folder(name)
-        size = _size(folder)
+        size = folder_bytes(folder)
         (folder / _SIZE).write_text(str(size))
         return size
 
@@ -246,7 +247,7 @@ class Store:
         try:
             return int((self.folder(name) / _SIZE).read_text())
         except (OSError, ValueError):
-            return _size(self.folder(name))
+            return folder_bytes(self.folder(name))
 
 
 def _is_file(descriptor: int, path: Path) -> bool:
@@ -254,13 +255,3 @@ def _is_file(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
-
-
-def _size(folder: Path) -> int:
-    """Bytes of all files below. Those that it shares with uv's cache or other environments count too."""
-    total = 0
-    for directory, _, files in os.walk(folder):
-        for file in files:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(directory, file)).st_size
-    return total

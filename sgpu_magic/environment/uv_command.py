@@ -93,6 +93,7 @@ def run_uv(
         try:
             said, output = _talk(uv, stdin, heard, meanwhile)
         except BaseException:
+            # an interrupt too: the end of the block waits for uv, which may take minutes
             uv.kill()
             raise
     if uv.returncode:

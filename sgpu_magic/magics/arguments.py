@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.magics.parsing import (
-    UI_CHOICES,
     Parser,
+    add_devices,
+    add_place,
+    add_variables,
     add_wishes,
     device_type,
     names,
     outputs,
-    rank_count,
     read_wishes,
     variables,
 )
@@ -112,12 +113,11 @@ def parser(prog: str = "%%distributed") -> Parser:
             _IN_CELL + _VALUE,
         )
     add = made.add_argument
-    add("-n", "--gpus", type=rank_count, metavar="N", help="ranks, one per GPU (default: 2 on CPU, else all GPUs)")
-    add("--type", metavar="TYPE", help="a10, a100, h100, ..., cpu, any (default: what the pool has)")
+    add_devices(made)
     add("--out", action="append", default=[], metavar="A,B:all", help="bring rank 0's A and every rank's B back")
     add("--in", dest="extra", action="append", default=[], metavar="NAMES", help="also ship names that only eval uses")
     add("--exclude", action="append", default=[], metavar="NAMES", help="names to leave in the notebook")
-    add("--env", action="append", default=[], metavar="KEY=VALUE", help="set a variable on the ranks (repeatable)")
+    add_variables(made)
     add("--timeout", metavar="90s|30m|2h", help="longest running time (default and most: 7d)")
     add("--wait", metavar="10m|0", help="longest time in the queue, 0: run now or fail (default: as long as it takes)")
     add(
@@ -138,9 +138,7 @@ def parser(prog: str = "%%distributed") -> Parser:
     add_wishes(made)
     add("--profile", action="store_true", help="keep a trace of torch's profiler from every rank")
     add("--name", default="", help="the run's name (default: the function or cell)")
-    add("--pool", default="", help="the pool (default: local)")
-    add("--ui", choices=UI_CHOICES, default="auto", help="how to show it (default: auto)")
-    add("--allow-busy", action="store_true", help="also take GPUs that other programs use")
+    add_place(made)
     made.offer_help()
     return made
 

@@ -155,10 +155,7 @@ class DistributedMagics(Magics):
     ) -> line_arguments.RunOptions | None:
         """Read the line; None when help was asked for, which is printed."""
         parser = line_arguments.run_parser(magic, about, ui=ui, sessions=sessions)
-        options = line_arguments.read_run(parser, line, _session_run if sessions else lambda name: "")
-        if options is None:
-            print(parser.format_help())  # noqa: T201
-        return options
+        return line_arguments.read_run(parser, line, _session_run if sessions else lambda name: "")
 
     def _publish(self, text: str, html: str) -> None:
         from IPython.display import publish_display_data

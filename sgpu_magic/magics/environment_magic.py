@@ -21,10 +21,8 @@ class EnvironmentMagics(Magics):
     @line_magic
     def sgpu_env(self, line: str = "") -> None:
         """Show the notebook's packages: `%sgpu_env [--diff 4]`, or keep them: `%sgpu_env save NAME`."""
-        made = parser()
-        values = made.read(line)
-        if values.help:
-            print(made.format_help())  # noqa: T201  help is output
+        values = parser().asked(line)
+        if values is None:
             return
         match values.action:
             case None:

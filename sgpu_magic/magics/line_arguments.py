@@ -9,13 +9,16 @@ from dataclasses import dataclass
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.magics.parsing import (
-    UI_CHOICES,
     Parser,
+    add_devices,
+    add_place,
+    add_session,
+    add_ui,
+    add_variables,
     add_wishes,
     device_type,
     names,
     outputs,
-    rank_count,
     read_wishes,
     variables,
 )
@@ -74,13 +77,13 @@ def run_parser(magic: str, about: str, *, ui: bool = False, sessions: bool = Fal
     what = "the first digits of its id, or a session's name" if sessions else "the first digits of its id"
     made.add_argument("run", nargs="?", default="", metavar="RUN", help=what)
     if ui:
-        made.add_argument("--ui", choices=UI_CHOICES, default="auto", help="how to show it (default: auto)")
+        add_ui(made)
     made.offer_help()
     return made
 
 
 def read_run(parser: Parser, line: str, session: Callable[[str], str]) -> RunOptions | None:
-    """Read the line of a magic that takes a run; None when it asks for help.
+    """Read the line of a magic that takes a run; None when it asked for help.
 
     Args:
         parser: The magic's.
@@ -90,8 +93,8 @@ def read_run(parser: Parser, line: str, session: Callable[[str], str]) -> RunOpt
     Raises:
         UsageError: It is no run's id, or there is more than one.
     """
-    values = parser.parse_args(line.split())
-    if values.help:
+    values = parser.asked(line)
+    if values is None:
         return None
     run = session(values.run)
     if not run and values.run and _RUN.fullmatch(run := values.run.lower()) is None:
@@ -111,30 +114,27 @@ def connect_parser() -> Parser:
         "The magic returns at once; its value is the session: s = %sgpu_connect --gpus 4.",
     )
     add = made.add_argument
-    add("-n", "--gpus", type=rank_count, metavar="N", help="ranks, one per GPU (default: 2 on CPU, else all GPUs)")
-    add("--type", metavar="TYPE", help="a10, a100, h100, ..., cpu, any (default: what the pool has)")
+    add_devices(made)
     add("--name", default=DEFAULT_NAME, metavar="S", help=f"the session's name (default: {DEFAULT_NAME})")
     add("--idle", metavar="60m", help="end it after so long without a cell, 0: never (default: 60m)")
     add("--wait", metavar="10m|0", help="longest time in the queue, 0: now or fail (default: as long as it takes)")
     add("--timeout", metavar="8h", help="longest time that it may last (default and most: 7d)")
-    add("--env", action="append", default=[], metavar="KEY=VALUE", help="set a variable on the ranks (repeatable)")
+    add_variables(made)
     add_wishes(made)
     add("--profile", action="store_true", help=argparse.SUPPRESS)
-    add("--pool", default="", help="the pool (default: local)")
-    add("--ui", choices=UI_CHOICES, default="auto", help="how to show it (default: auto)")
-    add("--allow-busy", action="store_true", help="also take GPUs that other programs use")
+    add_place(made)
     made.offer_help()
     return made
 
 
 def read_connect(parser: Parser, line: str) -> ConnectOptions | None:
-    """Read the line of `%sgpu_connect`; None when it asks for help.
+    """Read the line of `%sgpu_connect`; None when it asked for help.
 
     Raises:
         UsageError: An option is unknown or its value means nothing.
     """
-    values = parser.read(line)
-    if values.help:
+    values = parser.asked(line)
+    if values is None:
         return None
     if _NAME.fullmatch(values.name) is None or values.name == "none":
         raise UsageError(f"--name {values.name!r}: a session's name begins with a letter and has no space in it.")
@@ -172,20 +172,20 @@ def names_parser(magic: str, about: str, *, pulls: bool) -> Parser:
     what = "rank 0's value, or with :all a list of every rank's" if pulls else "names of the notebook"
     made.add_argument("names", nargs="*", metavar=metavar, help=what)
     made.add_argument("--ranks", metavar="0,2-3", help="these ranks only (default: all)")
-    made.add_argument("--session", default="", metavar="NAME", help="the session (default: the one connected last)")
-    made.add_argument("--ui", choices=UI_CHOICES, default="auto", help="how to show it (default: auto)")
+    add_session(made)
+    add_ui(made)
     made.offer_help()
     return made
 
 
 def read_names(parser: Parser, line: str, *, pulls: bool) -> NameOptions | None:
-    """Read the line of `%sgpu_pull` or `%sgpu_push`; None when it asks for help.
+    """Read the line of `%sgpu_pull` or `%sgpu_push`; None when it asked for help.
 
     Raises:
         UsageError: It names nothing, or what is no name.
     """
-    values = parser.read(line)
-    if values.help:
+    values = parser.asked(line)
+    if values is None:
         return None
     if pulls:
         found = outputs(parser.prog, values.names)
@@ -205,7 +205,7 @@ def restart_parser() -> Parser:
         "cells had set there is lost, and said.",
     )
     made.add_argument("--rank", "--ranks", dest="ranks", metavar="1,2", help="which (default: all)")
-    made.add_argument("--session", default="", metavar="NAME", help="the session (default: the one connected last)")
+    add_session(made)
     made.offer_help()
     return made
 

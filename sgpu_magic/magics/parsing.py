@@ -49,6 +49,45 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(f"{self.prog}: the line can't be read: {error}. Close the quotes.") from None
         return self.parse_args(words)
 
+    def asked(self, line: str) -> argparse.Namespace | None:
+        """Read the magic's line as `read` does; None when it asks for help, which is printed."""
+        values = self.read(line)
+        if not values.help:
+            return values
+        print(self.format_help())  # noqa: T201  help is output
+        return None
+
+
+def add_devices(parser: Parser) -> None:
+    """Add how many ranks on which devices."""
+    add = parser.add_argument
+    add("-n", "--gpus", type=rank_count, metavar="N", help="ranks, one per GPU (default: 2 on CPU, else all GPUs)")
+    add("--type", metavar="TYPE", help="a10, a100, h100, ..., cpu, any (default: what the pool has)")
+
+
+def add_variables(parser: Parser) -> None:
+    """Add the ranks' variables."""
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="KEY=VALUE", help="set a variable on the ranks (repeatable)"
+    )
+
+
+def add_place(parser: Parser) -> None:
+    """Add the pool, the view, and whether GPUs may be shared."""
+    parser.add_argument("--pool", default="", help="the pool (default: local)")
+    add_ui(parser)
+    parser.add_argument("--allow-busy", action="store_true", help="also take GPUs that other programs use")
+
+
+def add_ui(parser: Parser) -> None:
+    """Add how it is shown."""
+    parser.add_argument("--ui", choices=UI_CHOICES, default="auto", help="how to show it (default: auto)")
+
+
+def add_session(parser: Parser) -> None:
+    """Add which session is meant."""
+    parser.add_argument("--session", default="", metavar="NAME", help="the session (default: the one connected last)")
+
 
 def add_wishes(parser: Parser) -> None:
     """Add the options about packages, tracking and cost."""

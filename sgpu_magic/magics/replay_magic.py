@@ -10,7 +10,7 @@ from IPython.core.magic import Magics, line_magic, magics_class
 
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import RunCancelled
-from sgpu_magic.magics.parsing import UI_CHOICES, Parser, device_type, rank_count, variables
+from sgpu_magic.magics.parsing import Parser, add_ui, add_variables, device_type, rank_count, variables
 from sgpu_magic.runs import follow
 from sgpu_magic.runs.durations import optional_s
 from sgpu_magic.runs.submission import let_go, submit
@@ -29,9 +29,8 @@ class ReplayMagics(Magics):
     def sgpu_replay(self, line: str = "") -> RunResult | None:
         """Launch a run again from its directory: `%sgpu_replay RUN`; -h shows the options."""
         made = parser()
-        values = made.read(line)
-        if values.help:
-            print(made.format_help())  # noqa: T201  help is output
+        values = made.asked(line)
+        if values is None:
             return None
         if not values.run:
             made.error("which run? Give the first digits of its id, as %sgpu_status lists them")
@@ -82,11 +81,11 @@ def parser() -> Parser:
     add("run", nargs="?", default="", metavar="RUN", help="the first digits of its id")
     add("-n", "--gpus", type=rank_count, metavar="N", help="ranks (default: as many as it had)")
     add("--type", metavar="TYPE", help="a10, h100, ..., cpu, any (default: what it asked for)")
-    add("--env", action="append", default=[], metavar="KEY=VALUE", help="set a variable on the ranks (repeatable)")
+    add_variables(made)
     add("--here", action="store_true", help="with this notebook's packages, whatever it had")
     add("--timeout", metavar="90s|30m|2h", help="longest running time (default: its own)")
     add("--detach", action="store_true", help="return at once; the run goes on without this notebook")
     add("--name", default="", help="the run's name (default: its own)")
-    add("--ui", choices=UI_CHOICES, default="auto", help="how to show it (default: auto)")
+    add_ui(made)
     made.offer_help()
     return made

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
-
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_magic, magics_class
 
@@ -34,10 +32,9 @@ class SessionMagics(Magics):
     @line_magic
     def sgpu_connect(self, line: str = "") -> Session | None:
         """Start ranks that stay between cells: `%sgpu_connect --gpus 4 --type a10 [--name S]`; -h shows the options."""
-        parser = line_arguments.connect_parser()
-        options = line_arguments.read_connect(parser, line)
+        options = line_arguments.read_connect(line_arguments.connect_parser(), line)
         if options is None:
-            return _help(parser)
+            return None
         self.place.check_pool(options.pool or self.place.current_settings().pool)
         ask = options.ask
         known = registry.find(ask.name)
@@ -71,10 +68,9 @@ class SessionMagics(Magics):
     @line_magic
     def sgpu_disconnect(self, line: str = "") -> None:
         """End a session: `%sgpu_disconnect [NAME]`."""
-        parser = line_arguments.disconnect_parser()
-        values = parser.read(line)
-        if values.help:
-            return _help(parser)
+        values = line_arguments.disconnect_parser().asked(line)
+        if values is None:
+            return
         session = registry.chosen(values.name)
         session.close()
         registry.drop(session)
@@ -90,7 +86,7 @@ class SessionMagics(Magics):
         parser = line_arguments.names_parser("%sgpu_pull", about, pulls=True)
         options = line_arguments.read_names(parser, line, pulls=True)
         if options is None:
-            return _help(parser)
+            return
         session = registry.chosen(options.session)
         session.pull_into(None, options.names, session.only(options.only or None), options.ui)
 
@@ -101,7 +97,7 @@ class SessionMagics(Magics):
         parser = line_arguments.names_parser("%sgpu_push", about, pulls=False)
         options = line_arguments.read_names(parser, line, pulls=False)
         if options is None:
-            return _help(parser)
+            return
         session = registry.chosen(options.session).checked()
         names, only = tuple(output.name for output in options.names), session.only(options.only or None)
         running.run_in(session, lambda: prepare_push(session, names, {}, only), options.ui)
@@ -109,10 +105,9 @@ class SessionMagics(Magics):
     @line_magic
     def sgpu_restart(self, line: str = "") -> None:
         """Replace ranks of the session by new processes: `%sgpu_restart [--rank 1,2]`."""
-        parser = line_arguments.restart_parser()
-        values = parser.read(line)
-        if values.help:
-            return _help(parser)
+        values = line_arguments.restart_parser().asked(line)
+        if values is None:
+            return
         session = registry.chosen(values.session)
         ranks = () if values.ranks is None else parse_ranks("--rank", values.ranks)
         print(session.restart(*ranks))  # noqa: T201
@@ -120,22 +115,16 @@ class SessionMagics(Magics):
     @line_magic
     def sgpu_auto(self, line: str = "") -> None:
         """Send every plain cell to the session's ranks: `%sgpu_auto on|off`."""
-        parser = line_arguments.auto_parser()
-        values = parser.read(line)
-        if values.help:
-            return _help(parser)
+        values = line_arguments.auto_parser().asked(line)
+        if values is None:
+            return
         if values.switch == "on":
             session = registry.chosen()
             self._auto.is_on = True
             print(  # noqa: T201
                 f"%sgpu_auto is on: every plain cell runs on the ranks of session {session.name} until %sgpu_auto off."
             )
-            return None
+            return
         was_on, self._auto.is_on = self._auto.is_on, self._auto.is_on and values.switch is None
         is_on = "on" if self._auto.is_on else "off"
         print(f"%sgpu_auto is {is_on}{'' if was_on == self._auto.is_on else ': plain cells run here'}.")  # noqa: T201
-        return None
-
-
-def _help(parser: ArgumentParser) -> None:
-    print(parser.format_help())  # noqa: T201  help is output

@@ -18,7 +18,7 @@ from sgpu_magic.pool.stimuli import Instruction, Remark
 from sgpu_magic.protocol.metering import cost_of
 from sgpu_magic.protocol.prices import HOUR_S
 from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.protocol.states import BUDGET, COST_LIMIT, RunState
 
 # sums of many prices meet their limit but for the last digits
 _EXACT = 1 - 1e-9
@@ -106,7 +106,7 @@ class CostRules:
         if now >= limit:
             cost = self._tariff.money(cost_of(run.hourly, now - run.metered_at) or 0.0)
             reason = (
-                f"its cost limit of {self._tariff.money(max_cost)} is reached (--max-cost {max_cost:g}): {_what(run)} "
+                f"{COST_LIMIT} {self._tariff.money(max_cost)} is reached (--max-cost {max_cost:g}): {_what(run)} "
                 f"at {self._tariff.money(run.hourly)} an hour cost {cost} in {rough(now - run.metered_at)}. Raise "
                 "--max-cost, or take fewer devices with --gpus or cheaper ones with --type"
             )
@@ -154,7 +154,7 @@ class CostRules:
         return sum(run.cost(now) or 0.0 for run in self._table.runs.values() if not run.state.is_final)
 
     def _named(self, budget: Budget) -> str:
-        return f"the pool's budget of {self._tariff.money(budget.limit)} in {span(budget.days * 86400)}"
+        return f"{BUDGET} {self._tariff.money(budget.limit)} in {span(budget.days * 86400)}"
 
 
 def _what(run: ScheduledRun) -> str:

@@ -60,7 +60,13 @@ class KeptEnvironments:
             self._put(digest, run_id)
 
     def link(self, digest: str, run_id: str) -> None:
-        """Put the files into a run's directory, now or once they are there."""
+        """Put the files into a run's directory, now or once they are there.
+
+        Args:
+            digest: The environment's; "" where it was not known yet when the run was submitted. It may be by now.
+            run_id: The run, whose directory is there.
+        """
+        digest = digest or self._runs.get(run_id, "")
         if is_valid_digest(digest):
             self._used.add(digest)
             self._remember(run_id, digest)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from sgpu_magic.pool.ledger import Ledger, Metered
-from sgpu_magic.protocol.devices import Lease
+from sgpu_magic.pool.ledger import FINAL, Ledger, RowChanges
 from sgpu_magic.protocol.messages import RunSummary
 from sgpu_magic.protocol.records import RunSpec
 from sgpu_magic.protocol.states import RunState
@@ -30,7 +29,7 @@ class LaterLedger(Ledger):
         super().__init__(path)
         self._loop = asyncio.get_running_loop()
         self._new: dict[str, tuple[RunSpec, RunState]] = {}
-        self._changes: dict[str, _Changes] = {}
+        self._changes: dict[str, RowChanges] = {}
         self._timer: asyncio.TimerHandle | None = None
         # runs whose rows may still change, and wait
         self._later: set[str] = set()
@@ -43,32 +42,12 @@ class LaterLedger(Ledger):
         else:
             super().record(spec, state)
 
-    def update(
-        self,
-        run_id: str,
-        *,
-        state: RunState | None = None,
-        lease: Lease | None = None,
-        started_at: float | None = None,
-        ended_at: float | None = None,
-        failure: str | None = None,
-        meter: Metered | None = None,
-    ) -> None:
-        if run_id not in self._later:
-            super().update(
-                run_id,
-                state=state,
-                lease=lease,
-                started_at=started_at,
-                ended_at=ended_at,
-                failure=failure,
-                meter=meter,
-            )
-            return
-        # the session pays for what runs in it: it is on no meter
-        changes = self._changes.setdefault(run_id, _Changes())
-        changes.take(state, lease, started_at, ended_at, failure)
-        self._write_soon()
+    def _change(self, run_id: str, changes: RowChanges) -> None:
+        if run_id in self._later:
+            self._changes.setdefault(run_id, {}).update(changes)
+            self._write_soon()
+        else:
+            super()._change(run_id, changes)
 
     def summary(self, run_id: str) -> RunSummary | None:
         self.write()
@@ -107,49 +86,14 @@ class LaterLedger(Ledger):
             return
         new, self._new = self._new, {}
         changes, self._changes = self._changes, {}
-        with self.together():
+        with self._database.together():
             for spec, state in new.values():
                 super().record(spec, state)
-            for run_id, change in changes.items():
-                super().update(
-                    run_id,
-                    state=change.state,
-                    lease=change.lease,
-                    started_at=change.started_at,
-                    ended_at=change.ended_at,
-                    failure=change.failure,
-                )
-                if change.state is not None and change.state.is_final:
+            for run_id, columns in changes.items():
+                super()._change(run_id, columns)
+                if columns.get("state") in FINAL:
                     self._later.discard(run_id)
 
     def _write_soon(self) -> None:
         if self._timer is None:
             self._timer = self._loop.call_later(_WRITE_S, self.write)
-
-
-class _Changes:
-    """What is new of a row."""
-
-    __slots__ = ("ended_at", "failure", "lease", "started_at", "state")
-
-    def __init__(self) -> None:
-        self.state: RunState | None = None
-        self.lease: Lease | None = None
-        self.started_at: float | None = None
-        self.ended_at: float | None = None
-        self.failure: str | None = None
-
-    def take(
-        self,
-        state: RunState | None,
-        lease: Lease | None,
-        started_at: float | None,
-        ended_at: float | None,
-        failure: str | None,
-    ) -> None:
-        """Newer values count."""
-        self.state = self.state if state is None else state
-        self.lease = self.lease if lease is None else lease
-        self.started_at = self.started_at if started_at is None else started_at
-        self.ended_at = self.ended_at if ended_at is None else ended_at
-        self.failure = self.failure if failure is None else failure

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
-
-import msgspec
 
 from sgpu_magic.engines.base import Engine
 from sgpu_magic.event_file import read_spec
 from sgpu_magic.pool import stimuli as sched
-from sgpu_magic.pool.admission import ends_with_notebook, unfit
+from sgpu_magic.pool.admission import ends_with_notebook
 from sgpu_magic.pool.kept_environments import KeptEnvironments
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.run_book import PoolRun, RunBook
 from sgpu_magic.pool.run_log import read_events
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.pool.session_requests import SessionRequests
+from sgpu_magic.pool.submissions import Placing, Submissions
 from sgpu_magic.protocol.events import Described, Detached
-from sgpu_magic.protocol.ids import is_valid_id, short
+from sgpu_magic.protocol.ids import short
 from sgpu_magic.protocol.measures import RankStack
 from sgpu_magic.protocol.messages import (
     Accepted,
-    AskRank,
     AskStacks,
     AskStatus,
     Attach,
@@ -38,8 +35,6 @@ from sgpu_magic.protocol.messages import (
     KeepEnvironment,
     PoolStatus,
     ReclaimPayload,
-    Refused,
-    RestartRanks,
     ResultsReceived,
     Stacks,
     StopPool,
@@ -48,19 +43,15 @@ from sgpu_magic.protocol.messages import (
     Warm,
     Welcome,
 )
-from sgpu_magic.protocol.records import CellSource, RunSpec
+from sgpu_magic.protocol.records import CellSource
 from sgpu_magic.protocol.run_files import KEY
+from sgpu_magic.protocol.session_messages import AskRank, RestartRanks
 from sgpu_magic.protocol.states import OWNER_GONE, RunState
 
-# a notebook that submits its session again after a service's death does so at once
-_LOOK_AGAIN_S = 0.05
 
-
-class Core(Protocol):
+class Core(Placing, Protocol):
     """The pool service."""
 
-    def feed(self, stimulus: sched.Stimulus) -> None: ...
-    def with_fresh_inventory(self, call: Callable[[], None]) -> None: ...
     def welcome(self) -> Welcome: ...
     def status(self, question: AskStatus) -> PoolStatus: ...
     def stop_soon(self) -> None: ...
@@ -68,11 +59,6 @@ class Core(Protocol):
     @property
     def settled(self) -> bool:
         """What an earlier service left is known."""
-        ...
-
-    @property
-    def resubmittable(self) -> Mapping[str, RunSpec]:
-        """Runs that an earlier service had in its queue, by their ids."""
         ...
 
 
@@ -104,8 +90,8 @@ class Requests:
         self._ledger = ledger
         self._kept_environments = kept_environments
         self._asked_stacks: dict[int, tuple[ConnectedClient, AskStacks, str]] = {}
-        self._loop = asyncio.get_running_loop()
         self.sessions = SessionRequests(server, engine, book, ledger, core.feed)
+        self.submissions = Submissions(core, server, engine, book, ledger, self.sessions.unknown)
 
     def heard(self, client: ConnectedClient, message: ClientMessage, frames: Sequence[bytes]) -> None:
         match message:
@@ -114,7 +100,7 @@ class Requests:
             case Warm():
                 self._engine.warm(message)
             case Submit():
-                self._when_settled(lambda: self._submit(client, message, frames))
+                self._when_settled(lambda: self.submissions.submit(client, message, frames))
             case Describe():
                 run = self._book.speaker(message.run_id)
                 if run is not None:
@@ -169,69 +155,10 @@ class Requests:
         for number, (client, question, asked_run) in list(self._asked_stacks.items()):
             if asked_run == run_id:
                 del self._asked_stacks[number]
-                self._refuse(client, question.request, f"run {short(run_id)} ended before its ranks could be asked.")
+                text = f"run {short(run_id)} ended before its ranks could be asked."
+                self._server.refuse(client, question.request, text)
 
-    # ------------------------------------------------------------ submit, cancel, stop
-
-    def _submit(self, client: ConnectedClient, submit: Submit, frames: Sequence[bytes]) -> None:
-        spec = submit.spec
-        again = self._core.resubmittable.get(spec.run_id)
-        if not is_valid_id(spec.run_id) or self._book.get(spec.run_id) or (not again and self._was_here(spec.run_id)):
-            problem = "the run's id is not valid or was used before."
-        else:
-            problem = unfit(spec)
-        if problem:
-            self._refuse(client, submit.request, problem)
-            return
-        if spec.session and not self._has_session(client, submit, frames):
-            return
-        spec = msgspec.structs.replace(spec, submitted_at=time.time() if again is None else again.submitted_at)
-        run = PoolRun(msgspec.structs.replace(submit, spec=spec), frames, client)
-        if spec.detach:
-            try:
-                run.hold_payload()
-            except OSError as error:
-                self._refuse(client, submit.request, f"the run's variables can't be read: {error.strerror}.")
-                return
-        self._book.add(run)
-        if spec.session:
-            # it takes no device
-            self._core.feed(sched.RunSubmitted(spec, time.monotonic()))
-        else:
-            self._core.with_fresh_inventory(lambda: self._core.feed(sched.RunSubmitted(spec, time.monotonic())))
-            self._prepare(run)
-
-    def _prepare(self, run: PoolRun) -> None:
-        """A run that waits has its packages made ready meanwhile."""
-        environment = run.submit.environment
-        if environment is not None and run.placed_at is None and self._book.get(run.run_id) is run:
-            self._engine.prepare(run.run_id, run.submit.interpreter, environment)
-
-    def unprepare(self, run: PoolRun) -> None:
-        """It ends in the queue: nobody needs its packages any more."""
-        environment = run.submit.environment
-        if (
-            environment is not None
-            and run.placed_at is None
-            and self._engine.builds(run.submit.interpreter, environment)
-        ):
-            self._engine.end_run(run.run_id, RunState.CANCELLED, "")
-
-    def _has_session(self, client: ConnectedClient, submit: Submit, frames: Sequence[bytes]) -> bool:
-        """Whether the cell's session is there. Else it is looked for again, or the cell refused."""
-        session = self._book.get(submit.spec.session)
-        if session is not None and session.log is not None:
-            return True
-        if session is not None or submit.spec.session in self._core.resubmittable:
-            # it waited in the queue of a service that was killed, and is submitted again as well
-            self._loop.call_later(_LOOK_AGAIN_S, self._look_again, client, submit, frames)
-        else:
-            self._refuse(client, submit.request, self.sessions.unknown(submit.spec.session), "SessionError")
-        return False
-
-    def _look_again(self, client: ConnectedClient, submit: Submit, frames: Sequence[bytes]) -> None:
-        if client in self._server.clients:
-            self._submit(client, submit, frames)
+    # ------------------------------------------------------------ cancel, stop
 
     def _cancel(self, client: ConnectedClient, message: Cancel) -> None:
         run = self._going(client, message.request, message.run) if message.run else None
@@ -249,7 +176,7 @@ class Requests:
         if self._book.going and not message.force:
             names = ", ".join(short(run.run_id) for run in self._book.going)
             text = f"the pool has runs going on ({names}). Wait for them, or stop it with --force, which ends them."
-            self._refuse(client, message.request, text, "PoolError")
+            self._server.refuse(client, message.request, text, "PoolError")
             return
         self._server.send(client, Accepted(request=message.request, text="the pool stops"))
         self._core.stop_soon()
@@ -265,7 +192,7 @@ class Requests:
         spec = run.spec if run is not None else read_spec(directory)
         if spec is None:
             text = f"what run {short(run_id)} printed and returned is no longer kept, only that it was: `sgpu runs`."
-            self._refuse(client, message.request, text, "RunUnknown")
+            self._server.refuse(client, message.request, text, "RunUnknown")
             return
         summary = self._ledger.summary(run_id)
         state = run.state if run is not None else summary.state if summary is not None else RunState.FAILED
@@ -290,14 +217,14 @@ class Requests:
             newest = [row.run_id for row in self._ledger.recent(1)]
             chosen = (going_on[-1:] or newest[-1:] or [None])[0]
             if chosen is None:
-                self._refuse(client, message.request, "this pool has had no run yet.", "RunUnknown")
+                self._server.refuse(client, message.request, "this pool has had no run yet.", "RunUnknown")
             return chosen
         found = {run.run_id for run in self._book.going if run.run_id.startswith(message.run)}
         # a run that was lost with the queue of an earlier service is not there until it is submitted again
         found |= set(self._known(message.run)) - set(self._core.resubmittable)
         if len(found) == 1:
             return found.pop()
-        self._refuse(client, message.request, _not_one(message.run, found, "that this pool has"), "RunUnknown")
+        self._server.refuse(client, message.request, _not_one(message.run, found, "that this pool has"), "RunUnknown")
         return None
 
     def _detach(self, client: ConnectedClient, message: Detach) -> None:
@@ -306,7 +233,7 @@ class Requests:
             if run is None:
                 return
             if why := ends_with_notebook(run.spec):
-                self._refuse(client, message.request, why)
+                self._server.refuse(client, message.request, why)
                 return
             runs = [run]
         else:
@@ -317,7 +244,7 @@ class Requests:
                 run.hold_payload()
             except OSError as error:
                 text = f"run {short(run.run_id)} can't go on alone: its variables can't be read: {error.strerror}."
-                self._refuse(client, message.request, text)
+                self._server.refuse(client, message.request, text)
                 return
             if not run.spec.detach:
                 run.detach()
@@ -334,12 +261,12 @@ class Requests:
         else:
             run = next((run for run in reversed(self._book.going) if run.placed_at is not None), None)
             if run is None:
-                self._refuse(client, message.request, "no run is going on.", "RunUnknown")
+                self._server.refuse(client, message.request, "no run is going on.", "RunUnknown")
         if run is None:
             return
         if run.placed_at is None:
             text = f"run {short(run.run_id)} has no ranks yet: it is {run.state}."
-            self._refuse(client, message.request, text)
+            self._server.refuse(client, message.request, text)
             return
         number = max(self._asked_stacks, default=0) + 1
         self._asked_stacks[number] = (client, message, run.run_id)
@@ -359,11 +286,8 @@ class Requests:
         if len(found) == 1:
             return found[0]
         ids = [run.run_id for run in found]
-        self._refuse(client, request, _not_one(prefix, ids, "that is going on here"), "RunUnknown")
+        self._server.refuse(client, request, _not_one(prefix, ids, "that is going on here"), "RunUnknown")
         return None
-
-    def _was_here(self, run_id: str) -> bool:
-        return self._ledger.has(run_id)
 
     def _known(self, prefix: str) -> list[str]:
         try:
@@ -377,9 +301,6 @@ class Requests:
             call()
         else:
             self._core.with_fresh_inventory(call)
-
-    def _refuse(self, client: ConnectedClient, request: int, message: str, error: str = "UsageError") -> None:
-        self._server.send(client, Refused(request=request, error=error, message=message))
 
 
 def _not_one(prefix: str, found: Collection[str], which: str) -> str:

@@ -11,6 +11,9 @@ from sgpu_magic.pool.stimuli import EndRun, Instruction, MoveRun, RefuseRun, Sto
 from sgpu_magic.protocol.metering import cost_of
 from sgpu_magic.protocol.states import FailureKind, RunState, can_move
 
+# a run that is over holds its devices until its ranks have left; one that was not to wait waits for that
+_LEAVING_S = 1.0
+
 
 class RunTable:
     """Every run that waits or holds a lease, in order of submission, which a replaced value keeps.
@@ -30,6 +33,13 @@ class RunTable:
 
     def put(self, run: ScheduledRun) -> None:
         self.runs[run.run_id] = run
+
+    def queue_deadline(self, run: ScheduledRun) -> float | None:
+        """When a run that waits has waited long enough; None for one that does not wait, or waits for ever."""
+        deadline = run.queue_deadline
+        if deadline is not None and any(other.state.is_final for other in self.runs.values()):
+            return max(deadline, run.submitted_at + _LEAVING_S)
+        return deadline
 
     def move(self, run_id: str, state: RunState, reason: str = "") -> list[Instruction]:
         """The one place where a state changes. A move that the table lacks is a report that came too late."""

@@ -3,10 +3,7 @@
 Pure: no clock (every stimulus carries `now`, seconds of any one clock), no socket, no thread. The service
 feeds it what happened and does what it says. In the style of distributed's `worker_state_machine`.
 
-    - First come, first served within a line (one device type, or the CPU slots). A later run that fits may
-      pass an earlier one that does not.
-    - A run that was first passed over `pass_over_s` ago lets nothing of its line pass any more, so that what
-      becomes free is kept for it; unless it could not run here even if nothing else did.
+    - Who gets devices first: `queue_rules`.
     - `LaunchRun` gives the lease, `RunOver` frees it. The run stays queued until the agent's first
       `RunMoved`; until then the engine may hand the lease back with `LeaseRefused`.
     - A state changes only with a `MoveRun`, and only along `protocol.states.TRANSITIONS`.
@@ -16,18 +13,17 @@ feeds it what happened and does what it says. In the style of distributed's `wor
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
 from sgpu_magic.pool import session_rules
 from sgpu_magic.pool.budget import Budget
 from sgpu_magic.pool.cost_rules import CostRules
-from sgpu_magic.pool.placement import Line, Refusal, Room, Want, resolve
+from sgpu_magic.pool.placement import Refusal, resolve
 from sgpu_magic.pool.prices import Tariff
+from sgpu_magic.pool.queue_rules import QueueRules
 from sgpu_magic.pool.run_table import RunTable
-from sgpu_magic.pool.scheduled_run import ScheduledRun, span, waited_in_vain, waits_for
+from sgpu_magic.pool.scheduled_run import ScheduledRun, span
 from sgpu_magic.pool.stimuli import (
     CancelRequested,
     Instruction,
@@ -41,17 +37,12 @@ from sgpu_magic.pool.stimuli import (
     RunSubmitted,
     SessionPaused,
     Stimulus,
-    TellQueue,
 )
 from sgpu_magic.protocol.device_types import CPU
 from sgpu_magic.protocol.devices import Inventory
 from sgpu_magic.protocol.records import RunSpec
 from sgpu_magic.protocol.states import RunState
 
-# ---------------------------------------------------------------- the machine
-
-# a run that is over holds its devices until its ranks have left; one that was not to wait waits for that
-_LEAVING_S = 1.0
 _NO_PRICES = Tariff()
 
 
@@ -73,14 +64,11 @@ class Scheduler:
         tariff: Tariff = _NO_PRICES,
         budget: Budget | None = None,
     ) -> None:
-        self._inventory = inventory
-        self._pass_over_s = pass_over_s
         self._tariff = tariff
         self._table = RunTable(budget)
         self._costs = CostRules(self._table, tariff, budget)
+        self._queue = QueueRules(self._table, self._costs, tariff, inventory, pass_over_s)
         self._runs = self._table.runs
-        self._refused: dict[str, str] = {}
-        self._leases_given = 0
 
     @property
     def runs(self) -> tuple[ScheduledRun, ...]:
@@ -89,28 +77,33 @@ class Scheduler:
 
     @property
     def cpu_slots_free(self) -> int:
-        return 0 if self._inventory is None else self._room(self._inventory).cpu_slots_free
+        room = self._queue.room
+        return 0 if room is None else room.cpu_slots_free
 
     def run(self, run_id: str) -> ScheduledRun | None:
         return self._runs.get(run_id)
 
     def holder(self, uuid: str) -> str | None:
         """The run that holds the device `uuid`, None when it is free."""
-        return None if self._inventory is None else self._room(self._inventory).holder(uuid)
+        room = self._queue.room
+        return None if room is None else room.holder(uuid)
 
     def is_open(self, session: str) -> bool:
         """Whether the session takes cells."""
         run = self._runs.get(session)
         return run is not None and session_rules.is_open(run)
 
+    def quiet_until(self, session: str) -> float | None:
+        """When the session ends because nothing runs in it, None while something does, or it never ends so."""
+        run = self._runs.get(session)
+        return None if run is None else session_rules.quiet_until(self._runs, run)
+
     def next_deadline(self) -> float | None:
         """When `TimePassed` is next useful, None when only events can change anything."""
-        times: list[float | None] = [self._costs.next_deadline(self._table.now)]
+        now = self._table.now
+        times = [self._costs.next_deadline(now), self._queue.next_deadline(now)]
         for run in self._runs.values():
-            times += [self._queue_deadline(run), run.time_limit, session_rules.quiet_until(self._runs, run)]
-            if run.lease is None and run.passed_at is not None:
-                keeps_from = run.passed_at + self._pass_over_s
-                times.append(keeps_from if keeps_from > self._table.now else None)
+            times += [self._table.queue_deadline(run), run.time_limit, session_rules.quiet_until(self._runs, run)]
         return min((time for time in times if time is not None), default=None)
 
     def handle(self, stimulus: Stimulus) -> list[Instruction]:
@@ -156,10 +149,10 @@ class Scheduler:
                 return [RefuseRun(spec.run_id, refusal.error, refusal.message)]
             self._table.put(run)
             return []
-        if self._inventory is None:
+        if self._queue.inventory is None:
             self._table.put(run)
             return []
-        return self._judge(run, self._inventory)
+        return self._judge(run, self._queue.inventory)
 
     def _adopt(self, adopted: RunAdopted) -> list[Instruction]:
         if adopted.spec.run_id not in self._runs:
@@ -178,8 +171,7 @@ class Scheduler:
         return []
 
     def _look_again(self, inventory: Inventory) -> list[Instruction]:
-        self._inventory = inventory
-        self._refused.clear()
+        self._queue.seen(inventory)
         waiting = [run for run in self._runs.values() if run.lease is None and not run.spec.session]
         return [instruction for run in waiting for instruction in self._judge(run, inventory)]
 
@@ -219,7 +211,7 @@ class Scheduler:
             return []
         # at least one of its own devices is barred, else the same lease would come again and again
         barred = set(uuids) & set(run.lease.uuids) or set(run.lease.uuids) or {CPU}
-        self._refused.update(dict.fromkeys(barred, why))
+        self._queue.refused(barred, why)
         run = replace(run, lease=None, hourly=None)
         self._table.put(run)
         return [] if run.stopping_as is None else self._table.end(run, run.stopping_as, "")
@@ -238,14 +230,7 @@ class Scheduler:
                 out += self._table.stop(run, RunState.CANCELLED, session_rules.too_quiet(run))
         out += self._costs.settle(now)
         out += self._settle_cells(now)
-        if self._inventory is not None:
-            out += self._place(self._inventory, now)
-        # a run that gives up may have kept devices for itself: those behind it get their turn
-        while given_up := self._give_up(now):
-            out += given_up
-            if self._inventory is not None:
-                out += self._place(self._inventory, now)
-        return out + self._tell()
+        return out + self._queue.settle(now)
 
     def _settle_cells(self, now: float) -> list[Instruction]:
         """Let cells of sessions begin, give up, or end with their session."""
@@ -255,7 +240,7 @@ class Scheduler:
         for cell in session_rules.waiting_cells(self._runs):
             session = self._runs[cell.spec.session]
             why = session_rules.obstacle(self._runs, cell)
-            deadline = self._queue_deadline(cell)
+            deadline = self._table.queue_deadline(cell)
             if not why and session.lease is not None:
                 lease = session_rules.share(session.lease, cell.spec)
                 self._table.put(replace(cell, lease=lease, told=None, accepted=True))
@@ -263,97 +248,3 @@ class Scheduler:
             elif deadline is not None and now >= deadline:
                 out += self._table.give_up(cell, session_rules.waited_in_vain(cell, why))
         return out
-
-    def _place(self, inventory: Inventory, now: float) -> list[Instruction]:
-        out: list[Instruction] = []
-        room = self._room(inventory)
-        closed: set[Line] = set()
-        skipped: dict[Line, list[str]] = {}
-        for run, want in self._waiting():
-            if want.line in closed:
-                continue
-            if unaffordable := self._costs.over_budget(want, now):
-                out += self._table.give_up(run, unaffordable)
-                continue
-            lease = room.grant(want, self._lease_id(run.run_id))
-            if lease is None:
-                skipped.setdefault(want.line, []).append(run.run_id)
-                if self._keeps_devices(run, want, room):
-                    closed.add(want.line)
-                continue
-            room.take(run.run_id, lease)
-            self._leases_given += 1
-            hourly = self._tariff.hourly(lease)
-            self._table.put(replace(run, lease=lease, told=None, accepted=True, hourly=hourly))
-            out.append(LaunchRun(run.run_id, lease))
-            for passed in (self._runs[run_id] for run_id in skipped.pop(want.line, ())):
-                if passed.passed_at is None:
-                    self._table.put(replace(passed, passed_at=now))
-        return out
-
-    def _give_up(self, now: float) -> list[Instruction]:
-        """End, or not even accept, the runs whose time in the queue is over."""
-        out: list[Instruction] = []
-        if self._inventory is None:
-            return out
-        room = self._room(self._inventory)
-        keepers = self._keepers(room)
-        for run, want in self._waiting():
-            deadline = self._queue_deadline(run)
-            if deadline is None or now < deadline:
-                continue
-            out += self._table.give_up(run, waited_in_vain(run, want, room, keepers))
-        return out
-
-    def _tell(self) -> list[Instruction]:
-        out: list[Instruction] = []
-        positions: Counter[Line | str | None] = Counter()
-        room = None if self._inventory is None else self._room(self._inventory)
-        keepers = {} if room is None else self._keepers(room)
-        for run in self.runs:
-            if run.lease is not None:
-                continue
-            if run.spec.session:
-                line, reason = run.spec.session, session_rules.obstacle(self._runs, run)
-            elif room is None or run.want is None:
-                line, reason = None, "the pool is still looking for its devices"
-            else:
-                line, reason = run.want.line, waits_for(run, run.want, room, keepers)
-            positions[line] += 1
-            told = (positions[line], reason)
-            if told != run.told:
-                out.append(TellQueue(run.run_id, *told))
-            if told != run.told or run.accepted != (line is not None):
-                self._table.put(replace(run, told=told, accepted=line is not None))
-        return out
-
-    # ------------------------------------------------------------ small parts
-
-    def _queue_deadline(self, run: ScheduledRun) -> float | None:
-        deadline = run.queue_deadline
-        if deadline is not None and any(other.state.is_final for other in self._runs.values()):
-            return max(deadline, run.submitted_at + _LEAVING_S)
-        return deadline
-
-    def _waiting(self) -> list[tuple[ScheduledRun, Want]]:
-        return [(run, run.want) for run in self._runs.values() if run.lease is None and run.want is not None]
-
-    def _room(self, inventory: Inventory) -> Room:
-        return Room(inventory, session_rules.held_leases(self._runs.values()), self._refused)
-
-    def _keeps_devices(self, run: ScheduledRun, want: Want, room: Room) -> bool:
-        if run.passed_at is None or self._table.now < run.passed_at + self._pass_over_s:
-            return False
-        return room.fits_when_empty(want)
-
-    def _keepers(self, room: Room) -> dict[Line, str]:
-        """By line, the first run that freed devices are kept for."""
-        keepers: dict[Line, str] = {}
-        for run, want in self._waiting():
-            if want.line not in keepers and self._keeps_devices(run, want, room):
-                keepers[want.line] = run.run_id
-        return keepers
-
-    def _lease_id(self, run_id: str) -> str:
-        """An id for the next lease; the same stimuli give the same ids."""
-        return hashlib.blake2b(f"{run_id} {self._leases_given}".encode(), digest_size=4).hexdigest()

@@ -15,7 +15,7 @@ import msgspec
 import zmq
 
 from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.messages import ClientMessage, Hello
+from sgpu_magic.protocol.messages import ClientMessage, Hello, Refused
 from sgpu_magic.protocol.record import Record
 
 _NO_PIDFD_POLL_S = 1.0
@@ -77,6 +77,10 @@ class Server:
         if not self._drain_scheduled:
             self._drain_scheduled = True
             self._loop.call_soon(self._drain)
+
+    def refuse(self, client: ConnectedClient, request: int, message: str, error: str = "UsageError") -> None:
+        """Tell a client that its request is not taken. `error` names the class in `errors`."""
+        self.send(client, Refused(request=request, error=error, message=message))
 
     def close(self) -> None:
         self._loop.remove_reader(self._socket.fileno())

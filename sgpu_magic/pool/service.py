@@ -11,13 +11,14 @@ from typing import Any
 
 from sgpu_magic import __version__
 from sgpu_magic.config import Settings
-from sgpu_magic.engines.base import Engine, LeaseUnavailable
+from sgpu_magic.engines.base import Engine
 from sgpu_magic.pool import stimuli as sched
 from sgpu_magic.pool.billing import Billing
 from sgpu_magic.pool.budget_of_pool import budget_of, budget_state
 from sgpu_magic.pool.idleness import Idleness
 from sgpu_magic.pool.kept_environments import KeptEnvironments
 from sgpu_magic.pool.later_ledger import LaterLedger
+from sgpu_magic.pool.launches import Launches
 from sgpu_magic.pool.lifecycle import PoolPresence
 from sgpu_magic.pool.node_reports import NodeReports
 from sgpu_magic.pool.prices import tariff_of
@@ -30,12 +31,8 @@ from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.pool.status import pool_status
 from sgpu_magic.pool.succession import Succession
 from sgpu_magic.pool.tracker import Tracker
-from sgpu_magic.protocol.devices import Inventory, Lease
-from sgpu_magic.protocol.events import (
-    Noted,
-    QueueMoved,
-    StateChanged,
-)
+from sgpu_magic.protocol.devices import Inventory
+from sgpu_magic.protocol.events import Noted, QueueMoved, StateChanged
 from sgpu_magic.protocol.measures import RankStack
 from sgpu_magic.protocol.messages import (
     PROTOCOL_VERSION,
@@ -44,10 +41,9 @@ from sgpu_magic.protocol.messages import (
     Hello,
     Notice,
     PoolStatus,
-    Refused,
     Welcome,
 )
-from sgpu_magic.protocol.node_messages import HeldRun, Launch, RunEvent
+from sgpu_magic.protocol.node_messages import HeldRun, RunEvent
 from sgpu_magic.protocol.questions import RankAnswer
 from sgpu_magic.protocol.records import RunSpec
 from sgpu_magic.protocol.states import FailureKind, RunState
@@ -56,8 +52,6 @@ from sgpu_magic.protocol.states import FailureKind, RunState
 _INVENTORY_FRESH_S = 2.0
 _QUEUE_REFRESH_S = 5.0
 _ANSWER_FIRST_S = 0.05
-# the files of a run's environment come into its directory when its ranks have started
-_LINK_LATER_S = 0.1
 
 
 class PoolService:
@@ -89,12 +83,13 @@ class PoolService:
         self._loop.set_exception_handler(self._broken)
         self._server = Server(presence.socket_path, self._heard, self._client_gone)
         self._book = RunBook(self._ledger, settings.runs_path, self._server.send, Billing(self._ledger, tariff))
-        self._restarts = Restarts(self._book, self._relaunch)
+        self._kept = KeptEnvironments(settings.state_path / "environment-files", settings.runs_path)
+        self._launches = Launches(engine, self._book, self._kept, self._scheduler, self.feed)
+        self._restarts = Restarts(self._book, self._launches.relaunch)
         self._reports = NodeReports(self._ledger, self._book, engine, self._restarts, self._scheduler, self.feed)
         self._succession = Succession(
             self._ledger, self._book, engine, self._restarts, self.feed, settings.adopt_timeout_s
         )
-        self._kept = KeptEnvironments(settings.state_path / "environment-files", settings.runs_path)
         self._requests = Requests(self, self._server, engine, self._book, self._ledger, self._kept)
         self._tracker = Tracker(settings, self._book, engine, self._is_live)
         self._book.on_forgotten = self._tracker.over
@@ -242,19 +237,18 @@ class PoolService:
             return
         match instruction:
             case sched.RefuseRun(error=error, message=message):
-                self._requests.unprepare(run)
+                self._requests.submissions.unprepare(run)
                 self._book.forget(instruction.run_id)
                 if run.owner is not None:
-                    refused = Refused(request=run.submit.request, error=error, message=message)
-                    self._server.send(run.owner, refused)
+                    self._server.refuse(run.owner, run.submit.request, message, error)
             case sched.LaunchRun(lease=lease) if run.spec.in_session:
                 # its ranks wait for it: everything else can be done while they work
-                self._order(run, lease)
+                self._launches.order(run, lease)
                 self._accept(run)
-                self._launched(run, lease)
+                self._launches.launched(run, lease, self._inventory)
             case sched.LaunchRun(lease=lease):
                 self._accept(run)
-                self._launch(run, lease)
+                self._launches.launch(run, lease, self._inventory)
             case sched.TellQueue(position=position, reason=reason):
                 self._accept(run)
                 self._book.tell(run, QueueMoved(position=position, reason=reason), time.time())
@@ -267,7 +261,7 @@ class PoolService:
             case sched.StopRun(state=state, reason=reason):
                 self._engine.end_run(instruction.run_id, state, reason)
             case sched.EndRun(state=state, reason=reason):
-                self._requests.unprepare(run)
+                self._requests.submissions.unprepare(run)
                 kind = instruction.kind if state is RunState.FAILED else FailureKind.TIMEOUT
                 self._book.end_without_ranks(run, state, reason, kind)
                 self._book.forget(instruction.run_id)
@@ -276,66 +270,6 @@ class PoolService:
         self._succession.submitted(run.run_id)
         self._book.accept(run)
         self._tracker.follow(run)
-
-    def _launch(self, run: PoolRun, lease: Lease) -> None:
-        try:
-            self._order(run, lease)
-        except LeaseUnavailable as error:
-            refused = sched.LeaseRefused(run.run_id, error.uuids, error.why, time.monotonic())
-            self._loop.call_soon(self.feed, refused)
-            return
-        self._launched(run, lease)
-        state = RunState.PREPARING if self._prepares(run) else RunState.STARTING
-        self._loop.call_soon(self.feed, sched.RunMoved(run.run_id, state, time.monotonic()))
-
-    def _launched(self, run: PoolRun, lease: Lease) -> None:
-        run.placed_at = time.time()
-        if run.spec.environment:
-            self._loop.call_later(_LINK_LATER_S, self._kept.link, run.spec.environment, run.run_id)
-        if not run.spec.retries:
-            # what was only needed to launch, and may be secret or large
-            run.frames = ()
-        host = self._inventory.host if self._inventory is not None else ""
-        self._book.placed(run, lease, host, _labels(lease, self._inventory))
-
-    def _order(self, run: PoolRun, lease: Lease) -> None:
-        submit = run.submit
-        launch = Launch(
-            spec=submit.spec,
-            interpreter=submit.interpreter,
-            context=submit.context,
-            payload=submit.payload,
-            lease=lease,
-            run_dir=str(self._book.directory(run.run_id)),
-            attempt=run.attempt,
-            number=0 if run.log is None else run.log.number,
-            environment=submit.environment,
-            code=submit.code,
-            tracking=submit.tracking,
-        )
-        self._engine.launch(launch, run.frames)
-
-    def _relaunch(self, run: PoolRun) -> str:
-        """Start the run's group again on its lease. Returns why that is not possible, "" when it is done."""
-        scheduled = self._scheduler.run(run.run_id)
-        if scheduled is None or scheduled.lease is None:
-            return "its devices were given back"
-        if run.spec.session and not self._scheduler.is_open(run.spec.session):
-            return "its session has ended"
-        try:
-            self._order(run, scheduled.lease)
-        except LeaseUnavailable as error:
-            return error.why
-        if not self._prepares(run):
-            self.feed(sched.RunMoved(run.run_id, RunState.STARTING, time.monotonic()))
-        return ""
-
-    def _prepares(self, run: PoolRun) -> bool:
-        """Whether its node makes its packages ready first; it says when they are. Not once it has started."""
-        environment = run.submit.environment
-        if environment is None or run.state not in (RunState.QUEUED, RunState.PREPARING):
-            return False
-        return self._engine.builds(run.submit.interpreter, environment)
 
     # ------------------------------------------------------------ within
 
@@ -371,11 +305,3 @@ class PoolService:
     def _time_passed(self) -> None:
         self._deadline = None
         self.with_fresh_inventory(lambda: self.feed(sched.TimePassed(time.monotonic())))
-
-
-def _labels(lease: Lease, inventory: Inventory | None) -> tuple[str, ...]:
-    """`A10 · 0` for each device of the lease, in rank order."""
-    devices = {device.uuid: device for device in inventory.devices} if inventory is not None else {}
-    return tuple(
-        f"{devices[uuid].type.upper()} · {devices[uuid].index}" if uuid in devices else uuid for uuid in lease.uuids
-    )

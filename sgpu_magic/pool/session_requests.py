@@ -12,8 +12,9 @@ from sgpu_magic.pool.run_book import PoolRun, RunBook
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.pool.session_rules import named
 from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.messages import Accepted, AskRank, RankAnswered, Refused, RestartRanks
+from sgpu_magic.protocol.messages import Accepted
 from sgpu_magic.protocol.questions import RankAnswer
+from sgpu_magic.protocol.session_messages import AskRank, RankAnswered, RestartRanks
 from sgpu_magic.protocol.states import RunKind, RunState
 
 _REMEDY = "Begin another with %sgpu_connect."
@@ -49,7 +50,7 @@ class SessionRequests:
         session = self._session(message.session)
         problem = self.unknown(message.session) if session is None else self._why_not_now(session, message.ranks)
         if problem:
-            self._refuse(client, message.request, problem)
+            self._server.refuse(client, message.request, problem, "SessionError")
             return
         self._number += 1
         self._restarts[self._number] = (client, message)
@@ -95,7 +96,7 @@ class SessionRequests:
             return
         client, message = asked
         if problem:
-            self._refuse(client, message.request, problem)
+            self._server.refuse(client, message.request, problem, "SessionError")
             return
         run = self._session(session)
         name = named(run.spec) if run is not None else f"session {short(session)}"
@@ -113,7 +114,7 @@ class SessionRequests:
         for number, (client, message) in list(self._restarts.items()):
             if message.session == session:
                 del self._restarts[number]
-                self._refuse(client, message.request, text)
+                self._server.refuse(client, message.request, text, "SessionError")
         for number, (client, question) in list(self._questions.items()):
             if question.session == session:
                 del self._questions[number]
@@ -144,9 +145,6 @@ class SessionRequests:
 
     def _answer(self, client: ConnectedClient, message: AskRank, answer: RankAnswer) -> None:
         self._server.send(client, RankAnswered(request=message.request, answer=answer))
-
-    def _refuse(self, client: ConnectedClient, request: int, message: str) -> None:
-        self._server.send(client, Refused(request=request, error="SessionError", message=message))
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import msgspec
 
@@ -24,7 +25,7 @@ def pool_status(
     idle_ends_at: float | None,
     budget: BudgetState | None,
 ) -> PoolStatus:
-    """Newest runs first; those that wait carry their position and what they wait for."""
+    """Newest runs first; those that wait carry their position and what they wait for, idle sessions when they end."""
     waiting = {run.run_id: run.told for run in scheduler.runs if run.told is not None}
     rows = ledger.recent(question.recent)
     if question.recent:
@@ -32,7 +33,11 @@ def pool_status(
         listed = {row.run_id for row in rows}
         older = [ledger.summary(run.run_id) for run in reversed(scheduler.runs) if run.run_id not in listed]
         rows += [row for row in older if row is not None]
-    runs = tuple(_with_position(row, waiting.get(row.run_id)) for row in rows)
+    # to the second: the scheduler's clock is another one, and the time is not to change from look to look
+    wall = time.time() - time.monotonic()
+    quiet = {run.run_id: scheduler.quiet_until(run.run_id) for run in scheduler.runs if run.quiet_since is not None}
+    ends = {session: round(wall + until) for session, until in quiet.items() if until is not None}
+    runs = tuple(_with_times(row, waiting.get(row.run_id), ends.get(row.run_id)) for row in rows)
     return PoolStatus(
         request=question.request,
         pool="local",
@@ -49,7 +54,7 @@ def pool_status(
     )
 
 
-def _with_position(row: RunSummary, told: tuple[int, str] | None) -> RunSummary:
-    if told is None:
-        return row
-    return msgspec.structs.replace(row, position=told[0], waiting_for=told[1])
+def _with_times(row: RunSummary, told: tuple[int, str] | None, idle_ends_at: float | None) -> RunSummary:
+    if told is not None:
+        row = msgspec.structs.replace(row, position=told[0], waiting_for=told[1])
+    return row if idle_ends_at is None else msgspec.structs.replace(row, idle_ends_at=float(idle_ends_at))

@@ -5,6 +5,8 @@ pool <-> agent      ToAgent / FromAgent             node_messages       socketpa
 agent <-> zygote    ToZygote / FromZygote           zygote_messages     socketpair, descriptors beside
 agent <-> rank      ToRank / FromRank               rank_messages       socketpair, descriptors beside
 pool <-> tracker    ToTracker / FromTracker         tracking            socketpair
+
+Those between clients and pool that are about a session's ranks are in session_messages.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ from sgpu_magic.protocol.environment import CodeBundle, Environment
 from sgpu_magic.protocol.events import Event
 from sgpu_magic.protocol.measures import RankStack
 from sgpu_magic.protocol.payloads import Payload
-from sgpu_magic.protocol.questions import RankAnswer, RankQuestion
 from sgpu_magic.protocol.record import Record
 from sgpu_magic.protocol.records import CellSource, Interpreter, RankContext, RunSpec
+from sgpu_magic.protocol.session_messages import AskRank, RankAnswered, RestartRanks
 from sgpu_magic.protocol.states import RunKind, RunState
 from sgpu_magic.protocol.tracking import Tracking
 
@@ -93,27 +95,6 @@ class Cancel(Record, frozen=True, tag="cancel", kw_only=True):
     run: str
     reason: str = ""
     kill: bool = False
-
-
-class RestartRanks(Record, frozen=True, tag="restart-ranks", kw_only=True):
-    """Replace ranks of a session by new processes; answered by `Accepted` when they have joined, or `Refused`.
-
-    Args:
-        session: The session's run id.
-        ranks: Which; empty means all.
-    """
-
-    request: int
-    session: str
-    ranks: tuple[int, ...] = ()
-
-
-class AskRank(Record, frozen=True, tag="ask-rank", kw_only=True):
-    """Ask an idle rank of a session about its namespace; answered by `RankAnswered`."""
-
-    request: int
-    session: str
-    question: RankQuestion
 
 
 class ReclaimPayload(Record, frozen=True, tag="reclaim", kw_only=True):
@@ -254,13 +235,6 @@ class Stacks(Record, frozen=True, tag="stacks", kw_only=True):
     cell: CellSource = CellSource(body="")
 
 
-class RankAnswered(Record, frozen=True, tag="rank-answered", kw_only=True):
-    """What the rank said."""
-
-    request: int
-    answer: RankAnswer
-
-
 class Refused(Record, frozen=True, tag="refused", kw_only=True):
     """A request was not taken. `error` names the class in `errors`."""
 
@@ -279,6 +253,7 @@ class RunSummary(Record, frozen=True, kw_only=True):
         gpu_s: Seconds of devices that were billed; None while it goes on, and where none were.
         cost: Theirs; None while it goes on, and without a price.
         idle_s: Of a session that has ended: for how long no cell ran in it.
+        idle_ends_at: Of a session in which nothing runs: wall-clock time at which it ends by itself; None else.
     """
 
     run_id: str
@@ -306,6 +281,7 @@ class RunSummary(Record, frozen=True, kw_only=True):
     gpu_s: float | None = None
     cost: float | None = None
     idle_s: float | None = None
+    idle_ends_at: float | None = None
 
 
 class BudgetState(Record, frozen=True, kw_only=True):

@@ -9,6 +9,8 @@ from sgpu_magic.protocol.records import RunSpec
 from sgpu_magic.protocol.states import RunState
 
 RUN_RECORD = "run.json"
+# the note of a payload that is still being kept, or will be when the run is over
+UNDER_WAY = "not yet written"
 
 
 class RunRecord(Record, frozen=True, kw_only=True):

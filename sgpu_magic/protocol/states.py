@@ -72,6 +72,10 @@ TRANSITIONS: dict[RunState, frozenset[RunState]] = {
 OWNER_GONE = "the notebook that started it is gone"
 """Why a run was cancelled that nobody could have come back to."""
 
+COST_LIMIT = "its cost limit of"
+BUDGET = "the pool's budget of"
+"""How the reasons begin of runs that end as `TIMED_OUT` because of what they cost, not of their time."""
+
 
 def can_move(old: RunState, new: RunState) -> bool:
     return new in TRANSITIONS[old]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from sgpu_magic.config import host_name
 from sgpu_magic.protocol.events import AttemptFailed
 from sgpu_magic.protocol.measures import StackFrame
 from sgpu_magic.protocol.records import CellSource, Failure
-from sgpu_magic.protocol.states import FailureKind
+from sgpu_magic.protocol.states import BUDGET, COST_LIMIT, FailureKind
 from sgpu_magic.render.stacks import last_python_line
 from sgpu_magic.render.units import format_ranks, format_seconds
 
@@ -20,6 +21,26 @@ _FRAME = re.compile(r"(Cell In\[|File |<)")
 _CELL_FRAME = re.compile(r"Cell In\[")
 _SUBJECT = re.compile(r"^rank \d+( of \d+)?")
 _MAX_MESSAGE = 300
+
+
+class Limit(NamedTuple):
+    """A limit that ended a run: what the run is then, and what stands above where its ranks were."""
+
+    word: str
+    then: str
+
+
+_TIME = Limit("timed out", "when its time was over:")
+_COSTS = {
+    COST_LIMIT: Limit("cost limit reached", "when its cost limit was reached:"),
+    BUDGET: Limit("budget used up", "when the pool's budget was used up:"),
+}
+
+
+def limit_of(failure: Failure | None) -> Limit:
+    """Return which limit ended a run whose state is `TIMED_OUT`: of its time, of its cost, or its pool's budget."""
+    message = failure.message if failure is not None else ""
+    return next((limit for start, limit in _COSTS.items() if message.startswith(start)), _TIME)
 
 
 def last_part(type_name: str) -> str:

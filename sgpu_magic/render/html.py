@@ -86,7 +86,8 @@ def _standing(view: RunView) -> str:
 def _share(view: RunView, segment: TextSegment) -> int:
     """Return the bytes that this segment's lines, header and footer may take, by its part of all lines."""
     every = sum(1 for item in view.items if not isinstance(item, DisplayItem))
-    frames = _FRAME_BYTES * (len(view.items) - every + 1)
+    # the first display's caption has a box of its own
+    frames = _FRAME_BYTES * (len(view.items) - every + 2)
     room = max(view.output_limit - len(ended_ranks_html(view).encode()) - frames, 0)
     return room * (len(segment.items) + 1) // (every + 1)
 

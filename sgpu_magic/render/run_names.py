@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from sgpu_magic.protocol import ids
-from sgpu_magic.protocol.records import RunSpec
 from sgpu_magic.protocol.states import RunKind
 
 
-def run_name(spec: RunSpec) -> str:
+class Named(Protocol):
+    """What was submitted, or a row of the ledger."""
+
+    @property
+    def run_id(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def kind(self) -> RunKind: ...
+
+
+def run_name(spec: Named) -> str:
     """Return `train_digits` for a cell, `train(...)` for a call, `session work` for a session."""
     match spec.kind:
         case RunKind.SESSION:
@@ -18,7 +30,7 @@ def run_name(spec: RunSpec) -> str:
             return spec.name or f"{kind}"
 
 
-def stop_words(spec: RunSpec) -> tuple[str, str]:
+def stop_words(spec: Named) -> tuple[str, str]:
     """Return the reason why its view's button ends it, and what to say to who has pressed it."""
     if spec.kind is RunKind.SESSION:
         return "Disconnect was pressed", f"{run_name(spec)} is being disconnected"

@@ -15,9 +15,6 @@ from sgpu_magic.render.view import RunView
 
 Part = TextSegment | DisplayItem
 
-_BEFORE_FIRST = -1
-"""`after` of the caption that stands between a live view and the first display."""
-
 
 @dataclass(slots=True)
 class _Published:
@@ -51,12 +48,15 @@ class OutputSlots:
         Returns:
             The number of messages, and whether all was said.
         """
-        parts = self._set_caption_apart(self._fold_strays(segments(self._view)))
+        parts = self._fold_strays(segments(self._view))
+        if limit is not None:
+            parts = self._without_bare_end(parts)
+        last_text = max(at for at, part in enumerate(parts) if isinstance(part, TextSegment))
         sent = 0
         for at, part in enumerate(parts):
             if budget is not None and sent >= budget:
                 return sent, False
-            first, last = at == 0, at == len(parts) - 1
+            first, last = at == 0, at == last_text
             if isinstance(part, DisplayItem):
                 sent += self._show(_slot(part), part, part.bundle, part.metadata)
             else:
@@ -82,11 +82,7 @@ class OutputSlots:
         Returns:
             As `draw`.
         """
-        first, *rest = segments(self._view)
-        parts: list[Part] = [TextSegment((), 0)]
-        if isinstance(first, TextSegment) and first.next_rank is not None:
-            parts.append(TextSegment((), _BEFORE_FIRST, first.next_rank))
-        live, *parts = self._fold_strays([*parts, *rest[:-1]])
+        live, *parts = self._fold_strays([TextSegment((), 0), *segments(self._view)[1:-1]])
         sent = 0
         for part in parts:
             if sent >= budget:
@@ -98,13 +94,14 @@ class OutputSlots:
                 sent += self._show(_slot(part), bare, bare, {})
         return sent + self._empty_others([live, *parts]), True
 
-    def _set_caption_apart(self, parts: list[Part]) -> list[Part]:
-        """Keep the first display's caption in the output that it had below a live view."""
-        first = parts[0]
-        if not isinstance(first, TextSegment) or 2 * _BEFORE_FIRST not in self._shown or first.next_rank is None:
-            return parts
-        caption = TextSegment((), _BEFORE_FIRST, first.next_rank)
-        return [TextSegment(first.items, first.after), caption, *parts[1:]]
+    def _without_bare_end(self, parts: list[Part]) -> list[Part]:
+        """Leave out a last text that has no line yet, so that the text before it has the footer.
+
+        Of one rank nothing stands between two displays that follow each other: its output would stay there, empty.
+        """
+        end = parts[-1]
+        is_bare = isinstance(end, TextSegment) and not end.items and _slot(end) not in self._shown
+        return parts[:-1] if is_bare and len(parts) > 1 and len(self._view.rank_numbers) == 1 else parts
 
     def _fold_strays(self, parts: list[Part]) -> list[Part]:
         """Join text that would need a new output before one that is already there to the text before it."""

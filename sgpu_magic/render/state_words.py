@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from sgpu_magic.protocol.states import RunState
+from sgpu_magic.render.failure import limit_of
 from sgpu_magic.render.view import RunView
 
 Tone = Literal["plain", "busy", "good", "bad", "warn"]
@@ -27,7 +28,6 @@ _WORDS: dict[RunState, StateWord] = {
     RunState.SUCCEEDED: StateWord("succeeded", "good", "✓"),
     RunState.FAILED: StateWord("failed", "bad", "✕"),
     RunState.CANCELLED: StateWord("cancelled", "warn", "■"),
-    RunState.TIMED_OUT: StateWord("timed out", "bad", "✕"),
 }
 _OF_SESSIONS: dict[RunState, StateWord] = {
     RunState.QUEUED: StateWord("waits for devices", "plain", "○"),
@@ -44,6 +44,8 @@ def state_word(view: RunView) -> StateWord:
     """Return the word for where a run is."""
     if view.left:
         return _LEFT
+    if view.state is RunState.TIMED_OUT:
+        return StateWord(limit_of(view.failure).word, "bad", "✕")
     if view.session is None:
         return _WORDS[view.state]
     if view.state is RunState.RUNNING:

@@ -13,6 +13,16 @@ from sgpu_magic.protocol.metering import cost_so_far
 from sgpu_magic.protocol.prices import format_money
 from sgpu_magic.protocol.states import RunKind, RunState
 from sgpu_magic.render.html_style import LINE, PANEL, SANS, SOFT, WARN
+from sgpu_magic.render.pool_words import (
+    HOLDING,
+    budget_words,
+    device_holders,
+    device_name,
+    failure_line,
+    idle_words,
+    outside_words,
+    problem_words,
+)
 from sgpu_magic.render.session_words import idle_since
 from sgpu_magic.render.tables import Row, aligned, safe, table
 from sgpu_magic.render.units import TIMES, count_of, format_clock, format_seconds
@@ -21,14 +31,8 @@ from sgpu_magic.render.units import TIMES, count_of, format_clock, format_second
 _MAX_CELLS = 3
 # as `AskStatus.recent` is when nobody says otherwise
 _RECENT = 20
-# only then is it worth a line
-_SOON_S = 900.0
-_HOLDING = (RunState.PREPARING, RunState.STARTING, RunState.RUNNING, RunState.CANCELLING)
-_MAX_FAILURE = 100
 _BELOW = "└ "
 _COST = 5
-# of a budget: then it is loud
-_LITTLE_LEFT = 0.8
 
 
 def status_text(status: PoolStatus, now: float | None = None, notice: str = "") -> str:
@@ -43,8 +47,8 @@ def status_text(status: PoolStatus, now: float | None = None, notice: str = "") 
     lines = [
         _headline(status),
         *_waiting(status),
-        *_idle(status, now),
-        *_budget(status, nearly_used=False),
+        *idle_words(status, now),
+        *budget_words(status, nearly_used=False),
         *_remarks(status),
         *([notice] if notice else []),
     ]
@@ -66,7 +70,7 @@ def status_html(status: PoolStatus, now: float | None = None, notice: str = "") 
         f'<b style="font-weight:600">{safe(name)}</b> <span style="{SOFT}">{safe(rest)}</span></div>'
     ]
     now = time.time() if now is None else now
-    quiet = [*_waiting(status), *_idle(status, now), *_budget(status, nearly_used=False)]
+    quiet = [*_waiting(status), *idle_words(status, now), *budget_words(status, nearly_used=False)]
     loud = [*_remarks(status), *([notice] if notice else [])]
     parts += [f'<div style="padding:3px 12px">{safe(line)}</div>' for line in quiet]
     parts += [f'<div style="padding:3px 12px;color:{WARN}">{safe(line)}</div>' for line in loud]
@@ -116,34 +120,11 @@ def _waiting(status: PoolStatus) -> list[str]:
 
 
 def _remarks(status: PoolStatus) -> list[str]:
-    problems = [problem for problem in (status.inventory.problem, status.problem) if problem]
-    return [*problems, *_budget(status, nearly_used=True)]
-
-
-def _budget(status: PoolStatus, *, nearly_used: bool) -> list[str]:
-    """Return `budget: $12.40 of $50.00 in 30 d`, among what is loud when little is left of it."""
-    budget = status.budget
-    if budget is None or nearly_used != (budget.spent >= _LITTLE_LEFT * budget.limit):
-        return []
-    spent, limit = (format_money(amount, budget.currency) for amount in (budget.spent, budget.limit))
-    return [f"budget: {spent} of {limit} in {budget.days:g} d"]
-
-
-def _idle(status: PoolStatus, now: float) -> list[str]:
-    if status.idle_ends_at is None or status.idle_ends_at - now > _SOON_S:
-        return []
-    return [f"idle: gives its processes back in {_rough(status.idle_ends_at - now)}"]
-
-
-def _rough(seconds: float) -> str:
-    """Return whole minutes where there are some: nobody waits for the second."""
-    return f"{round(seconds / 60)} min" if seconds >= 90 else format_seconds(max(seconds, 0.0))
+    return [*problem_words(status), *budget_words(status, nearly_used=True)]
 
 
 def _device_rows(status: PoolStatus) -> list[Row]:
-    # a session's devices are its own, whatever runs on them
-    holding = sorted((run for run in status.runs if run.state in _HOLDING), key=lambda run: not run.session)
-    holders = {uuid: (run, rank) for run in holding for rank, uuid in enumerate(run.uuids)}
+    holders = device_holders(status)
     rows: list[Row] = []
     for device in status.inventory.devices:
         holder = holders.get(device.uuid)
@@ -151,8 +132,8 @@ def _device_rows(status: PoolStatus) -> list[Row]:
             run, rank = holder
             what = f"{ids.short(run.run_id)} {_name(run)}  rank {rank}"
         else:
-            what = f"in use outside the pool: {device.outside_use}" if device.outside_use else "free"
-        label = f"{device.type.upper()} · {device.index}"
+            what = outside_words(device) or "free"
+        label = device_name(device)
         if device.simulated:
             label += " (simulated on cpu)"
         rows.append((label, _use(device), _memory(device), what))
@@ -215,7 +196,7 @@ def _state(run: RunSummary, cells: Sequence[RunSummary], now: float) -> str:
     if run.state is RunState.QUEUED:
         return "waits for devices"
     if run.state is RunState.RUNNING:
-        under_way = [cell for cell in cells if cell.state in _HOLDING]
+        under_way = [cell for cell in cells if cell.state in HOLDING]
         if under_way:
             return f"runs {under_way[0].name or 'a cell'}"
         ended = [cell.ended_at for cell in cells if cell.ended_at is not None]
@@ -230,13 +211,10 @@ def _run_row(run: RunSummary, now: float, cells: Sequence[RunSummary] = (), *, i
         ranks = f"{run.ranks} {TIMES} {run.device_type.upper()}" + (" (simulated on cpu)" if run.simulated else "")
     since = run.started_at if run.started_at is not None else run.submitted_at
     duration = format_clock(now - since) if run.ended_at is None else format_seconds(run.ended_at - since)
-    failure = run.failure.strip().split("\n", 1)[0]
-    if len(failure) > _MAX_FAILURE:
-        failure = failure[:_MAX_FAILURE] + " ..."
     if is_below:
         # the session's own row has the devices
         ranks = ""
     name = f"{_BELOW if is_below else ''}{_name(run)}"
     cost = cost_so_far(run, now)
     paid = "" if cost is None else format_money(cost, run.currency)
-    return ids.short(run.run_id), name, ranks, _state(run, cells, now), duration, paid, failure
+    return ids.short(run.run_id), name, ranks, _state(run, cells, now), duration, paid, failure_line(run)

@@ -10,6 +10,7 @@ from sgpu_magic.render.failure import (
     death_sentence,
     error_line,
     last_words,
+    limit_of,
     other_lines,
     place,
     timeout_sentence,
@@ -135,11 +136,11 @@ def stall_lines(view: RunView) -> list[str]:
 
 
 def ending_stacks(view: RunView) -> list[str]:
-    """Return where the ranks were when the run ended: all of it when its time was over, a line when it had stalled."""
+    """Return where the ranks were when the run ended: all of it when a limit ended it, a line when it had stalled."""
     if view.ended is None:
         return []
     if view.ended.stacks:
-        return ["when its time was over:", *summary(view.ended.stacks, view.spec.cell)]
+        return [limit_of(view.failure).then, *summary(view.ended.stacks, view.spec.cell)]
     if view.stalled is None:
         return []
     groups = "; ".join(
@@ -222,8 +223,9 @@ def _failed_line(view: RunView, brief: bool = False) -> str:
     elapsed = view.elapsed_s()
     # what was refused was never there
     after = f" after {format_seconds(elapsed)}" if elapsed >= 0.0005 else ""
-    start = f"{view.name} · {view.state}{after}"
     failure = view.failure
+    word = limit_of(failure).word if view.state is RunState.TIMED_OUT else view.state
+    start = f"{view.name} · {word}{after}"
     if view.state is RunState.CANCELLED or failure is None:
         return f"{start} · {view.reason}" if view.reason else start
     if failure.kind is FailureKind.USER_CODE:

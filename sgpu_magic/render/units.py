@@ -7,17 +7,6 @@ from collections.abc import Iterable
 TIMES = "\u00d7"  # the multiplication sign of a number of devices
 
 
-def format_bytes(count: float) -> str:
-    """Return `1.2 kB`, `45.1 MB`: decimal units, one digit after the point."""
-    if count < 999.5:
-        return f"{count:.0f} B"
-    for unit in ("kB", "MB", "GB"):
-        count /= 1000
-        if count < 999.95:
-            return f"{count:.1f} {unit}"
-    return f"{count / 1000:.1f} TB"
-
-
 def format_gb(count: float) -> str:
     """Return `18.2 GB`, `0.4 GB`: always in one unit, for numbers that change while they are read."""
     return f"{count / 1e9:.1f} GB"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from sgpu_magic.byte_sizes import format_bytes
 from sgpu_magic.protocol import ids
 from sgpu_magic.protocol.devices import Lease
 from sgpu_magic.protocol.events import (
@@ -44,7 +45,6 @@ from sgpu_magic.render.items import DisplayItem, GapItem, Item, LineItem, displa
 from sgpu_magic.render.output import RunOutput
 from sgpu_magic.render.run_names import run_name
 from sgpu_magic.render.session_state import SessionState, renewal_note, restart_note, unstopped_note
-from sgpu_magic.render.units import format_bytes
 from sgpu_magic.render.usage import RunUsage
 
 __all__ = ["DisplayItem", "GapItem", "Item", "LineItem", "RunView"]

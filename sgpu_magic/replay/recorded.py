@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -12,16 +13,19 @@ import msgspec
 from sgpu_magic.errors import UsageError
 from sgpu_magic.event_file import EventFile
 from sgpu_magic.payload.pack import Packed
-from sgpu_magic.protocol.events import Described
+from sgpu_magic.protocol.events import Described, RanksStarted, RunEnded
 from sgpu_magic.protocol.ids import short
 from sgpu_magic.protocol.payloads import PackedLayout
 from sgpu_magic.protocol.records import RunSpec
 from sgpu_magic.protocol.run_files import KEY, PAYLOAD
-from sgpu_magic.protocol.run_record import RUN_RECORD, RunRecord
+from sgpu_magic.protocol.run_record import RUN_RECORD, UNDER_WAY, RunRecord
 from sgpu_magic.protocol.states import RunKind
 
 REQUIREMENTS = "requirements.txt"
 _REPLAYABLE = (RunKind.CELL, RunKind.CALL)
+# a payload is copied some 2 s after the run's end
+_PATIENCE_S = 10.0
+_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +58,29 @@ class Recorded:
 
 
 def read_recorded(directory: Path) -> Recorded:
-    """Read a run's directory.
+    """Read a run's directory. Of a run that has just ended it is waited for, some seconds at most.
 
     Raises:
         UsageError: It has nothing that could be launched again; says what is missing and why.
     """
     run = short(directory.name)
-    try:
-        record = msgspec.json.decode((directory / RUN_RECORD).read_bytes(), type=RunRecord)
-    except FileNotFoundError:
+    record = _read_record(directory)
+    if _is_under_way(record) and _is_coming(record, _told(directory)):
+        # nothing competes with a result on its way to the notebook, so this comes after it
+        deadline = time.monotonic() + _PATIENCE_S
+        while _is_under_way(record) and time.monotonic() < deadline:
+            time.sleep(_PAUSE_S)
+            record = _read_record(directory)
+    if record is None:
+        if _told(directory).started:
+            raise UsageError(
+                f"run {run} can't be replayed yet: its directory {directory} has no {RUN_RECORD}, which a cell of a "
+                "session gets when it is over."
+            )
         raise UsageError(
             f"run {run} can't be replayed: its ranks never started, so its directory {directory} has no {RUN_RECORD}. "
             "Run its cell again."
-        ) from None
-    except (OSError, msgspec.MsgspecError) as error:
-        raise UsageError(
-            f"run {run} can't be replayed: {directory / RUN_RECORD} can't be read ({error}). Run its cell again."
-        ) from None
+        )
     if record.spec.kind not in _REPLAYABLE:
         raise UsageError(f"run {run} is a {record.spec.kind.value}: only cells and calls of functions can be replayed.")
     if not record.payload_kept:
@@ -85,7 +95,30 @@ def read_recorded(directory: Path) -> Recorded:
         raise UsageError(
             f"run {run} can't be replayed: its variables in {directory} can't be read ({error}). Run its cell again."
         ) from None
-    return Recorded(directory, record, packed, key, _described(directory))
+    return Recorded(directory, record, packed, key, _told(directory).tags)
+
+
+def _read_record(directory: Path) -> RunRecord | None:
+    """`run.json`, None while there is none."""
+    path = directory / RUN_RECORD
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RunRecord)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UsageError(
+            f"run {short(directory.name)} can't be replayed: {path} can't be read ({error}). Run its cell again."
+        ) from None
+
+
+def _is_under_way(record: RunRecord | None) -> bool:
+    """Whether something of the run is not in its directory, and it is not known why."""
+    return record is None or (not record.payload_kept and record.payload_note == UNDER_WAY)
+
+
+def _is_coming(record: RunRecord | None, told: _Told) -> bool:
+    """Whether that is only a matter of a moment."""
+    return told.ended and (told.started or record is not None)
 
 
 def _packed(path: Path, layout: PackedLayout, names: tuple[str, ...]) -> Packed:
@@ -99,13 +132,35 @@ def _packed(path: Path, layout: PackedLayout, names: tuple[str, ...]) -> Packed:
     return Packed(bytes(whole[: layout.pickle_size]), buffers, layout, names, {}, end)
 
 
-def _described(directory: Path) -> dict[str, str]:
-    tags: dict[str, str] = {}
+@dataclass(slots=True)
+class _Told:
+    """What a run's events tell.
+
+    Args:
+        started: Its ranks were there.
+        ended: It is over.
+        tags: As `Recorded` has them.
+    """
+
+    started: bool = False
+    ended: bool = False
+    tags: dict[str, str] = field(default_factory=dict[str, str])
+
+
+def _told(directory: Path) -> _Told:
+    told = _Told()
     try:
         for event, _ in EventFile(directory).new_events():
-            if isinstance(event.body, Described):
-                tags.update(event.body.tags)
+            match event.body:
+                case Described(tags=tags):
+                    told.tags.update(tags)
+                case RanksStarted():
+                    told.started = True
+                case RunEnded():
+                    told.ended = True
+                case _:
+                    pass
     except (OSError, ValueError, msgspec.DecodeError):
-        # what differs is told from what there is
-        return tags
-    return tags
+        # a log that is damaged tells what it has before that
+        return told
+    return told

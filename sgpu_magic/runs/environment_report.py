@@ -55,7 +55,7 @@ def report(settings: Settings, sessions: Iterable[Session], compared_to: str = "
         title=f"Python {'.'.join(map(str, sys.version_info[:3]))}",
         facts=(f"{len(now.distributions)} packages", _torch(now), f"digest {now.digest[:8]}", sys.prefix),
         lines=(f"packages: {told}", *_default(settings), *_saved(settings)),
-        pending=(*_stale(now), *_since_connected(now, sessions)),
+        pending=(*stale_words(now), *since_connected(now, sessions)),
         broken=tuple(
             found.sentence for found in find_mismatches(packages_of(now), now.shadowed, driver=driver_version())
         ),
@@ -81,21 +81,21 @@ def _saved(settings: Settings) -> list[str]:
     return [f"saved: {', '.join(names)}"] if names else []
 
 
-def _stale(now: Snapshot) -> list[str]:
+def stale_words(now: Snapshot) -> list[str]:
+    """Which packages this process has loaded in another version than is installed, a sentence each."""
     first = snapshot.first_snapshot() or now
     modules = dict(sys.modules)
     return [found.words for found in stale_modules(first, now, modules, process_began_at())]
 
 
-def _since_connected(now: Snapshot, sessions: Iterable[Session]) -> list[str]:
+def since_connected(now: Snapshot, sessions: Iterable[Session]) -> list[str]:
     """Ranks of a session keep the packages that they began with."""
     lines: list[str] = []
     for session in sessions:
-        then = session.packages or snapshot.first_snapshot()
-        if then is None or session.spec.environment_label:
+        if session.spec.environment_label:
             # packages of its own, which nobody changes here
             continue
-        found = changes(versions(then), versions(now))
+        found = changes(versions(session.packages), versions(now))
         if found:
             words = [change.words for change in found[:_MOST_CHANGES]]
             words += [f"{len(found) - _MOST_CHANGES} more"] if len(found) > _MOST_CHANGES else []

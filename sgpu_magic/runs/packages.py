@@ -1,17 +1,20 @@
 """The packages of this process's Python: looked at in the background, told to the pool, ordered for its nodes.
 
 Nothing here is on the way of a submission but `digest_for`, which reads the clock and a few `stat` calls. A run that
-comes before the packages are known goes without their digest; the pool hears it afterwards.
+comes before the packages are known goes without their digest; the pool hears it afterwards, at the latest when this
+process ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.config import load_settings
@@ -33,11 +36,31 @@ _MOST_PATIENCE_S = 3.0
 # the lock file takes a core for a second
 _LOCK_QUIET_S = 2.0
 _POOL_PATIENCE_S = 30.0
+# a process that ends may wait so long for the packages of its runs to be told
+_LAST_LOOK_S = 2.0
 _MOST_LATE_RUNS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """An environment whose files a pool shall have.
+
+    Args:
+        digest: Its digest.
+        requirements: Writes `requirements.txt`, with what a lock file has found out.
+        lock_of: Its lock file.
+    """
+
+    digest: str
+    requirements: Callable[[Lock | None], str]
+    lock_of: Callable[[Ask], Lock | None]
 
 
 class Packages:
     """What a pool is told of this process's packages. Methods may be called by any thread.
+
+    One thread looks at the packages and tells the pool at once, another one makes lock files. Each is there while it
+    has work.
 
     Args:
         pool: The pool.
@@ -46,25 +69,26 @@ class Packages:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._lock = threading.Lock()
+        self._moved = threading.Condition(self._lock)
         self._touched_at = 0.0
-        self._working = False
+        self._looker: threading.Thread | None = None
+        self._locker: threading.Thread | None = None
+        # this process is about to end: nothing is worth waiting for any more
+        self._hurries = threading.Event()
         self._closed = threading.Event()
         # run ids that were submitted while nothing was known
         self._late: list[str] = []
-        # environments that nodes were told to build, whose files the pool shall have
-        self._ordered: dict[str, Environment] = {}
-        # digests that it shall have files of
-        self._wanted: set[str] = set()
-        # what the pool of this connection was told: digest, and whether with a lock file
-        self._told: dict[str, bool] = {}
+        # by digest: what the pool has to be told, and what it wants a lock file of
+        self._wanted: dict[str, _Described] = {}
+        self._unlocked: dict[str, _Described] = {}
+        # what the pool of this connection was told
+        self._told: set[str] = set()
         self._told_to: object = None
-        # there will be no lock file
-        self._no_lock: set[str] = set()
 
     def begin(self) -> None:
         """Take the snapshot in the background, unless it is there and holds."""
         if snapshots.kept_snapshot() is None:
-            self._work()
+            self._look()
 
     def digest_for(self, run_id: str) -> str:
         """The digest of what is installed here, for a run that is about to be submitted; "" while it is not known.
@@ -77,9 +101,9 @@ class Packages:
             with self._lock:
                 self._late.append(run_id)
                 del self._late[:-_MOST_LATE_RUNS]
-            self._work()
+            self._look()
             return ""
-        self._want(snapshot.digest)
+        self._want(_own(snapshot))
         return snapshot.digest
 
     def snapshot(self) -> Snapshot:
@@ -113,141 +137,167 @@ class Packages:
     def keep(self, environment: Environment) -> None:
         """The pool shall have the files of an environment that a node was told to build. Never waits."""
         self._touched_at = time.monotonic()
-        self._ordered.setdefault(environment.digest, environment)
-        self._want(environment.digest)
+        self._want(_ordered(environment))
 
     def close(self) -> None:
-        """Nothing is told any more."""
+        """Tell what is still owed to a run, then nothing any more.
+
+        A script may end before anybody has looked at its packages. Waits for that, 0.1 s as a rule and 2 s at most.
+        """
+        self._hurries.set()
+        # who interrupts this does not want to wait
+        with contextlib.suppress(KeyboardInterrupt), self._moved:
+            self._moved.wait_for(lambda: not self._owes() or not _is_alive(self._looker), _LAST_LOOK_S)
         self._closed.set()
 
     # ------------------------------------------------------------ in the background
 
-    def _want(self, digest: str) -> None:
-        if digest not in self._wanted or not self._is_told(digest):
-            self._wanted.add(digest)
-            self._work()
+    def _want(self, described: _Described) -> None:
+        if not self._is_told(described.digest):
+            with self._lock:
+                self._wanted[described.digest] = described
+            self._look()
 
     def _is_told(self, digest: str) -> bool:
-        """Whether this connection's pool has all that there will be of it."""
+        """Whether this connection's pool has its files, or will have them when they are made."""
         link = self._pool.connected
-        told = self._told.get(digest) if link is not None and link is self._told_to else None
-        return told is not None and (told or digest in self._no_lock)
+        return link is not None and link is self._told_to and digest in self._told
 
-    def _work(self) -> None:
+    def _owes(self) -> bool:
+        """Whether a run's directory would be without its files if nothing more were told."""
+        return bool(self._late or self._wanted)
+
+    def _look(self) -> None:
         with self._lock:
-            if self._working or self._closed.is_set():
-                return
-            self._working = True
-        threading.Thread(target=self._work_and_end, name="sgpu-packages", daemon=True).start()
+            if self._looker is None and not self._closed.is_set():
+                self._looker = self._started(self._look_and_tell, "sgpu-packages")
 
-    def _work_and_end(self) -> None:
+    def _started(self, work: Callable[[], None], name: str) -> threading.Thread:
+        thread = threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def _guarded(self, work: Callable[[], None]) -> None:
         try:
-            while self._wait_for_quiet(_QUIET_S):
-                snapshot = snapshots.take_snapshot()
-                if snapshots.kept_snapshot() is None:
-                    # installed this very moment, and perhaps not whole yet
-                    continue
-                self._tell_all(snapshot)
-                known_mismatches.look(snapshot)
-                with self._lock:
-                    if not self._has_work():
-                        # in one step: who has work from now on starts the next thread
-                        self._working = False
-                        return
+            work()
         except Exception:  # noqa: BLE001  a thread's top: the notebook works without, its log says why, once
             traceback.print_exc(file=sys.__stderr__)
             self._closed.set()
+            with self._moved:
+                self._late, self._wanted = [], {}
+                self._moved.notify_all()
 
-    def _has_work(self) -> bool:
-        if snapshots.kept_snapshot() is None:
-            # installed while the last one was told
-            return True
-        return bool(self._late) or any(not self._is_told(digest) for digest in self._wanted)
+    def _look_and_tell(self) -> None:
+        while self._wait_for_quiet(_QUIET_S):
+            snapshot = snapshots.take_snapshot()
+            if snapshots.kept_snapshot() is None and not self._hurries.is_set():
+                # installed this very moment, and perhaps not whole yet; who can't wait for that tells what is there
+                continue
+            self._tell_owed(snapshot)
+            if not self._hurries.is_set():
+                known_mismatches.look(snapshot)
+            with self._moved:
+                # installed while the last one was told
+                is_outdated = snapshots.kept_snapshot() is None and not self._hurries.is_set()
+                if not self._owes() and not is_outdated:
+                    # in one step: who has work from now on starts the next thread
+                    self._looker = None
+                    return
 
-    def _tell_all(self, snapshot: Snapshot) -> None:
+    def _tell_owed(self, snapshot: Snapshot) -> None:
+        """Tell what runs wait for."""
         with self._lock:
-            late, self._late = self._late, []
+            late = tuple(self._late)
+            wanted = dict(self._wanted)
         if late:
-            self._wanted.add(snapshot.digest)
-        if not self._wanted or not self._has_pool():
-            # nobody has asked, or there is nobody to tell
-            self._wanted.clear()
-            return
-        for digest in list(self._wanted):
-            runs = tuple(late) if digest == snapshot.digest else ()
-            environment = self._ordered.get(digest)
-            if runs or not self._is_told(digest):
-                if environment is not None:
-                    self._tell_ordered(environment)
-                elif digest == snapshot.digest:
-                    self._tell_own(snapshot, runs)
-                else:
-                    # what was installed then is gone
-                    self._wanted.discard(digest)
+            wanted[snapshot.digest] = _own(snapshot)
+        has_pool = bool(wanted) and self._has_pool()
+        for digest, described in wanted.items():
+            if has_pool:
+                self._tell(described, late if digest == snapshot.digest else ())
+        with self._moved:
+            # without a pool there is nobody to tell
+            self._late = [run_id for run_id in self._late if run_id not in late]
+            self._wanted = {digest: each for digest, each in self._wanted.items() if digest not in wanted}
+            self._moved.notify_all()
 
-    def _tell_ordered(self, environment: Environment) -> None:
-        # what writes these texts is only loaded where they are wanted
-        from sgpu_magic.environment.requirements import environment_requirements
-
-        self._tell_files(
-            environment.digest,
-            lambda lock: environment_requirements(environment, lock),
-            functools.partial(lock_of_order, environment),
-            (),
-        )
-
-    def _tell_own(self, snapshot: Snapshot, runs: tuple[str, ...]) -> None:
-        from sgpu_magic.environment.requirements import snapshot_requirements
-
-        self._tell_files(
-            snapshot.digest,
-            lambda lock: snapshot_requirements(snapshot, lock),
-            functools.partial(lock_of_snapshot, snapshot),
-            runs,
-        )
-
-    def _tell_files(
-        self,
-        digest: str,
-        requirements: Callable[[Lock | None], str],
-        lock_of: Callable[[Ask], Lock | None],
-        runs: tuple[str, ...],
-    ) -> None:
+    def _tell(self, described: _Described, runs: tuple[str, ...]) -> None:
         """Tell `requirements.txt` at once, and again with the lock file when that is made."""
-        lock = lock_of(Ask.KEPT)
+        lock = described.lock_of(Ask.KEPT)
+        self._send(described, lock, runs)
         if lock is None:
-            self._tell(digest, {REQUIREMENTS: requirements(None)}, runs, whole=False)
-            if not self._wait_for_quiet(_LOCK_QUIET_S):
-                return
-            lock = lock_of(Ask.GENTLY)
-        if lock is None or not lock.pylock:
-            self._no_lock.add(digest)
-        if lock is not None:
-            pylock = {PYLOCK: lock.pylock} if lock.pylock else {}
-            self._tell(digest, {REQUIREMENTS: requirements(lock)} | pylock, runs, whole=bool(pylock))
+            with self._lock:
+                self._unlocked[described.digest] = described
+                if self._locker is None and not self._hurries.is_set():
+                    self._locker = self._started(self._make_locks, "sgpu-locks")
 
-    def _tell(self, digest: str, files: dict[str, str], runs: tuple[str, ...], *, whole: bool) -> None:
+    def _make_locks(self) -> None:
+        while self._wait_for_quiet(_LOCK_QUIET_S) and not self._hurries.is_set():
+            with self._lock:
+                described = self._unlocked.pop(next(iter(self._unlocked)))
+            lock = described.lock_of(Ask.GENTLY)
+            if lock is not None and not self._closed.is_set():
+                self._send(described, lock, ())
+            with self._lock:
+                if not self._unlocked:
+                    self._locker = None
+                    return
+
+    def _send(self, described: _Described, lock: Lock | None, runs: tuple[str, ...]) -> None:
+        files = {REQUIREMENTS: described.requirements(lock)}
+        if lock is not None and lock.pylock:
+            files[PYLOCK] = lock.pylock
         link = self._pool.connected
-        if link is not self._told_to:
-            self._told_to = link
-            self._told.clear()
-        self._pool.tell(KeepEnvironment(digest=digest, files=tuple(sorted(files.items())), runs=runs))
-        self._told[digest] = whole
+        self._pool.tell(KeepEnvironment(digest=described.digest, files=tuple(sorted(files.items())), runs=runs))
+        with self._lock:
+            if link is not self._told_to:
+                self._told_to = link
+                self._told.clear()
+            self._told.add(described.digest)
 
     def _has_pool(self) -> bool:
         """Wait for the pool: a run that is being submitted has it started."""
-        return _until(lambda: self._pool.connected is not None, _POOL_PATIENCE_S, self._closed)
+        _until(lambda: self._pool.connected is not None or self._hurries.is_set(), _POOL_PATIENCE_S, self._closed)
+        return self._pool.connected is not None
 
     def _wait_for_quiet(self, quiet_s: float) -> bool:
-        """Wait until nothing was submitted for a while; False when this is closed."""
+        """Wait until nothing was submitted for a while, or this process is about to end; False when this is closed."""
         begun = time.monotonic()
 
         def is_quiet() -> bool:
             now = time.monotonic()
-            return now - max(self._touched_at, begun) >= quiet_s or now - begun >= quiet_s + _MOST_PATIENCE_S
+            return now - max(self._touched_at, begun) >= quiet_s or self._hurries.is_set()
 
-        _until(is_quiet, quiet_s + _MOST_PATIENCE_S + 1, self._closed)
+        _until(is_quiet, quiet_s + _MOST_PATIENCE_S, self._closed)
         return not self._closed.is_set()
+
+
+def _own(snapshot: Snapshot) -> _Described:
+    """What is installed here."""
+
+    def requirements(lock: Lock | None) -> str:
+        # what writes these texts is only loaded where they are wanted
+        from sgpu_magic.environment.requirements import snapshot_requirements
+
+        return snapshot_requirements(snapshot, lock)
+
+    return _Described(snapshot.digest, requirements, functools.partial(lock_of_snapshot, snapshot))
+
+
+def _ordered(environment: Environment) -> _Described:
+    """What a node was told to build."""
+
+    def requirements(lock: Lock | None) -> str:
+        from sgpu_magic.environment.requirements import environment_requirements
+
+        return environment_requirements(environment, lock)
+
+    return _Described(environment.digest, requirements, functools.partial(lock_of_order, environment))
+
+
+def _is_alive(thread: threading.Thread | None) -> bool:
+    # none is in a process that was forked
+    return thread is not None and thread.is_alive()
 
 
 def _until(condition: Callable[[], bool], seconds: float, closed: threading.Event) -> bool:

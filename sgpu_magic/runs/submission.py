@@ -66,8 +66,9 @@ def submit(pool: Pool, submission: Submission) -> Run:
         SgpuError: As `Pool.submit`.
     """
     try:
-        luggage = travel.pack_up(pool, submission)
-        spec, tracking = tracked.place_of(pool.settings, luggage.spec, submission)
+        settings = pool.settings
+        luggage = travel.pack_up(pool, settings, submission)
+        spec, tracking = tracked.place_of(settings, luggage.spec, submission)
         along = Along(
             luggage.environment,
             luggage.code,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sgpu_magic.client.pool import Pool
+from sgpu_magic.config import Settings
 from sgpu_magic.environment import known_mismatches
 from sgpu_magic.environment.variables import travelling
 from sgpu_magic.protocol.environment import CodeBundle, Environment
@@ -23,7 +24,7 @@ from sgpu_magic.runs.blanking import without_secrets
 if TYPE_CHECKING:
     from sgpu_magic.environment.bundle import Bundles
     from sgpu_magic.environment.local_modules import LocalCode
-    from sgpu_magic.runs.submission import Submission
+    from sgpu_magic.runs.submission import Submission, Wishes
 
 _OWN_PACKAGES = ("", "none")
 _BUNDLES = "bundles"
@@ -67,10 +68,15 @@ class Luggage:
     cell: CellSource | None = None
 
 
-def pack_up(pool: Pool, submission: Submission) -> Luggage:
+def pack_up(pool: Pool, settings: Settings, submission: Submission) -> Luggage:
     """Gather what the run's ranks need and the pool's nodes may not have.
 
     Where they see this machine's files and no other packages were asked for that is nothing: less than 0.1 ms.
+
+    Args:
+        pool: The pool.
+        settings: Its settings as they are now.
+        submission: The run.
 
     Raises:
         EnvironmentFailed: It can't be had there, as known before anything starts.
@@ -80,10 +86,10 @@ def pack_up(pool: Pool, submission: Submission) -> Luggage:
     """
     spec, cell = without_secrets(submission.spec, submission.environ)
     if not pool.sees_client:
-        return _for_elsewhere(pool, submission, spec, cell)
+        return _for_elsewhere(pool, settings, submission, spec, cell)
     environment: Environment | None = None
     if not spec.in_session and submission.interpreter is None:
-        wished = _wished(pool, submission)
+        wished = _wished(pool, settings, submission)
         if wished is not None:
             environment, notes = wished
             if not environment.resolve:
@@ -94,31 +100,33 @@ def pack_up(pool: Pool, submission: Submission) -> Luggage:
             packages.of(pool).keep(environment)
         else:
             spec = msgspec.structs.replace(spec, environment=packages.of(pool).digest_for(spec.run_id))
-            spec = _noted(spec, known_mismatches.news())
+            spec = _noted(spec, (*_without_effect(submission.wishes), *known_mismatches.news()))
     return Luggage(spec, submission.environ, environment, cell=cell)
 
 
 # ---------------------------------------------------------------- within
 
 
-def _for_elsewhere(pool: Pool, submission: Submission, spec: RunSpec, cell: CellSource | None) -> Luggage:
+def _for_elsewhere(
+    pool: Pool, settings: Settings, submission: Submission, spec: RunSpec, cell: CellSource | None
+) -> Luggage:
     environment: Environment | None = None
     session = spec.session if spec.in_session else spec.run_id
     known = _sent.get(session, _Sent())
     projects = known.projects
     if not spec.in_session:
-        wished = _wished(pool, submission)
+        wished = _wished(pool, settings, submission)
         if wished is None:
             wished, projects = _own(pool, submission)
         environment, notes = wished
         spec = _with_environment(spec, environment, notes)
         packages.of(pool).keep(environment)
-    variables = travelling(submission.environ, given=submission.given, chosen=pool.settings.variables)
+    variables = travelling(submission.environ, given=submission.given, chosen=settings.variables)
     code = _local_code(submission, cell or spec.cell, known.modules, projects)
     if spec.in_session or spec.kind is RunKind.SESSION:
         _remember(session, _Sent(known.modules.union(name for each in code for name in each.modules), projects))
     _check_references(submission, code, environment, projects)
-    bundles, notes = _bundled(pool, code)
+    bundles, notes = _bundled(settings, code)
     spec = msgspec.structs.replace(
         spec,
         code=tuple((bundle.entry, bundle.sha256) for bundle in bundles),
@@ -128,9 +136,21 @@ def _for_elsewhere(pool: Pool, submission: Submission, spec: RunSpec, cell: Cell
     return Luggage(_noted(spec, notes), variables.values, environment, bundles, elsewhere=True, cell=cell)
 
 
-def _wished(pool: Pool, submission: Submission) -> tuple[Environment, tuple[str, ...]] | None:
+def _without_effect(wishes: Wishes) -> tuple[str, ...]:
+    """A sentence about options that change nothing where the ranks have the notebook's own Python."""
+    asked = [*["--torch mine"] * wishes.torch_mine, *["--allow-build"] * wishes.allow_build]
+    if not asked:
+        return ()
+    change = "change" if len(asked) > 1 else "changes"
+    return (
+        f"{' and '.join(asked)} {change} nothing for this run: its ranks have the notebook's own Python, and nothing "
+        "is installed for them",
+    )
+
+
+def _wished(pool: Pool, settings: Settings, submission: Submission) -> tuple[Environment, tuple[str, ...]] | None:
     """The packages that were asked for, None where the notebook's own are meant."""
-    wishes, settings = submission.wishes, pool.settings
+    wishes = submission.wishes
     if (wishes.env_version or settings.env_version) in _OWN_PACKAGES:
         return None
     # only loaded where packages travel
@@ -200,10 +220,9 @@ def _check_references(
     check_references(submission.packed.modules, code, environment, projects=projects)
 
 
-def _bundled(pool: Pool, code: list[LocalCode]) -> tuple[tuple[CodeBundle, ...], tuple[str, ...]]:
+def _bundled(settings: Settings, code: list[LocalCode]) -> tuple[tuple[CodeBundle, ...], tuple[str, ...]]:
     from sgpu_magic.environment.bundle import check_size
 
-    settings = pool.settings
     notes = check_size(code, warn_bytes=settings.code_warn_bytes, limit_bytes=settings.code_limit_bytes)
     bundles = _bundles_in(settings.state_path / _BUNDLES)
     return tuple(bundles.bundle(each) for each in code), notes

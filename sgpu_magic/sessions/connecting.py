@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from sgpu_magic.client.pool import new_key
 from sgpu_magic.config import SEVEN_DAYS_S
+from sgpu_magic.environment.snapshot import take_snapshot
 from sgpu_magic.errors import UsageError
 from sgpu_magic.payload.pack import pack_namespace
 from sgpu_magic.protocol.device_types import canonical_type
@@ -172,8 +173,10 @@ def begin(place: Workplace, ask: Ask, ui: str) -> Session:
     packed = pack_namespace({}, place.namespace, key)
     environ = {**os.environ, **ask.variables}
     submission = Submission(spec, packed, key, environ, ask.wishes, frozenset(ask.variables))
+    # its ranks begin with these; after the submission an interrupt would find a session that nobody knows of yet
+    packages = take_snapshot()
     run = submit(place.pool, submission)
-    session = Session(place, place.followed(run, ui, error_follows=False), ask.variables, ask.wishes)
+    session = Session(place, place.followed(run, ui, error_follows=False), ask.variables, ask.wishes, packages)
     registry.add(session)
     if place.restarts is not None:
         place.restarts.before = registry.end_for_restart

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from sgpu_magic.client.result import RunResult
-from sgpu_magic.environment.snapshot import kept_snapshot
+from sgpu_magic.environment.distributions import Snapshot
 from sgpu_magic.errors import UsageError
 from sgpu_magic.protocol.records import OutputName
 from sgpu_magic.runs import follow
@@ -35,20 +35,25 @@ class Session(Lifetime):
         followed: The session's own run.
         variables: Set on its ranks beside this process's environment.
         wishes: What was asked for about its packages and its tracking.
+        packages: What was installed here when it was connected.
 
     Attributes:
         shipping: What its ranks have of the notebook.
         interrupts: Its cells that were interrupted and have not stopped.
-        packages: What was installed here when it was connected; None when that was not known yet.
         ending_told: A cell was refused because it has ended, and the user knows.
         lock: Held while something is prepared and handed over: what goes along depends on what went before.
     """
 
     def __init__(
-        self, place: Workplace, followed: follow.Followed, variables: Mapping[str, str], wishes: Wishes
+        self,
+        place: Workplace,
+        followed: follow.Followed,
+        variables: Mapping[str, str],
+        wishes: Wishes,
+        packages: Snapshot,
     ) -> None:
         self.wishes = wishes
-        self.packages = kept_snapshot()
+        self.packages = packages
         self.shipping = Shipping()
         self.interrupts = Interrupts()
         self.ending_told = False

@@ -210,9 +210,10 @@ def test_a_reloaded_page_has_the_live_view_again_and_the_outputs_at_the_end(
     expect(notebook.cell.locator(".jp-InputPrompt")).to_have_text("[2]:")
     notebook.picture("end")
     saved = notebook.save()
-    assert [output["output_type"] for output in saved] == ["display_data"] * 3 + ["execute_result"]
-    assert "".join(saved[1]["data"]["text/html"]) == "<b>rich at once</b>"
-    record = saved[2]["data"]["application/vnd.sgpu.run.v1+json"]
+    assert [output["output_type"] for output in saved] == ["display_data"] * 4 + ["execute_result"]
+    assert "".join(saved[1]["data"]["text/plain"]) == "[1] displays:"
+    assert "".join(saved[2]["data"]["text/html"]) == "<b>rich at once</b>"
+    record = saved[3]["data"]["application/vnd.sgpu.run.v1+json"]
     assert (record["run_id"], record["state"]) == (run_id, "succeeded")
     assert saved == [
         {**output, "data": {kind: _lines(kind, content) for kind, content in output["data"].items()}}

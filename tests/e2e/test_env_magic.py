@@ -150,6 +150,34 @@ def test_a_base_for_another_python_is_refused_before_anything_starts(kernel: Ker
     assert set(home.runs) == before
 
 
+def test_options_that_change_nothing_are_named_once_in_the_run(kernel: Kernel):
+    nothing = "nothing for this run: its ranks have the notebook's own Python, and nothing is installed for them"
+    for options, words in (
+        ("--torch mine --allow-build", f"--torch mine and --allow-build change {nothing}"),
+        ("--torch mine", f"--torch mine changes {nothing}"),
+        ("--allow-build", f"--allow-build changes {nothing}"),
+    ):
+        reply = kernel.check(f"%%distributed -n 1 --type cpu --ui text {options}\npass")
+        assert reply.text.count(f"note: {words}\n") == 1, reply.story
+        assert reply.text.count(nothing) == 1
+    assert nothing not in kernel.check("%%distributed -n 1 --type cpu --ui text --torch node\npass").text
+
+
+def test_a_default_that_the_running_notebook_sets_counts_from_the_next_run(kernel: Kernel, home: Home):
+    (home.work / "broken.txt").write_text("numpy==2.1.3\npandas==1.5.3\n")
+    kernel.check("%%distributed -n 1 --type cpu\npass")
+    kernel.check("%env SGPU_ENV_VERSION=broken.txt")
+    before = set(home.runs)
+    for cell in ("%%distributed -n 1 --type cpu\npass", "%sgpu_connect --gpus 1 --type cpu"):
+        reply = kernel.run(cell)
+        assert reply.ename == "EnvironmentFailed", reply.story
+        assert "the packages of broken.txt would break on the ranks" in reply.evalue
+    assert set(home.runs) == before
+    kernel.check("%%distributed -n 1 --type cpu --env-version none\npass")
+    kernel.check("del __import__('os').environ['SGPU_ENV_VERSION']")
+    kernel.check("%%distributed -n 1 --type cpu\npass")
+
+
 def test_a_run_has_the_packages_of_a_file_and_the_nodes_torch(kernel: Kernel, home: Home):
     (home.work / "small.txt").write_text("zipp==3.20.0\nidna\n")
     kernel.check(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -95,6 +97,27 @@ def test_a_run_in_a_kernel_that_does_not_know_yet_gets_its_files_too(home: Home,
     assert digest_of(directory) == ""
     text = requirements_in(directory)
     assert f"digest {known(kernel)}" in text.splitlines()[0]
+
+
+@pytest.mark.parametrize("installed", ["long ago", "just now"])
+def test_a_script_that_ends_at_once_leaves_its_packages(home: Home, own_python: Path, installed: str):
+    at = time.time() - (3600 if installed == "long ago" else 0)
+    os.utime(site_packages(own_python), (at, at))
+    script = home.work / "short.py"
+    script.write_text(
+        "from sgpu_magic import distributed\n"
+        "@distributed(gpus=1, gpu_type='cpu', ui='none')\ndef nothing():\n    pass\n"
+        "if __name__ == '__main__':\n    run = nothing.distributed.submit()\n    run.detach()\n    print(run.run_id)\n"
+    )
+    done = subprocess.run(
+        [str(own_python), str(script)], env=home.environ, cwd=home.work, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    run_id = done.stdout.split()[-1]
+    # the process is gone: what it has not told by now, nobody tells
+    text = requirements_in(home.run_dir(run_id))
+    assert any(line.startswith("torch==") for line in text.splitlines())
+    eventually(lambda: home.ledger()[run_id].state == "succeeded", 30, "the run ends")
 
 
 def test_what_pip_installs_is_in_the_next_run(own_kernel: Kernel, home: Home, tmp_path: Path):

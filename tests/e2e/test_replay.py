@@ -34,8 +34,9 @@ def record(home: Home, run_id: str) -> RunRecord:
 
 def settled(home: Home, name: str = "") -> str:
     """The id of the newest run, or of the one of that name, once its payload is in its directory."""
-    # a session's cells are written down a moment later
+    # a session's cells are written down a moment later: in the ledger, and after their end in run.json
     run_id = eventually(lambda: home.run_named(name) if name else list(home.ledger())[-1], 10, "the run's row")
+    eventually((home.run_dir(run_id) / "run.json").is_file, 10, "run.json")
     eventually(lambda: record(home, run_id).payload_kept, 10, "the payload is kept")
     return run_id
 
@@ -93,6 +94,8 @@ def test_a_detached_replay_goes_on_by_itself(home: Home, kernel: Kernel):
 def test_values_of_env_are_taken_from_where_the_replay_runs(home: Home, kernel: Kernel):
     kernel.check("%%distributed -n 1 --env WORD=hidden-4711\nimport os\nprint('word', os.environ['WORD'])")
     run_id = settled(home)
+    # the last file that comes; until then others are there for a moment under names of their own
+    eventually((home.run_dir(run_id) / "requirements.txt").is_file, 30, "the packages are recorded")
     for path in home.run_dir(run_id).iterdir():
         assert path.name.startswith("rank-") or path.name == "events.msgpack" or b"hidden-4711" not in path.read_bytes()
     text = sgpu(home, "replay", run_id, status=2)
@@ -127,6 +130,19 @@ def test_a_cell_of_a_session_runs_by_itself_and_says_what_is_missing(home: Home,
     assert "what earlier cells had set on its ranks is not here" in reply.text
 
 
+@pytest.mark.parametrize("where", ["alone", "session"])
+def test_a_run_can_be_replayed_at_once(home: Home, new_kernel: Callable[..., Kernel], where: str):
+    kernel = new_kernel()
+    kernel.check("import numpy as np\nlarge = np.ones(1_000_000)")
+    if where == "session":
+        kernel.check("%sgpu_connect -n 1 --ui none")
+    options = "-n 1" if where == "alone" else ""
+    kernel.check(f"%%distributed {options}\nprint('sum', large.sum())")
+    # nothing has waited for the run's directory, which is whole some 2 s after the run's end
+    reply = kernel.check("%sgpu_replay {_.run_id}")
+    assert "[0] sum 1000000.0" in reply.text
+
+
 def test_what_can_not_be_replayed_says_why(home: Home, kernel: Kernel, new_home: Callable[..., Home]):
     assert "no run on this machine has an id that begins with 'ffffffff'" in kernel.run("%sgpu_replay ffffffff").evalue
     assert "which run?" in kernel.run("%sgpu_replay").evalue
@@ -138,7 +154,7 @@ def test_what_can_not_be_replayed_says_why(home: Home, kernel: Kernel, new_home:
         reply = other.run(f"%sgpu_replay {small.runs[-1]}")
         assert reply.ename == "UsageError"
         assert "its variables are not in" in reply.evalue
-        assert "keep_payload" in reply.evalue
+        assert "more than the setting keep_payload allows" in reply.evalue
     finally:
         other.close()
 
