@@ -228,6 +228,10 @@ class Home:
         for pid in watched:
             kind = "pool" if pid == pool else "agent" if pid in agents else "kernel"
             if pid not in self._levels:
+                if kind == "agent":
+                    # one that has just lost a rank holds a part of that rank's descriptors for a moment
+                    self.has_settled(pid)
+                    continue
                 eventually(lambda pid=pid: level(pid) == level(pid), 5, f"the {kind} does not settle")
                 self._levels[pid] = level(pid)
                 continue

@@ -313,7 +313,8 @@ def test_a_group_that_is_started_again_has_its_packages(client: PoolClient):
     body = "import os, tinyone\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os._exit(3)\n" + SHOW
     run = begin(client, tiny(2), body, retries=1)
     assert run.ended().state is RunState.SUCCEEDED
-    assert run.printed[0].startswith("2.0 ")
+    # gloo may have said on the first attempt that its peer has gone
+    assert run.printed[0].splitlines()[-1].startswith("2.0 ")
 
 
 def test_the_agent_dies_while_it_builds(client: PoolClient, home: Home, index: SmallIndex):
