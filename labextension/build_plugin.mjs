@@ -49,12 +49,14 @@ const manifest = {
   jupyterlab: {
     extension: true,
     outputDir: "out",
+    schemaDir: "schema",
     webpackConfig: "builder.cjs",
     // any application from the oldest that is supported on, and not from the one that it was built against
     sharedPackages: Object.fromEntries(shared.map(([name, requiredVersion]) => [name, { requiredVersion }])),
   },
 };
 await mkdir(lib, { recursive: true });
+await cp(resolve(here, "schema"), resolve(lib, "schema"), { recursive: true });
 // else the number of a module comes from the path of this directory
 await writeFile(resolve(lib, "builder.cjs"), 'module.exports = { optimization: { moduleIds: "natural" } };\n');
 await writeFile(resolve(lib, "package.json"), `${JSON.stringify(manifest, null, 2)}\n`);

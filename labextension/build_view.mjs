@@ -1,4 +1,4 @@
-// Builds the run's view into one file: `npm run build:view [-- --outfile=PATH]`.
+// Builds the views that widgets carry, each into one file: `npm run build:view [-- --outdir=PATH]`.
 // The same sources give the same bytes on every machine: no paths, no dates, no source map.
 import { dirname, resolve } from "node:path";
 import { fileURLToPath } from "node:url";
@@ -8,13 +8,13 @@ import { build } from "esbuild";
 import { cssAsText } from "./css_as_text.mjs";
 
 const here = dirname(fileURLToPath(import.meta.url));
-const asked = process.argv.find((argument) => argument.startsWith("--outfile="));
-const outfile = asked ? resolve(asked.slice("--outfile=".length)) : resolve(here, "../sgpu_magic/static/run_view.js");
+const asked = process.argv.find((argument) => argument.startsWith("--outdir="));
+const outdir = asked ? resolve(asked.slice("--outdir=".length)) : resolve(here, "../sgpu_magic/static");
 
 await build({
   absWorkingDir: here,
-  entryPoints: ["src/run_view/index.ts"],
-  outfile,
+  entryPoints: { run_view: "src/run_view/index.ts", panel: "src/panel/widget_entry.ts" },
+  outdir,
   bundle: true,
   minify: true,
   format: "esm",

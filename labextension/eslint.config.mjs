@@ -4,7 +4,7 @@ import tseslint from "typescript-eslint";
 export default defineConfig(
   { ignores: ["node_modules/", "lib/", "*.mjs"] },
   {
-    files: ["src/run_view/**/*.{ts,tsx}", "src/plugin/**/*.ts", "test/**/*.{ts,tsx}", "vitest.config.ts"],
+    files: ["src/{run_view,panel,shared}/**/*.{ts,tsx}", "src/plugin/**/*.ts", "test/**/*.{ts,tsx}", "vitest.config.ts"],
     extends: [tseslint.configs.strictTypeChecked, tseslint.configs.stylisticTypeChecked],
     languageOptions: { parserOptions: { projectService: true, tsconfigRootDir: import.meta.dirname } },
     rules: {

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from headless_notebooks import install_kernel
 from kernels import Home, Kernel
+from npm_packages import copy_front_end
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +74,12 @@ def new_home() -> Iterator[Callable[..., Home]]:
     yield make
     for home in made:
         home.close()
+
+
+@pytest.fixture(scope="session")
+def front_end(pytestconfig: pytest.Config) -> Path:
+    """A copy of the front end's sources with the packages of the lock file."""
+    return copy_front_end(Path(pytestconfig.rootpath, ".pytest_cache", "front_end"))
 
 
 @pytest.fixture(autouse=True)

@@ -215,10 +215,14 @@ class FrontEnd:
 
     def control(self, kind: str, content: dict[str, Any], timeout_s: float = 10.0) -> dict[str, Any]:
         """Send a control message and return its reply's content."""
+        return self.begin_control(kind, content)(timeout_s)
+
+    def begin_control(self, kind: str, content: dict[str, Any]) -> Callable[[float], dict[str, Any]]:
+        """Send a control message and return what waits so many seconds for its reply's content."""
         message = self.client.session.msg(kind, content)
         self.client.control_channel.send(message)
         msg_id = message["header"]["msg_id"]
-        return self.until(lambda: self._control.pop(msg_id, None), timeout_s, f"the reply to {kind}")
+        return lambda timeout_s: self.until(lambda: self._control.pop(msg_id, None), timeout_s, f"the reply to {kind}")
 
     def until(self, condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
         """Take control replies until the condition holds."""

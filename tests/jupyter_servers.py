@@ -11,6 +11,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,32 +36,39 @@ class JupyterServer:
         home: Its home; kernels of the server run runs there.
         application: The module that is started: `jupyter_server`, `jupyterlab` or `notebook`.
         token: What a request has to show; a fresh one when left out, "" lets everybody in.
+        base_url: Below what all its paths are.
+        command: Starts an application with the extensions that are installed for it; this tree's, when left out, are
+            those of `application`.
     """
 
-    def __init__(self, home: Home, application: str = "jupyter_server", token: str | None = None) -> None:
+    def __init__(
+        self,
+        home: Home,
+        application: str = "jupyter_server",
+        token: str | None = None,
+        base_url: str = "/",
+        command: Sequence[str | Path] = (),
+    ) -> None:
         self.home = home
         self.token = secrets.token_hex(8) if token is None else token
         self.port = _free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        places = home.path / "extensions"
-        _lay_out(places)
+        self.url = f"http://127.0.0.1:{self.port}{base_url.rstrip('/')}"
+        places = {} if command else _laid_out(home.path / "extensions")
         self._log = open(home.path / f"{application}.log", "ab")  # noqa: SIM115  closed with the server
         self._process = subprocess.Popen(
             [
-                sys.executable,
-                "-m",
-                application,
+                *map(str, command or (sys.executable, "-m", application)),
                 "--no-browser",
                 f"--ServerApp.port={self.port}",
                 "--ServerApp.port_retries=0",
+                f"--ServerApp.base_url={base_url}",
                 f"--ServerApp.root_dir={home.work}",
                 f"--IdentityProvider.token={self.token}",
                 *(["--allow-root"] if os.getuid() == 0 else []),
             ],
             env=home.environ
+            | places
             | {
-                "JUPYTER_PATH": str(places / "share" / "jupyter"),
-                "JUPYTER_CONFIG_PATH": str(places / "etc" / "jupyter"),
                 # news and extensions of others are nobody's business here
                 "JUPYTERLAB_SETTINGS_DIR": str(home.path / "jupyter" / "settings"),
                 "JUPYTERLAB_WORKSPACES_DIR": str(home.path / "jupyter" / "workspaces"),
@@ -132,16 +140,19 @@ def new_notebook(path: Path, *cells: str) -> None:
     nbformat.write(notebook, path)
 
 
-def _lay_out(places: Path) -> None:
-    """Put this tree's extensions where `pip install` puts them, below a directory of the home."""
+def _laid_out(places: Path) -> dict[str, str]:
+    """Put this tree's extensions where `pip install` puts them, below a directory; the variables that name it."""
     labextensions = places / "share" / "jupyter" / "labextensions" / "@sgpu-magic"
     configuration = places / "etc" / "jupyter" / "jupyter_server_config.d"
-    if labextensions.exists():
-        return
-    labextensions.mkdir(parents=True)
-    configuration.mkdir(parents=True)
-    (labextensions / "labextension").symlink_to(PACKAGE / "labextension")
-    (configuration / "sgpu_magic.json").symlink_to(PACKAGE / "jupyter_server" / "server_config.json")
+    if not labextensions.exists():
+        labextensions.mkdir(parents=True)
+        configuration.mkdir(parents=True)
+        (labextensions / "labextension").symlink_to(PACKAGE / "labextension")
+        (configuration / "sgpu_magic.json").symlink_to(PACKAGE / "jupyter_server" / "server_config.json")
+    return {
+        "JUPYTER_PATH": str(places / "share" / "jupyter"),
+        "JUPYTER_CONFIG_PATH": str(places / "etc" / "jupyter"),
+    }
 
 
 def _free_port() -> int:

@@ -1,12 +1,9 @@
-"""The run's view in the browser: its records are Python's, and the built file is what the sources give."""
+"""The views in the browser: their records are Python's, and the built files are what the sources give."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import shutil
-import subprocess
 import types
 import typing
 from pathlib import Path
@@ -14,24 +11,25 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
+from npm_packages import GOLDEN, PANEL_GOLDEN, ROOT, SOURCES, npm
 
 from sgpu_magic.live import messages, picture
+from sgpu_magic.panel import messages as panel_messages
+from sgpu_magic.panel import notebook as panel_notebook
+from sgpu_magic.panel import picture as panel_picture
 
-ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ROOT / "labextension"
-BUILT = ROOT / "sgpu_magic" / "static" / "run_view.js"
-GOLDEN = ROOT / "tests" / "golden" / "live_messages.json"
-COPIED = ("package.json", "package-lock.json", ".npmrc", "*.mjs", "*.ts", "tsconfig*.json", "src", "test")
-_NO_REGISTRY = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ETIMEDOUT", "ENOTCACHED")
+STATIC = ROOT / "sgpu_magic" / "static"
+# every widget carries its view to the page: with the table of an out-of-memory 67 kB, a third of that compressed
+MOST_BYTES = {"run_view.js": 70_000, "panel.js": 82_000}
 
 
 # ------------------------------------------------------------------ records
 
 
-def record_types() -> list[type[picture.Message]]:
+def record_types(*modules: types.ModuleType) -> list[type[picture.Message]]:
     return [
         kind
-        for kind in {**vars(picture), **vars(messages)}.values()
+        for kind in {name: each for module in modules for name, each in vars(module).items()}.values()
         if isinstance(kind, type) and issubclass(kind, picture.Message) and kind is not picture.Message
     ]
 
@@ -73,74 +71,56 @@ def samples(cls: type[picture.Message]) -> list[picture.Message]:
     return [first, *(msgspec.structs.replace(first, **change) for change in changes)]
 
 
-def test_the_golden_records_that_the_front_end_reads_are_what_python_writes() -> None:
-    """`labextension/test/messages.test.ts` checks its twins of the records against this file."""
-    constants = ("VERSION", "MAX_LINES", "MAX_MATCHES", "MAX_LOG_BYTES")
+def golden_text(constants: dict[str, object], kinds: list[type[picture.Message]]) -> str:
+    """Return constants and samples of records as a file's text: a line for each sample, as changes are read."""
     written: dict[str, list[object]] = {}
-    for cls in record_types():
+    for cls in kinds:
         assert "id" not in cls.__struct_fields__
         written[cls.__name__] = [json.loads(messages.to_json(record)) for record in samples(cls)]
-    bounds = json.dumps({name: getattr(picture if hasattr(picture, name) else messages, name) for name in constants})
-    # a line for each sample, so that a change reads as what it is
     named = (
         f"  {json.dumps(name)}: [\n"
         + ",\n".join(f"   {json.dumps(sample, ensure_ascii=False)}" for sample in records)
         + "\n  ]"
         for name, records in written.items()
     )
-    text = f'{{\n "constants": {bounds},\n "records": {{\n' + ",\n".join(named) + "\n }\n}\n"
+    return f'{{\n "constants": {json.dumps(constants)},\n "records": {{\n' + ",\n".join(named) + "\n }\n}\n"
+
+
+def check_golden(golden: Path, text: str, twins: str) -> None:
     if os.environ.get("SGPU_UPDATE_GOLDEN"):
-        GOLDEN.write_text(text)
-    assert text == GOLDEN.read_text(), "SGPU_UPDATE_GOLDEN=1 rewrites it; then labextension/src/run_view/messages.ts"
+        golden.write_text(text)
+    assert text == golden.read_text(), f"SGPU_UPDATE_GOLDEN=1 rewrites it; then labextension/src/{twins}"
+
+
+def test_the_golden_records_that_the_front_end_reads_are_what_python_writes() -> None:
+    """`labextension/test/messages.test.ts` checks its twins of the records against this file."""
+    names = ("VERSION", "MAX_LINES", "MAX_MATCHES", "MAX_LOG_BYTES")
+    constants = {name: getattr(picture if hasattr(picture, name) else messages, name) for name in names}
+    check_golden(GOLDEN, golden_text(constants, record_types(picture, messages)), "run_view/messages.ts")
+
+
+def test_the_golden_records_that_the_panel_reads_are_what_python_writes() -> None:
+    """`labextension/test/panel_messages.test.ts` checks its twins of the records against this file."""
+    constants: dict[str, object] = {
+        "VERSION": panel_picture.VERSION,
+        "MAX_RUNS": panel_picture.MAX_RUNS,
+        "PANEL": panel_messages.PANEL,
+        "CHOICE_KEY": panel_notebook.CHOICE_KEY,
+    }
+    kinds = record_types(panel_picture, panel_notebook, panel_messages)
+    check_golden(PANEL_GOLDEN, golden_text(constants, kinds), "panel/messages.ts")
 
 
 # ------------------------------------------------------------------ the built file
 
 
-@pytest.fixture(scope="session")
-def front_end(pytestconfig: pytest.Config) -> Path:
-    """A copy of the sources with the packages of the lock file, which are kept for the next time."""
-    missing = [name for name in ("node", "npm") if shutil.which(name) is None]
-    if missing:
-        pytest.skip(f"{' and '.join(missing)} not on this machine: the built view is taken as committed")
-    told = subprocess.run(["node", "--version"], capture_output=True, text=True, check=True).stdout.strip()
-    if tuple(map(int, told.lstrip("v").split(".")[:2])) < (20, 19):
-        pytest.skip(f"node {told} is older than 20.19, which the front end's tools need")
-    lock = hashlib.sha256((SOURCES / "package-lock.json").read_bytes()).hexdigest()[:16]
-    place = Path(pytestconfig.rootpath, ".pytest_cache", "front_end", lock)
-    copy = place / "labextension"
-    packages = copy / "node_modules"
-    copy.mkdir(parents=True, exist_ok=True)
-    for old in copy.iterdir():
-        if old != packages:
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
-    for pattern in COPIED:
-        for path in SOURCES.glob(pattern):
-            (shutil.copytree if path.is_dir() else shutil.copy)(path, copy / path.name)
-    (place / "tests" / "golden").mkdir(parents=True, exist_ok=True)
-    shutil.copy(GOLDEN, place / "tests" / "golden")
-    installed = place / "installed"
-    if not installed.exists():
-        told = npm(copy, "ci", "--prefer-offline")
-        if told.returncode and any(code in told.stderr for code in _NO_REGISTRY):
-            pytest.skip("the front end's packages are not in npm's cache, and there is no registry")
-        assert told.returncode == 0, told.stderr
-        installed.touch()
-    return copy
-
-
-def npm(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["npm", *arguments], cwd=place, capture_output=True, text=True, timeout=400, env={**os.environ, "CI": "1"}
-    )
-
-
 @pytest.mark.timeout(500)
 def test_a_fresh_build_gives_the_committed_bytes(front_end: Path, tmp_path: Path) -> None:
-    told = npm(front_end, "run", "build:view", "--", f"--outfile={tmp_path / 'run_view.js'}")
+    told = npm(front_end, "run", "build:view", "--", f"--outdir={tmp_path}")
     assert told.returncode == 0, told.stderr
-    fresh = (tmp_path / "run_view.js").read_bytes()
-    assert fresh == BUILT.read_bytes(), "the sources have changed: npm run build:view"
+    for name in MOST_BYTES:
+        assert (tmp_path / name).read_bytes() == (STATIC / name).read_bytes(), f"{name} is older: npm run build:view"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(MOST_BYTES)
 
 
 @pytest.mark.timeout(500)
@@ -152,10 +132,10 @@ def test_the_sources_pass_their_checks(front_end: Path, script: str) -> None:
     assert told.returncode == 0, told.stdout + told.stderr
 
 
-def test_the_built_view_is_one_small_file_without_a_map() -> None:
-    text = BUILT.read_text()
-    # every widget carries it to the page: with the table of an out-of-memory 67 kB, a third of that compressed
-    assert len(text.encode()) < 70_000
+@pytest.mark.parametrize("name", MOST_BYTES)
+def test_a_built_view_is_one_small_file_without_a_map(name: str) -> None:
+    text = (STATIC / name).read_text()
+    assert len(text.encode()) < MOST_BYTES[name]
     assert "sourceMappingURL" not in text
     assert "import(" not in text
     assert str(ROOT) not in text

@@ -30,13 +30,14 @@ MAY_USE: dict[str, set[str]] = {
     "client": {"payload", "environment"},
     "render": set(),
     "live": {"render"},
+    "panel": {"client", "commands", "environment", "live", "render", "runs", "sessions", "widget"},
     "widget": {"live", "render"},
     "runs": BY_HAND | {"widget"},
-    "sessions": BY_HAND | {"runs"},
-    "functions": BY_HAND | {"runs", "sessions"},
+    "sessions": BY_HAND | {"panel", "runs"},
+    "functions": BY_HAND | {"panel", "runs", "sessions"},
     "compat": {"functions", "runtime"},
     "replay": BY_HAND | {"runs"},
-    "magics": BY_HAND | {"live", "widget", "runs", "sessions", "replay", "commands"},
+    "magics": BY_HAND | {"live", "panel", "widget", "runs", "sessions", "replay", "commands"},
     # the command looks at everything that a person may want to see from a shell
     "cli": {"commands", "doctor"},
     "doctor": {"commands", "render"},
@@ -50,7 +51,7 @@ MAY_USE: dict[str, set[str]] = {
     "agent": {"environment"},
     "worker": {"compat", "payload", "tracking", "runtime"},
     "tracking": {"environment", "render"},
-    "jupyter_server": {"client", "commands", "live", "render"},
+    "jupyter_server": {"client", "commands", "live", "panel", "render"},
 }
 """What a part of the package may import of the others."""
 
@@ -60,8 +61,8 @@ HEAVY_OWNERS: dict[str, set[str]] = {
     "pynvml": {"agent/nvml.py"},
     "IPython": {"magics", "render", "runs/notices.py", "worker", "capture/names.py"},
     "ipykernel": {"magics", "render", "widget", "worker"},
-    "anywidget": {"widget/view_widget.py"},
-    "ipywidgets": {"widget/view_widget.py"},
+    "anywidget": {"widget/keyed_widget.py"},
+    "ipywidgets": {"widget/keyed_widget.py"},
     "mlflow": {"tracking"},
 }
 
@@ -155,6 +156,35 @@ def test_every_part_of_the_package_is_known_here():
 
 def test_imports_go_one_way():
     assert wrong_way(IMPORTS) == []
+
+
+def test_the_parts_of_the_panel_are_apart():
+    """A notebook's choice is below sessions, which it governs; what a server serves knows nothing of a kernel."""
+    below = {"picture", "notebook", "choice", "packages", "chosen"}
+    served = {"picture", "drawing", "waiting", "usage", "places", "looking", "watcher", "orders", "messages"}
+    wrong: list[str] = []
+    for found in IMPORTS:
+        top, part, module, *_ = [*found.module.split("."), "", ""]
+        name = found.file.removeprefix("panel/").removesuffix(".py")
+        if top != "sgpu_magic":
+            continue
+        if part_of(found.file) in ("sessions", "functions") and part == "panel" and module not in below:
+            wrong.append(found.place)
+        if part_of(found.file) == "jupyter_server" and part == "panel" and module not in served:
+            wrong.append(found.place)
+        if (
+            found.file.startswith("panel/")
+            and name in below
+            and (part in ("sessions", "widget") or (part == "panel" and module not in below))
+        ):
+            wrong.append(found.place)
+        if (
+            found.file.startswith("panel/")
+            and name in served
+            and (part in ("sessions", "runs", "widget") or (part == "panel" and module not in served | {"notebook"}))
+        ):
+            wrong.append(found.place)
+    assert wrong == []
 
 
 def test_each_heavy_package_has_its_owner():

@@ -54,7 +54,9 @@ class ServerKernel:
         answer = server.post("api/kernels", {"name": "python3"})
         assert answer.status == 201, answer
         self.id: str = answer.body["id"]
-        address = f"ws://127.0.0.1:{server.port}/api/kernels/{self.id}/channels?session_id=page&token={server.token}"
+        address = (
+            f"ws{server.url.removeprefix('http')}/api/kernels/{self.id}/channels?session_id=page&token={server.token}"
+        )
         self._socket = websocket.create_connection(address, timeout=60)
         self._count = 0
 

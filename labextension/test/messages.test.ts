@@ -4,6 +4,8 @@ import { resolve } from "node:path";
 import { describe, expect, it } from "vitest";
 
 import * as messages from "../src/run_view/messages";
+import { BadMessage } from "../src/shared/checks";
+import type { Check } from "../src/shared/checks";
 
 interface Golden {
   readonly constants: Readonly<Record<string, number>>;
@@ -13,7 +15,7 @@ interface Golden {
 // written by tests/test_front_end.py from sgpu_magic/live/messages.py
 const golden = JSON.parse(readFileSync(resolve(import.meta.dirname, "../../tests/golden/live_messages.json"), "utf8")) as Golden;
 
-const TWINS: Readonly<Record<string, messages.Check<unknown>>> = {
+const TWINS: Readonly<Record<string, Check<unknown>>> = {
   Bar: messages.bar,
   Cost: messages.cost,
   Curve: messages.curve,
@@ -71,7 +73,7 @@ describe("a message that is not what it should be", () => {
     expect(() => messages.readSnapshot({ ...good, elapsed_s: "1" })).toThrow("snapshot.elapsed_s is not a number");
     expect(() => messages.readSnapshot({ ...good, ranks: [{ rank: 0 }] })).toThrow("snapshot.ranks[0].state");
     expect(() => messages.readTold({ kind: "constructor" })).toThrow("message.kind");
-    expect(() => messages.readAnswer(null)).toThrow(messages.BadMessage);
+    expect(() => messages.readAnswer(null)).toThrow(BadMessage);
   });
 
   it("says so when it is of another version", () => {

@@ -1,5 +1,5 @@
 import type { Answer, LineRow, NewLines, RankCard, Snapshot, Told } from "../src/run_view/messages";
-import { NoAnswer } from "../src/run_view/transport";
+import { NoAnswer } from "../src/shared/model_questions";
 import type { Ask, LinkState, Transport, TransportKind } from "../src/run_view/transport";
 
 export function card(rank: number, change: Partial<RankCard> = {}): RankCard {

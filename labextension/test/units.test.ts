@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 
-import { costOf, formatMoney } from "../src/run_view/units";
+import { costOf, formatMoney } from "../src/shared/units";
 
 // the same as in tests/test_meter.py
 describe("money", () => {

@@ -2,7 +2,8 @@ import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 
 import type { Question, Told } from "../src/run_view/messages";
 import type { LinkState } from "../src/run_view/transport";
-import { EXPIRY_MS, PATIENCE_MS, WidgetTransport } from "../src/run_view/widget_transport";
+import { WidgetTransport } from "../src/run_view/widget_transport";
+import { EXPIRY_MS, PATIENCE_MS } from "../src/shared/model_questions";
 import { picture } from "./samples";
 
 type Callback = (...args: never[]) => void;

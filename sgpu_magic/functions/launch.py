@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import CancelledError
+from dataclasses import replace as change
 from typing import Any
 
 from msgspec.structs import replace
@@ -15,6 +16,7 @@ from msgspec.structs import replace
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.functions.handle import Run
 from sgpu_magic.functions.options import CallOptions
+from sgpu_magic.panel.chosen import PYTHON_WAYS, Asked, with_choice
 from sgpu_magic.protocol.devices import Placement
 from sgpu_magic.protocol.ids import new_id, short
 from sgpu_magic.protocol.records import RunSpec
@@ -106,6 +108,8 @@ def prepare(
         place.check_pool("local" if options.own_pool else options.pool or settings.pool)
     packed = calls.pack_call(place, function, args, kwargs, exclude=options.exclude)
     session = _lent_by(options) if beside_sessions else None
+    if session is None:
+        options = _with_notebooks_choice(place, options)
     variables = {**(session.variables if session is not None else {}), **(options.variables or {})}
     if session is not None:
         placement = replace(session.placement, ranks=options.ranks or session.ranks)
@@ -142,6 +146,15 @@ def prepare(
     )
     wishes = session.wishes_with(options.wishes) if session is not None else options.wishes
     return Submission(spec, packed.packed, packed.key, calls.environ_with(variables), wishes, frozenset(variables))
+
+
+def _with_notebooks_choice(place: Workplace, options: CallOptions) -> CallOptions:
+    """The same with what the notebook's choice says where nothing was asked for."""
+    asked = Asked(options.ranks, options.device_type, options.wishes, "local" if options.own_pool else options.pool)
+    found = with_choice(place, asked, PYTHON_WAYS)
+    if found is asked:
+        return options
+    return change(options, ranks=found.ranks, device_type=found.device_type, wishes=found.wishes)
 
 
 def _lent_by(options: CallOptions) -> Session | None:

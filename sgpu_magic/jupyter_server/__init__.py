@@ -1,11 +1,13 @@
-"""The Jupyter server's half: what goes on in a run, over REST, while the run's kernel is busy.
+"""The Jupyter server's half: runs and their pool, while the notebook's kernel is busy or dead.
 
-owned      which runs a kernel has submitted
-followers  runs folded from their directories, shared by all pages that look at them
-outputs    what a run's cell shows at the end
-handlers   the requests
+owned           which runs a kernel has submitted
+followers       runs folded from their directories, shared by all pages that look at them
+outputs         what a run's cell shows at the end
+handlers        the requests about runs
+outbox          what a page of the panel is still to be told
+panel_handlers  the environment panel's websocket and requests
 
-Reads run directories of the user that the server runs as, and nothing else.
+Reads run directories and asks the pool of the user that the server runs as, and nothing else.
 """
 
 from __future__ import annotations
@@ -19,5 +21,21 @@ def _jupyter_server_extension_points() -> list[dict[str, str]]:  # pyright: igno
 
 def _load_jupyter_server_extension(server_app: Any) -> None:  # pyright: ignore[reportUnusedFunction]
     from sgpu_magic.jupyter_server.handlers import add_handlers
+    from sgpu_magic.jupyter_server.panel_handlers import add_panel_handlers
 
+    add_panel_handlers(server_app)
     add_handlers(server_app)
+    _count_no_questions(server_app)
+
+
+def _count_no_questions(server_app: Any) -> None:
+    """Let a front end's questions to a kernel count as nobody's work: a cell that runs meanwhile is not over then."""
+    types = ["sgpu_request", "sgpu_reply"]
+    untracked = getattr(server_app.kernel_manager, "untracked_message_types", None)
+    if untracked is None:
+        return
+    server_app.kernel_manager.untracked_message_types = [*untracked, *types]
+    # JupyterLab has read it when it was loaded before
+    page = server_app.web_app.settings.get("page_config_data", {})
+    if "untracked_message_types" in page:
+        page["untracked_message_types"] = [*page["untracked_message_types"], *types]

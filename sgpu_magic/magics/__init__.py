@@ -34,6 +34,8 @@ from sgpu_magic.magics.environment_magic import EnvironmentMagics
 from sgpu_magic.magics.questions import RankQuestions
 from sgpu_magic.magics.replay_magic import ReplayMagics
 from sgpu_magic.magics.session_magics import SessionMagics
+from sgpu_magic.panel import chosen
+from sgpu_magic.panel.door import Door
 from sgpu_magic.runs import packages
 
 _OURS = ("%%distributed", "%%rank")
@@ -47,6 +49,7 @@ class _Loaded:
     auto: AutoMode
     assignments: Assignments
     questions: RankQuestions | None
+    door: Door
 
 
 _loaded: dict[int, _Loaded] = {}
@@ -63,13 +66,14 @@ def load(shell: InteractiveShell) -> None:
     shell.register_magics(magics)
     shell.register_magics(SessionMagics(shell, auto))
     shell.register_magics(ReplayMagics(shell))
-    shell.register_magics(EnvironmentMagics(shell))
+    door = Door(magics.place)
+    shell.register_magics(EnvironmentMagics(shell, door))
     completion.install(shell)
     assignments = Assignments(shell, auto)
     shell.events.register("post_run_cell", magics.warmth.after_cell)
     kernel = getattr(shell, "kernel", None)
     questions = RankQuestions(kernel, auto) if hasattr(kernel, "do_inspect") else None
-    _loaded[id(shell)] = _Loaded(magics, auto, assignments, questions)
+    _loaded[id(shell)] = _Loaded(magics, auto, assignments, questions, door)
     magics.pool.warm_in_background()
     packages.of(magics.pool).begin()
 
@@ -99,4 +103,6 @@ def unload(shell: InteractiveShell) -> None:
         for kind, names in owner.magics.items():
             for name in names:
                 shell.magics_manager.magics[kind].pop(name, None)
+    loaded.door.close()
+    chosen.forget(loaded.magics.place)
     loaded.magics.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,6 +70,9 @@ class AutoMode:
     def _session_gone(self) -> None:
         if self.is_on and not registry.names():
             self.is_on = False
+            if threading.current_thread() is not threading.main_thread():
+                # no cell has ended it, so none is the place to say so
+                return
             print("%sgpu_auto is off again: no session is connected any more.")  # noqa: T201
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sgpu_magic.errors import UsageError
 from sgpu_magic.magics.arguments import NO_SESSION, CellOptions
+from sgpu_magic.panel.chosen import MAGIC_WAYS, Asked, with_choice
 from sgpu_magic.runs.wishes import refuse_in_session
+from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.sessions import registry
 from sgpu_magic.sessions.session import Session
 
@@ -31,6 +35,20 @@ def session_for(options: CellOptions, magic: str) -> Session | None:
         return None
     _check_against(session, options)
     return session
+
+
+def with_notebooks_choice(place: Workplace, options: CellOptions) -> CellOptions:
+    """Return the options of a cell that runs in no session, with what the notebook's choice says where nothing was.
+
+    Raises:
+        UsageError: As `chosen.with_choice`.
+        EnvironmentFailed: As that.
+    """
+    asked = Asked(options.ranks, options.device_type, options.wishes, options.pool)
+    found = with_choice(place, asked, MAGIC_WAYS)
+    if found is asked:
+        return options
+    return replace(options, ranks=found.ranks, device_type=found.device_type, wishes=found.wishes)
 
 
 def _check_against(session: Session, options: CellOptions) -> None:

@@ -12,7 +12,7 @@ from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import RunCancelled
 from sgpu_magic.magics import arguments, cell, line_arguments
 from sgpu_magic.magics.auto import AutoMode
-from sgpu_magic.magics.choosing import session_for
+from sgpu_magic.magics.choosing import session_for, with_notebooks_choice
 from sgpu_magic.magics.status import StatusBoard
 from sgpu_magic.magics.warmth import Warmth
 from sgpu_magic.render.stacks import stacks_html, stacks_text
@@ -81,6 +81,7 @@ class DistributedMagics(Magics):
         if session is not None:
             ranks = options.ranks or session.checked().ranks
         else:
+            options = with_notebooks_choice(self.place, options)
             ranks = options.ranks or self.place.default_ranks(options.device_type)
         settings = self.place.current_settings()
         try:

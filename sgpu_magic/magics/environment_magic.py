@@ -1,14 +1,19 @@
-"""`%sgpu_env`: the kernel's packages, what they differ in from others, and keeping them under a name."""
+"""`%sgpu_env`: the kernel's packages, the notebook's choice and its panel, and keeping packages under a name."""
 
 # IPython's own attributes are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_magic, magics_class
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.magics.parsing import Parser
+from sgpu_magic.panel import chosen
+from sgpu_magic.panel.door import Door
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.workplace import workplace
 from sgpu_magic.sessions import registry
@@ -18,13 +23,23 @@ from sgpu_magic.sessions import registry
 class EnvironmentMagics(Magics):
     """`%sgpu_env`."""
 
+    def __init__(self, shell: InteractiveShell, door: Door) -> None:
+        super().__init__(shell=shell)
+        self._door = door
+
     @line_magic
     def sgpu_env(self, line: str = "") -> None:
         """Show the notebook's packages: `%sgpu_env [--diff 4]`, or keep them: `%sgpu_env save NAME`."""
         values = parser().asked(line)
         if values is None:
             return
+        if (values.accept or values.panel) and (values.action or values.diff or (values.accept and values.panel)):
+            raise UsageError("%sgpu_env takes --accept or --panel alone.")
         match values.action:
+            case None if values.accept:
+                self._accept()
+            case None if values.panel:
+                self._panel()
             case None:
                 self._show(values.diff)
             case "save" if values.name and not values.diff:
@@ -43,10 +58,32 @@ class EnvironmentMagics(Magics):
 
         place = workplace()
         found = report(place.current_settings(), registry.all_sessions(), compared_to)
+        choice = chosen.held_words(chosen.keeper(place).now(), place.pool.name)
+        if choice:
+            found = replace(found, lines=(choice, *found.lines))
         if place.is_notebook:
             publish_display_data({"text/plain": environment_text(found), "text/html": environment_html(found)})
         else:
             print(environment_text(found))  # noqa: T201
+
+    def _accept(self) -> None:
+        # only who accepts something needs what installs it
+        from sgpu_magic.panel.accepting import accept_choice
+
+        print(accept_choice(workplace()))  # noqa: T201
+
+    def _panel(self) -> None:
+        from IPython.display import publish_display_data
+
+        from sgpu_magic.panel.in_text import panel_text
+
+        place = workplace()
+        bundle = self._door.show()
+        text = panel_text(place)
+        if bundle is not None:
+            publish_display_data({"text/plain": text, **bundle})
+        else:
+            print(text)  # noqa: T201
 
     def _save(self, name: str) -> None:
         from sgpu_magic.environment import saved
@@ -72,7 +109,8 @@ def parser() -> Parser:
         "%sgpu_env",
         "Show the notebook's packages: how many and where from, changes that are not used yet, and what is known to "
         "break.",
-        "%sgpu_env save NAME keeps them under a name, for --env-version NAME.",
+        "%sgpu_env save NAME keeps them under a name, for --env-version NAME.\n"
+        "%sgpu_env --panel shows the panel of JupyterLab's sidebar below the cell, for other front ends.",
     )
     made.add_argument("action", nargs="?", metavar="save", help="keep the packages under NAME")
     made.add_argument("name", nargs="?", metavar="NAME", help="the name")
@@ -82,5 +120,11 @@ def parser() -> Parser:
         metavar="4|ai-4|FILE|NAME",
         help="also show the difference to a base environment, a requirements or pylock file, or a saved one",
     )
+    made.add_argument(
+        "--accept",
+        action="store_true",
+        help="confirm what the notebook asks for and somebody else has chosen: bare %%%%distributed uses it then",
+    )
+    made.add_argument("--panel", action="store_true", help="choose GPUs and packages, connect and watch in a panel")
     made.offer_help()
     return made

@@ -11,10 +11,11 @@ from IPython.core.magic import Magics, line_magic, magics_class
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.magics import line_arguments
 from sgpu_magic.magics.auto import AutoMode
+from sgpu_magic.panel.chosen import MAGIC_WAYS
 from sgpu_magic.runs.workplace import workplace
 from sgpu_magic.sessions import registry, running
 from sgpu_magic.sessions.cells import prepare_push
-from sgpu_magic.sessions.connecting import begin, is_same
+from sgpu_magic.sessions.connecting import begin, is_same, with_notebooks_choice
 from sgpu_magic.sessions.lifetime import current_cell
 from sgpu_magic.sessions.rank_lists import parse_ranks
 from sgpu_magic.sessions.session import Session
@@ -49,6 +50,7 @@ class SessionMagics(Magics):
             print(f"session {known.name} is connected already ({known.state}); nothing was changed.")  # noqa: T201
             known.shown_in = current_cell(self.place)
             return known
+        ask = with_notebooks_choice(self.place, ask, options.pool, MAGIC_WAYS)
         self.place.notices.clear()
         is_drawn = self.place.is_notebook and self.place.live_views.is_watched and options.ui != "text"
         try:

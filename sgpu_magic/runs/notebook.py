@@ -12,15 +12,16 @@ from sgpu_magic.protocol.records import Owner
 _KERNEL_FILE = re.compile(r"kernel-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\.json")
 
 
-def owner(shell: Any) -> Owner:
+def owner(shell: Any, *, of_cell: bool = True) -> Owner:
     """Describe who submits a run from here.
 
     Args:
         shell: The IPython shell, None in a plain Python program.
+        of_cell: The cell that is running submits it.
     """
     if shell is None:
         return this_owner()
-    return this_owner(notebook_name(shell), kernel_id(shell), cell_id(shell))
+    return this_owner(notebook_name(shell), kernel_id(shell), cell_id(shell) if of_cell else "")
 
 
 def cell_number(shell: Any) -> int:
@@ -34,10 +35,14 @@ def cell_numbers(shell: Any) -> dict[str, int]:
     return getattr(getattr(shell, "compile", None), "_filename_map", {})
 
 
+def notebook_path(shell: Any) -> str:
+    """The notebook's file, where the front end tells: VS Code in the namespace, Jupyter in a variable; else ""."""
+    return str(shell.user_ns.get("__vsc_ipynb_file__") or os.environ.get("JPY_SESSION_NAME", ""))
+
+
 def notebook_name(shell: Any) -> str:
-    """The notebook's file, where the front end tells: VS Code in the namespace, Jupyter in a variable."""
-    path = shell.user_ns.get("__vsc_ipynb_file__") or os.environ.get("JPY_SESSION_NAME", "")
-    return os.path.basename(str(path))
+    """The name of that file."""
+    return os.path.basename(notebook_path(shell))
 
 
 def kernel_id(shell: Any) -> str:

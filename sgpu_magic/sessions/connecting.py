@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sgpu_magic.client.pool import new_key
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.environment.snapshot import take_snapshot
 from sgpu_magic.errors import UsageError
+from sgpu_magic.panel.chosen import PYTHON_WAYS, Asked, with_choice
 from sgpu_magic.payload.pack import pack_namespace
 from sgpu_magic.protocol.device_types import canonical_type
 from sgpu_magic.protocol.devices import Placement
@@ -26,6 +28,8 @@ from sgpu_magic.sessions.session import Session
 
 DEFAULT_NAME = "main"
 _MOST_RANKS = 4096
+# a cell and the panel may connect at the same time, and there is one session of a name
+_beginning = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,20 +131,35 @@ def connect(
     )
     place = workplace()
     place.check_pool(pool or place.current_settings().pool)
-    return begin(place, ask, ui)
+    return begin(place, with_notebooks_choice(place, ask, pool, PYTHON_WAYS), ui)
 
 
-def begin(place: Workplace, ask: Ask, ui: str) -> Session:
-    """Submit a session and make it the current one.
+def with_notebooks_choice(place: Workplace, ask: Ask, pool: str, ways: str) -> Ask:
+    """Return what is asked for, with what the notebook's choice says where nothing was; as `chosen.with_choice`."""
+    asked = Asked(ask.ranks, ask.device_type, ask.wishes, pool)
+    found = with_choice(place, asked, ways)
+    if found is asked:
+        return ask
+    return replace(ask, ranks=found.ranks, device_type=found.device_type, wishes=found.wishes)
+
+
+def begin(place: Workplace, ask: Ask, ui: str, *, of_cell: bool = True) -> Session:
+    """Submit a session and make it the current one. May be called by any thread; two do not get in each other's way.
 
     Args:
         place: This process's runs.
         ask: What is asked for.
         ui: How the session itself is shown.
+        of_cell: The cell that is running asks for it.
 
     Raises:
         UsageError: A session of that name is connected.
     """
+    with _beginning:
+        return _begun(place, ask, ui, of_cell)
+
+
+def _begun(place: Workplace, ask: Ask, ui: str, of_cell: bool) -> Session:
     known = registry.find(ask.name)
     if known is not None:
         raise UsageError(
@@ -162,7 +181,7 @@ def begin(place: Workplace, ask: Ask, ui: str) -> Session:
             stand_in=settings.stand_in == "cpu",
         ),
         outputs=(),
-        owner=owner(place.shell),
+        owner=owner(place.shell, of_cell=of_cell),
         timeout_s=ask.timeout_s,
         wait_s=ask.wait_s,
         env_names=tuple(ask.variables),

@@ -117,6 +117,16 @@ class Lifetime:
         """Ranks that are dead and wait for a restart."""
         return self._told.dead
 
+    @property
+    def cells(self) -> int:
+        """Cells that have run in it so far, those under way included."""
+        return self._told.cells
+
+    @property
+    def run_state(self) -> RunState:
+        """Its own run's state."""
+        return self._view.state
+
     def wait_for_the_dead(self, timeout_s: float) -> tuple[int, ...]:
         """Return the ranks that are dead, as soon as one is known to be; none after so many seconds."""
         with self._moved:

@@ -28,6 +28,8 @@ REPLY = "sgpu_reply"
 
 Answerer = Callable[[Question], Answer]
 Send = Callable[[dict[str, object]], None]
+Taker = Callable[[object, Send], None]
+"""Takes a question and what sends its answer, from any thread; returns at once."""
 
 _AT_ONCE = (AskHello, AskCancel)
 _CLOSED = "This view is not live any more: its run has ended, or another view has taken its place."
@@ -45,6 +47,9 @@ class Channels:
         # of the two below: a view may be opened by one thread while another closes the last one
         self._lock = threading.Lock()
         self._views: dict[str, Answerer] = {}
+        self._takers: dict[str, Taker] = {}
+        # of them those that are no widget
+        self._served: set[str] = set()
         self._worker: ThreadPoolExecutor | None = None
         self._subshell = OwnSubshell(kernel)
         kernel.control_handlers[REQUEST] = self._from_control
@@ -68,15 +73,31 @@ class Channels:
         """
         with self._lock:
             self._views[widget.model_id] = answer
-        self._subshell.take(widget.comm)
-        widget.on_msg(self._from_comm)
+        self._listen(widget)
+
+    def serve(self, model_id: str, take: Taker | None) -> None:
+        """Have questions to a model that is no widget taken by `take` from now on; by nobody when it is None."""
+        with self._lock:
+            if take is None:
+                self._takers.pop(model_id, None)
+                self._served.discard(model_id)
+            else:
+                self._takers[model_id] = take
+                self._served.add(model_id)
+
+    def opened_for(self, widget: Any, take: Taker) -> None:
+        """Have this widget's custom messages taken by `take` from now on; `closed` ends that."""
+        with self._lock:
+            self._takers[widget.model_id] = take
+        self._listen(widget)
 
     def closed(self, widget: Any) -> None:
         """Answer no more questions to this widget, which is about to be closed."""
         widget.on_msg(self._from_comm, remove=True)
         with self._lock:
             self._views.pop(widget.model_id, None)
-            if not self._views:
+            self._takers.pop(widget.model_id, None)
+            if not self._views and not self._takers.keys() - self._served:
                 self._rest()
 
     def remove(self) -> None:
@@ -85,7 +106,13 @@ class Channels:
             del self._kernel.control_handlers[REQUEST]
         with self._lock:
             self._views.clear()
+            self._takers.clear()
+            self._served.clear()
             self._rest()
+
+    def _listen(self, widget: Any) -> None:
+        self._subshell.take(widget.comm)
+        widget.on_msg(self._from_comm)
 
     def _rest(self) -> None:
         """Nobody asks: keep no thread for it."""
@@ -112,6 +139,10 @@ class Channels:
 
     def _take(self, model_id: str, content: object, send: Send) -> None:
         """Answer now or soon; `send` is called in this thread."""
+        taker = self._takers.get(model_id)
+        if taker is not None:
+            taker(content, _from_any_thread(send))
+            return
         try:
             question = messages.question_of(content)
         except msgspec.ValidationError as error:
@@ -128,15 +159,10 @@ class Channels:
             self._hand_over(answer, question, send)
 
     def _hand_over(self, answer: Answerer, question: Question, send: Send) -> None:
-        loop = asyncio.get_running_loop()
-        # with the context of the question, which names its message as the answer's parent
-        context = contextvars.copy_context()
+        send_here = _from_any_thread(send)
 
         def work() -> None:
-            answered = self._answered(answer, question)
-            # a loop that is closed by now belonged to a subshell that nobody needs any more
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(partial(send, answered), context=context)
+            send_here(self._answered(answer, question))
 
         with self._lock:
             if self._worker is None:
@@ -151,6 +177,20 @@ class Channels:
             self._kernel.log.exception("sgpu-magic can't answer %r", question)
             text = f"This can't be answered: {type(error).__name__}: {error}"
             return messages.to_builtins(Refusal(n=question.n, text=text))
+
+
+def _from_any_thread(send: Send) -> Send:
+    """Return what sends from this thread, which runs a loop, whichever calls it."""
+    loop = asyncio.get_running_loop()
+    # with the context of the question, which names its message as the answer's parent
+    context = contextvars.copy_context()
+
+    def send_here(answer: dict[str, object]) -> None:
+        # a loop that is closed by now belonged to a subshell that nobody needs any more
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(partial(send, answer), context=context)
+
+    return send_here
 
 
 class OwnSubshell:

@@ -15,7 +15,7 @@ from sgpu_magic.live.log_reader import LogReader
 from sgpu_magic.render.publisher import Publisher, publisher_for
 from sgpu_magic.render.quiet import is_quiet
 from sgpu_magic.render.view import RunView
-from sgpu_magic.widget.channels import Channels
+from sgpu_magic.widget.channels import Channels, Taker
 from sgpu_magic.widget.widget_publisher import Surroundings, WidgetPublisher
 
 
@@ -68,6 +68,16 @@ class LiveViews:
         expects_hello = channels.serve_every_comm or not self._has_no_subshells
         here = Surroundings(channels, lambda: self._widget_class, self._importing.is_alive, expects_hello)
         return WidgetPublisher(view, feed, answers, here)
+
+    @property
+    def channels(self) -> Channels | None:
+        """The ways to this kernel's views; None where it has none."""
+        return self._channels
+
+    def serve(self, model_id: str, take: Taker | None) -> None:
+        """Have questions to a model that is no run's view taken by `take`; by nobody when it is None."""
+        if self._channels is not None:
+            self._channels.serve(model_id, take)
 
     def close(self) -> None:
         """Give the kernel its channels back."""

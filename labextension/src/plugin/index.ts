@@ -1,13 +1,13 @@
-/** The JupyterLab and Notebook 7 plugin: a run is shown again after a reload of its page, whatever its kernel does. */
+/** JupyterLab's and Notebook 7's plugins: runs are shown again after a reload of their page, and the panel. */
 import type { JupyterFrontEnd, JupyterFrontEndPlugin } from "@jupyterlab/application";
-import { URLExt } from "@jupyterlab/coreutils";
 import { INotebookTracker } from "@jupyterlab/notebook";
-import { ServerConnection } from "@jupyterlab/services";
 
 import { NotebookRuns } from "./notebook_runs";
+import { panelPlugin } from "./panel_plugin";
 import { RunServer } from "./run_server";
+import { requestOf } from "./server_requests";
 
-const plugin: JupyterFrontEndPlugin<void> = {
+const runsPlugin: JupyterFrontEndPlugin<void> = {
   id: "@sgpu-magic/labextension:runs",
   description: "Shows the runs of a notebook again after its page was reloaded.",
   autoStart: true,
@@ -15,10 +15,7 @@ const plugin: JupyterFrontEndPlugin<void> = {
   optional: [INotebookTracker],
   activate: (app: JupyterFrontEnd, notebooks: INotebookTracker | null) => {
     if (!notebooks) return;
-    const { serverSettings } = app.serviceManager;
-    const server = new RunServer((path, init) =>
-      ServerConnection.makeRequest(URLExt.join(serverSettings.baseUrl, path), init, serverSettings),
-    );
+    const server = new RunServer(requestOf(app.serviceManager.serverSettings));
     notebooks.forEach((panel) => new NotebookRuns(panel, server));
     notebooks.widgetAdded.connect((_, panel) => {
       new NotebookRuns(panel, server);
@@ -26,4 +23,4 @@ const plugin: JupyterFrontEndPlugin<void> = {
   },
 };
 
-export default plugin;
+export default [runsPlugin, panelPlugin];

@@ -1,6 +1,6 @@
 import { readAnswer, readSnapshot, readTold } from "../run_view/messages";
 import type { Answer, Question, Snapshot, Told } from "../run_view/messages";
-import { NoAnswer } from "../run_view/transport";
+import { NoAnswer } from "../shared/model_questions";
 
 /** Sends a request to the Jupyter server, with its token and its cookies; the path is below the server's base URL. */
 export type Request = (path: string, init: RequestInit) => Promise<Response>;
@@ -109,7 +109,8 @@ function path(run: string): string {
   return `sgpu/runs/${encodeURIComponent(run)}`;
 }
 
-async function reason(response: Response): Promise<string> {
+/** Returns what a refusal says, or what its status is. */
+export async function reason(response: Response): Promise<string> {
   try {
     const found = (await response.json()) as { message?: unknown };
     if (typeof found.message === "string" && found.message) return found.message;

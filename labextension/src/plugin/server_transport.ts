@@ -1,6 +1,6 @@
 import type { Answer, Snapshot, Told } from "../run_view/messages";
-import { NoAnswer } from "../run_view/transport";
 import type { Ask, LinkState, Transport } from "../run_view/transport";
+import { NoAnswer } from "../shared/model_questions";
 import type { RunFeed } from "./run_feed";
 import type { RunServer } from "./run_server";
 

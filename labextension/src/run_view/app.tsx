@@ -1,6 +1,6 @@
 import { useLayoutEffect, useMemo, useState } from "preact/hooks";
 
-import type { Activity } from "./activity";
+import type { Activity } from "../shared/activity";
 import { Failure } from "./components/failure";
 import { Header } from "./components/header";
 import { LogPanel } from "./components/log_panel";

@@ -1,13 +1,14 @@
 /** The run's view: anywidget's entry point, and `mountRunView` for other hosts. */
 import { h, render as draw } from "preact";
 
-import { Activity } from "./activity";
+import { Activity } from "../shared/activity";
+import type { WidgetModel } from "../shared/model_questions";
+import theme from "../shared/theme.css";
 import { App } from "./app";
 import { RunModel } from "./run_model";
 import css from "./run_view.css";
 import type { Transport } from "./transport";
 import { WidgetTransport } from "./widget_transport";
-import type { WidgetModel } from "./widget_transport";
 
 let views = 0;
 
@@ -23,7 +24,7 @@ export function mountRunView(el: HTMLElement, transport: Transport, signal: Abor
     return;
   }
   const style = document.createElement("style");
-  style.textContent = css;
+  style.textContent = theme + css;
   const root = document.createElement("div");
   root.className = "sgpu-root";
   root.dataset["lmSuppressShortcuts"] = "true";

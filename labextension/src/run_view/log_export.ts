@@ -1,8 +1,8 @@
+import { formatMegabytes } from "../shared/units";
 import { plain } from "./ansi";
 import { copyText } from "./clipboard";
 import type { Tab } from "./log_model";
 import type { RunModel } from "./run_model";
-import { formatMegabytes } from "./units";
 
 /** More than this is downloaded and not copied: clipboards and what is pasted into get slow. */
 export const MAX_COPY_CHARS = 5_000_000;

@@ -4,86 +4,13 @@
  * Types and run-time checks come from one declaration each. A test checks samples of every record that Python writes.
  */
 
+import { BadMessage, bool, either, kinds, list, nullable, num, oneOf, record, str, triple } from "../shared/checks";
+import type { Of } from "../shared/checks";
+
 export const VERSION = 3;
 export const MAX_LINES = 500;
 export const MAX_MATCHES = 1000;
 export const MAX_LOG_BYTES = 48_000;
-
-/** A message that is not what it should be; the text names the place in it. */
-export class BadMessage extends Error {}
-
-/** Returns the value, typed, or throws `BadMessage`. `strict` also refuses keys that are not known. */
-export type Check<T> = (value: unknown, at: string, strict: boolean) => T;
-
-export type Of<C> = C extends Check<infer T> ? T : never;
-
-function wrong(at: string, expected: string): never {
-  throw new BadMessage(`${at} is not ${expected}`);
-}
-
-const num: Check<number> = (value, at) => (typeof value === "number" ? value : wrong(at, "a number"));
-const str: Check<string> = (value, at) => (typeof value === "string" ? value : wrong(at, "a text"));
-const bool: Check<boolean> = (value, at) => (typeof value === "boolean" ? value : wrong(at, "true or false"));
-
-function oneOf<const T extends string>(...choices: readonly T[]): Check<T> {
-  return (value, at) => choices.find((choice) => choice === value) ?? wrong(at, `one of ${choices.join(", ")}`);
-}
-
-function nullable<T>(check: Check<T>): Check<T | null> {
-  return (value, at, strict) => (value === null ? null : check(value, at, strict));
-}
-
-function list<T>(check: Check<T>): Check<readonly T[]> {
-  return (value, at, strict) => {
-    if (!Array.isArray(value)) wrong(at, "a list");
-    value.forEach((item, index) => check(item, `${at}[${index}]`, strict));
-    return value as readonly T[];
-  };
-}
-
-function triple<A, B, C>(a: Check<A>, b: Check<B>, c: Check<C>): Check<readonly [A, B, C]> {
-  return (value, at, strict) => {
-    if (!Array.isArray(value) || value.length !== 3) wrong(at, "a list of three");
-    a(value[0], `${at}[0]`, strict);
-    b(value[1], `${at}[1]`, strict);
-    c(value[2], `${at}[2]`, strict);
-    return value as unknown as readonly [A, B, C];
-  };
-}
-
-function either<A, B>(a: Check<A>, b: Check<B>): Check<A | B> {
-  return (value, at, strict) => {
-    try {
-      return a(value, at, strict);
-    } catch {
-      return b(value, at, strict);
-    }
-  };
-}
-
-type Shape = Record<string, Check<unknown>>;
-type Read<S extends Shape> = { readonly [K in keyof S]: Of<S[K]> };
-
-function record<S extends Shape>(shape: S): Check<Read<S>> {
-  return (value, at, strict) => {
-    if (typeof value !== "object" || value === null || Array.isArray(value)) wrong(at, "a record");
-    const found = value as Record<string, unknown>;
-    for (const [key, check] of Object.entries(shape)) check(found[key], `${at}.${key}`, strict);
-    if (strict) {
-      for (const key of Object.keys(found)) if (!(key in shape)) wrong(`${at}.${key}`, "a known key");
-    }
-    return value as Read<S>;
-  };
-}
-
-function kinds<const T extends Record<string, Check<unknown>>>(choices: T): Check<Of<T[keyof T]>> {
-  return (value, at, strict) => {
-    const kind = typeof value === "object" && value !== null ? (value as { kind?: unknown }).kind : undefined;
-    const check = typeof kind === "string" && Object.hasOwn(choices, kind) ? choices[kind] : undefined;
-    if (!check) wrong(`${at}.kind`, `one of ${Object.keys(choices).join(", ")}`);
-    return check(value, at, strict) as Of<T[keyof T]>;
-  };
-}
 
 // ------------------------------------------------------------------ snapshot
 

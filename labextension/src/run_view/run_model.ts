@@ -1,10 +1,10 @@
-import type { Activity } from "./activity";
+import type { Activity } from "../shared/activity";
+import { NoAnswer } from "../shared/model_questions";
+import { costOf, formatMoney } from "../shared/units";
 import { LogModel } from "./log_model";
 import type { Tab } from "./log_model";
 import type { Answer, FindAnswer, LogAnswer, Snapshot, Told } from "./messages";
-import { NoAnswer } from "./transport";
 import type { Ask, LinkState, Transport } from "./transport";
-import { costOf, formatMoney } from "./units";
 
 /** A page that was hidden for longer asks where the run is when it is shown again. */
 const LONG_HIDDEN_MS = 5_000;

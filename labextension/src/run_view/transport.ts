@@ -38,6 +38,3 @@ export interface Transport {
   interrupt?: (() => Promise<void>) | undefined;
   dispose(): void;
 }
-
-/** No answer will come; the text says why. */
-export class NoAnswer extends Error {}

@@ -1,11 +1,11 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 
+import { formatCount } from "../../shared/units";
 import type { Tab } from "../log_model";
 import type { FindAnswer } from "../messages";
 import { MAX_MATCHES } from "../messages";
 import { textOf } from "../run_model";
 import type { RunModel } from "../run_model";
-import { formatCount } from "../units";
 
 /** How long typing must pause before it is looked for. */
 const PAUSE_MS = 250;

@@ -1,8 +1,8 @@
 import { useLayoutEffect, useState } from "preact/hooks";
 
-import type { Activity } from "../activity";
+import type { Activity } from "../../shared/activity";
+import { formatClock } from "../../shared/units";
 import type { RunModel } from "../run_model";
-import { formatClock } from "../units";
 import { ProgressBar } from "./bar";
 import { Icon } from "./icon";
 

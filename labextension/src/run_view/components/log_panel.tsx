@@ -1,11 +1,11 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 
+import { countOf } from "../../shared/units";
 import { copyLog, downloadLog } from "../log_export";
 import type { Progress } from "../log_export";
 import type { Tab } from "../log_model";
 import { textOf } from "../run_model";
 import type { RunModel } from "../run_model";
-import { countOf } from "../units";
 import { FindBar } from "./find_bar";
 import { LogView } from "./log_view";
 import { Tabs } from "./tabs";

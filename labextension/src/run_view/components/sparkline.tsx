@@ -1,7 +1,7 @@
 import { useMemo, useRef, useState } from "preact/hooks";
 
+import { formatValue } from "../../shared/units";
 import type { Curve } from "../messages";
-import { formatValue } from "../units";
 
 const WIDTH = 100;
 const HEIGHT = 26;

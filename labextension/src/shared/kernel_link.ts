@@ -1,9 +1,8 @@
 /**
- * What this view uses of a JupyterLab kernel connection, where the front end has one.
+ * What our views use of a JupyterLab kernel connection, where the front end has one.
  *
  * Declared by shape: VS Code, Colab and others give widgets no such object, and the parts may be missing.
  */
-import type { Question } from "./messages";
 
 export interface Signal<T> {
   connect(slot: (sender: unknown, value: T) => void): unknown;
@@ -39,15 +38,22 @@ export const REQUEST = "sgpu_request";
 /**
  * Asks over the kernel's control channel.
  *
+ * @param signal: Nobody waits for the answer any more: a kernel that does not know the message never replies.
  * @throws Error: The kernel does not know the message, or refuses it.
  */
-export function askOverControl(kernel: KernelConnection, modelId: string, question: Question): Promise<unknown> {
+export function askOverControl(
+  kernel: KernelConnection,
+  modelId: string,
+  question: unknown,
+  signal?: AbortSignal,
+): Promise<unknown> {
   return new Promise((resolve, reject) => {
     if (!kernel.sendControlMessage) {
       reject(new Error("this front end has no control channel"));
       return;
     }
     const future = kernel.sendControlMessage(controlMessage(kernel, modelId, question), true, true);
+    signal?.addEventListener("abort", () => future.dispose?.(), { once: true });
     future.onReply = ({ content }) => {
       if (content.status === "ok" && content.answer !== undefined) resolve(content.answer);
       else reject(new Error(content.evalue ?? "the kernel has no answer"));
@@ -57,7 +63,7 @@ export function askOverControl(kernel: KernelConnection, modelId: string, questi
   });
 }
 
-function controlMessage(kernel: KernelConnection, modelId: string, question: Question) {
+function controlMessage(kernel: KernelConnection, modelId: string, question: unknown) {
   return {
     header: {
       msg_id: uuid(),
@@ -80,4 +86,11 @@ function controlMessage(kernel: KernelConnection, modelId: string, question: Que
 function uuid(): string {
   const bytes = crypto.getRandomValues(new Uint8Array(16));
   return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
+/** Returns the kernel connection that stands behind a widget's manager, null where the front end gives none. */
+export function kernelOf(manager: unknown): KernelConnection | null {
+  if (typeof manager !== "object" || manager === null) return null;
+  const kernel = (manager as { kernel?: unknown }).kernel;
+  return typeof kernel === "object" && kernel !== null ? kernel : null;
 }

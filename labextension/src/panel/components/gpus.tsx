@@ -1,0 +1,104 @@
+import { useState } from "preact/hooks";
+
+import { useOwnId, usePanel, useTranslate } from "../context";
+import { CPU, typeOf } from "../form";
+import type { TypePicture } from "../messages";
+import type { NotebookModel } from "../notebook_model";
+import { formatEstimate } from "../words";
+import { RadioGroup } from "./radio_group";
+
+/** More than these have a field for their number. */
+const MOST_BUTTONS = 8;
+
+/** How many devices of the chosen type, and when so many will be free. */
+export function Gpus({ notebook }: { notebook: NotebookModel }) {
+  const { pool } = usePanel();
+  const t = useTranslate();
+  const { form } = notebook;
+  const type = typeOf(pool.picture, form.type);
+  if (!type) return null;
+  const label = type.type === CPU ? t("Ranks") : t("GPUs");
+  const tooMany = form.gpus > type.total ? t("this pool has %1 %2", type.total, type.label) : "";
+  const choose = (gpus: number) => notebook.choose({ ...notebook.form, gpus });
+  // this notebook's own session gives its devices back before it is connected again
+  const own = pool.picture?.devices.filter((device) => device.type === type.type && isOf(device.kernel, notebook)).length ?? 0;
+  const free = type.free + own;
+  const numbers = Array.from({ length: type.total }, (_, index) => index + 1);
+  const options = [...numbers, ...(tooMany ? [form.gpus] : [])].map((number) => ({
+    value: number,
+    label: number > free && number <= type.total ? `${number}, ${waitWords(type, number, t)}` : String(number),
+    reason: number > type.total ? tooMany : "",
+    class: number > free ? "sgpu-later" : "",
+    children: number,
+  }));
+  return (
+    <>
+      {type.total <= MOST_BUTTONS ? (
+        <RadioGroup label={label} class="sgpu-segments" value={form.gpus || null} options={options} onChange={choose} />
+      ) : (
+        <NumberField label={label} value={form.gpus} most={type.total} onChange={choose} />
+      )}
+      {tooMany && <p class="sgpu-under sgpu-warn">{t("The notebook asks for %1: %2.", form.gpus, tooMany)}</p>}
+      {!tooMany && form.gpus > free && <p class="sgpu-under sgpu-soft">{waitSentence(type, form.gpus, t)}</p>}
+    </>
+  );
+}
+
+interface FieldProps {
+  readonly label: string;
+  readonly value: number;
+  readonly most: number;
+  readonly onChange: (value: number) => void;
+}
+
+function NumberField({ label, value, most, onChange }: FieldProps) {
+  const t = useTranslate();
+  const id = useOwnId();
+  const [typed, setTyped] = useState<string | null>(null);
+  const number = Number(typed ?? value);
+  const isWrong = typed !== null && (!Number.isInteger(number) || number < 1 || number > most);
+  return (
+    <div class="sgpu-pair sgpu-number">
+      <label for={id}>{label}</label>
+      <span>
+        <input
+          id={id}
+          type="number"
+          min={1}
+          max={most}
+          value={typed ?? (value || "")}
+          aria-invalid={isWrong}
+          aria-describedby={`${id}-most`}
+          onInput={(event) => {
+            const text = event.currentTarget.value;
+            const next = Number(text);
+            setTyped(text);
+            if (Number.isInteger(next) && next >= 1 && next <= most) onChange(next);
+          }}
+          onBlur={() => setTyped(null)}
+        />{" "}
+        <small id={`${id}-most`} class={isWrong ? "sgpu-bad" : "sgpu-soft"}>
+          {t("of %1", most)}
+        </small>
+      </span>
+    </div>
+  );
+}
+
+type T = ReturnType<typeof useTranslate>;
+
+function waitWords(type: TypePicture, number: number, t: T): string {
+  const wait = type.waits_s[number - 1] ?? null;
+  return wait === null ? t("not free now") : t("free in about %1", formatEstimate(wait));
+}
+
+function waitSentence(type: TypePicture, number: number, t: T): string {
+  const wait = type.waits_s[number - 1] ?? null;
+  const what = `${number} × ${type.label}`;
+  if (wait === null) return t("%1 are not free now; when they will be is unknown.", what);
+  return t("%1 will be free in about %2, going by earlier runs.", what, formatEstimate(wait));
+}
+
+function isOf(kernel: string, notebook: NotebookModel): boolean {
+  return kernel !== "" && kernel === notebook.link.kernel;
+}

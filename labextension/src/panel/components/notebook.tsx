@@ -1,0 +1,162 @@
+import { useMemory, usePanel, useTranslate } from "../context";
+import type { NotebookModel } from "../notebook_model";
+import { Accelerators } from "./accelerators";
+import { Environment } from "./environment";
+import { Foreign } from "./foreign";
+import { Plan } from "./plan";
+import { Pools } from "./pools";
+import { StateCard } from "./state_card";
+
+/** What concerns the notebook in front: its kernel's state, and what it asks for. */
+export function Notebook() {
+  const { notebook, host } = usePanel();
+  const t = useTranslate();
+  if (!notebook) {
+    return (
+      <StateCard title={t("No notebook is open.")} text={t("The pool can be watched all the same.")}>
+        {host.newNotebook && (
+          <button type="button" onClick={() => host.newNotebook?.()}>
+            {t("New notebook")}
+          </button>
+        )}
+      </StateCard>
+    );
+  }
+  if (notebook.link.kernelState === "disconnected" || (!notebook.kernel && notebook.isAway)) {
+    return <Away notebook={notebook} />;
+  }
+  if (notebook.kernel) return <Choosing notebook={notebook} />;
+  return notebook.trouble ? <Unknown notebook={notebook} /> : <Asking notebook={notebook} />;
+}
+
+function Away({ notebook }: { notebook: NotebookModel }) {
+  const t = useTranslate();
+  const { kernelState, startKernel } = notebook.link;
+  const start = startKernel && (
+    <button type="button" onClick={() => void startKernel.call(notebook.link).catch((error: unknown) => notebook.failed(error))}>
+      {t("Start a kernel")}
+    </button>
+  );
+  const again = (
+    <button type="button" onClick={() => notebook.retry()}>
+      {t("Look again")}
+    </button>
+  );
+  const problem = notebook.refusal && (
+    <p class="sgpu-refusal" role="alert">
+      {notebook.refusal}
+    </p>
+  );
+  switch (kernelState) {
+    case "dead":
+      return (
+        <StateCard title={t("The kernel has died.")} text={t("Its session ends with it; other runs go on.")} isBad>
+          {start ?? again}
+          {problem}
+        </StateCard>
+      );
+    case "restarting":
+      return <StateCard title={t("The kernel is restarting.")} text={t("Its session ends with the kernel that was.")} />;
+    case "starting":
+      return <StateCard title={t("The kernel is starting.")} />;
+    case "disconnected":
+      return (
+        <StateCard title={t("The link to the kernel is down.")} text={t("What runs in the pool goes on.")}>
+          {again}
+        </StateCard>
+      );
+    default:
+      return (
+        <StateCard title={t("This notebook has no kernel.")} text={t("The pool can be watched all the same.")}>
+          {start}
+          {problem}
+        </StateCard>
+      );
+  }
+}
+
+function Unknown({ notebook }: { notebook: NotebookModel }) {
+  const t = useTranslate();
+  const { trouble, link } = notebook;
+  const again = (
+    <button type="button" onClick={() => notebook.retry()}>
+      {t("Ask again")}
+    </button>
+  );
+  if (trouble?.kind === "no-extension") {
+    return (
+      <StateCard
+        title={trouble.text || t("This kernel has not loaded sgpu-magic.")}
+        text={link.insertLoad ? t("The pool can be watched all the same.") : t("Run %load_ext sgpu_magic in a cell.")}
+      >
+        {link.insertLoad ? (
+          <button type="button" onClick={() => link.insertLoad?.()}>
+            {t("Insert %load_ext sgpu_magic")}
+          </button>
+        ) : (
+          again
+        )}
+      </StateCard>
+    );
+  }
+  return (
+    <StateCard title={trouble?.text ?? ""} isBad={trouble?.kind === "other-version"}>
+      {again}
+    </StateCard>
+  );
+}
+
+function Asking({ notebook }: { notebook: NotebookModel }) {
+  const t = useTranslate();
+  const isBusy = notebook.link.kernelState === "busy";
+  return (
+    <StateCard
+      title={isBusy ? t("The kernel is busy and has not answered yet.") : t("Asking the kernel…")}
+      text={t("The pool can be watched all the same.")}
+    />
+  );
+}
+
+/** The form; below a session it is folded away until it is wanted. */
+function Choosing({ notebook }: { notebook: NotebookModel }) {
+  const { session } = usePanel();
+  const t = useTranslate();
+  const [unfolded, setUnfolded] = useMemory("choosing", "false");
+  const { trouble, isChanged } = notebook;
+  const chosen = notebook.kernel?.choice_words ?? "";
+  const words = chosen === "" ? t("nothing kept in the notebook") : chosen;
+  if (notebook.asksToConfirm) return <Foreign notebook={notebook} />;
+  const isFolded = session !== null && unfolded !== "true" && !isChanged;
+  return (
+    <>
+      {session !== null && (
+        <section class="sgpu-part sgpu-pair" aria-label={t("Choice")}>
+          <span class="sgpu-soft sgpu-clip" title={words}>
+            {words}
+          </span>
+          {!isChanged && (
+            <button type="button" class="sgpu-word" aria-expanded={!isFolded} onClick={() => setUnfolded(String(isFolded))}>
+              {isFolded ? t("change") : t("close")}
+            </button>
+          )}
+        </section>
+      )}
+      {!isFolded && (
+        <>
+          <Accelerators notebook={notebook} />
+          <Pools />
+          <Environment notebook={notebook} />
+        </>
+      )}
+      <Plan notebook={notebook} />
+      {trouble && (
+        <section class="sgpu-part sgpu-pair" aria-label={t("Kernel")}>
+          <span class="sgpu-soft">{trouble.text}</span>
+          <button type="button" class="sgpu-word" onClick={() => notebook.retry()}>
+            {t("Ask again")}
+          </button>
+        </section>
+      )}
+    </>
+  );
+}

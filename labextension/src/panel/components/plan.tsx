@@ -1,0 +1,66 @@
+import { usePanel, useTranslate } from "../context";
+import type { NotebookModel } from "../notebook_model";
+
+/** What applying the form would do, and the button that does it. */
+export function Plan({ notebook }: { notebook: NotebookModel }) {
+  const { session } = usePanel();
+  const t = useTranslate();
+  const { plan, isPlanning, doing, installing, refusal, said, isChanged } = notebook;
+  const isBusy = doing === "apply" || installing;
+  const nothingToDo = session !== null && !isChanged && !isBusy;
+  if (nothingToDo && !refusal && !said) return null;
+  const word = (): string => {
+    if (installing) return t("Installing packages…");
+    if (doing === "apply") return t("Applying…");
+    if (plan?.loses) return t("Confirm");
+    return plan && plan.button !== "" ? plan.button : t("Connect");
+  };
+  const can = plan !== null && plan.problem === "" && !isPlanning && doing === "" && !installing;
+  return (
+    <section class="sgpu-part" aria-label={t("Apply")} aria-busy={isBusy}>
+      {!nothingToDo && (
+        <>
+          <div class={`sgpu-sentences${isPlanning ? " sgpu-stale" : ""}`}>
+            {plan?.problem ? <p role="alert">{plan.problem}</p> : (plan?.sentences ?? []).join(" ") || (isPlanning ? "…" : "")}
+          </div>
+          <button
+            type="button"
+            class={`sgpu-primary${plan?.loses ? " sgpu-risky" : ""}`}
+            disabled={!can}
+            onClick={() => void notebook.apply(true)}
+          >
+            {word()}
+          </button>
+          {isChanged && (
+            <div class="sgpu-row-buttons">
+              {session === null && (
+                <button
+                  type="button"
+                  class="sgpu-quiet"
+                  title={t("Bare %%distributed cells use it; nothing is connected.")}
+                  disabled={!can}
+                  onClick={() => void notebook.apply(false)}
+                >
+                  {t("Apply only")}
+                </button>
+              )}
+              <button type="button" class="sgpu-quiet" disabled={isBusy} onClick={() => notebook.reset()}>
+                {t("Undo changes")}
+              </button>
+            </div>
+          )}
+        </>
+      )}
+      {refusal && (
+        <p class="sgpu-refusal" role="alert">
+          {refusal}
+        </p>
+      )}
+      {said && (
+        <p class="sgpu-soft sgpu-under" role="status">
+          {said}
+        </p>
+      )}
+    </section>
+  );
+}

@@ -1,0 +1,54 @@
+import { usePanel, useTranslate } from "../context";
+import { StateCard } from "./state_card";
+
+/** What is wrong with the pool, or with the way to it; nothing when all is well. */
+export function PoolState() {
+  const model = usePanel();
+  const t = useTranslate();
+  const { link, pool } = model;
+  const again = (
+    <button type="button" onClick={() => model.host.pools.retry()}>
+      {t("Try again")}
+    </button>
+  );
+  switch (link.kind) {
+    case "absent":
+      return (
+        <StateCard
+          title={link.text || t("This Jupyter server has no sgpu-magic.")}
+          text={t("Install sgpu-magic where the Jupyter server runs, and start the server again.")}
+          isBad
+        >
+          {again}
+        </StateCard>
+      );
+    case "refused":
+      return (
+        <StateCard title={link.text || t("The Jupyter server does not let this page look at pools.")} isBad>
+          {again}
+        </StateCard>
+      );
+    case "away":
+      return (
+        <StateCard title={link.text || t("The Jupyter server does not answer.")} text={t("Runs go on. What stands here may be old.")} isBad>
+          {again}
+        </StateCard>
+      );
+    case "connecting":
+      if (!pool.picture) return <StateCard title={t("Looking for the pool…")} />;
+      break;
+    case "open":
+      if (!pool.picture) return <StateCard title={t("Waiting for the pool's first news…")}>{again}</StateCard>;
+  }
+  const { picture } = pool;
+  if (picture.state === "up") return null;
+  return (
+    <StateCard title={picture.sentence} isBad={picture.state !== "none"}>
+      {picture.remedy !== "" && (
+        <button type="button" disabled={model.isStarting} onClick={() => model.remedy()}>
+          {model.isStarting ? t("Starting…") : picture.remedy_words}
+        </button>
+      )}
+    </StateCard>
+  );
+}

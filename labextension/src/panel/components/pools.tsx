@@ -1,0 +1,34 @@
+import { useOwnId, usePanel, useTranslate } from "../context";
+import type { PoolChoice } from "../messages";
+
+/** Which pool is used and looked at. */
+export function Pools() {
+  const model = usePanel();
+  const t = useTranslate();
+  const id = useOwnId();
+  const { pools } = model.pool;
+  if (pools.length === 0) return null;
+  const current = pools.find(({ name }) => name === model.poolName);
+  const words = (pool: PoolChoice) => [pool.name, pool.reserved ? t("reserved") : pool.about].filter(Boolean).join(" · ");
+  return (
+    <section class="sgpu-part sgpu-pair" aria-label={t("Pool")}>
+      <label class="sgpu-heading" for={id}>
+        {t("Pool")}
+      </label>
+      {pools.length === 1 && current ? (
+        <output id={id} class="sgpu-clip">
+          {words(current)}
+        </output>
+      ) : (
+        <select id={id} value={model.poolName} onChange={(event) => model.choosePool(event.currentTarget.value)}>
+          {!current && <option value={model.poolName}>{model.poolName || t("choose a pool")}</option>}
+          {pools.map((pool) => (
+            <option key={pool.name} value={pool.name}>
+              {words(pool)}
+            </option>
+          ))}
+        </select>
+      )}
+    </section>
+  );
+}

@@ -1,0 +1,20 @@
+import { usePanel, useTranslate } from "../context";
+
+/** What the month has used, and which pool this is. */
+export function Usage() {
+  const { pool } = usePanel();
+  const t = useTranslate();
+  const { picture } = pool;
+  if (!picture) return null;
+  // the sentence of a pool that is not up stands above
+  const sentence = picture.state === "up" ? picture.sentence : "";
+  const lines = [picture.usage, sentence, picture.about].filter(Boolean);
+  if (lines.length === 0) return null;
+  return (
+    <section class="sgpu-part sgpu-soft sgpu-usage" aria-label={t("Usage")}>
+      {lines.map((line) => (
+        <p key={line}>{line}</p>
+      ))}
+    </section>
+  );
+}

@@ -1,0 +1,152 @@
+/** What the user is choosing: a notebook's choice before it is applied. No drawing, no messages. */
+import type { Choice, PackageLine, PoolPicture, TypePicture } from "./messages";
+
+export const NOTHING: Choice = { gpus: 0, type: "", pool: "", env_version: "", dependencies: [], removed: [] };
+/** Ranks on CPU when nobody says how many. */
+const CPU_RANKS = 2;
+export const CPU = "cpu";
+
+/** Returns a distribution's name as indexes compare it. */
+export function canonicalName(requirement: string): string {
+  const name = /^\s*[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?/.exec(requirement)?.[0] ?? requirement;
+  return name.trim().replace(/[-_.]+/g, "-").toLowerCase();
+}
+
+const NAME = "[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?";
+const EXTRAS = `(?:\\[\\s*${NAME}(?:\\s*,\\s*${NAME})*\\s*\\])?`;
+const CLAUSE = "(?:===?|~=|!=|<=?|>=?)\\s*[A-Za-z0-9*.+!_-]+";
+const VERSIONS = `(?:\\(?\\s*${CLAUSE}(?:\\s*,\\s*${CLAUSE})*\\s*\\)?)?`;
+const REQUIREMENT = new RegExp(
+  `^(?:${NAME})\\s*${EXTRAS}\\s*(?:@\\s*[a-z][a-z0-9+.-]*:\\/\\/\\S+|${VERSIONS})\\s*(?:;.+)?$`,
+);
+
+/** What is wrong with a requirement's shape, "" for nothing. `%1` in it is what was typed. */
+export function requirementProblem(text: string): string {
+  const typed = text.trim();
+  if (typed === "" || REQUIREMENT.test(typed)) return "";
+  if (typed.startsWith("-")) return "Options such as %1 belong into a requirements file; name a package.";
+  if (/^(?:\.{0,2}\/|~\/)/.test(typed)) return "%1 is a path; name a package, or write name @ file:///path.";
+  const [name, version, more] = typed.split(/\s+/);
+  if (name && version && !more && /^v?\d/.test(version)) return "%1 is no requirement; write name==version.";
+  if (/\s/.test(typed)) return "%1 is no requirement; add one package at a time.";
+  if (/^[^=<>!~]+=[^=]/.test(typed)) return "%1 is no requirement; write two equals signs.";
+  return "%1 is no requirement; write one as peft or peft==0.17.1.";
+}
+
+/** Adds a requirement, in the place of another one of the same package. */
+export function withPackage(choice: Choice, requirement: string): Choice {
+  const name = canonicalName(requirement);
+  const others = choice.dependencies.filter((each) => canonicalName(each) !== name);
+  const removed = choice.removed.filter((each) => canonicalName(each) !== name);
+  return { ...choice, dependencies: [...others, requirement.trim()], removed };
+}
+
+/** Takes a difference to the base back: what was added goes, what was left out stays in. */
+export function withoutLine(choice: Choice, line: PackageLine): Choice {
+  const name = canonicalName(line.name);
+  const dependencies = choice.dependencies.filter((each) => canonicalName(each) !== name);
+  const removed = choice.removed.filter((each) => canonicalName(each) !== name);
+  const wasChosen = dependencies.length < choice.dependencies.length || removed.length < choice.removed.length;
+  return { ...choice, dependencies, removed: wasChosen ? removed : [...removed, line.name] };
+}
+
+/** A line of the environment as the form has it. */
+export interface FormLine extends PackageLine {
+  /** `added`: not there yet; `dropped`: still there, goes with the next Apply. */
+  readonly pending: "" | "added" | "dropped";
+}
+
+/**
+ * The environment's differences to its base, with what the form changes of them.
+ *
+ * @param told: The kernel's, of the environment in effect.
+ * @param effect: The choice in effect.
+ * @param form: What the user is choosing; with another base nothing of `told` holds.
+ */
+export function packageLines(told: readonly PackageLine[], effect: Choice, form: Choice): readonly FormLine[] {
+  const lines: FormLine[] = [];
+  const isSameBase = effect.env_version === form.env_version;
+  const before = new Set(effect.dependencies);
+  const removedBefore = new Set(effect.removed.map(canonicalName));
+  const chosen = new Map(form.dependencies.map((each) => [canonicalName(each), each]));
+  const removed = new Set(form.removed.map(canonicalName));
+  const covered = new Set<string>();
+  for (const line of isSameBase ? told : []) {
+    const name = canonicalName(line.name);
+    const requirement = chosen.get(name);
+    if (requirement !== undefined && !before.has(requirement)) continue;
+    covered.add(name);
+    const wasDependency = effect.dependencies.some((each) => canonicalName(each) === name);
+    const isDropped =
+      (wasDependency && requirement === undefined) ||
+      (removedBefore.has(name) ? !removed.has(name) : removed.has(name));
+    lines.push({ ...line, pending: isDropped ? "dropped" : "" });
+  }
+  for (const requirement of form.dependencies) {
+    if (covered.has(canonicalName(requirement))) continue;
+    const isNew = !isSameBase || !before.has(requirement);
+    lines.push({ sign: "+", name: canonicalName(requirement), words: requirement, removable: true, pending: isNew ? "added" : "" });
+  }
+  for (const name of form.removed) {
+    if (covered.has(canonicalName(name))) continue;
+    const isNew = !isSameBase || !removedBefore.has(canonicalName(name));
+    lines.push({ sign: "-", name, words: name, removable: true, pending: isNew ? "added" : "" });
+  }
+  return lines;
+}
+
+/** Takes a pending change of a line back. */
+export function undone(choice: Choice, effect: Choice, line: FormLine): Choice {
+  if (line.pending !== "dropped") return withoutLine(choice, line);
+  const name = canonicalName(line.name);
+  const own = (names: readonly string[]) => names.filter((each) => canonicalName(each) !== name);
+  const before = (names: readonly string[]) => names.filter((each) => canonicalName(each) === name);
+  return {
+    ...choice,
+    dependencies: [...own(choice.dependencies), ...before(effect.dependencies)],
+    removed: [...own(choice.removed), ...before(effect.removed)],
+  };
+}
+
+export function typeOf(pool: PoolPicture | null, type: string): TypePicture | null {
+  return pool?.types.find((each) => each.type === type) ?? null;
+}
+
+/**
+ * Returns a choice with type and number where nobody has chosen: as the pool would, its one accelerator with all
+ * devices, two ranks where there is only CPU. Of several types one device of the one that costs least, free ones first.
+ */
+export function resolved(choice: Choice, pool: PoolPicture | null): Choice {
+  const accelerators = (pool?.types ?? []).filter(({ type }) => type !== CPU);
+  const offered = accelerators.length > 0 ? accelerators : (pool?.types ?? []);
+  const type = choice.type ? typeOf(pool, choice.type) : ([...offered].sort(byThrift)[0] ?? null);
+  if (!type) return choice;
+  const usual = choice.type === "" && offered.length > 1 ? 1 : usualNumber(type);
+  return { ...choice, type: type.type, gpus: choice.gpus || usual };
+}
+
+/** Returns a choice with another type; the number stays where the type has so many. */
+export function withType(choice: Choice, type: TypePicture): Choice {
+  const had = choice.gpus > 0 && choice.gpus <= type.total ? choice.gpus : 0;
+  return { ...choice, type: type.type, gpus: had || (type.type === CPU ? usualNumber(type) : 1) };
+}
+
+export function sameChoice(a: Choice, b: Choice): boolean {
+  return JSON.stringify(ordered(a)) === JSON.stringify(ordered(b));
+}
+
+function ordered(choice: Choice): unknown {
+  const { gpus, type, pool, env_version, dependencies, removed } = choice;
+  return [gpus, type, pool, env_version, [...dependencies].sort(), [...removed].sort()];
+}
+
+/** What has free devices first, then what costs less an hour, then what has less memory. */
+function byThrift(a: TypePicture, b: TypePicture): number {
+  const price = (type: TypePicture) => type.price ?? 0;
+  return Number(b.free > 0) - Number(a.free > 0) || price(a) - price(b) || a.memory_bytes - b.memory_bytes;
+}
+
+function usualNumber(type: TypePicture | null): number {
+  if (!type) return 0;
+  return type.type === CPU ? Math.min(CPU_RANKS, type.total) : type.total;
+}

@@ -1,0 +1,217 @@
+import type { Activity } from "../shared/activity";
+import { Ticker } from "../shared/ticker";
+import { resolved } from "./form";
+import type { NotebookLink, PanelHost, PoolLinkState } from "./host";
+import type { Choice, RunRow, Told } from "./messages";
+import { NotebookModel } from "./notebook_model";
+import { PoolModel } from "./pool_model";
+
+/** What the panel knows, and what can be done with it; the components draw it. */
+export class PanelModel {
+  /** Begins its elements' ids. */
+  readonly id = `sgpu-${Math.random().toString(36).slice(2, 10)}`;
+  readonly pool: PoolModel;
+  notebook: NotebookModel | null = null;
+  link: PoolLinkState = { kind: "connecting", text: "" };
+  /** Runs that are being cancelled because a button here was pressed. */
+  readonly cancelling = new Set<string>();
+  /** The pool is being started because a button here was pressed. */
+  isStarting = false;
+  /** Once a second, of the server's clock. */
+  readonly ticker: Ticker;
+
+  private readonly drafts = new Map<string, Choice>();
+  private readonly listeners = new Set<() => void>();
+  private sessionSeen = "";
+  private isWatching = false;
+  private dirty = false;
+  private frame: number | undefined;
+
+  constructor(
+    readonly host: PanelHost,
+    private readonly activity: Activity,
+    private readonly signal: AbortSignal,
+  ) {
+    this.pool = new PoolModel(host.firstPool);
+    this.ticker = new Ticker(() => this.pool.now_s, activity, signal);
+    const unlisten = host.onChange(() => this.hostChanged());
+    host.pools.onTold((told) => this.told(told));
+    host.pools.onLink((link) => {
+      this.link = link;
+      this.changed();
+    });
+    activity.onChange(() => this.look());
+    signal.addEventListener(
+      "abort",
+      () => {
+        unlisten();
+        this.notebook?.close();
+        this.listeners.clear();
+        if (this.frame !== undefined) cancelAnimationFrame(this.frame);
+        if (this.isWatching) host.pools.order({ kind: "rest" });
+      },
+      { once: true },
+    );
+    this.follow(host.notebook);
+    this.look();
+  }
+
+  /** The session of the notebook in front, as the pool has it: also of a kernel that is busy or dead. */
+  get session(): RunRow | null {
+    const notebook = this.notebook;
+    return notebook ? this.pool.sessionOf(notebook.link.kernel, notebook.currentSession) : null;
+  }
+
+  /** The pool that is looked at. */
+  get poolName(): string {
+    return this.pool.picture?.pool ?? this.pool.watched;
+  }
+
+  /** Calls back after changes, once a frame at most, and not while nobody can see the panel. */
+  subscribe(callback: () => void): () => void {
+    this.listeners.add(callback);
+    return () => this.listeners.delete(callback);
+  }
+
+  /** Looks at another pool; where a notebook can choose, it chooses it. */
+  choosePool(pool: string): void {
+    const { notebook } = this;
+    if (notebook?.kernel) notebook.choose({ ...notebook.form, pool });
+    this.watch(pool);
+    this.changed();
+  }
+
+  /** Does what the button below a pool's sentence says. */
+  remedy(): void {
+    const { picture } = this.pool;
+    if (picture?.remedy === "start") {
+      this.isStarting = true;
+      this.host.pools.order({ kind: "start-pool", pool: picture.pool });
+    } else {
+      this.host.pools.order({ kind: "watch", pool: this.pool.watched });
+    }
+    this.changed();
+  }
+
+  cancel(run: RunRow): void {
+    this.cancelling.add(run.run_id);
+    this.host.pools.order({ kind: "cancel-run", run_id: run.run_id, pool: this.poolName });
+    this.changed();
+  }
+
+  /** Ends the notebook's session: by its kernel, or by the pool where the kernel can't. */
+  async disconnect(): Promise<void> {
+    const { notebook, session } = this;
+    const named = notebook?.kernel?.sessions.find(({ run_id }) => run_id === session?.run_id);
+    if (notebook && (await notebook.disconnect(named?.name ?? ""))) return;
+    if (session) this.cancel(session);
+  }
+
+  dismissSaid(): void {
+    this.pool.said = null;
+    this.changed();
+  }
+
+  changed(): void {
+    this.dirty = true;
+    if (this.frame !== undefined || !this.activity.active || this.signal.aborted) return;
+    this.frame = requestAnimationFrame(() => {
+      this.frame = undefined;
+      this.flush();
+    });
+  }
+
+  private told(told: Told): void {
+    this.pool.take(told);
+    if (told.kind === "said") {
+      this.isStarting = false;
+      if (!told.ok) this.cancelling.clear();
+    } else if (told.kind === "pool") {
+      if (told.picture.state === "up") this.isStarting = false;
+      this.followPool();
+      this.notebook?.planIfStale();
+    } else if (told.kind === "runs") {
+      for (const id of this.cancelling) if (this.pool.run(id)?.final !== false) this.cancelling.delete(id);
+      this.sessionMayHaveChanged();
+    }
+    this.changed();
+  }
+
+  /** Its kernel knows more about its session than the pool does. */
+  private sessionMayHaveChanged(): void {
+    const { session } = this;
+    const seen = session ? `${session.run_id} ${session.state} ${session.words}` : "";
+    if (seen === this.sessionSeen) return;
+    this.sessionSeen = seen;
+    this.notebook?.askKernel();
+    this.notebook?.planSoon();
+  }
+
+  private hostChanged(): void {
+    if (this.host.notebook !== (this.notebook?.link ?? null)) this.follow(this.host.notebook);
+    this.changed();
+  }
+
+  private follow(link: NotebookLink | null): void {
+    this.notebook?.close();
+    this.notebook = null;
+    if (link) {
+      const notebook = new NotebookModel(
+        link,
+        (choice) => resolved(choice, this.pool.picture),
+        () => this.notebookChanged(),
+      );
+      notebook.draft = this.drafts.get(draftKey(link)) ?? null;
+      this.notebook = notebook;
+    }
+    const { session } = this;
+    this.sessionSeen = session ? `${session.run_id} ${session.state} ${session.words}` : "";
+    this.followPool();
+  }
+
+  private notebookChanged(): void {
+    const { notebook } = this;
+    if (notebook) {
+      const key = draftKey(notebook.link);
+      if (notebook.draft) this.drafts.set(key, notebook.draft);
+      else this.drafts.delete(key);
+    }
+    this.followPool();
+    this.changed();
+  }
+
+  /** The pool that the notebook in front asks for is the one that is looked at. */
+  private followPool(): void {
+    const kernel = this.notebook?.kernel;
+    if (!kernel || !this.notebook) return;
+    const wanted = this.notebook.form.pool || kernel.pool;
+    if (wanted !== "" && wanted !== this.poolName && this.poolName !== "") this.watch(wanted);
+  }
+
+  private watch(pool: string): void {
+    if (pool === this.pool.watched) return;
+    this.pool.watch(pool);
+    this.isStarting = false;
+    this.cancelling.clear();
+    if (this.isWatching) this.host.pools.order({ kind: "watch", pool });
+  }
+
+  /** Watches while somebody looks. */
+  private look(): void {
+    const { active } = this.activity;
+    if (active && !this.isWatching) this.host.pools.order({ kind: "watch", pool: this.pool.watched });
+    else if (!active && this.isWatching) this.host.pools.order({ kind: "rest" });
+    this.isWatching = active;
+    if (active) this.flush();
+  }
+
+  private flush(): void {
+    if (!this.dirty || !this.activity.active || this.signal.aborted) return;
+    this.dirty = false;
+    for (const callback of [...this.listeners]) callback();
+  }
+}
+
+function draftKey(link: NotebookLink): string {
+  return `${link.kernel} ${link.name}`;
+}

@@ -1,0 +1,95 @@
+import { MAX_RUNS } from "./messages";
+import type { PoolChoice, PoolPicture, RunRow, Said, Told } from "./messages";
+
+/** What was told of a pool, folded: its picture, its runs by id, the server's clock. */
+export class PoolModel {
+  /** Pools that may be chosen. */
+  pools: readonly PoolChoice[] = [];
+  picture: PoolPicture | null = null;
+  /** The last answer to an order, until it is dismissed. */
+  said: Said | null = null;
+  private readonly byId = new Map<string, RunRow>();
+  private sorted: readonly RunRow[] | null = null;
+  private clock = { server_s: Date.now() / 1000, here_ms: performance.now() };
+
+  /** @param watched: The pool's name, "" the default one. */
+  constructor(public watched = "") {}
+
+  /** Newest first. */
+  get runs(): readonly RunRow[] {
+    this.sorted ??= [...this.byId.values()].sort(newestFirst).slice(0, MAX_RUNS);
+    return this.sorted;
+  }
+
+  /** Whether any run was told of. */
+  get hasRuns(): boolean {
+    return this.byId.size > 0;
+  }
+
+  /** The server's time now, seconds since the epoch. */
+  get now_s(): number {
+    return this.clock.server_s + (performance.now() - this.clock.here_ms) / 1000;
+  }
+
+  /** Another pool is looked at from now on. */
+  watch(pool: string): void {
+    this.watched = pool;
+    this.picture = null;
+    this.forgetRuns();
+  }
+
+  take(told: Told): void {
+    switch (told.kind) {
+      case "pools":
+        this.pools = told.pools;
+        break;
+      case "pool":
+        if (!this.isWatched(told.picture.pool)) return;
+        this.picture = told.picture;
+        this.clock = { server_s: told.picture.now, here_ms: performance.now() };
+        break;
+      case "runs":
+        if (!this.isWatched(told.pool)) return;
+        if (told.whole) this.byId.clear();
+        for (const run of told.changed) this.byId.set(run.run_id, run);
+        for (const id of told.gone) this.byId.delete(id);
+        this.sorted = null;
+        break;
+      case "said":
+        this.said = told;
+        break;
+    }
+  }
+
+  run(id: string): RunRow | null {
+    return this.byId.get(id) ?? null;
+  }
+
+  /** The session of a kernel: the one that its cells run in where that is known, else the newest. */
+  sessionOf(kernel: string, current: string): RunRow | null {
+    if (kernel === "") return null;
+    let found: RunRow | null = null;
+    for (const run of this.byId.values()) {
+      if (run.kind !== "session" || run.kernel !== kernel || run.final) continue;
+      if (run.run_id === current) return run;
+      if (!found || newestFirst(run, found) < 0) found = run;
+    }
+    return found;
+  }
+
+  private forgetRuns(): void {
+    this.byId.clear();
+    this.sorted = null;
+  }
+
+  /** What is still on its way of the pool before is left out. */
+  private isWatched(pool: string): boolean {
+    if (this.watched !== "") return pool === this.watched;
+    const fallback = this.pools.find((each) => each.default);
+    return fallback === undefined || pool === fallback.name;
+  }
+}
+
+function newestFirst(a: RunRow, b: RunRow): number {
+  return b.submitted_at - a.submitted_at || (a.run_id < b.run_id ? 1 : -1);
+}

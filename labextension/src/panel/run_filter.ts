@@ -1,0 +1,64 @@
+import type { RunRow } from "./messages";
+
+/** Which runs are listed, by where they are. */
+export const STATES = ["all", "going", "waiting", "ended", "failed"] as const;
+export type StateFilter = (typeof STATES)[number];
+
+export interface RunFilter {
+  readonly text: string;
+  readonly state: StateFilter;
+  /** Only runs of the notebook in front. */
+  readonly own: boolean;
+}
+
+export const EVERY_RUN: RunFilter = { text: "", state: "all", own: false };
+
+export function isFiltered(filter: RunFilter): boolean {
+  return filter.text.trim() !== "" || filter.state !== "all" || filter.own;
+}
+
+/** Returns the runs that a filter leaves, in their order. */
+export function filtered(runs: readonly RunRow[], filter: RunFilter, notebook: string, kernel: string): readonly RunRow[] {
+  if (!isFiltered(filter)) return runs;
+  const words = filter.text.toLowerCase().split(/\s+/).filter(Boolean);
+  return runs.filter((run) => {
+    if (filter.own && !isOwn(run, notebook, kernel)) return false;
+    if (!isIn(run, filter.state)) return false;
+    if (words.length === 0) return true;
+    const text = [run.name, run.short_id, run.run_id, run.words, run.state, run.notebook, run.user, run.device_type]
+      .join(" ")
+      .toLowerCase();
+    return words.every((word) => text.includes(word));
+  });
+}
+
+/** Whether a run was submitted by a notebook or its kernel. */
+export function isOwn(run: RunRow, notebook: string, kernel: string): boolean {
+  return (kernel !== "" && run.kernel === kernel) || (notebook !== "" && run.notebook === notebook);
+}
+
+/** Returns what was kept of a filter as a text; everything for what can't be read. */
+export function readFilter(text: string | null): RunFilter {
+  try {
+    const kept = JSON.parse(text ?? "") as Partial<Record<keyof RunFilter, unknown>>;
+    const state = STATES.find((each) => each === kept.state) ?? "all";
+    return { text: typeof kept.text === "string" ? kept.text : "", state, own: kept.own === true };
+  } catch {
+    return EVERY_RUN;
+  }
+}
+
+function isIn(run: RunRow, state: StateFilter): boolean {
+  switch (state) {
+    case "all":
+      return true;
+    case "going":
+      return !run.final && run.tone !== "waiting";
+    case "waiting":
+      return !run.final && run.tone === "waiting";
+    case "ended":
+      return run.final;
+    case "failed":
+      return run.tone === "bad";
+  }
+}

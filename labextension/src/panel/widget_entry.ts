@@ -1,0 +1,20 @@
+/** anywidget's entry point of the panel: `%sgpu_env --panel` in VS Code, Colab and wherever there is no sidebar. */
+import type { WidgetModel } from "../shared/model_questions";
+import { mountPanel } from "./index";
+import { WidgetPanelHost } from "./widget_host";
+
+interface RenderProps {
+  readonly model: WidgetModel;
+  readonly el: HTMLElement;
+  readonly signal?: AbortSignal;
+}
+
+/** Draws the widget; where the host gives no signal, what is returned ends the view. */
+function render({ model, el, signal }: RenderProps): () => void {
+  const end = new AbortController();
+  signal?.addEventListener("abort", () => end.abort(), { signal: end.signal });
+  mountPanel(el, new WidgetPanelHost(model, end.signal), end.signal);
+  return () => end.abort();
+}
+
+export default { render };

@@ -1,0 +1,30 @@
+import type { IStateDB } from "@jupyterlab/statedb";
+
+const KEY = "sgpu-magic:panel";
+
+/** What the panel remembers over a reload, as JupyterLab remembers its layout. */
+export class PanelMemory {
+  private kept: Record<string, string> = {};
+
+  constructor(private readonly state: IStateDB | null) {}
+
+  /** Reads what was remembered. */
+  async load(): Promise<void> {
+    try {
+      const found = await this.state?.fetch(KEY);
+      if (typeof found !== "object" || found === null) return;
+      for (const [key, value] of Object.entries(found)) if (typeof value === "string") this.kept[key] ??= value;
+    } catch {
+      // nothing is remembered, and nothing depends on it
+    }
+  }
+
+  get(key: string): string | null {
+    return this.kept[key] ?? null;
+  }
+
+  set(key: string, value: string): void {
+    this.kept = { ...this.kept, [key]: value };
+    this.state?.save(KEY, this.kept).catch(() => undefined);
+  }
+}

@@ -1,0 +1,102 @@
+import { Dialog, Notification, showDialog } from "@jupyterlab/apputils";
+
+import { NOTHING } from "../panel/form";
+import type { Translate } from "../panel/host";
+import type { KernelReply, RunRow } from "../panel/messages";
+import type { LabNotebook } from "./lab_notebook";
+import type { LabNotebooks } from "./lab_notebooks";
+import type { PoolConnection } from "./pool_connection";
+
+/** What menus and the command palette do with the notebook in front, with the panel or without. */
+export class PanelActions {
+  constructor(
+    private readonly notebooks: LabNotebooks,
+    private readonly connection: PoolConnection,
+    private readonly translate: Translate,
+    private readonly openPanel: () => void,
+  ) {}
+
+  get hasNotebook(): boolean {
+    return this.notebooks.front !== null;
+  }
+
+  /** The session of the notebook in front, as far as the page knows. */
+  get session(): RunRow | null {
+    const { front } = this.notebooks;
+    return front ? this.connection.model.sessionOf(front.kernel, "") : null;
+  }
+
+  /** What goes on of the notebook in front, sessions left out. */
+  get runs(): readonly RunRow[] {
+    const kernel = this.notebooks.front?.kernel ?? "";
+    if (kernel === "") return [];
+    return this.connection.model.runs.filter((run) => run.kernel === kernel && !run.final && run.kind !== "session");
+  }
+
+  /** Connects with what the notebook asks for; whatever needs a decision is left to the panel, which is opened. */
+  async connect(): Promise<void> {
+    this.openPanel();
+    await this.withKernel(async (notebook) => {
+      const state = await notebook.ask({ kind: "kernel", kept: notebook.kept });
+      if (state.kind !== "kernel-answer") return state;
+      const { choice, confirmed } = state.picture;
+      if (choice && !confirmed) return null;
+      const asked = choice ?? NOTHING;
+      const plan = await notebook.ask({ kind: "plan", choice: asked, connect: true });
+      if (plan.kind !== "plan-answer") return plan;
+      if (plan.plan.loses || plan.plan.problem) return null;
+      return notebook.ask({ kind: "apply", choice: asked, connect: true, confirmed: false });
+    });
+  }
+
+  /** Ends the session of the notebook in front: by its kernel, or by the pool where the kernel can't. */
+  async disconnect(): Promise<void> {
+    const { session } = this;
+    await this.withKernel(
+      (notebook) => notebook.ask({ kind: "disconnect", name: "" }),
+      session ? () => this.cancel(session) : undefined,
+    );
+  }
+
+  /** Cancels the runs of the notebook in front, after a question. */
+  async cancelRuns(): Promise<void> {
+    const t = this.translate;
+    const { runs } = this;
+    if (runs.length === 0) {
+      Notification.info(t("Nothing of this notebook is running."), { autoClose: 5_000 });
+      return;
+    }
+    const names = runs.map((run) => `${run.name} (${run.short_id})`).join(", ");
+    const { button } = await showDialog({
+      title: t("Cancel this notebook's runs?"),
+      body: names,
+      buttons: [Dialog.cancelButton({ label: t("Keep them") }), Dialog.warnButton({ label: t("Cancel them") })],
+    });
+    if (button.accept) for (const run of runs) this.cancel(run);
+  }
+
+  private cancel(run: RunRow): void {
+    const pool = this.connection.model.picture?.pool ?? "";
+    this.connection.order({ kind: "cancel-run", run_id: run.run_id, pool });
+  }
+
+  private async withKernel(
+    act: (notebook: LabNotebook) => Promise<KernelReply | null>,
+    otherwise?: () => void,
+  ): Promise<void> {
+    const { front } = this.notebooks;
+    if (!front) return;
+    try {
+      const reply = await act(front);
+      if (reply?.kind === "panel-refusal") tell(reply.text);
+      if (reply?.kind === "kernel-answer" && reply.kept) front.keep(reply.kept);
+    } catch (error) {
+      if (otherwise) otherwise();
+      else tell(error instanceof Error ? error.message : String(error));
+    }
+  }
+}
+
+function tell(text: string): void {
+  Notification.error(text, { autoClose: 10_000 });
+}

@@ -1,0 +1,131 @@
+/** The environment panel in JupyterLab's and Notebook 7's left area, with its commands and what stands in toolbars. */
+import { ILabShell, ILayoutRestorer } from "@jupyterlab/application";
+import type { JupyterFrontEnd, JupyterFrontEndPlugin } from "@jupyterlab/application";
+import { ICommandPalette, ISessionContextDialogs, IToolbarWidgetRegistry } from "@jupyterlab/apputils";
+import { INotebookTracker } from "@jupyterlab/notebook";
+import { ISettingRegistry } from "@jupyterlab/settingregistry";
+import { IStateDB } from "@jupyterlab/statedb";
+import { ITranslator, nullTranslator } from "@jupyterlab/translation";
+
+import { Chips } from "./chips";
+import { gpuIcon } from "./icon";
+import { LabHost } from "./lab_host";
+import { LabNotebooks } from "./lab_notebooks";
+import { PanelMemory } from "./memory";
+import { PanelActions } from "./panel_actions";
+import { PanelSettings, SCHEMA } from "./panel_settings";
+import { PoolConnection } from "./pool_connection";
+import { RunTabs } from "./run_tabs";
+import { RunServer } from "./run_server";
+import { requestOf, socketOf } from "./server_requests";
+import { Sidebar } from "./sidebar";
+import { translateBy } from "./translating";
+
+const commands = {
+  open: "sgpu-magic:open-panel",
+  connect: "sgpu-magic:connect",
+  disconnect: "sgpu-magic:disconnect",
+  cancel: "sgpu-magic:cancel-runs",
+  openRun: "sgpu-magic:open-run",
+} as const;
+
+/** As `schema/panel.json` names it. */
+const CHIP = "sgpu-session";
+
+export const panelPlugin: JupyterFrontEndPlugin<void> = {
+  id: SCHEMA,
+  description: "The environment panel: GPUs, packages, session, devices and runs of the notebook in front.",
+  autoStart: true,
+  optional: [
+    ITranslator,
+    INotebookTracker,
+    ILabShell,
+    ILayoutRestorer,
+    ICommandPalette,
+    IToolbarWidgetRegistry,
+    ISettingRegistry,
+    IStateDB,
+    ISessionContextDialogs,
+  ],
+  activate: (
+    app: JupyterFrontEnd,
+    translator: ITranslator | null,
+    tracker: INotebookTracker | null,
+    labShell: ILabShell | null,
+    restorer: ILayoutRestorer | null,
+    palette: ICommandPalette | null,
+    toolbars: IToolbarWidgetRegistry | null,
+    registry: ISettingRegistry | null,
+    state: IStateDB | null,
+    dialogs: ISessionContextDialogs | null,
+  ) => {
+    const texts = (translator ?? nullTranslator).load("sgpu_magic");
+    const t = translateBy(texts);
+    const { serverSettings } = app.serviceManager;
+    const request = requestOf(serverSettings);
+    const page = new AbortController();
+    const connection = new PoolConnection({ open: (path) => socketOf(serverSettings, path), request }, page.signal);
+    const settings = new PanelSettings();
+    const memory = new PanelMemory(state);
+    const notebooks = new LabNotebooks(tracker, dialogs);
+    const runs = new RunTabs(app, new RunServer(request), labShell ? "main" : "down");
+
+    settings.onChange(() => {
+      connection.pollEvery_ms = 1_000 * settings.current.refresh_s;
+      connection.preferred = settings.current.defaultPool;
+    });
+    const ready = Promise.all([settings.load(registry), memory.load()]);
+
+    const parts = { app, connection, notebooks, settings, memory, runs, translate: t };
+    const sidebar = new Sidebar(
+      (signal) => new LabHost(parts, signal),
+      ready,
+      (looked) => notebooks.setLooked(looked),
+      t("GPU environment"),
+    );
+    app.shell.add(sidebar, "left", { rank: 300 });
+    restorer?.add(sidebar, sidebar.id);
+    const openPanel = (): void => app.shell.activateById(sidebar.id);
+
+    const actions = new PanelActions(notebooks, connection, t, openPanel);
+    app.commands.addCommand(commands.open, {
+      label: t("GPU Environment"),
+      caption: t("Open the GPU environment"),
+      icon: gpuIcon,
+      execute: openPanel,
+    });
+    app.commands.addCommand(commands.connect, {
+      label: t("Connect GPUs"),
+      caption: t("Connect this notebook's session with what the notebook asks for"),
+      isEnabled: () => actions.hasNotebook,
+      execute: () => actions.connect(),
+    });
+    app.commands.addCommand(commands.disconnect, {
+      label: t("Disconnect GPUs"),
+      caption: t("End this notebook's session"),
+      isEnabled: () => actions.hasNotebook,
+      execute: () => actions.disconnect(),
+    });
+    app.commands.addCommand(commands.cancel, {
+      label: t("Cancel This Notebook's Runs"),
+      isEnabled: () => actions.hasNotebook,
+      execute: () => actions.cancelRuns(),
+    });
+    app.commands.addCommand(commands.openRun, {
+      label: (args) => (typeof args["name"] === "string" ? args["name"] : t("Open a run")),
+      execute: ({ run_id, name }) => {
+        if (typeof run_id === "string") runs.open({ run_id, name: typeof name === "string" ? name : run_id });
+      },
+    });
+    if (restorer) runs.restore(restorer, commands.openRun);
+    const category = t("GPU");
+    for (const command of [commands.open, commands.connect, commands.disconnect, commands.cancel]) {
+      palette?.addItem({ command, category });
+    }
+
+    if (toolbars) {
+      const chips = new Chips({ connection, settings, translate: t, alwaysThere: !labShell, openPanel });
+      toolbars.addFactory("Notebook", CHIP, chips.make);
+    }
+  },
+};

@@ -1,0 +1,82 @@
+import type { ILayoutRestorer, JupyterFrontEnd } from "@jupyterlab/application";
+import { MainAreaWidget, WidgetTracker } from "@jupyterlab/apputils";
+import { Widget } from "@lumino/widgets";
+
+import { mountRunView } from "../run_view";
+import { gpuIcon } from "./icon";
+import { RunFeed } from "./run_feed";
+import type { RunServer } from "./run_server";
+import { ServerTransport } from "./server_transport";
+
+const LOWEST = "280px";
+
+/** A run that is to be opened. */
+export interface RunToOpen {
+  readonly run_id: string;
+  readonly name: string;
+}
+
+/** Tabs with a run's log, stacks and devices, one for each run. */
+export class RunTabs {
+  private readonly tracker = new WidgetTracker<MainAreaWidget<RunTab>>({ namespace: "sgpu-runs" });
+
+  /** @param area: Of the application: `main`, or where there is but one document, `down`. */
+  constructor(
+    private readonly app: JupyterFrontEnd,
+    private readonly server: RunServer,
+    private readonly area: string,
+  ) {}
+
+  open(run: RunToOpen): void {
+    const found = this.tracker.find((tab) => tab.content.run.run_id === run.run_id);
+    const tab = found ?? this.make(run);
+    if (!tab.isAttached) this.app.shell.add(tab, this.area, { mode: "split-bottom" });
+    this.app.shell.activateById(tab.id);
+  }
+
+  /** Opens again what was open before a reload. */
+  restore(restorer: ILayoutRestorer, command: string): void {
+    void restorer.restore(this.tracker, {
+      command,
+      args: ({ content: { run } }) => ({ run_id: run.run_id, name: run.name }),
+      name: ({ content: { run } }) => run.run_id,
+    });
+  }
+
+  private make(run: RunToOpen): MainAreaWidget<RunTab> {
+    const tab = new MainAreaWidget({ content: new RunTab(run, this.server) });
+    tab.id = `sgpu-run-${run.run_id}`;
+    tab.title.label = run.name;
+    tab.title.caption = `${run.name} · ${run.run_id}`;
+    tab.title.icon = gpuIcon;
+    tab.title.closable = true;
+    tab.toolbar.hide();
+    // what is added below has no height of its own
+    if (this.area !== "main") tab.content.node.style.minHeight = LOWEST;
+    void this.tracker.add(tab);
+    return tab;
+  }
+}
+
+/** The run's view as a document; the feed ends with it. */
+class RunTab extends Widget {
+  private readonly end = new AbortController();
+
+  constructor(
+    readonly run: RunToOpen,
+    server: RunServer,
+  ) {
+    super();
+    this.addClass("sgpu-run-tab");
+    this.node.style.cssText = "overflow:auto;padding:8px;background:var(--jp-layout-color0)";
+    this.node.tabIndex = -1;
+    const feed = new RunFeed(server, run.run_id, this.end.signal);
+    mountRunView(this.node, new ServerTransport(server, feed), this.end.signal);
+    void feed.follow();
+  }
+
+  override dispose(): void {
+    this.end.abort();
+    super.dispose();
+  }
+}

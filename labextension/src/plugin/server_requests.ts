@@ -1,0 +1,16 @@
+import { URLExt } from "@jupyterlab/coreutils";
+import { ServerConnection } from "@jupyterlab/services";
+
+import type { Request } from "./run_server";
+
+/** Requests to the Jupyter server with JupyterLab's own authentication. */
+export function requestOf(settings: ServerConnection.ISettings): Request {
+  return (path, init) => ServerConnection.makeRequest(URLExt.join(settings.baseUrl, path), init, settings);
+}
+
+/** A websocket to the Jupyter server, as those of kernels. */
+export function socketOf(settings: ServerConnection.ISettings, path: string): WebSocket {
+  const url = URLExt.join(settings.wsUrl, path);
+  const token = settings.appendToken && settings.token !== "" ? `?token=${encodeURIComponent(settings.token)}` : "";
+  return new settings.WebSocket(url + token);
+}

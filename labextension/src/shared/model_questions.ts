@@ -1,0 +1,168 @@
+import { askOverControl } from "./kernel_link";
+import type { KernelConnection } from "./kernel_link";
+
+/** How long the first way may take before the control channel is tried, and that before the kernel counts as busy. */
+export const PATIENCE_MS = 2_000;
+/** After this an unanswered question is given up, so that it can be asked again. On the main shell it only waits. */
+export const EXPIRY_MS = 30_000;
+
+/** No answer will come; the text says why. */
+export class NoAnswer extends Error {}
+
+/** What anywidget gives of a widget's model. */
+export interface WidgetModel {
+  get(name: string): unknown;
+  send(content: unknown): void;
+  on(name: string, callback: (...args: never[]) => void): void;
+  off(name: string, callback: (...args: never[]) => void): void;
+  readonly widget_manager?: unknown;
+}
+
+/** How questions of a widget travel: on the kernel's comm subshell, its control channel, or its main shell. */
+export type ModelWay = "subshell" | "control" | "shell";
+
+interface Pending<A> {
+  readonly resolve: (answer: A) => void;
+  readonly reject: (reason: Error) => void;
+  readonly timers: Set<ReturnType<typeof setTimeout>>;
+  late: boolean;
+}
+
+interface Options<A> {
+  readonly model: WidgetModel;
+  readonly kernel: KernelConnection | null;
+  /** Whose questions they are on the control channel, "" when it can't be used. */
+  readonly modelId: () => string;
+  /** Returns an answer, null for what is none. */
+  readonly read: (content: unknown) => A | null;
+  /** Told whenever the kernel begins or ceases to leave questions waiting. */
+  readonly onBusy: (busy: boolean) => void;
+}
+
+/**
+ * Questions of a widget to its kernel.
+ *
+ * They go where the kernel can answer while a cell runs: by comm when the kernel answers those on a subshell and the
+ * front end sends them there, else on the control channel, else by comm all the same, answered when the cell ends.
+ */
+export class ModelQuestions<A extends { readonly n: number }> {
+  private readonly pending = new Map<number, Pending<A>>();
+  // two views of one model hear each other's answers: their questions' numbers must differ
+  private count = Math.floor(Math.random() * 2 ** 40);
+  private closed = "";
+
+  constructor(private readonly options: Options<A>) {}
+
+  get way(): ModelWay {
+    if (this.options.kernel?.supportsSubshells === true && this.options.model.get("comms") === "subshell") return "subshell";
+    return this.hasControl ? "control" : "shell";
+  }
+
+  /**
+   * Asks, and resolves with the answer whenever it comes.
+   *
+   * @throws NoAnswer: None will come, or none within `expiry_ms`.
+   */
+  ask(asked: object, expiry_ms = EXPIRY_MS): Promise<A> {
+    if (this.closed) return Promise.reject(new NoAnswer(this.closed));
+    const n = ++this.count;
+    const question = { ...asked, n };
+    return new Promise((resolve, reject) => {
+      const pending: Pending<A> = { resolve, reject, timers: new Set(), late: false };
+      this.pending.set(n, pending);
+      const { way } = this;
+      if (way === "control") {
+        this.sendOverControl(question);
+        this.after(pending, PATIENCE_MS, () => this.isLate(pending));
+      } else {
+        this.options.model.send(question);
+        this.after(pending, PATIENCE_MS, () => {
+          if (!this.hasControl) {
+            this.isLate(pending);
+            return;
+          }
+          this.sendOverControl(question);
+          this.after(pending, PATIENCE_MS, () => this.isLate(pending));
+        });
+      }
+      if (way !== "shell") {
+        this.after(pending, expiry_ms, () => this.settle(n, new NoAnswer("the kernel has not answered")));
+      }
+    });
+  }
+
+  /** Takes an answer that came by comm. */
+  receive(content: unknown): void {
+    const answer = this.options.read(content);
+    if (answer) this.settle(answer.n, answer);
+  }
+
+  /** Gives all questions up. */
+  drop(reason: string): void {
+    for (const n of [...this.pending.keys()]) this.settle(n, new NoAnswer(reason));
+  }
+
+  /** Gives all questions up, and takes no other. */
+  close(reason: string): void {
+    this.closed = reason;
+    this.drop(reason);
+  }
+
+  private get hasControl(): boolean {
+    return typeof this.options.kernel?.sendControlMessage === "function" && this.options.modelId() !== "";
+  }
+
+  private sendOverControl(question: { readonly n: number }): void {
+    if (!this.options.kernel) return;
+    askOverControl(this.options.kernel, this.options.modelId(), question).then(
+      (answer) => this.receive(answer),
+      (reason: unknown) => {
+        // a kernel without our handler says so at once, and may still answer by comm when the cell has ended
+        const pending = this.pending.get(question.n);
+        if (!pending) return;
+        if (this.way === "control") this.options.model.send(question);
+        console.debug("sgpu: no answer on the control channel:", reason instanceof Error ? reason.message : reason);
+        this.isLate(pending);
+      },
+    );
+  }
+
+  private settle(n: number, outcome: A | Error): void {
+    const pending = this.pending.get(n);
+    if (!pending) return;
+    this.pending.delete(n);
+    for (const timer of pending.timers) clearTimeout(timer);
+    if (outcome instanceof Error) pending.reject(outcome);
+    else pending.resolve(outcome);
+    this.updateBusy();
+  }
+
+  private isLate(pending: Pending<A>): void {
+    pending.late = true;
+    this.updateBusy();
+  }
+
+  private updateBusy(): void {
+    this.options.onBusy([...this.pending.values()].some(({ late }) => late));
+  }
+
+  private after(pending: Pending<A>, delay_ms: number, then: () => void): void {
+    const timer = setTimeout(() => {
+      pending.timers.delete(timer);
+      then();
+    }, delay_ms);
+    pending.timers.add(timer);
+  }
+}
+
+/** Returns what a message says; null, with a word on the console, for what can't be read. */
+export function readOrNull<T>(parse: () => T, tell?: (text: string) => void): T | null {
+  try {
+    return parse();
+  } catch (error) {
+    const text = error instanceof Error ? error.message : String(error);
+    console.warn("sgpu: a message that this view can't read:", text);
+    tell?.(text);
+    return null;
+  }
+}

@@ -1,0 +1,50 @@
+import type { Activity } from "./activity";
+
+/** Calls back once a second, at the turn of a clock's second, while anybody listens and can see it. */
+export class Ticker {
+  private readonly callbacks = new Set<() => void>();
+  private timer: ReturnType<typeof setTimeout> | undefined;
+
+  /** @param now_s: The clock. */
+  constructor(
+    private readonly now_s: () => number,
+    private readonly activity: Activity,
+    private readonly signal: AbortSignal,
+  ) {
+    activity.onChange(() => {
+      if (activity.active) this.tick();
+      else this.stop();
+    });
+    signal.addEventListener("abort", () => this.stop(), { once: true });
+  }
+
+  /** Returns how to stop it. */
+  listen(callback: () => void): () => void {
+    this.callbacks.add(callback);
+    this.wait();
+    return () => {
+      this.callbacks.delete(callback);
+      if (this.callbacks.size === 0) this.stop();
+    };
+  }
+
+  private tick(): void {
+    for (const callback of [...this.callbacks]) callback();
+    this.wait();
+  }
+
+  private wait(): void {
+    if (this.timer !== undefined || this.callbacks.size === 0 || !this.activity.active || this.signal.aborted) return;
+    // a little after the turn, so that no second is shown twice or left out
+    const left_ms = 1000 - ((this.now_s() * 1000) % 1000) + 5;
+    this.timer = setTimeout(() => {
+      this.timer = undefined;
+      this.tick();
+    }, left_ms);
+  }
+
+  private stop(): void {
+    clearTimeout(this.timer);
+    this.timer = undefined;
+  }
+}

@@ -1,0 +1,145 @@
+import { describe, expect, it } from "vitest";
+
+import {
+  canonicalName,
+  packageLines,
+  requirementProblem,
+  resolved,
+  sameChoice,
+  undone,
+  withPackage,
+  withType,
+  withoutLine,
+} from "../src/panel/form";
+import type { PackageLine } from "../src/panel/messages";
+import { EVERY_RUN, filtered, readFilter } from "../src/panel/run_filter";
+import { costWords, formatEstimate, formatMemory, formatSpan, runWords, signOf } from "../src/panel/words";
+import { plainly } from "../src/panel/widget_host";
+import { B300, CPUS, H100, NOW, RUNS, SESSION, choice, manyRuns, poolPicture, run, type } from "./panel_samples";
+
+describe("a requirement", () => {
+  it.each(["peft", "peft==0.17.1", "peft >=0.1, <1", "peft[all]~=0.17", "a.b_c-d", "peft; python_version < '3.13'", " peft ", ""])(
+    "%j is one",
+    (text) => expect(requirementProblem(text)).toBe(""),
+  );
+  it.each(["peft @ https://example.org/peft.whl", "peft@git+https://example.org/peft.git@v1"])("%j is one", (text) =>
+    expect(requirementProblem(text)).toBe(""),
+  );
+  it.each([
+    ["peft 0.17", "write name==version"],
+    ["peft=0.17", "two equals signs"],
+    ["peft torch", "one package at a time"],
+    ["-r requirements.txt", "requirements file"],
+    ["./wheels/peft.whl", "is a path"],
+    ["==1", "write one as"],
+    ["peft==", "write one as"],
+  ])("%j is none", (text, words) => expect(requirementProblem(text)).toContain(words));
+
+  it("has a name that is compared as indexes do it", () => {
+    expect(canonicalName("Scikit_Learn[all]>=1")).toBe("scikit-learn");
+    expect(canonicalName("zope.interface")).toBe("zope-interface");
+  });
+});
+
+describe("packages of the form", () => {
+  const peft: PackageLine = { sign: "+", name: "peft", words: "peft 0.17.1", removable: true };
+  const torch: PackageLine = { sign: "-", name: "torch", words: "torch 2.7.1", removable: true };
+  const effect = choice({ dependencies: ["peft==0.17.1"], removed: ["torch"] });
+
+  it("are added in the place of another version, and no longer left out", () => {
+    const form = withPackage(withPackage(effect, "PEFT>=1"), "torch==2.8");
+    expect(form.dependencies).toEqual(["PEFT>=1", "torch==2.8"]);
+    expect(form.removed).toEqual([]);
+  });
+
+  it("are drawn with what changes, and every change can be taken back", () => {
+    const words = (form: typeof effect) => packageLines([peft, torch], effect, form).map(({ sign, words, pending }) => `${sign} ${words} ${pending}`);
+    expect(words(effect)).toEqual(["+ peft 0.17.1 ", "- torch 2.7.1 "]);
+    const without = withoutLine(effect, peft);
+    expect(without.dependencies).toEqual([]);
+    expect(words(without)).toEqual(["+ peft 0.17.1 dropped", "- torch 2.7.1 "]);
+    const line = packageLines([peft, torch], effect, without)[0];
+    expect(line && undone(without, effect, line)).toEqual(effect);
+    const back = withoutLine(effect, torch);
+    expect(words(back)).toEqual(["+ peft 0.17.1 ", "- torch 2.7.1 dropped"]);
+    const added = withPackage(effect, "einops");
+    expect(words(added)).toEqual(["+ peft 0.17.1 ", "- torch 2.7.1 ", "+ einops added"]);
+    const einops = packageLines([peft, torch], effect, added)[2];
+    expect(einops && sameChoice(undone(added, effect, einops), effect)).toBe(true);
+    expect(words(withPackage(effect, "peft==1"))).toEqual(["- torch 2.7.1 ", "+ peft==1 added"]);
+  });
+
+  it("that were installed by hand are taken away by name", () => {
+    const form = withoutLine(choice(), peft);
+    expect(form.removed).toEqual(["peft"]);
+    expect(packageLines([peft], choice(), form).map(({ pending }) => pending)).toEqual(["dropped"]);
+  });
+
+  it("of another base are the chosen ones alone", () => {
+    const lines = packageLines([peft, torch], effect, { ...effect, env_version: "4", removed: [] });
+    expect(lines.map(({ words, pending }) => [words, pending])).toEqual([["peft==0.17.1", "added"]]);
+  });
+});
+
+describe("type and number", () => {
+  const none = choice({ gpus: 0, type: "" });
+
+  it("are the pool's where it has one accelerator, or CPU alone", () => {
+    expect(resolved(none, poolPicture({ types: [type(), CPUS] }))).toMatchObject({ type: "a10", gpus: 4 });
+    expect(resolved(none, poolPicture({ types: [CPUS] }))).toMatchObject({ type: "cpu", gpus: 2 });
+    expect(resolved(none, poolPicture({ types: [H100, type()] }))).toMatchObject({ type: "a10", gpus: 1 });
+    expect(resolved(none, poolPicture({ types: [H100, type({ free: 0 })] }))).toMatchObject({ type: "h100", gpus: 1 });
+    expect(resolved(none, null)).toEqual(none);
+    expect(resolved(choice({ gpus: 1 }), poolPicture())).toMatchObject({ type: "a10", gpus: 1 });
+  });
+
+  it("go together", () => {
+    expect(withType(choice({ gpus: 4 }), H100)).toMatchObject({ type: "h100", gpus: 4 });
+    expect(withType(choice({ gpus: 4 }), B300)).toMatchObject({ type: "b300", gpus: 1 });
+    expect(withType(none, CPUS)).toMatchObject({ type: "cpu", gpus: 2 });
+  });
+});
+
+describe("words", () => {
+  it("are short where nobody counts", () => {
+    expect([12, 99, 100, 719, 3599, 3900].map(formatSpan)).toEqual(["12 s", "99 s", "2 min", "12 min", "1 h 00 min", "1 h 05 min"]);
+    expect([3, 31, 60, 720].map(formatEstimate)).toEqual(["10 s", "40 s", "1 min", "12 min"]);
+    expect([24e9, 0.5e9, 2e9].map(formatMemory)).toEqual(["24 GB", "0.5 GB", "2 GB"]);
+  });
+
+  it("of a run say what goes on, and what has ended when", () => {
+    const words = RUNS.map((each) => runWords(each, NOW, plainly));
+    expect(words[0]).toBe("2 ranks · running 02:14");
+    expect(words[1]).toBe("4 ranks · waits for 1 A10, position 1");
+    expect(words[2]).toMatch(/^rank 1: ValueError · (\d\d:\d\d|\d+ \w+)$/);
+    expect(words[3]).toMatch(/^2 ranks · 03:36 · (\d\d:\d\d|\d+ \w+)$/);
+    expect(runWords(SESSION, NOW, plainly)).toBe("2 ranks · connected 12:00");
+    expect(RUNS.map(signOf)).toEqual(["dot", "ring", "cross", "check"]);
+  });
+
+  it("of a cost are the meter's, then the bill's, or none", () => {
+    expect(costWords(SESSION, NOW)).toBe("$1.00");
+    expect(costWords(run("x", { final: true, cost: 0.3 }), NOW)).toBe("$0.30");
+    expect(costWords(run("x", { hourly: null }), NOW)).toBe("");
+  });
+});
+
+describe("the filter", () => {
+  const runs = [...RUNS, ...manyRuns(20)];
+  const names = (change: Partial<typeof EVERY_RUN>) => filtered(runs, { ...EVERY_RUN, ...change }, "train.ipynb", "kernel-1").map(({ name }) => name);
+
+  it("finds by words, state and notebook", () => {
+    expect(filtered(runs, EVERY_RUN, "", "")).toBe(runs);
+    expect(names({ text: "VALUEerror train" })).toEqual(["train_digits"]);
+    expect(names({ state: "waiting" })).toEqual(["sweep[3]"]);
+    expect(names({ state: "going" })).toEqual(["train_digits"]);
+    expect(names({ state: "failed" })).toEqual(["train_digits", "step_3", "step_13"]);
+    expect(names({ own: true })).not.toContain("sweep[3]");
+    expect(names({ text: "nothing" })).toEqual([]);
+  });
+
+  it("is read from what was kept, whatever that is", () => {
+    expect(readFilter('{"text":"a","state":"failed","own":true}')).toEqual({ text: "a", state: "failed", own: true });
+    for (const text of [null, "", "{", "3", '{"state":"x"}']) expect(readFilter(text)).toEqual(EVERY_RUN);
+  });
+});

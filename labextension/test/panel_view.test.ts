@@ -1,0 +1,731 @@
+import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
+
+import type { KernelState } from "../src/panel/host";
+import { NoExtension } from "../src/panel/host";
+import { mountPanel } from "../src/panel/index";
+import { OtherVersion } from "../src/panel/messages";
+import type { PlanPicture } from "../src/panel/messages";
+import {
+  CPUS,
+  H100,
+  KERNEL,
+  NOW,
+  PLAN,
+  RUNS,
+  SESSION,
+  TestHost,
+  TestNotebook,
+  answering,
+  choice,
+  kernelAnswer,
+  kernelPicture,
+  manyRuns,
+  poolPicture,
+  run,
+  type,
+} from "./panel_samples";
+
+let ends: AbortController[] = [];
+
+function mounted(host: TestHost) {
+  const el = document.createElement("div");
+  document.body.append(el);
+  const end = new AbortController();
+  ends.push(end);
+  mountPanel(el, host, end.signal);
+  return { el, end, host };
+}
+
+const text = (el: Element) => el.textContent.replaceAll("\u00a0", " ");
+
+function query(el: Element, selector: string): HTMLElement {
+  const found = el.querySelector<HTMLElement>(selector);
+  if (!found) throw new Error(`no ${selector} in ${el.innerHTML}`);
+  return found;
+}
+
+const all = (el: Element, selector: string) => [...el.querySelectorAll<HTMLElement>(selector)];
+
+function button(el: Element, name: string): HTMLButtonElement {
+  const found = [...el.querySelectorAll("button")].find(
+    (each) => each.textContent.trim() === name || each.getAttribute("aria-label") === name,
+  );
+  if (!found) throw new Error(`no button ${name} in ${text(el)}`);
+  return found;
+}
+
+function press(element: Element, key: string) {
+  element.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
+}
+
+function typeInto(element: HTMLElement, value: string) {
+  (element as HTMLInputElement).value = value;
+  element.dispatchEvent(new Event("input", { bubbles: true }));
+}
+
+const shows = (el: Element, words: string) => vi.waitFor(() => expect(text(el)).toContain(words));
+
+function focused(): Element {
+  if (!document.activeElement) throw new Error("nothing has the focus");
+  return document.activeElement;
+}
+
+/** Waits until the form's last change has its plan. */
+async function planned(el: Element) {
+  await vi.waitFor(() => expect(query(el, ".sgpu-primary")).toHaveProperty("disabled", true));
+  await vi.waitFor(() => expect(query(el, ".sgpu-primary")).toHaveProperty("disabled", false));
+}
+
+function pageIs(hidden: boolean) {
+  Object.defineProperty(document, "hidden", { configurable: true, get: () => hidden });
+  document.dispatchEvent(new Event("visibilitychange"));
+}
+
+beforeEach(() => {
+  ends = [];
+});
+afterEach(() => {
+  for (const end of ends) end.abort();
+  document.body.replaceChildren();
+  pageIs(false);
+  vi.useRealTimers();
+});
+
+async function ready(picture = kernelPicture(), plan: PlanPicture = PLAN, runs = RUNS, pool = poolPicture()) {
+  const host = new TestHost(new TestNotebook(answering(picture, plan)));
+  const view = mounted(host);
+  host.tellPool(pool, runs);
+  await vi.waitFor(() => expect(view.el.querySelector(".sgpu-add, .sgpu-word, .sgpu-strong")).not.toBeNull());
+  const { notebook } = host;
+  if (!notebook) throw new Error("no notebook");
+  return { ...view, notebook };
+}
+
+describe("what there is to choose from", () => {
+  it("is told with what is free, when, how much memory it has and what it costs", async () => {
+    const { el } = await ready();
+    await shows(el, "3 of 4 free");
+    expect(all(el, ".sgpu-type").map((each) => all(each, "*").map(text).filter(Boolean))).toEqual([
+      ["A10", "3 of 4 free", "24 GB", "$2.50 / GPU h"],
+      ["H100", "8 of 8 free", "80 GB · reserved", "$7.00 / GPU h"],
+      ["B300", "none · about 12 min", "288 GB", "$11.00 / GPU h"],
+    ]);
+    expect(query(el, "[role=radiogroup]").getAttribute("aria-label")).toBe("Accelerator");
+    expect(button(el, "B300, none · about 12 min, 288 GB, $11.00 / GPU h").getAttribute("aria-checked")).toBe("false");
+  });
+
+  it("says what is simulated, and what nobody knows", async () => {
+    const { el } = await ready(kernelPicture(), PLAN, [], poolPicture({ types: [type({ simulated: true, free: 0, waits_s: [null] }), CPUS] }));
+    await shows(el, "none · unknown");
+    expect(text(query(el, ".sgpu-type"))).toContain("24 GB · simulated");
+  });
+
+  it("is walked through by arrow keys, with one stop for Tab", async () => {
+    const { el, notebook } = await ready();
+    await shows(el, "3 of 4 free");
+    const types = () => all(el, ".sgpu-type");
+    expect(types().map(({ tabIndex }) => tabIndex)).toEqual([0, -1, -1]);
+    types()[0]?.focus();
+    press(types()[0] as Element, "ArrowDown");
+    await vi.waitFor(() => expect(types()[1]?.getAttribute("aria-checked")).toBe("true"));
+    expect(document.activeElement).toBe(types()[1]);
+    press(types()[1] as Element, "ArrowUp");
+    press(types()[0] as Element, "ArrowUp");
+    await vi.waitFor(() => expect(types()[2]?.getAttribute("aria-checked")).toBe("true"));
+    expect(types().map(({ tabIndex }) => tabIndex)).toEqual([-1, -1, 0]);
+    expect(all(el, ".sgpu-segments [role=radio]").map(text)).toEqual(["1", "2"]);
+    await vi.waitFor(() => expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { type: "b300", gpus: 1 } }));
+  });
+
+  it("counts what this notebook's own session holds as free, and tells when the rest will be", async () => {
+    const { el } = await ready(kernelPicture({ choice: choice({ gpus: 1 }) }));
+    await shows(el, "3 of 4 free");
+    expect(all(el, ".sgpu-later").length).toBe(0);
+    const other = await ready(kernelPicture({ choice: choice({ gpus: 4 }) }), PLAN, [], poolPicture({ devices: [] }));
+    await shows(other.el, "4 × A10 will be free in about 12 min, going by earlier runs.");
+    expect(query(other.el, ".sgpu-later").getAttribute("aria-label")).toBe("4, free in about 12 min");
+  });
+
+  it("shows what the notebook asks for although the pool does not have it", async () => {
+    const { el, notebook } = await ready(kernelPicture({ choice: choice({ gpus: 6 }) }));
+    await shows(el, "The notebook asks for 6: this pool has 4 A10.");
+    const six = button(el, "6: this pool has 4 A10");
+    expect(six.getAttribute("aria-disabled")).toBe("true");
+    six.click();
+    expect(notebook.kinds()).not.toContain("apply");
+    const missing = await ready(kernelPicture({ choice: choice({ type: "b200" }) }));
+    await shows(missing.el, "The notebook asks for B200, which this pool does not have.");
+  });
+
+  it("has a field for numbers above eight, which takes only what there is", async () => {
+    const { el, notebook } = await ready(kernelPicture(), PLAN, [], poolPicture({ types: [CPUS] }));
+    await shows(el, "of 16");
+    const field = query(el, "input[type=number]") as HTMLInputElement;
+    expect(field.value).toBe("2");
+    typeInto(field, "99");
+    await vi.waitFor(() => expect(field.getAttribute("aria-invalid")).toBe("true"));
+    typeInto(field, "12");
+    await vi.waitFor(() => expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { type: "cpu", gpus: 12 } }));
+  });
+
+  it("keeps prices to itself where the settings say so", async () => {
+    const host = new TestHost(new TestNotebook());
+    host.settings = { showPrices: false };
+    const { el } = mounted(host);
+    host.tellPool(undefined, [SESSION, ...RUNS]);
+    await shows(el, "train_digits");
+    expect(text(el).replace(/This month.*/, "")).not.toContain("$");
+  });
+
+  it("is another pool: the choice and what is looked at", async () => {
+    const { el, host, notebook } = await ready();
+    host.pools.tell({
+      kind: "pools",
+      pools: [
+        { name: "team", about: "ray", reserved: true, default: false },
+        { name: "local", about: "this machine", reserved: false, default: true },
+      ],
+    });
+    await vi.waitFor(() => query(el, "option[value=team]"));
+    const select = query(el, "[aria-label=Pool] select") as HTMLSelectElement;
+    expect(text(select)).toBe("team · reservedlocal · this machine");
+    select.value = "team";
+    select.dispatchEvent(new Event("change", { bubbles: true }));
+    expect(host.pools.orders).toEqual([
+      { kind: "watch", pool: "" },
+      { kind: "watch", pool: "team" },
+    ]);
+    await shows(el, "Waiting for the pool's first news…");
+    host.pools.tell({ kind: "pool", picture: poolPicture() });
+    await vi.waitFor(() => expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { pool: "team" } }));
+    expect(text(el)).toContain("Waiting for the pool's first news…");
+  });
+});
+
+describe("the environment", () => {
+  const peft = { sign: "+", name: "peft", words: "peft 0.17.1", removable: true } as const;
+
+  it("is a base and what differs from it", async () => {
+    const { el } = await ready(kernelPicture({ differences: [peft], more_differences: 3, notes: ["numpy is older than installed."] }));
+    await shows(el, "Python 3.12.3 · torch 2.7.1166 packages");
+    expect(text(query(el, ".sgpu-package"))).toBe("+ added: peft 0.17.1remove");
+    expect(text(el)).toContain("and 3 more");
+    expect(text(el)).toContain("numpy is older than installed.");
+  });
+
+  it("takes a package by Enter, and refuses what is none", async () => {
+    const { el, notebook } = await ready();
+    const field = () => query(el, ".sgpu-add") as HTMLInputElement;
+    typeInto(field(), "peft 0.17");
+    await vi.waitFor(() => expect(field().value).toBe("peft 0.17"));
+    press(field(), "Enter");
+    await shows(el, "peft 0.17 is no requirement; write name==version.");
+    expect(field().getAttribute("aria-invalid")).toBe("true");
+    typeInto(field(), "peft==0.17.1");
+    press(field(), "Enter");
+    await shows(el, "+ added: peft==0.17.1undo");
+    expect(field().value).toBe("");
+    await vi.waitFor(() =>
+      expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { dependencies: ["peft==0.17.1"] } }),
+    );
+    button(el, "undo peft").click();
+    await vi.waitFor(() => expect(el.querySelector(".sgpu-package")).toBeNull());
+  });
+
+  it("takes a removal back", async () => {
+    const { el, notebook } = await ready(kernelPicture({ differences: [peft] }));
+    button(el, "remove peft").click();
+    await shows(el, "+ will be taken back: peft 0.17.1undo");
+    await vi.waitFor(() => expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { removed: ["peft"] } }));
+    button(el, "undo peft").click();
+    await shows(el, "+ added: peft 0.17.1remove");
+  });
+
+  it("is another base", async () => {
+    const { el, notebook } = await ready(kernelPicture({ differences: [peft] }));
+    const select = query(el, "[aria-labelledby] select") as HTMLSelectElement;
+    select.value = "4";
+    select.dispatchEvent(new Event("change", { bubbles: true }));
+    await shows(el, "Python 3.12 · 168 packages");
+    expect(el.querySelector(".sgpu-package")).toBeNull();
+    await vi.waitFor(() => expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { env_version: "4" } }));
+  });
+});
+
+describe("applying", () => {
+  it("says before what it will do, and connects", async () => {
+    const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
+    await shows(el, "2 packages will be installed, about 20 s. Nothing is running.");
+    const kept = { choice: choice(), signed: "ab", version: 1 };
+    notebook.answer = () => kernelAnswer(kernelPicture({ choice: choice() }), { kept, said: "Connecting main." });
+    button(el, "Apply and connect").click();
+    await shows(el, "Connecting main.");
+    expect(notebook.asked.find(({ kind }) => kind === "apply")).toEqual({
+      kind: "apply",
+      choice: choice(),
+      connect: true,
+      confirmed: false,
+    });
+    expect(notebook.written).toEqual([kept]);
+  });
+
+  it("asks for the plan once the form has rested, and not for every key", async () => {
+    const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
+    await shows(el, "2 packages will be installed");
+    const before = notebook.kinds().filter((kind) => kind === "plan").length;
+    for (const number of ["1", "3", "4"]) button(el, number).click();
+    await planned(el);
+    expect(notebook.kinds().filter((kind) => kind === "plan").length).toBe(before + 1);
+    expect(notebook.asked.at(-1)).toMatchObject({ choice: { gpus: 4 } });
+    button(el, "Undo changes").click();
+    await vi.waitFor(() => expect(notebook.asked.at(-1)).toMatchObject({ choice: { gpus: 2 } }));
+  });
+
+  it("is confirmed where something is lost, and told to the kernel", async () => {
+    const plan = { ...PLAN, loses: true, sentences: ["Session main restarts: its variables are lost."] };
+    const { el, notebook } = await ready(kernelPicture({ choice: choice() }), plan);
+    await shows(el, "Session main restarts");
+    button(el, "Confirm").click();
+    await vi.waitFor(() => expect(notebook.asked.find(({ kind }) => kind === "apply")).toMatchObject({ confirmed: true }));
+  });
+
+  it("is not possible where the plan says why", async () => {
+    const { el } = await ready(kernelPicture(), { ...PLAN, problem: "This pool has no A10." });
+    await shows(el, "This pool has no A10.");
+    expect(query(el, ".sgpu-primary")).toHaveProperty("disabled", true);
+    expect(text(query(el, ".sgpu-sentences [role=alert]"))).toBe("This pool has no A10.");
+  });
+
+  it("leaves the form as it is when the kernel refuses", async () => {
+    const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
+    await shows(el, "2 packages will be installed");
+    button(el, "3").click();
+    const plan = notebook.answer;
+    notebook.answer = (question) => (question.kind === "apply" ? { kind: "panel-refusal", n: 0, text: "No peft 99 exists." } : plan(question));
+    await planned(el);
+    button(el, "Apply and connect").click();
+    await shows(el, "No peft 99 exists.");
+    expect(query(el, ".sgpu-refusal").getAttribute("role")).toBe("alert");
+    expect(button(el, "3").getAttribute("aria-checked")).toBe("true");
+    expect(button(el, "Apply and connect").disabled).toBe(false);
+  });
+
+  it("shows that packages are being installed, asks again, and tells how it ended", async () => {
+    const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
+    await shows(el, "2 packages will be installed");
+    let answers = 0;
+    notebook.answer = (question) => {
+      if (question.kind === "plan") return { kind: "plan-answer", n: 0, plan: PLAN };
+      if (question.kind === "kernel" && ++answers > 1) return { kind: "panel-refusal", n: 0, text: "The index does not answer." };
+      return kernelAnswer(kernelPicture({ choice: choice() }), { installing: true });
+    };
+    button(el, "Apply and connect").click();
+    await shows(el, "Installing packages…");
+    expect(button(el, "Installing packages…").disabled).toBe(true);
+    await vi.waitFor(() => expect(text(el)).toContain("The index does not answer."), { timeout: 6_000 });
+    await vi.waitFor(() => expect(button(el, "Apply and connect").disabled).toBe(false));
+  });
+
+  it("can keep the choice without connecting", async () => {
+    const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
+    await shows(el, "2 packages will be installed");
+    button(el, "1").click();
+    await planned(el);
+    button(el, "Apply only").click();
+    await vi.waitFor(() =>
+      expect(notebook.asked.find(({ kind }) => kind === "apply")).toMatchObject({ connect: false, choice: { gpus: 1 } }),
+    );
+  });
+});
+
+describe("a stranger's choice", () => {
+  const foreign = () => ready(kernelPicture({ choice: choice({ gpus: 8, type: "h100" }), choice_words: "8 on H100", confirmed: false }));
+
+  it("waits for a word, with what it would do", async () => {
+    const { el, notebook } = await foreign();
+    await shows(el, "This notebook asks for 8 on H100; somebody else chose that.");
+    await shows(el, "2 packages will be installed");
+    expect(el.querySelector(".sgpu-type")).toBeNull();
+    expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", connect: false, choice: { gpus: 8 } });
+    notebook.answer = () => kernelAnswer(kernelPicture({ choice: choice({ gpus: 8, type: "h100" }) }));
+    button(el, "Use it").click();
+    await vi.waitFor(() => expect(query(el, ".sgpu-type[aria-checked=true] b").textContent).toBe("H100"));
+    expect(notebook.asked.find(({ kind }) => kind === "apply")).toMatchObject({ connect: false, choice: { gpus: 8 } });
+  });
+
+  it("is set aside for one's own, of which nothing is taken over", async () => {
+    const { el } = await foreign();
+    button(el, "Choose myself").click();
+    await vi.waitFor(() => query(el, ".sgpu-type"));
+    // what is offered is the pool's, not the stranger's
+    expect(el.querySelector(".sgpu-type[aria-checked=true]")?.textContent).toContain("A10");
+  });
+});
+
+describe("the session", () => {
+  it("is told with time, cost and idle time, which go on", async () => {
+    vi.useFakeTimers({ toFake: ["performance", "setTimeout", "clearTimeout", "requestAnimationFrame"] });
+    const host = new TestHost(new TestNotebook(answering(kernelPicture({ choice: choice(), choice_words: "2 on A10" }))));
+    const { el } = mounted(host);
+    host.tellPool(undefined, [{ ...SESSION, idle_ends_at: NOW + 65 }]);
+    await vi.advanceTimersByTimeAsync(100);
+    expect(text(query(el, "[aria-label=Session]"))).toBe("Connected · 2 × A10Disconnect12 min · $1.00 · ends after 65 idle s");
+    expect(text(query(el, "[role=status]"))).toBe("Connected · 2 × A10");
+    await vi.advanceTimersByTimeAsync(6_000);
+    expect(text(query(el, ".sgpu-times"))).toBe("12 min · $1.01 · ends after 59 idle s");
+    expect(text(query(el, ".sgpu-run-words"))).toBe("2 ranks · connected 12:06");
+  });
+
+  it("draws nothing and counts nothing while nobody looks", async () => {
+    vi.useFakeTimers({ toFake: ["performance", "setTimeout", "clearTimeout", "requestAnimationFrame"] });
+    const host = new TestHost(new TestNotebook());
+    const { el } = mounted(host);
+    host.tellPool(undefined, [SESSION]);
+    await vi.advanceTimersByTimeAsync(1_000);
+    pageIs(true);
+    expect(host.pools.orders.map(({ kind }) => kind)).toEqual(["watch", "rest"]);
+    const before = text(el);
+    await vi.advanceTimersByTimeAsync(90_000);
+    expect(text(el)).toBe(before);
+    expect(vi.getTimerCount()).toBe(0);
+    pageIs(false);
+    await vi.advanceTimersByTimeAsync(100);
+    expect(host.pools.orders.map(({ kind }) => kind)).toEqual(["watch", "rest", "watch"]);
+    expect(text(query(el, ".sgpu-run-words"))).toContain("connected 13:3");
+  });
+
+  it("folds the form away until it is wanted", async () => {
+    const { el } = await ready(kernelPicture({ choice: choice(), choice_words: "2 on A10, local" }), PLAN, [SESSION]);
+    await shows(el, "2 on A10, localchange");
+    expect(el.querySelector(".sgpu-type, .sgpu-primary")).toBeNull();
+    button(el, "change").click();
+    await vi.waitFor(() => query(el, ".sgpu-type"));
+    expect(el.querySelector(".sgpu-primary")).toBeNull();
+    button(el, "3").click();
+    await vi.waitFor(() => query(el, ".sgpu-primary"));
+  });
+
+  it("is ended by its kernel, or by the pool where the kernel is dead", async () => {
+    const sessions = [{ run_id: SESSION.run_id, name: "main", current: true, state: "running", words: "" }];
+    const { el, host, notebook } = await ready(kernelPicture({ sessions }), PLAN, [SESSION]);
+    button(el, "Disconnect").click();
+    await vi.waitFor(() => expect(notebook.asked.at(-1)).toEqual({ kind: "disconnect", name: "main" }));
+    notebook.change({ kernelState: "dead" });
+    await shows(el, "The kernel has died.");
+    await vi.waitFor(() => expect(button(el, "Disconnect").disabled).toBe(false));
+    button(el, "Disconnect").click();
+    await vi.waitFor(() =>
+      expect(host.pools.orders.at(-1)).toEqual({ kind: "cancel-run", run_id: SESSION.run_id, pool: "local" }),
+    );
+    await vi.waitFor(() => expect(button(el, "Disconnect").disabled).toBe(true));
+  });
+
+  it("may wait, and is another one for another notebook", async () => {
+    const waiting = { ...SESSION, state: "queued", tone: "waiting", words: "waits for 2 A10, position 1", started_at: null, metered_at: null, idle_ends_at: null };
+    const { el, host } = await ready(kernelPicture(), PLAN, [waiting]);
+    await shows(el, "Waiting · 2 × A10Cancelwaits for 2 A10, position 1 · 12 min");
+    const other = new TestNotebook();
+    other.kernel = "kernel-2";
+    other.name = "eval.ipynb";
+    host.show(other);
+    await vi.waitFor(() => expect(el.querySelector("[aria-label=Session]")).toBeNull());
+    expect(text(query(el, "[role=status]"))).toBe("Not connected");
+    host.show(null);
+    await shows(el, "No notebook is open.");
+  });
+});
+
+describe("a state without a form is a sentence and a button", () => {
+  const states: [KernelState, string, string][] = [
+    ["none", "This notebook has no kernel.", "Start a kernel"],
+    ["dead", "The kernel has died.", "Start a kernel"],
+    ["disconnected", "The link to the kernel is down.", "Look again"],
+    ["starting", "The kernel is starting.", ""],
+    ["restarting", "The kernel is restarting.", ""],
+  ];
+  it.each(states)("%s", async (kernelState, words, name) => {
+    const notebook = new TestNotebook();
+    notebook.kernelState = kernelState;
+    const host = new TestHost(notebook);
+    const { el } = mounted(host);
+    host.tellPool();
+    await shows(el, words);
+    await shows(el, "train_digits");
+    expect(notebook.asked).toEqual([]);
+    if (name) button(el, name).click();
+    if (name === "Start a kernel") expect(notebook.started).toBe(1);
+    notebook.change({ kernelState: "idle" });
+    await vi.waitFor(() => query(el, ".sgpu-add"));
+  });
+
+  it("without a notebook", async () => {
+    const host = new TestHost(null);
+    host.newNotebook = vi.fn();
+    const { el } = mounted(host);
+    host.tellPool();
+    await shows(el, "No notebook is open.");
+    button(el, "New notebook").click();
+    expect(host.newNotebook).toHaveBeenCalledOnce();
+    await vi.waitFor(() => expect(all(el, ".sgpu-run-row").length).toBe(RUNS.length));
+  });
+
+  it("of a kernel without the extension, which is asked again after each cell", async () => {
+    const notebook = new TestNotebook(() => Promise.reject(new NoExtension("This kernel has not loaded sgpu-magic.")));
+    const host = new TestHost(notebook);
+    const { el } = mounted(host);
+    host.tellPool();
+    await shows(el, "This kernel has not loaded sgpu-magic.");
+    button(el, "Insert %load_ext sgpu_magic").click();
+    expect(notebook.inserted).toBe(1);
+    expect(text(el)).toContain("The pool can be watched all the same.");
+    notebook.answer = answering(kernelPicture());
+    notebook.change({ kernelState: "busy" });
+    notebook.change({ kernelState: "idle" });
+    await vi.waitFor(() => query(el, ".sgpu-add"));
+  });
+
+  it("of a kernel that is busy, fails, or has another version", async () => {
+    let fail: (error: Error) => void = () => undefined;
+    const notebook = new TestNotebook(() => new Promise((_, reject) => (fail = reject)));
+    notebook.kernelState = "busy";
+    const host = new TestHost(notebook);
+    const { el } = mounted(host);
+    host.tellPool();
+    await shows(el, "The kernel is busy and has not answered yet.");
+    fail(new Error("The kernel has not answered."));
+    await shows(el, "The kernel has not answered.");
+    notebook.answer = () => Promise.reject(new OtherVersion("This page has another version."));
+    button(el, "Ask again").click();
+    await shows(el, "This page has another version.");
+    notebook.answer = answering(kernelPicture());
+    await vi.waitFor(() => button(el, "Ask again").click());
+    await vi.waitFor(() => query(el, ".sgpu-add"));
+  });
+
+  it("forgets the kernel that was, not what the user is choosing", async () => {
+    const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
+    await shows(el, "3 of 4 free");
+    button(el, "3").click();
+    notebook.change({ kernelState: "restarting" });
+    await shows(el, "The kernel is restarting.");
+    notebook.change({ kernelState: "starting" });
+    notebook.change({ kernelState: "idle" });
+    await vi.waitFor(() => expect(button(el, "3").getAttribute("aria-checked")).toBe("true"));
+  });
+});
+
+describe("the way to the pool", () => {
+  it.each([
+    ["absent", "This Jupyter server has no sgpu-magic."],
+    ["refused", "The Jupyter server does not let this page look at pools."],
+    ["away", "The Jupyter server does not answer."],
+  ] as const)("may be %s", async (kind, words) => {
+    const host = new TestHost();
+    const { el } = mounted(host);
+    await shows(el, "Looking for the pool…");
+    host.pools.link({ kind, text: "" });
+    await shows(el, words);
+    button(el, "Try again").click();
+    expect(host.pools.retries).toBe(1);
+    host.pools.link({ kind, text: "Something else." });
+    await shows(el, "Something else.");
+  });
+
+  it.each(["none", "lost", "other-version", "problem"] as const)("leads to a pool that is %s", async (state) => {
+    const remedy = state === "problem" ? ("retry" as const) : ("start" as const);
+    const host = new TestHost();
+    const { el } = mounted(host);
+    host.tellPool(poolPicture({ state, sentence: "Nobody is there.", remedy, remedy_words: "Do it", types: [], devices: [] }), RUNS);
+    await shows(el, "Nobody is there.");
+    button(el, "Do it").click();
+    expect(host.pools.orders.at(-1)).toEqual(remedy === "start" ? { kind: "start-pool", pool: "local" } : { kind: "watch", pool: "" });
+    expect(all(el, ".sgpu-run-row").length).toBe(RUNS.length);
+    if (remedy === "retry") return;
+    await shows(el, "Starting…");
+    host.pools.tell({ kind: "said", text: "There is no room for a pool.", ok: false });
+    await vi.waitFor(() => expect(text(query(el, "[role=alert]:not(.sgpu-problem)"))).toBe("There is no room for a pool."));
+    expect(button(el, "Do it").disabled).toBe(false);
+    button(el, "close").click();
+    await vi.waitFor(() => expect(text(el)).not.toContain("no room"));
+  });
+});
+
+describe("devices", () => {
+  it("are told with use, memory and user, and this notebook's are marked", async () => {
+    const { el } = await ready();
+    await shows(el, "A10 · 0");
+    expect(all(el, ".sgpu-device > .sgpu-hidden").map(text)).toEqual([
+      "94 %, 18.2 GB, train.ipynb · rank 0, this notebook's",
+      "91 %, 18.1 GB, train.ipynb · rank 1, this notebook's",
+      "34 %, 6.4 GB, eval.ipynb",
+      "0 %, 0.0 GB, free",
+    ]);
+    expect(all(el, ".sgpu-own").length).toBe(2);
+    expect(query(el, ".sgpu-track i").style.width).toBe("94%");
+  });
+
+  it("are CPU slots where there is no GPU", async () => {
+    const { el } = await ready(kernelPicture(), PLAN, [], poolPicture({ types: [CPUS], devices: [], cpu_slots: 16, cpu_slots_free: 12, notes: ["No GPU here."] }));
+    await shows(el, "12 of 16 slots free");
+    expect(text(query(el, ".sgpu-devices + p"))).toBe("No GPU here.");
+  });
+
+  it("can be folded away, also after a reload", async () => {
+    const { el, host } = await ready();
+    button(el, "Devices").click();
+    await vi.waitFor(() => expect(el.querySelector(".sgpu-device")).toBeNull());
+    const again = mounted(host);
+    host.tellPool();
+    await shows(again.el, "Devices");
+    expect(again.el.querySelector(".sgpu-device")).toBeNull();
+    expect(button(again.el, "Devices").getAttribute("aria-expanded")).toBe("false");
+  });
+});
+
+describe("runs", () => {
+  it("are listed newest first, with a shape and words for their state", async () => {
+    const { el } = await ready();
+    await shows(el, "sweep[3]");
+    expect(all(el, ".sgpu-run-name").map((each) => text(each).replace(/ \(.*/, ""))).toEqual(["train_digits", "sweep[3]", "train_digits", "preprocess"]);
+    expect(all(el, ".sgpu-dot .sgpu-hidden").map(text)).toEqual(["running", "queued", "failed", "succeeded"]);
+    expect(new Set(all(el, ".sgpu-dot svg").map(({ innerHTML }) => innerHTML)).size).toBe(4);
+    expect(all(el, ".sgpu-run-cost").map(text)).toEqual(["$0.19", "", "$0.02", "$0.30"]);
+  });
+
+  it("change by differences", async () => {
+    const { el, host } = await ready();
+    await shows(el, "sweep[3]");
+    const done = { ...run("run-4"), state: "succeeded", tone: "good", final: true, ended_at: NOW, cost: 0.2 };
+    const next = run("run-5", { name: "next", submitted_at: NOW });
+    host.pools.tell({ kind: "runs", pool: "local", whole: false, changed: [done, next], gone: ["run-1"] });
+    await vi.waitFor(() => expect(all(el, ".sgpu-dot .sgpu-hidden").map(text)).toEqual(["running", "succeeded", "queued", "failed"]));
+    host.pools.tell({ kind: "runs", pool: "elsewhere", whole: true, changed: [], gone: [] });
+    host.pools.tell({ kind: "runs", pool: "local", whole: true, changed: [next], gone: [] });
+    await vi.waitFor(() => expect(all(el, ".sgpu-run-row").length).toBe(1));
+  });
+
+  it("open to what can be done with them; cancelling asks once", async () => {
+    const { el, host } = await ready();
+    await shows(el, "sweep[3]");
+    const [first] = all(el, ".sgpu-run-head");
+    first?.click();
+    await vi.waitFor(() => expect(first?.getAttribute("aria-expanded")).toBe("true"));
+    button(el, "Open log").click();
+    button(el, "Stacks").click();
+    button(el, "Attach").click();
+    expect(host.opened.map(({ run_id }) => run_id)).toEqual(["run-4", "run-4"]);
+    expect(host.attached.map(({ run_id }) => run_id)).toEqual(["run-4"]);
+    button(el, "Cancel").click();
+    await shows(el, "Stop train_digits?");
+    expect(host.pools.orders.length).toBe(1);
+    await vi.waitFor(() => expect(document.activeElement).toBe(button(el, "Stop")));
+    button(el, "Stop").click();
+    expect(host.pools.orders.at(-1)).toEqual({ kind: "cancel-run", run_id: "run-4", pool: "local" });
+    await vi.waitFor(() => expect(button(el, "Ending…").disabled).toBe(true));
+    host.pools.tell({ kind: "runs", pool: "local", whole: false, changed: [{ ...run("run-4"), state: "cancelled", tone: "plain", final: true }], gone: [] });
+    await vi.waitFor(() => expect(text(el)).not.toContain("Ending…"));
+  });
+
+  it("link to MLflow where that is a page, and keep quiet about what is elsewhere", async () => {
+    const { el } = await ready(kernelPicture(), PLAN, [run("a", { tracked_url: "https://mlflow.example/1", here: false })]);
+    await shows(el, "train_digits");
+    query(el, ".sgpu-run-head").click();
+    await shows(el, "Open in MLflow");
+    expect(query(el, ".sgpu-actions a").getAttribute("href")).toBe("https://mlflow.example/1");
+    expect(button(el, "Open log").disabled).toBe(true);
+    const other = await ready(kernelPicture(), PLAN, [run("b", { tracked_url: "javascript:alert(1)" })]);
+    await shows(other.el, "train_digits");
+    query(other.el, ".sgpu-run-head").click();
+    await shows(other.el, "Open log");
+    expect(other.el.querySelector("a")).toBeNull();
+  });
+
+  it("are 1,000 in a page that has a few, and move by keys", async () => {
+    const { el, host } = await ready(kernelPicture(), PLAN, manyRuns(1000));
+    await vi.waitFor(() => expect(all(el, ".sgpu-run-row").length).toBeGreaterThan(5));
+    expect(all(el, ".sgpu-run-row").length).toBeLessThan(60);
+    expect(query(el, ".sgpu-run-row").getAttribute("aria-setsize")).toBe("1000");
+    const began = performance.now();
+    for (let index = 0; index < 20; index++) {
+      const changed = [0, 1, 2, 3, 4].map((at) => ({ ...(manyRuns(5)[at] ?? run("x")), words: `round ${index}` }));
+      host.pools.tell({ kind: "runs", pool: "local", whole: false, changed, gone: [] });
+      await vi.waitFor(() => expect(text(query(el, ".sgpu-run-words"))).toContain(`round ${index}`));
+    }
+    expect(performance.now() - began).toBeLessThan(10_000);
+    const tabs = () => all(el, ".sgpu-run-head").filter(({ tabIndex }) => tabIndex === 0);
+    expect(tabs().length).toBe(1);
+    tabs()[0]?.focus();
+    press(focused(), "ArrowDown");
+    await vi.waitFor(() => expect(document.activeElement?.getAttribute("data-run")).toBe("many-0001"));
+    press(focused(), "End");
+    await vi.waitFor(() => expect(document.activeElement?.getAttribute("data-run")).toBe("many-0999"));
+    expect(tabs().length).toBe(1);
+    expect(all(el, ".sgpu-run-row").length).toBeLessThan(60);
+  });
+
+  it("are searched and filtered, also after a reload", async () => {
+    const { el, host } = await ready(kernelPicture(), PLAN, [...RUNS, ...manyRuns(100)]);
+    await vi.waitFor(() => query(el, "[type=search]"));
+    typeInto(query(el, "[type=search]"), "step_9");
+    await vi.waitFor(() => expect(query(el, ".sgpu-run-row").getAttribute("aria-setsize")).toBe("11"));
+    button(el, "this notebook").click();
+    await vi.waitFor(() => expect(query(el, ".sgpu-run-row").getAttribute("aria-setsize")).toBe("6"));
+    const select = query(el, "[aria-label=State]") as HTMLSelectElement;
+    select.value = "failed";
+    select.dispatchEvent(new Event("change", { bubbles: true }));
+    await vi.waitFor(() => expect(query(el, ".sgpu-run-row").getAttribute("aria-setsize")).toBe("1"));
+    const again = mounted(host);
+    host.tellPool(undefined, [...RUNS, ...manyRuns(100)]);
+    await vi.waitFor(() => expect(all(again.el, ".sgpu-run-row").length).toBe(1));
+    typeInto(query(again.el, "[type=search]"), "nothing at all");
+    await shows(again.el, "No run fits.");
+    button(again.el, "Show all").click();
+    await vi.waitFor(() => expect(query(again.el, ".sgpu-run-row").getAttribute("aria-setsize")).toBe("104"));
+  });
+
+  it("are none at first", async () => {
+    const { el } = await ready(kernelPicture(), PLAN, []);
+    await shows(el, "No runs yet.");
+    expect(text(el)).toContain("This month 41.2 GPU h · $118 of $300");
+  });
+});
+
+describe("the kernel", () => {
+  it("is asked when a cell has ended and when its session changes, not when a cell begins", async () => {
+    const { host, notebook } = await ready(kernelPicture(), PLAN, []);
+    const count = () => notebook.kinds().filter((kind) => kind === "kernel").length;
+    await vi.waitFor(() => expect(notebook.kinds()).toContain("plan"));
+    const before = count();
+    notebook.change({ kernelState: "busy" });
+    notebook.change({ kernelState: "idle" });
+    await vi.waitFor(() => expect(count()).toBe(before + 1));
+    host.pools.tell({ kind: "runs", pool: "local", whole: false, changed: [SESSION], gone: [] });
+    await vi.waitFor(() => expect(count()).toBe(before + 2));
+    const other = { ...SESSION, run_id: "other", kernel: "another" };
+    host.pools.tell({ kind: "runs", pool: "local", whole: false, changed: [other], gone: [] });
+    for (let index = 0; index < 10; index++) notebook.change();
+    await vi.waitFor(() => expect(count()).toBeGreaterThan(before + 2));
+    expect(count()).toBeLessThan(before + 5);
+  });
+
+  it("is told what the notebook keeps", async () => {
+    const kept = { choice: choice(), signed: "", version: 1 };
+    const notebook = new TestNotebook();
+    notebook.kept = kept;
+    mounted(new TestHost(notebook));
+    await vi.waitFor(() => expect(notebook.asked[0]).toEqual({ kind: "kernel", kept }));
+    expect(notebook.kernel).toBe(KERNEL);
+  });
+});
+
+describe("the end", () => {
+  it("leaves nothing: no element, no listener, no watch", async () => {
+    const { el, end, host, notebook } = await ready(kernelPicture(), PLAN, [SESSION], poolPicture({ types: [type(), H100] }));
+    await shows(el, "Connected");
+    end.abort();
+    expect(el.childNodes.length).toBe(0);
+    expect(notebook.listeners).toBe(0);
+    expect(host.listeners).toBe(0);
+    expect(host.pools.orders.at(-1)).toEqual({ kind: "rest" });
+  });
+});

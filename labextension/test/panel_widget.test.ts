@@ -1,0 +1,195 @@
+import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
+
+import panel from "../src/panel/widget_entry";
+import { HERE_MS, WidgetPanelHost, plainly } from "../src/panel/widget_host";
+import { EXPIRY_MS, PATIENCE_MS } from "../src/shared/model_questions";
+import { KERNEL, PLAN, RUNS, SESSION, kernelAnswer, kernelPicture, poolPicture } from "./panel_samples";
+
+type Callback = (...args: never[]) => void;
+
+interface Sent {
+  readonly kind: string;
+  readonly n?: number;
+}
+
+/** anywidget's model, with the kernel behind it where the front end has one. */
+class FakeModel {
+  readonly sent: Sent[] = [];
+  readonly listeners = new Map<string, Set<Callback>>();
+  readonly widget_manager: unknown;
+
+  constructor(
+    private readonly traits: Readonly<Record<string, unknown>>,
+    kernel?: object,
+  ) {
+    this.widget_manager = { kernel };
+  }
+
+  get(name: string): unknown {
+    return this.traits[name];
+  }
+
+  send(content: unknown): void {
+    this.sent.push(content as Sent);
+  }
+
+  on(name: string, callback: Callback): void {
+    this.listeners.set(name, (this.listeners.get(name) ?? new Set()).add(callback));
+  }
+
+  off(name: string, callback: Callback): void {
+    this.listeners.get(name)?.delete(callback);
+  }
+
+  emit(content: unknown): void {
+    for (const callback of [...(this.listeners.get("msg:custom") ?? [])]) callback(content as never);
+  }
+
+  get listening(): number {
+    return [...this.listeners.values()].reduce((sum, each) => sum + each.size, 0);
+  }
+}
+
+const TRAITS = { pool: "local", notebook: "train.ipynb", kernel: KERNEL, comms: "subshell", model_key: "key" };
+
+let end: AbortController;
+
+beforeEach(() => {
+  end = new AbortController();
+  vi.useFakeTimers();
+});
+afterEach(() => {
+  end.abort();
+  document.body.replaceChildren();
+  vi.useRealTimers();
+});
+
+describe("the panel's widget", () => {
+  it("draws what its kernel tells and answers, and asks by messages", async () => {
+    vi.useRealTimers();
+    const model = new FakeModel(TRAITS);
+    const el = document.createElement("div");
+    document.body.append(el);
+    const stop = panel.render({ model, el, signal: end.signal });
+    expect(model.sent.map(({ kind }) => kind).sort()).toEqual(["kernel", "watch"]);
+    expect(model.sent).toContainEqual({ kind: "watch", pool: "local" });
+    const question = model.sent.find(({ kind }) => kind === "kernel");
+    expect(question).toMatchObject({ kind: "kernel", kept: null });
+    model.emit({ kind: "pool", picture: poolPicture() });
+    model.emit({ kind: "runs", pool: "local", whole: true, changed: [...RUNS, SESSION], gone: [] });
+    model.emit(kernelAnswer(kernelPicture(), { n: question?.n ?? 0 }));
+    await vi.waitFor(() => expect(el.textContent).toContain("nothing kept in the notebook"));
+    expect(el.textContent.replaceAll("\u00a0", " ")).toContain("Connected · 2 × A10");
+    const plan = () => model.sent.find(({ kind }) => kind === "plan");
+    await vi.waitFor(() => expect(plan()).toMatchObject({ connect: true }));
+    model.emit({ kind: "plan-answer", n: plan()?.n ?? 0, plan: PLAN });
+    stop();
+    expect(el.childNodes.length).toBe(0);
+    expect(model.listening).toBe(0);
+    expect(model.sent.at(-1)).toEqual({ kind: "rest" });
+  });
+
+  it("says every so often that it is still there, while it watches", () => {
+    const model = new FakeModel(TRAITS);
+    const host = new WidgetPanelHost(model, end.signal);
+    vi.advanceTimersByTime(HERE_MS * 3);
+    expect(model.sent).toEqual([]);
+    host.pools.order({ kind: "watch", pool: "" });
+    vi.advanceTimersByTime(HERE_MS * 2);
+    expect(model.sent.map(({ kind }) => kind)).toEqual(["watch", "here", "here"]);
+    host.pools.order({ kind: "start-pool", pool: "" });
+    vi.advanceTimersByTime(HERE_MS);
+    expect(model.sent.at(-1)).toEqual({ kind: "here" });
+    host.pools.order({ kind: "rest" });
+    vi.advanceTimersByTime(HERE_MS * 3);
+    expect(model.sent.at(-1)).toEqual({ kind: "rest" });
+    host.pools.order({ kind: "watch", pool: "team" });
+    end.abort();
+    expect(vi.getTimerCount()).toBe(0);
+  });
+
+  it("asks over the control channel where comms wait for the cell, under the widget's own key", async () => {
+    const asked: { model_id: string; question: { kind: string; n: number } }[] = [];
+    const kernel = {
+      status: "busy",
+      sendControlMessage: (message: { content: (typeof asked)[number] }) => {
+        asked.push(message.content);
+        const future: { onReply: (reply: object) => void; done: Promise<void> } = {
+          onReply: () => undefined,
+          done: new Promise(() => undefined),
+        };
+        const answer = kernelAnswer(kernelPicture(), { n: message.content.question.n });
+        setTimeout(() => future.onReply({ content: { status: "ok", answer } }), 5);
+        return future;
+      },
+    };
+    const model = new FakeModel({ ...TRAITS, comms: "blocking" }, kernel);
+    const host = new WidgetPanelHost(model, end.signal);
+    expect(host.notebook.kernelState).toBe("busy");
+    const answer = host.notebook.ask({ kind: "kernel", kept: null });
+    await vi.advanceTimersByTimeAsync(10);
+    expect(await answer).toMatchObject({ kind: "kernel-answer", picture: { packages: 166 } });
+    expect(asked.map(({ model_id, question }) => [model_id, question.kind])).toEqual([["key", "kernel"]]);
+    expect(model.sent).toEqual([]);
+  });
+
+  it("waits for the main shell where there is nothing else, and gives up with the view", async () => {
+    const model = new FakeModel({ ...TRAITS, comms: "blocking" });
+    const host = new WidgetPanelHost(model, end.signal);
+    const answer = host.notebook.ask({ kind: "kernel", kept: null });
+    const failed = expect(answer).rejects.toThrow("the panel is closed");
+    await vi.advanceTimersByTimeAsync(PATIENCE_MS * 100);
+    expect(model.sent.length).toBe(1);
+    end.abort();
+    await failed;
+  });
+
+  it("says what may have become of an idle kernel that does not answer", async () => {
+    const model = new FakeModel(TRAITS, { status: "idle", supportsSubshells: true });
+    const host = new WidgetPanelHost(model, end.signal);
+    const failed = expect(host.notebook.ask({ kind: "kernel", kept: null })).rejects.toThrow("When it was restarted");
+    await vi.advanceTimersByTimeAsync(EXPIRY_MS);
+    await failed;
+  });
+
+  it.each(["starting", "restarting", "dead"])("ends with its kernel, which is %s", async (status) => {
+    vi.useRealTimers();
+    const slots = new Set<(sender: unknown, status: string) => void>();
+    const statusChanged = {
+      connect: (slot: (sender: unknown, status: string) => void) => slots.add(slot),
+      disconnect: (slot: (sender: unknown, status: string) => void) => slots.delete(slot),
+    };
+    const model = new FakeModel(TRAITS, { status: "idle", supportsSubshells: true, statusChanged });
+    const el = document.createElement("div");
+    document.body.append(el);
+    const stop = panel.render({ model, el });
+    const sent = model.sent.length;
+    for (const slot of slots) slot(null, status);
+    for (const slot of slots) slot(null, "idle");
+    await vi.waitFor(() => expect(el.textContent).toContain("%sgpu_env --panel shows another one."));
+    expect(el.textContent).toContain("The kernel has died.");
+    stop();
+    expect(model.sent.length).toBe(sent);
+    expect(slots.size).toBe(0);
+  });
+
+  it("says so when the kernel's messages are of another version", () => {
+    const warned = vi.spyOn(console, "warn").mockImplementation(() => undefined);
+    const model = new FakeModel(TRAITS);
+    const host = new WidgetPanelHost(model, end.signal);
+    const states: string[] = [];
+    host.pools.onLink(({ kind, text }) => states.push(`${kind} ${text}`));
+    model.emit({ kind: "pool", picture: { ...poolPicture(), version: 99 } });
+    model.emit("nonsense");
+    expect(states.length).toBe(2);
+    expect(states[1]).toContain("refused This page has another version of sgpu-magic");
+    expect(warned).toHaveBeenCalledTimes(2);
+    warned.mockRestore();
+  });
+
+  it("fills a sentence with its values, also where a value looks like a place", () => {
+    expect(plainly("%1 of %2 free", 3, "%1")).toBe("3 of %1 free");
+    expect(plainly("100 %")).toBe("100 %");
+    expect(plainly("Insert %load_ext sgpu_magic")).toBe("Insert %load_ext sgpu_magic");
+  });
+});

@@ -1,0 +1,453 @@
+import type { ISessionContext } from "@jupyterlab/apputils";
+import { Signal } from "@lumino/signaling";
+import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
+
+import { NoExtension } from "../src/panel/host";
+import type { KernelAsk } from "../src/panel/host";
+import { CHOICE_KEY, OtherVersion } from "../src/panel/messages";
+import type { KernelAnswer, KeptChoice } from "../src/panel/messages";
+import { chipWords } from "../src/plugin/chip_words";
+import { KeptChoices } from "../src/plugin/kept_choices";
+import { LabNotebook, PATIENCE_MS, KNOWN_PATIENCE_MS } from "../src/plugin/lab_notebook";
+import type { Document } from "../src/plugin/lab_notebook";
+import { translateBy } from "../src/plugin/translating";
+import { KERNEL, kernelAnswer, kernelPicture, NOW, poolPicture, SESSION } from "./panel_samples";
+
+const KEPT: KeptChoice = {
+  choice: { gpus: 2, type: "a10", pool: "", env_version: "", dependencies: [], removed: [] },
+  signed: "0123",
+  version: 1,
+};
+
+function answer(change: Partial<KernelAnswer> = {}): KernelAnswer {
+  return kernelAnswer(kernelPicture(), change);
+}
+
+interface Question {
+  readonly kind: string;
+  readonly n: number;
+  readonly kept?: KeptChoice | null;
+}
+
+/** A kernel connection of JupyterLab; `reply` is what its process says, undefined when it says nothing. */
+class FakeKernel {
+  status = "idle";
+  connectionStatus = "connected";
+  readonly asked: Question[] = [];
+  disposed = 0;
+  reply: ((question: Question) => unknown) | undefined = ({ n }) => answer({ n });
+  readonly reconnect = vi.fn(() => Promise.resolve());
+
+  constructor(readonly id = KERNEL) {}
+
+  sendControlMessage(message: { content: { question: Question; model_id: string } }): unknown {
+    const { question, model_id } = message.content;
+    expect(model_id).toBe("panel");
+    this.asked.push(question);
+    const { reply } = this;
+    const future = {
+      onReply: (() => undefined) as (message: unknown) => void,
+      done: new Promise(() => undefined),
+      dispose: () => void (this.disposed += 1),
+    };
+    if (reply) {
+      void Promise.resolve().then(() => future.onReply({ content: { status: "ok", answer: reply(question) } }));
+    }
+    return future;
+  }
+}
+
+class FakeSession {
+  kernel: FakeKernel | null;
+  isRestarting = false;
+  readonly kernelChanged = new Signal<this, unknown>(this);
+  readonly statusChanged = new Signal<this, unknown>(this);
+  readonly connectionStatusChanged = new Signal<this, unknown>(this);
+  readonly iopubMessage = new Signal<this, unknown>(this);
+  readonly startKernel = vi.fn(() => Promise.resolve(true));
+  readonly restartKernel = vi.fn(() => Promise.resolve());
+
+  constructor(kernel: FakeKernel | null) {
+    this.kernel = kernel;
+  }
+
+  get session(): unknown {
+    const { kernel } = this;
+    return kernel ? { kernel } : null;
+  }
+
+  get kernelDisplayStatus(): string {
+    if (this.isRestarting) return "restarting";
+    const { kernel } = this;
+    if (!kernel) return "unknown";
+    return kernel.connectionStatus === "connected" ? kernel.status : kernel.connectionStatus;
+  }
+
+  setStatus(status: string): void {
+    if (this.kernel) this.kernel.status = status;
+    this.statusChanged.emit(status);
+  }
+
+  setKernel(kernel: FakeKernel | null): void {
+    this.kernel = kernel;
+    this.kernelChanged.emit({});
+  }
+
+  /** What the kernel publishes about a request. */
+  publish(state: "busy" | "idle", asked: string, process = "process-1"): void {
+    if (this.kernel) this.kernel.status = state;
+    this.statusChanged.emit(state);
+    this.iopubMessage.emit({
+      header: { msg_type: "status", session: process },
+      parent_header: { msg_type: asked },
+      content: { execution_state: state },
+    });
+  }
+
+  runCell(process?: string): void {
+    this.publish("busy", "execute_request", process);
+    this.publish("idle", "execute_request", process);
+  }
+}
+
+class FakeModel {
+  readonly metadata = new Map<string, unknown>();
+  readonly sources: string[] = ["print(1)"];
+  readonly metadataChanged = new Signal<this, { key: string }>(this);
+
+  getMetadata(key: string): unknown {
+    return this.metadata.get(key);
+  }
+
+  setMetadata(key: string, value: unknown): void {
+    this.metadata.set(key, value);
+    this.metadataChanged.emit({ key });
+  }
+
+  get sharedModel(): unknown {
+    return {
+      cells: this.sources.map((source) => ({ cell_type: "code", getSource: () => source })),
+      insertCell: (at: number, cell: { source: string }) => this.sources.splice(at, 0, cell.source),
+    };
+  }
+}
+
+class FakeDocument {
+  path = "work/train.ipynb";
+  isReady = true;
+  ready = Promise.resolve();
+  readonly pathChanged = new Signal<this, string>(this);
+  constructor(readonly model: FakeModel) {}
+}
+
+let kernel: FakeKernel;
+let session: FakeSession;
+let model: FakeModel;
+let document_: FakeDocument;
+let choices: KeptChoices;
+let end: AbortController;
+let looked: boolean;
+let front: boolean;
+let showCell: ReturnType<typeof vi.fn<(index: number) => void>>;
+let selectKernel: ReturnType<typeof vi.fn<() => Promise<void>>>;
+
+function link(of: { session: FakeSession; document: FakeDocument } = { session, document: document_ }): LabNotebook {
+  return new LabNotebook(
+    {
+      context: of.document as unknown as Document,
+      session: of.session as unknown as ISessionContext,
+      choices,
+      isLooked: () => looked,
+      isFront: () => front,
+      showCell,
+      selectKernel,
+    },
+    end.signal,
+  );
+}
+
+beforeEach(() => {
+  vi.useFakeTimers();
+  kernel = new FakeKernel();
+  session = new FakeSession(kernel);
+  model = new FakeModel();
+  document_ = new FakeDocument(model);
+  choices = new KeptChoices();
+  end = new AbortController();
+  looked = true;
+  front = true;
+  showCell = vi.fn<(index: number) => void>();
+  selectKernel = vi.fn<() => Promise<void>>(() => Promise.resolve());
+});
+
+afterEach(() => {
+  end.abort();
+  vi.useRealTimers();
+});
+
+const pass = (ms = 0): Promise<unknown> => vi.advanceTimersByTimeAsync(ms);
+const ask: KernelAsk = { kind: "kernel", kept: null };
+
+describe("a notebook's kernel is asked", () => {
+  it("over its control channel, and answers", async () => {
+    const notebook = link();
+    const reply = await notebook.ask(ask);
+    expect(reply.kind).toBe("kernel-answer");
+    expect(kernel.asked).toEqual([{ kind: "kernel", kept: null, n: 1 }]);
+    expect(notebook.isKnown).toBe(true);
+  });
+
+  it("and counts as one without sgpu-magic when it says nothing for two seconds", async () => {
+    kernel.reply = undefined;
+    const notebook = link();
+    const asked = notebook.ask(ask);
+    const caught = expect(asked).rejects.toThrow(NoExtension);
+    await pass(PATIENCE_MS);
+    await caught;
+    await expect(asked).rejects.toThrow("This kernel has not loaded sgpu-magic.");
+    // nothing waits for it any more
+    expect(kernel.disposed).toBe(1);
+  });
+
+  it("with more patience when it is known to have it", async () => {
+    const notebook = link();
+    await notebook.ask(ask);
+    kernel.reply = undefined;
+    const asked = notebook.ask(ask);
+    const caught = expect(asked).rejects.not.toThrow(NoExtension);
+    let over = false;
+    asked.catch(() => (over = true));
+    await pass(PATIENCE_MS);
+    expect(over).toBe(false);
+    await pass(KNOWN_PATIENCE_MS);
+    await caught;
+    expect(over).toBe(true);
+  });
+
+  it("and what it was asked before its restart is given up", async () => {
+    const notebook = link();
+    await notebook.ask(ask);
+    kernel.reply = undefined;
+    const asked = notebook.ask({ kind: "apply", choice: KEPT.choice, connect: true, confirmed: false });
+    const caught = expect(asked).rejects.toThrow("The kernel was restarted.");
+    session.setStatus("restarting");
+    await caught;
+    expect(notebook.isKnown).toBe(false);
+  });
+
+  it("and another version is told from none", async () => {
+    const notebook = link();
+    kernel.reply = () => answer({ picture: { ...answer().picture, version: 99 } });
+    await expect(notebook.ask(ask)).rejects.toThrow(OtherVersion);
+    kernel.reply = () => ({ kind: "refusal", n: 1, text: "This view is not live any more" });
+    await expect(notebook.ask(ask)).rejects.toThrow("another version");
+  });
+
+  it("not at all without one", async () => {
+    session.setKernel(null);
+    await expect(link().ask(ask)).rejects.toThrow("This notebook has no kernel.");
+  });
+});
+
+describe("a notebook's state", () => {
+  it("follows its kernel", () => {
+    const notebook = link();
+    const states = [notebook.kernelState];
+    notebook.onChange(() => states.push(notebook.kernelState));
+    session.publish("busy", "execute_request");
+    session.publish("idle", "execute_request");
+    session.isRestarting = true;
+    session.statusChanged.emit("restarting");
+    session.isRestarting = false;
+    session.setStatus("idle");
+    if (session.kernel) session.kernel.connectionStatus = "connecting";
+    session.connectionStatusChanged.emit("connecting");
+    if (session.kernel) session.kernel.connectionStatus = "connected";
+    session.setStatus("dead");
+    session.setKernel(null);
+    expect(states).toEqual(["idle", "busy", "idle", "restarting", "idle", "disconnected", "dead", "none"]);
+    expect(notebook.kernel).toBe("");
+  });
+
+  it("is not changed by questions, which JupyterLab takes for work", () => {
+    const notebook = link();
+    const changed = vi.fn();
+    notebook.onChange(changed);
+    session.publish("busy", "sgpu_request");
+    session.publish("idle", "sgpu_request");
+    expect(changed).not.toHaveBeenCalled();
+    session.publish("busy", "execute_request");
+    changed.mockClear();
+    session.publish("busy", "sgpu_request");
+    session.publish("idle", "sgpu_request");
+    expect(notebook.kernelState).toBe("busy");
+    expect(changed).not.toHaveBeenCalled();
+    session.publish("idle", "execute_request");
+    expect(changed).toHaveBeenCalledOnce();
+  });
+
+  it("is known of a kernel that has been in a cell since before the page", () => {
+    kernel.status = "unknown";
+    expect(link().kernelState).toBe("busy");
+  });
+
+  it("waits for its document", async () => {
+    document_.isReady = false;
+    const notebook = link();
+    expect(notebook.kernelState).toBe("starting");
+    document_.isReady = true;
+    const changed = vi.fn();
+    notebook.onChange(changed);
+    await pass();
+    expect(changed).toHaveBeenCalled();
+    expect(notebook.kernelState).toBe("idle");
+  });
+
+  it("has its file's name, also when that changes", () => {
+    const notebook = link();
+    const changed = vi.fn();
+    notebook.onChange(changed);
+    expect(notebook.name).toBe("train.ipynb");
+    document_.path = "eval.ipynb";
+    document_.pathChanged.emit("eval.ipynb");
+    expect(changed).toHaveBeenCalledOnce();
+    expect(notebook.name).toBe("eval.ipynb");
+  });
+
+  it("notices a process that another page has restarted", async () => {
+    const notebook = link();
+    session.runCell("process-1");
+    await notebook.ask(ask);
+    session.runCell("process-2");
+    expect(notebook.isKnown).toBe(false);
+  });
+
+  it("is told late to a panel that nobody sees, once", async () => {
+    looked = false;
+    const notebook = link();
+    const changed = vi.fn();
+    notebook.onChange(changed);
+    session.runCell();
+    session.runCell();
+    expect(changed).not.toHaveBeenCalled();
+    looked = true;
+    notebook.looked();
+    notebook.looked();
+    expect(changed).toHaveBeenCalledOnce();
+    await pass();
+    expect(kernel.asked).toEqual([]);
+  });
+});
+
+describe("a notebook's kept choice", () => {
+  it("is its metadata's", () => {
+    const notebook = link();
+    expect(notebook.kept).toBeNull();
+    notebook.keep(KEPT);
+    expect(notebook.kept).toEqual(KEPT);
+    model.setMetadata(CHOICE_KEY, { choice: "nonsense" });
+    expect(notebook.kept).toBeNull();
+  });
+
+  it("is told to the kernel although nobody looks, until it has answered", async () => {
+    looked = false;
+    model.metadata.set(CHOICE_KEY, KEPT);
+    kernel.reply = undefined;
+    link();
+    await pass();
+    expect(kernel.asked.map(({ kept }) => kept)).toEqual([KEPT]);
+    await pass(PATIENCE_MS);
+    // the cell that loads the extension
+    kernel.reply = ({ n }) => answer({ n });
+    session.runCell();
+    await pass();
+    expect(kernel.asked).toHaveLength(2);
+    session.runCell();
+    await pass();
+    expect(kernel.asked).toHaveLength(2);
+    // a new process knows nothing
+    session.setStatus("restarting");
+    session.setStatus("idle");
+    await pass();
+    expect(kernel.asked).toHaveLength(3);
+    model.setMetadata(CHOICE_KEY, { ...KEPT, signed: "4567" });
+    await pass();
+    expect(kernel.asked.at(-1)?.kept?.signed).toBe("4567");
+  });
+
+  it("is not told by a notebook that has none: its kernel may have nothing to do with pools", async () => {
+    link();
+    await pass();
+    session.runCell();
+    await pass();
+    expect(kernel.asked).toEqual([]);
+  });
+
+  it("is of several notebooks with one kernel that of the one in front", async () => {
+    model.metadata.set(CHOICE_KEY, KEPT);
+    link();
+    await pass();
+    const other = new FakeDocument(new FakeModel());
+    front = false;
+    const second = link({ session, document: other });
+    await pass();
+    session.runCell();
+    await pass();
+    expect(kernel.asked.map(({ kept }) => kept)).toEqual([KEPT]);
+    front = true;
+    await second.tellKept();
+    expect(kernel.asked.map(({ kept }) => kept)).toEqual([KEPT, null]);
+  });
+
+  it("is written when the kernel says so", async () => {
+    const signed = { ...KEPT, signed: "by this user" };
+    model.metadata.set(CHOICE_KEY, KEPT);
+    kernel.reply = ({ n }) => answer({ n, kept: signed });
+    const notebook = link();
+    await pass();
+    expect(notebook.kept).toEqual(signed);
+    expect(kernel.asked).toHaveLength(1);
+  });
+});
+
+describe("a notebook's remedies", () => {
+  it("insert the line that loads the extension once, and run nothing", () => {
+    const notebook = link();
+    notebook.insertLoad();
+    notebook.insertLoad();
+    expect(model.sources).toEqual(["%load_ext sgpu_magic", "print(1)"]);
+    expect(showCell.mock.calls).toEqual([[0], [0]]);
+    expect(kernel.asked).toEqual([]);
+  });
+
+  it("start a kernel as its state wants it", async () => {
+    const notebook = link();
+    kernel.connectionStatus = "disconnected";
+    session.connectionStatusChanged.emit("disconnected");
+    await notebook.startKernel();
+    expect(kernel.reconnect).toHaveBeenCalledOnce();
+    session.setStatus("dead");
+    await notebook.startKernel();
+    expect(session.restartKernel).toHaveBeenCalledOnce();
+    session.setKernel(null);
+    await notebook.startKernel();
+    expect(session.startKernel).toHaveBeenCalledOnce();
+    expect(selectKernel).toHaveBeenCalledOnce();
+  });
+});
+
+describe("words", () => {
+  it("of a session in its notebook's toolbar", () => {
+    const t = translateBy({ __: (text) => text });
+    const words = (change: object): string => chipWords({ ...SESSION, ...change }, poolPicture(), NOW, t).replaceAll("\u00a0", " ");
+    expect(words({})).toBe("2 × A10 · connected · 12 min");
+    expect(words({ state: "queued", started_at: null })).toBe("2 × A10 · waiting");
+    expect(words({ state: "preparing", started_at: null })).toBe("2 × A10 · connecting");
+  });
+
+  it("with a cell magic survive JupyterLab's translations, which write %% as %", () => {
+    const t = translateBy({ __: (text, ...values) => text.replaceAll("%%", "%").replace("%1", values[0] ?? "") });
+    expect(t("Cells that begin with %%distributed stand here.")).toBe("Cells that begin with %%distributed stand here.");
+    expect(t("Run %load_ext sgpu_magic, %1.", 3)).toBe("Run %load_ext sgpu_magic, 3.");
+  });
+});

@@ -1,0 +1,274 @@
+import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
+
+import type { PoolLinkState } from "../src/panel/host";
+import { VERSION } from "../src/panel/messages";
+import type { Told } from "../src/panel/messages";
+import { ABSENT_PAUSE_MS, PanelPools, PAUSE_MS, PoolConnection } from "../src/plugin/pool_connection";
+import type { Socket } from "../src/plugin/pool_connection";
+import { poolPicture, run, SESSION } from "./panel_samples";
+
+class FakeSocket implements Socket {
+  readyState: Socket["readyState"] = 0;
+  onopen: Socket["onopen"] = null;
+  onmessage: Socket["onmessage"] = null;
+  onclose: Socket["onclose"] = null;
+  readonly sent: unknown[] = [];
+  closed = false;
+
+  send(text: string): void {
+    this.sent.push(JSON.parse(text));
+  }
+
+  close(): void {
+    this.closed = true;
+    this.readyState = 3;
+  }
+
+  opens(): void {
+    this.readyState = 1;
+    this.onopen?.call(this as unknown as WebSocket, new Event("open"));
+  }
+
+  tells(told: unknown): void {
+    this.onmessage?.call(this as unknown as WebSocket, new MessageEvent("message", { data: JSON.stringify(told) }));
+  }
+
+  ends(): void {
+    this.readyState = 3;
+    this.onclose?.call(this as unknown as WebSocket, new CloseEvent("close"));
+  }
+}
+
+const POOL: Told = { kind: "pool", picture: poolPicture() };
+const RUNS: Told = { kind: "runs", pool: "local", whole: true, changed: [SESSION], gone: [] };
+const POOLS: Told = { kind: "pools", pools: [{ name: "local", about: "this machine", reserved: false, default: true }] };
+const ALL = { pools: POOLS, pool: POOL, runs: RUNS };
+
+/** A Jupyter server; `status` is what it answers, null when it is down. */
+class FakeServer {
+  readonly sockets: FakeSocket[] = [];
+  readonly requests: { path: string; init: RequestInit }[] = [];
+  status: number | null = 200;
+  body: unknown = ALL;
+
+  readonly open = (): FakeSocket => {
+    const socket = new FakeSocket();
+    this.sockets.push(socket);
+    return socket;
+  };
+
+  readonly request = (path: string, init: RequestInit): Promise<Response> => {
+    this.requests.push({ path, init });
+    if (this.status === null) return Promise.reject(new TypeError("no network"));
+    return Promise.resolve(new Response(JSON.stringify(this.body), { status: this.status }));
+  };
+
+  get socket(): FakeSocket {
+    const found = this.sockets.at(-1);
+    if (!found) throw new Error("no socket was opened");
+    return found;
+  }
+}
+
+let server: FakeServer;
+let end: AbortController;
+let connection: PoolConnection;
+let told: Told[];
+let links: PoolLinkState[];
+
+beforeEach(() => {
+  vi.useFakeTimers();
+  server = new FakeServer();
+  end = new AbortController();
+  connection = new PoolConnection(server, end.signal);
+  told = [];
+  links = [];
+  connection.listen({ told: (each) => told.push(each), linked: (each) => links.push(each) });
+});
+
+afterEach(() => {
+  end.abort();
+  expect(vi.getTimerCount()).toBe(0);
+  vi.useRealTimers();
+});
+
+/** Lets what is under way come, and `ms` pass. */
+const pass = (ms = 0): Promise<unknown> => vi.advanceTimersByTimeAsync(ms);
+
+describe("the page's connection to pools", () => {
+  it("is one for the panel and for chips, and only while somebody looks", () => {
+    const chips = {};
+    connection.keep(chips);
+    expect(server.sockets).toHaveLength(1);
+    server.socket.opens();
+    expect(server.socket.sent).toEqual([{ kind: "watch", pool: "" }]);
+    const panel = new PanelPools(connection, end.signal);
+    panel.order({ kind: "watch", pool: "team" });
+    expect(server.socket.sent.at(-1)).toEqual({ kind: "watch", pool: "team" });
+    panel.order({ kind: "rest" });
+    // the chips look on
+    expect(server.socket.sent.at(-1)).toEqual({ kind: "watch", pool: "team" });
+    connection.rest(chips);
+    expect(server.socket.sent.at(-1)).toEqual({ kind: "rest" });
+    expect(server.sockets).toHaveLength(1);
+    connection.keep(chips);
+    expect(server.socket.sent.at(-1)).toEqual({ kind: "watch", pool: "team" });
+    end.abort();
+    expect(server.socket.closed).toBe(true);
+  });
+
+  it("folds what is told, and passes it on", () => {
+    connection.watch({}, "");
+    server.socket.opens();
+    for (const each of [POOLS, POOL, RUNS]) server.socket.tells(each);
+    expect(told).toEqual([POOLS, POOL, RUNS]);
+    expect(connection.link).toEqual({ kind: "open", text: "" });
+    expect(connection.model.sessionOf(SESSION.kernel, "")?.run_id).toBe(SESSION.run_id);
+    const warned = vi.spyOn(console, "warn").mockImplementation(() => undefined);
+    server.socket.tells({ kind: "weather" });
+    expect(warned).toHaveBeenCalledOnce();
+    warned.mockRestore();
+    expect(connection.link.kind).toBe("open");
+  });
+
+  it("begins with the user's default pool", () => {
+    connection.preferred = "team";
+    connection.keep({});
+    server.socket.opens();
+    expect(server.socket.sent).toEqual([{ kind: "watch", pool: "team" }]);
+  });
+
+  it("comes back after the server was away, and watches again", async () => {
+    connection.watch({}, "");
+    server.socket.opens();
+    server.socket.tells(POOL);
+    server.status = null;
+    server.socket.ends();
+    await pass();
+    expect(connection.link).toEqual({ kind: "away", text: "The Jupyter server does not answer." });
+    for (const pause of [PAUSE_MS, 2 * PAUSE_MS, 4 * PAUSE_MS]) {
+      const { length } = server.sockets;
+      await pass(pause - 1);
+      expect(server.sockets).toHaveLength(length);
+      await pass(1);
+      expect(server.sockets).toHaveLength(length + 1);
+      server.socket.ends();
+      await pass();
+    }
+    server.status = 200;
+    await pass(8 * PAUSE_MS);
+    server.socket.opens();
+    expect(server.socket.sent).toEqual([{ kind: "watch", pool: "" }]);
+    server.socket.tells(POOL);
+    expect(connection.link.kind).toBe("open");
+  });
+
+  it("asks at once when a button says so", async () => {
+    server.status = null;
+    connection.watch({}, "");
+    server.socket.ends();
+    await pass();
+    connection.retry();
+    expect(server.sockets).toHaveLength(2);
+    expect(connection.link.kind).toBe("connecting");
+  });
+
+  it("says that the server has no sgpu-magic, and looks again much later", async () => {
+    server.status = 404;
+    connection.watch({}, "");
+    server.socket.ends();
+    await pass();
+    expect(connection.link).toEqual({ kind: "absent", text: "This Jupyter server has no sgpu-magic." });
+    await pass(ABSENT_PAUSE_MS);
+    expect(server.sockets).toHaveLength(2);
+  });
+
+  it("is refused for good where the user may not look", async () => {
+    server.status = 403;
+    connection.watch({}, "");
+    server.socket.ends();
+    await pass();
+    expect(connection.link.kind).toBe("refused");
+    await pass(10 * ABSENT_PAUSE_MS);
+    expect(server.sockets).toHaveLength(1);
+    connection.watch({}, "");
+    expect(server.sockets).toHaveLength(1);
+    server.status = 200;
+    connection.retry();
+    expect(server.sockets).toHaveLength(2);
+  });
+
+  it("stops at a server of another version", () => {
+    connection.watch({}, "");
+    server.socket.opens();
+    vi.spyOn(console, "warn").mockImplementationOnce(() => undefined);
+    server.socket.tells({ kind: "pool", picture: { ...poolPicture(), version: VERSION + 1 } });
+    expect(connection.link.kind).toBe("refused");
+    expect(connection.link.text).toContain("another version of sgpu-magic than the Jupyter server");
+    expect(server.socket.closed).toBe(true);
+  });
+
+  it("polls where three websockets bring nothing, and orders by requests", async () => {
+    connection.pollEvery_ms = 5_000;
+    const user = {};
+    connection.watch(user, "");
+    for (const pause of [PAUSE_MS, 2 * PAUSE_MS]) {
+      server.socket.ends();
+      await pass();
+      expect(connection.link.kind).toBe("open");
+      await pass(pause);
+    }
+    server.socket.ends();
+    await pass();
+    const sockets = server.sockets.length;
+    const { length } = server.requests;
+    await pass(15_000);
+    expect(server.requests.length - length).toBe(3);
+    expect(server.requests.at(-1)?.path).toBe("sgpu/panel?pool=");
+    expect(server.sockets).toHaveLength(sockets);
+    // an order is answered
+    server.body = { kind: "said", text: "Run 0123 is being cancelled.", ok: true };
+    connection.order({ kind: "cancel-run", run_id: "0123", pool: "local" });
+    await pass();
+    expect(server.requests.at(-1)).toMatchObject({ path: "sgpu/panel/orders", init: { method: "POST" } });
+    expect(told.at(-1)).toEqual(server.body);
+    server.status = 500;
+    server.body = { message: "the disk is full" };
+    connection.order({ kind: "start-pool", pool: "" });
+    await pass();
+    expect(told.at(-1)).toEqual({ kind: "said", ok: false, text: "The disk is full." });
+    // nobody looks: nothing is asked
+    server.status = 200;
+    server.body = ALL;
+    connection.rest(user);
+    const asked = server.requests.length;
+    await pass(60_000);
+    expect(server.requests).toHaveLength(asked);
+    expect(server.sockets).toHaveLength(sockets);
+  });
+
+  it("tries websockets again with the server that comes after a lost one", async () => {
+    connection.watch({}, "");
+    for (const pause of [PAUSE_MS, 2 * PAUSE_MS, 0]) {
+      server.socket.ends();
+      await pass(pause);
+    }
+    const sockets = server.sockets.length;
+    server.status = null;
+    await pass(20_000);
+    expect(connection.link.kind).toBe("away");
+    expect(server.sockets.length).toBeGreaterThan(sockets);
+  });
+
+  it("leaves out what a socket before still brings", () => {
+    connection.watch({}, "");
+    const before = server.socket;
+    before.opens();
+    connection.retry();
+    expect(before.closed).toBe(true);
+    expect(before.onmessage).toBeNull();
+    server.socket.opens();
+    server.socket.tells({ ...RUNS, changed: [run("run-9")] });
+    expect(connection.model.runs.map(({ run_id }) => run_id)).toEqual(["run-9"]);
+  });
+});

@@ -1,0 +1,190 @@
+"""The environment panel's requests: a websocket for what changes, and REST where a proxy lets no websocket through.
+
+`sgpu/panel`            websocket: `PanelOrder` in, `Told` out; GET: everything once
+`sgpu/panel/orders`     POST: one `PanelOrder`, answered by `Said`
+"""
+
+# jupyter_server and tornado are only partly typed
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUntypedBaseClass=false, reportUntypedFunctionDecorator=false, reportIncompatibleMethodOverride=false
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+from typing import Any
+
+import msgspec
+from jupyter_core.utils import ensure_async
+from jupyter_server.auth.decorator import authorized, ws_authenticated
+from jupyter_server.base.handlers import APIHandler, JupyterHandler
+from jupyter_server.base.websocket import WebSocketMixin
+from jupyter_server.utils import url_path_join
+from tornado import web
+from tornado.websocket import WebSocketClosedError, WebSocketHandler
+
+from sgpu_magic.jupyter_server.outbox import Outbox
+from sgpu_magic.panel.messages import PanelOrder, Rest, Said, Told, Watch, orders
+from sgpu_magic.panel.orders import Page, obey_once, pools_told
+from sgpu_magic.panel.watcher import Watchers, whole
+
+# who may see a kernel may see its pool, and who may interrupt it may cancel runs
+_RESOURCE = "kernels"
+_MAX_ORDER_BYTES = 10_000
+_FORBIDDEN = "You may look at this server's pools and not change anything there."
+
+
+def add_panel_handlers(server_app: Any) -> None:
+    """Add the panel's requests below `sgpu/` to a server. They say themselves what is wrong with the settings."""
+    watchers = Watchers()
+    # the threads look at nothing while the interpreter ends
+    atexit.register(watchers.close)
+    application = server_app.web_app
+    base = application.settings["base_url"]
+    shared = {"watchers": watchers}
+    application.add_handlers(
+        ".*$",
+        [
+            (url_path_join(base, "sgpu", "panel"), PanelHandler, shared),
+            (url_path_join(base, "sgpu", "panel", "orders"), OrdersHandler, shared),
+        ],
+    )
+
+
+class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
+    """`sgpu/panel`: a websocket, or the same once for a page that polls: `{"pools": .., "pool": .., "runs": ..}`."""
+
+    auth_resource = _RESOURCE
+
+    def initialize(self, watchers: Watchers) -> None:
+        self.watchers = watchers
+        self._page: Page | None = None
+        self._outbox = Outbox()
+        self._sending: asyncio.Task[None] | None = None
+        self._obeying: set[asyncio.Task[None]] = set()
+
+    def set_default_headers(self) -> None:
+        """The REST answer sets its own; a websocket has none."""
+
+    def get_compression_options(self) -> dict[str, Any] | None:
+        return self.settings.get("websocket_compression_options", None)
+
+    @ws_authenticated
+    async def get(self, *args: str, **kwargs: str) -> None:
+        if not await self._may("read"):
+            raise web.HTTPError(403)
+        if self.request.headers.get("Upgrade", "").lower() == "websocket":
+            await super().get(*args, **kwargs)
+        else:
+            await self._answer_once()
+
+    # ------------------------------------------------------------ the websocket
+
+    def open(self, *args: str, **kwargs: str) -> None:
+        super().open(*args, **kwargs)
+        self._loop = asyncio.get_running_loop()
+        self._page = Page(self.watchers, self._told)
+
+    async def on_message(self, message: str | bytes) -> None:
+        try:
+            order = _order(message if isinstance(message, bytes) else message.encode())
+        except ValueError as error:
+            self._put(Said(text=str(error), ok=False))
+            return
+        if self._page is None:
+            return
+        if isinstance(order, Watch | Rest):
+            self._page.obey(order)
+            return
+        # the next message is heard meanwhile
+        task = asyncio.create_task(self._obey(self._page, order))
+        self._obeying.add(task)
+        task.add_done_callback(self._obeying.discard)
+
+    def on_close(self) -> None:
+        if self.ping_callback is not None:
+            self.ping_callback.stop()
+        if self._page is not None:
+            self._page.close()
+        self._outbox.clear()
+        super().on_close()
+
+    async def _obey(self, page: Page, order: PanelOrder) -> None:
+        if not await self._may("write"):
+            self._put(Said(text=_FORBIDDEN, ok=False))
+            return
+        said = await asyncio.to_thread(page.obey, order)
+        if said is not None:
+            self._put(said)
+
+    def _told(self, told: Told) -> None:
+        """Called in any thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._put, told)
+        except RuntimeError:
+            # the server ends
+            return
+
+    def _put(self, told: Told) -> None:
+        self._outbox.put(told)
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.create_task(self._send())
+
+    async def _send(self) -> None:
+        """Send what there is, one after the other: a slow page gets less often more."""
+        while (told := self._outbox.take()) is not None:
+            try:
+                await self.write_message(msgspec.json.encode(told).decode())
+            except WebSocketClosedError:
+                self._outbox.clear()
+
+    # ------------------------------------------------------------ REST
+
+    async def _answer_once(self) -> None:
+        # as every answer of the server's REST: a page of another origin is not to read it
+        if not self.check_origin():
+            raise web.HTTPError(404)
+        pool = self.get_query_argument("pool", "")
+        pools = await asyncio.to_thread(pools_told, self.watchers)
+        seen = await asyncio.to_thread(self.watchers.look, pool)
+        if seen is None:
+            raise web.HTTPError(503, "the pool can't be looked at now. Try again.")
+        picture, runs = whole(seen)
+        _finish_json(self, {"pools": pools, "pool": picture, "runs": runs})
+
+    async def _may(self, action: str) -> bool:
+        return bool(await ensure_async(self.authorizer.is_authorized(self, self.current_user, action, _RESOURCE)))
+
+
+class OrdersHandler(APIHandler):
+    """`POST sgpu/panel/orders`: one order of a page that has no websocket."""
+
+    auth_resource = _RESOURCE
+
+    def initialize(self, watchers: Watchers) -> None:
+        self.watchers = watchers
+
+    @web.authenticated
+    @authorized
+    async def post(self) -> None:
+        try:
+            order = _order(self.request.body)
+        except ValueError as error:
+            raise web.HTTPError(400, str(error)) from None
+        _finish_json(self, await asyncio.to_thread(obey_once, self.watchers, order))
+
+
+def _order(raw: bytes) -> PanelOrder:
+    if len(raw) > _MAX_ORDER_BYTES:
+        raise ValueError("This is too long for an order.")
+    try:
+        return orders.decode(raw)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"This is no order: {error}.") from None
+
+
+def _finish_json(handler: web.RequestHandler, record: object) -> None:
+    handler.set_header("Content-Type", "application/json")
+    handler.set_header("Cache-Control", "no-store")
+    handler.set_header("X-Content-Type-Options", "nosniff")
+    handler.finish(msgspec.json.encode(record))

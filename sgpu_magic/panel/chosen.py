@@ -1,0 +1,150 @@
+"""What a notebook's choice adds to what was asked for. Each option that was given wins over it, by itself.
+
+The settings come after it. In a session that exists it does not count.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass, replace
+
+from sgpu_magic.config import Settings
+from sgpu_magic.errors import UsageError
+from sgpu_magic.panel.choice import ChoiceKeeper, Held, words_of
+from sgpu_magic.panel.notebook import Choice
+from sgpu_magic.runs.notebook import notebook_path
+from sgpu_magic.runs.submission import Wishes
+from sgpu_magic.runs.workplace import Workplace
+
+_OWN_PACKAGES = ("", "none")
+
+MAGIC_WAYS = "--gpus N --type TYPE"
+PYTHON_WAYS = 'gpus=N, gpu_type="TYPE"'
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What was asked for by options.
+
+    Args:
+        ranks: None when left out.
+        device_type: Canonical; None when left out.
+        wishes: About packages.
+        pool: "" when left out.
+    """
+
+    ranks: int | None
+    device_type: str | None
+    wishes: Wishes
+    pool: str = ""
+
+
+_lock = threading.Lock()
+_kept: tuple[Workplace, ChoiceKeeper] | None = None
+# what was asked for last, and the environment that was found for it
+_found: tuple[tuple[Choice, str, int], str] | None = None
+
+
+def keeper(place: Workplace) -> ChoiceKeeper:
+    """Return what keeps this process's choice: one for each workplace, of which there is one."""
+    global _kept
+    kept = _kept
+    if kept is not None and kept[0] is place:
+        return kept[1]
+    with _lock:
+        if _kept is None or _kept[0] is not place:
+            shell = place.shell
+            notebook = (lambda: notebook_path(shell)) if shell is not None else str
+            _kept = (place, ChoiceKeeper(place.settings.state_path, notebook))
+        return _kept[1]
+
+
+def forget(place: Workplace) -> None:
+    """The workplace is closed."""
+    global _kept
+    with _lock:
+        if _kept is not None and _kept[0] is place:
+            _kept = None
+
+
+def with_choice(place: Workplace, asked: Asked, ways: str) -> Asked:
+    """Return what was asked for, with what the notebook's choice says where nothing was.
+
+    Args:
+        place: This process's.
+        asked: What the options say.
+        ways: How a person says all of it, for a refusal: `MAGIC_WAYS` or `PYTHON_WAYS`.
+
+    Raises:
+        UsageError: Somebody else has chosen it, and this user has not confirmed it; or it names what is not there.
+        EnvironmentFailed: Its packages are for another Python.
+    """
+    held = keeper(place).now()
+    choice = held.choice
+    if choice is None:
+        return asked
+    ranks = choice.gpus if asked.ranks is None else 0
+    device_type = choice.type if asked.device_type is None else ""
+    pool = choice.pool if not asked.pool else ""
+    packages = not asked.wishes.env_version
+    changes = packages and bool(choice.env_version or choice.dependencies or choice.removed)
+    if not held.confirmed:
+        if ranks or device_type or changes or (pool and pool != place.pool.name):
+            raise UsageError(_foreign(place, choice, ways, packages=changes))
+        return asked
+    if pool and pool != place.pool.name:
+        raise UsageError(
+            f"this notebook's choice names the pool {pool!r}, and you have: {place.pool.name}. Choose another in the "
+            "panel, or say which is meant with --pool."
+        )
+    wishes = asked.wishes
+    if packages:
+        wishes = replace(wishes, env_version=_env_version(place.pool.settings, choice))
+    return Asked(asked.ranks or ranks or None, asked.device_type or device_type or None, wishes, asked.pool or pool)
+
+
+def _env_version(settings: Settings, choice: Choice) -> str:
+    if not choice.env_version:
+        # the choice comes before the setting
+        return "" if settings.env_version in _OWN_PACKAGES else "none"
+    if not (choice.dependencies or choice.removed):
+        return choice.env_version
+    global _found
+    key = (choice, str(settings.state_path), _changed_ns(choice.env_version))
+    found = _found
+    if found is not None and found[0] == key and os.path.exists(found[1]):
+        return found[1]
+    # only loaded where packages are changed
+    from sgpu_magic.panel.packages import env_version_of
+
+    file = env_version_of(settings, choice)
+    _found = (key, file)
+    return file
+
+
+def _changed_ns(name: str) -> int:
+    try:
+        return os.stat(os.path.expanduser(name)).st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _foreign(place: Workplace, choice: Choice, ways: str, *, packages: bool) -> str:
+    python = ways is PYTHON_WAYS
+    env = ('env_version="none"' if python else "--env-version none") if packages else ""
+    said = f"{ways}{', ' if python and env else ' ' if env else ''}{env}"
+    return (
+        f"this notebook asks for {words_of(choice, place.pool.name)}, and somebody else has chosen that, so nothing "
+        "was started. If it is what you want, confirm it in the panel or with `%sgpu_env --accept`. Else say what you "
+        f"want instead: `{said}`."
+    )
+
+
+def held_words(held: Held, pool: str) -> str:
+    """Return what `%sgpu_env` tells of the choice, a line; "" without one."""
+    if held.choice is None:
+        return held.problem
+    whose = "" if held.confirmed else "; somebody else has chosen that: %sgpu_env --accept confirms it"
+    problem = f" {held.problem}" if held.problem else ""
+    return f"this notebook asks for {words_of(held.choice, pool)}{whose}.{problem}"

@@ -1,0 +1,311 @@
+"""A pool's status and its ledger's rows as a panel draws them. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from sgpu_magic.panel import waiting
+from sgpu_magic.panel.picture import (
+    VERSION,
+    DevicePicture,
+    PoolChoice,
+    PoolPicture,
+    PoolState,
+    Remedy,
+    RunRow,
+    TypePicture,
+)
+from sgpu_magic.protocol import ids
+from sgpu_magic.protocol.device_types import CPU
+from sgpu_magic.protocol.devices import Device
+from sgpu_magic.protocol.messages import PoolStatus, RunSummary
+from sgpu_magic.protocol.prices import Prices
+from sgpu_magic.protocol.states import RunKind, RunState
+from sgpu_magic.render.pool_words import (
+    budget_words,
+    device_holders,
+    device_name,
+    failure_line,
+    idle_words,
+    outside_words,
+    problem_words,
+)
+from sgpu_magic.render.run_names import run_name
+from sgpu_magic.render.units import count_of
+
+LOCAL = "local"
+NO_GPU = "No GPU on this machine: ranks run on CPU."
+
+_TONES: Mapping[RunState, str] = {
+    RunState.QUEUED: "waiting",
+    RunState.PREPARING: "going",
+    RunState.STARTING: "going",
+    RunState.RUNNING: "going",
+    RunState.CANCELLING: "going",
+    RunState.SUCCEEDED: "good",
+    RunState.FAILED: "bad",
+    RunState.TIMED_OUT: "bad",
+    RunState.CANCELLED: "plain",
+}
+_FREE = "free"
+Holders = Mapping[str, tuple[RunSummary, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What devices cost, by the settings.
+
+    Args:
+        prices: Of devices that are paid by the hour.
+        reserved: Of reserved ones.
+        currency: Of both.
+    """
+
+    prices: Prices
+    reserved: Prices
+    currency: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlace:
+    """What a run's directory on this machine tells.
+
+    Args:
+        here: There is one.
+        tracked_url: Its page in MLflow, "" for none.
+    """
+
+    here: bool = False
+    tracked_url: str = ""
+
+
+def pool_picture(
+    status: PoolStatus,
+    rates: Rates,
+    now: float,
+    *,
+    durations: waiting.Durations,
+    usage: str = "",
+    notice: str = "",
+) -> PoolPicture:
+    """Return a pool that has answered.
+
+    Args:
+        status: Its answer.
+        rates: What its devices cost.
+        now: Wall-clock time, seconds since the epoch.
+        durations: What earlier runs took.
+        usage: What the month has used, a line.
+        notice: What the pool wants to be known.
+    """
+    holders = device_holders(status)
+    inventory = status.inventory
+    types = _types(status, rates, now, holders, durations)
+    order = {each.type: at for at, each in enumerate(types)}
+    devices = [_device(device, holders) for device in sorted(inventory.devices, key=lambda one: order[one.type])]
+    slots = count_of(inventory.cpu_slots, "CPU slot")
+    return PoolPicture(
+        version=VERSION,
+        pool=status.pool,
+        state="up",
+        sentence="",
+        remedy="",
+        remedy_words="",
+        now=now,
+        about=f"{status.pool} · {_place_of(status.pool, inventory.host)} · {slots}",
+        types=types,
+        devices=tuple(devices),
+        cpu_slots=inventory.cpu_slots,
+        cpu_slots_free=status.cpu_slots_free,
+        usage=usage,
+        notes=tuple(_notes(status, now, notice)),
+    )
+
+
+def away_picture(
+    pool: str, state: PoolState, sentence: str, remedy: Remedy, remedy_words: str, now: float, usage: str = ""
+) -> PoolPicture:
+    """Return a pool that can't be asked; arguments as in `PoolPicture`."""
+    return PoolPicture(
+        version=VERSION,
+        pool=pool,
+        state=state,
+        sentence=sentence,
+        remedy=remedy,
+        remedy_words=remedy_words,
+        now=now,
+        about=f"{pool} · {_place_of(pool, '')}",
+        types=(),
+        devices=(),
+        cpu_slots=0,
+        cpu_slots_free=0,
+        usage=usage,
+        notes=(),
+    )
+
+
+def pool_choices(default: str) -> tuple[PoolChoice, ...]:
+    """Return the pools that may be chosen: reserved ones first, then the default, then by name."""
+    pools = [PoolChoice(name=LOCAL, about=_place_of(LOCAL, ""), reserved=False, default=default in ("", LOCAL))]
+    return tuple(sorted(pools, key=lambda pool: (not pool.reserved, not pool.default, pool.name)))
+
+
+def run_row(run: RunSummary, place: RunPlace) -> RunRow:
+    """Return one run of the list; it changes with the run alone."""
+    is_session = run.kind is RunKind.SESSION
+    tone = _TONES[run.state]
+    return RunRow(
+        run_id=run.run_id,
+        short_id=ids.short(run.run_id),
+        name=run_name(run),
+        kind=run.kind.value,
+        session=run.session,
+        state=run.state.value,
+        tone="plain" if is_session and tone == "good" else tone,
+        final=run.state.is_final,
+        words=_words(run),
+        ranks=run.ranks,
+        device_type=run.device_type,
+        simulated=run.simulated,
+        submitted_at=run.submitted_at,
+        started_at=run.started_at,
+        ended_at=run.ended_at,
+        metered_at=run.metered_at,
+        hourly=run.hourly,
+        cost=run.cost,
+        currency=run.currency,
+        notebook=_file_name(run.notebook),
+        kernel=run.kernel,
+        user=run.user,
+        idle_ends_at=run.idle_ends_at,
+        tracked_url=place.tracked_url,
+        here=place.here,
+    )
+
+
+def _words(run: RunSummary) -> str:
+    ranks, why = count_of(run.ranks, "rank"), failure_line(run)
+    if run.state is RunState.QUEUED:
+        position = f"position {run.position}" if run.position else ""
+        waits = ", ".join(part for part in (run.waiting_for, position) if part)
+        return f"{ranks} · {waits}" if waits else ranks
+    if run.state in (RunState.FAILED, RunState.TIMED_OUT):
+        return why or ranks
+    return f"{ranks} · {why}" if run.state.is_final and why else ranks
+
+
+def _file_name(path: str) -> str:
+    return PurePath(path).name
+
+
+def _place_of(pool: str, host: str) -> str:
+    return "this machine" if pool == LOCAL else host
+
+
+def _types(
+    status: PoolStatus, rates: Rates, now: float, holders: Holders, durations: waiting.Durations
+) -> tuple[TypePicture, ...]:
+    """Return what the pool has: dearest first, those without a price by their memory, CPU last."""
+    by_type: dict[str, list[Device]] = {}
+    for device in status.inventory.devices:
+        by_type.setdefault(device.type, []).append(device)
+    # what the pool chooses for those that name no type
+    largest = Counter({kind: len(devices) for kind, devices in by_type.items()}).most_common(1)
+    main = largest[0][0] if largest else CPU
+    types: list[TypePicture] = []
+    for kind, devices in by_type.items():
+        price, reserved = _price(status.pool, kind, rates)
+        free = sum(_is_free(device, holders) for device in devices)
+        uuids = frozenset(device.uuid for device in devices)
+        held = waiting.holders_of(kind, status.runs, durations, now, uuids)
+        types.append(
+            TypePicture(
+                type=kind,
+                label=kind.upper(),
+                total=len(devices),
+                free=free,
+                memory_bytes=max(device.memory_bytes for device in devices),
+                price=price,
+                currency=rates.currency,
+                simulated=any(device.simulated for device in devices),
+                reserved=reserved,
+                waits_s=waiting.waits(len(devices), free, held, waiting.queue_of(kind, status.runs, durations, main)),
+            )
+        )
+    types.sort(key=lambda one: (one.price is None, -(one.price or 0.0), -one.memory_bytes, one.type))
+    slots = status.inventory.cpu_slots
+    if slots > 0:
+        price, reserved = _price(status.pool, CPU, rates)
+        free = max(0, min(slots, status.cpu_slots_free))
+        held = waiting.holders_of(CPU, status.runs, durations, now, frozenset())
+        types.append(
+            TypePicture(
+                type=CPU,
+                label="CPU",
+                total=slots,
+                free=free,
+                memory_bytes=0,
+                price=price,
+                currency=rates.currency,
+                simulated=False,
+                reserved=reserved,
+                waits_s=waiting.waits(slots, free, held, waiting.queue_of(CPU, status.runs, durations, main)),
+            )
+        )
+    return tuple(types)
+
+
+def _price(pool: str, device_type: str, rates: Rates) -> tuple[float | None, bool]:
+    """Return the price of one device for an hour, and whether it is that of reserved ones."""
+    price = rates.prices.of(pool, device_type)
+    if price is not None:
+        return price, False
+    reserved = rates.reserved.of(pool, device_type)
+    return reserved, reserved is not None
+
+
+def _is_free(device: Device, holders: Holders) -> bool:
+    return device.uuid not in holders and not device.outside_use
+
+
+def _device(device: Device, holders: Holders) -> DevicePicture:
+    run, rank = holders.get(device.uuid, (None, 0))
+    if run is None:
+        user = outside_words(device) or _FREE
+    elif run.kind is RunKind.SESSION:
+        user = _file_name(run.notebook) or run_name(run)
+    else:
+        user = f"{run_name(run)} · rank {rank}"
+    return DevicePicture(
+        uuid=device.uuid,
+        type=device.type,
+        label=device_name(device),
+        simulated=device.simulated,
+        utilization_pct=device.utilization_pct,
+        used_bytes=device.used_bytes,
+        memory_bytes=device.memory_bytes,
+        run_id="" if run is None else run.run_id,
+        kernel="" if run is None else run.kernel,
+        user=user,
+        free=_is_free(device, holders),
+    )
+
+
+def _notes(status: PoolStatus, now: float, notice: str) -> Sequence[str]:
+    no_gpu = [] if any(not device.simulated for device in status.inventory.devices) else [NO_GPU]
+    words = [
+        *no_gpu,
+        *problem_words(status),
+        *budget_words(status, nearly_used=True),
+        *([notice] if notice else idle_words(status, now)),
+    ]
+    return [as_sentence(text) for text in words]
+
+
+def as_sentence(text: str) -> str:
+    """Return what the pool says as a sentence of its own."""
+    text = text.strip()
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "?", "!")) else ".") if text else ""

@@ -1,0 +1,26 @@
+"""The panel where no widget can be shown: what `%sgpu_status` and `%sgpu_env` tell."""
+
+from __future__ import annotations
+
+from sgpu_magic.errors import PoolError
+from sgpu_magic.panel import chosen
+from sgpu_magic.render.environment import environment_text
+from sgpu_magic.render.status import status_text
+from sgpu_magic.runs.environment_report import report
+from sgpu_magic.runs.workplace import Workplace
+from sgpu_magic.sessions import registry
+
+_NO_CHOICE = "this notebook asks for nothing of its own: runs get what the pool and the settings choose."
+_NO_POOL = "no pool is running; the first run starts it."
+
+
+def panel_text(place: Workplace) -> str:
+    """Return the pool, the notebook's choice and its packages. Starts no pool."""
+    try:
+        status = place.pool.status(recent=5, start=False)
+        pool = _NO_POOL if status is None else status_text(status, notice=place.pool.notice)
+    except PoolError as error:
+        pool = error.message
+    choice = chosen.held_words(chosen.keeper(place).now(), place.pool.name) or _NO_CHOICE
+    packages = environment_text(report(place.current_settings(), registry.all_sessions()))
+    return "\n\n".join((pool.rstrip(), choice, packages.rstrip()))

@@ -1,0 +1,150 @@
+"""What a page (or a widget) asks of pools: to be told of one, to start it, to stop a run in it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from sgpu_magic.client.local_pool import find_pool, start_pool
+from sgpu_magic.commands import ledger_file
+from sgpu_magic.config import Settings
+from sgpu_magic.errors import SgpuError, UsageError
+from sgpu_magic.panel.drawing import LOCAL, as_sentence, pool_choices
+from sgpu_magic.panel.messages import CancelRun, PanelOrder, Rest, Said, StartPool, Told, Watch
+from sgpu_magic.panel.picture import PoolsTold
+from sgpu_magic.panel.watcher import PoolWatcher, Watchers
+from sgpu_magic.protocol.ids import is_valid_id, short
+from sgpu_magic.render.run_names import stop_words
+
+STARTED = "The pool is running."
+
+
+class Page:
+    """One page: is told of the pool that it looks at. Methods may be called by any thread.
+
+    Args:
+        watchers: The process's.
+        tell: Is told everything, in any thread; it must not block.
+    """
+
+    def __init__(self, watchers: Watchers, tell: Callable[[Told], None]) -> None:
+        self._watchers = watchers
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._watched: PoolWatcher | None = None
+        self._pool = ""
+        self._closed = False
+
+    def obey(self, order: PanelOrder) -> Said | None:
+        """Do what the page asks. `Watch` and `Rest` are done at once; the others may take seconds.
+
+        Returns:
+            What became of it; None where what is told says that.
+        """
+        match order:
+            case Watch(pool=pool):
+                self._watch(pool)
+                return None
+            case Rest():
+                self._rest()
+                return None
+            case StartPool() | CancelRun():
+                return obey_once(self._watchers, order)
+
+    def close(self) -> None:
+        """The page is gone."""
+        with self._lock:
+            self._closed = True
+        self._rest()
+
+    def _watch(self, pool: str) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            if pool != self._pool:
+                self._leave()
+            self._pool = pool
+            self._tell(pools_told(self._watchers))
+            # who looks at it already is told everything again
+            self._watched = self._watchers.watch(pool, self, self._tell)
+
+    def _rest(self) -> None:
+        with self._lock:
+            self._leave()
+
+    def _leave(self) -> None:
+        watched, self._watched = self._watched, None
+        if watched is not None:
+            watched.remove(self)
+
+
+def pools_told(watchers: Watchers) -> PoolsTold:
+    """Return the pools that may be chosen."""
+    try:
+        default = watchers.read_settings().pool
+    except SgpuError:
+        # the pool's own picture says what is wrong with the settings
+        default = LOCAL
+    return PoolsTold(pools=pool_choices(default))
+
+
+def obey_once(watchers: Watchers, order: PanelOrder) -> Said:
+    """Do what somebody asks who does not listen, and say what became of it; may take seconds."""
+    try:
+        match order:
+            case StartPool(pool=pool):
+                said = _start(watchers.read_settings(), pool)
+            case CancelRun(run_id=run_id, pool=pool):
+                said = _cancel(watchers.read_settings(), pool, run_id)
+            case Watch() | Rest():
+                return Said(text="", ok=True)
+    except SgpuError as error:
+        return Said(text=as_sentence(error.message), ok=False)
+    except OSError as error:
+        return Said(text=as_sentence(str(error)), ok=False)
+    finally:
+        watchers.look_soon()
+    return Said(text=as_sentence(said), ok=True)
+
+
+def _start(settings: Settings, pool: str) -> str:
+    _check_pool(settings, pool)
+    from sgpu_magic.client.pool import Pool
+
+    if find_pool(settings) is None:
+        # without a zygote: this process's Python need not be that of any notebook
+        start_pool(settings)
+    asked = Pool(settings)
+    try:
+        # one of another version is replaced when it is idle
+        asked.status(1, start=True)
+    finally:
+        asked.close()
+    return STARTED
+
+
+def _cancel(settings: Settings, pool: str, run_id: str) -> str:
+    _check_pool(settings, pool)
+    if not is_valid_id(run_id):
+        raise UsageError(f"{run_id[:40]!r} is not a run's id.")
+    if find_pool(settings) is None:
+        raise UsageError("no pool is running, so no run is going on that could be cancelled.")
+    run = ledger_file.find_run(settings, run_id)
+    # of one that is not written down yet nobody but the pool knows
+    pressed, said = (
+        stop_words(run) if run is not None else ("Cancel was pressed", f"run {short(run_id)} is being stopped")
+    )
+    from sgpu_magic.client.pool import Pool
+
+    asked = Pool(settings)
+    try:
+        asked.cancel(run_id, pressed)
+    finally:
+        asked.close()
+    return said
+
+
+def _check_pool(settings: Settings, pool: str) -> None:
+    name = pool or settings.pool
+    if name != LOCAL:
+        raise UsageError(f"there is no pool {name[:40]!r} here: only the local one.")

@@ -1,0 +1,118 @@
+"""The panel as a widget below a cell: its orders about pools are obeyed here, its questions go to the kernel's door."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+
+from sgpu_magic.panel.lanes import Lane
+from sgpu_magic.panel.messages import PanelOrder, Rest, Said, Told, Watch
+from sgpu_magic.panel.orders import Page
+from sgpu_magic.panel.watcher import Watchers
+
+if TYPE_CHECKING:
+    from sgpu_magic.panel.door import Door, Send
+    from sgpu_magic.widget.channels import Channels
+
+PATIENCE_S = 90.0
+"""A page that says nothing for so long has gone."""
+
+
+class PanelView:
+    """One panel below a cell. A thread looks at the pool while its page says that it is there.
+
+    Args:
+        widget: The `PanelWidget`.
+        channels: Bring its messages.
+        door: Has its questions answered.
+        watchers: The kernel's.
+    """
+
+    def __init__(self, widget: Any, channels: Channels, door: Door, watchers: Watchers) -> None:
+        self._widget = widget
+        self._channels = channels
+        self._door = door
+        self._page = Page(watchers, self._tell)
+        self._orders, self._told = Lane("sgpu-panel-orders"), Lane("sgpu-panel-told")
+        self._lock = threading.Lock()
+        self._heard_at = time.monotonic()
+        self._timer: threading.Timer | None = None
+        self._closed = False
+        channels.opened_for(widget, self._take)
+
+    @property
+    def is_closed(self) -> bool:
+        """Somebody has closed it, such as the front end."""
+        return self._closed or self._widget.comm is None
+
+    def close(self) -> None:
+        """Show and tell nothing more."""
+        with self._lock:
+            self._closed = True
+            timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+        self._channels.closed(self._widget)
+        self._page.close()
+        self._orders.close()
+        self._told.close()
+        self._widget.close()
+
+    # ------------------------------------------------------------ messages
+
+    def _take(self, content: object, send: Send) -> None:
+        """Runs in the thread that has brought the message."""
+        self._heard_at = time.monotonic()
+        if not isinstance(content, dict):
+            return
+        message = cast("dict[str, object]", content)
+        if "n" in message:
+            self._door.take(message, send, knows_metadata=False)
+        elif message.get("kind") != "here":
+            self._orders.put(partial(self._obey, message))
+
+    def _obey(self, message: dict[str, object]) -> None:
+        try:
+            order = msgspec.convert(message, PanelOrder)
+            said = self._page.obey(order)
+            if isinstance(order, Watch):
+                self._check_later()
+        except msgspec.ValidationError as error:
+            said = Said(text=f"This is nothing that can be done: {error}.", ok=False)
+        except Exception as error:  # noqa: BLE001  a thread's top, and a page that waits
+            traceback.print_exc(file=sys.__stderr__)
+            said = Said(text=f"This could not be done: {type(error).__name__}: {error}", ok=False)
+        if said is not None:
+            self._tell(said)
+
+    def _tell(self, told: Told) -> None:
+        self._told.put(partial(self._send, told))
+
+    def _send(self, told: Told) -> None:
+        if not self.is_closed:
+            self._widget.send(msgspec.to_builtins(told))
+
+    # ------------------------------------------------------------ a page that has gone
+
+    def _check_later(self) -> None:
+        with self._lock:
+            if self._closed or self._timer is not None:
+                return
+            self._timer = threading.Timer(PATIENCE_S, self._check)
+            self._timer.name = "sgpu-panel-patience"
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _check(self) -> None:
+        with self._lock:
+            self._timer = None
+        if self.is_closed or time.monotonic() - self._heard_at >= PATIENCE_S:
+            self._page.obey(Rest())
+        else:
+            self._check_later()

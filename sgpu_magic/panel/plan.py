@@ -1,0 +1,331 @@
+"""What applying a choice would do, before anything is done."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from sgpu_magic.config import Settings
+from sgpu_magic.environment import bases, snapshot
+from sgpu_magic.environment.difference import versions
+from sgpu_magic.environment.distributions import normalised
+from sgpu_magic.errors import PoolError, SgpuError
+from sgpu_magic.panel.choice import Held, label_of, normal, problem_of
+from sgpu_magic.panel.installing import would_install
+from sgpu_magic.panel.notebook import Choice, PlanPicture
+from sgpu_magic.panel.packages import base_of, base_versions, env_version_of, missing, problem_of_base
+from sgpu_magic.protocol.device_types import CPU
+from sgpu_magic.protocol.messages import PoolStatus
+from sgpu_magic.protocol.states import RunState
+from sgpu_magic.render.units import count_of
+from sgpu_magic.runs.workplace import Workplace
+from sgpu_magic.sessions import registry
+from sgpu_magic.sessions.connecting import DEFAULT_NAME
+from sgpu_magic.sessions.session import Session
+
+PATIENCE_S = 2.0
+_MOST_NAMED = 5
+_OWN = ("", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be done.
+
+    Args:
+        picture: As people read it.
+        added: Requirements to install into this notebook's environment.
+        removed: Packages to remove from it.
+        restarts: The session that makes room for one with the new choice; None without one.
+        connects: A session is begun.
+    """
+
+    picture: PlanPicture
+    added: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    restarts: Session | None = None
+    connects: bool = False
+
+
+@dataclass
+class _Words:
+    """What is gathered for a picture."""
+
+    sentences: list[str] = field(default_factory=list[str])
+    loses: bool = False
+
+
+class Impossible(Exception):
+    """It can't be applied; the message is a sentence."""
+
+
+def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve: bool = True) -> Plan:
+    """Say what applying a choice would do. Takes 2 s at most beside a pool's answer, and changes nothing.
+
+    Args:
+        place: This process's.
+        held: The choice that is there now.
+        choice: The one that is to be.
+        connect: And then connecting.
+        resolve: Ask how many packages come along.
+    """
+    problem = problem_of(choice)
+    if problem:
+        return Plan(PlanPicture(sentences=(), loses=False, problem=sentence(problem), button=_button(connect, False)))
+    choice = normal(choice)
+    known = held.confirmed and held.choice == choice
+    words = _Words()
+    try:
+        status = _status(place)
+        _check_pool(place, choice)
+        if status is not None:
+            _check_devices(choice, status, stands_in=place.settings.stand_in == "cpu")
+            if connect:
+                _check_one_type(choice, status)
+        added, removed = _packages(place.pool.settings, choice, words, resolve=resolve)
+    except (Impossible, SgpuError) as error:
+        text = error.message if isinstance(error, SgpuError) else str(error)
+        picture = PlanPicture(
+            sentences=tuple(words.sentences), loses=False, problem=sentence(text), button=_button(connect, known)
+        )
+        return Plan(picture)
+    current = living(DEFAULT_NAME)
+    changed = bool(added or removed)
+    restarts: Session | None = None
+    if connect:
+        if current is not None and fits(current, choice) and not (changed and _has_own_packages(current)):
+            words.sentences.append(f"Session {current.name} is connected with this already.")
+        else:
+            restarts = current
+            if restarts is not None:
+                _restart(restarts, status, words)
+            _waiting(choice, status, restarts, words)
+    else:
+        _left_alone(current, choice, changed, words)
+    picture = PlanPicture(
+        sentences=tuple(words.sentences), loses=words.loses, problem="", button=_button(connect, known and not changed)
+    )
+    connects = connect and (current is None or restarts is not None)
+    return Plan(picture, added, removed, restarts, connects)
+
+
+def sentence(text: str) -> str:
+    """Return a message as a sentence."""
+    return text[:1].upper() + text[1:]
+
+
+def living(name: str) -> Session | None:
+    """Return the session of that name that has not ended; the current one for "".
+
+    Other than `registry.find` this forgets none that has ended: the next cell is to tell that.
+    """
+    found = [session for session in registry.all_sessions() if not session.has_ended and name in ("", session.name)]
+    return found[-1] if found else None
+
+
+def fits(session: Session, choice: Choice) -> bool:
+    """Whether a session is what a choice asks for."""
+    if session.run_state is RunState.CANCELLING:
+        return False
+    kinds = ("", session.placement.device_type, session.device_type)
+    if choice.gpus not in (0, session.ranks) or choice.type not in kinds:
+        return False
+    if not choice.env_version:
+        return _has_own_packages(session)
+    return session.wishes.env_version == env_version_of(session.place.pool.settings, choice, write=False)
+
+
+def _button(connect: bool, known: bool) -> str:
+    return "Apply" if not connect else "Connect" if known else "Apply and connect"
+
+
+def _status(place: Workplace) -> PoolStatus | None:
+    """What the pool has; None while there is none, for a plan starts nothing."""
+    try:
+        return place.pool.status(recent=1, start=False)
+    except PoolError:
+        # connecting meets the same problem, and tells it
+        return None
+
+
+# ---------------------------------------------------------------- devices
+
+
+def _check_pool(place: Workplace, choice: Choice) -> None:
+    if choice.pool and choice.pool != place.pool.name:
+        raise Impossible(f"There is no pool named {choice.pool!r}. You have: {place.pool.name}.")
+
+
+def _check_devices(choice: Choice, status: PoolStatus, *, stands_in: bool) -> None:
+    """Refuse what the pool can never give."""
+    inventory = status.inventory
+    types = _totals(status)
+    if choice.type == CPU or (not choice.type and not types):
+        if choice.gpus > inventory.cpu_slots:
+            raise Impossible(f"The pool has {inventory.cpu_slots} CPU slots, and {choice.gpus} are asked for.")
+        return
+    if choice.type and choice.type not in types:
+        if stands_in:
+            return
+        has = ", ".join(f"{count} {label_of(name)}" for name, count in types.items()) or "no GPUs"
+        has += f", and {inventory.cpu_slots} CPU slots"
+        raise Impossible(f"The pool has no {label_of(choice.type)}. It has: {has}.")
+    most = types[choice.type] if choice.type else max(types.values())
+    if choice.gpus > most and not stands_in:
+        of = f" {label_of(choice.type)}" if choice.type else " of one type"
+        raise Impossible(f"The pool has {most}{of}, and {choice.gpus} are asked for.")
+
+
+def _check_one_type(choice: Choice, status: PoolStatus) -> None:
+    """Refuse to guess."""
+    types = _totals(status)
+    if not choice.type and not choice.gpus and len(types) > 1:
+        has = ", ".join(f"{count} {label_of(name)}" for name, count in types.items())
+        raise Impossible(f"The pool has several types ({has}): choose one, and how many.")
+
+
+def _totals(status: PoolStatus) -> dict[str, int]:
+    types: dict[str, int] = {}
+    for device in status.inventory.devices:
+        types[device.type] = types.get(device.type, 0) + 1
+    return types
+
+
+def _waiting(choice: Choice, status: PoolStatus | None, restarts: Session | None, words: _Words) -> None:
+    """Say whether the session will wait for devices."""
+    if status is None:
+        words.sentences.append("The pool is started first.")
+        return
+    types = _totals(status)
+    if choice.type == CPU or not types:
+        free = status.cpu_slots_free
+        if restarts is not None and restarts.device_type == CPU:
+            free += restarts.ranks
+        kind, wanted = "CPU slots", choice.gpus or 2
+    else:
+        ours = restarts.run_id if restarts is not None else ""
+        taken = {uuid for run in status.runs if not run.state.is_final and run.run_id != ours for uuid in run.uuids}
+        free_of = dict.fromkeys(types, 0)
+        for device in status.inventory.devices:
+            free_of[device.type] += device.uuid not in taken and not device.outside_use
+        chosen = choice.type if choice.type in types else max(types, key=lambda name: free_of[name])
+        free, wanted = free_of[chosen], choice.gpus or types[chosen]
+        kind = label_of(chosen)
+    if free < wanted:
+        there = f"{free} of the {wanted} {kind} that this needs {'is' if free == 1 else 'are'}"
+        if free <= 0:
+            there = f"No {kind.removesuffix('s')} is"
+        words.sentences.append(f"{there} free now: the session waits in the queue.")
+
+
+# ---------------------------------------------------------------- sessions
+
+
+def _restart(session: Session, status: PoolStatus | None, words: _Words) -> None:
+    """Say what becomes of a session that makes room."""
+    # the session itself tells of its cells a moment later
+    runs = status.runs if status is not None else ()
+    running = [run.name for run in runs if run.session == session.run_id and not run.state.is_final]
+    lost = sorted(session.shipping.own_names(session.ranks_of(())))
+    text = f"Session {session.name} restarts"
+    # its own word of a cell that has just ended may be on its way
+    if session.cells or lost:
+        text += f": what its ranks have is lost ({_listed(lost)})" if lost else ": what its ranks have is lost"
+        words.loses = True
+    if running:
+        text += f", and {_listed(running)}, which runs in it, is stopped"
+        words.loses = True
+    words.sentences.append(f"{text}.")
+
+
+def _left_alone(current: Session | None, choice: Choice, changed: bool, words: _Words) -> None:
+    """Nothing is connected or ended; say what holds of what is there."""
+    if current is None:
+        words.sentences.append("Nothing is running." if not registry.names() else "Sessions go on as they are.")
+    elif not fits(current, choice):
+        words.sentences.append(f"Session {current.name} goes on as it is; the choice is for the next one.")
+    elif changed and _has_own_packages(current):
+        words.sentences.append(
+            f"Session {current.name} goes on; its ranks see what is installed when %sgpu_restart starts them anew."
+        )
+
+
+def _has_own_packages(session: Session) -> bool:
+    return not session.spec.environment_label
+
+
+# ---------------------------------------------------------------- packages
+
+
+def _packages(
+    settings: Settings, choice: Choice, words: _Words, *, resolve: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Say what is installed; return what the notebook's own environment gets and loses."""
+    if choice.env_version:
+        _for_ranks(settings, choice, words)
+        return (), ()
+    installed = versions(snapshot.take_snapshot())
+    added = missing(choice.dependencies, installed)
+    removed = tuple(name for name in choice.removed if normalised(name) in installed)
+    if added:
+        words.sentences.append(_coming(settings, added, resolve=resolve))
+    if removed:
+        words.sentences.append(f"{_listed(removed)} will be removed from this notebook's environment.")
+        words.loses = True
+    if settings.env_version not in _OWN:
+        words.sentences.append(f"The setting env_version ({settings.env_version}) does not count for this notebook.")
+    return added, removed
+
+
+def _coming(settings: Settings, added: tuple[str, ...], *, resolve: bool) -> str:
+    what = f"{_many(len(added))} and what {'it needs' if len(added) == 1 else 'they need'} will be installed"
+    if resolve:
+        try:
+            coming = would_install(settings, added, PATIENCE_S)
+        except TimeoutError:
+            # the index is slow; it is asked again when it counts
+            coming = ()
+        if coming:
+            named = f": {_listed([name for name in coming if name])}" if coming[0] else ""
+            what = f"{_many(len(coming))} will be installed{named}"
+    return f"{what}, in this notebook's environment."
+
+
+def _for_ranks(settings: Settings, choice: Choice, words: _Words) -> None:
+    """Packages that are installed where the ranks run."""
+    problem = problem_of_base(settings, choice.env_version)
+    if problem:
+        raise Impossible(problem)
+    found = bases.chosen(settings, choice.env_version)
+    if not (choice.dependencies or choice.removed) and found is not None:
+        digest, count = found.environment.digest, found.environment.packages
+        if not _is_built(settings, digest):
+            words.sentences.append(f"{_many(count)} will be installed where the ranks run, when they start.")
+        return
+    there = base_versions(base_of(settings, choice.env_version))
+    unknown = [name for name in choice.removed if normalised(name) not in there]
+    if unknown:
+        raise Impossible(f"{choice.env_version} has no {_listed(unknown)} that could be left out.")
+    count = len(there) - len(choice.removed) + len(missing(choice.dependencies, {}))
+    words.sentences.append(
+        f"About {_many(count)} will be installed where the ranks run, when they start, unless they are there already."
+    )
+
+
+def _is_built(settings: Settings, digest: str) -> bool:
+    """Whether this machine has built it; another one's is not known."""
+    try:
+        return any(name.startswith(digest) for name in os.listdir(settings.environments_path))
+    except OSError:
+        return False
+
+
+def _listed(names: Iterable[str]) -> str:
+    ordered = list(names)
+    more = len(ordered) - _MOST_NAMED
+    return ", ".join(ordered[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _many(packages: int) -> str:
+    return count_of(packages, "package")

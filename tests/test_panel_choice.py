@@ -1,0 +1,467 @@
+"""A notebook's choice: read from metadata whatever stands there, signed, kept, and what it adds to options."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgpu_magic.config import Settings
+from sgpu_magic.environment.requirement_files import read_file
+from sgpu_magic.errors import EnvironmentFailed, UsageError
+from sgpu_magic.panel import chosen
+from sgpu_magic.panel.choice import (
+    KEY_FILE,
+    MAX_FILE_BYTES,
+    ChoiceKeeper,
+    is_signed,
+    normal,
+    own_key,
+    problem_of,
+    read_kept,
+    read_key,
+    sign,
+    words_of,
+)
+from sgpu_magic.panel.chosen import MAGIC_WAYS, PYTHON_WAYS, Asked, with_choice
+from sgpu_magic.panel.notebook import Choice, KeptChoice
+from sgpu_magic.panel.packages import env_version_of, missing, problem_of_requirement
+from sgpu_magic.runs.submission import Wishes
+
+KEY = bytes(range(32))
+NOTHING_ASKED = Asked(None, None, Wishes())
+
+
+def nowhere() -> str:
+    return ""
+
+
+def notebook(path: Path, metadata: dict[str, Any]) -> None:
+    """Write a notebook, at another time than the last one."""
+    before = path.stat().st_mtime_ns if path.exists() else 0
+    path.write_text(json.dumps({"cells": [], "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}))
+    if path.stat().st_mtime_ns == before:
+        os.utime(path, ns=(before + 1, before + 1))
+
+
+# ---------------------------------------------------------------- reading metadata
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (None, None),
+        ({"choice": {}}, Choice()),
+        ({"choice": {"gpus": 2, "type": "a10"}, "signed": "ab", "version": 1}, Choice(gpus=2, type="a10")),
+        ({"choice": {"gpus": 2, "colour": "red"}, "more": [1]}, Choice(gpus=2)),
+        ({"choice": {"dependencies": ["peft"], "removed": ["six"]}}, Choice(dependencies=("peft",), removed=("six",))),
+    ],
+)  # fmt: skip
+def test_a_choice_is_read(found: object, expected: Choice | None):
+    read = read_kept(found)
+    assert read.problem == ""
+    assert (read.kept.choice if read.kept else None) == expected
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        3, "a10", [], {}, {"choice": None}, {"choice": []}, {"choice": {"gpus": "2"}}, {"choice": {"gpus": 2.5}},
+        {"choice": {"gpus": True}}, {"choice": {"gpus": -1}}, {"choice": {"gpus": 10**30}}, {"choice": {"type": 4}},
+        {"choice": {"type": "toaster"}}, {"choice": {"dependencies": "peft"}}, {"choice": {"dependencies": [1]}},
+        {"choice": {"dependencies": ["-r /etc/passwd"]}}, {"choice": {"dependencies": ["x"] * 501}},
+        {"choice": {"dependencies": ["peft", "PEFT>1"]}}, {"choice": {"removed": ["--all"]}},
+        {"choice": {"env_version": "x" * 1001}}, {"choice": {"pool": "\x1b[31m"}}, {"choice": {}, "signed": 5},
+        {"choice": {}, "version": "new"},
+    ],
+)  # fmt: skip
+def test_what_can_not_be_read_is_a_sentence(found: object):
+    read = read_kept(found)
+    assert read.kept is None
+    assert read.problem.startswith("What this notebook's metadata ask for under `sgpu` can't be read")
+    assert read.problem.endswith("Choose again in the panel.")
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text() | st.sampled_from(
+        ["choice", "signed", "version", "gpus", "type", "pool", "env_version", "dependencies", "removed"]
+    ), inner, max_size=4),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@given(anything)
+def test_nothing_in_the_metadata_raises(found: object):
+    read = read_kept(found)
+    assert read.kept is None or problem_of(normal(read.kept.choice)) == ""
+
+
+def test_a_newer_versions_choice_is_read_as_far_as_it_is_known():
+    read = read_kept({"choice": {"gpus": 2, "nodes": 4}, "version": 7})
+    assert read.kept is not None
+    assert read.kept.choice == Choice(gpus=2)
+    assert "newer sgpu-magic" in read.problem
+
+
+def test_types_have_one_spelling():
+    assert normal(Choice(type="A10G")).type == "a10"
+    assert normal(Choice(type="any")).type == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("peft==0.17.1", ""), ("peft", ""), ("peft[all]>=0.1,<2 ; python_version > '3.8'", ""),
+        ("p @ https://example.org/p-1-py3-none-any.whl", ""),
+        ("p @ file:///home/me/p.whl", ""), ("p @ https://me:pw@example.org/p.whl", "password"),
+        ("p @ https://${TOKEN}@example.org/p.whl", "password"), ("peft 0.17", "no requirement"), ("", "no requirement"),
+        ("--pre", "no requirement"),
+    ],
+)  # fmt: skip
+def test_requirements_that_a_notebook_may_carry(line: str, words: str):
+    problem = problem_of_requirement(line)
+    assert words in problem if words else problem == ""
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        (Choice(), "the pool's devices, local, this notebook's packages"),
+        (Choice(gpus=2, type="a10"), "2 on A10, local, this notebook's packages"),
+        (Choice(gpus=1), "1 rank, local, this notebook's packages"),
+        (Choice(type="h100", pool="team", env_version="4"), "H100, team, the packages of 4"),
+        (
+            Choice(gpus=8, env_version="ai-4", dependencies=("peft", "trl==1"), removed=("a", "b", "c", "d")),
+            "8 ranks, local, the packages of ai-4, peft, trl==1 added, a, b, c and 1 more removed",
+        ),
+    ],
+)
+def test_a_choice_in_words(choice: Choice, words: str):
+    assert words_of(choice, "local") == words
+
+
+# ---------------------------------------------------------------- signing
+
+
+def test_a_signature_is_of_one_choice_and_one_key():
+    choice = Choice(gpus=2, type="a10")
+    kept = KeptChoice(choice=choice, signed=sign(choice, KEY))
+    assert is_signed(kept, KEY)
+    assert not is_signed(kept, bytes(32))
+    assert not is_signed(kept, None)
+    assert not is_signed(msgspec.structs.replace(kept, choice=Choice(gpus=8, type="a10")), KEY)
+    assert not is_signed(msgspec.structs.replace(kept, signed=""), KEY)
+    assert not is_signed(msgspec.structs.replace(kept, signed="ü" * 64), KEY)
+
+
+def test_the_signature_of_what_is_known_today_stays():
+    """Notebooks outlive versions: of fields to come only those that are set may change it."""
+    assert sign(Choice(gpus=2, type="a10"), KEY) == "2e9abe7384f58d467c980552b5c6e126e233f504f04915fd3284ac487ac58120"
+
+
+def test_the_key_is_made_once_and_is_private(tmp_path: Path):
+    state = tmp_path / "state"
+    assert read_key(state) is None
+    with ThreadPoolExecutor(8) as threads:
+        ready = threading.Barrier(8)
+
+        def make(_: int) -> bytes:
+            ready.wait()
+            return own_key(state)
+
+        keys = set(threads.map(make, range(8)))
+    assert len(keys) == 1
+    file = state / KEY_FILE
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert file.read_bytes() in keys
+    assert os.listdir(state) == [KEY_FILE]
+
+
+def test_a_key_that_others_can_read_or_that_is_none_is_made_anew(tmp_path: Path):
+    first = own_key(tmp_path)
+    (tmp_path / KEY_FILE).chmod(0o644)
+    assert read_key(tmp_path) is None
+    second = own_key(tmp_path)
+    assert second != first
+    (tmp_path / KEY_FILE).write_bytes(b"short")
+    assert own_key(tmp_path) not in (first, second, b"short")
+    (tmp_path / KEY_FILE).unlink()
+    (tmp_path / "other").write_bytes(KEY)
+    (tmp_path / KEY_FILE).symlink_to(tmp_path / "other")
+    assert read_key(tmp_path) is None
+    assert own_key(tmp_path) != KEY
+
+
+# ---------------------------------------------------------------- keeping
+
+
+def test_nothing_is_chosen_where_nothing_is_told(tmp_path: Path):
+    keeper = ChoiceKeeper(tmp_path, nowhere)
+    assert keeper.now().choice is None
+    assert ChoiceKeeper(tmp_path, lambda: str(tmp_path / "gone.ipynb")).now().choice is None
+    assert not (tmp_path / KEY_FILE).exists()
+
+
+def test_the_notebooks_file_is_read_again_when_it_changes(tmp_path: Path):
+    file = tmp_path / "a.ipynb"
+    keeper = ChoiceKeeper(tmp_path, lambda: str(file))
+    key = own_key(tmp_path)
+    notebook(file, {"sgpu": {"choice": {"gpus": 2}, "signed": sign(Choice(gpus=2), key)}})
+    assert (keeper.now().choice, keeper.now().confirmed) == (Choice(gpus=2), True)
+    notebook(file, {"sgpu": {"choice": {"gpus": 8}, "signed": sign(Choice(gpus=2), key)}})
+    assert (keeper.now().choice, keeper.now().confirmed) == (Choice(gpus=8), False)
+    notebook(file, {"sgpu": {"choice": {"gpus": "x"}}})
+    assert keeper.now().choice is None
+    assert "can't be read" in keeper.now().problem
+    notebook(file, {"kernelspec": {"name": "python3"}})
+    assert keeper.now() == ChoiceKeeper(tmp_path, nowhere).now()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "no json", "[]", '{"metadata": 3}', '{"metadata": {"sgpu": ', "\udcff", "[" * 50_000]
+)
+def test_a_file_that_is_no_notebook_has_no_choice(tmp_path: Path, text: str):
+    file = tmp_path / "a.ipynb"
+    file.write_text(text, errors="surrogateescape")
+    assert ChoiceKeeper(tmp_path, lambda: str(file)).now().choice is None
+
+
+def test_a_very_large_notebook_is_not_read(tmp_path: Path):
+    file = tmp_path / "a.ipynb"
+    notebook(file, {"sgpu": {"choice": {"gpus": 2}}})
+    with file.open("a") as opened:
+        opened.truncate(MAX_FILE_BYTES + 1)
+    assert ChoiceKeeper(tmp_path, lambda: str(file)).now().choice is None
+
+
+def test_what_a_front_end_tells_comes_before_the_file(tmp_path: Path):
+    file = tmp_path / "a.ipynb"
+    notebook(file, {"sgpu": {"choice": {"gpus": 2}}})
+    keeper = ChoiceKeeper(tmp_path, lambda: str(file))
+    assert keeper.told(KeptChoice(choice=Choice(gpus=4))) is None
+    assert keeper.now().choice == Choice(gpus=4)
+    keeper.told(None)
+    assert keeper.now().choice is None
+
+
+def test_a_choice_made_here_stays_until_the_metadata_have_it(tmp_path: Path):
+    keeper = ChoiceKeeper(tmp_path, nowhere)
+    old = KeptChoice(choice=Choice(gpus=1))
+    keeper.told(old)
+    assert not keeper.now().confirmed
+    kept = keeper.confirm(Choice(gpus=2, type="A10"))
+    assert keeper.now().choice == Choice(gpus=2, type="a10")
+    assert keeper.now().confirmed
+    # asked before it was written
+    assert keeper.told(old) == kept
+    assert keeper.now().choice == Choice(gpus=2, type="a10")
+    assert keeper.told(kept) is None
+    # and taken back later
+    assert keeper.told(old) is None
+    assert keeper.now().choice == Choice(gpus=1)
+
+
+def test_another_notebook_of_the_kernel_is_not_told_what_the_first_has_chosen(tmp_path: Path):
+    keeper = ChoiceKeeper(tmp_path, nowhere)
+    keeper.told(KeptChoice(choice=Choice(gpus=1)))
+    keeper.confirm(Choice(gpus=2))
+    assert keeper.told(KeptChoice(choice=Choice(gpus=8))) is None
+    assert keeper.now().choice == Choice(gpus=8)
+
+
+# ---------------------------------------------------------------- what it adds to options
+
+
+class Place:
+    """What `with_choice` needs of a workplace."""
+
+    def __init__(self, state: Path, **settings: Any) -> None:
+        self.settings = Settings(state_dir=str(state), **settings)
+        self.pool = SimpleNamespace(name="local", settings=self.settings)
+        self.shell = None
+
+
+def asked(place: Place, options: Asked = NOTHING_ASKED, ways: str = MAGIC_WAYS) -> Asked:
+    return with_choice(place, options, ways)  # type: ignore[arg-type]
+
+
+def keeper_of(place: Place) -> ChoiceKeeper:
+    return chosen.keeper(place)  # type: ignore[arg-type]
+
+
+def test_without_a_choice_nothing_is_added(tmp_path: Path):
+    options = Asked(2, None, Wishes(env_version="4"))
+    assert asked(Place(tmp_path), options) is options
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (NOTHING_ASKED, (3, "a10", "mine")),
+        (Asked(1, None, Wishes()), (1, "a10", "mine")),
+        (Asked(None, "cpu", Wishes()), (3, "cpu", "mine")),
+        (Asked(None, "any", Wishes()), (3, "any", "mine")),
+        (Asked(None, None, Wishes(env_version="none", track=False)), (3, "a10", "none")),
+        (Asked(None, None, Wishes(track=False), "local"), (3, "a10", "mine")),
+    ],
+)
+def test_each_option_wins_by_itself(tmp_path: Path, options: Asked, expected: tuple[int, str, str]):
+    place = Place(tmp_path)
+    keeper_of(place).confirm(Choice(gpus=3, type="a10", pool="local", env_version="mine"))
+    found = asked(place, options)
+    assert (found.ranks, found.device_type, found.wishes.env_version) == expected
+    assert found.wishes.track == options.wishes.track
+
+
+@pytest.mark.parametrize(("setting", "expected"), [("", ""), ("none", ""), ("4", "none")])
+def test_the_setting_comes_after_the_choice(tmp_path: Path, setting: str, expected: str):
+    place = Place(tmp_path, env_version=setting)
+    keeper_of(place).confirm(Choice(gpus=1))
+    assert asked(place).wishes.env_version == expected
+
+
+@pytest.mark.parametrize(
+    ("choice", "options", "refused"),
+    [
+        (Choice(gpus=2), NOTHING_ASKED, True),
+        (Choice(gpus=2), Asked(1, None, Wishes()), False),
+        (Choice(type="h100"), Asked(1, None, Wishes()), True),
+        (Choice(type="h100"), Asked(None, "a10", Wishes()), False),
+        (Choice(env_version="4"), Asked(1, "a10", Wishes()), True),
+        (Choice(env_version="4"), Asked(1, "a10", Wishes(env_version="none")), False),
+        (Choice(dependencies=("peft",)), Asked(1, "a10", Wishes()), True),
+        (Choice(removed=("six",)), Asked(1, "a10", Wishes()), True),
+        (Choice(pool="team"), Asked(1, "a10", Wishes()), True),
+        (Choice(pool="local"), NOTHING_ASKED, False),
+        (Choice(), NOTHING_ASKED, False),
+    ],
+)
+@pytest.mark.parametrize("ways", [MAGIC_WAYS, PYTHON_WAYS])
+def test_a_strangers_choice_is_refused_where_it_would_matter(
+    tmp_path: Path, choice: Choice, options: Asked, refused: bool, ways: str
+):
+    place = Place(tmp_path)
+    keeper_of(place).told(KeptChoice(choice=choice, signed="00"))
+    if not refused:
+        assert asked(place, options, ways) in (
+            options,
+            Asked(options.ranks, options.device_type, options.wishes, "local"),
+        )
+        return
+    with pytest.raises(UsageError) as caught:
+        asked(place, options, ways)
+    message = caught.value.message
+    assert "somebody else has chosen that" in message
+    assert ways in message
+    assert "%sgpu_env --accept" in message
+    assert "\n" not in message
+
+
+def test_a_pool_that_is_not_there_is_named(tmp_path: Path):
+    place = Place(tmp_path)
+    keeper_of(place).confirm(Choice(pool="team"))
+    with pytest.raises(UsageError, match="names the pool 'team', and you have: local"):
+        asked(place)
+
+
+def test_it_costs_a_submission_next_to_nothing(tmp_path: Path):
+    place = Place(tmp_path)
+    file = tmp_path / "a.ipynb"
+    place.shell = SimpleNamespace(user_ns={"__vsc_ipynb_file__": str(file)})  # type: ignore[assignment]
+    key = own_key(tmp_path)
+    notebook(file, {"sgpu": {"choice": {"gpus": 2}, "signed": sign(Choice(gpus=2), key)}})
+    assert asked(place).ranks == 2
+    times: list[float] = []
+    for _ in range(200):
+        began = time.perf_counter()
+        asked(place)
+        times.append(time.perf_counter() - began)
+    assert sorted(times)[100] < 0.0001
+
+
+# ---------------------------------------------------------------- packages
+
+
+BASE = "# Python {here} on any machine, digest 00\n# Complete: all.\nalpha==1.0\nbeta==2.0\ngamma==3.0\n"
+HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A requirements file that says it is whole."""
+    file = tmp_path / "team.txt"
+    file.write_text(BASE.format(here=HERE))
+    return file
+
+
+def test_a_base_with_changes_is_a_file_by_its_content(tmp_path: Path, base: Path):
+    settings = Settings(state_dir=str(tmp_path / "state"))
+    choice = Choice(env_version=str(base), dependencies=("Beta>=3", "delta"), removed=("alpha",))
+    named = env_version_of(settings, choice, write=False)
+    assert not Path(named).exists()
+    file = Path(env_version_of(settings, choice))
+    assert str(file) == named
+    assert file.name == "team+beta+delta-alpha.txt"
+    assert file.read_text() == "gamma==3.0\nBeta>=3\ndelta\n"
+    assert read_file(file).resolve
+    assert env_version_of(settings, choice) == str(file)
+    base.write_text(base.read_text() + "epsilon==5.0\n")
+    other = Path(env_version_of(settings, choice))
+    assert other != file
+    assert "epsilon==5.0" in other.read_text()
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_a_base_of_which_only_something_is_left_out_needs_no_resolving(tmp_path: Path, base: Path):
+    settings = Settings(state_dir=str(tmp_path / "state"))
+    file = Path(env_version_of(settings, Choice(env_version=str(base), removed=("ALPHA",))))
+    found = read_file(file)
+    assert (found.lines, found.resolve, found.python) == (("beta==2.0", "gamma==3.0"), False, HERE)
+
+
+def test_a_base_without_changes_is_itself(tmp_path: Path):
+    settings = Settings(state_dir=str(tmp_path))
+    assert env_version_of(settings, Choice()) == ""
+    assert env_version_of(settings, Choice(env_version="4")) == "4"
+    assert env_version_of(settings, Choice(dependencies=("peft",))) == ""
+
+
+def test_what_is_wrong_with_a_base_is_said_of_the_base(tmp_path: Path):
+    settings = Settings(state_dir=str(tmp_path / "state"))
+    with pytest.raises(UsageError, match="nothing-like-it"):
+        env_version_of(settings, Choice(env_version="nothing-like-it", removed=("six",)))
+    other = tmp_path / "other.txt"
+    other.write_text(BASE.format(here="3.8"))
+    with pytest.raises(EnvironmentFailed, match=r"other.txt is for Python 3\.8"):
+        env_version_of(settings, Choice(env_version=str(other), removed=("alpha",)))
+    assert not (tmp_path / "state").exists()
+
+
+def test_the_choices_file_is_what_a_run_gets(tmp_path: Path, base: Path):
+    place = Place(tmp_path)
+    keeper_of(place).confirm(Choice(env_version=str(base), dependencies=("delta",)))
+    first = asked(place).wishes.env_version
+    assert "delta" in Path(first).read_text()
+    # somebody has tidied up
+    Path(first).unlink()
+    assert asked(place).wishes.env_version == first
+    assert Path(first).is_file()
+
+
+def test_what_is_missing():
+    there = {"alpha": "1.0", "beta": "2.0"}
+    lines = ("alpha", "Beta==2.0", "beta>2", "gamma", "alpha[more]", "alpha @ https://example.org/alpha.whl")
+    assert missing(lines, there) == ("beta>2", "gamma", "alpha[more]", "alpha @ https://example.org/alpha.whl")

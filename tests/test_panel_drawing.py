@@ -1,0 +1,334 @@
+"""A pool's status as the panel draws it: devices, types, rows, words, this month's use."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from sgpu_magic.commands.usage import Use
+from sgpu_magic.jupyter_server.outbox import Outbox
+from sgpu_magic.panel.drawing import NO_GPU, Rates, RunPlace, pool_choices, pool_picture, run_row
+from sgpu_magic.panel.messages import Said
+from sgpu_magic.panel.picture import PoolPicture, PoolTold, RunRow, RunsTold
+from sgpu_magic.panel.places import RunPlaces
+from sgpu_magic.panel.usage import month_began, month_line, month_sums
+from sgpu_magic.panel.waiting import Durations
+from sgpu_magic.panel.watcher import changes
+from sgpu_magic.protocol.devices import Device, Inventory
+from sgpu_magic.protocol.messages import BudgetState, PoolStatus, RunSummary
+from sgpu_magic.protocol.prices import read_prices
+from sgpu_magic.protocol.states import RunKind, RunState
+
+NOW = 1_795_344_000.0
+RATES = Rates(read_prices("a10=2.5,h100=7,cpu=0.04"), read_prices("b300=9,a10=1"), "USD")
+
+
+def run(run_id: str = "00000001", state: RunState = RunState.RUNNING, **others: object) -> RunSummary:
+    base: dict[str, object] = {
+        "run_id": run_id,
+        "name": "train_digits",
+        "ranks": 2,
+        "device_type": "a10",
+        "simulated": False,
+        "state": state,
+        "submitted_at": NOW - 200.0,
+        "started_at": None if state is RunState.QUEUED else NOW - 134.0,
+        "ended_at": NOW - 10.0 if state.is_final else None,
+        "metered_at": None if state is RunState.QUEUED else NOW - 135.0,
+        "hourly": 5.0,
+        "currency": "USD",
+        "uuids": () if state is RunState.QUEUED else ("G0", "G1"),
+        "notebook": "/home/ann/work/digits.ipynb",
+        "kernel": "k-1",
+        "user": "ann",
+    }
+    return msgspec.convert(base | others, RunSummary)
+
+
+def device(number: int, kind: str = "a10", **others: object) -> Device:
+    base: dict[str, object] = {"uuid": f"G{number}", "type": kind, "index": number, "memory_bytes": 24 * 10**9}
+    return msgspec.convert(base | others, Device)
+
+
+def status(*runs: RunSummary, devices: tuple[Device, ...] | None = None, **others: object) -> PoolStatus:
+    found = tuple(device(at) for at in range(4)) if devices is None else devices
+    base = PoolStatus(
+        request=1,
+        pool="local",
+        pid=1,
+        package_version="1",
+        started_at=NOW - 999.0,
+        inventory=Inventory(host="box", devices=found),
+        cpu_slots_free=12,
+        runs=runs,
+        clients=1,
+    )
+    return msgspec.structs.replace(base, **others)
+
+
+def picture(*runs: RunSummary, notice: str = "", **others: object) -> PoolPicture:
+    asked = status(*runs, **others)  # pyright: ignore[reportArgumentType]
+    return pool_picture(asked, RATES, NOW, durations=Durations(runs), notice=notice)
+
+
+def row(of: RunSummary, place: RunPlace | None = None) -> RunRow:
+    return run_row(of, place or RunPlace())
+
+
+# ------------------------------------------------------------ devices and their types
+
+
+def test_types_stand_dearest_first_and_cpu_last():
+    devices = (device(0, "l4", memory_bytes=1), device(1), device(2, "t4", memory_bytes=9), device(3, "h100"))
+    drawn = picture(devices=devices)
+    assert [(one.type, one.label, one.price) for one in drawn.types] == [
+        ("h100", "H100", 7.0),
+        ("a10", "A10", 2.5),
+        ("t4", "T4", None),
+        ("l4", "L4", None),
+        ("cpu", "CPU", 0.04),
+    ]
+    assert [one.type for one in drawn.devices] == ["h100", "a10", "t4", "l4"]
+    assert drawn.about == "local · this machine · 16 CPU slots"
+    assert (drawn.cpu_slots, drawn.cpu_slots_free) == (16, 12)
+
+
+def test_a_type_that_has_only_a_reserved_price_is_reserved():
+    drawn = picture(devices=(device(0, "b300"), device(1)))
+    assert [(one.type, one.price, one.reserved) for one in drawn.types[:2]] == [
+        ("b300", 9.0, True),
+        ("a10", 2.5, False),
+    ]
+
+
+def test_devices_say_who_uses_them():
+    session = run("00000002", kind=RunKind.SESSION, name="main", uuids=("G2",))
+    cell = run("00000003", session="00000002", uuids=("G2",))
+    drawn = picture(
+        run(), session, cell, devices=(*(device(at) for at in range(4)), device(4, outside_use="process 77 (java)"))
+    )
+    assert [one.label for one in drawn.devices] == [f"A10 · {at}" for at in range(5)]
+    assert [one.user for one in drawn.devices] == [
+        "train_digits · rank 0",
+        "train_digits · rank 1",
+        "digits.ipynb",
+        "free",
+        "in use outside the pool: process 77 (java)",
+    ]
+    assert [one.run_id for one in drawn.devices] == ["00000001", "00000001", "00000002", "", ""]
+    assert [one.kernel for one in drawn.devices] == ["k-1", "k-1", "k-1", "", ""]
+    assert [one.free for one in drawn.devices] == [False, False, False, True, False]
+    (a10, _) = drawn.types
+    assert (a10.total, a10.free) == (5, 1)
+
+
+def test_a_session_without_a_notebook_is_called_by_its_name():
+    drawn = picture(run(kind=RunKind.SESSION, name="work", notebook=""))
+    assert drawn.devices[0].user == "session work"
+
+
+def test_a_busy_type_says_when_so_many_will_be_free():
+    ended = run("00000002", RunState.SUCCEEDED, metered_at=NOW - 1000.0, ended_at=NOW - 100.0)
+    (a10, cpu) = picture(run(), ended).types
+    # 900 s as before, 135 of them over, in whole minutes
+    assert a10.waits_s == (0.0, 0.0, 780.0, 780.0)
+    assert cpu.waits_s == (0.0,) * 12 + (None,) * 4
+
+
+def test_what_is_measured_is_passed_on_and_what_is_not_stays_unknown():
+    drawn = picture(devices=(device(0, utilization_pct=91.0, used_bytes=18 * 10**9), device(1, simulated=True)))
+    assert (drawn.devices[0].utilization_pct, drawn.devices[0].used_bytes) == (91.0, 18 * 10**9)
+    assert (drawn.devices[1].utilization_pct, drawn.devices[1].used_bytes) == (None, None)
+    assert drawn.devices[1].simulated
+
+
+# ------------------------------------------------------------ notes
+
+
+def test_without_a_gpu_it_is_said_that_ranks_run_on_cpu():
+    assert picture(devices=()).notes == (NO_GPU,)
+    assert picture(devices=(device(0, simulated=True),)).notes == (NO_GPU,)
+    assert picture().notes == ()
+
+
+def test_what_is_wrong_is_noted_as_sentences():
+    budget = BudgetState(limit=300.0, days=30.0, spent=290.0, currency="USD")
+    drawn = picture(
+        notice="the pool has been idle for 55 min",
+        problem="the ledger can't be used",
+        idle_ends_at=NOW + 60,
+        budget=budget,
+    )
+    assert drawn.notes == (
+        "The ledger can't be used.",
+        "Budget: $290.00 of $300.00 in 30 d.",
+        "The pool has been idle for 55 min.",
+    )
+    assert picture(idle_ends_at=NOW + 300).notes == ("Idle: gives its processes back in 5 min.",)
+    assert picture(idle_ends_at=NOW + 3000).notes == ()
+
+
+def test_the_local_pool_may_be_chosen():
+    (pool,) = pool_choices("")
+    assert (pool.name, pool.about, pool.default) == ("local", "this machine", True)
+    assert pool_choices("team")[0].default is False
+
+
+# ------------------------------------------------------------ rows
+
+
+@pytest.mark.parametrize(
+    ("of", "tone", "words"),
+    [
+        (run(), "going", "2 ranks"),
+        (run(ranks=1), "going", "1 rank"),
+        (
+            run(state=RunState.QUEUED, waiting_for="needs 1 more a10", position=1),
+            "waiting",
+            "2 ranks · needs 1 more a10, position 1",
+        ),
+        (run(state=RunState.QUEUED), "waiting", "2 ranks"),
+        (run(state=RunState.CANCELLING), "going", "2 ranks"),
+        (run(state=RunState.SUCCEEDED), "good", "2 ranks"),
+        (run(state=RunState.FAILED, failure="\x1b[31mrank 1: KeyError\x1b[0m\nmore"), "bad", "rank 1: KeyError"),
+        (run(state=RunState.FAILED), "bad", "2 ranks"),
+        (run(state=RunState.FAILED, failure="x" * 200), "bad", "x" * 100 + " ..."),
+        (run(state=RunState.TIMED_OUT, failure="its time is over"), "bad", "its time is over"),
+        (run(state=RunState.CANCELLED, failure="Cancel was pressed"), "plain", "2 ranks · Cancel was pressed"),
+        (run(state=RunState.SUCCEEDED, kind=RunKind.SESSION), "plain", "2 ranks"),
+    ],
+)
+def test_a_row_says_what_its_run_does(of: RunSummary, tone: str, words: str):
+    drawn = row(of)
+    assert (drawn.tone, drawn.words) == (tone, words)
+    assert drawn.state == of.state.value
+    assert drawn.final is of.state.is_final
+
+
+def test_a_row_has_what_its_clock_and_its_buttons_need():
+    drawn = row(run(idle_ends_at=NOW + 60), RunPlace(here=True, tracked_url="https://mlflow/1"))
+    assert (drawn.short_id, drawn.name, drawn.kind) == ("0000", "train_digits", "cell")
+    assert (drawn.submitted_at, drawn.started_at, drawn.metered_at) == (NOW - 200, NOW - 134, NOW - 135)
+    assert (drawn.hourly, drawn.cost, drawn.currency) == (5.0, None, "USD")
+    assert (drawn.notebook, drawn.kernel, drawn.user) == ("digits.ipynb", "k-1", "ann")
+    assert (drawn.here, drawn.tracked_url, drawn.idle_ends_at) == (True, "https://mlflow/1", NOW + 60)
+    assert row(run(state=RunState.SUCCEEDED, cost=0.3)).cost == 0.3
+
+
+def test_only_what_differs_is_told():
+    before = {one.run_id: row(one) for one in (run("00000001"), run("00000002"), run("00000003"))}
+    after = before | {"00000002": row(run("00000002", RunState.FAILED)), "00000004": row(run("00000004"))}
+    del after["00000003"]
+    told = changes("local", before, after)
+    assert told is not None
+    assert [one.run_id for one in told.changed] == ["00000002", "00000004"]
+    assert (told.gone, told.whole) == (("00000003",), False)
+    same = {run_id: row(run(run_id)) for run_id in before}
+    assert changes("local", before, same) is None
+
+
+def runs_told(*changed: RunRow, gone: tuple[str, ...] = (), whole: bool = False, pool: str = "local") -> RunsTold:
+    return RunsTold(pool=pool, whole=whole, changed=changed, gone=gone)
+
+
+def test_a_slow_page_is_told_the_newest_of_everything_at_once():
+    outbox, first, second = Outbox(), picture(), picture(run())
+    old, new = row(run("00000001")), row(run("00000001", RunState.FAILED))
+    other, third = row(run("00000002")), row(run("00000003"))
+    outbox.put(PoolTold(picture=first))
+    outbox.put(runs_told(old, other, whole=True))
+    outbox.put(PoolTold(picture=second))
+    outbox.put(runs_told(third, new, gone=("00000002",)))
+    outbox.put(Said(text="done", ok=True))
+    assert outbox.take() == Said(text="done", ok=True)
+    assert outbox.take() == PoolTold(picture=second)
+    runs = outbox.take()
+    assert isinstance(runs, RunsTold)
+    assert {one.run_id: one for one in runs.changed} == {"00000001": new, "00000003": third}
+    assert (runs.whole, runs.gone) == (True, ())
+    assert outbox.take() is None
+    outbox.put(runs_told(old, gone=("00000002",)))
+    outbox.put(runs_told(other, gone=("00000001",)))
+    assert outbox.take() == runs_told(other, gone=("00000001",))
+    outbox.put(runs_told(old))
+    outbox.put(runs_told(other, pool="team", whole=True))
+    assert outbox.take() == runs_told(other, pool="team", whole=True)
+
+
+# ------------------------------------------------------------ directories
+
+
+def test_a_run_whose_directory_is_here_says_so_and_where_it_is_tracked(tmp_path: Path):
+    clock = 100.0
+    places = RunPlaces(tmp_path / "runs", lambda: clock)
+    mine, ended = run("0000000a"), run("0000000b", RunState.SUCCEEDED, ended_at=NOW - 3600)
+    places.look()
+    assert places.of(mine, NOW) == RunPlace()
+    for made in (mine, ended):
+        (tmp_path / "runs" / made.run_id).mkdir(parents=True)
+    places.look()
+    assert places.of(mine, NOW) == places.of(ended, NOW) == RunPlace(here=True)
+    for made in (mine, ended):
+        written = json.dumps({"url": f"https://mlflow/{made.run_id}", "more": 1})
+        (tmp_path / "runs" / made.run_id / "tracking.json").write_text(written)
+    assert places.of(mine, NOW) == RunPlace(here=True)
+    clock += 6.0
+    assert places.of(mine, NOW) == RunPlace(here=True, tracked_url="https://mlflow/0000000a")
+    # it ended long ago, and was looked at after that
+    assert places.of(ended, NOW) == RunPlace(here=True)
+    (tmp_path / "runs" / mine.run_id / "tracking.json").unlink()
+    assert places.of(mine, NOW).tracked_url
+
+
+@pytest.mark.parametrize("url", ["javascript:alert(1)", "file:///etc/passwd", "", "sqlite:///x"])
+def test_only_web_pages_become_links(tmp_path: Path, url: str):
+    (tmp_path / "0000000a").mkdir()
+    (tmp_path / "0000000a" / "tracking.json").write_text(json.dumps({"url": url}))
+    places = RunPlaces(tmp_path)
+    places.look()
+    assert places.of(run("0000000a"), NOW) == RunPlace(here=True)
+
+
+# ------------------------------------------------------------ this month
+
+
+def use(hours: float = 0.0, cost: float = 0.0, simulated: float = 0.0) -> Use:
+    return Use("total", gpu_s=hours * 3600, simulated_s=simulated * 3600, cost={"USD": cost} if cost else {})
+
+
+def budget(spent: float, limit: float = 300.0) -> BudgetState:
+    return BudgetState(limit=limit, days=30.0, spent=spent, currency="USD")
+
+
+@pytest.mark.parametrize(
+    ("used", "limit", "line"),
+    [
+        (use(), None, ""),
+        (use(41.23, 118.2), None, "This month 41.2 GPU h · $118"),
+        (use(41.23, 118.2), budget(118.2), "This month 41.2 GPU h · $118 of $300"),
+        (use(41.23, 96.2), budget(118.2), "This month 41.2 GPU h · $96.20 · budget $118 of $300 in 30 d"),
+        (use(0.25, 0.5), None, "This month 0.25 GPU h · $0.50"),
+        (use(1234.5), None, "This month 1,234.5 GPU h"),
+        (use(2.0, 5.0, 2.0), None, "This month 2.0 GPU h (simulated) · $5"),
+        (use(2.0, 5.0, 1.0), None, "This month 2.0 GPU h, 1.0 simulated · $5"),
+        (use(), budget(0.0, 50.0), "This month $0.00 of $50"),
+    ],
+)
+def test_the_month_is_told_in_one_line(used: Use, limit: BudgetState | None, line: str):
+    assert month_line(used, limit) == line
+
+
+def test_the_calendar_month_counts():
+    now = time.mktime((2026, 11, 22, 10, 0, 0, 0, 0, -1))
+    began = month_began(now)
+    assert time.localtime(began)[:6] == (2026, 11, 1, 0, 0, 0)
+    before = run("0000000a", RunState.SUCCEEDED, ended_at=began - 1, gpu_s=3600.0, cost=5.0)
+    within = run("0000000b", RunState.SUCCEEDED, ended_at=began + 1, gpu_s=7200.0, cost=10.0)
+    goes_on = run("0000000c", metered_at=now - 1800.0)
+    sums = month_sums([before, within, goes_on], began, now)
+    assert sums.gpu_s == 7200.0 + 2 * 1800.0
+    assert sums.cost == {"USD": pytest.approx(12.5)}

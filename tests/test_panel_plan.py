@@ -1,0 +1,224 @@
+"""What applying a choice would do, said before it is done."""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sgpu_magic.config import Settings
+from sgpu_magic.panel import installing
+from sgpu_magic.panel.choice import Held
+from sgpu_magic.panel.notebook import Choice
+from sgpu_magic.panel.plan import Plan, plan
+from sgpu_magic.protocol.devices import Device, Inventory
+from sgpu_magic.protocol.messages import PoolStatus, RunSummary
+from sgpu_magic.protocol.states import RunState
+
+HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
+SIX = metadata.version("six")
+
+
+def status(types: str = "a10:4,h100:8", taken: tuple[str, ...] = (), outside: tuple[str, ...] = ()) -> PoolStatus:
+    """A pool with these devices; `taken` are held by a run, `outside` by somebody else."""
+    devices: list[Device] = []
+    for word in filter(None, types.split(",")):
+        name, _, count = word.partition(":")
+        for number in range(int(count)):
+            uuid = f"{name}-{number}"
+            devices.append(Device(uuid=uuid, type=name, outside_use="a process" if uuid in outside else ""))
+    run = RunSummary(
+        run_id="00000000000000000000000000000001",
+        name="other",
+        ranks=len(taken),
+        device_type="a10",
+        simulated=False,
+        state=RunState.RUNNING,
+        submitted_at=0.0,
+        uuids=taken,
+    )
+    return PoolStatus(
+        request=1,
+        pool="local",
+        pid=1,
+        package_version="0",
+        started_at=0.0,
+        inventory=Inventory(host="here", devices=tuple(devices), cpu_slots=16),
+        cpu_slots_free=5,
+        runs=(run,) if taken else (),
+        clients=1,
+    )
+
+
+class Place:
+    """What a plan needs of a workplace: settings, and a pool that tells its status."""
+
+    def __init__(self, state: Path, told: PoolStatus | None, **settings: Any) -> None:
+        self.settings = Settings(state_dir=str(state), **settings)
+        self.pool = SimpleNamespace(name="local", settings=self.settings, status=self._status)
+        self._told = told
+
+    def _status(self, recent: int, *, start: bool) -> PoolStatus | None:
+        assert not start, "a plan starts no pool"
+        assert recent, "what goes on is told only with some runs"
+        return self._told
+
+
+def planned(place: Place, choice: Choice, *, connect: bool = False, held: Held | None = None) -> Plan:
+    return plan(place, held or Held(), choice, connect=connect)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path / "state", status())
+
+
+# ---------------------------------------------------------------- devices
+
+
+@pytest.mark.parametrize(
+    ("choice", "problem"),
+    [
+        (Choice(gpus=4, type="a10"), ""),
+        (Choice(gpus=8), ""),
+        (Choice(type="h100"), ""),
+        (Choice(gpus=16, type="cpu"), ""),
+        (Choice(gpus=5, type="a10"), "The pool has 4 A10, and 5 are asked for."),
+        (Choice(gpus=9), "The pool has 8 of one type, and 9 are asked for."),
+        (Choice(gpus=17, type="cpu"), "The pool has 16 CPU slots, and 17 are asked for."),
+        (Choice(gpus=1, type="a100"), "The pool has no A100. It has: 4 A10, 8 H100, and 16 CPU slots."),
+        (Choice(gpus=1, pool="team"), "There is no pool named 'team'. You have: local."),
+        (Choice(), "The pool has several types (4 A10, 8 H100): choose one, and how many."),
+        (Choice(gpus=-3), "-3 is not a number of ranks; 1 to 4096 is possible."),
+        (Choice(gpus=1, type="cpu", env_version="4x"), "There is no environment '4x' here. There are: 4, ai-4;"),
+    ],
+)
+def test_what_the_pool_can_never_give_is_a_problem(place: Place, choice: Choice, problem: str):
+    found = planned(place, choice, connect=True)
+    assert found.picture.problem.startswith(problem) if problem else not found.picture.problem
+    assert found.connects == (not problem)
+    assert not found.picture.loses
+
+
+def test_an_empty_choice_can_be_kept(place: Place):
+    found = planned(place, Choice()).picture
+    assert (found.problem, found.sentences, found.button) == ("", ("Nothing is running.",), "Apply")
+
+
+def test_types_that_cpu_stands_in_for_are_possible(tmp_path: Path):
+    place = Place(tmp_path, status(), stand_in="cpu")
+    assert planned(place, Choice(gpus=2, type="b200"), connect=True).picture.problem == ""
+
+
+@pytest.mark.parametrize(
+    ("choice", "told", "sentence"),
+    [
+        (Choice(gpus=2, type="a10"), status(), ""),
+        (
+            Choice(gpus=3, type="a10"),
+            status(taken=("a10-0", "a10-1")),
+            "2 of the 3 A10 that this needs are free now: the session waits in the queue.",
+        ),
+        (
+            Choice(gpus=1, type="a10"),
+            status("a10:1", outside=("a10-0",)),
+            "No A10 is free now: the session waits in the queue.",
+        ),
+        # any type will do, and one has enough
+        (Choice(gpus=3), status(taken=("a10-0", "a10-1")), ""),
+        (
+            Choice(gpus=6, type="cpu"),
+            status(""),
+            "5 of the 6 CPU slots that this needs are free now: the session waits in the queue.",
+        ),
+        (Choice(), status(""), ""),
+        (Choice(gpus=2, type="a10"), None, "The pool is started first."),
+    ],
+)
+def test_waiting_is_told_before(tmp_path: Path, choice: Choice, told: PoolStatus | None, sentence: str):
+    found = planned(Place(tmp_path, told), choice, connect=True).picture
+    assert found.sentences == ((sentence,) if sentence else ())
+    assert not found.loses
+
+
+# ---------------------------------------------------------------- the button
+
+
+@pytest.mark.parametrize(
+    ("held", "connect", "button"),
+    [
+        (Held(), False, "Apply"),
+        (Held(), True, "Apply and connect"),
+        (Held(Choice(gpus=2, type="a10"), True), True, "Connect"),
+        (Held(Choice(gpus=2, type="a10"), False), True, "Apply and connect"),
+        (Held(Choice(gpus=1, type="a10"), True), True, "Apply and connect"),
+    ],
+)
+def test_the_button_says_what_is_done(place: Place, held: Held, connect: bool, button: str):
+    assert planned(place, Choice(gpus=2, type="A10"), connect=connect, held=held).picture.button == button
+
+
+# ---------------------------------------------------------------- packages
+
+
+def test_what_is_there_is_not_installed_again(place: Place):
+    found = planned(place, Choice(dependencies=(f"Six=={SIX}",)))
+    assert (found.added, found.removed, found.picture.sentences) == ((), (), ("Nothing is running.",))
+
+
+def test_a_removal_loses_something(place: Place):
+    found = planned(place, Choice(removed=("Six", "there-is-no-such-thing")))
+    assert found.removed == ("Six",)
+    assert found.picture.loses
+    assert found.picture.sentences[0] == "Six will be removed from this notebook's environment."
+
+
+def test_a_slow_index_does_not_keep_anybody_waiting(place: Place, monkeypatch: pytest.MonkeyPatch):
+    def slow(*_: object) -> tuple[str, ...]:
+        raise TimeoutError
+
+    monkeypatch.setattr("sgpu_magic.panel.plan.would_install", slow)
+    found = planned(place, Choice(dependencies=("there-is-no-such-thing",)))
+    assert found.added == ("there-is-no-such-thing",)
+    assert (
+        found.picture.sentences[0] == "1 package and what it needs will be installed, in this notebook's environment."
+    )
+
+
+def test_an_index_that_does_not_answer_is_given_up(tmp_path: Path):
+    # no such address; uv tries several times
+    settings = Settings(state_dir=str(tmp_path), index_url="http://127.0.0.1:9/simple")
+    with pytest.raises((TimeoutError, installing.EnvironmentFailed)):
+        installing.would_install(settings, ("there-is-no-such-thing",), 0.5)
+
+
+def test_packages_of_a_base_come_where_the_ranks_run(place: Place, tmp_path: Path):
+    base = tmp_path / "team.txt"
+    base.write_text(f"# Python {HERE} on any machine, digest 00\n# Complete: all.\nalpha==1.0\nbeta==2.0\n")
+    found = planned(place, Choice(env_version=str(base)))
+    assert found.picture.sentences[0] == "2 packages will be installed where the ranks run, when they start."
+    changed = planned(place, Choice(env_version=str(base), dependencies=("gamma",), removed=("alpha",)))
+    assert changed.picture.sentences[0] == (
+        "About 2 packages will be installed where the ranks run, when they start, unless they are there already."
+    )
+    assert (changed.added, changed.removed) == ((), ())
+    wrong = planned(place, Choice(env_version=str(base), removed=("delta",)))
+    assert wrong.picture.problem.endswith("team.txt has no delta that could be left out.")
+
+
+def test_a_base_for_another_python_is_a_problem(place: Place, tmp_path: Path):
+    base = tmp_path / "old.txt"
+    base.write_text("# Python 3.8 on any machine, digest 00\nalpha==1.0\n")
+    problem = planned(place, Choice(env_version=str(base))).picture.problem
+    assert "are for Python 3.8" in problem
+    assert f"Python {HERE}" in problem
+
+
+def test_a_setting_that_does_not_count_any_more_is_named(tmp_path: Path):
+    place = Place(tmp_path, status(), env_version="4")
+    found = planned(place, Choice(gpus=1, type="a10")).picture
+    assert found.sentences[0] == "The setting env_version (4) does not count for this notebook."

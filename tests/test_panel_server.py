@@ -1,0 +1,696 @@
+"""The panel's half in the Jupyter server: a real server below a base URL, a real simulated pool, real runs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from http.cookiejar import CookieJar
+from typing import Any, cast
+
+import pytest
+import websocket
+from homes import Home
+from jupyter_servers import JupyterServer
+from process_table import level
+from test_server_extension import RunningCell, ServerKernel
+from waiting import eventually
+
+from sgpu_magic.config import Settings
+from sgpu_magic.panel.drawing import away_picture
+from sgpu_magic.panel.looking import PoolLook, Seen
+from sgpu_magic.panel.messages import CancelRun, Rest, Said, StartPool, Told, Watch
+from sgpu_magic.panel.orders import STARTED, Page
+from sgpu_magic.panel.picture import PoolsTold, PoolTold, RunsTold
+from sgpu_magic.panel.watcher import FAILED, POLLED_S, PoolWatcher, Watchers
+from sgpu_magic.pool.ledger import Ledger
+from sgpu_magic.protocol.devices import Lease, Placement
+from sgpu_magic.protocol.records import CellSource, Owner, RunSpec
+from sgpu_magic.protocol.states import RunState
+
+VARIABLES = {"SGPU_SIMULATE": "a10:4,h100:8", "SGPU_PRICES": "a10=2.5,h100=7", "SGPU_ADOPT_TIMEOUT_S": "20"}
+BASE = "/user/ann/"
+
+
+class ServedPage:
+    """A page with a websocket: what it was told, folded as the panel does."""
+
+    def __init__(self, server: JupyterServer, token: str | None = None, **options: Any) -> None:
+        shown = server.token if token is None else token
+        address = f"ws{server.url.removeprefix('http')}/sgpu/panel?token={shown}"
+        self._socket = websocket.create_connection(address, timeout=20, **options)
+        self.pools: list[dict[str, Any]] = []
+        self.picture: dict[str, Any] = {}
+        self.runs: dict[str, dict[str, Any]] = {}
+        self.said: list[dict[str, Any]] = []
+        self.messages = 0
+        self.bytes = 0
+
+    def order(self, kind: str, **fields: object) -> None:
+        self._socket.send(json.dumps({"kind": kind, **fields}))
+
+    def send(self, text: str) -> None:
+        self._socket.send(text)
+
+    def read(self) -> str:
+        """Take in one message and return its kind."""
+        raw = self._socket.recv()
+        told = json.loads(raw)
+        self.messages += 1
+        self.bytes += len(raw)
+        match told["kind"]:
+            case "pools":
+                self.pools = told["pools"]
+            case "pool":
+                self.picture = told["picture"]
+            case "runs":
+                self.runs = {} if told["whole"] else self.runs
+                self.runs |= {row["run_id"]: row for row in told["changed"]}
+                self.runs = {run_id: row for run_id, row in self.runs.items() if run_id not in told["gone"]}
+            case _:
+                self.said.append(told)
+        return told["kind"]
+
+    def until(self, condition: Callable[[], Any], deadline_s: float = 20.0) -> Any:
+        """Read until something is so."""
+        end = time.monotonic() + deadline_s
+        while not (found := condition()):
+            self._socket.settimeout(max(0.01, end - time.monotonic()))
+            try:
+                self.read()
+            except websocket.WebSocketTimeoutException:
+                raise AssertionError(f"not within {deadline_s:g} s: {self.picture}, {self.said}") from None
+        return found
+
+    def until_state(self, state: str, deadline_s: float = 20.0) -> dict[str, Any]:
+        self.until(lambda: self.picture.get("state") == state, deadline_s)
+        return self.picture
+
+    def until_said(self, deadline_s: float = 20.0) -> dict[str, Any]:
+        self.until(lambda: self.said, deadline_s)
+        return self.said.pop(0)
+
+    def row(self, run_id: str) -> dict[str, Any]:
+        return self.runs.get(run_id, {})
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Home]:
+    home = Home(VARIABLES)
+    yield home
+    home.close()
+
+
+@pytest.fixture(scope="module")
+def server(place: Home) -> Iterator[JupyterServer]:
+    made = JupyterServer(place, base_url=BASE)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def kernel(server: JupyterServer) -> Iterator[ServerKernel]:
+    made = ServerKernel(server)
+    made.run("%load_ext sgpu_magic")
+    made.run("%%distributed -n 2 --type a10 --ui none\npass")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def open_page(server: JupyterServer) -> Iterator[Callable[..., ServedPage]]:
+    made: list[ServedPage] = []
+
+    def make(watch: bool = True, **options: Any) -> ServedPage:
+        page = ServedPage(server, **options)
+        made.append(page)
+        if watch:
+            page.order("watch")
+        return page
+
+    yield make
+    for page in made:
+        page.close()
+
+
+@pytest.fixture
+def running(
+    place: Home, kernel: ServerKernel, server: JupyterServer, request: pytest.FixtureRequest
+) -> Iterator[RunningCell]:
+    cell = RunningCell(place, kernel, server, f"p{abs(hash(request.node.name)):x}"[:9], "--type a10")
+    yield cell
+    if server.get(f"{cell.path}/outputs").status != 200:
+        cell.end()
+
+
+# ------------------------------------------------------------ a pool that is there
+
+
+def test_a_page_is_told_everything_first(kernel: ServerKernel, open_page: Callable[..., ServedPage]):
+    page = open_page()
+    assert [page.read() for _ in range(3)] == ["pools", "pool", "runs"]
+    assert [(pool["name"], pool["default"]) for pool in page.pools] == [("local", True)]
+    picture = page.picture
+    assert (picture["pool"], picture["state"], picture["sentence"], picture["remedy"]) == ("local", "up", "", "")
+    types = [(one["type"], one["total"], one["price"], one["simulated"]) for one in picture["types"]]
+    assert types == [("h100", 8, 7.0, True), ("a10", 4, 2.5, True), ("cpu", 16, None, False)]
+    assert [one["label"] for one in picture["devices"] if one["type"] == "a10"] == [f"A10 · {at}" for at in range(4)]
+    assert picture["notes"] == ["No GPU on this machine: ranks run on CPU."]
+    assert picture["usage"].startswith("This month 0.00 GPU h (simulated)")
+    assert abs(picture["now"] - time.time()) < 10
+    assert [row["state"] for row in page.runs.values()][-1] == "succeeded"
+
+
+def test_a_run_is_told_from_its_beginning_to_its_end(
+    running: RunningCell, kernel: ServerKernel, open_page: Callable[..., ServedPage]
+):
+    page = open_page()
+    page.until(lambda: page.row(running.run_id).get("state") == "running")
+    row = page.row(running.run_id)
+    assert (row["ranks"], row["device_type"], row["simulated"], row["tone"]) == (2, "a10", True, "going")
+    assert (row["kernel"], row["hourly"], row["cost"], row["here"]) == (kernel.id, 5.0, None, True)
+    page.until(lambda: [one["free"] for one in page.picture["types"]][:2] == [8, 2])
+    users = [one["user"] for one in page.picture["devices"] if one["run_id"] == running.run_id]
+    assert users == [f"{row['name']} · rank 0", f"{row['name']} · rank 1"]
+    known = page.runs.keys()
+    running.end()
+    page.until(lambda: page.row(running.run_id)["final"])
+    assert page.row(running.run_id)["state"] == "succeeded"
+    assert page.row(running.run_id)["cost"] > 0
+    assert page.runs.keys() == known
+    page.until(lambda: [one["free"] for one in page.picture["types"]][:2] == [8, 4])
+
+
+def test_a_run_that_waits_says_for_what(
+    running: RunningCell, place: Home, server: JupyterServer, open_page: Callable[..., ServedPage]
+):
+    second = ServerKernel(server)
+    try:
+        second.run("%load_ext sgpu_magic")
+        message = second.start("%%distributed -n 3 --type a10 --name waits --ui none\npass")
+        page = open_page()
+        page.until(lambda: (run := place.run_named("waits")) and page.row(run).get("words", "").endswith("position 1"))
+        row = page.row(place.run_named("waits"))
+        assert row["words"] == "3 ranks · needs 1 more A10 (simulated), position 1"
+        assert (row["state"], row["tone"]) == ("queued", "waiting")
+        running.end()
+        second.finish(message)
+        page.until(lambda: page.row(row["run_id"])["state"] == "succeeded")
+    finally:
+        second.close()
+        server.delete(f"api/kernels/{second.id}")
+
+
+def test_a_run_is_cancelled_through_the_page(running: RunningCell, open_page: Callable[..., ServedPage]):
+    page = open_page()
+    page.until(lambda: page.row(running.run_id).get("state") == "running")
+    page.order("cancel-run", run_id=running.run_id)
+    assert page.until_said() == {
+        "kind": "said",
+        "text": f"Run {running.run_id[:4]} is being stopped.",
+        "ok": True,
+    }
+    page.until(lambda: page.row(running.run_id)["final"])
+    assert page.row(running.run_id)["state"] == "cancelled"
+    assert page.row(running.run_id)["words"] == "2 ranks · Cancel was pressed"
+
+
+@pytest.mark.parametrize("run_id", ["", "dead", "../../etc", "0000dead"])
+def test_what_is_no_run_is_not_cancelled(kernel: ServerKernel, open_page: Callable[..., ServedPage], run_id: str):
+    page = open_page(watch=False)
+    page.order("cancel-run", run_id=run_id)
+    said = page.until_said()
+    assert said["ok"] is False
+    assert "run" in said["text"]
+
+
+def test_an_idle_session_says_when_it_ends(kernel: ServerKernel, place: Home, open_page: Callable[..., ServedPage]):
+    kernel.run("%sgpu_connect -n 2 --name work --type h100 --idle 10m --ui none")
+    try:
+        session = eventually(lambda: place.run_named("work"), 20)
+        page = open_page()
+        page.until(lambda: page.row(session).get("idle_ends_at"))
+        row = page.row(session)
+        assert (row["kind"], row["name"], row["state"]) == ("session", "session work", "running")
+        assert abs(row["idle_ends_at"] - row["started_at"] - 600) < 30
+    finally:
+        kernel.run("%sgpu_disconnect work")
+    page.until(lambda: page.row(session)["final"])
+    assert page.row(session)["idle_ends_at"] is None
+
+
+def test_a_run_is_told_and_cancelled_when_its_kernel_is_gone(
+    kernel: ServerKernel, place: Home, server: JupyterServer, open_page: Callable[..., ServedPage]
+):
+    other = ServerKernel(server)
+    other.run("%load_ext sgpu_magic")
+    other.run("%%distributed -n 1 --type h100 --name stays --detach\nimport time\nwhile True:\n    time.sleep(0.05)")
+    other.close()
+    server.delete(f"api/kernels/{other.id}")
+    page = open_page()
+    page.until(lambda: page.row(place.run_named("stays")).get("state") == "running")
+    row = page.row(place.run_named("stays"))
+    assert row["kernel"] == other.id
+    page.order("cancel-run", run_id=row["run_id"])
+    page.until(lambda: page.row(row["run_id"])["state"] == "cancelled")
+
+
+# ------------------------------------------------------------ who looks, and for how long
+
+
+def test_any_number_of_pages_look_with_one_thread(
+    kernel: ServerKernel, server: JupyterServer, open_page: Callable[..., ServedPage]
+):
+    pages = [open_page() for _ in range(5)]
+    for page in pages:
+        page.until_state("up")
+    before = _threads(server)
+    more = [open_page() for _ in range(5)]
+    for page in more:
+        page.until_state("up")
+    assert _threads(server) <= before + 1
+
+
+def test_nobody_who_looks_leaves_nothing(
+    kernel: ServerKernel, server: JupyterServer, open_page: Callable[..., ServedPage]
+):
+    """The thread and its link end within a second, whether the page rests or is closed."""
+    page = open_page(watch=False)
+    quiet = eventually(lambda: _resting(server), 30, "the threads of earlier pages stay")
+    page.order("watch")
+    page.until_state("up")
+    assert _threads(server) > quiet
+    page.order("rest")
+    eventually(lambda: _threads(server) <= quiet, 1.5, lambda: f"{quiet} threads -> {_threads(server)}")
+    page.picture = {}
+    page.order("watch")
+    page.until_state("up")
+    assert _threads(server) > quiet
+    page.close()
+    eventually(lambda: _threads(server) <= quiet, 1.5, lambda: f"{quiet} threads -> {_threads(server)}")
+
+
+def _threads(server: JupyterServer) -> int:
+    return level(server.pid)["threads"]
+
+
+def _resting(server: JupyterServer) -> int:
+    """How many threads the server has when nobody looks: those that were the same for longer than a page polls."""
+    seen = _threads(server)
+    end = time.monotonic() + POLLED_S + 2.0
+    eventually(lambda: _threads(server) != seen or time.monotonic() > end, POLLED_S + 5.0)
+    return seen if time.monotonic() > end else 0
+
+
+def test_a_page_that_can_only_poll_gets_the_same(kernel: ServerKernel, server: JupyterServer, running: RunningCell):
+    answer = server.get("sgpu/panel?pool=local")
+    assert answer.status == 200
+    assert {name: told["kind"] for name, told in answer.body.items()} == {
+        "pools": "pools",
+        "pool": "pool",
+        "runs": "runs",
+    }
+    assert answer.body["pool"]["picture"]["state"] == "up"
+    assert answer.body["runs"]["whole"] is True
+    said = server.post("sgpu/panel/orders", {"kind": "cancel-run", "run_id": running.run_id})
+    assert (said.status, said.body["ok"]) == (200, True)
+
+    def state() -> str:
+        rows = {row["run_id"]: row for row in server.get("sgpu/panel").body["runs"]["changed"]}
+        return rows[running.run_id]["state"]
+
+    eventually(lambda: state() == "cancelled", 20, state)
+    assert server.post("sgpu/panel/orders", {"kind": "watch"}).body == {"kind": "said", "text": "", "ok": True}
+
+
+def test_a_pool_that_nobody_has_is_told_in_a_sentence(server: JupyterServer, open_page: Callable[..., ServedPage]):
+    page = open_page(watch=False)
+    page.order("watch", pool="team")
+    picture = page.until_state("problem")
+    assert picture["sentence"] == "There is no pool 'team' here: only the local one. Choose that."
+    page.order("start-pool", pool="team")
+    assert page.until_said() == {
+        "kind": "said",
+        "text": "There is no pool 'team' here: only the local one.",
+        "ok": False,
+    }
+    page.order("watch")
+    page.until(lambda: page.picture["pool"] == "local")
+
+
+# ------------------------------------------------------------ who may
+
+
+def test_a_wrong_token_is_refused(server: JupyterServer, open_page: Callable[..., ServedPage]):
+    with pytest.raises(websocket.WebSocketBadStatusException) as refused:
+        open_page(token="wrong")
+    assert refused.value.status_code == 403
+    assert server.get("sgpu/panel", token="wrong").status == 403
+    assert server.post("sgpu/panel/orders", {"kind": "start-pool"}, token="wrong").status == 403
+
+
+def test_another_origin_is_refused(server: JupyterServer):
+    """A page of somebody else's, in a browser that has logged in here."""
+    jar = CookieJar()
+    opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(jar))
+    opener.open(f"{server.url}/login?token={server.token}", timeout=20).close()
+    cookies = "; ".join(f"{cookie.name}={cookie.value}" for cookie in jar)
+    address = f"ws{server.url.removeprefix('http')}/sgpu/panel"
+    websocket.create_connection(address, timeout=20, cookie=cookies).close()
+    with pytest.raises(websocket.WebSocketBadStatusException) as refused:
+        websocket.create_connection(address, timeout=20, cookie=cookies, origin="https://elsewhere.example")
+    assert refused.value.status_code == 403
+    request = urllib.request.Request(f"{server.url}/sgpu/panel", headers={"Origin": "https://elsewhere.example"})
+    with pytest.raises(urllib.error.HTTPError) as answer:
+        opener.open(request, timeout=20)
+    answer.value.close()
+    assert answer.value.code == 404
+
+
+def test_cookies_alone_order_nothing(server: JupyterServer):
+    opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(CookieJar()))
+    opener.open(f"{server.url}/login?token={server.token}", timeout=20).close()
+    body = json.dumps({"kind": "start-pool"}).encode()
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        opener.open(urllib.request.Request(f"{server.url}/sgpu/panel/orders", data=body, method="POST"), timeout=20)
+    refused.value.close()
+    assert refused.value.code == 403
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"kind":"nonsense"}', '{"kind":"cancel-run"}', "x" * 20_000])
+def test_nonsense_is_answered_and_harms_nothing(server: JupyterServer, open_page: Callable[..., ServedPage], text: str):
+    page = open_page(watch=False)
+    page.send(text)
+    said = page.until_said()
+    assert said["ok"] is False
+    assert "order" in said["text"]
+    page.order("watch")
+    page.until(lambda: page.picture)
+
+
+# ------------------------------------------------------------ a pool that is not there
+
+
+def test_a_killed_pool_is_lost_and_started_again_by_the_page(new_home: Callable[..., Home]):
+    home = new_home(VARIABLES)
+    server = JupyterServer(home, base_url=BASE)
+    try:
+        page = ServedPage(server)
+        page.order("watch")
+        picture = page.until_state("none")
+        assert picture["sentence"] == "No pool is running. It starts with the first run."
+        assert (picture["remedy"], picture["remedy_words"]) == ("start", "Start the pool")
+        assert home.pool_pid() is None, "looking has started a pool"
+        page.order("start-pool")
+        assert page.until_said()["text"] == STARTED
+        page.until_state("up")
+        pid = home.pool_pid()
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        picture = page.until_state("lost", 3.0)
+        assert picture["sentence"].startswith("The pool ended unexpectedly.")
+        assert (picture["remedy"], picture["remedy_words"]) == ("start", "Start it again")
+        page.order("start-pool")
+        assert page.until_said()["ok"] is True
+        page.until_state("up")
+        assert home.pool_pid() not in (None, pid)
+        os.kill(home.pool_pid() or 0, signal.SIGTERM)
+        picture = page.until_state("none")
+        assert "given its processes back" in picture["sentence"]
+        page.close()
+    finally:
+        server.close()
+
+
+def test_a_pool_that_does_not_answer_is_lost_until_it_does(new_home: Callable[..., Home]):
+    home = new_home(VARIABLES)
+    server = JupyterServer(home, base_url=BASE)
+    try:
+        page = ServedPage(server)
+        page.order("watch")
+        page.order("start-pool")
+        page.until_state("up")
+        pid = home.pool_pid()
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            picture = page.until_state("lost", 15)
+            assert (picture["remedy"], picture["remedy_words"]) == ("retry", "Look again")
+            assert "did not answer within 5 s" in picture["sentence"]
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        page.order("watch")
+        page.until_state("up", 10)
+        page.close()
+    finally:
+        server.close()
+
+
+def test_broken_settings_are_a_sentence_until_they_are_mended(new_home: Callable[..., Home]):
+    home = new_home(VARIABLES)
+    config = home.path / "no-config.toml"
+    config.write_text("nonsense = 1\n")
+    server = JupyterServer(home, base_url=BASE)
+    try:
+        page = ServedPage(server)
+        page.order("watch")
+        picture = page.until_state("problem")
+        assert "'nonsense', which is no setting" in picture["sentence"]
+        assert picture["remedy"] == "retry"
+        page.order("start-pool")
+        assert page.until_said()["ok"] is False
+        config.write_text("")
+        page.until_state("none", 5)
+        page.close()
+    finally:
+        server.close()
+
+
+# ------------------------------------------------------------ a thousand runs, without a server
+
+
+def settings_of(home: Home) -> Settings:
+    return Settings(
+        state_dir=str(home.state), runtime_dir=str(home.runtime), lock_dir=str(home.path / "lock"), simulate="a10:4"
+    )
+
+
+def written(home: Home, count: int, first: int = 0) -> None:
+    """Write ended runs into the ledger, as earlier pools would have."""
+    ledger = Ledger(home.state / "ledger.sqlite3")
+    now = time.time()
+    lease = Lease(lease_id="l", device_type="a10", ranks=2, uuids=("SIM-a10-0", "SIM-a10-1"), simulated=True)
+    for at in range(first, first + count):
+        spec = RunSpec(
+            run_id=f"{at:08x}",
+            name=f"train_{at % 7}",
+            cell=CellSource(body="pass"),
+            placement=Placement(ranks=2, device_type="a10"),
+            outputs=(),
+            owner=Owner(pid=1, host="h", user="ann"),
+            timeout_s=1.0,
+            submitted_at=now - 2000 + at,
+        )
+        ledger.record(spec, RunState.QUEUED)
+        began = spec.submitted_at
+        ledger.update(spec.run_id, state=RunState.SUCCEEDED, lease=lease, started_at=began, ended_at=began + 0.5)
+    ledger.close()
+
+
+class Heard:
+    """What a page in this process was told."""
+
+    def __init__(self) -> None:
+        self.all: list[Told] = []
+
+    def __call__(self, told: Told) -> None:
+        self.all.append(told)
+
+    def last(self, kind: type[PoolTold] | type[RunsTold] | type[PoolsTold]) -> Any:
+        return next((told for told in reversed(self.all) if isinstance(told, kind)), None)
+
+
+@pytest.fixture
+def watchers(new_home: Callable[..., Home]) -> Iterator[tuple[Home, Watchers]]:
+    home = new_home(VARIABLES)
+    made = Watchers(lambda: settings_of(home), interval_s=0.05)
+    yield home, made
+    made.close()
+
+
+def test_without_a_pool_the_list_is_the_ledgers(watchers: tuple[Home, Watchers]):
+    home, made = watchers
+    written(home, 1005)
+    told = Heard()
+    page = Page(made, told)
+    assert page.obey(Watch()) is None
+    runs: RunsTold = eventually(lambda: told.last(RunsTold), 10)
+    assert runs.whole
+    assert len(runs.changed) == 1000
+    assert [row.run_id for row in runs.changed[:2]] == ["000003ec", "000003eb"]
+    assert told.last(PoolTold).picture.state == "none"
+    assert page.obey(Rest()) is None
+    page.close()
+    count = len(told.all)
+    page.obey(Watch())
+    assert len(told.all) == count, "a page that is closed is told something"
+
+
+def test_a_thousand_runs_are_asked_for_once(watchers: tuple[Home, Watchers], monkeypatch: pytest.MonkeyPatch):
+    home, made = watchers
+    for name, value in home.environ.items():
+        monkeypatch.setenv(name, value)
+    written(home, 1000)
+    asked: list[int] = []
+    from sgpu_magic.client.pool import Pool
+
+    status = Pool.status
+
+    def counted(self: Pool, recent: int = 20, **options: Any) -> Any:
+        asked.append(recent)
+        return status(self, recent, **options)
+
+    monkeypatch.setattr(Pool, "status", counted)
+    told = Heard()
+    page = Page(made, told)
+    assert page.obey(StartPool()) == Said(text=STARTED, ok=True)
+    asked.clear()
+    page.obey(Watch())
+    eventually(lambda: len(asked) > 5, 10)
+    assert asked.count(1000) == 1
+    assert len(told.last(RunsTold).changed) == 1000
+    assert sum(isinstance(one, RunsTold) for one in told.all) == 1
+    said = page.obey(CancelRun(run_id="00000001"))
+    assert said is not None
+    assert not said.ok
+    page.close()
+
+
+def test_a_pool_of_another_version_is_told_with_its_runs(
+    watchers: tuple[Home, Watchers], monkeypatch: pytest.MonkeyPatch
+):
+    home, made = watchers
+    for name, value in home.environ.items():
+        monkeypatch.setenv(name, value)
+    written(home, 3)
+    told = Heard()
+    page = Page(made, told)
+    assert page.obey(StartPool()) == Said(text=STARTED, ok=True)
+    with monkeypatch.context() as newer:
+        newer.setattr("sgpu_magic.client.link.PROTOCOL_VERSION", 99)
+        newer.setattr("sgpu_magic.client.connection.PROTOCOL_VERSION", 99)
+        page.obey(Watch())
+        picture = eventually(lambda: (one := told.last(PoolTold)) and one.picture, 10)
+        assert picture.state == "other-version"
+        assert "speaks protocol" in picture.sentence
+        assert (picture.remedy, picture.remedy_words) == ("start", "Restart it")
+        assert len(eventually(lambda: told.last(RunsTold), 10).changed) == 3
+    eventually(lambda: told.last(PoolTold).picture.state == "up", 10)
+    page.close()
+
+
+def test_more_runs_than_are_asked_for_are_not_missed(watchers: tuple[Home, Watchers], monkeypatch: pytest.MonkeyPatch):
+    home, made = watchers
+    for name, value in home.environ.items():
+        monkeypatch.setenv(name, value)
+    written(home, 10)
+    told = Heard()
+    page = Page(made, told)
+    page.obey(StartPool())
+    page.obey(Watch())
+    eventually(lambda: told.last(RunsTold), 10)
+    # as if so many had come and gone between two looks
+    written(home, 60, first=10)
+    listed: set[str] = set()
+
+    def all_listed() -> bool:
+        listed.update(row.run_id for one in list(told.all) if isinstance(one, RunsTold) for row in one.changed)
+        return len(listed) == 70
+
+    eventually(all_listed, 10, lambda: f"{len(listed)} runs are listed")
+    page.close()
+
+
+# ------------------------------------------------------------ the watcher alone
+
+
+class MadeUpLook:
+    """Looks at nothing: takes so long, and fails when it is told to."""
+
+    def __init__(self, takes_s: float = 0.0) -> None:
+        self.began: list[float] = []
+        self.closed = 0
+        self.broken = False
+        self._takes_s = takes_s
+
+    def look(self) -> Seen:
+        self.began.append(time.monotonic())
+        threading.Event().wait(self._takes_s)
+        if self.broken:
+            raise KeyError("a fault of our own")
+        return Seen(away_picture("local", "none", f"look {len(self.began)}", "", "", time.time()), {})
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def watcher_of(look: MadeUpLook, interval_s: float = 0.01) -> PoolWatcher:
+    return PoolWatcher("local", lambda: cast("PoolLook", look), interval_s)
+
+
+def test_a_pool_that_answers_slowly_is_asked_less_often():
+    look = MadeUpLook(takes_s=0.2)
+    watcher = watcher_of(look)
+    assert watcher.add(1, Heard())
+    eventually(lambda: len(look.began) >= 3, 10)
+    watcher.remove(1)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(look.began)]
+    assert min(pauses) >= 0.75
+    watcher.join()
+    assert (watcher.is_over, look.closed) == (True, 1)
+
+
+def test_who_comes_too_late_gets_another_watcher():
+    look = MadeUpLook()
+    watcher = watcher_of(look)
+    watcher.add(1, Heard())
+    watcher.remove(1)
+    watcher.join()
+    assert not watcher.add(2, Heard())
+    assert not watcher.poll()
+
+
+def test_a_fault_of_our_own_is_told_and_looked_past():
+    look, told = MadeUpLook(), Heard()
+    watcher = watcher_of(look)
+    watcher.add(1, told)
+    eventually(lambda: told.last(PoolTold), 10)
+    look.broken = True
+    eventually(lambda: told.last(PoolTold).picture.state == "problem", 10)
+    assert told.last(PoolTold).picture.sentence == FAILED
+    look.broken = False
+    eventually(lambda: told.last(PoolTold).picture.state == "none", 10)
+    watcher.stop()
+    watcher.join()
+
+
+def test_an_order_is_followed_by_a_look():
+    look = MadeUpLook()
+    watcher = watcher_of(look, interval_s=60.0)
+    watcher.add(1, Heard())
+    eventually(lambda: len(look.began) == 1, 10)
+    watcher.look_soon()
+    eventually(lambda: len(look.began) == 2, 10)
+    watcher.remove(1)
+    began = time.monotonic()
+    watcher.join()
+    assert time.monotonic() - began < 1.0
