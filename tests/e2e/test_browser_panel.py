@@ -140,7 +140,8 @@ def test_a_kernel_without_the_extension_is_connected_after_three_clicks_too(note
     # nothing runs by itself
     assert notebook.cell(0).locator(".jp-InputPrompt").first.inner_text().strip() == "[ ]:"
     notebook.picture("panel-inserted")
-    # the new cell is the one that the keys are for
+    # the new cell is the one that the keys are for, once it is drawn
+    notebook.page.wait_for_function("document.activeElement.closest('.jp-Notebook .jp-Cell') !== null")
     notebook.page.keyboard.press("Control+Enter")
     expect(shown.get_by_role("radio", name="H100")).to_be_visible(timeout=30_000)
     # the third click: type and number are offered

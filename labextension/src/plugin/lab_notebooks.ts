@@ -60,8 +60,9 @@ export class LabNotebooks {
         isFront: () => this.frontPanel === panel,
         showCell: (index) => {
           panel.content.activeCellIndex = index;
-          void panel.content.scrollToItem(index);
-          panel.content.activate();
+          // JupyterLab 4.4 gives the keys to no cell that is not drawn yet
+          const take = () => panel.content.activate();
+          panel.content.scrollToItem(index).then(take, take);
         },
         selectKernel: async () => this.dialogs?.selectKernel(panel.sessionContext),
       },
