@@ -281,7 +281,7 @@ def test_it_connects_while_a_cell_runs(panel: Panel, kernel: Kernel, blocked: Ca
     plan = panel.plan(choice(gpus=2, type="a10"), connect=True)
     assert plan == {"sentences": [], "loses": False, "problem": "", "button": "Apply and connect"}
     answer = panel.apply(choice(gpus=2, type="a10"), connect=True)
-    assert answer["said"].startswith("Session main is connecting")
+    assert answer["said"] == "%%distributed cells run in session main from now on."
     (session,) = answer["picture"]["sessions"]
     assert (session["name"], session["current"], session["words"]) == ("main", True, "2 on A10")
     eventually(lambda: panel.state(answer["kept"])["picture"]["sessions"][0]["state"] == "running", 60, "connected")
@@ -475,7 +475,7 @@ def test_while_packages_are_installed_the_panel_goes_on(
         index.open.set()
     applied = answer()
     assert applied["kind"] == "kernel-answer", applied
-    assert applied["said"].startswith("slowish installed. Session main is connecting")
+    assert applied["said"].startswith("slowish installed. %%distributed cells run in session main")
     assert not panel.state(applied["kept"])["installing"]
     reply = kernel.check(
         "%%distributed\nimport slowish\nprint('rank has', slowish.__version__, 'weights' in globals())"
