@@ -341,6 +341,7 @@ class Event(Record, frozen=True, tag="event", kw_only=True):
         seq: 1, 2, 3 ... without gaps.
         at: Wall-clock time, seconds since the epoch.
         number: The agent's own number of it; 0 for an event of the pool service.
+        part: The index of the agent's node among those of the run.
     """
 
     run_id: str
@@ -348,3 +349,4 @@ class Event(Record, frozen=True, tag="event", kw_only=True):
     at: float
     body: EventBody
     number: int = 0
+    part: int = 0

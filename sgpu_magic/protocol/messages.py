@@ -22,18 +22,26 @@ from sgpu_magic.protocol.session_messages import AskRank, RankAnswered, RestartR
 from sgpu_magic.protocol.states import RunKind, RunState
 from sgpu_magic.protocol.tracking import Tracking
 
-PROTOCOL_VERSION = 3
-OLDEST_PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 4
+OLDEST_PROTOCOL_VERSION = 3
 
 # ---------------------------------------------------------------- client -> pool
 
 
 class Hello(Record, frozen=True, tag="hello", kw_only=True):
-    """The first message of a client. Stable across versions."""
+    """The first message of a client. Stable across versions.
+
+    Args:
+        pid: Its process, on `host`.
+        host: Its machine's name.
+        user: Whose it is there. A remote pool goes by the client's key instead.
+    """
 
     protocol_version: int
     package_version: str
     pid: int
+    host: str = ""
+    user: str = ""
 
 
 class Warm(Record, frozen=True, tag="warm", kw_only=True):
@@ -193,6 +201,9 @@ class Welcome(Record, frozen=True, tag="welcome", kw_only=True):
     Args:
         sees_client: Its nodes see the files of this client's machine and run its Python; else packages, code and
             variables have to travel.
+        same_host: The service is on the client's machine: run directories and memory files are read there by their
+            paths; else everything goes over the link.
+        user: Who the client is to the pool.
     """
 
     protocol_version: int
@@ -201,6 +212,8 @@ class Welcome(Record, frozen=True, tag="welcome", kw_only=True):
     oldest_protocol_version: int = OLDEST_PROTOCOL_VERSION
     busy: bool = False
     sees_client: bool = True
+    same_host: bool = True
+    user: str = ""
 
 
 class Accepted(Record, frozen=True, tag="accepted", kw_only=True):

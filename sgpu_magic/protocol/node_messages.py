@@ -20,6 +20,24 @@ class WarmZygote(Record, frozen=True, tag="warm-zygote", kw_only=True):
     ranks: int = 0
 
 
+class Part(Record, frozen=True, kw_only=True):
+    """Which part of a run of several nodes a node has.
+
+    Args:
+        index: The node's number among the run's nodes: torchrun's `GROUP_RANK`.
+        nodes: How many there are.
+        first_rank: The global rank of the node's first rank.
+        ranks: How many ranks are on the node: `LOCAL_WORLD_SIZE`.
+        address: Where the other nodes reach this one.
+    """
+
+    index: int
+    nodes: int
+    first_rank: int
+    ranks: int
+    address: str
+
+
 class Launch(Record, frozen=True, tag="launch", kw_only=True):
     """Start a run's ranks on this node. An inline payload is the first raw frame.
 
@@ -33,6 +51,7 @@ class Launch(Record, frozen=True, tag="launch", kw_only=True):
         environment: As in `Submit`.
         code: As in `Submit`.
         tracking: As in `Submit`: an agent that outlives its pool service gives it to the next one.
+        part: The node's part of a run of several nodes; None where the whole run is on this one.
     """
 
     spec: RunSpec
@@ -47,6 +66,7 @@ class Launch(Record, frozen=True, tag="launch", kw_only=True):
     environment: Environment | None = None
     code: tuple[CodeBundle, ...] = ()
     tracking: Tracking | None = None
+    part: Part | None = None
 
 
 class BuildEnvironment(Record, frozen=True, tag="build-environment", kw_only=True):
@@ -63,6 +83,26 @@ class TrackingKnown(Record, frozen=True, tag="tracking-known", kw_only=True):
     run_id: str
     tracked: TrackedRun | None = None
     problem: str = ""
+
+
+class MasterKnown(Record, frozen=True, tag="master-known", kw_only=True):
+    """Where the ranks of a run of several nodes meet: rank 0's node listens there."""
+
+    run_id: str
+    address: str
+    port: int
+
+
+class PeerFailed(Record, frozen=True, tag="peer-failed", kw_only=True):
+    """A rank of the run failed on another node: free those that wait for it in a collective."""
+
+    run_id: str
+
+
+class PartsOver(Record, frozen=True, tag="parts-over", kw_only=True):
+    """Every node has said how its part of the run ended: the ranks may leave."""
+
+    run_id: str
 
 
 class EndRun(Record, frozen=True, tag="end-run", kw_only=True):
@@ -135,6 +175,9 @@ ToAgent = (
     | Launch
     | BuildEnvironment
     | TrackingKnown
+    | MasterKnown
+    | PeerFailed
+    | PartsOver
     | EndRun
     | KillRanks
     | RestartSessionRanks
@@ -190,12 +233,14 @@ class RunEvent(Record, frozen=True, tag="run-event", kw_only=True):
 
     Args:
         number: 1, 2, 3 ... by run, as the agent counts its own.
+        part: The node's index among those of the run.
     """
 
     run_id: str
     number: int
     at: float
     body: EventBody
+    part: int = 0
 
 
 class RanksGone(Record, frozen=True, tag="ranks-gone", kw_only=True):
@@ -228,6 +273,14 @@ class Answered(Record, frozen=True, tag="answered", kw_only=True):
     answer: RankAnswer
 
 
+class MasterBound(Record, frozen=True, tag="master-bound", kw_only=True):
+    """This node has the run's rank 0 and listens there for the others; answered to all of them by `MasterKnown`."""
+
+    run_id: str
+    address: str
+    port: int
+
+
 class TrackingAsked(Record, frozen=True, tag="tracking-asked", kw_only=True):
     """A rank's own code uses MLflow and waits for the run's place there; answered by `TrackingKnown`."""
 
@@ -235,5 +288,13 @@ class TrackingAsked(Record, frozen=True, tag="tracking-asked", kw_only=True):
 
 
 FromAgent = (
-    AgentReady | InventoryTaken | RunEvent | RanksGone | StacksTaken | SessionRanksRestarted | Answered | TrackingAsked
+    AgentReady
+    | InventoryTaken
+    | RunEvent
+    | RanksGone
+    | StacksTaken
+    | SessionRanksRestarted
+    | Answered
+    | TrackingAsked
+    | MasterBound
 )
