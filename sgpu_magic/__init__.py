@@ -3,6 +3,7 @@
 The same from Python:
 
 distributed   `@distributed(gpus=4)` on a function: `train.distributed()` runs it on every rank
+ray_launch    `@ray_launch(gpus=4)`: the function is the driver of a Ray cluster on the ranks' nodes
 map           one run per item, for sweeps
 connect       a session: ranks that stay
 tracking_uri  the store where runs are tracked, for `mlflow.set_tracking_uri`
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from sgpu_magic.functions.decorator import distributed
     from sgpu_magic.functions.handle import Run
+    from sgpu_magic.functions.ray_launching import ray_launch
     from sgpu_magic.functions.sweep import map
     from sgpu_magic.sessions import connect
     from sgpu_magic.tracking.store import tracking_uri
@@ -31,6 +33,7 @@ __all__ = [
     "distributed",
     "load_ipython_extension",
     "map",
+    "ray_launch",
     "tracking_uri",
     "unload_ipython_extension",
 ]
@@ -41,6 +44,7 @@ _OWNERS = {
     "connect": "sgpu_magic.sessions",
     "distributed": "sgpu_magic.functions.decorator",
     "map": "sgpu_magic.functions.sweep",
+    "ray_launch": "sgpu_magic.functions.ray_launching",
     "tracking_uri": "sgpu_magic.tracking.store",
 }
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from sgpu_magic import __version__
+from sgpu_magic.commands import pool_options, run_options, serving_options
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import SgpuError, UsageError, see
 
@@ -35,7 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # a terminal that lacks a character gets another, never an error
             reconfigure(errors="replace")
     try:
-        code = _run(_parser().parse_args(arguments))
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        options = _parser().parse_args(run_options.plain_words(words))
+        options.words = words
+        code = _run(options)
         sys.stdout.flush()
     except BrokenPipeError:
         # `sgpu logs 7f3a | head`; the interpreter's own last flush must find somebody too
@@ -55,8 +59,16 @@ def _run(options: argparse.Namespace) -> int:
             from sgpu_magic.commands import pool
 
             settings = load_settings()
-            if options.action == "status":
-                print(pool.status(settings))
+            if options.action in ("add", "list", "remove"):
+                from sgpu_magic.commands import pools
+
+                print(pools.run(settings, options))
+            elif options.action in ("serve", "keygen", "authorize", "revoke"):
+                from sgpu_magic.commands import serving
+
+                print(serving.run(settings, options))
+            elif options.action == "status":
+                print(pool.status(settings, options.pool))
             else:
                 print(pool.stop(settings, force=options.force))
         case "runs":
@@ -89,6 +101,26 @@ def _run(options: argparse.Namespace) -> int:
             from sgpu_magic.commands import runs
 
             print(runs.stacks(load_settings(), options.run))
+        case "port-forward":
+            from sgpu_magic.commands import port_forward, runs
+
+            with runs.pool_of(load_settings(), options.run, "whose ports could be reached") as pool:
+                return port_forward.forward(pool, options.run, options.ports, options.rank, sys.stdout, _note)
+        case "run":
+            from sgpu_magic.commands import run
+
+            return run.run(load_settings(), options, sys.stdout, sys.stderr)
+        case "jobs":
+            from sgpu_magic.commands import jobs
+
+            settings = load_settings()
+            match options.action:
+                case "log":
+                    jobs.show_log(settings, options.job, sys.stdout)
+                case "stop":
+                    print(jobs.stop(settings, options.job))
+                case _:
+                    print(jobs.listing(settings, options.number))
         case "replay":
             from sgpu_magic.commands import replay
 
@@ -117,6 +149,10 @@ def _run(options: argparse.Namespace) -> int:
             from sgpu_magic.commands import usage, usage_forms
 
             print(usage_forms.FORMATS[options.format](usage.read_usage(load_settings(), options.since, options.by)))
+        case "types":
+            from sgpu_magic.commands import pools
+
+            print(pools.types(load_settings(), options.pool))
         case "doctor":
             from sgpu_magic import doctor
 
@@ -144,9 +180,14 @@ def _parser() -> argparse.ArgumentParser:
 
     pool = commands.add_parser("pool", help="show or stop this machine's pool", allow_abbrev=False)
     actions = pool.add_subparsers(dest="action", metavar="ACTION", required=True)
-    actions.add_parser("status", help="devices, queue and runs; starts no pool", allow_abbrev=False)
+    status = actions.add_parser("status", help="devices, queue and runs; starts no pool", allow_abbrev=False)
+    status.add_argument("--pool", default="", metavar="NAME", help="of this pool only (default: all that are listed)")
+    pool_options.add_actions(actions)
+    serving_options.add_actions(actions)
     stop = actions.add_parser("stop", help="end the pool; the next run starts one", allow_abbrev=False)
     stop.add_argument("--force", action="store_true", help="also when runs are going on: they end too")
+
+    pool_options.add_types(commands)
 
     runs = commands.add_parser("runs", help="list the newest runs", allow_abbrev=False)
     how_many = runs.add_mutually_exclusive_group()
@@ -166,6 +207,13 @@ def _parser() -> argparse.ArgumentParser:
 
     stacks = commands.add_parser("stacks", help="show where every rank of a run is", allow_abbrev=False)
     stacks.add_argument("run", metavar="RUN")
+
+    run_options.add_run(commands, _positive)
+
+    forward = commands.add_parser("port-forward", help="reach a dashboard or TensorBoard in a run", allow_abbrev=False)
+    forward.add_argument("run", metavar="RUN")
+    forward.add_argument("ports", metavar="[LOCAL:]PORT", help="the port in the run, and the one here if it differs")
+    forward.add_argument("--rank", type=_rank, default=0, metavar="N", help="on the node of this rank (0)")
 
     replay = commands.add_parser("replay", help="launch a run again from its directory", allow_abbrev=False)
     replay.add_argument("run", metavar="RUN")

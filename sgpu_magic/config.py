@@ -22,6 +22,7 @@ from platformdirs import user_config_path, user_state_path
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.protocol.prices import is_currency, prices_text, read_prices
+from sgpu_magic.protocol.user_limits import read_priorities, read_quotas
 
 SEVEN_DAYS_S = 7 * 24 * 3600.0
 _MAX_BUDGET_DAYS = 3660
@@ -37,7 +38,8 @@ class Settings:
         state_dir: Run directories, logs and the ledger; "" is the platform's state directory.
         runtime_dir: Sockets; "" is `$XDG_RUNTIME_DIR/sgpu` or `/tmp/sgpu-<uid>`.
         lock_dir: Machine-wide directory of the device locks.
-        pool: Default pool's name.
+        pool: The pool of runs that name none; "" chooses one: a reserved pool of `pools.toml` that has the type, else
+            an on-demand one, else `local`, this machine's own. Of a pool service: its own name, "" is `local`.
         simulate: Simulated devices, `a10:4,h100:8`.
         stand_in: `cpu` runs types that the pool lacks on CPU.
         cpu_slots: CPU ranks that fit at once; 0 is max(16, cores).
@@ -81,12 +83,31 @@ class Settings:
         currency: Of all prices.
         budget: What the pool's runs may cost together in `budget_days`; 0 is no limit.
         budget_days: Days that the budget is for.
+        link_timeout_s: Seconds of silence after which a pool gives up a client on another machine and cancels those of
+            its runs that are not detached, and after which a client gives up such a pool.
+        listen: Where a served pool listens for clients of other machines, `tcp://0.0.0.0:8700`; "" does not.
+        ray_dashboard: `@ray_launch` runs have Ray's dashboard, which takes a gigabyte of memory and a few seconds to start.
+        ray_object_bytes: Most memory that the objects of a `@ray_launch` run take on a node, in bytes; 0 is the lease's
+            share of 30 % of the node's memory, and more than 30 % it never is.
+        blobs_bytes: Bytes that a user's uploads may take at a pool, for each user; the longest unused go first.
+        run_files_bytes: Largest file that a node brings back to a pool on another machine when a run is over.
+        ray_address: The Ray cluster of a pool with `--engine ray`; "" is `RAY_ADDRESS`, else this machine's.
+        ray_agent_idle_s: Seconds without a run after which a pool leaves a Ray node.
+        ray_cpus_per_gpu: CPUs that are asked of Ray with each GPU.
+        ray_elastic: Devices of each type that Ray's autoscaler can bring at most, `a10:16,h100:64`; `cpu:32` CPUs.
+        ray_node_listen: Where such a pool listens for its agents; port 0 is one that is free, and the same each time.
+        ray_same_files: The nodes see the notebooks' files and run the same Pythons: nothing has to be built there.
+        user_priorities: Whose runs get devices first where several users share a pool, `alice=10,*=0`: the higher first.
+        user_quotas: Devices that a user may have at once, `alice=8,alice:h100=4,*=16`.
+        fair_half_life_s: Seconds after which devices that a user had count half for the next turn.
+        ray_select: How types are asked of Ray: by `label` (`ray.io/accelerator-type`), by `resource`
+            (`accelerator_type:X`, all that version 1 of the autoscaler knows), or `auto`: as the nodes have it.
     """
 
     state_dir: str = ""
     runtime_dir: str = ""
     lock_dir: str = ""
-    pool: str = "local"
+    pool: str = ""
     simulate: str = ""
     stand_in: str = ""
     cpu_slots: int = 0
@@ -127,6 +148,22 @@ class Settings:
     currency: str = "USD"
     budget: float = 0.0
     budget_days: float = 30.0
+    link_timeout_s: float = 900.0
+    listen: str = ""
+    ray_dashboard: bool = True
+    ray_object_bytes: int = 0
+    blobs_bytes: int = 50_000_000_000
+    run_files_bytes: int = 10_000_000_000
+    ray_address: str = ""
+    ray_agent_idle_s: float = 60.0
+    ray_cpus_per_gpu: float = 1.0
+    ray_elastic: str = ""
+    ray_node_listen: str = "tcp://0.0.0.0:0"
+    ray_same_files: bool = False
+    user_priorities: str = ""
+    user_quotas: str = ""
+    fair_half_life_s: float = 3600.0
+    ray_select: str = "auto"
 
     @property
     def state_path(self) -> Path:
@@ -169,6 +206,12 @@ def host_name() -> str:
     return socket.gethostname().split(".")[0] or "localhost"
 
 
+def config_path(environ: Mapping[str, str] | None = None) -> Path:
+    """Return the settings' file; keys and the list of pools lie beside it."""
+    environ = os.environ if environ is None else environ
+    return Path(environ.get("SGPU_CONFIG") or user_config_path("sgpu-magic", appauthor=False) / "config.toml")
+
+
 def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Read the settings.
 
@@ -179,7 +222,7 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
         UsageError: A file or variable has a name or value that means nothing.
     """
     environ = os.environ if environ is None else environ
-    file = Path(environ.get("SGPU_CONFIG") or user_config_path("sgpu-magic", appauthor=False) / "config.toml")
+    file = config_path(environ)
     known = {field.name: field.type for field in fields(Settings)}
     values: dict[str, object] = {}
     try:
@@ -201,6 +244,7 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
                 _prices(variable, value, where) if name in _PRICES else _convert(variable, str(kind), value, where)
             )
     _check_money(values)
+    _check_users(values)
     return Settings(**values)  # pyright: ignore[reportArgumentType]
 
 
@@ -281,6 +325,18 @@ def _check_money(values: Mapping[str, object]) -> None:
         raise UsageError(f"the setting budget_days is {days:g}; more than 0 and at most {_MAX_BUDGET_DAYS} are needed.")
     if isinstance(currency, str) and not is_currency(currency):
         raise UsageError(f"the setting currency is {currency[:40]!r}; a word or sign such as USD or € is needed.")
+
+
+def _check_users(values: Mapping[str, object]) -> None:
+    """Priorities, quotas and the time after which use is forgotten are right, or the pool would not start."""
+    for name, read in (("user_priorities", read_priorities), ("user_quotas", read_quotas)):
+        try:
+            read(str(values.get(name, "")))
+        except ValueError as error:
+            raise UsageError(f"the setting {name} can't be read: {error}.") from None
+    half_life_s = values.get("fair_half_life_s")
+    if isinstance(half_life_s, float) and not (math.isfinite(half_life_s) and half_life_s > 0):
+        raise UsageError(f"the setting fair_half_life_s is {half_life_s:g}; more than 0 seconds are needed.")
 
 
 def private_dir(path: Path) -> Path:

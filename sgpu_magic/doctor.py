@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TextIO
 
-from sgpu_magic.commands import machine_checks, place_checks, python_checks
+from sgpu_magic.commands import machine_checks, place_checks, pools_checks, python_checks
 from sgpu_magic.commands.finding import Finding, Level, warning
 from sgpu_magic.render import ansi
 from sgpu_magic.render.units import count_of
@@ -56,6 +56,8 @@ def findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield from _guarded("state directory", lambda: place_checks.state_directory(settings))
     yield from _guarded("runtime directory", lambda: place_checks.runtime_directory(settings))
     yield from _guarded("pool", lambda: place_checks.pool(settings))
+    yield from _guarded("pools", lambda: pools_checks.listed_pools(settings))
+    yield from _guarded("ray", pools_checks.ray_version)
     yield from _guarded("memory files", machine_checks.memory_files)
     yield from _guarded("process control", machine_checks.process_control)
     yield from _guarded("limits", machine_checks.limits)

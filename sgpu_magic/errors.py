@@ -3,12 +3,14 @@
     SgpuError                     one paragraph: the side, the cause, the remedy
     ├── UsageError                an option, a name or a cell that can't mean anything (notebook)
     │   ├── CellSyntaxError       the cell does not compile
-    │   └── RunUnknown            the pool has no such run
+    │   ├── RunUnknown            the pool has no such run
+    │   └── RunFileUnknown        a run has no such file at its pool
     ├── CapacityError             the pool can't place the run, now or ever (pool)
     ├── SerializationError        something can't leave or enter the notebook (notebook or rank)
     ├── EnvironmentFailed         the ranks' Python could not be prepared (pool)
     ├── PoolError                 the pool can't be reached, started or understood (pool)
-    │   └── PoolVersionError      it speaks another version
+    │   ├── PoolVersionError      it speaks another version
+    │   └── KeyRefused            it does not know this user's key, or is not the pool whose key was written down
     ├── SessionError              there is no such session, or it can't take the cell (pool)
     ├── RunFailed                 a run ended badly; has .rank, .run_id, .remote_traceback
     │   ├── RemoteError           user code raised a type that does not exist here
@@ -93,6 +95,10 @@ class RunUnknown(UsageError):
     """The pool has no run of that id, or no longer its record."""
 
 
+class RunFileUnknown(UsageError):
+    """A run's directory at its pool has no such file, or it can't be read."""
+
+
 class CapacityError(SgpuError):
     """The pool can't place the run: it lacks the devices, or the queue's time is over."""
 
@@ -119,6 +125,10 @@ class PoolError(SgpuError):
 
 class PoolVersionError(PoolError):
     """The running pool speaks a protocol that this client does not know."""
+
+
+class KeyRefused(PoolError):
+    """The pool does not admit this user's key, or has not the key that it should have."""
 
 
 class SessionError(SgpuError):

@@ -68,6 +68,11 @@ def is_alive(pid: int) -> bool:
     return True
 
 
+def may_be_alive(pid: int, host: str) -> bool:
+    """Whether a process of a machine may live: one of another machine (`config.host_name()`) can't be looked at."""
+    return host != (socket.gethostname().split(".")[0] or "localhost") or is_alive(pid)
+
+
 def collapse_pages() -> None:
     """Gather this process's memory into huge pages where Linux (6.1 or newer) can.
 

@@ -87,6 +87,8 @@ class Home:
         self.kernel_pids: set[int] = set()
         # memory files that a notebook may have more than before: it keeps those of its payloads for a minute
         self.uploads_kept = 0
+        # a served pool's door is open to other machines
+        self.pool_listens = False
         self._levels: dict[int, dict[str, int]] = {}
         # start times of all that was ever seen here: an orphan may have nothing else that tells where it is from
         self._seen: dict[int, int] = {}
@@ -255,7 +257,8 @@ class Home:
                 10,
                 lambda pid=pid: f"the agent holds memory files: {descriptors(pid)}",
             )
-        servants = [pid for pid in (pool, *agents, *self.zygote_pids()) if pid is not None]
+        first = None if self.pool_listens else pool
+        servants = [pid for pid in (first, *agents, *self.zygote_pids()) if pid is not None]
         eventually(
             lambda: not listening(servants),
             5,

@@ -30,15 +30,16 @@ class PoolClient:
     """This process as a client of a home's pool; its variables are the home's until it is closed.
 
     Args:
-        home: The pool's.
+        home: The pool's, or of a client of a pool on another machine.
+        pool: Such a pool; None is the home's own.
     """
 
-    def __init__(self, home: Home) -> None:
+    def __init__(self, home: Home, pool: Pool | None = None) -> None:
         self.home = home
         # a pool that it starts has them from this process
         self._variables = dict(os.environ)
-        _set_environ(home.environ)
-        self.pool = Pool(load_settings(home.environ))
+        set_environ(home.environ)
+        self.pool = pool or Pool(load_settings(home.environ))
 
     def begin(
         self,
@@ -86,10 +87,11 @@ class PoolClient:
 
     def close(self) -> None:
         self.pool.close()
-        _set_environ(self._variables)
+        set_environ(self._variables)
 
 
-def _set_environ(variables: Mapping[str, str]) -> None:
+def set_environ(variables: Mapping[str, str]) -> None:
+    """Let these be this process's environment variables."""
     wanted = dict(variables)
     os.environ.clear()
     os.environ.update(wanted)

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import sgpu_magic.compat
+from sgpu_magic.client.pools_edits import add_pool
+from sgpu_magic.client.pools_file import new_entry
 from sgpu_magic.compat import pool_choice
 from sgpu_magic.compat.finder import CompatFinder
 from sgpu_magic.errors import UsageError
@@ -169,28 +171,47 @@ def test_ray_launch_says_in_one_paragraph_that_it_can_not():
         (
             {"DATABRICKS_REMOTE_GPU_POOL_ID": "team-7"},
             "DATABRICKS_REMOTE_GPU_POOL_ID names the pool 'team-7', which is not known here; the run goes to the pool "
-            "'local'.",
+            "'local'. `sgpu pool add` lists others.",
         ),
         (
             {"DATABRICKS_USE_RESERVED_GPU_POOL": "True"},
             "DATABRICKS_USE_RESERVED_GPU_POOL asks for a reserved pool, and none is known here; the run goes to the "
-            "pool 'local'.",
+            "pool 'local'. `sgpu pool add` lists others.",
         ),
         (
             {"DATABRICKS_USE_POOL": "1"},
-            "DATABRICKS_USE_POOL asks for an on-demand pool, and none is known here; the run goes to the pool 'local'.",
+            "DATABRICKS_USE_POOL asks for an on-demand pool, and none is known here; the run goes to the pool 'local'. "
+            "`sgpu pool add` lists others.",
         ),
     ],
 )
 def test_what_becomes_of_a_chosen_pool(variables: dict[str, str], said: str, tmp_path: Path):
     environ = {"SGPU_CONFIG": str(tmp_path / "none.toml"), **variables}
-    assert pool_choice.note(environ) == said
+    assert pool_choice.choice(environ).note == said
+
+
+@pytest.mark.parametrize(
+    ("variables", "pool"),
+    [
+        ({}, ""),
+        ({"DATABRICKS_REMOTE_GPU_POOL_ID": "cloud", "DATABRICKS_USE_RESERVED_GPU_POOL": "1"}, "cloud"),
+        ({"DATABRICKS_REMOTE_GPU_POOL_ID": "local"}, "local"),
+        ({"DATABRICKS_USE_RESERVED_GPU_POOL": "1", "DATABRICKS_USE_POOL": "1"}, "reserved"),
+        ({"DATABRICKS_USE_POOL": "yes"}, "on-demand"),
+    ],
+)
+def test_a_pool_that_is_listed_is_chosen_by_the_variables(variables: dict[str, str], pool: str, tmp_path: Path):
+    file = tmp_path / "pools.toml"
+    for name, reserved in (("team", True), ("cloud", False)):
+        add_pool(new_entry(name, f"tcp://{name}.example.org:8700", "k" * 40, reserved=reserved), file)
+    environ = {"SGPU_CONFIG": str(tmp_path / "none.toml"), "SGPU_POOLS_FILE": str(file), **variables}
+    assert pool_choice.choice(environ) == pool_choice.PoolChoice(pool, "")
 
 
 def test_the_most_exact_choice_counts(tmp_path: Path):
     environ = {"SGPU_CONFIG": str(tmp_path / "none.toml"), "DATABRICKS_USE_POOL": "yes"}
-    assert pool_choice.note(environ).startswith("DATABRICKS_USE_POOL")
+    assert pool_choice.choice(environ).note.startswith("DATABRICKS_USE_POOL")
     environ["DATABRICKS_USE_RESERVED_GPU_POOL"] = "yes"
-    assert pool_choice.note(environ).startswith("DATABRICKS_USE_RESERVED_GPU_POOL")
+    assert pool_choice.choice(environ).note.startswith("DATABRICKS_USE_RESERVED_GPU_POOL")
     environ["DATABRICKS_REMOTE_GPU_POOL_ID"] = "team-7"
-    assert pool_choice.note(environ).startswith("DATABRICKS_REMOTE_GPU_POOL_ID")
+    assert pool_choice.choice(environ).note.startswith("DATABRICKS_REMOTE_GPU_POOL_ID")

@@ -108,14 +108,14 @@ def test_options_are_the_magics_as_values():
     assert (options.ranks, options.device_type) == (8, "h100")
     assert (options.timeout_s, options.wait_s, options.grace_s) == (1800.0, 0.0, 60.0)
     assert (options.retries, options.retry_any, options.variables) == (2, True, {"A": "1"})
-    assert (options.name, options.exclude, options.allow_busy) == ("tuned", ("big", "other"), True)
+    assert (options.name, options.exclude, options.devices.allow_busy) == ("tuned", ("big", "other"), True)
 
 
 def test_options_that_are_left_out_are_the_pools():
     options = checked()
-    assert (options.ranks, options.device_type, options.own_pool) == (None, None, False)
+    assert (options.ranks, options.device_type, options.pool) == (None, None, "")
     assert (options.timeout_s, options.wait_s, options.grace_s) == (SEVEN_DAYS_S, None, None)
-    assert checked(remote=False).own_pool
+    assert checked(remote=False).pool == "local"
 
 
 @pytest.mark.parametrize(

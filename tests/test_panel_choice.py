@@ -291,7 +291,13 @@ class Place:
     def __init__(self, state: Path, **settings: Any) -> None:
         self.settings = Settings(state_dir=str(state), **settings)
         self.pool = SimpleNamespace(name="local", settings=self.settings)
+        self.pools = SimpleNamespace(
+            local=self.pool, entries=lambda: (), names=lambda: ["local"], named=lambda name: self.pool
+        )
         self.shell = None
+
+    def current_settings(self) -> Settings:
+        return self.settings
 
 
 def asked(place: Place, options: Asked = NOTHING_ASKED, ways: str = MAGIC_WAYS) -> Asked:

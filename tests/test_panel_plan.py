@@ -60,7 +60,13 @@ class Place:
     def __init__(self, state: Path, told: PoolStatus | None, **settings: Any) -> None:
         self.settings = Settings(state_dir=str(state), **settings)
         self.pool = SimpleNamespace(name="local", settings=self.settings, status=self._status)
+        self.pools = SimpleNamespace(
+            local=self.pool, entries=lambda: (), names=lambda: ["local"], named=lambda name: self.pool
+        )
         self._told = told
+
+    def current_settings(self) -> Settings:
+        return self.settings
 
     def _status(self, recent: int, *, start: bool) -> PoolStatus | None:
         assert not start, "a plan starts no pool"

@@ -20,10 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgpu_magic.protocol import (
+    blobs,
     codec,
     devices,
     environment,
     events,
+    forwarding,
     ids,
     measures,
     messages,
@@ -40,9 +42,11 @@ from sgpu_magic.protocol.record import Record
 from sgpu_magic.protocol.states import TRANSITIONS, RunState, can_move
 
 MODULES = (
+    blobs,
     devices,
     environment,
     events,
+    forwarding,
     measures,
     messages,
     node_messages,
@@ -140,7 +144,7 @@ def test_tags_are_unique_on_a_link(link: str):
 
 
 def test_every_tagged_record_travels_on_some_link():
-    within = {payloads.InlinePayload, payloads.SharedPayload, payloads.FilePayload}
+    within = {payloads.InlinePayload, payloads.SharedPayload, payloads.FilePayload, payloads.StoredPayload}
     tagged = {record for record in all_records() if record.__struct_config__.tag}
     assert tagged - {member for _, member in IN_A_UNION} - within == set()
 

@@ -1,4 +1,4 @@
-"""`python -m sgpu_magic.agent <fd>`, the settings as JSON on its standard input: started by the local engine."""
+"""`python -m sgpu_magic.agent <fd> [<lifeline>]`, the settings as JSON on its standard input: started by the engines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def main() -> None:
     settings = service.decode_settings(sys.stdin.buffer.read())
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    service.run(socket.socket(fileno=int(sys.argv[1])), settings)
+    lifeline = int(sys.argv[2]) if len(sys.argv) > 2 else -1
+    service.run(socket.socket(fileno=int(sys.argv[1])), settings, lifeline)
     kill_descendants()
     os._exit(0)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
+from sgpu_magic.agent.far_runs import FarRuns
 from sgpu_magic.agent.keeper import Keeper
 from sgpu_magic.agent.run_directory import RunDirectory
 from sgpu_magic.agent.run_memory import RunMemory
 from sgpu_magic.message_stream import MessageStream
 from sgpu_magic.protocol.events import EventBody, Noted, PayloadReleased
 from sgpu_magic.protocol.node_messages import Launch
-from sgpu_magic.protocol.payloads import InlinePayload, Payload, SharedPayload
+from sgpu_magic.protocol.payloads import FilePayload, InlinePayload, Payload, SharedPayload
 from sgpu_magic.protocol.rank_messages import FromRank
 from sgpu_magic.protocol.records import RankResult
 from sgpu_magic.protocol.states import RunState
@@ -27,6 +28,7 @@ class Belongings:
         keep_bytes: The largest part that is kept.
         say: Tells what happened.
         inherited: Those of the attempt before, None for the first.
+        far: Takes what belongs to the pool's machine; None where that is this one.
 
     Attributes:
         inline: The payload is the first of `frames`, else behind `payload_fd`.
@@ -43,7 +45,10 @@ class Belongings:
         keep_bytes: int,
         say: Callable[[EventBody], None],
         inherited: Belongings | None,
+        far: FarRuns | None = None,
     ) -> None:
+        self._far = far if launch.far else None
+        self._run_id = launch.spec.run_id
         self._say = say
         self.directory = RunDirectory(launch)
         if inherited is not None and inherited._memory.at_hand:
@@ -68,6 +73,10 @@ class Belongings:
         """
         self._memory.open_payload()
 
+    def take_payload(self, descriptor: int, path: str) -> None:
+        """Hold the payload that was brought from the pool's store; as `RunMemory.take_payload`."""
+        self._memory.take_payload(descriptor, path)
+
     @property
     def payload_fd(self) -> int:
         """The payload's descriptor, -1 when it travels inline."""
@@ -82,11 +91,21 @@ class Belongings:
     def take_result(self, result: RankResult, stream: MessageStream[FromRank]) -> Payload | None:
         """Own a result's memory file, which came along on `stream`, and return where a notebook finds it."""
         payload = result.payload
+        if payload is not None and self._far is not None and isinstance(payload.source, FilePayload):
+            descriptor = os.open(payload.source.path, os.O_RDONLY | os.O_CLOEXEC)
+            return self._to_pool(self._far, payload, result.rank, descriptor)
         if payload is None or not isinstance(payload.source, SharedPayload):
             return payload
         (descriptor,) = stream.take_descriptors(1)
+        if self._far is not None:
+            return self._to_pool(self._far, payload, result.rank, descriptor)
         self._memory.hold_result(result.rank, descriptor)
         source = SharedPayload(pid=os.getpid(), fd=descriptor, size=payload.source.size)
+        return Payload(source=source, layout=payload.layout)
+
+    def _to_pool(self, far: FarRuns, payload: Payload, rank: int, descriptor: int) -> Payload:
+        size = os.fstat(descriptor).st_size
+        source = FilePayload(path=far.take_result(self._run_id, rank, descriptor), size=size)
         return Payload(source=source, layout=payload.layout)
 
     @property
@@ -122,6 +141,8 @@ class Belongings:
 
     def ended(self, state: RunState) -> None:
         """Write down how the run ended."""
+        if self._far is not None:
+            self._memory.leave_to_pool()
         try:
             self.directory.ended(state)
         except OSError as error:

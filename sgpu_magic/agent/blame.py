@@ -27,6 +27,9 @@ class Blame:
         later: Calls back after some seconds; what is pending is dropped with the run.
         stopping: Whether the run ends anyway, and nobody is to be freed.
         free_others: Called when the culprit is known. It may be called again until `stopping`.
+
+    Attributes:
+        drawing: Ranks that have raised, and draw their tracebacks or have drawn them.
     """
 
     def __init__(
@@ -42,13 +45,12 @@ class Blame:
         self._free_others = free_others
         self._loop = asyncio.get_running_loop()
         self._deciding = False
-        # ranks that have raised and draw their tracebacks
-        self._drawing: set[int] = set()
+        self.drawing: set[int] = set()
         self._drawn_by: float | None = None
 
     def raised(self, rank: int) -> None:
         """A rank has raised and will report it."""
-        self._drawing.add(rank)
+        self.drawing.add(rank)
 
     def failed(self, failure: Failure) -> None:
         """A rank has reported its failure, or is dead."""
@@ -57,12 +59,17 @@ class Blame:
         self._deciding = True
         self._later(_PATIENCE_WITH_VICTIM_S if failure.is_consequence else _PATIENCE_WITH_CAUSE_S, self._decide)
 
+    def peer_failed(self) -> None:
+        """A rank on another node has failed: it is to blame, and those here only wait for it."""
+        self._deciding = True
+        self._decide()
+
     def _decide(self) -> None:
         if self._stopping():
             return
         now = self._loop.time()
         self._drawn_by = self._drawn_by or now + _PATIENCE_WITH_DRAWING_S
-        if self._drawing.issuperset(self._gathering.unreported) and now < self._drawn_by:
+        if self.drawing.issuperset(self._gathering.unreported) and now < self._drawn_by:
             self._later(_PATIENCE_WITH_CAUSE_S, self._decide)
         else:
             self._free_others()

@@ -10,13 +10,21 @@ import msgspec
 
 from sgpu_magic.agent.belongings import Belongings
 from sgpu_magic.agent.group import Group
+from sgpu_magic.agent.meeting import MeetingPoint
 from sgpu_magic.agent.variables import torchrun_variables
 from sgpu_magic.protocol.node_messages import Launch
-from sgpu_magic.protocol.rank_messages import Execute, Prepare
+from sgpu_magic.protocol.rank_messages import Execute, Prepare, PrivateRay
 from sgpu_magic.protocol.tracking import Tracking
 
 
-def send_cells(launch: Launch, group: Group, belongings: Belongings, default_store: str) -> None:
+def send_cells(
+    launch: Launch,
+    group: Group,
+    belongings: Belongings,
+    default_store: str,
+    ray: PrivateRay | None = None,
+    meeting: MeetingPoint | None = None,
+) -> None:
     """Send every rank of the group its cell and the payload.
 
     Rank 0 also gets the bound socket behind `MASTER_PORT`, unless the group was prepared before.
@@ -26,16 +34,18 @@ def send_cells(launch: Launch, group: Group, belongings: Belongings, default_sto
         group: Its ranks.
         belongings: Its payload.
         default_store: The MLflow store of runs that name none.
+        ray: The run's own Ray cluster here; None where it has none.
+        meeting: Where the ranks meet, where they are on several nodes; None where they are all here.
 
     Raises:
         OSError: No port or descriptor is left.
     """
-    with _rendezvous(group) as (port, listening):
+    with _rendezvous(group) if meeting is None else contextlib.nullcontext(meeting) as at:
         for process in group.ranks:
             rank = process.rank
-            further = listening if rank == 0 else ()
-            variables = torchrun_variables(launch, rank, port, device_of(launch))
-            _send(launch, group, belongings, rank, variables, further, default_store)
+            further = at.listening if rank == 0 else ()
+            variables = torchrun_variables(launch, rank, at, device_of(launch))
+            _send(launch, group, belongings, rank, variables, further, default_store, ray)
 
 
 def send_session_cells(
@@ -44,7 +54,7 @@ def send_session_cells(
     """Send the ranks of a session that take part their cell and the payload; their variables stay the session's."""
     device = device_of(session)
     for rank in launch.spec.rank_numbers:
-        variables = torchrun_variables(session, rank, group.master_port, device)
+        variables = torchrun_variables(session, rank, MeetingPoint(group.master_port), device)
         _send(launch, group, belongings, rank, variables, (), default_store)
 
 
@@ -61,18 +71,18 @@ def prepare(launch: Launch, group: Group, ranks: Sequence[int], *, stays: bool, 
     Raises:
         OSError: No port or descriptor is left.
     """
-    with _rendezvous(group, afresh=0 in ranks) as (port, listening):
+    with _rendezvous(group, afresh=0 in ranks) as meeting:
         for rank in ranks:
             device = device_of(launch)
             order = Prepare(
                 context=launch.context,
                 device=device,
-                rank_variables=torchrun_variables(launch, rank, port, device),
+                rank_variables=torchrun_variables(launch, rank, meeting, device),
                 renewal=renewal,
                 stays=stays,
             )
-            group.order(rank, order, descriptors=listening if rank == 0 else ())
-        group.master_port = port
+            group.order(rank, order, descriptors=meeting.listening if rank == 0 else ())
+        group.master_port = meeting.port
 
 
 def device_of(launch: Launch) -> str:
@@ -88,6 +98,7 @@ def _send(
     rank_variables: dict[str, str],
     further: Sequence[int],
     default_store: str,
+    ray: PrivateRay | None = None,
 ) -> None:
     spec, inline = launch.spec, belongings.inline
     order = Execute(
@@ -106,6 +117,7 @@ def _send(
         only=spec.only,
         tracking=_in_full(launch.tracking, default_store),
         profile=spec.profile,
+        ray=ray,
     )
     descriptors = [] if inline else [belongings.payload_fd]
     group.order(rank, order, belongings.frames[:1] if inline else (), [*descriptors, *further])
@@ -119,10 +131,10 @@ def _in_full(tracking: Tracking | None, default_store: str) -> Tracking | None:
 
 
 @contextlib.contextmanager
-def _rendezvous(group: Group, *, afresh: bool = False) -> Generator[tuple[int, Sequence[int]]]:
-    """Yield the port of `MASTER_PORT` and the descriptor that goes along to rank 0, none when it has it."""
+def _rendezvous(group: Group, *, afresh: bool = False) -> Generator[MeetingPoint]:
+    """Yield where ranks meet that are all here."""
     if group.master_port and not afresh:
-        yield group.master_port, ()
+        yield MeetingPoint(group.master_port)
         return
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:
-        yield listening.getsockname()[1], (listening.fileno(),)
+        yield MeetingPoint(listening.getsockname()[1], listening=(listening.fileno(),))

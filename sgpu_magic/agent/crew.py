@@ -30,8 +30,8 @@ class Crew:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the whole group."""
-        return len(self._group.ranks)
+        """Ranks of the whole group, on all nodes together."""
+        return self._group.world_size
 
     @property
     def pids(self) -> list[int]:

@@ -70,7 +70,9 @@ class Execution(NodeRun):
     ) -> None:
         super().__init__(launch, frames, here, predecessor)
         self.group = group
-        self.crew = Crew(group, launch.spec.rank_numbers)
+        part = launch.part
+        numbers = launch.spec.rank_numbers if part is None else range(part.first_rank, part.first_rank + part.ranks)
+        self.crew = Crew(group, tuple(numbers))
         self._warm = warm
         self._default_grace_s = here.settings.grace_s
         self._default_store = here.settings.default_store_uri
@@ -87,6 +89,8 @@ class Execution(NodeRun):
         )
         self._tracking = TrackingAnswers(self.run_id, group, lambda: here.listener.tracking_asked(self.run_id))
         self._remarks: set[str] = set()
+        # ranks whose failures are only those of a run that fails elsewhere
+        self._victims: frozenset[int] = frozenset()
         self._last_stacks: tuple[RankStack, ...] = ()
         self._ending_as: RunState | None = None
         self._end_reason = ""
@@ -174,6 +178,8 @@ class Execution(NodeRun):
             return
         self.crew.rank(rank).output.drain()
         failure, frames = without_secrets(failure, frames, self.launch.context.environ)
+        if rank in self._victims:
+            failure = msgspec.structs.replace(failure, is_consequence=True)
         self._gathering.add_failure(failure, frames)
         # the picture of before says more than that of ranks which fall
         self._watch.is_ending()
@@ -214,6 +220,13 @@ class Execution(NodeRun):
 
     def _is_stopping(self) -> bool:
         return self._ended or self._ending_as is not None or self._stop.begun
+
+    def _peer_failed(self) -> None:
+        """A rank on another node has failed: those here that have not raised by themselves only wait for it."""
+        if not self._is_stopping():
+            self._victims = frozenset(self._gathering.unreported) - self._blame.drawing
+            self._watch.is_ending()
+            self._blame.peer_failed()
 
     def _fail_whole(self, kind: FailureKind, message: str) -> None:
         """The run failed as a whole; no rank is to blame."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sgpu_magic.agent import leftovers
+from sgpu_magic.agent import leftovers, ray_place
 from sgpu_magic.agent.cell_orders import send_cells
 from sgpu_magic.agent.execution import Execution
 from sgpu_magic.agent.group import Group
+from sgpu_magic.agent.meeting import Meeting, MeetingPoint
 from sgpu_magic.agent.node_run import NodeRun, Surroundings
-from sgpu_magic.protocol.node_messages import Launch
+from sgpu_magic.protocol.node_messages import Launch, MasterKnown, PartsOver, PeerFailed
 from sgpu_magic.protocol.rank_messages import FromRank, Joined
 from sgpu_magic.protocol.states import FailureKind, RunState
 
@@ -42,6 +43,10 @@ class FreshRun(Execution):
         super().__init__(launch, frames, group, warm, here, predecessor)
         self._launched_ticks = leftovers.now_in_ticks()
         self._joined: set[int] = set()
+        self._settings = here.settings
+        self._meeting: Meeting | None = None
+        self._waits_for_parts = False
+        self._parts_over = False
         group.listener = self
 
     def start(self) -> None:
@@ -50,13 +55,49 @@ class FreshRun(Execution):
             self.belongings.open_payload()
             for process in self.crew.ranks:
                 process.output.begin_log(self.belongings.directory.log_path(process.rank))
-            send_cells(self.launch, self.group, self.belongings, self._default_store)
+            if self.launch.part is None:
+                self._send_cells(None)
+            else:
+                part, listener = self.launch.part, self._listener
+                self._meeting = Meeting(self.run_id, part, listener.master_bound, self._send_cells)
+                self._meeting.begin()
         except OSError as error:
-            self._fail_whole(FailureKind.INTERNAL, f"the run could not be started on {self._host}: {error}.")
+            self._could_not_start(error)
             return
         if self.group.broken:
             self.group_broken(self.group.broken_kind, self.group.broken)
         self.belongings.describe()
+
+    def _send_cells(self, meeting: MeetingPoint | None) -> None:
+        try:
+            ray = ray_place.make(self.launch, self._settings) if self.launch.spec.ray else None
+            send_cells(self.launch, self.group, self.belongings, self._default_store, ray, meeting)
+        except OSError as error:
+            self._could_not_start(error)
+
+    def _could_not_start(self, error: OSError) -> None:
+        self._fail_whole(FailureKind.INTERNAL, f"the run could not be started on {self._host}: {error}.")
+
+    # ------------------------------------------------------------ from the run's other nodes
+
+    def heard_of_others(self, message: MasterKnown | PeerFailed | PartsOver) -> None:
+        """Something of the run's other nodes."""
+        match message:
+            case MasterKnown():
+                if self._meeting is not None and not self._is_stopping():
+                    self._meeting.heard(message)
+            case PeerFailed():
+                self._peer_failed()
+            case PartsOver():
+                self._parts_over = True
+                if self._waits_for_parts:
+                    self._waits_for_parts = False
+                    self._later(_LEAVE_DELAY_S, self._let_leave)
+
+    def adopted(self) -> None:
+        super().adopted()
+        if self._meeting is not None and not self._ended:
+            self._meeting.begin()
 
     # ------------------------------------------------------------ from the group
 
@@ -106,7 +147,12 @@ class FreshRun(Execution):
         self._end(state)
 
     def _after_end(self) -> None:
-        self._later(_LEAVE_DELAY_S, self._let_leave)
+        part = self.launch.part
+        if part is not None and self._final_state is RunState.SUCCEEDED and not self._parts_over:
+            # ranks on other nodes may still connect to those here
+            self._waits_for_parts = True
+        else:
+            self._later(_LEAVE_DELAY_S, self._let_leave)
         self._finish_if_gone()
 
     def _let_leave(self) -> None:
@@ -124,5 +170,9 @@ class FreshRun(Execution):
         if not self._ended or self._gone or not self.group.gone:
             return
         leftovers.kill_leftovers(self.run_id, set(self.group.pids), self._launched_ticks)
+        if self.launch.spec.ray:
+            ray_place.remove(self.run_id, self._settings, self.launch.run_dir)
         self.group.close()
+        if self._meeting is not None:
+            self._meeting.close()
         self._is_over()

@@ -120,14 +120,27 @@ class Group:
         whole_bytes: Output per rank that is sent on uncut.
         scratch: Directory for files where memory files do not exist.
         rehearse: Whether they run a small cell while they wait.
+        first_rank: The number of the first; more than 0 where others are on other nodes.
+        world_size: How many there are on all nodes; None where all are here.
     """
 
     def __init__(
-        self, zygote: Zygote, ranks: int, join_early: bool, whole_bytes: int, scratch: Path, *, rehearse: bool = False
+        self,
+        zygote: Zygote,
+        ranks: int,
+        join_early: bool,
+        whole_bytes: int,
+        scratch: Path,
+        *,
+        rehearse: bool = False,
+        first_rank: int = 0,
+        world_size: int | None = None,
     ) -> None:
         self.group_id = new_id()
         self.zygote = zygote
         self.join_early = join_early
+        self.world_size = ranks if world_size is None else world_size
+        self._first_rank = first_rank
         self._rehearse = rehearse
         self.listener: GroupListener | None = None
         self.broken = ""
@@ -139,17 +152,17 @@ class Group:
         self._scratch = scratch
         self._unforked = ranks
         self._store = GroupStore(scratch)
-        self.ranks = [self._make(rank) for rank in range(ranks)]
+        self.ranks = [self._make(rank) for rank in range(first_rank, first_rank + ranks)]
         for process in self.ranks:
             self._order(process)
 
     def rank(self, number: int) -> RankProcess:
         """The process that is rank `number` now."""
-        return self.ranks[number]
+        return self.ranks[number - self._first_rank]
 
     def order(self, rank: int, order: ToRank, blobs: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
         """Send the rank an order; it may not even be forked yet."""
-        stream = self.ranks[rank].stream
+        stream = self.rank(rank).stream
         if stream is not None:
             stream.send(order, blobs, descriptors)
 
@@ -164,9 +177,9 @@ class Group:
         self._store, self._rehearse, self.join_early = store, False, False
         self._unforked += len(numbers)
         for number in numbers:
-            self.ranks[number].close()
-            self.ranks[number] = self._make(number)
-            self._order(self.ranks[number])
+            self.rank(number).close()
+            self.ranks[number - self._first_rank] = self._make(number)
+            self._order(self.rank(number))
 
     def leave(self) -> None:
         """Let every rank exit. One that has executed nothing exits at end of file."""
@@ -214,7 +227,7 @@ class Group:
     # ------------------------------------------------------------ from the zygote (ForkListener)
 
     def forked(self, rank: int, pid: int) -> None:
-        process = self.ranks[rank]
+        process = self.rank(rank)
         process.pid = pid
         if hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):
@@ -269,7 +282,7 @@ class Group:
         order = Fork(
             group_id=self.group_id,
             rank=process.rank,
-            ranks=len(self.ranks),
+            ranks=self.world_size,
             join_early=self.join_early,
             rehearse=self._rehearse,
             store_path=self._store.path,

@@ -8,7 +8,7 @@ from sgpu_magic.agent.cell_orders import prepare
 from sgpu_magic.agent.group import Group
 from sgpu_magic.agent.zygotes import Zygotes
 from sgpu_magic.config import Settings
-from sgpu_magic.protocol.node_messages import Launch
+from sgpu_magic.protocol.node_messages import Launch, Part
 from sgpu_magic.protocol.records import Interpreter
 
 # above this the ranks of a standby group join late: gloo's loops cost CPU while they wait
@@ -37,6 +37,8 @@ class Groups:
         Raises:
             OSError: The interpreter can't be executed.
         """
+        if launch.part is not None:
+            return self._take_part(launch, launch.part)
         interpreter, ranks, on_gpus = launch.interpreter, launch.spec.placement.ranks, _on_gpus(launch)
         session = launch.spec.session
         for key in (session, "") if session else ("",):
@@ -49,6 +51,21 @@ class Groups:
         zygote = self._zygotes.get(interpreter)
         warm = "zygote" if zygote.ready else "cold"
         return self._make(interpreter, ranks, join_early=not on_gpus), warm
+
+    def _take_part(self, launch: Launch, part: Part) -> tuple[Group, str]:
+        """Ranks that stand by have met each other already, and are no part of a larger group."""
+        zygote = self._zygotes.get(launch.interpreter)
+        warm = "zygote" if zygote.ready else "cold"
+        settings, world_size = self._settings, launch.spec.placement.ranks
+        return Group(
+            zygote,
+            part.ranks,
+            False,
+            settings.output_limit,
+            settings.runtime_path,
+            first_rank=part.first_rank,
+            world_size=world_size,
+        ), warm
 
     def dismiss(self, group: Group) -> None:
         """End a group that belongs to no run."""
@@ -67,6 +84,8 @@ class Groups:
 
     def replenish_after(self, launch: Launch) -> None:
         """Keep a group like this run's at hand for the next one."""
+        if launch.part is not None:
+            return
         self._last_on_gpus = _on_gpus(launch)
         self._replenish("", launch.interpreter, launch.spec.placement.ranks, self._last_on_gpus)
 

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 from sgpu_magic.agent.code_bundles import CodeBundles
 from sgpu_magic.agent.execution import Execution
+from sgpu_magic.agent.far_runs import FarRuns
 from sgpu_magic.agent.groups import Groups
 from sgpu_magic.agent.node_run import NodeRun
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.session import Session
-from sgpu_magic.protocol.events import EventBody, RanksStarted
-from sgpu_magic.protocol.node_messages import Launch
+from sgpu_magic.protocol.events import EventBody, Noted, RanksStarted
+from sgpu_magic.protocol.node_messages import Launch, MasterBound
 from sgpu_magic.protocol.states import RunState
 
 _REPLENISH_DELAY_S = 0.15
@@ -30,9 +31,13 @@ class HeldRuns:
         reports: Tells the pool service what happened.
         has_service: There is a pool service; without one nothing is forgotten.
         code: What the runs have of the notebook's code.
+        far: Brings what belongs to the pool's machine there, where that is another one.
     """
 
-    def __init__(self, groups: Groups, reports: Reports, has_service: Callable[[], bool], code: CodeBundles) -> None:
+    def __init__(
+        self, groups: Groups, reports: Reports, has_service: Callable[[], bool], code: CodeBundles, far: FarRuns
+    ) -> None:
+        self._far = far
         self._groups = groups
         self._reports = reports
         self._has_service = has_service
@@ -79,17 +84,25 @@ class HeldRuns:
         for descriptor in self._locks.pop(run_id, ()):
             os.close(descriptor)
         self._code.release(run_id)
-        self._reports.gone(run_id)
+        self._far.gone(
+            run_id,
+            lambda: self._reports.gone(run_id),
+            lambda text: self._reports.happened(run_id, Noted(text=text), ()),
+        )
 
     # ------------------------------------------------------------ from the runs (NodeRunListener)
 
     def happened(self, run_id: str, body: EventBody, frames: Iterable[bytes]) -> None:
-        self._reports.happened(run_id, body, tuple(frames))
+        kept = tuple(frames)
+        self._far.happened(run_id, body, lambda body: self._reports.happened(run_id, body, kept))
         if isinstance(body, RanksStarted) and (session := self.session(run_id)) is not None:
             self._loop.call_later(_REPLENISH_DELAY_S, self._keep_for_session, session)
 
     def tracking_asked(self, run_id: str) -> None:
         self._reports.tracking_asked(run_id)
+
+    def master_bound(self, bound: MasterBound) -> None:
+        self._reports.master_bound(bound)
 
     def run_gone(self, run: NodeRun) -> None:
         self.ranks_gone(run.run_id)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from sgpu_magic.agent.arrivals import Arrivals, travels_by_blobs
 from sgpu_magic.agent.code_bundles import CodeBundles, CodeUnusable
 from sgpu_magic.agent.environments import Environments
 from sgpu_magic.agent.fresh_run import FreshRun
@@ -16,7 +16,7 @@ from sgpu_magic.agent.groups import Groups
 from sgpu_magic.agent.held_runs import HeldRuns
 from sgpu_magic.agent.node_run import NodeRun, Surroundings
 from sgpu_magic.agent.place_here import place_here
-from sgpu_magic.agent.preparing_run import PreparingRun
+from sgpu_magic.agent.preparing_run import PreparingRun, Unpack
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.session import Session, SessionRefuses
 from sgpu_magic.environment.store import Built
@@ -36,6 +36,7 @@ class Launches:
         here: What all runs share.
         environments: Builds packages.
         code: Unpacks local code.
+        arrivals: Brings what lies in the pool's store.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class Launches:
         here: Surroundings,
         environments: Environments,
         code: CodeBundles,
+        arrivals: Arrivals,
     ) -> None:
+        self._arrivals = arrivals
         self._groups = groups
         self._runs = runs
         self._reports = reports
@@ -58,7 +61,10 @@ class Launches:
         """Start a run, a session or a cell in one."""
         spec = launch.spec
         if spec.in_session:
-            self._launch_in_session(launch, frames)
+            if travels_by_blobs(launch):
+                self._hold(launch, frames, None, self._prepared_cell, None)
+            else:
+                self._launch_in_session(launch, frames, None)
             return
         if spec.session and (session := self._runs.session(spec.session)) is not None:
             # new ranks beside the session's have what those have
@@ -66,7 +72,7 @@ class Launches:
         predecessor = self._runs.get(spec.run_id)
         environment = launch.environment if self._environments.needed(launch) else None
         built = None if environment is None else self._environments.at_hand(environment)
-        if launch.code or (environment is not None and built is None):
+        if launch.code or (environment is not None and built is None) or travels_by_blobs(launch):
             self._prepare(launch, frames, predecessor)
             return
         if built is not None:
@@ -85,14 +91,33 @@ class Launches:
     # ------------------------------------------------------------ within
 
     def _prepare(self, launch: Launch, frames: Sequence[bytes], predecessor: NodeRun | None) -> None:
-        unpack = functools.partial(self._code.unpack, launch.spec.run_id, launch.code) if launch.code else None
+        self._hold(launch, frames, self._unpack if launch.code else None, self._prepared, predecessor)
+
+    def _hold(
+        self,
+        launch: Launch,
+        frames: Sequence[bytes],
+        unpack: Unpack | None,
+        go_on: Callable[[PreparingRun, Built | None, Mapping[str, str]], None],
+        predecessor: NodeRun | None,
+    ) -> None:
+        """Make ready what it needs, then go on."""
         try:
-            run = PreparingRun(launch, frames, self._here, self._environments, unpack, self._prepared, predecessor)
+            run = PreparingRun(
+                launch, frames, self._here, self._environments, self._arrivals, unpack, go_on, predecessor
+            )
         except (OSError, ValueError) as error:
             self.refuse(launch, f"the run's directory can't be made: {error}")
             return
         self._runs.add(run)
         run.start()
+
+    def _unpack(self, launch: Launch) -> Mapping[str, str]:
+        return self._code.unpack(launch.spec.run_id, launch.code)
+
+    def _prepared_cell(self, run: PreparingRun, built: Built | None, code: Mapping[str, str]) -> None:
+        """What a session's cell needs is there."""
+        self._launch_in_session(run.launch, run.frames, run)
 
     def _prepared(self, run: PreparingRun, built: Built | None, code: Mapping[str, str]) -> None:
         """Everything is there."""
@@ -128,12 +153,12 @@ class Launches:
         self._runs.add(run)
         run.start()
 
-    def _launch_in_session(self, launch: Launch, frames: Sequence[bytes]) -> None:
+    def _launch_in_session(self, launch: Launch, frames: Sequence[bytes], predecessor: NodeRun | None) -> None:
         session = self._runs.session(launch.spec.session)
         try:
             if session is None:
                 raise SessionRefuses("its session has ended. %sgpu_connect starts another one.")
-            cell = session.execute(self._placed_in(session, launch), frames)
+            cell = session.execute(self._placed_in(session, launch), frames, predecessor)
         except SessionRefuses as error:
             self.refuse(launch, str(error), FailureKind.SESSION)
         except CodeUnusable as error:

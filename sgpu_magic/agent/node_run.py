@@ -16,12 +16,13 @@ from typing import Protocol
 import msgspec
 
 from sgpu_magic.agent.belongings import Belongings
+from sgpu_magic.agent.far_runs import FarRuns
 from sgpu_magic.agent.keeper import Keeper
 from sgpu_magic.agent.sampling import Sampling
 from sgpu_magic.config import Settings
 from sgpu_magic.protocol.events import EventBody
 from sgpu_magic.protocol.measures import RankStack
-from sgpu_magic.protocol.node_messages import Launch, TrackingKnown
+from sgpu_magic.protocol.node_messages import Launch, MasterBound, TrackingKnown
 from sgpu_magic.protocol.records import Failure
 from sgpu_magic.protocol.states import FailureKind, RunState
 
@@ -36,6 +37,10 @@ class NodeRunListener(Protocol):
     def happened(self, run_id: str, body: EventBody, frames: Sequence[bytes]) -> None: ...
     def run_gone(self, run: NodeRun) -> None: ...
 
+    def master_bound(self, bound: MasterBound) -> None:
+        """The ranks of a run of several nodes meet here."""
+        ...
+
 
 @dataclass(frozen=True)
 class Surroundings:
@@ -46,12 +51,14 @@ class Surroundings:
         settings: For the largest payload that is kept and the default grace.
         sampling: Samples what the ranks and their devices use.
         listener: Hears what happened.
+        far: Takes what belongs to the machine of the pool, where that is another one.
     """
 
     keeper: Keeper
     settings: Settings
     sampling: Sampling
     listener: NodeRunListener
+    far: FarRuns | None = None
 
 
 class NodeRun(abc.ABC):
@@ -80,7 +87,9 @@ class NodeRun(abc.ABC):
         self._ended = False
         self._gone = False
         inherited = predecessor.belongings if predecessor is not None and predecessor.gone else None
-        self.belongings = Belongings(launch, frames, here.keeper, here.settings.keep_payload, self._say, inherited)
+        self.belongings = Belongings(
+            launch, frames, here.keeper, here.settings.keep_payload, self._say, inherited, here.far
+        )
 
     # ------------------------------------------------------------ what the agent asks
 

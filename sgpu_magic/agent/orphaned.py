@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Collection
 
-from sgpu_magic import processes
 from sgpu_magic.agent.node_run import NodeRun
 from sgpu_magic.agent.successor import Successor
+from sgpu_magic.processes import may_be_alive
 from sgpu_magic.protocol.states import OWNER_GONE, RunState
 
 _LOOK_S = 0.25
@@ -29,7 +29,7 @@ class Orphaned:
     Args:
         executions: The runs that the agent holds.
         has_news: Whether something of a run was not told to any service yet.
-        successor: Starts the next service.
+        successor: Starts the next service; None where only others can.
         timeout_s: Seconds for which they wait.
         end: Ends the agent with all that it has.
     """
@@ -38,7 +38,7 @@ class Orphaned:
         self,
         executions: Callable[[], Collection[NodeRun]],
         has_news: Callable[[str], bool],
-        successor: Successor,
+        successor: Successor | None,
         timeout_s: float,
         end: Callable[[], None],
     ) -> None:
@@ -69,7 +69,7 @@ class Orphaned:
         wanted = False
         for execution in self._executions():
             spec = execution.launch.spec
-            if spec.detach or processes.is_alive(spec.owner.pid):
+            if spec.detach or may_be_alive(spec.owner.pid, spec.owner.host):
                 wanted |= not execution.gone or execution.belongings.in_memory or self._has_news(execution.run_id)
             elif not execution.ended:
                 execution.end_as(RunState.CANCELLED, OWNER_GONE)
@@ -79,11 +79,12 @@ class Orphaned:
         if self._loop.time() > self._until or not (wanted or still_there):
             self._end()
         else:
-            if self._loop.time() > self._since + _SUCCESSOR_S and self._is_needed():
+            successor = self._successor
+            if successor is not None and self._loop.time() > self._since + _SUCCESSOR_S and self._is_needed():
                 self._since = self._loop.time()
                 # a system without room for a process: the timeout ends what nobody can fetch
                 with contextlib.suppress(OSError):
-                    self._successor.start()
+                    successor.start()
             self._timer = self._loop.call_later(_LOOK_S, self._look)
 
     def _is_needed(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from sgpu_magic.protocol.events import EventBody, OutputWritten, PayloadReleased
-from sgpu_magic.protocol.node_messages import RanksGone, RunEvent, TrackingAsked
+from sgpu_magic.protocol.node_messages import MasterBound, RanksGone, RunEvent, TrackingAsked
 from sgpu_magic.protocol.record import Record
 
 # output beyond this, of all runs together, is not kept for the next service: it lies in the ranks' logs
@@ -91,6 +91,12 @@ class Reports:
         told = self._runs.get(run_id)
         if told is not None and told.adopted:
             self._send(TrackingAsked(run_id=run_id))
+
+    def master_bound(self, bound: MasterBound) -> None:
+        """Say where the ranks of a run meet. A service that comes later is told when it has adopted the run."""
+        told = self._runs.get(bound.run_id)
+        if told is not None and told.adopted:
+            self._send(bound)
 
     def kept(self, run_id: str, number: int) -> None:
         """The service has the run's events up to `number` on disk."""

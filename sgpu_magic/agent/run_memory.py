@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sgpu_magic.agent.keeper import Keeper, KeepJob
-from sgpu_magic.protocol.payloads import FilePayload, InlinePayload, PayloadSource, SharedPayload
+from sgpu_magic.protocol.payloads import FilePayload, InlinePayload, PayloadSource, SharedPayload, StoredPayload
 from sgpu_magic.protocol.run_files import PAYLOAD
 
 _REUSED = "the notebook's next run used the same memory before it was copied"
@@ -59,8 +59,22 @@ class RunMemory:
                 self._payload_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
             case FilePayload(path=path):
                 self._payload_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            case StoredPayload():
+                raise FileNotFoundError("its variables have not come from the pool's store")
             case InlinePayload():
                 pass
+
+    def take_payload(self, descriptor: int, path: str) -> None:
+        """Hold the payload that was brought from the pool's store.
+
+        Args:
+            descriptor: It; ours from now on.
+            path: The file that it is in, "" for memory.
+        """
+        self._close_payload()
+        self._payload_fd = descriptor
+        if path:
+            self._source = FilePayload(path=path, size=os.fstat(descriptor).st_size)
 
     @property
     def payload_fd(self) -> int:
@@ -99,12 +113,21 @@ class RunMemory:
             self._take_file(self._source)
             return
         size = os.fstat(descriptor).st_size
-        if size > self._keep_bytes:
+        keeps = _keeps(size, self._keep_bytes)
+        if not keeps[0]:
             os.close(descriptor)
-            self._payload_done(False, f"it has {size / 1e9:.1f} GB, more than the setting keep_payload allows")
+            self._payload_done(*keeps)
             return
         self._job = KeepJob(descriptor, size, self._directory / PAYLOAD, self._copied_in_thread)
         self._keeper.keep(self._job)
+
+    def leave_to_pool(self) -> None:
+        """The pool keeps the payload itself, of what it has in its store."""
+        if self._released or self._payload_fd < 0:
+            return
+        size = os.fstat(self._payload_fd).st_size
+        self._close_payload()
+        self._payload_done(*_keeps(size, self._keep_bytes))
 
     def give_payload_up(self) -> None:
         """The notebook wants its memory file back. Only once no rank maps it any more."""
@@ -131,10 +154,10 @@ class RunMemory:
 
     def _take_file(self, source: FilePayload) -> None:
         """The file was made for this run: it moves into the run's directory, or goes."""
-        if source.size > self._keep_bytes:
+        keeps = _keeps(source.size, self._keep_bytes)
+        if not keeps[0]:
             os.unlink(source.path)
-            size = source.size / 1e9
-            self._payload_done(False, f"it has {size:.1f} GB, more than the setting keep_payload allows")
+            self._payload_done(*keeps)
             return
         try:
             os.replace(source.path, self._directory / PAYLOAD)
@@ -165,3 +188,10 @@ class RunMemory:
         if not self._released:
             self._released = True
             self.on_released(kept, why)
+
+
+def _keeps(size: int, most: int) -> tuple[bool, str]:
+    """Whether a payload of that size is kept, and why not."""
+    if size <= most:
+        return True, ""
+    return False, f"it has {size / 1e9:.1f} GB, more than the setting keep_payload allows"

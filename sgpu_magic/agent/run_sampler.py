@@ -45,7 +45,7 @@ class RunSampler:
         self._memory_bytes: int | None = None
         self._say = say
         self._used = used
-        self.gpus: tuple[str, ...] = () if lease.simulated else lease.uuids
+        self.gpus: tuple[str, ...] = () if lease.simulated else _gpus_here(lease, crew)
         self._began_at = 0.0
         self._last_at = 0.0
         self._cpu_s: dict[int, float] = {}
@@ -163,6 +163,13 @@ class RunSampler:
                 self._lost.add(sample.rank)
                 why = reading.problem.removeprefix("it can't be read: it ")
                 self._say(Noted(text=f"rank {sample.rank}'s GPU ({sample.uuid}) {why}"))
+
+
+def _gpus_here(lease: Lease, crew: Crew) -> tuple[str, ...]:
+    """Those of a lease that are on this node."""
+    if len(lease.shares) < 2:
+        return lease.uuids
+    return tuple(lease.uuids[rank] for rank in crew.numbers if rank < len(lease.uuids))
 
 
 def merged(samples: Sequence[RankSample]) -> RankSample:

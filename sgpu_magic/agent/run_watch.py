@@ -52,7 +52,7 @@ class RunWatch:
             notebook,
             sampling.processes,
             sampling.gpus,
-            self._sampler.gpus,
+            lease.uuids if self._sampler.gpus else (),
             settings.stall_s,
             say,
         )

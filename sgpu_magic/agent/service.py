@@ -12,11 +12,16 @@ from typing import Any
 
 import msgspec
 
-from sgpu_magic.agent import leftovers
+from sgpu_magic.agent import leftovers, ray_place
+from sgpu_magic.agent.arrivals import Arrivals
 from sgpu_magic.agent.background_call import call_in_background
+from sgpu_magic.agent.blob_cache import BlobCache
 from sgpu_magic.agent.code_bundles import CodeBundles
 from sgpu_magic.agent.door import Door
 from sgpu_magic.agent.environments import Environments
+from sgpu_magic.agent.far_runs import FarRuns
+from sgpu_magic.agent.forwarding import Forwarding
+from sgpu_magic.agent.fresh_run import FreshRun
 from sgpu_magic.agent.groups import Groups
 from sgpu_magic.agent.held_runs import HeldRuns
 from sgpu_magic.agent.inventory import take_inventory
@@ -24,6 +29,7 @@ from sgpu_magic.agent.keeper import Keeper
 from sgpu_magic.agent.launches import Launches
 from sgpu_magic.agent.node_run import NodeRun, Surroundings
 from sgpu_magic.agent.orphaned import Orphaned
+from sgpu_magic.agent.preparing_run import PreparingRun
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.sampling import Sampling
 from sgpu_magic.agent.session_cell import SessionCell
@@ -33,7 +39,9 @@ from sgpu_magic.config import Settings
 from sgpu_magic.message_stream import MessageStream
 from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.address import agent_socket_file
+from sgpu_magic.protocol.blobs import BlobFetched, RunFileStored
 from sgpu_magic.protocol.devices import Inventory
+from sgpu_magic.protocol.forwarding import OpenStream, StreamClosed, StreamData, StreamEnded, StreamTaken
 from sgpu_magic.protocol.messages import PROTOCOL_VERSION, ReclaimPayload, ResultsReceived
 from sgpu_magic.protocol.node_messages import (
     Adopt,
@@ -48,6 +56,9 @@ from sgpu_magic.protocol.node_messages import (
     InventoryTaken,
     KillRanks,
     Launch,
+    MasterKnown,
+    PartsOver,
+    PeerFailed,
     Question,
     RestartSessionRanks,
     SessionRanksRestarted,
@@ -62,6 +73,7 @@ from sgpu_magic.protocol.questions import RankAnswer
 from sgpu_magic.protocol.record import Record
 
 _HOUSEKEEPING_S = 5.0
+_OfOthers = MasterKnown | PeerFailed | PartsOver
 
 
 class Agent:
@@ -71,9 +83,11 @@ class Agent:
         sock: The connection to the pool service that started it. At its end of file the ranks go on and wait for
             the next service, which comes through the agent's own socket.
         settings: The pool's settings.
+        lifeline: A pipe's descriptor at whose end everything ends, on a node that is not the pool's machine; -1 for
+            none.
     """
 
-    def __init__(self, sock: socket.socket, settings: Settings) -> None:
+    def __init__(self, sock: socket.socket, settings: Settings, lifeline: int = -1) -> None:
         self._settings = settings
         self._loop = asyncio.get_running_loop()
         self.finished = self._loop.create_future()
@@ -83,21 +97,36 @@ class Agent:
         self._background: set[asyncio.Task[None]] = set()
         self._reports = Reports(self._send)
         self._code = CodeBundles(settings)
-        self._runs = HeldRuns(self._groups, self._reports, lambda: self._pool is not None, self._code)
-        self._here = Surroundings(self._keeper, settings, self._sampling, self._runs)
+        self._far = FarRuns(settings, self._send)
+        self._runs = HeldRuns(self._groups, self._reports, lambda: self._pool is not None, self._code, self._far)
+        self._here = Surroundings(self._keeper, settings, self._sampling, self._runs, self._far)
+        self._forwarding = Forwarding(self._runs.get, self._send)
         self._environments = Environments(settings, self._groups.zygote_keys)
-        self._launches = Launches(self._groups, self._runs, self._reports, self._here, self._environments, self._code)
+        self._blobs = BlobCache(settings, self._send)
+        self._launches = Launches(
+            self._groups,
+            self._runs,
+            self._reports,
+            self._here,
+            self._environments,
+            self._code,
+            Arrivals(settings, self._blobs),
+        )
         self._successor = Successor(settings.state_path / "pool.log")
         self._orphaned = Orphaned(
             self._runs.all,
             self._reports.has_unkept,
-            self._successor,
+            # one that is started on another machine than the pool's would be another pool; a served pool is its
+            # operator's to start
+            self._successor if lifeline < 0 and not settings.listen else None,
             settings.adopt_timeout_s,
             self._finish,
         )
         self._door = Door(agent_socket_file(settings.runtime_path), self._pool_came)
         self._pool: MessageStream[ToAgent] | None = None
         self._connect(sock)
+        if lifeline >= 0:
+            self._loop.add_reader(lifeline, self._finish)
         self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
         self._housekeeping = self._loop.call_later(_HOUSEKEEPING_S, self._keep_house)
 
@@ -112,6 +141,7 @@ class Agent:
 
     async def _report_ready(self) -> None:
         """Tell the pool what this node has, and which runs."""
+        ray_place.sweep(self._settings, [run.run_id for run in self._runs.all()])
         inventory = await self._take_inventory()
         held: list[HeldRun] = []
         locks: list[int] = []
@@ -120,7 +150,7 @@ class Agent:
             locks += own
             held.append(
                 HeldRun(
-                    launch=run.launch,
+                    launch=self._far.as_ordered(run.launch),
                     state=run.state,
                     started_s=run.age_s,
                     gone=run.gone,
@@ -139,14 +169,18 @@ class Agent:
         """A service was started again. Only one has the pool's lock, so the old one is dead."""
         if self._pool is not None:
             self._pool.close()
+            self._forwarding.close()
             self._reports.service_lost()
             self._environments.leave_queue()
         self._orphaned.over()
         self._connect(sock)
+        self._blobs.service_came()
+        self._far.service_came()
         self.begin()
 
     def _pool_lost(self) -> None:
         self._pool = None
+        self._forwarding.close()
         self._reports.service_lost()
         self._environments.leave_queue()
         if self._runs:
@@ -190,6 +224,14 @@ class Agent:
                 self._reports.adopt(message.run_id, message.number)
                 if (run := self._runs.get(message.run_id)) is not None:
                     run.adopted()
+            case OpenStream():
+                self._forwarding.opens(message)
+            case StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
+                self._forwarding.heard(message, frames)
+            case BlobFetched():
+                self._blobs.fetched(message, frames)
+            case RunFileStored():
+                self._far.stored(message)
             case EndAgent():
                 self._finish()
             case Question(request=request, session=run_id, question=question):
@@ -215,9 +257,12 @@ class Agent:
     def _obey_for(
         self,
         run: NodeRun,
-        message: EndRun | KillRanks | ReclaimPayload | ResultsReceived | DetachRun | TakeStacks,
+        message: EndRun | KillRanks | ReclaimPayload | ResultsReceived | DetachRun | TakeStacks | _OfOthers,
     ) -> None:
         match message:
+            case MasterKnown() | PeerFailed() | PartsOver():
+                if isinstance(run, FreshRun | PreparingRun):
+                    run.heard_of_others(message)
             case EndRun():
                 self._runs.end(run, message.state, message.reason)
             case KillRanks():
@@ -239,7 +284,7 @@ class Agent:
         if launch.locks and self._pool is not None:
             self._runs.hold_locks(run_id, self._pool.take_descriptors(launch.locks))
         self._reports.begin(run_id, launch.number)
-        self._launches.launch(launch, frames)
+        self._launches.launch(self._far.placed(launch), frames)
 
     async def _tell_inventory(self) -> None:
         self._send(InventoryTaken(inventory=await self._take_inventory()))
@@ -279,28 +324,31 @@ class Agent:
         # the loop closes what it is told of signals by before it lets go of them, and many children end now
         self._loop.remove_signal_handler(signal.SIGCHLD)
         self._orphaned.over()
+        self._forwarding.close()
         self._door.close()
         if self._pool is not None:
             self._pool.close()
         for run in self._runs.all():
             if not isinstance(run, SessionCell):
                 leftovers.kill_leftovers(run.run_id, set(run.pids))
+                ray_place.remove(run.run_id, self._settings, run.launch.run_dir)
         self._groups.close()
         self._environments.close()
         self._keeper.close()
+        self._far.close()
         self._sampling.close()
         self._code.close()
 
 
-def run(sock: socket.socket, settings: Settings) -> None:
+def run(sock: socket.socket, settings: Settings, lifeline: int = -1) -> None:
     """Be the agent until the pool service is gone."""
     raise_open_files_limit()
-    asyncio.run(_run(sock, settings))
+    asyncio.run(_run(sock, settings, lifeline))
 
 
-async def _run(sock: socket.socket, settings: Settings) -> None:
+async def _run(sock: socket.socket, settings: Settings, lifeline: int) -> None:
     (settings.state_path / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
-    agent = Agent(sock, settings)
+    agent = Agent(sock, settings, lifeline)
     asyncio.get_running_loop().set_exception_handler(agent.broken)
     try:
         agent.begin()

@@ -98,8 +98,13 @@ class Session(NodeRun):
 
     # ------------------------------------------------------------ cells
 
-    def execute(self, launch: Launch, frames: Sequence[bytes]) -> SessionCell:
+    def execute(self, launch: Launch, frames: Sequence[bytes], predecessor: NodeRun | None = None) -> SessionCell:
         """Take a cell; it is to be started by the caller.
+
+        Args:
+            launch: The cell.
+            frames: Raw frames of its launch.
+            predecessor: What made it ready.
 
         Raises:
             SessionRefuses: The session ends, or a rank that takes part is dead or busy.
@@ -117,7 +122,7 @@ class Session(NodeRun):
             )
         if self._cell is not None or self._care.busy:
             raise SessionRefuses(f"session {self.launch.spec.name} is busy with another cell. Run it again.")
-        self._cell = SessionCell(launch, frames, self, self._here)
+        self._cell = SessionCell(launch, frames, self, self._here, predecessor)
         self._logs.lend(self._cell.crew.numbers)
         self._news.began(launch.spec.name)
         return self._cell

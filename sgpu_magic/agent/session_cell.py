@@ -16,7 +16,7 @@ from typing import Protocol
 from sgpu_magic.agent.cell_orders import send_session_cells
 from sgpu_magic.agent.execution import Execution
 from sgpu_magic.agent.group import Group
-from sgpu_magic.agent.node_run import Surroundings
+from sgpu_magic.agent.node_run import NodeRun, Surroundings
 from sgpu_magic.protocol.events import GroupRenewed
 from sgpu_magic.protocol.node_messages import Launch
 from sgpu_magic.protocol.rank_messages import Failed, Finished, FromRank
@@ -54,10 +54,18 @@ class SessionCell(Execution):
         frames: Raw frames of the launch; the first is an inline payload.
         session: Whose ranks.
         here: What it shares with other runs.
+        predecessor: What made it ready.
     """
 
-    def __init__(self, launch: Launch, frames: Sequence[bytes], session: SessionHost, here: Surroundings) -> None:
-        super().__init__(launch, frames, session.group, "session", here)
+    def __init__(
+        self,
+        launch: Launch,
+        frames: Sequence[bytes],
+        session: SessionHost,
+        here: Surroundings,
+        predecessor: NodeRun | None = None,
+    ) -> None:
+        super().__init__(launch, frames, session.group, "session", here, predecessor)
         self._session = session
         self._ungrouped = False
 

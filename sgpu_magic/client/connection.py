@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 
 from sgpu_magic.client.interpreter import this_interpreter
-from sgpu_magic.client.link import PoolLink, Reply
+from sgpu_magic.client.keys import own_key_path, own_keys
+from sgpu_magic.client.link import PoolLink, Reply, this_hello
 from sgpu_magic.client.local_pool import find_pool, start_pool
+from sgpu_magic.client.local_wire import LocalWire
+from sgpu_magic.client.pools_file import PoolEntry
+from sgpu_magic.client.remote_wire import RemoteWire
 from sgpu_magic.config import Settings, is_linux
 from sgpu_magic.errors import PoolError, PoolVersionError
 from sgpu_magic.protocol.address import PoolAddress, process_start, socket_file
 from sgpu_magic.protocol.messages import PROTOCOL_VERSION, Goodbye, Warm
+from sgpu_magic.secure_sockets import Endpoint
 
 REPLY_TIMEOUT_S = 15.0
 _OLD_POOL_EXIT_S = 10.0
 
 
-class Connection:
-    """Finds, starts and reaches the pool. Methods may be called by any thread.
+class Connection(ABC):
+    """Reaches one pool. Methods may be called by any thread.
 
     Args:
         settings: Where the pool lives.
@@ -48,7 +55,7 @@ class Connection:
         """Return the link, made now if need be.
 
         Args:
-            start: Start a pool when there is none.
+            start: Start a pool when there is none, where that is ours to do.
 
         Raises:
             PoolError: It can't be reached or started.
@@ -61,27 +68,21 @@ class Connection:
                 self._link.close()
                 self._link = None
                 self._on_lost()
-            address = find_pool(self._settings)
-            if address is None:
-                if not start:
-                    raise PoolError("no local pool is running.")
-                start_pool(self._settings, Warm(interpreter=this_interpreter()))
-                address = _found(self._settings)
-            link = self._new_link(address)
-            self._link = self._with_version_checked(link) if start else _checked(link)
+            self._link = self._made_anew(start)
             return self._link
 
+    @property
+    @abstractmethod
+    def exists(self) -> bool:
+        """Whether a pool is there, as far as can be known without asking it."""
+
+    @abstractmethod
     def warmed(self) -> None:
-        """Start the pool and this interpreter's zygote, unless they are there.
+        """Have the pool, and this interpreter's zygote where it uses that, ready for a first run.
 
         Raises:
             PoolError: It can't be reached or started.
         """
-        with self._lock:
-            fresh = self.alive is None and find_pool(self._settings) is None
-            link = self.made(start=True)
-        if not fresh:
-            link.send(Warm(interpreter=this_interpreter()))
 
     def close(self) -> None:
         """Say goodbye."""
@@ -92,31 +93,109 @@ class Connection:
                 self._link.close()
                 self._link = None
 
+    @abstractmethod
+    def _made_anew(self, start: bool) -> PoolLink: ...
+
+
+class LocalConnection(Connection):
+    """Finds, starts and reaches the pool of this user and machine."""
+
+    @property
+    def exists(self) -> bool:
+        return find_pool(self._settings) is not None
+
+    def warmed(self) -> None:
+        with self._lock:
+            fresh = self.alive is None and not self.exists
+            link = self.made(start=True)
+        if not fresh:
+            link.send(Warm(interpreter=this_interpreter()))
+
+    def _made_anew(self, start: bool) -> PoolLink:
+        address = find_pool(self._settings)
+        if address is None:
+            if not start:
+                raise PoolError("no local pool is running.")
+            start_pool(self._settings, Warm(interpreter=this_interpreter()))
+            address = _found(self._settings)
+        link = self._new_link(address)
+        return self._with_version_checked(link) if start else with_known_version(link)
+
     def _new_link(self, address: PoolAddress) -> PoolLink:
-        return PoolLink(socket_file(self._settings.runtime_path), address.pid, self._on_notice)
+        return PoolLink(LocalWire(socket_file(self._settings.runtime_path), address.pid), self._on_notice)
 
     def _with_version_checked(self, link: PoolLink) -> PoolLink:
         """Use a pool that understands us; replace one of another version when it is idle."""
         try:
-            return _checked(link)
+            return with_known_version(link)
         except PoolVersionError:
             if link.welcome.busy:
                 raise
             os.kill(link.pid, signal.SIGTERM)
             wait_for_exit(link.pid)
             start_pool(self._settings, Warm(interpreter=this_interpreter()))
-            return _checked(self._new_link(_found(self._settings)))
+            return with_known_version(self._new_link(_found(self._settings)))
 
 
-def _checked(link: PoolLink) -> PoolLink:
+class FarConnection(Connection):
+    """Reaches a pool of another machine, which is never started from here.
+
+    Args:
+        settings: This machine's.
+        on_lost: As `Connection` has it.
+        on_notice: As `Connection` has it.
+        entry: The pool.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        on_lost: Callable[[], None],
+        on_notice: Callable[[str], None],
+        entry: PoolEntry,
+    ) -> None:
+        super().__init__(settings, on_lost, on_notice)
+        self._entry = entry
+        self._key_path = own_key_path()
+
+    @property
+    def exists(self) -> bool:
+        return True
+
+    def warmed(self) -> None:
+        self.made(start=False)
+
+    def _made_anew(self, start: bool) -> PoolLink:
+        name = self._entry.name
+        wire = RemoteWire(
+            name,
+            Endpoint(self._entry.address, self._entry.key),
+            own_keys(self._key_path, name),
+            this_hello(instance=secrets.token_hex(16)),
+            self._settings.link_timeout_s,
+        )
+        return with_known_version(PoolLink(wire, self._on_notice))
+
+
+def with_known_version(link: PoolLink) -> PoolLink:
+    """Return a link to a pool that understands us; one to another is closed.
+
+    Raises:
+        PoolVersionError: It speaks another version.
+    """
     welcome = link.welcome
     if welcome.oldest_protocol_version <= PROTOCOL_VERSION <= welcome.protocol_version:
         return link
     link.close()
+    speaks = (
+        f"{link.title} is sgpu-magic {welcome.package_version} and speaks protocol {welcome.protocol_version}; this "
+        f"notebook speaks {PROTOCOL_VERSION}. "
+    )
+    if not welcome.same_host:
+        raise PoolVersionError(speaks + "Install the version of sgpu-magic that the pool has, or ask who runs it.")
     raise PoolVersionError(
-        f"the local pool (process {welcome.pid}) is sgpu-magic {welcome.package_version} and speaks protocol "
-        f"{welcome.protocol_version}; this notebook speaks {PROTOCOL_VERSION}. "
-        "Wait for its runs and restart it with `sgpu pool stop`, or end them too with `sgpu pool stop --force`; "
+        speaks
+        + "Wait for its runs and restart it with `sgpu pool stop`, or end them too with `sgpu pool stop --force`; "
         "the next run starts a pool of this version."
     )
 
@@ -132,8 +211,13 @@ def _found(settings: Settings) -> PoolAddress:
     raise PoolError("the local pool ended as soon as it was started; `sgpu doctor` looks for the reason.")
 
 
-def wait_for(reply: Future[Reply], timeout_s: float = REPLY_TIMEOUT_S) -> Reply:
+def wait_for(reply: Future[Reply], timeout_s: float = REPLY_TIMEOUT_S, link: PoolLink | None = None) -> Reply:
     """Return the answer to a request.
+
+    Args:
+        reply: The answer's future.
+        timeout_s: How long to wait in seconds.
+        link: Where it was asked, for the error's sake; None for the local pool.
 
     Raises:
         SgpuError: The pool refused it, died, or did not answer.
@@ -141,6 +225,12 @@ def wait_for(reply: Future[Reply], timeout_s: float = REPLY_TIMEOUT_S) -> Reply:
     try:
         return reply.result(timeout_s)
     except TimeoutError:
+        if link is not None and not link.welcome.same_host:
+            silent = f": it has been silent for {link.silent_s:.0f} s" if link.silent_s else ""
+            raise PoolError(
+                f"{link.title} did not answer within {timeout_s:.0f} s{silent}. Look at your network; runs that go on "
+                "there are not harmed."
+            ) from None
         raise PoolError(
             f"the local pool did not answer within {timeout_s:.0f} s. `sgpu doctor` looks for the reason; "
             "`sgpu pool stop --force` ends the pool."

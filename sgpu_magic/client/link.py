@@ -1,33 +1,44 @@
 """The link to one pool: a thread owns the socket; everybody else hands messages over and waits for answers.
 
-ZeroMQ hides a peer's death, so the thread watches a pidfd of the pool too.
+How messages get to the pool is the wire's affair. A wire over a network may lose some with a connection that breaks:
+what is missing of a run's events shows in their numbers, and is asked for again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
 import queue
-import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 
 import msgspec
-import zmq
 
 from sgpu_magic import __version__, errors
-from sgpu_magic.errors import PoolError
+from sgpu_magic.client.event_queue import EventItem, EventQueue, FilePart
+from sgpu_magic.client.interpreter import this_owner
+from sgpu_magic.client.outgoing import Outgoing, Parcel
+from sgpu_magic.client.wire import Wire
+from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.protocol import codec
+from sgpu_magic.protocol.blobs import BlobsHeld, BlobTaken, RunFileRead, RunFiles
 from sgpu_magic.protocol.events import Event, PayloadReleased
+from sgpu_magic.protocol.forwarding import (
+    StreamClosed,
+    StreamData,
+    StreamEnded,
+    StreamMessage,
+    StreamOpened,
+    StreamTaken,
+)
 from sgpu_magic.protocol.messages import (
     PROTOCOL_VERSION,
     Accepted,
+    Attach,
     Attached,
     Hello,
     Notice,
+    Pong,
     PoolMessage,
     PoolStatus,
     Refused,
@@ -36,81 +47,91 @@ from sgpu_magic.protocol.messages import (
 )
 from sgpu_magic.protocol.record import Record
 from sgpu_magic.protocol.session_messages import RankAnswered
+from sgpu_magic.secure_sockets import MAX_FRAME_BYTES
 
-Reply = Accepted | Attached | Stacks | RankAnswered | PoolStatus
-EventItem = tuple[Event, Sequence[bytes]]
+Reply = Accepted | Attached | Stacks | RankAnswered | PoolStatus | BlobsHeld | BlobTaken | RunFiles | FilePart
 _HELLO_TIMEOUT_S = 10.0
 
 
-class EventQueue(queue.SimpleQueue["EventItem | None"]):
-    """A run's events on their way from the link's thread; None means that the pool is lost.
-
-    Attributes:
-        woken: Called in the link's thread after each of them; for who takes the events of several runs.
-    """
-
-    woken: Callable[[], None] | None = None
-
-    def put(self, item: EventItem | None, block: bool = True, timeout: float | None = None) -> None:
-        super().put(item)
-        woken = self.woken
-        if woken is not None:
-            woken()
-
-
 class PoolLost(PoolError):
-    """The pool's process ended while something was asked of it."""
+    """The pool's process ended, or the link to it, while something was asked of it."""
 
 
 class PoolLink:
-    """One connection to a pool service.
+    """One connection to a pool service (a `Receiver`); over a broken line it is made again.
 
     Args:
-        path: The pool's socket.
-        pid: The pool's process.
+        wire: The way to the pool.
         on_notice: Called in the link's thread with each sentence that the pool wants to be known, "" when none is.
 
+    Attributes:
+        lost: Set when this pool service is gone for good.
+        title: The pool as sentences name it.
+
     Raises:
-        PoolError: The pool does not answer.
+        PoolError: The pool does not answer, or does not admit us.
     """
 
-    def __init__(self, path: Path, pid: int, on_notice: Callable[[str], None] | None = None) -> None:
-        self.pid = pid
+    def __init__(self, wire: Wire, on_notice: Callable[[str], None] | None = None) -> None:
+        self._wire = wire
+        self.title = wire.title
         self._on_notice = on_notice
         self.lost = threading.Event()
+        # of who forwards ports: both are called in the link's thread
+        self.on_stream: Callable[[StreamOpened | StreamMessage, Sequence[bytes]], None] | None = None
+        self.on_gap: Callable[[], None] | None = None
         self._requests = itertools.count(1)
         self._replies: dict[int, Future[Reply]] = {}
         # one run may be shown in several places at once
-        self._followers: dict[str, list[queue.SimpleQueue[EventItem | None]]] = {}
-        self._attached: dict[int, queue.SimpleQueue[EventItem | None]] = {}
+        self._followers: dict[str, list[EventQueue]] = {}
+        self._attached: dict[int, EventQueue] = {}
+        # numbers of the events that are there already, by the request that asks for more
+        self._after: dict[int, int] = {}
+        # runs of which events are asked for again, by the request
+        self._catching_up: dict[int, str] = {}
         self._released: dict[str, threading.Event] = {}
         self._lock = threading.Lock()
-        self._outgoing: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        self._wake_reader.setblocking(False)
+        self._outgoing = Outgoing()
         self._welcome: Future[Welcome] = Future()
-        self._path = path
         self._thread = threading.Thread(target=self._work, name="sgpu-link", daemon=True)
         self._thread.start()
-        self.send(Hello(protocol_version=PROTOCOL_VERSION, package_version=__version__, pid=os.getpid()))
+        if not wire.says_hello:
+            self.send(this_hello())
         try:
             self.welcome = self._welcome.result(_HELLO_TIMEOUT_S)
         except (TimeoutError, PoolLost):
             self.close()
-            raise PoolError(
-                f"the local pool (process {pid}) does not answer. End it with `sgpu pool stop --force`; the next run "
-                "starts a new one."
-            ) from None
+            raise wire.mute() from None
         except BaseException:
-            # interrupted: nobody else knows of the thread
+            # interrupted, or refused: nobody else knows of the thread
             self.close()
             raise
+        self.pid = self.welcome.pid
 
     # ------------------------------------------------------------ for any thread
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds since a pool of another machine was heard; 0 as long as that is no cause for a word."""
+        return self._wire.silent_s
+
     def send(self, message: Record, frames: Sequence[bytes] = ()) -> None:
-        self._outgoing.put([codec.encode(message), *frames])
-        self._wake()
+        """Send a message.
+
+        Raises:
+            UsageError: It is larger than what goes over a link between machines.
+        """
+        parts = [codec.encode(message), *frames]
+        if self._wire.says_hello and max(map(len, parts)) > MAX_FRAME_BYTES:
+            raise UsageError(
+                f"what was to be sent to {self.title} at once is {max(map(len, parts)) >> 20} MB, and "
+                f"{MAX_FRAME_BYTES >> 20} MB may be. Put what is large into a variable or a file."
+            )
+        request = getattr(message, "request", 0)
+        if isinstance(message, Attach):
+            with self._lock:
+                self._after[request] = message.after
+        self._outgoing.put(Parcel(request, parts))
 
     def new_request(self) -> tuple[int, Future[Reply]]:
         """Return a request number and the future of its reply."""
@@ -118,7 +139,7 @@ class PoolLink:
         future: Future[Reply] = Future()
         with self._lock:
             if self.lost.is_set():
-                future.set_exception(_lost(self.pid))
+                future.set_exception(PoolLost(self._wire.lost()))
             self._replies[number] = future
         return number, future
 
@@ -127,9 +148,15 @@ class PoolLink:
         with self._lock:
             self._replies.pop(request, None)
 
-    def follow(self, run_id: str) -> queue.SimpleQueue[EventItem | None]:
-        """Return the queue that the run's events come into; None in it means that the pool is lost."""
-        events: queue.SimpleQueue[EventItem | None] = EventQueue()
+    def follow(self, run_id: str, after: int = 0) -> EventQueue:
+        """Return the queue that the run's events come into; None in it means that the pool is lost.
+
+        Args:
+            run_id: The run.
+            after: Number of the last event that is there already.
+        """
+        events = EventQueue()
+        events.last_seq = after
         with self._lock:
             self._followers.setdefault(run_id, []).append(events)
             self._released.setdefault(run_id, threading.Event())
@@ -137,7 +164,7 @@ class PoolLink:
                 events.put(None)
         return events
 
-    def attached(self, request: int, run_id: str) -> queue.SimpleQueue[EventItem | None]:
+    def attached(self, request: int, run_id: str) -> EventQueue:
         """Return the queue of a run that the answer to `request` has told of: events may have come into it already."""
         with self._lock:
             events = self._attached.pop(request, None)
@@ -155,7 +182,7 @@ class PoolLink:
         """
         with self._lock:
             followers = self._followers.get(run_id, [])
-            if events in followers:
+            if isinstance(events, EventQueue) and events in followers:
                 followers.remove(events)
             if not followers:
                 self._followers.pop(run_id, None)
@@ -167,102 +194,107 @@ class PoolLink:
             return self._released.get(run_id) or _SET
 
     def close(self) -> None:
-        """Stop the thread and free the socket. The pool sees this process's death, not this."""
-        self._outgoing.put(None)
-        self._wake()
+        """Stop the thread and free the socket. A pool of this machine sees the process's death, not this."""
+        self._outgoing.end()
         self._thread.join(5.0)
 
     # ------------------------------------------------------------ the thread
 
     def _work(self) -> None:
-        context = zmq.Context()
-        dealer = context.socket(zmq.DEALER)
-        dealer.linger = 200
-        dealer.sndhwm = dealer.rcvhwm = 0
-        dealer.connect(f"ipc://{self._path}")
-        poller = zmq.Poller()
-        poller.register(dealer, zmq.POLLIN)
-        poller.register(self._wake_reader.fileno(), zmq.POLLIN)
-        pidfd = -1
         try:
-            if hasattr(os, "pidfd_open"):
-                pidfd = os.pidfd_open(self.pid)
-                poller.register(pidfd, zmq.POLLIN)
-            while True:
-                ready = dict(poller.poll(None if pidfd >= 0 else 1000))
-                if pidfd in ready or (pidfd < 0 and not _lives(self.pid)):
-                    self._receive(dealer)
-                    return
-                if self._wake_reader.fileno() in ready:
-                    with contextlib.suppress(BlockingIOError):
-                        self._wake_reader.recv(4096)
-                    if not self._send_waiting(dealer):
-                        return
-                if dealer in ready:
-                    self._receive(dealer)
-        except OSError:
-            return
+            self._wire.carry(self._outgoing, self)
         finally:
             self._end_all()
-            if pidfd >= 0:
-                os.close(pidfd)
-            dealer.close()
-            context.term()
-            self._wake_reader.close()
-            self._wake_writer.close()
+            self._outgoing.close()
 
-    def _send_waiting(self, dealer: zmq.Socket[bytes]) -> bool:
-        while True:
-            try:
-                parts = self._outgoing.get_nowait()
-            except queue.Empty:
-                return True
-            if parts is None:
-                return False
-            dealer.send_multipart(parts, copy=True)
+    def received(self, parts: Sequence[bytes]) -> PoolMessage | None:
+        """Take a message from the wire; return it, None when it could not be read."""
+        try:
+            message = codec.pool_messages.decode(parts[0])
+        except msgspec.DecodeError:
+            # a pool of another version: its welcome is stable and has told so
+            return None
+        self._dispatch(message, parts[1:])
+        return message
 
-    def _receive(self, dealer: zmq.Socket[bytes]) -> None:
-        while True:
-            try:
-                parts = dealer.recv_multipart(zmq.NOBLOCK, copy=True)
-            except zmq.Again:
-                return
-            try:
-                message = codec.pool_messages.decode(parts[0])
-            except msgspec.DecodeError:
-                # a pool of another version: its welcome is stable and has told so
-                continue
-            self._dispatch(message, parts[1:])
+    def failed(self, error: PoolError) -> None:
+        if not self._welcome.done():
+            self._welcome.set_exception(error)
+
+    def awaited(self) -> Collection[int]:
+        with self._lock:
+            return set(self._replies)
+
+    def questions_after_gap(self) -> Sequence[Record]:
+        if self.on_gap is not None:
+            self.on_gap()
+        with self._lock:
+            self._catching_up.clear()
+            return [self._question_about(run_id) for run_id in self._followers]
+
+    def _question_about(self, run_id: str) -> Attach:
+        """Ask for all events after those that every follower has."""
+        number = next(self._requests)
+        self._catching_up[number] = run_id
+        return Attach(request=number, run=run_id, after=min(events.last_seq for events in self._followers[run_id]))
 
     def _dispatch(self, message: PoolMessage, frames: Sequence[bytes]) -> None:
         match message:
-            case Event(run_id=run_id, body=body):
-                with self._lock:
-                    followers = tuple(self._followers.get(run_id, ()))
-                    released = self._released.get(run_id)
-                if isinstance(body, PayloadReleased) and released is not None:
-                    released.set()
-                for events in followers:
-                    events.put((message, frames))
+            case Event():
+                self._happened(message, frames)
             case Welcome():
                 if not self._welcome.done():
                     self._welcome.set_result(message)
-            case Refused(request=request):
-                self._reply(request, exception=_refusal(message))
-            case Attached(spec=spec):
-                # its events follow at once: they must not find nobody
-                events = self.follow(spec.run_id)
-                with self._lock:
-                    self._attached[message.request] = events
-                self._reply(message.request, result=message)
+            case Pong():
+                pass
             case Notice(text=text):
                 if self._on_notice is not None:
                     self._on_notice(text)
+            case Refused(request=request):
+                self._reply(request, exception=_refusal(message))
+            case Attached(spec=spec, request=request):
+                with self._lock:
+                    asked_again = self._catching_up.pop(request, "")
+                    after = self._after.pop(request, 0)
+                if not asked_again:
+                    # its events follow at once: they must not find nobody
+                    events = self.follow(spec.run_id, after)
+                    with self._lock:
+                        self._attached[request] = events
+                    self._reply(request, result=message)
+            case StreamOpened() | StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
+                if self.on_stream is not None:
+                    self.on_stream(message, frames)
+            case RunFileRead(request=request):
+                self._reply(request, result=FilePart(message, frames[0] if frames else b""))
             case _:
                 self._reply(message.request, result=message)
 
-    def _reply(self, request: int, result: Reply | None = None, exception: Exception | None = None) -> None:
+    def _happened(self, event: Event, frames: Sequence[bytes]) -> None:
+        run_id = event.run_id
         with self._lock:
+            followers = tuple(self._followers.get(run_id, ()))
+            released = self._released.get(run_id)
+        if isinstance(event.body, PayloadReleased) and released is not None:
+            released.set()
+        missing = False
+        for events in followers:
+            if not self._wire.says_hello or event.seq == events.last_seq + 1:
+                events.put((event, frames))
+            elif event.seq > events.last_seq:
+                missing = True
+        if missing:
+            # lost on the way: they come again with this one, in their order
+            with self._lock:
+                asks = run_id not in self._catching_up.values() and run_id in self._followers
+                question = self._question_about(run_id) if asks else None
+            if question is not None:
+                self._outgoing.put(Parcel(0, [codec.encode(question)]))
+
+    def _reply(self, request: int, result: Reply | None = None, exception: Exception | None = None) -> None:
+        self._wire.answered(request)
+        with self._lock:
+            self._after.pop(request, None)
             future = self._replies.pop(request, None)
         if future is None or not future.set_running_or_notify_cancel():
             return
@@ -277,38 +309,32 @@ class PoolLink:
             replies, self._replies = list(self._replies.values()), {}
             followers = [events for every in self._followers.values() for events in every]
         if not self._welcome.done():
-            self._welcome.set_exception(_lost(self.pid))
+            self._welcome.set_exception(PoolLost(self._wire.lost()))
         for future in replies:
             if not future.done():
-                future.set_exception(_lost(self.pid))
+                future.set_exception(PoolLost(self._wire.lost()))
         for events in followers:
             # what reads a payload's memory may outlive the pool, so nothing is released here
             events.put(None)
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            self._wake_writer.send(b"x")
 
 
 _SET = threading.Event()
 _SET.set()
 
 
-def _lost(pid: int) -> PoolLost:
-    return PoolLost(
-        f"the local pool (process {pid}) ended. Run the cell again: the next run starts a new pool; `sgpu doctor` "
-        "looks for the reason."
+def this_hello(instance: str = "") -> Hello:
+    """Say who this process is; `instance` is the same in each connection that one link makes."""
+    owner = this_owner()
+    return Hello(
+        protocol_version=PROTOCOL_VERSION,
+        package_version=__version__,
+        pid=owner.pid,
+        host=owner.host,
+        user=owner.user,
+        instance=instance,
     )
 
 
 def _refusal(message: Refused) -> Exception:
     kind = getattr(errors, message.error, errors.PoolError)
     return kind(message.message)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    return True

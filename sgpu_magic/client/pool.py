@@ -10,9 +10,17 @@ import threading
 from collections.abc import Callable
 
 from sgpu_magic.client.along import Along
-from sgpu_magic.client.connection import REPLY_TIMEOUT_S, Connection, wait_for, wait_for_exit
-from sgpu_magic.client.link import PoolLost
+from sgpu_magic.client.connection import (
+    REPLY_TIMEOUT_S,
+    Connection,
+    FarConnection,
+    LocalConnection,
+    wait_for,
+    wait_for_exit,
+)
+from sgpu_magic.client.link import PoolLink, PoolLost
 from sgpu_magic.client.local_pool import find_pool
+from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.client.run import Run
 from sgpu_magic.client.submitter import Submitter
 from sgpu_magic.client.uploads import Uploads
@@ -45,25 +53,33 @@ _NOTHING = Along()
 
 
 class Pool:
-    """The local pool as a kernel or a command sees it. Methods may be called by any thread.
+    """A pool as a kernel or a command sees it. Methods may be called by any thread.
 
     Args:
-        settings: Where the pool lives.
+        settings: Where the local pool lives.
         on_notice: Called in a thread of the link with what the pool wants to be known, "" when it takes that back.
+        entry: A pool of another machine; None is the local one.
 
     Attributes:
         notice: The pool's last notice.
     """
 
-    def __init__(self, settings: Settings, on_notice: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, settings: Settings, on_notice: Callable[[str], None] | None = None, entry: PoolEntry | None = None
+    ) -> None:
         self._home = settings
         self._settings = CurrentSettings(settings)
         self.notice = ""
         self._on_notice = on_notice
-        self.name = "local"
+        self.entry = entry
+        self.name = LOCAL if entry is None else entry.name
         self._uploads = Uploads()
-        self._connection = Connection(settings, self._link_lost, self._noticed)
-        self._submitter = Submitter(self._connection, self._uploads, settings)
+        self._connection: Connection = (
+            LocalConnection(settings, self._link_lost, self._noticed)
+            if entry is None
+            else FarConnection(settings, self._link_lost, self._noticed, entry)
+        )
+        self._submitter = Submitter(self._connection, self._uploads, settings, self.name)
 
     @property
     def settings(self) -> Settings:
@@ -96,7 +112,9 @@ class Pool:
             UsageError: The pool refuses the run, or there is no room for its payload.
             CapacityError: There is no room now and the run was not to wait.
         """
-        return self._submitter.submit(spec, packed, key, environ, along)
+        run = self._submitter.submit(spec, packed, key, environ, along)
+        run.pool = self.name
+        return run
 
     @property
     def sees_client(self) -> bool:
@@ -141,12 +159,14 @@ class Pool:
         link = self._connection.made(start=True)
         request, reply = link.new_request()
         link.send(Attach(request=request, run=run))
-        answer = wait_for(reply)
+        answer = wait_for(reply, link=link)
         if not isinstance(answer, Attached):
-            raise PoolError("the local pool gave an answer that fits no question. Restart it: `sgpu pool stop`.")
+            raise PoolError(f"{link.title} gave an answer that fits no question. Restart it: `sgpu pool stop`.")
         spec = answer.spec
         events = link.attached(request, spec.run_id)
-        return Run(spec, answer.key, link, events, self._home.runs_path / spec.run_id), answer.state
+        found = Run(spec, answer.key, link, events, self._submitter.directory(link, spec.run_id))
+        found.pool = self.name
+        return found, answer.state
 
     def find_again(self, run: Run) -> None:
         """Follow a run on after the pool service has died: with the next one, which may have to be started.
@@ -178,7 +198,7 @@ class Pool:
         link = self._connection.made(start=start)
         request, reply = link.new_request()
         link.send(Detach(request=request, run=run))
-        answer = wait_for(reply, timeout_s)
+        answer = wait_for(reply, timeout_s, link)
         return answer.text if isinstance(answer, Accepted) else ""
 
     def stacks(self, run: str, *, start: bool = False) -> Stacks:
@@ -190,9 +210,9 @@ class Pool:
         link = self._connection.made(start=start)
         request, reply = link.new_request()
         link.send(AskStacks(request=request, run=run))
-        answer = wait_for(reply)
+        answer = wait_for(reply, link=link)
         if not isinstance(answer, Stacks):
-            raise PoolError("the local pool gave an answer that fits no question. Restart it: `sgpu pool stop`.")
+            raise PoolError(f"{link.title} gave an answer that fits no question. Restart it: `sgpu pool stop`.")
         return answer
 
     def status(self, recent: int = 20, *, start: bool = True, timeout_s: float = REPLY_TIMEOUT_S) -> PoolStatus | None:
@@ -206,13 +226,13 @@ class Pool:
         Raises:
             PoolError: It can't be started or reached, or does not answer.
         """
-        if not start and self._connection.alive is None and find_pool(self._home) is None:
+        if not start and self._connection.alive is None and not self._connection.exists:
             return None
         link = self._connection.made(start=start)
         request, reply = link.new_request()
         link.send(AskStatus(request=request, recent=recent))
         try:
-            answer = wait_for(reply, timeout_s)
+            answer = wait_for(reply, timeout_s, link)
         finally:
             link.give_up(request)
         return answer if isinstance(answer, PoolStatus) else None
@@ -231,7 +251,7 @@ class Pool:
         link = self._connection.made(start=False)
         request, reply = link.new_request()
         link.send(Cancel(request=request, run=run, reason=reason, kill=kill))
-        answer = wait_for(reply)
+        answer = wait_for(reply, link=link)
         return answer.text if isinstance(answer, Accepted) else ""
 
     def restart_ranks(self, session: str, ranks: tuple[int, ...] = (), timeout_s: float = RESTART_TIMEOUT_S) -> str:
@@ -269,7 +289,7 @@ class Pool:
         """
         link = self._connection.alive
         if link is None:
-            return RankAnswer(problem="the local pool is not connected.")
+            return RankAnswer(problem=f"the {self.name} pool is not connected.")
         request, reply = link.new_request()
         link.send(AskRank(request=request, session=session, question=question))
         try:
@@ -281,12 +301,27 @@ class Pool:
             link.give_up(request)
         return answer.answer if isinstance(answer, RankAnswered) else RankAnswer(problem="it was not understood.")
 
+    def link(self) -> PoolLink:
+        """Return the link, for messages that are no questions. Starts no pool.
+
+        Raises:
+            PoolError: No pool runs, or it can't be reached.
+        """
+        return self._connection.made(start=False)
+
     def stop(self, *, force: bool) -> bool:
-        """Stop the pool and wait until it is gone. False when there was none.
+        """Stop the local pool and wait until it is gone. False when there was none. Another is asked to stop.
 
         Raises:
             PoolError: Runs are going on and `force` is not set, or it does not end.
         """
+        if self.entry is not None:
+            link = self._connection.made(start=False)
+            request, reply = link.new_request()
+            link.send(StopPool(request=request, force=force))
+            wait_for(reply, link=link)
+            self.close()
+            return True
         address = find_pool(self._home)
         if address is None:
             return False

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import overload
 
+from sgpu_magic.client.mirror import Mirror
 from sgpu_magic.client.mlflow_run import mlflow_run_id
 from sgpu_magic.protocol.events import RunEnded
 from sgpu_magic.protocol.ids import short
 from sgpu_magic.protocol.records import RunSpec, Shipped
+from sgpu_magic.protocol.run_files import TRACKING
 
 _TEXT_LIMIT = 60
 _REPR_LIMIT = 200
@@ -21,7 +23,8 @@ class RunResult:
     Attributes:
         run_id: The run; `sgpu logs` takes it.
         name: Its name.
-        ranks: The ranks that ran it, ascending: all of them, or those of `--ranks`. What follows is in their order.
+        ranks: The ranks that ran it, ascending: all of them, those of `--ranks`, or of `%%ray_launch` the driver's, 0.
+            What follows is in their order.
         values: The last expression's value of each rank; None where there was none or it could not travel
             (see `problems`).
         problems: By rank, why a value stayed on its rank.
@@ -32,29 +35,45 @@ class RunResult:
         directory: The run's directory: logs, `cell.py`, `_air.py`, `run.json`.
     """
 
-    def __init__(self, spec: RunSpec, ended: RunEnded, values: Sequence[object], directory: Path) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        ended: RunEnded,
+        values: Sequence[object],
+        directory: Path,
+        mirror: Mirror | None = None,
+    ) -> None:
+        # of a Ray cluster's ranks one drives, and the others only hold their devices
+        results = ended.results[:1] if spec.ray else ended.results
         self.run_id = spec.run_id
         self.name = spec.name
-        self.ranks = [result.rank for result in ended.results]
-        self.values = list(values)
-        self.problems = {result.rank: result.value_problem for result in ended.results if result.value_problem}
-        self.lines = [result.lines for result in ended.results]
-        self.seconds = [result.seconds for result in ended.results]
+        self.ranks = [result.rank for result in results]
+        self.values = list(values)[: len(results)]
+        self.problems = {result.rank: result.value_problem for result in results if result.value_problem}
+        self.lines = [result.lines for result in results]
+        self.seconds = [result.seconds for result in results]
         self.queued_s = ended.queued_s
         self.starting_s = ended.starting_s
         self.running_s = ended.running_s
         self.total_s = ended.total_s
         self.shipped: Shipped = spec.shipped
         self.directory = directory
-        self._texts = [result.value_repr for result in ended.results]
+        self._texts = [result.value_repr for result in results]
         self._only = spec.only
         self._mlflow_run_id = ""
+        self._mirror = mirror
 
     @property
     def mlflow_run_id(self) -> str:
         """The run's id in MLflow; "" until it is there, a second or so after the run began, and where it is not."""
+        if not self._mlflow_run_id and self._mirror is not None:
+            self._mirror.bring_if_there(TRACKING)
         self._mlflow_run_id = self._mlflow_run_id or mlflow_run_id(self.directory)
         return self._mlflow_run_id
+
+    def __getstate__(self) -> dict[str, object]:
+        # on a rank, or in another kernel, there is no link to the pool
+        return {**self.__dict__, "_mirror": None}
 
     def __len__(self) -> int:
         return len(self.values)
@@ -83,6 +102,8 @@ class RunResult:
             IndexError: That rank did not run it.
         """
         self._place(rank)
+        if self._mirror is not None:
+            self._mirror.follow(f"rank-{rank}.log")
         return self.directory / f"rank-{rank}.log"
 
     def _place(self, rank: int) -> int:

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from sgpu_magic.client.link import EventItem, EventQueue, PoolLink
-from sgpu_magic.errors import SerializationError
+from sgpu_magic.client.mirror import Mirror
+from sgpu_magic.errors import PoolError, RunFileUnknown, SerializationError
 from sgpu_magic.payload import unpack
 from sgpu_magic.protocol.events import Event, Placed, RunEnded
 from sgpu_magic.protocol.ids import short
 from sgpu_magic.protocol.messages import Cancel, ResultsReceived, Submit, Unfollow
-from sgpu_magic.protocol.payloads import FilePayload, InlinePayload, PackedLayout, SharedPayload
+from sgpu_magic.protocol.payloads import FilePayload, InlinePayload, PackedLayout, PayloadSource, SharedPayload
 from sgpu_magic.protocol.records import RankResult, RunSpec
 
 
@@ -34,6 +35,8 @@ class Run:
     Attributes:
         last_seq: Number of the last event that was taken.
         owned: This process has submitted it.
+        pool: The name of the pool that has it.
+        mirror: Brings files of its directory from a pool of another machine; None where that is this machine's.
     """
 
     def __init__(
@@ -51,6 +54,8 @@ class Run:
         self.last_seq = 0
         self.owned = submission is not None
         self.submission = submission
+        self.pool = "local"
+        self.mirror = None if link.welcome.same_host else Mirror(directory, spec.run_id, lambda: self._link)
         self._key = key
         self._link = link
         self._events = events
@@ -61,8 +66,14 @@ class Run:
         return self._link.lost.is_set()
 
     @property
-    def pool_pid(self) -> int:
-        return self._link.pid
+    def pool_title(self) -> str:
+        """Its pool as sentences name it."""
+        return self._link.title
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since its pool, of another machine, was heard; 0 as long as that is no cause for a word."""
+        return self._link.silent_s
 
     def wake(self, woken: Callable[[], None]) -> None:
         """Have `woken` called after every event that comes, in the link's thread: it must only wake somebody."""
@@ -122,14 +133,20 @@ class Run:
         """
         inline = iter(frames)
         loaded: list[RankValues] = []
+        received = True
         try:
             for result in ended.results:
                 if result.payload is None:
                     loaded.append(RankValues({}, None))
                 else:
                     loaded.append(RankValues.of(self._unpack_result(result, inline, namespace), result.rank))
+        except PoolError:
+            # they can be fetched later
+            received = False
+            raise
         finally:
-            self._link.send(ResultsReceived(run_id=self.run_id))
+            if received:
+                self._link.send(ResultsReceived(run_id=self.run_id))
         return loaded
 
     def _unpack_result(self, result: RankResult, inline: Iterator[bytes], namespace: dict[str, object]) -> object:
@@ -147,8 +164,10 @@ class Run:
             if data is None:
                 raise self._results_gone(result.rank)
             return unpack.unpack(memoryview(bytearray(data)), payload.layout, self._key, namespace)
+        if self.mirror is not None:
+            return unpack.unpack(self._brought(result.rank, self.mirror), payload.layout, self._key, namespace)
         kept = str(self.directory / f"result-{result.rank}.bin")
-        in_memory = source.path if isinstance(source, FilePayload) else _descriptor_path(source)
+        in_memory = _path_of(source)
         # of a run that ended long ago the memory's number may be another file's: its copy comes first then
         # (and is looked for again: memory goes as soon as its copy is there)
         for path in (in_memory, kept) if self.owned else (kept, in_memory, kept):
@@ -159,6 +178,22 @@ class Run:
             if self.owned or _is_signed(data, payload.layout, self._key):
                 return unpack.unpack(data, payload.layout, self._key, namespace)
         raise self._results_gone(result.rank)
+
+    def _brought(self, rank: int, mirror: Mirror) -> memoryview:
+        """Bring a rank's result from a pool of another machine."""
+        try:
+            descriptor = mirror.in_memory(f"result-{rank}.bin")
+        except RunFileUnknown:
+            raise self._results_gone(rank) from None
+        except OSError as error:
+            raise SerializationError(
+                f"what rank {rank} of run {short(self.run_id)} returned has no room here: {error.strerror}. Free some "
+                "memory or disk; `%sgpu_attach` fetches it again."
+            ) from error
+        try:
+            return memoryview(unpack.map_private(descriptor, os.fstat(descriptor).st_size))
+        finally:
+            os.close(descriptor)
 
     def _results_gone(self, rank: int) -> SerializationError:
         return SerializationError(
@@ -211,8 +246,15 @@ def _is_signed(data: memoryview, layout: PackedLayout, key: bytes) -> bool:
     return hmac.compare_digest(unpack.compute_mac(key, data[: layout.pickle_size], layout.buffers), layout.mac)
 
 
-def _descriptor_path(source: SharedPayload) -> str:
-    return f"/proc/{source.pid}/fd/{source.fd}"
+def _path_of(source: PayloadSource) -> str:
+    """Where bytes lie on this machine, "" where they don't."""
+    match source:
+        case FilePayload(path=path):
+            return path
+        case SharedPayload(pid=pid, fd=fd):
+            return f"/proc/{pid}/fd/{fd}"
+        case _:
+            return ""
 
 
 def _map(path: str) -> memoryview:

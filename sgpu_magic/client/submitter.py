@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 
@@ -12,6 +13,7 @@ from sgpu_magic.client.along import Along
 from sgpu_magic.client.connection import Connection, wait_for
 from sgpu_magic.client.interpreter import this_context, this_interpreter
 from sgpu_magic.client.link import PoolLink, PoolLost
+from sgpu_magic.client.mirror import mirror_path
 from sgpu_magic.client.run import Run
 from sgpu_magic.client.uploads import Uploads, remove_upload
 from sgpu_magic.config import Settings
@@ -33,9 +35,11 @@ class Submitter:
         connection: To the pool.
         uploads: Where payloads lie.
         settings: Where runs have their directories.
+        pool: The pool's name.
     """
 
-    def __init__(self, connection: Connection, uploads: Uploads, settings: Settings) -> None:
+    def __init__(self, connection: Connection, uploads: Uploads, settings: Settings, pool: str) -> None:
+        self._pool = pool
         self._connection = connection
         self._uploads = uploads
         self._settings = settings
@@ -59,7 +63,7 @@ class Submitter:
         request, reply = link.new_request()
         link.send(Attach(request=request, run=run.run_id, after=run.last_seq, owns=run.owned))
         try:
-            wait_for(reply)
+            wait_for(reply, link=link)
         except RunUnknown:
             if run.submission is None:
                 raise
@@ -68,11 +72,17 @@ class Submitter:
             events = link.follow(run.run_id)
             self._uploads.submitted(run.run_id, link)
             link.send(msgspec.structs.replace(message, request=request), frames)
-            wait_for(reply)
+            wait_for(reply, link=link)
             run.moved(link, events, from_start=True)
             return
         self._uploads.submitted(run.run_id, link)
         run.moved(link, link.attached(request, run.run_id))
+
+    def directory(self, link: PoolLink, run_id: str) -> Path:
+        """Where a run's files are found here: its directory, or for those of another machine the mirror of it."""
+        if link.welcome.same_host:
+            return self._settings.runs_path / run_id
+        return mirror_path(self._settings, self._pool, run_id)
 
     def cancel_in_background(self, run: Run, reason: str) -> None:
         """As `Pool.cancel_in_background`."""
@@ -100,9 +110,9 @@ class Submitter:
     def _taken_before(self, link: PoolLink, spec: RunSpec, key: bytes) -> Run:
         request, reply = link.new_request()
         link.send(Attach(request=request, run=spec.run_id, owns=True))
-        wait_for(reply)
+        wait_for(reply, link=link)
         self._uploads.forget(spec.run_id)
-        run = Run(spec, key, link, link.attached(request, spec.run_id), self._settings.runs_path / spec.run_id)
+        run = Run(spec, key, link, link.attached(request, spec.run_id), self.directory(link, spec.run_id))
         run.owned = True
         return run
 
@@ -110,6 +120,7 @@ class Submitter:
         self, link: PoolLink, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Along
     ) -> Run:
         payload, frames = self._uploads.place(packed, spec.run_id, link, self._settings)
+        along = self._uploads.sent_along(along, link)
         request, reply = link.new_request()
         events = link.follow(spec.run_id)
         accepted = False
@@ -126,7 +137,7 @@ class Submitter:
                 tracking=along.tracking,
             )
             link.send(message, frames)
-            wait_for(reply)
+            wait_for(reply, link=link)
             accepted = True
         except BaseException:
             # also an interrupt while waiting: a run that was taken after all must not go on unseen
@@ -137,7 +148,7 @@ class Submitter:
         finally:
             if not accepted:
                 self._uploads.run_over(spec.run_id, accepted=False)
-        return Run(spec, key, link, events, self._settings.runs_path / spec.run_id, (message, frames))
+        return Run(spec, key, link, events, self.directory(link, spec.run_id), (message, frames))
 
 
 def _context(environ: dict[str, str], key: bytes, along: Along) -> RankContext:

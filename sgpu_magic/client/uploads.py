@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
+
+from sgpu_magic.client.along import Along
+from sgpu_magic.client.blob_sender import BlobSender, Piece
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.payload.buffers import INLINE_LIMIT, SharedBuffer, fits_memory, write_file
 from sgpu_magic.payload.pack import Packed
+from sgpu_magic.payload.regions import regions_of
+from sgpu_magic.protocol.environment import CodeBundle, Wheel
 from sgpu_magic.protocol.messages import ReclaimPayload
-from sgpu_magic.protocol.payloads import FilePayload, InlinePayload, Payload, SharedPayload
+from sgpu_magic.protocol.payloads import (
+    FilePayload,
+    InlinePayload,
+    Payload,
+    SharedPayload,
+    StoredPart,
+    StoredPayload,
+)
 
 # a reclaim is answered in a millisecond or two; a run that still needs the memory does not answer
 _RECLAIM_TIMEOUT_S = 0.05
@@ -43,10 +56,13 @@ class Uploads:
             The payload and the raw frames to send along.
 
         Raises:
-            UsageError: Neither memory nor disk has room for it.
+            UsageError: Neither memory nor disk has room for it, here or at a pool of another machine.
+            PoolLost: That pool is gone.
         """
         if packed.total_bytes <= INLINE_LIMIT:
             return Payload(source=InlinePayload(), layout=packed.layout), [packed.to_bytes()]
+        if not link.welcome.same_host:
+            return Payload(source=_sent(packed, link), layout=packed.layout), []
         with self._lock:
             slot = self._reusable(packed.total_bytes, link)
             if slot is None:
@@ -60,6 +76,25 @@ class Uploads:
             slot.run_id, slot.released, slot.run_over = run_id, threading.Event(), False
         source = SharedPayload(pid=os.getpid(), fd=slot.buffer.fd, size=packed.total_bytes)
         return Payload(source=source, layout=packed.layout), []
+
+    def sent_along(self, along: Along, link: PoolLink) -> Along:
+        """Send a pool of another machine what it lacks of the code and the wheels that go along.
+
+        Raises:
+            SerializationError: A file of them can't be read.
+            PoolLost: That pool is gone.
+        """
+        if link.welcome.same_host:
+            return along
+        sender = BlobSender(link)
+        code = tuple(msgspec.structs.replace(bundle, path="", blobs=_blobs_of(bundle, sender)) for bundle in along.code)
+        environment = along.environment
+        if environment is not None and environment.wheels:
+            wheels = tuple(
+                msgspec.structs.replace(wheel, path="", blobs=_blobs_of(wheel, sender)) for wheel in environment.wheels
+            )
+            environment = msgspec.structs.replace(environment, wheels=wheels)
+        return replace(along, code=code, environment=environment)
 
     def submitted(self, run_id: str, link: PoolLink) -> None:
         """This pool service has the run, perhaps as another's successor: it says when it no longer reads the memory."""
@@ -133,6 +168,21 @@ class Uploads:
             self._timer = None
             if self._slots:
                 self._restart_timer()
+
+
+def _sent(packed: Packed, link: PoolLink) -> StoredPayload:
+    """Send a pool of another machine what it lacks of the packed bytes."""
+    regions = list(regions_of(packed))
+    digests = BlobSender(link).send(Piece(region.size, region.load) for region in regions)
+    parts = (
+        StoredPart(digest=digest, offset=region.offset, size=region.size)
+        for digest, region in zip(digests, regions, strict=True)
+    )
+    return StoredPayload(parts=tuple(parts), size=packed.total_bytes)
+
+
+def _blobs_of(each: CodeBundle | Wheel, sender: BlobSender) -> tuple[str, ...]:
+    return tuple(sender.send_file(each.path))
 
 
 def remove_upload(payload: Payload) -> None:

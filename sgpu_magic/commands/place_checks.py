@@ -24,8 +24,8 @@ from sgpu_magic.protocol.address import MAX_SOCKET_PATH_BYTES, address_file, soc
 from sgpu_magic.protocol.messages import PROTOCOL_VERSION
 from sgpu_magic.render.units import count_of
 
-# SGPU_RUN_ID marks a run's processes
-_OTHER_VARIABLES = ("SGPU_CONFIG", "SGPU_RUN_ID")
+# SGPU_RUN_ID marks a run's processes, SGPU_JOB the notebook of `sgpu run`
+_OTHER_VARIABLES = ("SGPU_CONFIG", "SGPU_JOB", "SGPU_RUN_ID")
 _NETWORK_TYPES = frozenset(
     ("nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p")
 )

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.pool import Pool
+from sgpu_magic.client.pools_file import LOCAL, read_pools
+from sgpu_magic.commands import pools
 from sgpu_magic.config import Settings, host_name
 from sgpu_magic.render.status import status_text
 
 
-def status(settings: Settings) -> str:
-    """Return what `%sgpu_status` shows. Never starts a pool.
+def status(settings: Settings, name: str = "") -> str:
+    """Return what `%sgpu_status` shows, of one pool or of all. Never starts a pool.
 
     Raises:
         PoolError: It does not answer, or is of another version.
     """
+    if name != LOCAL and (name or read_pools()):
+        return pools.status(settings, name)
     pool = Pool(settings)
     try:
         answer = pool.status(start=False)

@@ -7,11 +7,13 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 from sgpu_magic.byte_sizes import format_bytes
 from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.pool import Pool
+from sgpu_magic.client.pools import Asked, Pools
+from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.commands import ledger_file
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, UsageError
@@ -23,6 +25,7 @@ from sgpu_magic.protocol.states import RunKind
 from sgpu_magic.render import ansi
 from sgpu_magic.render.stacks import stacks_text
 from sgpu_magic.render.units import TIMES, format_clock
+from sgpu_magic.runs import finding
 
 _PREFIX = re.compile(r"[0-9a-f]{1,8}")
 _MAX_LISTED = 8
@@ -44,17 +47,33 @@ def recent(settings: Settings, limit: int | None) -> tuple[str, str]:
     """
     note = ""
     runs: Sequence[RunSummary] | None = None
-    pool = Pool(settings)
+    pools = Pools(settings)
+    recent = _ALL if limit is None else limit
+    elsewhere: list[Asked] = []
     try:
-        answer = pool.status(recent=_ALL if limit is None else limit, start=False)
+        elsewhere = pools.asked(pools.entries(), local=False, recent=recent)
+        answer = pools.local.status(recent=recent, start=False)
         runs = None if answer is None else answer.runs
     except PoolError as error:
         note = f"this list is from the ledger's file, because {error.message}"
     finally:
-        pool.close()
+        pools.close()
     if runs is None:
         runs = ledger_file.recent_runs(settings, limit)
-    return runs_table(runs, time.time()), note
+    if not elsewhere:
+        return runs_table(runs, time.time()), note
+    silent = [f"{each.name} is left out: {each.problem}" for each in elsewhere if each.problem]
+    return _of_all_pools(runs, elsewhere, limit), " ".join(filter(None, [note, *silent]))
+
+
+def _of_all_pools(local: Sequence[RunSummary], elsewhere: Sequence[Asked], limit: int | None) -> str:
+    """Return one table of the newest runs of all pools, each with its pool."""
+    told = [(LOCAL, run) for run in local]
+    told += [(each.name, run) for each in elsewhere if each.status is not None for run in each.status.runs]
+    told.sort(key=lambda found: -found[1].submitted_at)
+    told = told[:limit]
+    pool_of = {run.run_id: name for name, run in told}
+    return runs_table([run for _, run in told], time.time(), pool_of)
 
 
 def cancel(settings: Settings, run: str) -> str:
@@ -65,7 +84,7 @@ def cancel(settings: Settings, run: str) -> str:
         UsageError: No run, or more than one, has an id like that.
     """
     prefix = check_prefix(run)
-    with _running_pool(settings, "that could be cancelled") as pool:
+    with pool_of(settings, prefix, "that could be cancelled", going_on=True) as pool:
         return pool.cancel(prefix, "cancelled by `sgpu cancel`")
 
 
@@ -77,7 +96,7 @@ def detach(settings: Settings, run: str) -> str:
         UsageError: No run, or more than one, has an id like that.
     """
     prefix = check_prefix(run)
-    with _running_pool(settings, "that could be detached") as pool:
+    with pool_of(settings, prefix, "that could be detached", going_on=True) as pool:
         return pool.detach(prefix)
 
 
@@ -89,20 +108,34 @@ def stacks(settings: Settings, run: str) -> str:
         UsageError: No run that goes on, or more than one, has an id like that.
     """
     prefix = check_prefix(run)
-    with _running_pool(settings, "whose ranks could be looked at") as pool:
+    with pool_of(settings, prefix, "whose ranks could be looked at", going_on=True) as pool:
         answer = pool.stacks(prefix)
     return stacks_text(answer.run_id, answer.stacks, answer.cell)
 
 
 @contextlib.contextmanager
-def _running_pool(settings: Settings, wish: str) -> Generator[Pool]:
-    if find_pool(settings) is None:
-        raise PoolError(f"no local pool is running, so no run is going on {wish}.")
-    pool = Pool(settings)
+def pool_of(settings: Settings, run: str, wish: str, *, going_on: bool = False) -> Generator[Pool]:
+    """Return the pool that has a run, closed at the end. Never starts a pool.
+
+    Args:
+        settings: Where pools are.
+        run: The first digits of its id.
+        wish: What the run is wanted for, the end of a sentence.
+        going_on: It must not have ended.
+
+    Raises:
+        PoolError: No pool runs.
+        RunUnknown: No pool that answers has such a run.
+        UsageError: That is no beginning of an id.
+    """
+    prefix = check_prefix(run)
+    pools = Pools(settings)
     try:
-        yield pool
+        if not pools.entries() and find_pool(settings) is None:
+            raise PoolError(f"no local pool is running, so no run is going on {wish}.")
+        yield finding.pool_with(pools, settings, prefix, going_on=going_on, start=False)
     finally:
-        pool.close()
+        pools.close()
 
 
 def check_prefix(text: str) -> str:
@@ -154,8 +187,14 @@ def _check_not_removed(settings: Settings, prefix: str) -> None:
             )
 
 
-def runs_table(runs: Sequence[RunSummary], now: float) -> str:
-    """Return the runs as aligned text; `now` in seconds since the epoch."""
+def runs_table(runs: Sequence[RunSummary], now: float, pools: Mapping[str, str] | None = None) -> str:
+    """Return the runs as aligned text.
+
+    Args:
+        runs: Newest first.
+        now: Seconds since the epoch.
+        pools: The pool of each by its id, where there are several.
+    """
     if not runs:
         return "no runs yet"
     times_seen = Counter(short(run.run_id) for run in runs)
@@ -168,7 +207,14 @@ def runs_table(runs: Sequence[RunSummary], now: float) -> str:
     if not any(row[6] for row in rows[1:]):
         # nothing has a price here
         rows = [(*row[:6], row[7]) for row in rows]
-    return "\n".join(aligned(rows, right=(5, 6) if len(rows[0]) == 8 else (5,)))
+    right = (5, 6) if len(rows[0]) == 8 else (5,)
+    if pools:
+        rows = [
+            (row[0], pool, *row[1:])
+            for row, pool in zip(rows, ["pool", *(pools[run.run_id] for run in runs)], strict=True)
+        ]
+        right = tuple(column + 1 for column in right)
+    return "\n".join(aligned(rows, right=right))
 
 
 def aligned(rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, Unpack
 
 from sgpu_magic.compat import pool_choice
 from sgpu_magic.functions.decorator import DistributedFunction, Launcher
-from sgpu_magic.functions.options import Options, checked
+from sgpu_magic.functions.options import CallOptions, Options, checked
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,12 +25,22 @@ class ChoosingFunction(DistributedFunction[P, R, T]):
     @property
     def distributed(self) -> Launcher[P, R, T]:
         """Runs the function on every rank. The variables count as they are now, not when it was defined."""
-        chosen_here = self._options.own_pool or self._options.pool
-        note = "" if chosen_here else pool_choice.note(os.environ)
-        if note and note not in _said:
-            _said.add(note)
-            sys.stderr.write(f"sgpu: {note}\n")
-        return super().distributed
+        return Launcher(self.__sgpu_function__, with_chosen_pool(self._options), run_async=self._run_async)
+
+
+def with_chosen_pool(options: CallOptions) -> CallOptions:
+    """Return the options with the pool that the documented variables choose, where they name none themselves.
+
+    Raises:
+        UsageError: The settings or the list of pools can't be read.
+    """
+    if options.pool:
+        return options
+    choice = pool_choice.choice(os.environ)
+    if choice.note and choice.note not in _said:
+        _said.add(choice.note)
+        sys.stderr.write(f"sgpu: {choice.note}\n")
+    return replace(options, pool=choice.pool)
 
 
 def distributed(

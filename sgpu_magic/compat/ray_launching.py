@@ -1,53 +1,41 @@
-"""`@ray_launch`: it can be put on a function, and says when the function is launched that this can't be done yet."""
+"""`serverless_gpu.ray.ray_launch`: `@ray_launch` of this package, and a word on pools that the variables choose."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, Unpack, cast
+from typing import Any, ParamSpec, TypeVar, Unpack
 
-from sgpu_magic.errors import UsageError
-from sgpu_magic.functions.options import Options, checked
+from sgpu_magic.compat.decorator import with_chosen_pool
+from sgpu_magic.functions import ray_launching
+from sgpu_magic.functions.options import Options
+from sgpu_magic.functions.ray_launching import RayLauncher
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class RayFunction(Generic[P, R]):
-    """A function that `@ray_launch` has been put on. Calling it calls the function here, once.
+class RayFunction(ray_launching.RayFunction[P, R]):
+    """A Ray driver whose pool the documented variables choose."""
 
-    Args:
-        function: What would be Ray's driver on rank 0.
-    """
-
-    def __init__(self, function: Callable[P, R]) -> None:
-        functools.update_wrapper(cast("Any", self), function)
-        self._function = function
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the function here, once."""
-        return self._function(*args, **kwargs)
-
-    def distributed(self, *args: P.args, **kwargs: P.kwargs) -> NoReturn:
-        """Refuse: no Ray cluster can be started.
-
-        Raises:
-            UsageError: Always.
-        """
-        name = getattr(self._function, "__qualname__", "the function")
-        raise UsageError(
-            f"{name} can't be launched: sgpu-magic does not start Ray clusters yet, and nothing was started. Use "
-            "@distributed for a torch program; a Ray program that needs no more than this machine runs with ray.init() "
-            f"in it when you call {name}(...) itself."
-        )
+    @property
+    def distributed(self) -> RayLauncher[P, R]:
+        """Runs the function with a Ray cluster. The variables count as they are now, not when it was defined."""
+        return RayLauncher(self.__sgpu_function__, with_chosen_pool(self._options))
 
 
-def ray_launch(**options: Unpack[Options]) -> Callable[[Callable[P, R]], RayFunction[P, R]]:
-    """Mark a function as the driver of a Ray program, with the options of `@distributed`.
+def ray_launch(function: Callable[..., Any] | None = None, /, **options: Unpack[Options]) -> Any:
+    """Let a function be a Ray cluster's driver: `sgpu_magic.ray_launch` under its documented name.
 
     Raises:
         UsageError: An option means nothing or contradicts another.
         TypeError: There is no option of that name.
     """
-    checked(**options)
-    return RayFunction
+    if function is not None:
+        return RayFunction[..., Any](function, options)
+    # what is wrong with the options is told where they stand
+    ray_launching.ray_launch(**options)
+
+    def decorate(function: Callable[..., Any]) -> RayFunction[..., Any]:
+        return RayFunction(function, options)
+
+    return decorate

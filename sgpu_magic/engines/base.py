@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from sgpu_magic.protocol.devices import Inventory
+from sgpu_magic.protocol.devices import Inventory, Lease
 from sgpu_magic.protocol.environment import Environment
+from sgpu_magic.protocol.forwarding import OpenStream, StreamMessage, StreamOpened
 from sgpu_magic.protocol.measures import RankStack
 from sgpu_magic.protocol.messages import Warm
 from sgpu_magic.protocol.node_messages import HeldRun, Launch, RunEvent
@@ -48,8 +49,34 @@ class EngineListener(Protocol):
 
     def answered(self, request: int, answer: RankAnswer) -> None: ...
 
+    def forwarded(self, message: StreamOpened | StreamMessage, frames: Sequence[bytes]) -> None:
+        """A node says something of a stream that `Engine.forward` has opened there."""
+        ...
+
     def tracking_asked(self, run_id: str) -> None:
         """A rank waits for the run's place in MLflow. Answer with `tracking_known`."""
+        ...
+
+    def lease_granted(self, run_id: str, lease: Lease) -> None:
+        """The engine has the run's devices, which need not be those that the scheduler proposed; its ranks start.
+
+        Told by engines that grant later (`Engine.grants_later`), once for each lease.
+        """
+        ...
+
+    def lease_refused(self, run_id: str, uuids: tuple[str, ...], why: str) -> None:
+        """The engine could not have the devices after all: as `LeaseUnavailable`, said later."""
+        ...
+
+    def runs_lost(self, run_ids: Sequence[str], why: str, host: str) -> None:
+        """A node died, or is out of reach for good, and with it all or some ranks of these runs.
+
+        What is left of them on other nodes is being ended: `ranks_gone` of each follows.
+
+        Args:
+            why: A sentence that names the node, without a full stop.
+            host: The node's name.
+        """
         ...
 
     def nodes_lost(self, why: str) -> None:
@@ -62,7 +89,13 @@ class EngineListener(Protocol):
 
 
 class Engine(Protocol):
-    """One contract for every backend."""
+    """One contract for every backend.
+
+    Attributes:
+        grants_later: The lease of a launch is a proposal: its run waits until `EngineListener.lease_granted`.
+    """
+
+    grants_later: bool
 
     def start(self, listener: EngineListener) -> None:
         """Begin to listen to what the nodes say."""
@@ -91,11 +124,18 @@ class Engine(Protocol):
         """
         ...
 
-    def adopt(self, run_id: str, number: int) -> None:
-        """Take a held run over; its events up to `number` are kept already."""
+    def adopt(self, run_id: str, numbers: Mapping[int, int]) -> None:
+        """Take a held run over.
+
+        Args:
+            numbers: By part (0 where the run has only one) the number of the newest event that is kept already.
+        """
         ...
 
-    def events_kept(self, run_id: str, number: int) -> None: ...
+    def events_kept(self, run_id: str, numbers: Mapping[int, int]) -> None:
+        """Events are on disk. `numbers` as in `adopt`."""
+        ...
+
     def detach_run(self, run_id: str) -> None: ...
     def take_stacks(self, request: int, run_id: str) -> None: ...
     def end_run(self, run_id: str, state: RunState, reason: str) -> None: ...
@@ -110,6 +150,12 @@ class Engine(Protocol):
 
     def ask_rank(self, request: int, session: str, question: RankQuestion) -> None:
         """Ask an idle rank of a session."""
+        ...
+
+    def forward(
+        self, run_id: str, rank: int, message: OpenStream | StreamMessage, frames: Sequence[bytes]
+    ) -> None:
+        """Pass on what a client says of a stream to the node of a run's rank; answered by `forwarded`."""
         ...
 
     def reclaim_payload(self, run_id: str) -> None: ...

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from sgpu_magic.agent import leftovers
+from sgpu_magic.agent import leftovers, ray_place
 from sgpu_magic.config import Settings
 from sgpu_magic.engines.base import EngineListener, LeaseUnavailable
 from sgpu_magic.engines.device_locks import DeviceLocks, DevicesLocked
@@ -16,6 +16,15 @@ from sgpu_magic.engines.local_agent import LocalAgent
 from sgpu_magic.environment.need import needs_build
 from sgpu_magic.protocol.devices import Inventory
 from sgpu_magic.protocol.environment import Environment
+from sgpu_magic.protocol.forwarding import (
+    OpenStream,
+    StreamClosed,
+    StreamData,
+    StreamEnded,
+    StreamMessage,
+    StreamOpened,
+    StreamTaken,
+)
 from sgpu_magic.protocol.messages import PROTOCOL_VERSION, ReclaimPayload, ResultsReceived, Warm
 from sgpu_magic.protocol.node_messages import (
     Adopt,
@@ -61,6 +70,8 @@ class LocalEngine:
         warm: The interpreter to warm first, None for none.
     """
 
+    grants_later = False
+
     def __init__(self, settings: Settings, warm: Warm | None = None) -> None:
         self._settings = settings
         self._locks = DeviceLocks(settings.lock_path)
@@ -105,11 +116,11 @@ class LocalEngine:
         self._leases.take(spec, lease)
         self._agent.send(msgspec.structs.replace(launch, locks=len(locks)) if locks else launch, frames, locks)
 
-    def adopt(self, run_id: str, number: int) -> None:
-        self._agent.send(Adopt(run_id=run_id, number=number))
+    def adopt(self, run_id: str, numbers: Mapping[int, int]) -> None:
+        self._agent.send(Adopt(run_id=run_id, number=numbers.get(0, 0)))
 
-    def events_kept(self, run_id: str, number: int) -> None:
-        self._agent.send(EventsKept(run_id=run_id, number=number))
+    def events_kept(self, run_id: str, numbers: Mapping[int, int]) -> None:
+        self._agent.send(EventsKept(run_id=run_id, number=numbers.get(0, 0)))
 
     def detach_run(self, run_id: str) -> None:
         self._agent.send(DetachRun(run_id=run_id))
@@ -128,6 +139,11 @@ class LocalEngine:
 
     def ask_rank(self, request: int, session: str, question: RankQuestion) -> None:
         self._agent.send(Question(request=request, session=session, question=question))
+
+    def forward(
+        self, run_id: str, rank: int, message: OpenStream | StreamMessage, frames: Sequence[bytes]
+    ) -> None:
+        self._agent.send(message, frames)
 
     def reclaim_payload(self, run_id: str) -> None:
         self._agent.send(ReclaimPayload(run_id=run_id))
@@ -156,6 +172,8 @@ class LocalEngine:
                 listener.session_ranks_restarted(message.request, message.session, message.problem)
             case Answered():
                 listener.answered(message.request, message.answer)
+            case StreamOpened() | StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
+                listener.forwarded(message, frames)
             case TrackingAsked(run_id=run_id):
                 listener.tracking_asked(run_id)
             case RanksGone():
@@ -197,6 +215,7 @@ class LocalEngine:
         for run_id in self._leases.runs:
             # what left its session, and was nobody's child any more when the agent died
             leftovers.kill_leftovers(run_id, ())
+            ray_place.remove(run_id, self._settings)
             self._release(run_id)
         lived_s = time.monotonic() - self._agent_since
         self._short_lives = self._short_lives + 1 if lived_s < _SHORT_LIFE_S else 0

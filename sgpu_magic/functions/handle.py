@@ -82,7 +82,7 @@ class Run(Future[list[R]], Generic[R]):
         if _RUN.fullmatch(run_id.lower()) is None:
             raise UsageError(f"{run_id[:40]!r} is no run: give the first digits of its id (0-9, a-f).")
         place = workplace()
-        run, state = place.pool.attach(run_id.lower())
+        run, state = place.attach(run_id.lower())
         return cls(place, run, state)
 
     # ------------------------------------------------------------ how it stands
@@ -124,8 +124,9 @@ class Run(Future[list[R]], Generic[R]):
         Raises:
             RunUnknown: It does not go on any more.
         """
-        self._place.pool.detach(self.run_id)
-        self._place.pool.run_left(self.run_id)
+        pool = self._place.pool_of(self._followed.run)
+        pool.detach(self.run_id)
+        pool.run_left(self.run_id)
         self._place.detached.add(self.run_id)
 
     # ------------------------------------------------------------ what comes of it
@@ -169,7 +170,7 @@ class Run(Future[list[R]], Generic[R]):
         Raises:
             RunUnknown: The pool has forgotten it.
         """
-        run, state = self._place.pool.attach(self.run_id)
+        run, state = self._place.pool_of(self._followed.run).attach(self.run_id)
         followed = self._place.unseen(run)
         heard_at = time.monotonic()
         try:
@@ -197,7 +198,7 @@ class Run(Future[list[R]], Generic[R]):
             ui: `"auto"`, `"widget"`, `"text"` or `"none"`.
         """
         place = self._place
-        run, state = place.pool.attach(self.run_id)
+        run, state = place.pool_of(self._followed.run).attach(self.run_id)
         followed = place.followed(run, ui, error_follows=False)
         if place.is_notebook:
             place.windows.open(followed, state, live=place.live_views.is_watched and ui != "text")
@@ -269,7 +270,7 @@ class Run(Future[list[R]], Generic[R]):
             if self._settle is not None:
                 self._settle(self._followed.view)
             if run.owned:
-                let_go(place.pool, run)
+                let_go(place.pool_of(run), run)
             else:
                 run.close()
         finally:
@@ -287,6 +288,8 @@ class Run(Future[list[R]], Generic[R]):
         self.set_running_or_notify_cancel()
 
     def _log(self, rank: int) -> str:
+        if self._followed.run.mirror is not None:
+            self._followed.run.mirror.follow(f"rank-{rank}.log")
         try:
             return (self.directory / f"rank-{rank}.log").read_text(errors="replace")
         except FileNotFoundError:

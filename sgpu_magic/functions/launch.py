@@ -13,15 +13,15 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from sgpu_magic.errors import RunCancelled, UsageError
+from sgpu_magic.errors import CapacityError, RunCancelled, UsageError
 from sgpu_magic.functions.handle import Run
 from sgpu_magic.functions.options import CallOptions
 from sgpu_magic.panel.chosen import PYTHON_WAYS, Asked, with_choice
-from sgpu_magic.protocol.devices import Placement
 from sgpu_magic.protocol.ids import new_id, short
 from sgpu_magic.protocol.records import RunSpec
 from sgpu_magic.protocol.states import RunKind, RunState
 from sgpu_magic.runs import calls, follow
+from sgpu_magic.runs.devices import in_pythons_words
 from sgpu_magic.runs.notebook import owner
 from sgpu_magic.runs.submission import Submission, let_go, submit
 from sgpu_magic.runs.wishes import refuse_in_session
@@ -75,7 +75,7 @@ def start(
 
 def submitted(place: Workplace, submission: Submission) -> Run[Any]:
     """Hand a call over to the pool and return its handle."""
-    return Run(place, submit(place.pool, submission), RunState.QUEUED)
+    return Run(place, submit(place.pool_of(submission), submission), RunState.QUEUED)
 
 
 def prepare(
@@ -103,31 +103,24 @@ def prepare(
         TypeError: The arguments do not fit.
         SgpuError: The function can't be called, or something can't be pickled, or there is no such pool.
     """
-    settings = place.current_settings()
     with _in_pythons_words():
-        place.check_pool("local" if options.own_pool else options.pool or settings.pool)
+        place.wanted_pool(options.pool)
     packed = calls.pack_call(place, function, args, kwargs, exclude=options.exclude)
-    session = _lent_by(options) if beside_sessions else None
+    session = _lent_by(options) if beside_sessions and not options.ray else None
     if session is None:
         options = _with_notebooks_choice(place, options)
     variables = {**(session.variables if session is not None else {}), **(options.variables or {})}
     if session is not None:
-        placement = replace(session.placement, ranks=options.ranks or session.ranks)
+        found = session.lends(options.ranks)
     else:
         with _in_pythons_words():
-            ranks = options.ranks or place.default_ranks(options.device_type)
-        placement = Placement(
-            ranks=ranks,
-            device_type=options.device_type or "any",
-            allow_busy=options.allow_busy,
-            stand_in=settings.stand_in == "cpu",
-        )
+            found = place.find(place.wanted_pool(options.pool), options.devices)
     spec = RunSpec(
         run_id=new_id(),
         name=name or options.name or packed.name,
         cell=packed.cell,
-        placement=placement,
-        outputs=calls.OUTPUTS,
+        placement=found.placement,
+        outputs=calls.OUTPUTS_OF_DRIVER if options.ray else calls.OUTPUTS,
         owner=owner(place.shell),
         timeout_s=options.timeout_s,
         wait_s=options.wait_s,
@@ -135,7 +128,7 @@ def prepare(
         retries=options.retries,
         retry_any=options.retry_any,
         env_names=tuple(variables),
-        shipped=packed.shipped,
+        shipped=replace(packed.shipped, notes=(*found.notes, *packed.shipped.notes)),
         kind=RunKind.CALL,
         session=session.run_id if session is not None else "",
         session_name=session.name if session is not None else "",
@@ -143,29 +136,42 @@ def prepare(
         parameters=packed.parameters,
         profile=options.profile,
         max_cost=options.max_cost,
+        ray=options.ray,
     )
     wishes = session.wishes_with(options.wishes) if session is not None else options.wishes
-    return Submission(spec, packed.packed, packed.key, calls.environ_with(variables), wishes, frozenset(variables))
+    return Submission(
+        spec,
+        packed.packed,
+        packed.key,
+        calls.environ_with(variables),
+        wishes,
+        frozenset(variables),
+        pool=found.pool.name,
+    )
 
 
 def _with_notebooks_choice(place: Workplace, options: CallOptions) -> CallOptions:
     """The same with what the notebook's choice says where nothing was asked for."""
-    asked = Asked(options.ranks, options.device_type, options.wishes, "local" if options.own_pool else options.pool)
+    asked = Asked(options.ranks, options.device_type, options.wishes, options.pool)
     found = with_choice(place, asked, PYTHON_WAYS)
     if found is asked:
         return options
-    return change(options, ranks=found.ranks, device_type=found.device_type, wishes=found.wishes)
+    devices = change(options.devices, ranks=found.ranks, device_type=found.device_type)
+    return change(options, devices=devices, wishes=found.wishes, pool=found.pool)
 
 
 def _lent_by(options: CallOptions) -> Session | None:
     """The connected session on whose lease the run has room, the current one first."""
     wishes = options.wishes
-    if wishes.env_version or wishes.torch_mine or wishes.allow_build or options.max_cost is not None:
+    devices = options.devices
+    of_its_own = devices.min_memory_bytes or devices.nodes or devices.strategy != "pack"
+    if wishes.env_version or wishes.torch_mine or wishes.allow_build or options.max_cost is not None or of_its_own:
         # those are a lease's own
         return None
     for session in reversed(registry.all_sessions()):
         enough = (options.ranks or 1) <= session.ranks
-        if session.is_connected and enough and options.device_type in (None, "any", session.device_type):
+        fits = options.device_type in (None, "any", session.device_type) and options.pool in ("", session.pool.name)
+        if session.is_connected and enough and fits:
             return session
     return None
 
@@ -212,11 +218,12 @@ def _preparer(
 
 
 def _bring_back(place: Workplace, submission: Submission, ui: str) -> list[Any]:
-    run = submit(place.pool, submission)
+    pool = place.pool_of(submission)
+    run = submit(pool, submission)
     try:
         result = follow.bring_back(place.followed(run, ui), place.namespace, place.restarts)
     finally:
-        let_go(place.pool, run)
+        let_go(pool, run)
     if result is None:
         run_id = short(run.run_id)
         raise RunCancelled(
@@ -232,8 +239,9 @@ def _in_pythons_words() -> Generator[None]:
     try:
         yield
     except UsageError as error:
-        message = error.message.replace("--gpus N --type TYPE", "gpus=N, gpu_type=TYPE").replace("--pool", "pool")
-        raise UsageError(message) from None
+        raise UsageError(in_pythons_words(error.message)) from None
+    except CapacityError as error:
+        raise CapacityError(in_pythons_words(error.message)) from None
 
 
 def _is_in_a_task() -> bool:

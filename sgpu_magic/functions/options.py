@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, TypedDict, TypeGuard, Unpack
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
 from sgpu_magic.protocol.device_types import canonical_type
+from sgpu_magic.runs.devices import check_spread, in_pythons_words, memory_bytes, node_count, strategy_of
 from sgpu_magic.runs.durations import duration_s
+from sgpu_magic.runs.placing import Devices
 from sgpu_magic.runs.submission import Wishes
 from sgpu_magic.runs.wishes import EnvVersion, max_cost_from, wishes_from
 
@@ -48,7 +50,11 @@ class SharedOptions(TypedDict, total=False):
         profile: Keep a trace of torch's profiler from every rank.
         max_cost: It is stopped before it costs more, in the currency of the settings. Default: no limit.
         allow_busy: Also take GPUs that other programs use.
-        pool: The pool's name. Default: the one that the settings name.
+        min_memory: Memory of each device, `"40GB"` or bytes. Without `gpu_type` the cheapest type that has it.
+        nodes: Nodes that the ranks are spread over evenly. Default: the pool's choice.
+        placement: `"pack"` on as few nodes as can be (default), `"strict_pack"` on one, `"spread"` over many.
+        pool: The pool's name, or `"reserved"` or `"on-demand"` for any such. Default: the setting `pool`, else a
+            reserved pool that has the type, an on-demand one, this machine's own.
         ui: How it is shown: `"auto"`, `"widget"`, `"text"` or `"none"`.
     """
 
@@ -68,6 +74,9 @@ class SharedOptions(TypedDict, total=False):
     profile: bool
     max_cost: float | None
     allow_busy: bool
+    min_memory: str | float | None
+    nodes: int | None
+    placement: str | None
     pool: str
     ui: str
 
@@ -94,9 +103,7 @@ class CallOptions:
     """The same, checked and in the protocol's words.
 
     Args:
-        ranks: Number of ranks; None when left out.
-        device_type: Canonical; None when left out.
-        own_pool: This machine's own pool is meant (`remote=False`).
+        devices: How many of which; None and 0 where that was left out.
         timeout_s: Longest running time in seconds.
         wait_s: Longest time in the queue in seconds; None is as long as it takes.
         grace_s: Seconds between TERM and KILL; None is the pool's default.
@@ -105,18 +112,16 @@ class CallOptions:
         variables: Set on the ranks.
         name: "" is the function's.
         exclude: Names that stay here.
-        allow_busy: Also devices that others use.
-        pool: "" is the default.
+        pool: The pool, or a kind of pools; "" is the default, `local` is meant by `remote=False` too.
         ui: How it is shown.
         session: Its ranks are used; None is a lease of its own.
         wishes: About packages and tracking.
         profile: Keep a trace of torch's profiler.
         max_cost: What it may cost; None is no limit.
+        ray: The function is the driver of a Ray cluster of the run's own, and runs in rank 0 alone.
     """
 
-    ranks: int | None = None
-    device_type: str | None = None
-    own_pool: bool = False
+    devices: Devices = field(default_factory=Devices)
     timeout_s: float = SEVEN_DAYS_S
     wait_s: float | None = None
     grace_s: float | None = None
@@ -125,13 +130,21 @@ class CallOptions:
     variables: Mapping[str, str] | None = None
     name: str = ""
     exclude: tuple[str, ...] = ()
-    allow_busy: bool = False
     pool: str = ""
     ui: str = "auto"
     session: Session | None = None
     wishes: Wishes = field(default_factory=Wishes)
     profile: bool = False
     max_cost: float | None = None
+    ray: bool = False
+
+    @property
+    def ranks(self) -> int | None:
+        return self.devices.ranks
+
+    @property
+    def device_type(self) -> str | None:
+        return self.devices.device_type
 
 
 def checked(**options: Unpack[Options]) -> CallOptions:
@@ -174,10 +187,21 @@ def checked(**options: Unpack[Options]) -> CallOptions:
         raise UsageError(f"retries={retries!r} is not possible; 0 to {_MAX_RETRIES} are.")
     if options.get("retry_any") and not retries:
         raise UsageError("retry_any=True says when to start again, but not how often: add retries=N.")
+    devices = Devices(
+        ranks_of("gpus" if gpus is not None else "num_gpus", gpus if gpus is not None else num_gpus),
+        device_type,
+        memory_bytes("min_memory", options.get("min_memory")),
+        node_count("nodes", options.get("nodes")),
+        strategy_of("placement", options.get("placement")),
+        bool(options.get("allow_busy")),
+    )
+    if devices.ranks is not None:
+        try:
+            check_spread(devices.ranks, devices.nodes, devices.strategy)
+        except UsageError as error:
+            raise UsageError(in_pythons_words(error.message)) from None
     return CallOptions(
-        ranks=ranks_of("gpus" if gpus is not None else "num_gpus", gpus if gpus is not None else num_gpus),
-        device_type=device_type,
-        own_pool=remote is False,
+        devices=devices,
         timeout_s=SEVEN_DAYS_S if timeout_s is None else timeout_s,
         wait_s=_seconds("wait", options.get("wait")),
         grace_s=_seconds("grace", options.get("grace")),
@@ -186,8 +210,7 @@ def checked(**options: Unpack[Options]) -> CallOptions:
         variables=_variables(options.get("env")),
         name=options.get("name", ""),
         exclude=_names(options.get("exclude", ())),
-        allow_busy=bool(options.get("allow_busy")),
-        pool=options.get("pool", ""),
+        pool="local" if remote is False else options.get("pool", ""),
         ui=ui,
         session=session,
         wishes=wishes_from(

@@ -10,6 +10,8 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
+from sgpu_magic.client.pool_choosing import KINDS
+from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.errors import RunCancelled, SerializationError
 from sgpu_magic.functions import launch
 from sgpu_magic.functions.handle import Run
@@ -105,7 +107,13 @@ class Sweeping(Generic[T, R]):
 
     def _bound(self) -> int:
         """How many runs are with the pool at most."""
-        status = self._place.pool.status(recent=0)
+        name = self._place.wanted_pool(self._options.pool)
+        if name not in KINDS and not (not name and self._place.pools.entries()):
+            pool = self._place.pools.named(name or LOCAL)
+        else:
+            # where each of them goes is decided when it is its turn, and as a rule that is here
+            pool = self._place.find(name, self._options.devices).pool
+        status = pool.status(recent=0)
         ranks = self._options.ranks or 1
         if status is None:
             return _AHEAD

@@ -44,10 +44,12 @@ class LogReader:
 
     Args:
         directory: The run's.
+        bring: Brings what has come to a log of that name, from another machine; None where the directory has it.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, bring: Callable[[str], None] | None = None) -> None:
         self.directory = directory
+        self._bring = bring
         self._lock = threading.Lock()
         self._indexes: dict[int, _Index] = {}
 
@@ -55,6 +57,7 @@ class LogReader:
         return self.directory / f"rank-{rank}.log"
 
     def exists(self, rank: int) -> bool:
+        self._brought(rank)
         return self.path(rank).exists()
 
     def lines(self, rank: int, first: int, count: int) -> list[str]:
@@ -112,8 +115,13 @@ class LogReader:
         held = len(decoder.getstate()[0])
         return text, offset + size - held
 
+    def _brought(self, rank: int) -> None:
+        if self._bring is not None:
+            self._bring(self.path(rank).name)
+
     @contextmanager
     def _opened(self, rank: int) -> Generator[int | None]:
+        self._brought(rank)
         try:
             file = os.open(self.path(rank), os.O_RDONLY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):

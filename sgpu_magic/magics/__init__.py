@@ -38,7 +38,7 @@ from sgpu_magic.panel import chosen
 from sgpu_magic.panel.door import Door
 from sgpu_magic.runs import packages
 
-_OURS = ("%%distributed", "%%rank")
+_OURS = ("%%distributed", "%%rank", "%%ray_launch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,9 @@ def load(shell: InteractiveShell) -> None:
     kernel = getattr(shell, "kernel", None)
     questions = RankQuestions(kernel, auto) if hasattr(kernel, "do_inspect") else None
     _loaded[id(shell)] = _Loaded(magics, auto, assignments, questions, door)
-    magics.pool.warm_in_background()
+    if chosen.pool_name(magics.place) == magics.pool.name:
+        # where all runs go elsewhere none of these processes is needed
+        magics.pool.warm_in_background()
     packages.of(magics.pool).begin()
 
 

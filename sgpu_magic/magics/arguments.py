@@ -14,24 +14,29 @@ from sgpu_magic.magics.parsing import (
     add_place,
     add_variables,
     add_wishes,
-    device_type,
     names,
     outputs,
+    read_devices,
     read_wishes,
     variables,
 )
 from sgpu_magic.protocol.records import OutputName
 from sgpu_magic.runs.durations import optional_s, timeout_s
+from sgpu_magic.runs.placing import Devices
 from sgpu_magic.runs.submission import Wishes
 from sgpu_magic.runs.wishes import max_cost_from
 from sgpu_magic.sessions.rank_lists import parse_ranks
 
+RAY = "%%ray_launch"
 RETRY_CHOICES = ("failure", "any")
 NO_SESSION = "none"
 """`--session none`: outside of every session."""
 
+_OF_RANKS_THAT_STAY = ("--ranks", "--fresh", "--reload", "--session", "--profile")
+
 _MAX_RETRIES = 100
 _IN_CELL = "In the cell: rank, local_rank, world_size, device; the process group is initialised.\n"
+_IN_DRIVER = "In the cell: RAY_ADDRESS is set; the cluster has the lease's GPUs.\n"
 _VALUE = "The cell's value is a result: .values by rank, .lines, .logs(rank), .directory."
 _FIRST_WORD = re.compile(r"\s*([\d,\s-]*\d)(?=\s|$)(.*)", re.DOTALL)
 
@@ -41,8 +46,7 @@ class CellOptions:
     """What stands behind `%%distributed`.
 
     Args:
-        ranks: `--gpus`; None when left out.
-        device_type: `--type`, canonical; None when left out.
+        devices: `--gpus`, `--type`, `--min-memory`, `--nodes`, `--placement`, `--allow-busy`.
         outputs: `--out`.
         extra: `--in`.
         exclude: `--exclude`.
@@ -52,7 +56,6 @@ class CellOptions:
         name: `--name`.
         pool: `--pool`.
         ui: `--ui`.
-        allow_busy: `--allow-busy`.
         grace_s: `--grace` in seconds; None is the pool's default.
         retries: `--retries`.
         retry_any: `--retry-on any`.
@@ -67,8 +70,7 @@ class CellOptions:
         help: `-h`.
     """
 
-    ranks: int | None
-    device_type: str | None
+    devices: Devices
     outputs: tuple[OutputName, ...]
     extra: tuple[str, ...]
     exclude: tuple[str, ...]
@@ -78,7 +80,6 @@ class CellOptions:
     name: str
     pool: str
     ui: str
-    allow_busy: bool
     grace_s: float | None
     retries: int
     retry_any: bool
@@ -92,6 +93,14 @@ class CellOptions:
     max_cost: float | None
     help: bool
 
+    @property
+    def ranks(self) -> int | None:
+        return self.devices.ranks
+
+    @property
+    def device_type(self) -> str | None:
+        return self.devices.device_type
+
 
 @functools.cache
 def parser(prog: str = "%%distributed") -> Parser:
@@ -104,6 +113,14 @@ def parser(prog: str = "%%distributed") -> Parser:
             _IN_CELL + _VALUE,
         )
         made.add_argument("list", nargs="?", metavar="RANKS", help="the ranks: 0,2-3")
+    elif prog == RAY:
+        made = Parser(
+            prog,
+            "Run the cell as the driver of a Ray cluster that is made for it on N devices of a pool: ray.init() in the "
+            "cell finds it, and it ends with the cell. Rank 0 runs the cell, with the notebook's variables; the other "
+            "ranks hold their devices.",
+            _IN_DRIVER + _VALUE,
+        )
     else:
         made = Parser(
             prog,
@@ -131,12 +148,12 @@ def parser(prog: str = "%%distributed") -> Parser:
     )
     add("--retry-on", choices=RETRY_CHOICES, help="any: also after an error of the cell itself (default: failure)")
     add("--detach", action="store_true", help="return at once; the run goes on without this notebook")
-    add("--ranks", metavar="0,2-3", help="in a session: these ranks only (default: all)")
-    add("--fresh", action="store_true", help="in a session: new processes on its devices, beside its ranks")
-    add("--reload", action="store_true", help="in a session: load edited local modules anew first")
-    add("--session", default="", metavar="NAME|none", help="the session (default: the one connected last)")
+    if prog == RAY:
+        for option in _OF_RANKS_THAT_STAY:
+            made.add_argument(option, nargs="?", const=True, help=argparse.SUPPRESS)
+    else:
+        _add_sessions(made)
     add_wishes(made)
-    add("--profile", action="store_true", help="keep a trace of torch's profiler from every rank")
     add("--name", default="", help="the run's name (default: the function or cell)")
     add_place(made)
     made.offer_help()
@@ -148,12 +165,14 @@ def parse(line: str, prog: str = "%%distributed") -> CellOptions:
 
     Args:
         line: What stands behind it.
-        prog: `%%distributed` or `%%rank`.
+        prog: `%%distributed`, `%%rank` or `%%ray_launch`.
 
     Raises:
         UsageError: An option is unknown or its value means nothing.
     """
     values = parser(prog).read(_ranks_in_one_word(line) if prog == "%%rank" else line)
+    if prog == RAY:
+        _check_for_ray(values)
     if values.retry_on is not None and values.retries is None:
         raise UsageError("--retry-on says when to start again, but not how often: add --retries N.")
     listed = getattr(values, "list", None)
@@ -166,8 +185,7 @@ def parse(line: str, prog: str = "%%distributed") -> CellOptions:
         raise UsageError("--ranks names ranks that stay, and --fresh starts new ones. Leave one of them out.")
     ranks = listed if listed is not None else values.ranks
     return CellOptions(
-        ranks=values.gpus,
-        device_type=device_type(values.type),
+        devices=read_devices(values),
         outputs=outputs("--out", values.out),
         extra=names("--in", values.extra),
         exclude=names("--exclude", values.exclude),
@@ -177,7 +195,6 @@ def parse(line: str, prog: str = "%%distributed") -> CellOptions:
         name=values.name,
         pool=values.pool,
         ui=values.ui,
-        allow_busy=values.allow_busy,
         grace_s=optional_s("--grace", values.grace),
         retries=values.retries or 0,
         retry_any=values.retry_on == "any",
@@ -191,6 +208,37 @@ def parse(line: str, prog: str = "%%distributed") -> CellOptions:
         max_cost=max_cost_from("--max-cost", values.max_cost),
         help=values.help,
     )
+
+
+def _add_sessions(made: Parser) -> None:
+    """Add what only ranks that execute the cell themselves can do."""
+    add = made.add_argument
+    add("--ranks", metavar="0,2-3", help="in a session: these ranks only (default: all)")
+    add("--fresh", action="store_true", help="in a session: new processes on its devices, beside its ranks")
+    add("--reload", action="store_true", help="in a session: load edited local modules anew first")
+    add("--session", default="", metavar="NAME|none", help="the session (default: the one connected last)")
+    add("--profile", action="store_true", help="keep a trace of torch's profiler from every rank")
+
+
+def _check_for_ray(values: argparse.Namespace) -> None:
+    """Say of what `%%ray_launch` does not take why it does not, and fill in what it means instead.
+
+    Raises:
+        UsageError: It was asked for.
+    """
+    for option in _OF_RANKS_THAT_STAY:
+        if getattr(values, option.removeprefix("--")) is not None:
+            raise UsageError(
+                f"{RAY} has no {option}: its Ray cluster is started on new ranks, never in a session's, and only rank "
+                f"0 runs the cell. Leave {option} out; the connected session stays as it is."
+            )
+    for output in outputs("--out", values.out):
+        if output.all_ranks:
+            raise UsageError(
+                f"--out {output.name}:all brings every rank's value back, and with {RAY} only rank 0 runs the cell. "
+                "Leave :all out; what Ray's tasks return comes with ray.get."
+            )
+    values.ranks, values.fresh, values.reload, values.session, values.profile = None, False, False, NO_SESSION, False
 
 
 def _ranks_in_one_word(line: str) -> str:

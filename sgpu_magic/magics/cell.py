@@ -10,21 +10,19 @@ import re
 import time
 from collections.abc import Mapping
 
-import msgspec
 from IPython.core.interactiveshell import InteractiveShell
 
 from sgpu_magic.capture.names import CellNames
 from sgpu_magic.capture.namespace import cell_sources, collect, submodules_read
 from sgpu_magic.client.pool import new_key
-from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.magics.arguments import CellOptions
 from sgpu_magic.payload.pack import pack_namespace
-from sgpu_magic.protocol.devices import Placement
 from sgpu_magic.protocol.ids import new_id
 from sgpu_magic.protocol.records import CellSource, RunSpec, Shipped
 from sgpu_magic.runs.notebook import cell_number, cell_numbers, owner
 from sgpu_magic.runs.parameters import scalars
+from sgpu_magic.runs.placing import Found
 from sgpu_magic.runs.reading import heavy_names, name_of, read_cell, transform_of, words_in
 from sgpu_magic.runs.submission import Submission
 from sgpu_magic.sessions.cells import RANK_NAMES, SessionCell
@@ -38,9 +36,10 @@ def prepare(
     body: str,
     options: CellOptions,
     shell: InteractiveShell,
-    settings: Settings,
-    ranks: int,
+    place: Found,
     session: Session | None = None,
+    *,
+    ray: bool = False,
 ) -> Submission:
     """Check, capture and pack a cell for ranks of its own. Nothing has started when this raises.
 
@@ -49,9 +48,9 @@ def prepare(
         body: The code below it.
         options: What stands on that line.
         shell: The notebook's.
-        settings: As they are now.
-        ranks: The number of ranks, decided by the caller.
+        place: Where it goes, decided by the caller.
         session: Whose lease it uses (`--fresh`); None for a lease of its own.
+        ray: It is the driver of a Ray cluster of its own.
 
     Raises:
         UsageError: An option names what does not exist.
@@ -78,24 +77,20 @@ def prepare(
         total_bytes=packed.total_bytes,
         seconds=time.perf_counter() - begin,
         heavy=heavy_names(packed.sizes),
-        notes=tuple(
-            f"the notebook's variable `{name}` hides the rank's own `{name}`: --exclude {name} gives that back"
-            for name in RANK_NAMES
-            if name in packed.names
+        notes=(
+            *place.notes,
+            *(
+                f"the notebook's variable `{name}` hides the rank's own `{name}`: --exclude {name} gives that back"
+                for name in RANK_NAMES
+                if name in packed.names
+            ),
         ),
-    )
-    placement = Placement(
-        ranks=ranks,
-        device_type=options.device_type or "any",
-        allow_busy=options.allow_busy,
-        stand_in=settings.stand_in == "cpu",
     )
     environ = {**os.environ, **options.variables}
     wishes, given = options.wishes, frozenset(options.variables)
     if session is not None:
         wishes, given = session.wishes_with(options.wishes), given.union(session.variables)
         environ = session.environ(options.variables)
-        placement = msgspec.structs.replace(session.placement, ranks=ranks)
     spec = RunSpec(
         run_id=new_id(),
         name=options.name or name_of(body, number),
@@ -105,7 +100,7 @@ def prepare(
             execution_count=number,
             linecache=cell_sources(packed.files, cell_numbers(shell)),
         ),
-        placement=placement,
+        placement=place.placement,
         outputs=options.outputs,
         owner=owner(shell),
         timeout_s=options.timeout_s,
@@ -122,8 +117,9 @@ def prepare(
         parameters=scalars(names),
         profile=options.profile,
         max_cost=options.max_cost,
+        ray=ray,
     )
-    return Submission(spec, packed, key, environ, wishes, given)
+    return Submission(spec, packed, key, environ, wishes, given, pool=place.pool.name)
 
 
 def for_session(magic_line: str, body: str, options: CellOptions, session: Session) -> SessionCell:

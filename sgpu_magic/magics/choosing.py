@@ -48,7 +48,8 @@ def with_notebooks_choice(place: Workplace, options: CellOptions) -> CellOptions
     found = with_choice(place, asked, MAGIC_WAYS)
     if found is asked:
         return options
-    return replace(options, ranks=found.ranks, device_type=found.device_type, wishes=found.wishes)
+    devices = replace(options.devices, ranks=found.ranks, device_type=found.device_type)
+    return replace(options, devices=devices, wishes=found.wishes, pool=found.pool)
 
 
 def _check_against(session: Session, options: CellOptions) -> None:
@@ -63,8 +64,17 @@ def _check_against(session: Session, options: CellOptions) -> None:
     known = ("any", session.device_type, session.placement.device_type)
     if options.device_type is not None and options.device_type not in known:
         raise UsageError(f"{has}, and --type {options.device_type} asks for others. Leave --type out; {ways}.")
-    if options.allow_busy:
+    devices = options.devices
+    if devices.allow_busy:
         raise UsageError(f"{has}, and --allow-busy chooses others. Leave it out: %sgpu_connect takes it.")
+    if devices.min_memory_bytes or devices.nodes or devices.strategy != "pack":
+        raise UsageError(
+            f"{has}, and --min-memory, --nodes and --placement choose others. Leave them out: %sgpu_connect takes them."
+        )
+    if options.pool and options.pool != session.pool.name:
+        raise UsageError(
+            f"{has} in the pool {session.pool.name}, and --pool {options.pool} names another. Leave --pool out; {ways}."
+        )
     refuse_in_session(
         session.name, options.wishes, options.max_cost, "give the cell a lease of its own with --session none"
     )

@@ -13,19 +13,22 @@ from collections.abc import Callable
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 from IPython.core.interactiveshell import InteractiveShell
 
+from sgpu_magic.client.pool_choosing import KINDS, RESERVED
+from sgpu_magic.client.pools_file import LOCAL, read_pools
 from sgpu_magic.config import load_settings
 from sgpu_magic.environment import saved
 from sgpu_magic.environment.base_lists import BASE_NAMES
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.magics import environment_magic, line_arguments
-from sgpu_magic.magics.arguments import NO_SESSION, RETRY_CHOICES, parser
+from sgpu_magic.magics.arguments import NO_SESSION, RAY, RETRY_CHOICES, parser
 from sgpu_magic.magics.parsing import UI_CHOICES, Parser
 from sgpu_magic.protocol.device_types import KNOWN_TYPES
 from sgpu_magic.protocol.ids import is_valid_id, short
+from sgpu_magic.runs.devices import STRATEGIES
 from sgpu_magic.runs.wishes import TORCH_CHOICES
 from sgpu_magic.sessions import registry, running
 
-_CELL = re.compile(r"\s*%%?(?P<magic>distributed|rank)\s")
+_CELL = re.compile(r"\s*%%?(?P<magic>distributed|rank|ray_launch)\s")
 _LINE = re.compile(r"\s*(?:[\w,\s]+=\s*)?%?(?P<magic>sgpu_(?:connect|disconnect|pull|push|restart|auto|env))\s")
 _TAKES_RUN = re.compile(r"\s*%?sgpu_(?:attach|detach|stacks|status)\s+(?P<word>[\w.-]*)$")
 _MAX_RUNS = 50
@@ -33,13 +36,14 @@ _VALUES = {
     "--type": ("any", "cpu", *KNOWN_TYPES),
     "--ui": UI_CHOICES,
     "--retry-on": RETRY_CHOICES,
-    "--pool": ("local",),
     "--torch": TORCH_CHOICES,
+    "--placement": STRATEGIES,
 }
 _NAMES = ("--in", "--out", "--exclude")
 _PARSERS: dict[str, Callable[[], Parser]] = {
     "distributed": parser,
     "rank": lambda: parser("%%rank"),
+    "ray_launch": lambda: parser(RAY),
     "sgpu_connect": line_arguments.connect_parser,
     "sgpu_disconnect": line_arguments.disconnect_parser,
     "sgpu_pull": lambda: line_arguments.names_parser("%sgpu_pull", "", pulls=True),
@@ -113,6 +117,8 @@ def _candidates(shell: InteractiveShell, magic: str, before: str) -> list[str]:
         return [*registry.names(), *([NO_SESSION] if magic in ("distributed", "rank") else [])]
     if words[-1] in ("--env-version", "--diff"):
         return _environments(with_none=words[-1] == "--env-version")
+    if words[-1] == "--pool":
+        return _pools()
     if words[-1] in _VALUES:
         return list(_VALUES[words[-1]])
     if after in _NAMES and (words[-1] == after or before.endswith(",")):
@@ -134,6 +140,16 @@ def _candidates(shell: InteractiveShell, magic: str, before: str) -> list[str]:
 
 def _users_names(shell: InteractiveShell) -> list[str]:
     return [name for name in shell.user_ns if not name.startswith("_")]
+
+
+def _pools() -> list[str]:
+    """Return what `--pool` takes."""
+    try:
+        listed = read_pools()
+    except SgpuError:
+        listed = ()
+    kinds = [kind for kind in KINDS if any(entry.reserved == (kind == RESERVED) for entry in listed)]
+    return [LOCAL, *(entry.name for entry in listed), *kinds]
 
 
 def _environments(*, with_none: bool) -> list[str]:

@@ -35,7 +35,7 @@ class DistributedMagics(Magics):
         self.place = workplace()
         self.pool = self.place.pool
         self.warmth = Warmth(self.pool)
-        self._board = StatusBoard(self.pool, self.place.settings.status_idle_s)
+        self._board = StatusBoard(self.place.pools, self.place.settings.status_idle_s)
 
     def close(self) -> None:
         """End the sessions and close the link to the pool; the pool goes on for others."""
@@ -54,6 +54,11 @@ class DistributedMagics(Magics):
         return self._run("%%rank", line, cell_body)
 
     @cell_magic
+    def ray_launch(self, line: str, cell_body: str) -> RunResult | None:
+        """Run this cell as the driver of a Ray cluster of its own. `%%ray_launch -h` shows the options."""
+        return self._run(arguments.RAY, line, cell_body)
+
+    @cell_magic
     def sgpu_auto_cell(self, line: str, cell_body: str) -> RunResult:
         """What `%sgpu_auto` makes of a plain cell."""
         session = registry.chosen()
@@ -65,30 +70,34 @@ class DistributedMagics(Magics):
         if options.help:
             print(arguments.parser(magic).format_help())  # noqa: T201  help is output
             return None
-        settings = self.place.current_settings()
-        self.place.check_pool(options.pool or settings.pool)
+        self.place.wanted_pool(options.pool)
         cell.check_cell(cell_body, magic)
         magic_line = f"{magic} {line}".strip()
         session = session_for(options, magic)
         self.place.notices.clear()
         if session is not None and not options.fresh:
             return session.run_cell(cell.for_session(magic_line, cell_body, options, session), options.ui)
-        return self._run_fresh(magic_line, cell_body, options, session)
+        return self._run_fresh(magic_line, cell_body, options, session, ray=magic == arguments.RAY)
 
     def _run_fresh(
-        self, magic_line: str, cell_body: str, options: arguments.CellOptions, session: Session | None
+        self,
+        magic_line: str,
+        cell_body: str,
+        options: arguments.CellOptions,
+        session: Session | None,
+        *,
+        ray: bool,
     ) -> RunResult | None:
         if session is not None:
-            ranks = options.ranks or session.checked().ranks
+            found = session.checked().lends(options.ranks)
         else:
             options = with_notebooks_choice(self.place, options)
-            ranks = options.ranks or self.place.default_ranks(options.device_type)
-        settings = self.place.current_settings()
+            found = self.place.find(self.place.wanted_pool(options.pool), options.devices)
         try:
-            submission = cell.prepare(magic_line, cell_body, options, self._shell, settings, ranks, session)
+            submission = cell.prepare(magic_line, cell_body, options, self._shell, found, session, ray=ray)
         except KeyboardInterrupt:
             raise RunCancelled("interrupted before the run was submitted; nothing was started.") from None
-        run = submit(self.pool, submission)
+        run = submit(found.pool, submission)
         followed = self.place.followed(run, options.ui)
         try:
             if options.detach:
@@ -96,9 +105,9 @@ class DistributedMagics(Magics):
                 return None
             return follow.bring_back(followed, self._shell.user_ns, self.place.restarts)
         finally:
-            if session is None:
-                self.warmth.ran(ranks)
-            let_go(self.pool, run)
+            if session is None and found.pool is self.pool:
+                self.warmth.ran(found.placement.ranks)
+            let_go(found.pool, run)
 
     @line_magic
     def sgpu_attach(self, line: str = "") -> RunResult | None:
@@ -108,7 +117,7 @@ class DistributedMagics(Magics):
         if options is None:
             return None
         try:
-            run, state = self.pool.attach(options.run)
+            run, state = self.place.attach(options.run)
         except KeyboardInterrupt:
             raise RunCancelled("interrupted before the pool had answered; its runs go on.") from None
         try:
@@ -123,7 +132,7 @@ class DistributedMagics(Magics):
         about = "Let a run go on whatever becomes of its notebook; all runs of this notebook without RUN."
         options = self._run_options("%sgpu_detach", about, line)
         if options is not None:
-            print(self.pool.detach(options.run, start=True))  # noqa: T201
+            print(self._detach(options.run))  # noqa: T201
 
     @line_magic
     def sgpu_stacks(self, line: str = "") -> None:
@@ -131,25 +140,30 @@ class DistributedMagics(Magics):
         options = self._run_options("%sgpu_stacks", "Show where every rank of a run is.", line)
         if options is None:
             return
-        answer = self.pool.stacks(options.run, start=True)
+        answer = self.place.pool_with(options.run, going_on=True).stacks(options.run, start=True)
         told = (answer.run_id, answer.stacks, answer.cell)
         self._publish(stacks_text(*told), stacks_html(*told))
 
     @line_magic
     def sgpu_status(self, line: str = "") -> None:
-        """Show devices, queue and runs, or the view of one run: `%sgpu_status [RUN] [--ui auto|text|none]`."""
-        about = "Show the pool's devices, its queue and runs; or the view of one run or session."
+        """Show devices, queue and runs, or one run's view: `%sgpu_status [RUN] [--pool NAME] [--ui auto|text|none]`."""
+        about = "Show the devices, the queue and the runs of all pools; or the view of one run or session."
         options = self._run_options("%sgpu_status", about, line, ui=True, sessions=True)
         if options is None:
             return
         if options.run:
-            run, state = self.pool.attach(options.run)
+            run, state = self.place.attach(options.run)
             followed = self.place.followed(run, options.ui, error_follows=False)
             self.place.windows.open(followed, state, live=self.place.live_views.is_watched and options.ui != "text")
         elif self.place.is_notebook:
-            self._board.show(self.place.live_views.is_watched)
+            self._board.show(self.place.live_views.is_watched, options.pool)
         else:
-            print(self._board.text())  # noqa: T201
+            print(self._board.text(options.pool))  # noqa: T201
+
+    def _detach(self, run: str) -> str:
+        """Let a run go on, of all of this notebook's pools where none is named."""
+        pools = [self.place.pool_with(run, going_on=True)] if run else self.place.pools.connected() or [self.place.pool]
+        return " ".join(pool.detach(run, start=True) for pool in pools)
 
     def _run_options(
         self, magic: str, about: str, line: str, *, ui: bool = False, sessions: bool = False

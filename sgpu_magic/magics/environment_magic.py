@@ -58,7 +58,7 @@ class EnvironmentMagics(Magics):
 
         place = workplace()
         found = report(place.current_settings(), registry.all_sessions(), compared_to)
-        choice = chosen.held_words(chosen.keeper(place).now(), place.pool.name)
+        choice = chosen.held_words(chosen.keeper(place).now(), chosen.pool_name(place))
         if choice:
             found = replace(found, lines=(choice, *found.lines))
         if place.is_notebook:

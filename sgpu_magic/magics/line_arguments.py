@@ -16,9 +16,9 @@ from sgpu_magic.magics.parsing import (
     add_ui,
     add_variables,
     add_wishes,
-    device_type,
     names,
     outputs,
+    read_devices,
     read_wishes,
     variables,
 )
@@ -39,18 +39,19 @@ class RunOptions:
     Args:
         run: The first digits of a run's id, "" when left out.
         ui: `--ui`.
+        pool: `--pool`, "" when left out.
     """
 
     run: str
     ui: str
+    pool: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectOptions:
-    """What stands behind `%sgpu_connect`: what is asked for, the pool, and how it is shown."""
+    """What stands behind `%sgpu_connect`: what is asked for, and how it is shown."""
 
     ask: Ask
-    pool: str
     ui: str
 
 
@@ -76,6 +77,8 @@ def run_parser(magic: str, about: str, *, ui: bool = False, sessions: bool = Fal
     made = Parser(magic, about)
     what = "the first digits of its id, or a session's name" if sessions else "the first digits of its id"
     made.add_argument("run", nargs="?", default="", metavar="RUN", help=what)
+    if sessions:
+        made.add_argument("--pool", default="", metavar="NAME", help="of this pool only (default: all)")
     if ui:
         add_ui(made)
     made.offer_help()
@@ -102,7 +105,7 @@ def read_run(parser: Parser, line: str, session: Callable[[str], str]) -> RunOpt
             f"{parser.prog}: {values.run[:40]!r} is no run: give the first digits of its id (0-9, a-f), as "
             "%sgpu_status lists them."
         )
-    return RunOptions(run, getattr(values, "ui", "auto"))
+    return RunOptions(run, getattr(values, "ui", "auto"), getattr(values, "pool", ""))
 
 
 def connect_parser() -> Parser:
@@ -141,18 +144,17 @@ def read_connect(parser: Parser, line: str) -> ConnectOptions | None:
     if values.profile:
         raise UsageError("--profile keeps a trace of one cell, not of a session: put it on the %%distributed line.")
     ask = Ask(
-        ranks=values.gpus,
-        device_type=device_type(values.type),
+        devices=read_devices(values),
         name=values.name,
         idle_s=optional_s("--idle", values.idle),
         wait_s=optional_s("--wait", values.wait),
         timeout_s=timeout_s("--timeout", values.timeout),
         variables=variables(values.env),
-        allow_busy=values.allow_busy,
         wishes=read_wishes(values),
         max_cost=max_cost_from("--max-cost", values.max_cost),
+        pool=values.pool,
     )
-    return ConnectOptions(ask, values.pool, values.ui)
+    return ConnectOptions(ask, values.ui)
 
 
 def disconnect_parser() -> Parser:

@@ -10,6 +10,8 @@ from typing import NoReturn
 from sgpu_magic.errors import UsageError
 from sgpu_magic.protocol.device_types import canonical_type
 from sgpu_magic.protocol.records import OutputName
+from sgpu_magic.runs.devices import STRATEGIES, check_spread, memory_bytes, node_count, strategy_of
+from sgpu_magic.runs.placing import Devices
 from sgpu_magic.runs.reading import check_name
 from sgpu_magic.runs.submission import Wishes
 from sgpu_magic.runs.wishes import TORCH_CHOICES, wishes_from
@@ -63,6 +65,9 @@ def add_devices(parser: Parser) -> None:
     add = parser.add_argument
     add("-n", "--gpus", type=rank_count, metavar="N", help="ranks, one per GPU (default: 2 on CPU, else all GPUs)")
     add("--type", metavar="TYPE", help="a10, a100, h100, ..., cpu, any (default: what the pool has)")
+    add("--min-memory", metavar="40GB", help="of each device; without --type: the cheapest type that has it")
+    add("--nodes", metavar="N", help="spread the ranks evenly over N nodes (default: the pool's choice)")
+    add("--placement", metavar="|".join(STRATEGIES), help="on as few nodes as can be, on one, on many (default: pack)")
 
 
 def add_variables(parser: Parser) -> None:
@@ -74,7 +79,12 @@ def add_variables(parser: Parser) -> None:
 
 def add_place(parser: Parser) -> None:
     """Add the pool, the view, and whether GPUs may be shared."""
-    parser.add_argument("--pool", default="", help="the pool (default: local)")
+    parser.add_argument(
+        "--pool",
+        default="",
+        metavar="NAME|reserved|on-demand",
+        help="the pool (default: the setting pool, else a reserved one that has the type, on-demand, local)",
+    )
     add_ui(parser)
     parser.add_argument("--allow-busy", action="store_true", help="also take GPUs that other programs use")
 
@@ -106,6 +116,26 @@ def add_wishes(parser: Parser) -> None:
     add("--allow-build", action="store_true", help="packages without a wheel may be built from source for the run")
     add("--no-track", action="store_true", help="do not make it an MLflow run")
     add("--max-cost", metavar="5", help="stop it before it costs more, by the prices of the settings")
+
+
+def read_devices(values: argparse.Namespace) -> Devices:
+    """Read the options that `add_devices` has added, and `--allow-busy`.
+
+    Raises:
+        UsageError: One means nothing, or they contradict each other.
+    """
+    nodes = node_count("--nodes", values.nodes)
+    strategy = strategy_of("--placement", values.placement)
+    if values.gpus is not None or strategy == "strict_pack":
+        check_spread(values.gpus, nodes, strategy)
+    return Devices(
+        ranks=values.gpus,
+        device_type=device_type(values.type),
+        min_memory_bytes=memory_bytes("--min-memory", values.min_memory),
+        nodes=nodes,
+        strategy=strategy,
+        allow_busy=values.allow_busy,
+    )
 
 
 def read_wishes(values: argparse.Namespace) -> Wishes:

@@ -17,7 +17,6 @@ from sgpu_magic.errors import SgpuError
 from sgpu_magic.magics import arguments
 from sgpu_magic.magics.auto import AutoMode
 from sgpu_magic.protocol.questions import RankAnswer, RankQuestion
-from sgpu_magic.runs.workplace import workplace
 from sgpu_magic.sessions import registry
 from sgpu_magic.sessions.session import Session
 
@@ -98,7 +97,7 @@ class RankQuestions:
         question = RankQuestion(
             rank=place.rank, what=what, code=code[place.begin :], cursor=cursor - place.begin, detail=detail
         )
-        answer = workplace().pool.ask_rank(place.session.run_id, question, TIMEOUT_S)
+        answer = place.session.pool.ask_rank(place.session.run_id, question, TIMEOUT_S)
         return (None if answer.problem else answer), place.begin
 
     def _place(self, code: str, cursor: int) -> _Place | None:

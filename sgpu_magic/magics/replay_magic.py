@@ -57,7 +57,7 @@ class ReplayMagics(Magics):
             submission = prepare_replay(place, recorded, options)
         except KeyboardInterrupt:
             raise RunCancelled("interrupted before the run was submitted; nothing was started.") from None
-        run = submit(place.pool, submission)
+        run = submit(place.pool_of(submission), submission)
         followed = place.followed(run, options.ui)
         try:
             if options.detach:
@@ -65,7 +65,7 @@ class ReplayMagics(Magics):
                 return None
             return follow.bring_back(followed, self._shell.user_ns, place.restarts)
         finally:
-            let_go(place.pool, run)
+            let_go(place.pool_of(run), run)
 
 
 def parser() -> Parser:

@@ -36,8 +36,8 @@ class SessionMagics(Magics):
         options = line_arguments.read_connect(line_arguments.connect_parser(), line)
         if options is None:
             return None
-        self.place.check_pool(options.pool or self.place.current_settings().pool)
         ask = options.ask
+        self.place.wanted_pool(ask.pool)
         known = registry.find(ask.name)
         if known is not None:
             if not is_same(known, ask):
@@ -50,7 +50,7 @@ class SessionMagics(Magics):
             print(f"session {known.name} is connected already ({known.state}); nothing was changed.")  # noqa: T201
             known.shown_in = current_cell(self.place)
             return known
-        ask = with_notebooks_choice(self.place, ask, options.pool, MAGIC_WAYS)
+        ask = with_notebooks_choice(self.place, ask, MAGIC_WAYS)
         self.place.notices.clear()
         is_drawn = self.place.is_notebook and self.place.live_views.is_watched and options.ui != "text"
         try:

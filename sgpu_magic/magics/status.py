@@ -1,4 +1,4 @@
-"""`%sgpu_status`: the pool, kept up to date below its cell."""
+"""`%sgpu_status`: the pools, kept up to date below its cell."""
 
 # IPython's own attributes are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -8,20 +8,16 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 
-from sgpu_magic.client.pool import Pool
-from sgpu_magic.errors import PoolError
-from sgpu_magic.protocol.messages import PoolStatus
-from sgpu_magic.render.status import status_html, status_text
+from sgpu_magic.client.pools import Asked, Pools
+from sgpu_magic.errors import SgpuError
+from sgpu_magic.runs import pools_status
 from sgpu_magic.runs.windows import Background
 
 INTERVAL_S = 1.0
 # a pool whose driver answers slowly is asked less often: it spends a quarter of its time on us at most
 _REST = 3.0
-Drawer = Callable[[PoolStatus, str], dict[str, str]]
-"""Makes the output of what the pool said and a sentence about what is wrong, "" when nothing is."""
-
 _POOL_ENDED = "the pool has ended; the next run starts it again"
 
 
@@ -29,36 +25,42 @@ class StatusBoard:
     """What `%sgpu_status` has shown last, brought up to date while runs go on or wait, and for a while after.
 
     Args:
-        pool: What it shows.
+        pools: What it shows.
         idle_s: Seconds for which it goes on to look when no run is there.
     """
 
-    def __init__(self, pool: Pool, idle_s: float) -> None:
-        self._pool = pool
+    def __init__(self, pools: Pools, idle_s: float) -> None:
+        self._pools = pools
         self._idle_s = idle_s
         self._background: Background | None = None
 
-    def show(self, live: bool) -> None:
-        """Show the pool as an output of the cell that runs, and nowhere else any more.
+    def show(self, live: bool, name: str = "") -> None:
+        """Show the pools as an output of the cell that runs, and nowhere else any more.
 
         Args:
             live: Bring it up to date afterwards.
+            name: Of this pool only; "" is all that are listed.
+
+        Raises:
+            SgpuError: The only pool can't be reached, or there is none of that name.
         """
         self.close()
-        status = self._pool.status()
-        if status is None:
+        answers = pools_status.ask(self._pools, name, start=True)
+        if all(answer.status is None and not answer.problem for answer in answers):
             return
         display_id = f"sgpu-status-{secrets.token_hex(4)}"
-        shown = self._drawn(status, "")
+        shown = _drawn(self._pools, answers)
         _publish(shown, display_id, update=False)
         if live:
-            watch = _StatusWatch(self._pool, self._drawn, display_id, status, self._idle_s)
+            watch = _StatusWatch(self._pools, name, display_id, answers, shown, self._idle_s)
             self._background = Background("sgpu-status", watch.work)
 
-    def text(self) -> str:
-        """Return the pool as text, "" when it does not say."""
-        status = self._pool.status()
-        return "" if status is None else status_text(status, notice=self._pool.notice)
+    def text(self, name: str = "") -> str:
+        """Return the pools as text, "" when none says anything; arguments and errors as of `show`."""
+        answers = pools_status.ask(self._pools, name, start=True)
+        if all(answer.status is None and not answer.problem for answer in answers):
+            return ""
+        return pools_status.text_of(answers, _notices(self._pools, answers))
 
     def close(self) -> None:
         """What is shown stays as it is."""
@@ -66,20 +68,18 @@ class StatusBoard:
         if background is not None:
             background.stop()
 
-    def _drawn(self, status: PoolStatus, problem: str) -> dict[str, str]:
-        notice = problem or self._pool.notice
-        return {"text/plain": status_text(status, notice=notice), "text/html": status_html(status, notice=notice)}
-
 
 class _StatusWatch:
     """Asks once a second and publishes what differs."""
 
-    def __init__(self, pool: Pool, drawn: Drawer, display_id: str, status: PoolStatus, idle_s: float) -> None:
-        self._pool = pool
-        self._drawn = drawn
+    def __init__(
+        self, pools: Pools, name: str, display_id: str, answers: list[Asked], shown: dict[str, str], idle_s: float
+    ) -> None:
+        self._pools = pools
+        self._name = name
         self._display_id = display_id
-        self._last = status
-        self._shown = drawn(status, "")
+        self._last = answers
+        self._shown = shown
         self._idle_s = idle_s
 
     def work(self, stopped: threading.Event) -> None:
@@ -88,20 +88,22 @@ class _StatusWatch:
         while not stopped.wait(pause_s):
             asked_at = time.monotonic()
             try:
-                status = self._pool.status(start=False)
-            except PoolError:
+                answers = pools_status.ask(self._pools, self._name, start=False)
+            except SgpuError:
                 # of another version by now, or it died while it was asked
-                status = None
+                answers = [Asked(self._last[0].name, self._last[0].entry)]
             if stopped.is_set():
                 return
-            if status is None:
-                self._update(self._drawn(self._last, _POOL_ENDED))
+            if len(answers) == 1 and answers[0].status is None:
+                notices = {answers[0].name: _POOL_ENDED if answers[0].entry is None else "it can't be reached now"}
+                self._update(_drawn(self._pools, self._last, notices))
                 return
-            self._last = status
-            self._update(self._drawn(status, ""))
+            self._last = answers
+            self._update(_drawn(self._pools, answers))
             now = time.monotonic()
             pause_s = max(INTERVAL_S, _REST * (now - asked_at))
-            if any(not run.state.is_final for run in status.runs):
+            rows = [run for answer in answers if answer.status is not None for run in answer.status.runs]
+            if any(not run.state.is_final for run in rows):
                 busy_at = now
             elif now - busy_at >= self._idle_s:
                 return
@@ -110,6 +112,15 @@ class _StatusWatch:
         if drawn != self._shown:
             self._shown = drawn
             _publish(drawn, self._display_id, update=True)
+
+
+def _drawn(pools: Pools, answers: Sequence[Asked], notices: Mapping[str, str] | None = None) -> dict[str, str]:
+    told = _notices(pools, answers) if notices is None else notices
+    return {"text/plain": pools_status.text_of(answers, told), "text/html": pools_status.html_of(answers, told)}
+
+
+def _notices(pools: Pools, answers: Sequence[Asked]) -> dict[str, str]:
+    return {answer.name: pools.of(answer.name).notice for answer in answers if answer.status is not None}
 
 
 def _publish(data: dict[str, str], display_id: str, update: bool) -> None:

@@ -27,7 +27,7 @@ def accept_choice(place: Workplace) -> str:
         raise UsageError(
             held.problem or "this notebook's metadata ask for nothing, so there is nothing that could be confirmed."
         )
-    words = words_of(choice, place.pool.name)
+    words = words_of(choice, chosen.pool_name(place))
     if held.confirmed:
         return f"this notebook asks for {words}; that is confirmed already."
     planned = plan(place, held, choice, connect=False, resolve=False)

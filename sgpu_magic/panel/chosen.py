@@ -9,10 +9,12 @@ import os
 import threading
 from dataclasses import dataclass, replace
 
+from sgpu_magic.client.pools_file import LOCAL, default_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.panel.choice import ChoiceKeeper, Held, words_of
 from sgpu_magic.panel.notebook import Choice
+from sgpu_magic.runs import job_defaults
 from sgpu_magic.runs.notebook import notebook_path
 from sgpu_magic.runs.submission import Wishes
 from sgpu_magic.runs.workplace import Workplace
@@ -80,6 +82,7 @@ def with_choice(place: Workplace, asked: Asked, ways: str) -> Asked:
         UsageError: Somebody else has chosen it, and this user has not confirmed it; or it names what is not there.
         EnvironmentFailed: Its packages are for another Python.
     """
+    asked = _with_job(asked)
     held = keeper(place).now()
     choice = held.choice
     if choice is None:
@@ -90,18 +93,39 @@ def with_choice(place: Workplace, asked: Asked, ways: str) -> Asked:
     packages = not asked.wishes.env_version
     changes = packages and bool(choice.env_version or choice.dependencies or choice.removed)
     if not held.confirmed:
-        if ranks or device_type or changes or (pool and pool != place.pool.name):
+        if ranks or device_type or changes or (pool and pool != pool_name(place)):
             raise UsageError(_foreign(place, choice, ways, packages=changes))
         return asked
-    if pool and pool != place.pool.name:
+    if pool and pool not in (known := place.pools.names()):
         raise UsageError(
-            f"this notebook's choice names the pool {pool!r}, and you have: {place.pool.name}. Choose another in the "
+            f"this notebook's choice names the pool {pool!r}, and you have: {', '.join(known)}. Choose another in the "
             "panel, or say which is meant with --pool."
         )
     wishes = asked.wishes
     if packages:
         wishes = replace(wishes, env_version=_env_version(place.pool.settings, choice))
     return Asked(asked.ranks or ranks or None, asked.device_type or device_type or None, wishes, asked.pool or pool)
+
+
+def _with_job(asked: Asked) -> Asked:
+    """The same with what `sgpu run` gives where nothing was asked for."""
+    job = job_defaults.of_process()
+    if not (job.gpus or job.type or job.env_version):
+        return asked
+    wishes = asked.wishes
+    if not wishes.env_version:
+        wishes = replace(wishes, env_version=job.env_version)
+    ranks, device_type = asked.ranks or job.gpus or None, asked.device_type or job.type or None
+    return replace(asked, ranks=ranks, device_type=device_type, wishes=wishes)
+
+
+def pool_name(place: Workplace) -> str:
+    """Return the pool that a choice which names none is shown with."""
+    try:
+        return default_pool(place.current_settings().pool, place.pools.entries())
+    except UsageError:
+        # what is wrong with the list is told where a pool of it is wanted
+        return LOCAL
 
 
 def _env_version(settings: Settings, choice: Choice) -> str:
@@ -135,7 +159,7 @@ def _foreign(place: Workplace, choice: Choice, ways: str, *, packages: bool) -> 
     env = ('env_version="none"' if python else "--env-version none") if packages else ""
     said = f"{ways}{', ' if python and env else ' ' if env else ''}{env}"
     return (
-        f"this notebook asks for {words_of(choice, place.pool.name)}, and somebody else has chosen that, so nothing "
+        f"this notebook asks for {words_of(choice, pool_name(place))}, and somebody else has chosen that, so nothing "
         "was started. If it is what you want, confirm it in the panel or with `%sgpu_env --accept`. Else say what you "
         f"want instead: `{said}`."
     )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
+from typing import Any
 
+from sgpu_magic.client.pools_file import LOCAL, PoolEntry
+from sgpu_magic.config import Settings
 from sgpu_magic.panel import waiting
 from sgpu_magic.panel.picture import (
     VERSION,
@@ -22,7 +25,7 @@ from sgpu_magic.protocol import ids
 from sgpu_magic.protocol.device_types import CPU
 from sgpu_magic.protocol.devices import Device
 from sgpu_magic.protocol.messages import PoolStatus, RunSummary
-from sgpu_magic.protocol.prices import Prices
+from sgpu_magic.protocol.prices import Prices, format_money, read_prices
 from sgpu_magic.protocol.states import RunKind, RunState
 from sgpu_magic.render.pool_words import (
     budget_words,
@@ -36,8 +39,8 @@ from sgpu_magic.render.pool_words import (
 from sgpu_magic.render.run_names import run_name
 from sgpu_magic.render.units import count_of
 
-LOCAL = "local"
 NO_GPU = "No GPU on this machine: ranks run on CPU."
+NO_GPU_THERE = "No GPU in this pool: ranks run on CPU."
 
 _TONES: Mapping[RunState, str] = {
     RunState.QUEUED: "waiting",
@@ -51,6 +54,7 @@ _TONES: Mapping[RunState, str] = {
     RunState.CANCELLED: "plain",
 }
 _FREE = "free"
+_NOTHING: Mapping[str, Any] = {}
 Holders = Mapping[str, tuple[RunSummary, int]]
 
 
@@ -147,10 +151,67 @@ def away_picture(
     )
 
 
-def pool_choices(default: str) -> tuple[PoolChoice, ...]:
-    """Return the pools that may be chosen: reserved ones first, then the default, then by name."""
+def rates_of(settings: Settings, entry: PoolEntry | None = None) -> Rates:
+    """Return what devices cost in a pool: its own entry's prices before those of the settings.
+
+    Args:
+        settings: The user's.
+        entry: As `pools.toml` has it; None for this machine's own.
+    """
+    rates = Rates(read_prices(settings.prices), read_prices(settings.reserved_prices), settings.currency)
+    if entry is None:
+        return rates
+    own = {(entry.name, kind): price for kind, price in entry.prices.items()}
+    if entry.reserved:
+        # what it costs by the hour elsewhere says nothing of a pool that is paid for
+        return replace(rates, prices=Prices(), reserved=Prices({**rates.reserved.hourly, **own}))
+    return replace(rates, prices=Prices({**rates.prices.hourly, **own}), reserved=Prices())
+
+
+def pool_choices(
+    default: str,
+    entries: Sequence[PoolEntry] = (),
+    statuses: Mapping[str, PoolStatus | None] = _NOTHING,
+    silent: frozenset[str] = frozenset(),
+    rates: Mapping[str, Rates] = _NOTHING,
+) -> tuple[PoolChoice, ...]:
+    """Return the pools that may be chosen: reserved ones first, then the default, then by name.
+
+    Args:
+        default: The pool that is meant where none is named.
+        entries: Those of `pools.toml`.
+        statuses: What they have said.
+        silent: Those that can't be reached.
+        rates: What devices cost in each.
+    """
     pools = [PoolChoice(name=LOCAL, about=_place_of(LOCAL, ""), reserved=False, default=default in ("", LOCAL))]
+    for entry in entries:
+        words = _silent_words(entry) if entry.name in silent else _words_of(entry, statuses.get(entry.name), rates)
+        pools.append(PoolChoice(name=entry.name, about=words, reserved=entry.reserved, default=default == entry.name))
     return tuple(sorted(pools, key=lambda pool: (not pool.reserved, not pool.default, pool.name)))
+
+
+def _silent_words(entry: PoolEntry) -> str:
+    return f"{entry.kind} · can't be reached"
+
+
+def _words_of(entry: PoolEntry, status: PoolStatus | None, rates: Mapping[str, Rates]) -> str:
+    """Return `reserved · 4 of 8 H100 free · from $3.90`."""
+    if status is None:
+        types = ", ".join(kind.upper() for kind in entry.types)
+        return " · ".join(part for part in (entry.kind, types) if part)
+    holders, parts = device_holders(status), [entry.kind]
+    totals = Counter(device.type for device in status.inventory.devices)
+    free = Counter(device.type for device in status.inventory.devices if _is_free(device, holders))
+    named = [f"{free[kind]} of {total} {kind.upper()} free" for kind, total in totals.items()]
+    slots = f"{status.cpu_slots_free} of {count_of(status.inventory.cpu_slots, 'CPU slot')} free"
+    parts.append(", ".join(named) or slots)
+    table = rates[entry.name]
+    prices = [price for kind in totals or (CPU,) if (price := _price(entry.name, kind, table)[0]) is not None]
+    if prices:
+        several = "from " if len(set(prices)) > 1 else ""
+        parts.append(f"{several}{format_money(min(prices), table.currency)}")
+    return " · ".join(parts)
 
 
 def run_row(run: RunSummary, place: RunPlace) -> RunRow:
@@ -295,7 +356,8 @@ def _device(device: Device, holders: Holders) -> DevicePicture:
 
 
 def _notes(status: PoolStatus, now: float, notice: str) -> Sequence[str]:
-    no_gpu = [] if any(not device.simulated for device in status.inventory.devices) else [NO_GPU]
+    words = NO_GPU if status.pool == LOCAL else NO_GPU_THERE
+    no_gpu = [] if any(not device.simulated for device in status.inventory.devices) else [words]
     words = [
         *no_gpu,
         *problem_words(status),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sgpu_magic.errors import PoolError
+from sgpu_magic.client.pools import PATIENCE_S
+from sgpu_magic.errors import SgpuError
 from sgpu_magic.panel import chosen
 from sgpu_magic.render.environment import environment_text
 from sgpu_magic.render.status import status_text
@@ -16,11 +17,13 @@ _NO_POOL = "no pool is running; the first run starts it."
 
 def panel_text(place: Workplace) -> str:
     """Return the pool, the notebook's choice and its packages. Starts no pool."""
+    name = chosen.pool_name(place)
     try:
-        status = place.pool.status(recent=5, start=False)
-        pool = _NO_POOL if status is None else status_text(status, notice=place.pool.notice)
-    except PoolError as error:
+        looked_at = place.pools.named(name)
+        status = looked_at.status(recent=5, start=False, timeout_s=PATIENCE_S)
+        pool = _NO_POOL if status is None else status_text(status, notice=looked_at.notice)
+    except SgpuError as error:
         pool = error.message
-    choice = chosen.held_words(chosen.keeper(place).now(), place.pool.name) or _NO_CHOICE
+    choice = chosen.held_words(chosen.keeper(place).now(), name) or _NO_CHOICE
     packages = environment_text(report(place.current_settings(), registry.all_sessions()))
     return "\n\n".join((pool.rstrip(), choice, packages.rstrip()))

@@ -20,6 +20,7 @@ from sgpu_magic.environment.mismatches import find_mismatches
 from sgpu_magic.environment.requirement_files import name_of, version_of
 from sgpu_magic.environment.travel_checks import packages_of
 from sgpu_magic.errors import SgpuError
+from sgpu_magic.panel import chosen
 from sgpu_magic.panel.choice import Held, label_of, words_of
 from sgpu_magic.panel.notebook import BaseChoice, Choice, KernelPicture, PackageLine, SessionPicture
 from sgpu_magic.panel.packages import Base, base_of, base_versions, problem_of_base
@@ -70,12 +71,13 @@ class KernelPictures:
         else:
             notes += [*stale_words(now), *self._broken(now)]
         notes += since_connected(now, [session for session in registry.all_sessions() if not session.has_ended])
+        pool = chosen.pool_name(self._place)
         return KernelPicture(
             version=VERSION,
             package_version=__version__,
-            pool=self._place.pool.name,
+            pool=pool,
             choice=held.choice,
-            choice_words=words_of(held.choice, self._place.pool.name) if held.choice is not None else "",
+            choice_words=words_of(held.choice, pool) if held.choice is not None else "",
             confirmed=held.confirmed,
             bases=_bases(settings, now, choice),
             python=python,

@@ -8,18 +8,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from sgpu_magic.client.local_pool import find_pool
+from sgpu_magic.client.pools_file import LOCAL, PoolEntry, default_pool, read_pools
 from sgpu_magic.commands import ledger_file
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, PoolVersionError, SgpuError
-from sgpu_magic.panel.drawing import LOCAL, Rates, RunPlace, as_sentence, away_picture, pool_picture, run_row
+from sgpu_magic.panel.drawing import RunPlace, as_sentence, away_picture, pool_picture, rates_of, run_row
 from sgpu_magic.panel.picture import MAX_RUNS, PoolPicture, PoolState, Remedy, RunRow
 from sgpu_magic.panel.places import RunPlaces
 from sgpu_magic.panel.usage import MonthUsage
 from sgpu_magic.panel.waiting import Durations
 from sgpu_magic.protocol.address import address_file
 from sgpu_magic.protocol.messages import PoolStatus, RunSummary
-from sgpu_magic.protocol.prices import read_prices
 from sgpu_magic.render.units import format_span
 
 if TYPE_CHECKING:
@@ -53,15 +55,18 @@ class Seen:
 
 
 class PoolLook:
-    """Looks at the local pool; never starts it. Owned by one thread.
+    """Looks at a pool; never starts it. Owned by one thread.
 
     Args:
-        settings: Where it lives.
+        settings: Where the local one lives.
+        entry: A pool of another machine; None is the local one.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, entry: PoolEntry | None = None) -> None:
         self._settings = settings
-        self._rates = Rates(read_prices(settings.prices), read_prices(settings.reserved_prices), settings.currency)
+        self._entry = entry
+        self._name = LOCAL if entry is None else entry.name
+        self._rates = rates_of(settings, entry)
         self._usage = MonthUsage(settings)
         self._places = RunPlaces(settings.runs_path)
         self._pool: Pool | None = None
@@ -82,9 +87,10 @@ class PoolLook:
             status = self._status()
         except PoolVersionError as error:
             self._read_ledger()
-            return self._away("other-version", as_sentence(error.message), "start", "Restart it", now)
+            remedy, words = ("start", "Restart it") if self._entry is None else ("retry", LOOK_AGAIN)
+            return self._away("other-version", as_sentence(error.message), remedy, words, now)
         except PoolError as error:
-            if find_pool(self._settings) is not None:
+            if self._entry is not None or find_pool(self._settings) is not None:
                 self._read_ledger()
                 return self._away("lost", as_sentence(error.message), "retry", LOOK_AGAIN, now)
             # it has ended while it was asked
@@ -101,7 +107,7 @@ class PoolLook:
             self._rates,
             now,
             durations=self._durations,
-            usage=self._usage.line(now, status.budget),
+            usage=self._usage.line(now, status.budget) if self._entry is None else "",
             notice="" if self._pool is None else self._pool.notice,
         )
         return Seen(picture, rows)
@@ -117,12 +123,12 @@ class PoolLook:
     def _status(self) -> PoolStatus | None:
         """Return what the pool says, None when there is none; its runs are taken over."""
         if self._pool is None:
-            if find_pool(self._settings) is None:
+            if self._entry is None and find_pool(self._settings) is None:
                 return None
             # the client's half is heavy, and few servers are ever asked
             from sgpu_magic.client.pool import Pool
 
-            self._pool = Pool(self._settings)
+            self._pool = Pool(self._settings, None, self._entry)
         clock = time.monotonic()
         # another service may have other runs than the one that died
         whole = self._pool.connected is not self._link or clock - self._whole_at > _WHOLE_EVERY_S
@@ -139,7 +145,8 @@ class PoolLook:
         else:
             told = {run.run_id: run for run in status.runs}
             self._runs = told | {run_id: run for run_id, run in self._runs.items() if run_id not in told}
-        return status
+        # it may call itself otherwise
+        return msgspec.structs.replace(status, pool=self._name)
 
     def _is_short(self, status: PoolStatus) -> bool:
         """Whether a few of the newest runs don't tell what has become of those that were known."""
@@ -163,11 +170,13 @@ class PoolLook:
         return self._away("lost", f"The pool ended unexpectedly. {rest}", "start", START_AGAIN, now)
 
     def _away(self, state: PoolState, sentence: str, remedy: Remedy, words: str, now: float) -> Seen:
-        usage = "" if state == "problem" else self._usage.line(now, None)
-        return Seen(away_picture(LOCAL, state, sentence, remedy, words, now, usage), self._drawn(now))
+        usage = "" if state == "problem" or self._entry is not None else self._usage.line(now, None)
+        return Seen(away_picture(self._name, state, sentence, remedy, words, now, usage), self._drawn(now))
 
     def _read_ledger(self) -> None:
-        """Take the runs from the ledger's file, so that the list is never empty."""
+        """Take the runs from the ledger's file, so that the list is never empty; another machine's is not at hand."""
+        if self._entry is not None:
+            return
         path = self._settings.state_path / "ledger.sqlite3"
         changed = tuple(_changed_at(f"{path}{ending}") for ending in ("", "-wal"))
         clock = time.monotonic()
@@ -242,12 +251,15 @@ def looker_of(pool: str, read_settings: Callable[[], Settings]) -> Looker:
     """
     try:
         settings = read_settings()
+        entries = read_pools()
     except SgpuError as error:
         return NoLook(pool or LOCAL, as_sentence(error.message), "retry")
-    name = pool or settings.pool
-    if name != LOCAL:
-        return NoLook(name, f"There is no pool {name[:40]!r} here: only the local one. Choose that.")
-    return PoolLook(settings)
+    name = pool or default_pool(settings.pool, entries)
+    entry = next((each for each in entries if each.name == name), None)
+    if entry is None and name != LOCAL:
+        have = ", ".join([LOCAL, *(each.name for each in entries)])
+        return NoLook(name, f"There is no pool {name[:40]!r} here. You have: {have}. Choose one of them.")
+    return PoolLook(settings, entry)
 
 
 def _changed_at(path: str) -> int:

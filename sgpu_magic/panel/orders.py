@@ -6,10 +6,11 @@ import threading
 from collections.abc import Callable
 
 from sgpu_magic.client.local_pool import find_pool, start_pool
+from sgpu_magic.client.pools_file import LOCAL, PoolEntry, default_pool, read_pools, unknown_pool
 from sgpu_magic.commands import ledger_file
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError, UsageError
-from sgpu_magic.panel.drawing import LOCAL, as_sentence, pool_choices
+from sgpu_magic.panel.drawing import as_sentence
 from sgpu_magic.panel.messages import CancelRun, PanelOrder, Rest, Said, StartPool, Told, Watch
 from sgpu_magic.panel.picture import PoolsTold
 from sgpu_magic.panel.watcher import PoolWatcher, Watchers
@@ -64,13 +65,14 @@ class Page:
             if pool != self._pool:
                 self._leave()
             self._pool = pool
-            self._tell(pools_told(self._watchers))
+            self._watchers.pools.add(self, self._tell)
             # who looks at it already is told everything again
             self._watched = self._watchers.watch(pool, self, self._tell)
 
     def _rest(self) -> None:
         with self._lock:
             self._leave()
+            self._watchers.pools.remove(self)
 
     def _leave(self) -> None:
         watched, self._watched = self._watched, None
@@ -80,12 +82,7 @@ class Page:
 
 def pools_told(watchers: Watchers) -> PoolsTold:
     """Return the pools that may be chosen."""
-    try:
-        default = watchers.read_settings().pool
-    except SgpuError:
-        # the pool's own picture says what is wrong with the settings
-        default = LOCAL
-    return PoolsTold(pools=pool_choices(default))
+    return watchers.pools.now()
 
 
 def obey_once(watchers: Watchers, order: PanelOrder) -> Said:
@@ -108,7 +105,11 @@ def obey_once(watchers: Watchers, order: PanelOrder) -> Said:
 
 
 def _start(settings: Settings, pool: str) -> str:
-    _check_pool(settings, pool)
+    entry = _entry_of(settings, pool)
+    if entry is not None:
+        raise UsageError(
+            f"the pool {entry.name} runs on another machine ({entry.address}), and is started there: `sgpu pool serve`."
+        )
     from sgpu_magic.client.pool import Pool
 
     if find_pool(settings) is None:
@@ -124,19 +125,19 @@ def _start(settings: Settings, pool: str) -> str:
 
 
 def _cancel(settings: Settings, pool: str, run_id: str) -> str:
-    _check_pool(settings, pool)
+    entry = _entry_of(settings, pool)
     if not is_valid_id(run_id):
         raise UsageError(f"{run_id[:40]!r} is not a run's id.")
-    if find_pool(settings) is None:
+    if entry is None and find_pool(settings) is None:
         raise UsageError("no pool is running, so no run is going on that could be cancelled.")
-    run = ledger_file.find_run(settings, run_id)
+    run = ledger_file.find_run(settings, run_id) if entry is None else None
     # of one that is not written down yet nobody but the pool knows
     pressed, said = (
         stop_words(run) if run is not None else ("Cancel was pressed", f"run {short(run_id)} is being stopped")
     )
     from sgpu_magic.client.pool import Pool
 
-    asked = Pool(settings)
+    asked = Pool(settings, None, entry)
     try:
         asked.cancel(run_id, pressed)
     finally:
@@ -144,7 +145,11 @@ def _cancel(settings: Settings, pool: str, run_id: str) -> str:
     return said
 
 
-def _check_pool(settings: Settings, pool: str) -> None:
-    name = pool or settings.pool
-    if name != LOCAL:
-        raise UsageError(f"there is no pool {name[:40]!r} here: only the local one.")
+def _entry_of(settings: Settings, pool: str) -> PoolEntry | None:
+    """Return the pool of another machine that is meant, None for this machine's own."""
+    entries = read_pools()
+    name = pool or default_pool(settings.pool, entries)
+    found = next((entry for entry in entries if entry.name == name), None)
+    if found is None and name != LOCAL:
+        raise unknown_pool(name, [entry.name for entry in entries])
+    return found

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from sgpu_magic.client.pool_choosing import KINDS
+from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.config import Settings
 from sgpu_magic.environment import bases, snapshot
 from sgpu_magic.environment.difference import versions
@@ -19,6 +21,7 @@ from sgpu_magic.protocol.device_types import CPU
 from sgpu_magic.protocol.messages import PoolStatus
 from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render.units import count_of
+from sgpu_magic.runs.placing import Devices
 from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.sessions import registry
 from sgpu_magic.sessions.connecting import DEFAULT_NAME
@@ -77,8 +80,7 @@ def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve
     known = held.confirmed and held.choice == choice
     words = _Words()
     try:
-        status = _status(place)
-        _check_pool(place, choice)
+        status = _status(place, choice, words)
         if status is not None:
             _check_devices(choice, status, stands_in=place.settings.stand_in == "cpu")
             if connect:
@@ -131,6 +133,8 @@ def fits(session: Session, choice: Choice) -> bool:
     kinds = ("", session.placement.device_type, session.device_type)
     if choice.gpus not in (0, session.ranks) or choice.type not in kinds:
         return False
+    if choice.pool and choice.pool != session.pool.name:
+        return False
     if not choice.env_version:
         return _has_own_packages(session)
     return session.wishes.env_version == env_version_of(session.place.pool.settings, choice, write=False)
@@ -140,10 +144,21 @@ def _button(connect: bool, known: bool) -> str:
     return "Apply" if not connect else "Connect" if known else "Apply and connect"
 
 
-def _status(place: Workplace) -> PoolStatus | None:
+def _status(place: Workplace, choice: Choice, words: _Words) -> PoolStatus | None:
     """What the pool has; None while there is none, for a plan starts nothing."""
+    name = choice.pool or place.current_settings().pool
+    entries = place.pools.entries()
+    if name in (*KINDS, "") and entries:
+        found = place.find(name, Devices(choice.gpus or None, choice.type or None))
+        words.sentences += [f"{sentence(note)}." for note in found.notes]
+        pool = found.pool
+    else:
+        _check_pool(place, name)
+        pool = place.pools.named(name or LOCAL)
+    if pool is not place.pools.local:
+        return pool.status(1, timeout_s=PATIENCE_S)
     try:
-        return place.pool.status(recent=1, start=False)
+        return pool.status(recent=1, start=False)
     except PoolError:
         # connecting meets the same problem, and tells it
         return None
@@ -152,9 +167,10 @@ def _status(place: Workplace) -> PoolStatus | None:
 # ---------------------------------------------------------------- devices
 
 
-def _check_pool(place: Workplace, choice: Choice) -> None:
-    if choice.pool and choice.pool != place.pool.name:
-        raise Impossible(f"There is no pool named {choice.pool!r}. You have: {place.pool.name}.")
+def _check_pool(place: Workplace, name: str) -> None:
+    known = place.pools.names()
+    if name and name not in known:
+        raise Impossible(f"There is no pool named {name!r}. You have: {', '.join(known)}.")
 
 
 def _check_devices(choice: Choice, status: PoolStatus, *, stands_in: bool) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from sgpu_magic.config import Settings, load_settings
+from sgpu_magic.panel.all_pools import PoolList
 from sgpu_magic.panel.looking import Looker, NoLook, Seen, looker_of
 from sgpu_magic.panel.picture import PanelTold, PoolPicture, PoolTold, RunRow, RunsTold
 
@@ -215,10 +216,14 @@ class Watchers:
     Args:
         read_settings: Reads the settings.
         interval_s: Seconds between two looks.
+
+    Attributes:
+        pools: The list of all of them.
     """
 
     def __init__(self, read_settings: Callable[[], Settings] = load_settings, interval_s: float = INTERVAL_S) -> None:
         self.read_settings = read_settings
+        self.pools = PoolList(read_settings)
         self._interval_s = interval_s
         self._lock = threading.Lock()
         self._watchers: dict[str, PoolWatcher] = {}
@@ -247,6 +252,7 @@ class Watchers:
         """Something was asked of a pool: look at those that are watched now."""
         with self._lock:
             watchers = list(self._watchers.values())
+        self.pools.look_soon()
         for watcher in watchers:
             watcher.look_soon()
 
@@ -254,6 +260,7 @@ class Watchers:
         """Look at nothing any more."""
         with self._lock:
             watchers, self._watchers = list(self._watchers.values()), {}
+        self.pools.close()
         for watcher in watchers:
             watcher.stop()
         for watcher in watchers:

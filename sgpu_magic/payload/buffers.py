@@ -8,23 +8,23 @@ import mmap
 import os
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sgpu_magic.errors import UsageError
+from sgpu_magic.memory_room import fits_memory, memory_available_bytes
 
 if TYPE_CHECKING:
     from sgpu_magic.payload.pack import Packed
+
+__all__ = ["INLINE_LIMIT", "SharedBuffer", "fits_memory", "memory_available_bytes", "write_file", "write_packed"]
 
 INLINE_LIMIT = 65536
 """Largest `total_bytes` that travels inside a message."""
 
 _CHUNK = 4 << 20
-_MEMORY_RESERVE = 1.25
 _THREADED_FROM = 8 << 20
 _COPY_THREADS = 2
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def write_packed(packed: Packed, target: memoryview) -> None:
@@ -86,10 +86,13 @@ class SharedBuffer:
     """A memory file without a name that grows and is used again: touched pages are five times faster to fill.
 
     Never write while somebody still maps it: private mappings see changes to pages they have not written.
+
+    Args:
+        name: What is in it, for who finds it by a number that may be another file's by then.
     """
 
-    def __init__(self) -> None:
-        self._fd = os.memfd_create("sgpu-payload", os.MFD_CLOEXEC)
+    def __init__(self, name: str = "") -> None:
+        self._fd = os.memfd_create(f"sgpu-payload-{name}" if name else "sgpu-payload", os.MFD_CLOEXEC)
         self._map: mmap.mmap | None = None
 
     @property
@@ -181,67 +184,3 @@ def _write_all(fd: int, offset: int, view: memoryview) -> None:
     while view.nbytes:
         written = os.pwrite(fd, view[: 1 << 30], offset)
         view, offset = view[written:], offset + written
-
-
-def fits_memory(size: int) -> bool:
-    """Whether a memory file of `size` bytes can be made and leaves the machine some room."""
-    return hasattr(os, "memfd_create") and size * _MEMORY_RESERVE < memory_available_bytes()
-
-
-def memory_available_bytes() -> int:
-    """Return the memory that can still be taken: the machine's, or what the control group leaves."""
-    available = [_meminfo_available()]
-    for directory, limit_name, usage_name, stat_name in _cgroup_directories():
-        limit, usage = _number(directory / limit_name), _number(directory / usage_name)
-        if limit is not None and usage is not None:
-            available.append(max(0, limit - usage + _inactive_file(directory / "memory.stat", stat_name)))
-    return min(available)
-
-
-def _meminfo_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _cgroup_directories() -> Iterator[tuple[Path, str, str, str]]:
-    """Yield this process's memory groups up to the root, in both versions of the interface."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            root, names = _CGROUP, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            root, names = (
-                _CGROUP / "memory",
-                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-            )
-        else:
-            continue
-        directory = root / path.lstrip("/")
-        while True:
-            yield directory, *names
-            if directory == root or root not in directory.parents:
-                break
-            directory = directory.parent
-
-
-def _number(file: Path) -> int | None:
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def _inactive_file(file: Path, name: str) -> int:
-    """Bytes of cached files that the kernel would drop first."""
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith(name + " ")), 0)

@@ -24,11 +24,14 @@ def main() -> None:
         os._exit(0)
     os.setsid()
     os.chdir("/")
+    from dataclasses import replace
+
     from sgpu_magic import config, processes
     from sgpu_magic.pool.lifecycle import AlreadyRunning, PoolPresence
 
     processes.become_subreaper()
-    settings = config.load_settings()
+    # the setting is what its clients prefer; this one is this machine's own
+    settings = replace(config.load_settings(), pool="local")
     config.private_dir(settings.runtime_path)
     config.private_dir(settings.state_path)
     config.private_dir(settings.runs_path)

@@ -22,6 +22,7 @@ class OnMeter(Protocol):
     lease: Lease | None
     hourly: float | None
     metered_at: float | None
+    metered_s: float
 
     @property
     def run_id(self) -> str: ...
@@ -66,6 +67,12 @@ class Billing:
         run.metered_at = now
         return Metered(metered_at=now)
 
+    def paused(self, run: OnMeter, now: float) -> None:
+        """The run has lost its devices and waits for others: that costs nothing."""
+        if run.metered_at is not None:
+            run.metered_s += now - run.metered_at
+            run.metered_at = None
+
     def adopted(self, run: OnMeter, lease: Lease, started_at: float, state: RunState) -> None:
         """Go on with the meter that an earlier service began.
 
@@ -95,9 +102,10 @@ class Billing:
             ended: Its last word.
             at: When it ended, seconds since the epoch.
         """
-        if run.lease is None or run.metered_at is None:
+        seconds = run.metered_s + (0.0 if run.metered_at is None else at - run.metered_at)
+        if run.lease is None or (run.metered_at is None and not seconds):
             return ended, None
-        due = meter.bill(run.lease, run.hourly, at - run.metered_at)
+        due = meter.bill(run.lease, run.hourly, seconds)
         currency = "" if due.cost is None else self._tariff.currency
         ended = msgspec.structs.replace(ended, gpu_s=due.gpu_s, cost=due.cost, currency=currency)
         idle_s = self._idle_s(run.run_id, at) if run.spec.kind is RunKind.SESSION else None

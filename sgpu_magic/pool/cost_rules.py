@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sgpu_magic.pool.budget import Budget
-from sgpu_magic.pool.placement import Refusal, Want
 from sgpu_magic.pool.prices import Tariff
 from sgpu_magic.pool.run_table import RunTable
 from sgpu_magic.pool.scheduled_run import WARN_SHARE, ScheduledRun, rough, span
 from sgpu_magic.pool.stimuli import Instruction, Remark
+from sgpu_magic.pool.wants import Refusal, Want
 from sgpu_magic.protocol.metering import cost_of
 from sgpu_magic.protocol.prices import HOUR_S
 from sgpu_magic.protocol.records import RunSpec
@@ -59,7 +59,7 @@ class CostRules:
         budget = self._budget
         if budget is None or self._tariff.of(want.device_type) is None:
             return ""
-        live = self._live_cost(now)
+        live = self._table.live_cost(now)
         spent = budget.spent(now) + live
         if spent < budget.limit * _EXACT:
             return ""
@@ -76,7 +76,7 @@ class CostRules:
         if not self._tariff:
             return []
         out: list[Instruction] = []
-        for run in self._on_meter():
+        for run in self._table.on_meter():
             out += self._by_max_cost(run, now)
         return out + self._by_budget(now)
 
@@ -85,14 +85,14 @@ class CostRules:
         if not self._tariff:
             return None
         times: list[float] = []
-        on_meter = self._on_meter()
+        on_meter = self._table.on_meter()
         for run in on_meter:
             due = run.cost_limit if run.cost_told else run.cost_warning
             if due is not None:
                 times.append(due)
         per_s = sum(run.hourly or 0.0 for run in on_meter) / HOUR_S
         if self._budget is not None and per_s > 0:
-            spent = self._budget.spent(now) + self._live_cost(now)
+            spent = self._budget.spent(now) + self._table.live_cost(now)
             share = 1.0 if all(run.budget_told for run in on_meter) else WARN_SHARE
             times.append(now + max(0.0, share * self._budget.limit - spent) / per_s)
         return min(times, default=None)
@@ -104,7 +104,7 @@ class CostRules:
         if limit is None or max_cost is None or run.metered_at is None or run.hourly is None:
             return []
         if now >= limit:
-            cost = self._tariff.money(cost_of(run.hourly, now - run.metered_at) or 0.0)
+            cost = self._tariff.money(run.spent + (cost_of(run.hourly, now - run.metered_at) or 0.0))
             reason = (
                 f"{COST_LIMIT} {self._tariff.money(max_cost)} is reached (--max-cost {max_cost:g}): {_what(run)} "
                 f"at {self._tariff.money(run.hourly)} an hour cost {cost} in {rough(now - run.metered_at)}. Raise "
@@ -126,8 +126,8 @@ class CostRules:
         if budget is None:
             return []
         # with what the others that were stopped a moment ago have cost
-        runs = [self._table.runs[run.run_id] for run in self._on_meter()]
-        spent = budget.spent(now) + self._live_cost(now)
+        runs = [self._table.runs[run.run_id] for run in self._table.on_meter()]
+        spent = budget.spent(now) + self._table.live_cost(now)
         out: list[Instruction] = []
         if spent >= budget.limit * _EXACT:
             for run in runs:
@@ -144,14 +144,6 @@ class CostRules:
                     text = f"80 % of {self._named(budget)} is used; runs with a price are stopped when all of it is"
                     out.append(Remark(run.run_id, text))
         return out
-
-    def _on_meter(self) -> list[ScheduledRun]:
-        """Runs that cost something every second."""
-        return [run for run in self._table.runs.values() if run.is_on_meter and run.hourly]
-
-    def _live_cost(self, now: float) -> float:
-        """What runs that have not ended have cost so far; those that are being stopped among them."""
-        return sum(run.cost(now) or 0.0 for run in self._table.runs.values() if not run.state.is_final)
 
     def _named(self, budget: Budget) -> str:
         return f"{BUDGET} {self._tariff.money(budget.limit)} in {span(budget.days * 86400)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ class Idleness:
     """Watches how long nothing was asked of the pool.
 
     Args:
-        idle_s: Seconds without runs after which it ends.
+        idle_s: Seconds without runs after which it ends; infinite for never.
         in_use: Whether runs go on.
         warn: Tells everybody who is connected a sentence; "" takes it back.
         give_back: Ends the pool.
@@ -39,7 +40,7 @@ class Idleness:
     @property
     def ends_at(self) -> float | None:
         """Wall-clock time at which the pool ends if nothing happens, None while it is in use."""
-        if self._in_use():
+        if self._in_use() or self._idle_s == math.inf:
             return None
         return time.time() + max(0.0, self._idle_s - (self._loop.time() - self._since))
 

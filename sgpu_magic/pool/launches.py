@@ -8,12 +8,14 @@ from collections.abc import Callable
 
 from sgpu_magic.engines.base import Engine, LeaseUnavailable
 from sgpu_magic.pool import stimuli as sched
+from sgpu_magic.pool.byte_desk import needed_blobs
 from sgpu_magic.pool.kept_environments import KeptEnvironments
 from sgpu_magic.pool.run_book import PoolRun, RunBook
 from sgpu_magic.pool.scheduler import Scheduler
 from sgpu_magic.protocol.devices import Inventory, Lease
 from sgpu_magic.protocol.node_messages import Launch
 from sgpu_magic.protocol.states import RunState
+from sgpu_magic.storage.blob_store import store_name
 
 # the files of a run's environment come into its directory when its ranks have started
 _LINK_LATER_S = 0.1
@@ -59,9 +61,19 @@ class Launches:
             refused = sched.LeaseRefused(run.run_id, error.uuids, error.why, time.monotonic())
             self._loop.call_soon(self._feed, refused)
             return
+        if not self._engine.grants_later:
+            self.launched(run, lease, inventory)
+            self._loop.call_soon(self._begin, run)
+
+    def granted(self, run: PoolRun, lease: Lease, inventory: Inventory | None) -> None:
+        """The engine has its devices, which the scheduler had only proposed; its ranks are being started."""
+        if run.placed_at is not None:
+            # started again on the lease that it has
+            return
         self.launched(run, lease, inventory)
-        state = RunState.PREPARING if self._prepares(run) else RunState.STARTING
-        self._loop.call_soon(self._feed, sched.RunMoved(run.run_id, state, time.monotonic()))
+        # on the loop: the engine may say so while it is asked to launch
+        self._loop.call_soon(self._feed, sched.LeaseGranted(run.run_id, lease, time.monotonic()))
+        self._loop.call_soon(self._begin, run)
 
     def launched(self, run: PoolRun, lease: Lease, inventory: Inventory | None) -> None:
         """Write down that its group was ordered."""
@@ -71,6 +83,8 @@ class Launches:
             # what was only needed to launch, and may be secret or large
             run.frames = ()
         host = inventory.host if inventory is not None else ""
+        if lease.shares:
+            host = ", ".join(dict.fromkeys(share.host for share in lease.shares))
         self._book.placed(run, lease, host, _labels(lease, inventory))
 
     def order(self, run: PoolRun, lease: Lease) -> None:
@@ -92,6 +106,7 @@ class Launches:
             environment=submit.environment,
             code=submit.code,
             tracking=submit.tracking,
+            store=store_name(submit.spec.owner.user) if needed_blobs(submit) else "",
         )
         self._engine.launch(launch, run.frames)
 
@@ -109,6 +124,16 @@ class Launches:
         if not self._prepares(run):
             self._feed(sched.RunMoved(run.run_id, RunState.STARTING, time.monotonic()))
         return ""
+
+    def requeue(self, run: PoolRun, why: str) -> None:
+        """Its node was lost, and its lease is given back: it waits for another one."""
+        run.placed_at = None
+        self._book.billing.paused(run, time.time())
+        self._loop.call_soon(self._feed, sched.RunRequeued(run.run_id, why, time.monotonic()))
+
+    def _begin(self, run: PoolRun) -> None:
+        state = RunState.PREPARING if self._prepares(run) else RunState.STARTING
+        self._feed(sched.RunMoved(run.run_id, state, time.monotonic()))
 
     def _prepares(self, run: PoolRun) -> bool:
         """Whether its node makes its packages ready first; it says when they are. Not once it has started."""

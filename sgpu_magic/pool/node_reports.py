@@ -55,47 +55,51 @@ class NodeReports:
 
     def run_happened(self, event: RunEvent, frames: Sequence[bytes]) -> None:
         run = self._book.speaker(event.run_id)
-        if run is None or run.log is None or event.number <= run.log.number:
+        if run is None or run.log is None or event.number <= run.log.numbers.get(event.part, 0):
             # one that was kept before the service was started again
             return
-        at, body, number = event.at, event.body, event.number
+        at, body = event.at, event.body
         now = time.monotonic()
         self._confirm_later(run.run_id)
         match body:
             case PayloadReleased():
-                self._book.tell(run, body, at, number=number)
+                self._book.tell(run, body, at, told=event)
                 self._confirm()
                 self._book.payload_released(run)
             case EnvironmentMoved(ready=True):
-                self._book.tell(run, body, at, number=number)
+                self._book.tell(run, body, at, told=event)
                 self._feed(sched.RunMoved(run.run_id, RunState.STARTING, now))
             case RanksStarted():
                 if not run.spec.retries:
                     run.let_payload_go()
                 self._ledger.update(run.run_id, started_at=at)
-                self._book.tell(run, body, at, number=number)
+                self._book.tell(run, body, at, told=event)
                 self._feed(sched.RunMoved(run.run_id, RunState.RUNNING, now))
             case RunEnded():
                 failed = self._restarts.instead_of(run, body)
                 if failed is not None:
-                    self._book.tell(run, failed, at, number=number)
+                    self._book.tell(run, failed, at, told=event)
                     return
                 submitted = run.spec.submitted_at
                 placed = run.placed_at or at
                 body = msgspec.structs.replace(body, queued_s=placed - submitted, total_s=at - submitted)
                 body, meter = self._book.billing.ended(run, body, at)
                 run.ended = True
-                self._book.tell(run, body, at, frames, number)
+                self._book.tell(run, body, at, frames, event)
                 failure = _headline(body.failure) or body.reason
                 self._ledger.update(run.run_id, ended_at=at, failure=failure or None, meter=meter)
                 self._feed(sched.RunMoved(run.run_id, body.state, now, failure, body.unstopped))
             case _:
-                self._book.tell(run, body, at, frames, number)
+                self._book.tell(run, body, at, frames, event)
 
     def ranks_gone(self, run_id: str) -> None:
         self._confirm()
         run = self._book.get(run_id)
         if run is not None and not self._goes_on(run):
+            if run.lost_node and not run.payload_over:
+                # who would have said so may be dead
+                self._book.tell(run, PayloadReleased(kept=False, reason=run.lost_node), time.time())
+                run.payload_over = True
             if run.spec.kind is RunKind.SESSION:
                 self._end_cells_of(run)
             self._over(run)
@@ -121,15 +125,26 @@ class NodeReports:
         scheduled = self._scheduler.run(run.run_id)
         return self._restarts.ranks_gone(run, None if scheduled is None else scheduled.stopping_as)
 
+    def runs_lost(self, run_ids: Sequence[str], why: str, host: str) -> None:
+        """A node of these runs is gone: they end now, or are placed again once nothing is left of them elsewhere."""
+        failure = _node_lost(why, host)
+        lost = [run for run_id in run_ids if (run := self._book.get(run_id)) is not None]
+        # cells before their sessions: of a session that still seems to run the next cell would begin
+        for run in sorted(lost, key=lambda run: not run.spec.session):
+            run.lost_node = why
+            of_session = run.spec.session or run.spec.kind is RunKind.SESSION
+            if not (of_session or run.ended or run.restarting):
+                failed = self._restarts.instead_of(run, RunEnded(state=RunState.FAILED, failure=failure))
+                if failed is not None:
+                    self._book.tell(run, failed, time.time())
+            if of_session or not run.restarting:
+                self._lose(run, failure)
+                self._feed(sched.RunMoved(run.run_id, run.state, time.monotonic(), failure.message))
+
     def nodes_lost(self, why: str, host: str) -> None:
         """The agent of `host` died and has a successor: its runs end or are started again; those that wait, wait."""
         self._unconfirmed.clear()
-        failure = Failure(
-            kind=FailureKind.NODE_LOST,
-            message=f"{why}; the run's processes were ended",
-            host=host,
-            at=time.time(),
-        )
+        failure = _node_lost(why, host)
         self._book.memory_lost(why)
         # before a lease is given back: what waits is placed on the new agent at once. Cells before their sessions:
         # of a session that still seems to run the next cell would begin
@@ -168,8 +183,13 @@ class NodeReports:
         for run_id in self._unconfirmed:
             run = self._book.speaker(run_id)
             if run is not None and run.log is not None:
-                self._engine.events_kept(run_id, run.log.number)
+                self._engine.events_kept(run_id, run.log.numbers)
         self._unconfirmed.clear()
+
+
+def _node_lost(why: str, host: str) -> Failure:
+    message = f"{why}; the run's processes were ended"
+    return Failure(kind=FailureKind.NODE_LOST, message=message, host=host, at=time.time())
 
 
 def _headline(failure: Failure | None) -> str | None:

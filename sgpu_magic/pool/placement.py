@@ -1,297 +1,352 @@
-"""What a run's request means in this pool, and whether there is room for it now. Pure: no clock, no I/O.
+"""Whether there is room for a request now, which devices it gets, and what is in the way. Pure: no clock, no I/O.
 
-`resolve` turns a request into a `Want` in one line of the queue or says why it can't ever be placed.
-`Room` is what is free at one moment; it grants leases and names what is in the way.
+`Room` follows the leases as they are taken and released, and counts nothing anew: a pool may have ten thousand devices.
+What requests mean here is in `wants`, how ranks are laid over nodes in `shares`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 
-from sgpu_magic.protocol.device_types import ANY, CPU
-from sgpu_magic.protocol.devices import Device, Inventory, Lease, Placement
+from sgpu_magic.pool.shares import Parts, laid_out
+from sgpu_magic.pool.shelves import Shelves
+from sgpu_magic.pool.stock import CPU_LINE, Line, Stock, line_of, memory_bytes
+from sgpu_magic.pool.wants import Want, amount
+from sgpu_magic.protocol.device_types import CPU
+from sgpu_magic.protocol.devices import Device, Inventory, Lease, NodeShare
 from sgpu_magic.protocol.ids import short
 
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """What one first-come-first-served line of the queue is for.
-
-    Args:
-        device_type: Canonical type, `cpu` for slots.
-        simulated: Simulated devices; a lease never mixes them with real ones of the same type.
-    """
-
-    device_type: str
-    simulated: bool = False
-
-    def __str__(self) -> str:
-        return self.device_type.upper() + (" (simulated)" if self.simulated else "")
-
-
-CPU_LINE = Line(CPU)
-
-
-@dataclass(frozen=True, slots=True)
-class Want:
-    """A request as this pool understands it.
-
-    Args:
-        line: Where it waits and what it takes.
-        ranks: Number of ranks.
-        device_type: The type that its lease names: the asked one where CPU stands in for it.
-        simulated: CPU stands in for the type.
-        allow_busy: Also take devices that others use.
-        note: What the lease shall tell the user, "" when nothing.
-    """
-
-    line: Line
-    ranks: int
-    device_type: str
-    simulated: bool = False
-    allow_busy: bool = False
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a request can't be placed, now or ever. `error` names the class in `errors`."""
-
-    error: str
-    message: str
-
-
-def resolve(placement: Placement, inventory: Inventory) -> Want | Refusal:
-    """Return what the request takes here, whether or not it is free now."""
-    ranks, asked = placement.ranks, placement.device_type
-    if ranks < 1:
-        return Refusal("UsageError", f"{ranks} ranks were asked for; a run has at least 1. Mend --gpus.")
-    counts = _counts(inventory)
-    if asked == ANY:
-        return _resolve_any(placement, inventory, counts)
-    if asked == CPU:
-        return _on_cpu(placement, CPU) if inventory.cpu_slots > 0 else _lacking(placement, inventory)
-    lines = sorted((line for line in counts if line.device_type == asked), key=lambda line: line.simulated)
-    for line in lines:
-        if counts[line] >= ranks:
-            return _on_devices(placement, line)
-    if lines:
-        most = max(counts[line] for line in lines)
-        has = " and ".join(f"{counts[line]} {line}" for line in lines)
-        return Refusal(
-            "UsageError",
-            f"this pool has {has}, and the run asks for {ranks}. Use --gpus {most} or fewer, another --type, "
-            f"or another pool with --pool. It has: {describe(inventory)}.",
-        )
-    if placement.stand_in and inventory.cpu_slots > 0:
-        return _on_cpu(placement, asked, simulated=True)
-    return _lacking(placement, inventory)
-
-
-def describe(inventory: Inventory) -> str:
-    """What a pool has, for a person: `4 a10, 8 h100 (simulated), cpu (16 slots)`."""
-    parts = [
-        f"{count} {line.device_type}{' (simulated)' if line.simulated else ''}"
-        for line, count in _counts(inventory).items()
-    ]
-    if inventory.cpu_slots > 0:
-        parts.append(f"cpu ({inventory.cpu_slots} slots)")
-    return ", ".join(parts) or "nothing"
-
-
-def _counts(inventory: Inventory) -> Counter[Line]:
-    return Counter(line_of(device) for device in inventory.devices)
-
-
-def line_of(device: Device) -> Line:
-    return Line(device.type, device.simulated)
-
-
-def _resolve_any(placement: Placement, inventory: Inventory, counts: Counter[Line]) -> Want | Refusal:
-    enough = [line for line, count in counts.items() if count >= placement.ranks]
-    if enough:
-        return _on_devices(placement, max(enough, key=lambda line: (counts[line], not line.simulated)))
-    if counts:
-        has = " and ".join(f"{count} {line}" for line, count in counts.items())
-        most = max(counts.values())
-        return Refusal(
-            "UsageError",
-            f"this pool has {has}, and the run asks for {placement.ranks}. Use --gpus {most} or fewer, run on CPU "
-            "with --type cpu, or choose another pool with --pool.",
-        )
-    if inventory.cpu_slots <= 0:
-        return Refusal(
-            "UsageError",
-            f"this pool can't place {placement.ranks} ranks. It has: {describe(inventory)}. "
-            "Ask for fewer with --gpus or choose another pool with --pool.",
-        )
-    return _on_cpu(placement, CPU)
-
-
-def _on_devices(placement: Placement, line: Line) -> Want:
-    return Want(line, placement.ranks, line.device_type, line.simulated, placement.allow_busy)
-
-
-def _on_cpu(placement: Placement, device_type: str, *, simulated: bool = False, note: str = "") -> Want:
-    return Want(CPU_LINE, placement.ranks, device_type, simulated, note=note)
-
-
-def _lacking(placement: Placement, inventory: Inventory) -> Refusal:
-    asked = placement.device_type
-    problem = f" Its GPUs could not be read: {inventory.problem.rstrip('.')}." if inventory.problem else ""
-    ways = ["Leave --type out to use what is there", "choose another pool with --pool"]
-    if asked != CPU:
-        if inventory.cpu_slots > 0:
-            ways.append("run the ranks on CPU instead with SGPU_STAND_IN=cpu")
-        simulate = f'SGPU_SIMULATE="{asked}:{max(8, placement.ranks)}"'
-        ways.append(f"or declare simulated devices with {simulate} to try things out")
-    else:
-        ways[-1] = f"or {ways[-1]}"
-    return Refusal(
-        "UsageError",
-        f"this pool has no {asked}. It has: {describe(inventory)}.{problem} {', '.join(ways)}.",
-    )
+ASKED = "asked of the cluster, which has to bring more nodes for it"
 
 
 class Room:
-    """What is free at one moment, derived from the leases alone so that it can't drift away from them.
+    """What is free at one moment.
 
     Args:
-        inventory: What the node has.
+        inventory: What the pool has.
         leases: The leases held, by run id.
-        refused: Devices (or `cpu`) whose locks the engine could not take, with the reason.
+        refused: Devices (or `cpu`, or `cpu@` and a node) whose locks the engine could not take, with the reason.
+
+    Attributes:
+        stock: What the pool has, counted.
+        refused: As given, and what was barred since.
     """
 
     def __init__(self, inventory: Inventory, leases: Mapping[str, Lease], refused: Mapping[str, str]) -> None:
-        self._inventory = inventory
-        self._refused = refused
-        self._holders: dict[str, str] = {}
-        self._slots: dict[str, int] = {}
+        self.stock = Stock(inventory)
+        self.refused = dict(refused)
+        self._holders: dict[str, tuple[str, ...]] = {}
+        self._slots: dict[str, dict[str, int]] = {}
+        # what an autoscaler is to bring first: by run, its line and number
+        self._asked: dict[str, tuple[Line, int]] = {}
+        self._numbers: dict[str, int] = {}
+        self._held: Counter[Line] = Counter()
+        self._shelves = Shelves(self.stock, self._holders, self.refused, self._slots)
+        self._fit_when_empty: dict[Want, bool] = {}
         for run_id, lease in leases.items():
             self.take(run_id, lease)
 
+    def empty(self) -> None:
+        """Count nothing as held."""
+        for counts in (self._holders, self._slots, self._asked, self._numbers, self._held):
+            counts.clear()
+        self._shelves.forget()
+        self._fit_when_empty.clear()
+
     @property
     def cpu_slots_free(self) -> int:
-        return max(0, self._inventory.cpu_slots - sum(self._slots.values()))
+        return max(0, self.stock.inventory.cpu_slots - sum(sum(parts.values()) for parts in self._slots.values()))
 
     def holder(self, uuid: str) -> str | None:
-        return self._holders.get(uuid)
+        return next(iter(self._holders.get(uuid, ())), None)
 
-    def take(self, run_id: str, lease: Lease) -> None:
+    # ------------------------------------------------------------ as leases come and go
+
+    def take(self, run_id: str, lease: Lease, number: int = 0) -> None:
         """Count `lease` as held.
 
+        Args:
+            run_id: The run's.
+            lease: Its lease.
+            number: Of the run, in order of submission.
+
         Raises:
-            ValueError: One of its devices is held already.
+            ValueError: One of its devices is held already. Where an engine gives other devices than were proposed,
+                two leases may name one until it has said so of both.
         """
         taken = [uuid for uuid in lease.uuids if uuid in self._holders]
-        if taken or len(set(lease.uuids)) != len(lease.uuids):
+        if (taken and not lease.shares) or len(set(lease.uuids)) != len(lease.uuids):
             raise ValueError(f"lease {lease.lease_id} of run {run_id} takes devices twice: {lease.uuids}")
-        self._holders.update(dict.fromkeys(lease.uuids, run_id))
-        if lease.cpu_slots:
-            self._slots[run_id] = lease.cpu_slots
+        self._numbers[run_id] = number
+        for uuid in lease.uuids:
+            holders = self._holders.get(uuid, ())
+            self._holders[uuid] = (*holders, run_id)
+            if not holders:
+                self._count(uuid, -1)
+        if is_asked(lease, self.stock):
+            self._asked[run_id] = (CPU_LINE if lease.cpu_slots else Line(lease.device_type), lease.ranks)
+        elif lease.cpu_slots:
+            self._slots[run_id] = {share.node: share.ranks for share in lease.shares} or {"": lease.cpu_slots}
+            self._shelves.count_slots(self._slots[run_id], -1)
 
-    def grant(self, want: Want, lease_id: str) -> Lease | None:
-        """Return a lease for `want` that is not yet taken, None when it does not fit now."""
-        if self.missing(want) > 0:
+    def release(self, run_id: str, lease: Lease) -> None:
+        """Count a lease that was taken as free again."""
+        for uuid in lease.uuids:
+            holders = tuple(holder for holder in self._holders.get(uuid, ()) if holder != run_id)
+            if holders:
+                self._holders[uuid] = holders
+            elif self._holders.pop(uuid, ()):
+                self._count(uuid, +1)
+        if run_id in self._slots:
+            self._shelves.count_slots(self._slots[run_id], +1)
+            del self._slots[run_id]
+        self._asked.pop(run_id, None)
+        self._numbers.pop(run_id, None)
+
+    def bar(self, key: str, why: str) -> None:
+        """The engine can't have this device, or these slots: nobody gets them from now on."""
+        device = self.stock.devices.get(key)
+        if device is not None and key not in self.refused and key not in self._holders:
+            self._shelves.count(device, -1)
+        self.refused[key] = why
+        self._fit_when_empty.clear()
+
+    # ------------------------------------------------------------ who gets what
+
+    def grant(self, want: Want, lease_id: str, *, without: Collection[str] = ()) -> Lease | None:
+        """Return a lease for `want` that is not yet taken, None when it does not fit now.
+
+        Args:
+            want: The request.
+            lease_id: The lease's id.
+            without: Nodes that are kept for others.
+        """
+        parts = self._parts(want, without)
+        if parts is None or not self._within_limit(want):
             return None
         if want.line == CPU_LINE:
-            inventory, notes = self._inventory, [want.note]
-            if want.ranks > inventory.cpu_slots:
-                cores = f"{inventory.cores} core{'s' if inventory.cores != 1 else ''}"
-                notes.append(f"{want.ranks} ranks share {cores} ({inventory.cpu_slots} slots)")
-            return Lease(
-                lease_id=lease_id,
-                device_type=want.device_type,
-                ranks=want.ranks,
-                cpu_slots=self._need(want),
-                simulated=want.simulated,
-                note="; ".join(filter(None, notes)),
-            )
-        # untouched devices before those that others use; then in bus order: neighbours are near each other
-        free = sorted(self._free(want), key=lambda device: (device.outside_use != "", device.index, device.uuid))
-        chosen = sorted(free[: want.ranks], key=lambda device: (device.index, device.uuid))
+            return self._grant_slots(want, lease_id, parts)
+        chosen = [(node, self._choose(want, node, count)) for node, count in parts]
+        uuids = tuple(uuid for _, each in chosen for uuid in each)
+        shares = tuple(self._share(node, each, len(each)) for node, each in chosen) if self.stock.many else ()
         return Lease(
             lease_id=lease_id,
             device_type=want.device_type,
             ranks=want.ranks,
-            uuids=tuple(device.uuid for device in chosen),
+            uuids=uuids,
             simulated=want.simulated,
             note=want.note,
+            shares=shares,
         )
 
+    def ask(self, want: Want, lease_id: str) -> Lease | None:
+        """Return a lease without devices, with which the engine asks for nodes; None where it can't bring them."""
+        elastic = self.stock.elastic(want.line)
+        if elastic <= self.stock.total(want.line, want.min_memory_bytes) or not self._within_limit(want):
+            return None
+        if _elastic_key(want.line) in self.refused:
+            return None
+        return Lease(
+            lease_id=lease_id,
+            device_type=want.device_type,
+            ranks=want.ranks,
+            cpu_slots=want.ranks if want.line == CPU_LINE else 0,
+            simulated=want.simulated,
+            note="; ".join(filter(None, (want.note, ASKED))),
+        )
+
+    def fits(self, want: Want) -> bool:
+        """Whether it could have a lease now if nobody came before it."""
+        return self._within_limit(want) and self._parts(want) is not None
+
     def free(self, want: Want) -> int:
-        """How many devices or slots this request could take now."""
-        if want.line == CPU_LINE:
-            return 0 if CPU in self._refused else self.cpu_slots_free
-        return len(self._free(want))
+        """How many devices or slots this request could take now, were they where it needs them."""
+        if want.line == CPU_LINE and CPU in self.refused:
+            return 0
+        return sum(count for count in self.free_by_node(want).values() if count > 0)
+
+    def free_by_node(self, want: Want) -> Mapping[str, int]:
+        return self._shelves.of(want).free
 
     def missing(self, want: Want) -> int:
-        """How many more must become free; 0 when it fits."""
+        """How many more must become free; 0 when there are enough, wherever they are."""
         return max(0, self._need(want) - self.free(want))
 
     def fits_when_empty(self, want: Want) -> bool:
         """Whether it would fit if all runs were over: only then is keeping devices for it any use."""
+        if want not in self._fit_when_empty:
+            self._fit_when_empty[want] = self._would_fit(want)
+        return self._fit_when_empty[want]
+
+    def _would_fit(self, want: Want) -> bool:
         if want.line == CPU_LINE:
-            return CPU not in self._refused and self._inventory.cpu_slots > 0
-        return len(self._usable(want)) >= want.ranks
+            if CPU in self.refused or self.stock.inventory.cpu_slots <= 0:
+                return False
+            return not self.stock.many or laid_out(want, self.stock.slots_by_node) is not None
+        usable: dict[str, int] = {}
+        for device in self._usable(want):
+            usable[device.node] = usable.get(device.node, 0) + 1
+        return laid_out(want, usable) is not None
+
+    def kept_node(self, want: Want, without: Collection[str]) -> str | None:
+        """The node that is to be kept for a request that needs one, because it is the nearest to being free enough."""
+        if not (self.stock.many and want.on_one_node):
+            return None
+        large = {
+            node for node, size in self.stock.sizes(want.line, want.min_memory_bytes).items() if size >= want.ranks
+        }
+        free = self.free_by_node(want)
+        return max((node for node in free if node in large and node not in without), key=free.__getitem__, default=None)
+
+    # ------------------------------------------------------------ in words
 
     def amount(self, want: Want, count: int | None = None) -> str:
         """`4 A10` or `1 CPU slot`; the run's whole need when `count` is left out."""
-        count = self._need(want) if count is None else count
-        if want.line == CPU_LINE:
-            return f"{count} CPU slot{'s' if count != 1 else ''}"
-        return f"{count} {want.line}"
+        return amount(self._need(want) if count is None else count, want.line)
 
     def obstacles(self, want: Want) -> str:
         """What is in the way, for a person: `2 are held by run 7f3a, 1 is in use outside the pool (...)`."""
+        return ", ".join([*self.held_by(want), *self.not_the_pools(want)])
+
+    def held_by(self, want: Want, node: str | None = None, *, most: int = 4) -> list[str]:
+        """Which runs hold how many, on one node or anywhere: `2 are held by run 7f3a`."""
+        held: Counter[str] = Counter()
         if want.line == CPU_LINE:
-            held = Counter(self._slots)
+            for run_id in sorted(self._slots, key=self._numbers.__getitem__):
+                count = sum(self._slots[run_id].values()) if node is None else self._slots[run_id].get(node, 0)
+                held.update({run_id: count} if count else {})
         else:
-            line = [device.uuid for device in self._line(want)]
-            held = Counter(self._holders[uuid] for uuid in line if uuid in self._holders)
+            devices = self.stock.line(want.line) if node is None else self.stock.on_node(want.line, node)
+            held.update(self._holders[device.uuid][0] for device in devices if device.uuid in self._holders)
         parts = [f"{_are(count)} held by run {short(run)}" for run, count in held.items()]
-        if len(parts) > 4:
-            parts[3:] = [f"{len(parts) - 3} more runs hold others"]
-        return ", ".join(parts + self.not_the_pools(want))
+        if len(parts) > most:
+            parts[most - 1 :] = [f"{len(parts) - most + 1} more runs hold others"]
+        return parts
 
     def not_the_pools(self, want: Want) -> list[str]:
         """What is in the way and no run of this pool can free."""
         if want.line == CPU_LINE:
-            return [f"the engine refuses more: {self._refused[CPU]}"] if CPU in self._refused else []
+            return [f"the engine refuses more: {self.refused[CPU]}"] if CPU in self.refused else []
         parts: list[str] = []
-        idle = [device for device in self._line(want) if device.uuid not in self._holders]
-        if locked := [device for device in idle if device.uuid in self._refused]:
-            why = self._refused[locked[0].uuid]
+        line = self.stock.line(want.line) if self.refused else ()
+        locked = [device for device in line if device.uuid in self.refused and device.uuid not in self._holders]
+        if locked:
+            why = self.refused[locked[0].uuid]
             parts.append(f"{_are(len(locked))} in use outside the pool{f' ({why})' if why else ''}")
-        busy = [device for device in idle if device.outside_use and device.uuid not in self._refused]
+        used = [device for device in self.stock.used_outside(want.line) if device.uuid not in self.refused]
+        busy = [device for device in used if device.uuid not in self._holders]
         if busy and not want.allow_busy:
             takes = f"--allow-busy takes {'it' if len(busy) == 1 else 'them'}"
             parts.append(f"{_are(len(busy))} in use outside the pool ({busy[0].outside_use}; {takes})")
-        if (count := len(self._line(want))) < want.ranks:
+        if (count := self.stock.total(want.line)) < want.ranks and self.stock.elastic(want.line) < want.ranks:
             parts.append(f"the pool has only {self.amount(want, count)} now")
+        if (key := _elastic_key(want.line)) in self.refused:
+            parts.append(f"the cluster brought no more: {self.refused[key]}")
         return parts
 
+    # ------------------------------------------------------------ within
+
+    def _parts(self, want: Want, without: Collection[str] = ()) -> Parts | None:
+        if not self.stock.many:
+            # all devices are on one node, where a rank may even share a CPU slot
+            return [("", want.ranks)] if self.missing(want) == 0 else None
+        if want.line == CPU_LINE and CPU in self.refused:
+            return None
+        free = self.free_by_node(want)
+        return laid_out(want, {node: free[node] for node in free if node not in without} if without else free)
+
+    def _within_limit(self, want: Want) -> bool:
+        """Whether what an autoscaler was asked for still comes when this gets its own."""
+        elastic = self.stock.elastic(want.line)
+        if not elastic:
+            return True
+        asked = sum(ranks for line, ranks in self._asked.values() if line == want.line)
+        held = sum(map(sum, (parts.values() for parts in self._slots.values())))
+        in_use = held if want.line == CPU_LINE else self._held[want.line]
+        return in_use + asked + want.ranks <= max(elastic, self.stock.total(want.line))
+
+    def _grant_slots(self, want: Want, lease_id: str, parts: Parts) -> Lease:
+        inventory, notes = self.stock.inventory, [want.note]
+        if want.ranks > inventory.cpu_slots:
+            cores = f"{inventory.cores} core{'s' if inventory.cores != 1 else ''}"
+            notes.append(f"{want.ranks} ranks share {cores} ({inventory.cpu_slots} slots)")
+        return Lease(
+            lease_id=lease_id,
+            device_type=want.device_type,
+            ranks=want.ranks,
+            cpu_slots=self._need(want),
+            simulated=want.simulated,
+            note="; ".join(filter(None, notes)),
+            shares=tuple(self._share(node, (), count) for node, count in parts) if self.stock.many else (),
+        )
+
+    def _choose(self, want: Want, node: str, count: int) -> tuple[str, ...]:
+        shelf = self._shelves.of(want)
+        free = [
+            device
+            for device in self.stock.on_node(want.line, node)
+            if device.uuid not in self._holders and device.uuid not in self.refused and shelf.takes(device)
+        ]
+        # untouched devices before those that others use; then in bus order: neighbours are near each other
+        free.sort(key=lambda device: (device.outside_use != "", device.index, device.uuid))
+        return tuple(device.uuid for device in sorted(free[:count], key=lambda device: (device.index, device.uuid)))
+
+    def _share(self, node: str, uuids: tuple[str, ...], ranks: int) -> NodeShare:
+        found = self.stock.nodes[node]
+        return NodeShare(node=node, host=found.host, address=found.address, ranks=ranks, uuids=uuids)
+
     def _need(self, want: Want) -> int:
-        if want.line == CPU_LINE:
-            return max(1, min(want.ranks, self._inventory.cpu_slots))
+        if want.line == CPU_LINE and not self.stock.many:
+            return max(1, min(want.ranks, self.stock.inventory.cpu_slots))
         return want.ranks
 
-    def _line(self, want: Want) -> list[Device]:
-        return [device for device in self._inventory.devices if line_of(device) == want.line]
-
     def _usable(self, want: Want) -> list[Device]:
+        shelf = self._shelves.of(want)
         return [
             device
-            for device in self._line(want)
-            if device.uuid not in self._refused
+            for device in self.stock.line(want.line)
+            if device.uuid not in self.refused
             # what the pool's own runs hold is theirs, whatever the driver says about its use
-            and (want.allow_busy or not device.outside_use or device.uuid in self._holders)
+            and (
+                shelf.takes(device) or (device.uuid in self._holders and memory_bytes(device) >= shelf.min_memory_bytes)
+            )
         ]
 
-    def _free(self, want: Want) -> list[Device]:
-        return [device for device in self._usable(want) if device.uuid not in self._holders]
+    def _count(self, uuid: str, change: int) -> None:
+        """A device is taken (-1) or free again."""
+        device = self.stock.devices.get(uuid)
+        if device is None:
+            return
+        line = line_of(device)
+        self._held[line] -= change
+        if device.outside_use:
+            # while the pool's own runs hold it, it is theirs
+            self._fit_when_empty.clear()
+        if uuid not in self.refused:
+            self._shelves.count(device, change)
+
+
+def is_asked(lease: Lease, stock: Stock) -> bool:
+    """Whether the lease has no devices yet: the engine asked for nodes, and says when it has them."""
+    return stock.many and not lease.shares and not lease.uuids
+
+
+def _elastic_key(line: Line) -> str:
+    return f"elastic {line.device_type}"
+
+
+def refused_keys(lease: Lease, uuids: Collection[str], stock: Stock | None) -> set[str]:
+    """What counts as in use outside after the engine refused a lease: at least something of the lease's own.
+
+    Else the same lease would come again and again.
+    """
+    barred = set(uuids) & set(lease.uuids) or set(lease.uuids)
+    if barred or stock is None:
+        return barred or {CPU}
+    if is_asked(lease, stock):
+        return {_elastic_key(CPU_LINE if lease.cpu_slots else Line(lease.device_type))}
+    return {f"{CPU}@{share.node}" for share in lease.shares} or {CPU}
 
 
 def _are(count: int) -> str:

@@ -10,14 +10,19 @@ from sgpu_magic.engines.base import Engine
 from sgpu_magic.event_file import read_spec
 from sgpu_magic.pool import stimuli as sched
 from sgpu_magic.pool.admission import ends_with_notebook
+from sgpu_magic.pool.byte_desk import ByteDesk
+from sgpu_magic.pool.forwarding import Forwarding
 from sgpu_magic.pool.kept_environments import KeptEnvironments
 from sgpu_magic.pool.ledger import Ledger
+from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.run_book import PoolRun, RunBook
 from sgpu_magic.pool.run_log import read_events
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.pool.session_requests import SessionRequests
 from sgpu_magic.pool.submissions import Placing, Submissions
+from sgpu_magic.protocol.blobs import AskBlobs, ListRunFiles, PutBlob, ReadRunFile
 from sgpu_magic.protocol.events import Described, Detached
+from sgpu_magic.protocol.forwarding import OpenStream, StreamClosed, StreamData, StreamEnded, StreamTaken
 from sgpu_magic.protocol.ids import short
 from sgpu_magic.protocol.measures import RankStack
 from sgpu_magic.protocol.messages import (
@@ -33,6 +38,7 @@ from sgpu_magic.protocol.messages import (
     Goodbye,
     Hello,
     KeepEnvironment,
+    Ping,
     PoolStatus,
     ReclaimPayload,
     ResultsReceived,
@@ -48,11 +54,14 @@ from sgpu_magic.protocol.run_files import KEY
 from sgpu_magic.protocol.session_messages import AskRank, RestartRanks
 from sgpu_magic.protocol.states import OWNER_GONE, RunState
 
+# a user's own newest run is looked for among so many
+_LOOK_BACK = 200
+
 
 class Core(Placing, Protocol):
     """The pool service."""
 
-    def welcome(self) -> Welcome: ...
+    def welcome(self, client: ConnectedClient) -> Welcome: ...
     def status(self, question: AskStatus) -> PoolStatus: ...
     def stop_soon(self) -> None: ...
 
@@ -72,6 +81,7 @@ class Requests:
         book: The runs.
         ledger: All runs there ever were.
         kept_environments: What describes the runs' packages.
+        bytes_desk: Takes uploads and reads runs' files.
     """
 
     def __init__(
@@ -82,21 +92,25 @@ class Requests:
         book: RunBook,
         ledger: Ledger,
         kept_environments: KeptEnvironments,
+        bytes_desk: ByteDesk,
     ) -> None:
         self._core = core
+        self._bytes_desk = bytes_desk
         self._server = server
         self._engine = engine
         self._book = book
         self._ledger = ledger
         self._kept_environments = kept_environments
         self._asked_stacks: dict[int, tuple[ConnectedClient, AskStacks, str]] = {}
+        self._permissions = Permissions(server, book, ledger)
+        self.forwarding = Forwarding(server, engine, self._own_going)
         self.sessions = SessionRequests(server, engine, book, ledger, core.feed)
-        self.submissions = Submissions(core, server, engine, book, ledger, self.sessions.unknown)
+        self.submissions = Submissions(core, server, engine, book, ledger, self.sessions.unknown, bytes_desk)
 
-    def heard(self, client: ConnectedClient, message: ClientMessage, frames: Sequence[bytes]) -> None:
-        match message:
+    def heard(self, client: ConnectedClient, asked: ClientMessage, frames: Sequence[bytes]) -> None:
+        match message := self._permissions.permitted(client, asked):
             case Hello():
-                self._server.send(client, self._core.welcome())
+                self._server.send(client, self._core.welcome(client))
             case Warm():
                 self._engine.warm(message)
             case Submit():
@@ -128,15 +142,24 @@ class Requests:
             case ResultsReceived():
                 self._results_received(message.run_id)
             case AskStatus():
-                self._core.with_fresh_inventory(lambda: self._server.send(client, self._core.status(message)))
+                self._core.with_fresh_inventory(lambda: self._tell_status(client, message))
+            case AskBlobs() | PutBlob() | ReadRunFile() | ListRunFiles():
+                self._bytes_desk.heard(client, message, frames)
+            case OpenStream():
+                self.forwarding.opens(client, message)
+            case StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
+                self.forwarding.from_client(client, message, frames)
             case StopPool():
                 self._stop_asked(client, message)
             case Goodbye():
                 self._server.drop(client)
                 self.client_gone(client)
+            case Ping() | None:
+                pass
 
     def client_gone(self, client: ConnectedClient) -> None:
         """A kernel is dead or has unloaded: runs that only it wanted have no owner any more."""
+        self.forwarding.client_gone(client)
         for run in self._book.client_gone(client):
             self._engine.results_received(run.run_id)
             self._core.feed(sched.CancelRequested(run.run_id, OWNER_GONE, time.monotonic()))
@@ -152,6 +175,7 @@ class Requests:
     def ranks_gone(self, run_id: str) -> None:
         """Nobody will answer for its ranks any more."""
         self.sessions.session_gone(run_id)
+        self.forwarding.run_gone(run_id)
         for number, (client, question, asked_run) in list(self._asked_stacks.items()):
             if asked_run == run_id:
                 del self._asked_stacks[number]
@@ -161,7 +185,7 @@ class Requests:
     # ------------------------------------------------------------ cancel, stop
 
     def _cancel(self, client: ConnectedClient, message: Cancel) -> None:
-        run = self._going(client, message.request, message.run) if message.run else None
+        run = self._going(client, message.request, message.run, ends=True) if message.run else None
         if run is None:
             return
         kill = message.kill and (run.state is RunState.CANCELLING or run.state.is_final)
@@ -213,8 +237,10 @@ class Requests:
 
     def _choose(self, client: ConnectedClient, message: Attach) -> str | None:
         if not message.run:
-            going_on = [run.run_id for run in self._book.going if run.spec.detach]
-            newest = [row.run_id for row in self._ledger.recent(1)]
+            detached = [run for run in self._book.going if run.spec.detach and client.may_see(run.spec.owner.user)]
+            going_on = [run.run_id for run in detached]
+            newest = [row.run_id for row in self._ledger.recent(1 if client.same_host else _LOOK_BACK)][::-1]
+            newest = [run_id for run_id in newest if self._permissions.may_see(client, run_id)]
             chosen = (going_on[-1:] or newest[-1:] or [None])[0]
             if chosen is None:
                 self._server.refuse(client, message.request, "this pool has had no run yet.", "RunUnknown")
@@ -222,6 +248,7 @@ class Requests:
         found = {run.run_id for run in self._book.going if run.run_id.startswith(message.run)}
         # a run that was lost with the queue of an earlier service is not there until it is submitted again
         found |= set(self._known(message.run)) - set(self._core.resubmittable)
+        found = {run_id for run_id in found if self._permissions.may_see(client, run_id)}
         if len(found) == 1:
             return found.pop()
         self._server.refuse(client, message.request, _not_one(message.run, found, "that this pool has"), "RunUnknown")
@@ -259,7 +286,8 @@ class Requests:
         if message.run:
             run = self._going(client, message.request, message.run)
         else:
-            run = next((run for run in reversed(self._book.going) if run.placed_at is not None), None)
+            placed = [run for run in self._book.going if run.placed_at is not None]
+            run = next((run for run in reversed(placed) if client.may_see(run.spec.owner.user)), None)
             if run is None:
                 self._server.refuse(client, message.request, "no run is going on.", "RunUnknown")
         if run is None:
@@ -280,14 +308,33 @@ class Requests:
         if run is None or not run.spec.detach:
             self._engine.results_received(run_id)
 
-    def _going(self, client: ConnectedClient, request: int, prefix: str) -> PoolRun | None:
-        """The one run of that prefix that goes on; None, and the client told why, when there is none."""
-        found = [run for run in self._book.going if run.run_id.startswith(prefix)]
+    def _tell_status(self, client: ConnectedClient, message: AskStatus) -> None:
+        self._server.send(client, self._permissions.shown(client, self._core.status(message)))
+
+    def _going(self, client: ConnectedClient, request: int, prefix: str, *, ends: bool = False) -> PoolRun | None:
+        """The one run of that prefix that goes on; None, and the client told why, when there is none.
+
+        Args:
+            ends: It is to be ended, which an admin may do to everybody's.
+        """
+        may = client.may_end if ends else client.may_see
+        found = [run for run in self._book.going if run.run_id.startswith(prefix) and may(run.spec.owner.user)]
         if len(found) == 1:
             return found[0]
         ids = [run.run_id for run in found]
         self._server.refuse(client, request, _not_one(prefix, ids, "that is going on here"), "RunUnknown")
         return None
+
+    def _own_going(self, client: ConnectedClient, prefix: str) -> PoolRun | str:
+        """The one run of that prefix that goes on and is this client's user's; else a sentence why there is none."""
+        found = [
+            run
+            for run in self._book.going
+            if run.run_id.startswith(prefix) and client.may_see(run.spec.owner.user)
+        ]
+        if len(found) == 1 and prefix:
+            return found[0]
+        return _not_one(prefix, [run.run_id for run in found], "of yours that is going on here")
 
     def _known(self, prefix: str) -> list[str]:
         try:

@@ -9,7 +9,7 @@ import msgspec
 
 from sgpu_magic.pool.run_book import PoolRun, RunBook
 from sgpu_magic.protocol.events import AttemptFailed, RunEnded
-from sgpu_magic.protocol.payloads import FilePayload, InlinePayload, SharedPayload
+from sgpu_magic.protocol.payloads import FilePayload, InlinePayload, SharedPayload, StoredPayload
 from sgpu_magic.protocol.records import Failure
 from sgpu_magic.protocol.run_files import PAYLOAD
 from sgpu_magic.protocol.states import FailureKind, RunState
@@ -23,11 +23,15 @@ class Restarts:
     Args:
         book: Says a run's last word when it can't be.
         relaunch: Starts the group on the lease it has; returns why it could not, "" when it did.
+        requeue: Lets it wait for another lease, given why.
     """
 
-    def __init__(self, book: RunBook, relaunch: Callable[[PoolRun], str]) -> None:
+    def __init__(
+        self, book: RunBook, relaunch: Callable[[PoolRun], str], requeue: Callable[[PoolRun, str], None]
+    ) -> None:
         self._book = book
         self._relaunch = relaunch
+        self._requeue = requeue
         self._failures: dict[str, Failure] = {}
 
     def instead_of(self, run: PoolRun, ended: RunEnded) -> AttemptFailed | None:
@@ -67,7 +71,13 @@ class Restarts:
             self._book.end_without_ranks(run, stopping_as, "it was stopped between two attempts", FailureKind.TIMEOUT)
             run.state = stopping_as
             return False
-        why = self._find_payload(run) or self._relaunch(run)
+        if run.lost_node:
+            why = self._find_payload(run)
+            if not why:
+                self._requeue(run, run.lost_node)
+                run.lost_node = ""
+        else:
+            why = self._find_payload(run) or self._relaunch(run)
         if not why:
             return True
         failure = msgspec.structs.replace(failure, message=f"{failure.message}\nIt was not started again: {why}.")
@@ -85,6 +95,9 @@ class Restarts:
                 lost = not os.path.exists(f"/proc/{pid}/fd/{fd}")
             case FilePayload(path=path):
                 lost = not os.path.exists(path)
+            case StoredPayload():
+                # the store keeps it as long as the run goes on
+                lost = False
         if not lost:
             return ""
         kept = self._book.directory(run.run_id) / PAYLOAD

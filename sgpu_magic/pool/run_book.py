@@ -17,6 +17,7 @@ from sgpu_magic.pool.server import ConnectedClient
 from sgpu_magic.protocol.devices import Lease
 from sgpu_magic.protocol.events import EventBody, Noted, PayloadReleased, RunEnded, Submitted
 from sgpu_magic.protocol.messages import Accepted, Submit
+from sgpu_magic.protocol.node_messages import RunEvent
 from sgpu_magic.protocol.payloads import InlinePayload, SharedPayload
 from sgpu_magic.protocol.record import Record
 from sgpu_magic.protocol.records import Failure, RunSpec
@@ -41,11 +42,13 @@ class PoolRun:
         restarting: The group failed, and is started again as soon as its ranks are gone.
         ended: Its last word was said.
         adopted: An earlier service launched it; its notebook has not come back yet.
+        lost_node: Why ranks of it were lost with their node; "" when none were, or since it waits for another.
         payload_over: Nobody reads its payload's memory any more.
         held_fd: The payload's memory file, held here because the notebook may go; -1 when not.
         lease: What it has; None before.
         hourly: What that costs in an hour; None without a price, and of what runs in a session.
         metered_at: Wall-clock time at which its meter began; None before, and of what runs in a session.
+        metered_s: Seconds that it was on meter before it lost a node and waited again.
     """
 
     submit: Submit
@@ -59,11 +62,13 @@ class PoolRun:
     restarting: bool = False
     ended: bool = False
     adopted: bool = False
+    lost_node: str = ""
     payload_over: bool = False
     held_fd: int = -1
     lease: Lease | None = None
     hourly: float | None = None
     metered_at: float | None = None
+    metered_s: float = 0.0
 
     @property
     def run_id(self) -> str:
@@ -166,11 +171,18 @@ class RunBook:
         if not run.log.seq:
             self.tell(run, Submitted(spec=run.spec), run.spec.submitted_at)
 
-    def tell(self, run: PoolRun, body: EventBody, at: float, frames: Sequence[bytes] = (), number: int = 0) -> None:
-        """Keep an event and send it to who follows the run."""
+    def tell(
+        self,
+        run: PoolRun,
+        body: EventBody,
+        at: float,
+        frames: Sequence[bytes] = (),
+        told: RunEvent | None = None,
+    ) -> None:
+        """Keep an event and send it to who follows the run. `told`: as an agent has told it."""
         if run.log is None:
             return
-        event = run.log.append(body, at, frames, number)
+        event = run.log.append(body, at, frames, told)
         for client in run.followers:
             self._send(client, event, frames)
         if run.log.problem:

@@ -11,6 +11,7 @@ import msgspec
 from sgpu_magic.event_file import EventFile
 from sgpu_magic.protocol.codec import FrameReader, frame
 from sgpu_magic.protocol.events import AttemptFailed, Event, EventBody, PayloadReleased, RunEnded
+from sgpu_magic.protocol.node_messages import RunEvent
 from sgpu_magic.protocol.run_files import EVENTS
 
 _decoder = msgspec.msgpack.Decoder(Event)
@@ -27,7 +28,7 @@ class RunLog:
     Attributes:
         seq: Number of the newest event.
         at: When that was, seconds since the epoch; 0 before the first.
-        number: The agent's number of the newest event of its own.
+        numbers: By part of the run the agent's number of its newest event that is here, joined with others' or not.
         ended: The run's last word; None while there is none.
         failed_attempt: The newest attempt that failed and has no successor yet; None when there is none.
         payload_released: Nobody reads the payload's memory any more.
@@ -40,7 +41,7 @@ class RunLog:
         self.problem = ""
         self.seq = 0
         self.at = 0.0
-        self.number = 0
+        self.numbers: dict[int, int] = {}
         self.ended: RunEnded | None = None
         self.failed_attempt: AttemptFailed | None = None
         self.payload_released = False
@@ -49,10 +50,21 @@ class RunLog:
         if os.fstat(self._file).st_size:
             self._continue()
 
-    def append(self, body: EventBody, at: float, frames: Sequence[bytes] = (), number: int = 0) -> Event:
-        """Give the event its number and keep it. A full disk is noted in `problem` and stops the keeping only."""
+    @property
+    def number(self) -> int:
+        """The highest of `numbers`."""
+        return max(self.numbers.values(), default=0)
+
+    def append(self, body: EventBody, at: float, frames: Sequence[bytes] = (), told: RunEvent | None = None) -> Event:
+        """Give the event its number and keep it. A full disk is noted in `problem` and stops the keeping only.
+
+        Args:
+            told: As an agent has told it; None for an event of the service.
+        """
         self.seq += 1
-        event = Event(run_id=self._run_id, seq=self.seq, at=at, body=body, number=number)
+        event = Event(run_id=self._run_id, seq=self.seq, at=at, body=body)
+        if told is not None:
+            event = msgspec.structs.replace(event, number=told.number, part=told.part, joined=told.joined)
         self._count(event)
         if self._file >= 0:
             try:
@@ -69,7 +81,9 @@ class RunLog:
 
     def _count(self, event: Event) -> None:
         self.at = event.at
-        self.number = max(self.number, event.number)
+        for part, number in ((event.part, event.number), *event.joined):
+            if number > self.numbers.get(part, 0):
+                self.numbers[part] = number
         if isinstance(event.body, RunEnded):
             self.ended = event.body
             self.failed_attempt = None

@@ -1,13 +1,11 @@
-"""What the scheduler knows of one run, and how it words its times and its waiting. Pure."""
+"""What the scheduler knows of one run, and how it words its times. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sgpu_magic.pool.placement import Line, Room, Want
+from sgpu_magic.pool.wants import Want
 from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.ids import short
 from sgpu_magic.protocol.prices import HOUR_S
 from sgpu_magic.protocol.records import RunSpec
 from sgpu_magic.protocol.states import RunState
@@ -31,7 +29,9 @@ class ScheduledRun:
         lease: What it holds; None while it waits.
         begun: The agent has reported on it, so its lease can't be handed back any more.
         metered_at: When it reached STARTING, from where its time limit counts; None before.
-        passed_at: When a later run first passed it in the queue; None when none has.
+        passed_at: When a later run of its own user first passed it in the queue; None when none has.
+        overtaken_at: When a later run of another user first got devices of its line while it was its user's first
+            there; None when none has.
         stopping_as: The state it was told to stop as; None when it was not.
         told: The last position and reason given; None when it does not wait.
         reason: Why it ends or has ended, "" when it does not, or nobody said.
@@ -41,6 +41,9 @@ class ScheduledRun:
             no cell runs.
         gone: Of a session: its ranks are gone, and it holds its lease for new processes that are still on it.
         hourly: What its devices cost in an hour, all together; None without a price, and of what runs in a session.
+        asked: Its lease has no devices yet: the engine asks the cluster for nodes.
+        spent: What it cost before its node was lost and it waited again; counts for its own limit.
+        ran_s: The seconds on the meter until then; they count for its time limit.
         cost_told: It was told that its own cost limit is near.
         budget_told: It was told that the pool's budget is nearly used up.
     """
@@ -54,6 +57,7 @@ class ScheduledRun:
     begun: bool = False
     metered_at: float | None = None
     passed_at: float | None = None
+    overtaken_at: float | None = None
     stopping_as: RunState | None = None
     told: tuple[int, str] | None = None
     reason: str = ""
@@ -62,6 +66,9 @@ class ScheduledRun:
     quiet_since: float | None = None
     gone: bool = False
     hourly: float | None = None
+    asked: bool = False
+    spent: float = 0.0
+    ran_s: float = 0.0
     cost_told: bool = False
     budget_told: bool = False
 
@@ -71,7 +78,7 @@ class ScheduledRun:
 
     @property
     def queue_deadline(self) -> float | None:
-        if self.lease is not None or self.spec.wait_s is None:
+        if (self.lease is not None and not self.asked) or self.spec.wait_s is None:
             return None
         if self.want is None and not self.spec.session:
             return None
@@ -81,7 +88,7 @@ class ScheduledRun:
     def time_limit(self) -> float | None:
         if self.metered_at is None or self.state not in _RUNS_ON_METER:
             return None
-        return self.metered_at + self.spec.timeout_s
+        return self.metered_at + max(0.0, self.spec.timeout_s - self.ran_s)
 
     @property
     def is_on_meter(self) -> bool:
@@ -93,7 +100,7 @@ class ScheduledRun:
         """When it has cost as much as it may; None while it costs nothing, or may cost anything."""
         if self.metered_at is None or self.spec.max_cost is None or not self.hourly or not self.is_on_meter:
             return None
-        return self.metered_at + self.spec.max_cost / self.hourly * HOUR_S
+        return self.metered_at + max(0.0, self.spec.max_cost - self.spent) / self.hourly * HOUR_S
 
     @property
     def cost_warning(self) -> float | None:
@@ -129,29 +136,3 @@ def span(seconds: float) -> str:
         if seconds >= size and seconds % size == 0:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:g} s"
-
-
-def waits_for(run: ScheduledRun, want: Want, room: Room, keepers: Mapping[Line, str]) -> str:
-    missing = room.missing(want)
-    if missing == 0:
-        return kept_for(keepers, run, want)
-    what = room.amount(want, missing).replace(" ", " more ", 1)
-    kept = ["freed ones are kept for it"] if keepers.get(want.line) == run.run_id else []
-    return "; ".join([f"needs {what}", *room.not_the_pools(want), *kept])
-
-
-def waited_in_vain(run: ScheduledRun, want: Want, room: Room, keepers: Mapping[Line, str]) -> str:
-    """What to tell of a run whose time in the queue is over."""
-    why = kept_for(keepers, run, want) if room.missing(want) == 0 else room.obstacles(want)
-    need, free = room.amount(want), room.free(want)
-    if run.spec.wait_s:
-        waited = f"{need} did not become free within {span(run.spec.wait_s)}"
-        remedy = "Wait longer with --wait"
-    else:
-        waited = f"the run needs {need}, {free} {'is' if free == 1 else 'are'} free, and it was not to wait"
-        remedy = "Let it queue with --wait 10m"
-    return f"{waited}: {why}. {remedy}, ask for fewer with --gpus, or choose another pool with --pool."
-
-
-def kept_for(keepers: Mapping[Line, str], run: ScheduledRun, want: Want) -> str:
-    return f"what is free is kept for run {short(keepers.get(want.line, run.run_id))}, which has waited longer"

@@ -3,7 +3,8 @@
 Pure: no clock (every stimulus carries `now`, seconds of any one clock), no socket, no thread. The service
 feeds it what happened and does what it says. In the style of distributed's `worker_state_machine`.
 
-    - Who gets devices first: `queue_rules`.
+    - What a request means here: `wants`. Who gets devices first: `queue_rules` and `fair_share`. What the others are
+      told: `queue_words`.
     - `LaunchRun` gives the lease, `RunOver` frees it. The run stays queued until the agent's first
       `RunMoved`; until then the engine may hand the lease back with `LeaseRefused`.
     - A state changes only with a `MoveRun`, and only along `protocol.states.TRANSITIONS`.
@@ -13,15 +14,19 @@ feeds it what happened and does what it says. In the style of distributed's `wor
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import replace
+
+import msgspec
 
 from sgpu_magic.pool import session_rules
 from sgpu_magic.pool.budget import Budget
 from sgpu_magic.pool.cost_rules import CostRules
-from sgpu_magic.pool.placement import Refusal, resolve
+from sgpu_magic.pool.fair_share import NO_LIMITS, FairShare
+from sgpu_magic.pool.placement import refused_keys
 from sgpu_magic.pool.prices import Tariff
 from sgpu_magic.pool.queue_rules import QueueRules
+from sgpu_magic.pool.queue_words import QueueWords, Told
 from sgpu_magic.pool.run_table import RunTable
 from sgpu_magic.pool.scheduled_run import ScheduledRun, span
 from sgpu_magic.pool.stimuli import (
@@ -29,19 +34,22 @@ from sgpu_magic.pool.stimuli import (
     Instruction,
     InventoryChanged,
     LaunchRun,
+    LeaseGranted,
     LeaseRefused,
     RefuseRun,
     RunAdopted,
     RunMoved,
     RunOver,
+    RunRequeued,
     RunSubmitted,
     SessionPaused,
     Stimulus,
 )
-from sgpu_magic.protocol.device_types import CPU
-from sgpu_magic.protocol.devices import Inventory
+from sgpu_magic.pool.wants import STRICT_PACK, Refusal, Want, resolve
+from sgpu_magic.protocol.devices import Inventory, Lease, Placement
 from sgpu_magic.protocol.records import RunSpec
 from sgpu_magic.protocol.states import RunState
+from sgpu_magic.protocol.user_limits import UserLimits
 
 _NO_PRICES = Tariff()
 
@@ -54,6 +62,8 @@ class Scheduler:
         pass_over_s: Seconds from the first time a run is passed over until nothing may pass it.
         tariff: What devices cost.
         budget: What the pool's runs may cost together, None without a limit; on the stimuli's clock.
+        limits: What each user may have, and who comes first.
+        fair_half_life_s: Seconds after which devices that a user had count half when users share.
     """
 
     def __init__(
@@ -63,11 +73,17 @@ class Scheduler:
         pass_over_s: float = 600.0,
         tariff: Tariff = _NO_PRICES,
         budget: Budget | None = None,
+        limits: UserLimits = NO_LIMITS,
+        fair_half_life_s: float = 3600.0,
     ) -> None:
         self._tariff = tariff
         self._table = RunTable(budget)
         self._costs = CostRules(self._table, tariff, budget)
-        self._queue = QueueRules(self._table, self._costs, tariff, inventory, pass_over_s)
+        self._fair = FairShare(limits, fair_half_life_s)
+        self._queue = QueueRules(self._table, self._costs, tariff, self._fair, inventory, pass_over_s)
+        self._words = QueueWords(self._table, self._queue, self._fair)
+        # what requests mean in the inventory as it is
+        self._meant: dict[tuple[Placement, bool], Want | Refusal] = {}
         self._runs = self._table.runs
 
     @property
@@ -79,6 +95,18 @@ class Scheduler:
     def cpu_slots_free(self) -> int:
         room = self._queue.room
         return 0 if room is None else room.cpu_slots_free
+
+    @property
+    def waits_for_devices(self) -> bool:
+        """Whether a run in the queue may get devices when the pool is looked at again."""
+        room = self._queue.room
+        if room is None or not any(run.accepted for run in self._table.waiting()):
+            return False
+        return room.stock.many or any(not line.simulated for line in room.stock.counts)
+
+    def waiting(self) -> dict[str, Told]:
+        """By run that waits, its place in the order in which they would begin and what it waits for, as it is now."""
+        return self._words.now()
 
     def run(self, run_id: str) -> ScheduledRun | None:
         return self._runs.get(run_id)
@@ -96,14 +124,15 @@ class Scheduler:
     def quiet_until(self, session: str) -> float | None:
         """When the session ends because nothing runs in it, None while something does, or it never ends so."""
         run = self._runs.get(session)
-        return None if run is None else session_rules.quiet_until(self._runs, run)
+        return None if run is None else session_rules.quiet_until(self._table, run)
 
     def next_deadline(self) -> float | None:
         """When `TimePassed` is next useful, None when only events can change anything."""
         now = self._table.now
-        times = [self._costs.next_deadline(now), self._queue.next_deadline(now)]
-        for run in self._runs.values():
-            times += [self._table.queue_deadline(run), run.time_limit, session_rules.quiet_until(self._runs, run)]
+        times = [self._costs.next_deadline(now), self._queue.next_deadline(now), self._words.next_deadline()]
+        times.append(self._table.next_limit())
+        times += [self._table.queue_deadline(run) for run in self._table.who_waits()]
+        times += [session_rules.quiet_until(self._table, session) for session in self._table.sessions()]
         return min((time for time in times if time is not None), default=None)
 
     def handle(self, stimulus: Stimulus) -> list[Instruction]:
@@ -130,6 +159,10 @@ class Scheduler:
                 out = self._over(self._runs[run_id], state)
             case LeaseRefused(run_id=run_id, uuids=uuids, why=why) if run_id in self._runs:
                 out = self._lease_refused(self._runs[run_id], uuids, why)
+            case LeaseGranted(run_id=run_id, lease=lease) if run_id in self._runs:
+                out = self._lease_granted(self._runs[run_id], lease)
+            case RunRequeued(run_id=run_id, why=why) if run_id in self._runs:
+                out = self._requeued(self._runs[run_id], why)
             case SessionPaused(session=session, reason=reason) if session in self._runs:
                 out = self._pause(self._runs[session], reason, now)
             case _:
@@ -149,10 +182,10 @@ class Scheduler:
                 return [RefuseRun(spec.run_id, refusal.error, refusal.message)]
             self._table.put(run)
             return []
-        if self._queue.inventory is None:
+        if self._queue.room is None:
             self._table.put(run)
             return []
-        return self._judge(run, self._queue.inventory)
+        return self._judge(run)
 
     def _adopt(self, adopted: RunAdopted) -> list[Instruction]:
         if adopted.spec.run_id not in self._runs:
@@ -172,27 +205,52 @@ class Scheduler:
 
     def _look_again(self, inventory: Inventory) -> list[Instruction]:
         self._queue.seen(inventory)
-        waiting = [run for run in self._runs.values() if run.lease is None and not run.spec.session]
-        return [instruction for run in waiting for instruction in self._judge(run, inventory)]
+        self._meant.clear()
+        return [instruction for run in self._table.waiting() for instruction in self._judge(run)]
 
-    def _judge(self, run: ScheduledRun, inventory: Inventory) -> list[Instruction]:
+    def _judge(self, run: ScheduledRun) -> list[Instruction]:
         """Give a waiting run its place in a line, a new one when the devices changed under it."""
-        want = resolve(run.spec.placement, inventory)
+        want = self._resolve(run)
         if isinstance(want, Refusal):
             if run.want is not None:
                 return []  # its devices went away while it waited and may come back; its reason says so
             return self._table.refuse(run, want.error, want.message)
-        if run.want is None and (refusal := self._costs.refusal(run.spec, want)) is not None:
-            return self._table.refuse(run, refusal.error, refusal.message)
-        moved_line = run.want is not None and run.want.line != want.line
-        self._table.put(replace(run, want=want, passed_at=None if moved_line else run.passed_at))
+        if run.want is None:
+            refusal = self._costs.refusal(run.spec, want) or self._fair.refusal(run.spec, want)
+            if refusal is not None:
+                return self._table.refuse(run, refusal.error, refusal.message)
+        elif run.want == want:
+            return []
+        if run.want is not None and run.want.line != want.line:
+            run = replace(run, passed_at=None, overtaken_at=None)
+        self._table.put(replace(run, want=want))
         return []
 
+    def _resolve(self, run: ScheduledRun) -> Want | Refusal:
+        room, placement = self._queue.room, run.spec.placement
+        if room is None:
+            raise RuntimeError("no request means anything before the pool's devices are known")
+        is_session = room.stock.many and session_rules.is_session(run)
+        if is_session and (refusal := session_rules.on_nodes(run.spec)) is not None:
+            return refusal
+        if placement.min_memory_bytes:
+            # what is free counts, and where it waits already
+            before = None if run.want is None else run.want.line
+            return resolve(placement, room.stock, tariff=self._tariff, free=room.free, before=before)
+        key = (placement, is_session)
+        if key not in self._meant:
+            if is_session:
+                placement = msgspec.structs.replace(placement, strategy=STRICT_PACK)
+            self._meant[key] = resolve(placement, room.stock)
+        return self._meant[key]
+
     def _moved(self, run: ScheduledRun, moved: RunMoved, now: float) -> list[Instruction]:
-        if run.lease is None:
+        if run.lease is None or moved.state is RunState.QUEUED:
             return []
         quiet_since = now if moved.state is RunState.RUNNING else run.quiet_since
         reason = run.reason or moved.reason
+        if run.asked:
+            run = replace(run, asked=False, told=None)
         self._table.put(replace(run, begun=True, quiet_since=quiet_since, reason=reason, unstopped=moved.unstopped))
         return self._table.move(run.run_id, moved.state)
 
@@ -206,40 +264,66 @@ class Scheduler:
             raise ValueError(f"run {run.run_id} can't be over as {state!r}: a final state is needed")
         return self._table.over(run, state)
 
-    def _lease_refused(self, run: ScheduledRun, uuids: Iterable[str], why: str) -> list[Instruction]:
+    def _lease_refused(self, run: ScheduledRun, uuids: Collection[str], why: str) -> list[Instruction]:
         if run.lease is None or run.begun:
             return []
-        # at least one of its own devices is barred, else the same lease would come again and again
-        barred = set(uuids) & set(run.lease.uuids) or set(run.lease.uuids) or {CPU}
-        self._queue.refused(barred, why)
-        run = replace(run, lease=None, hourly=None)
+        room = self._queue.room
+        self._queue.refused(refused_keys(run.lease, uuids, None if room is None else room.stock), why)
+        run = replace(run, lease=None, hourly=None, asked=False)
         self._table.put(run)
         return [] if run.stopping_as is None else self._table.end(run, run.stopping_as, "")
+
+    def _lease_granted(self, run: ScheduledRun, lease: Lease) -> list[Instruction]:
+        if run.lease is None or run.spec.session:
+            return []
+        self._table.put(replace(run, lease=lease, asked=False, told=None, hourly=self._tariff.hourly(lease)))
+        return []
+
+    def _requeued(self, run: ScheduledRun, why: str) -> list[Instruction]:
+        if run.lease is None or run.spec.session:
+            return []
+        if run.state.is_final:
+            return self._table.over(run, run.state)
+        if run.stopping_as is not None:
+            # nobody wants it again, and no rank is left that could say so
+            self._table.put(replace(run, lease=None))
+            return self._table.end(self._runs[run.run_id], run.stopping_as, run.reason)
+        return self._table.requeue(run, why)
 
     # ------------------------------------------------------------ what follows from every stimulus
 
     def _settle(self, now: float) -> list[Instruction]:
-        out: list[Instruction] = []
-        for run in self.runs:
-            if run.time_limit is not None and now >= run.time_limit:
-                reason = f"its time limit of {span(run.spec.timeout_s)} is over"
-                out += self._table.stop(run, RunState.TIMED_OUT, reason)
-                continue
-            quiet_until = session_rules.quiet_until(self._runs, run)
+        return [
+            *self._settle_times(now),
+            *self._costs.settle(now),
+            *self._settle_cells(now),
+            *self._queue.settle(now),
+            *self._words.tell(now),
+        ]
+
+    def _settle_times(self, now: float) -> list[Instruction]:
+        out: list[tuple[int, list[Instruction]]] = []
+        for run in self._table.over_time():
+            reason = f"its time limit of {span(run.spec.timeout_s)} is over"
+            out.append((self._table.number(run.run_id), self._table.stop(run, RunState.TIMED_OUT, reason)))
+        for session in self._table.sessions():
+            quiet_until = session_rules.quiet_until(self._table, session)
             if quiet_until is not None and now >= quiet_until:
-                out += self._table.stop(run, RunState.CANCELLED, session_rules.too_quiet(run))
-        out += self._costs.settle(now)
-        out += self._settle_cells(now)
-        return out + self._queue.settle(now)
+                number = self._table.number(session.run_id)
+                out.append((number, self._table.stop(session, RunState.CANCELLED, session_rules.too_quiet(session))))
+        for run in self._table.asked_too_long():
+            reason = f"the cluster brought nothing within {span(run.spec.wait_s or 0.0)}"
+            out.append((self._table.number(run.run_id), self._table.stop(run, RunState.FAILED, reason)))
+        return [instruction for _, each in sorted(out, key=lambda item: item[0]) for instruction in each]
 
     def _settle_cells(self, now: float) -> list[Instruction]:
         """Let cells of sessions begin, give up, or end with their session."""
         out: list[Instruction] = []
-        for session in [run for run in self.runs if session_rules.is_session(run) and not session_rules.is_open(run)]:
+        for session in [run for run in self._table.sessions() if not session_rules.is_open(run)]:
             out += self._table.end_cells(session)
-        for cell in session_rules.waiting_cells(self._runs):
+        for cell in self._table.waiting_cells():
             session = self._runs[cell.spec.session]
-            why = session_rules.obstacle(self._runs, cell)
+            why = session_rules.obstacle(self._table, cell, session)
             deadline = self._table.queue_deadline(cell)
             if not why and session.lease is not None:
                 lease = session_rules.share(session.lease, cell.spec)

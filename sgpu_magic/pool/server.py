@@ -1,6 +1,7 @@
 """Clients' messages in, replies and events out: a ZeroMQ router on a socket in a private directory.
 
-ZeroMQ hides a peer's death, so each client names its process and the service holds a pidfd of it.
+ZeroMQ hides a peer's death, so each client names its process and the service holds a pidfd of it. A served pool has a
+second router, for clients of other machines.
 """
 
 from __future__ import annotations
@@ -8,32 +9,18 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import zmq
 
+from sgpu_magic.pool.clients import ConnectedClient
+from sgpu_magic.pool.remote_door import Listening, RemoteDoor
 from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.messages import ClientMessage, Hello, Refused
 from sgpu_magic.protocol.record import Record
 
 _NO_PIDFD_POLL_S = 1.0
-
-
-@dataclass(eq=False, slots=True)
-class ConnectedClient:
-    """One process that said hello.
-
-    Args:
-        identity: Its ZeroMQ identity.
-        pid: Its process.
-        pidfd: Readable when it is dead; None where the system has none.
-    """
-
-    identity: bytes
-    pid: int
-    pidfd: int | None = None
 
 
 class Server:
@@ -42,7 +29,8 @@ class Server:
     Args:
         path: The socket's path.
         on_message: Called with the client, the message and its raw frames.
-        on_gone: Called when a client's process is dead.
+        on_gone: Called when a client's process is dead, or a client of another machine has been silent for too long.
+        listening: Where clients of other machines come in; None where none do.
     """
 
     def __init__(
@@ -50,6 +38,7 @@ class Server:
         path: Path,
         on_message: Callable[[ConnectedClient, ClientMessage, Sequence[bytes]], None],
         on_gone: Callable[[ConnectedClient], None],
+        listening: Listening | None = None,
     ) -> None:
         self._on_message = on_message
         self._on_gone = on_gone
@@ -65,13 +54,23 @@ class Server:
         os.chmod(path, 0o600)
         self._loop.add_reader(self._socket.fileno(), self._drain)
         self._drain_scheduled = False
+        self._remote = None if listening is None else RemoteDoor(listening, on_message, on_gone)
 
     @property
     def clients(self) -> list[ConnectedClient]:
-        return list(self._clients.values())
+        return [*self._clients.values(), *(self._remote.clients if self._remote is not None else ())]
+
+    @property
+    def address(self) -> str:
+        """Where clients of other machines come in, "" where none do."""
+        return self._remote.address if self._remote is not None else ""
 
     def send(self, client: ConnectedClient, message: Record, frames: Sequence[bytes] = ()) -> None:
         """Send, unless the client is gone."""
+        if not client.same_host:
+            if self._remote is not None:
+                self._remote.send(client, message, frames)
+            return
         self._socket.send_multipart([client.identity, codec.encode(message), *frames], zmq.NOBLOCK, copy=True)
         # a send can swallow the edge that tells of arrived messages
         if not self._drain_scheduled:
@@ -83,8 +82,10 @@ class Server:
         self.send(client, Refused(request=request, error=error, message=message))
 
     def close(self) -> None:
+        if self._remote is not None:
+            self._remote.close()
         self._loop.remove_reader(self._socket.fileno())
-        for client in self.clients:
+        for client in list(self._clients.values()):
             self._forget(client)
         self._socket.close()
         self._context.term()
@@ -113,7 +114,7 @@ class Server:
         client = self._clients.get(identity)
         if client is not None:
             return client
-        client = ConnectedClient(identity, hello.pid)
+        client = ConnectedClient(identity, hello.pid, user=hello.user)
         if hasattr(os, "pidfd_open"):
             try:
                 client.pidfd = os.pidfd_open(hello.pid)
@@ -148,4 +149,7 @@ class Server:
 
     def drop(self, client: ConnectedClient) -> None:
         """The client said goodbye."""
-        self._forget(client)
+        if client.same_host:
+            self._forget(client)
+        elif self._remote is not None:
+            self._remote.drop(client)

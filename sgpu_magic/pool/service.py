@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import secrets
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +17,7 @@ from sgpu_magic.engines.base import Engine
 from sgpu_magic.pool import stimuli as sched
 from sgpu_magic.pool.billing import Billing
 from sgpu_magic.pool.budget_of_pool import budget_of, budget_state
+from sgpu_magic.pool.byte_desk import ByteDesk
 from sgpu_magic.pool.idleness import Idleness
 from sgpu_magic.pool.kept_environments import KeptEnvironments
 from sgpu_magic.pool.later_ledger import LaterLedger
@@ -22,6 +25,7 @@ from sgpu_magic.pool.launches import Launches
 from sgpu_magic.pool.lifecycle import PoolPresence
 from sgpu_magic.pool.node_reports import NodeReports
 from sgpu_magic.pool.prices import tariff_of
+from sgpu_magic.pool.remote_door import Listening
 from sgpu_magic.pool.requests import Requests
 from sgpu_magic.pool.restarts import Restarts
 from sgpu_magic.pool.retention import Retention
@@ -31,8 +35,9 @@ from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.pool.status import pool_status
 from sgpu_magic.pool.succession import Succession
 from sgpu_magic.pool.tracker import Tracker
-from sgpu_magic.protocol.devices import Inventory
+from sgpu_magic.protocol.devices import Inventory, Lease
 from sgpu_magic.protocol.events import Noted, QueueMoved, StateChanged
+from sgpu_magic.protocol.forwarding import StreamMessage, StreamOpened
 from sgpu_magic.protocol.measures import RankStack
 from sgpu_magic.protocol.messages import (
     PROTOCOL_VERSION,
@@ -47,6 +52,7 @@ from sgpu_magic.protocol.node_messages import HeldRun, RunEvent
 from sgpu_magic.protocol.questions import RankAnswer
 from sgpu_magic.protocol.records import RunSpec
 from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.protocol.user_limits import read_limits
 
 # an inventory older than this is taken anew before a run is placed on real devices
 _INVENTORY_FRESH_S = 2.0
@@ -61,9 +67,12 @@ class PoolService:
         settings: The pool's settings.
         presence: Its lock and address.
         engine: Where its ranks run; started here.
+        listening: Where clients of other machines come in; None where none do. Such a pool is never idle.
     """
 
-    def __init__(self, settings: Settings, presence: PoolPresence, engine: Engine) -> None:
+    def __init__(
+        self, settings: Settings, presence: PoolPresence, engine: Engine, listening: Listening | None = None
+    ) -> None:
         self._settings = settings
         self._presence = presence
         self._engine = engine
@@ -71,7 +80,13 @@ class PoolService:
         self._ledger = LaterLedger(settings.state_path / "ledger.sqlite3")
         tariff = tariff_of(settings)
         self._budget = budget_of(settings, self._ledger, time.monotonic(), time.time())
-        self._scheduler = Scheduler(pass_over_s=settings.pass_over_s, tariff=tariff, budget=self._budget)
+        self._scheduler = Scheduler(
+            pass_over_s=settings.pass_over_s,
+            tariff=tariff,
+            budget=self._budget,
+            limits=read_limits(settings.user_priorities, settings.user_quotas),
+            fair_half_life_s=settings.fair_half_life_s,
+        )
         self._inventory: Inventory | None = None
         self._inventory_at = 0.0
         self._waiting_for_inventory: list[Callable[[], None]] = []
@@ -81,23 +96,31 @@ class PoolService:
         self._started_at = time.time()
         self.finished = self._loop.create_future()
         self._loop.set_exception_handler(self._broken)
-        self._server = Server(presence.socket_path, self._heard, self._client_gone)
+        self._service_id = secrets.token_hex(8)
+        self._server = Server(presence.socket_path, self._heard, self._client_gone, listening)
         self._book = RunBook(self._ledger, settings.runs_path, self._server.send, Billing(self._ledger, tariff))
         self._kept = KeptEnvironments(settings.state_path / "environment-files", settings.runs_path)
         self._launches = Launches(engine, self._book, self._kept, self._scheduler, self.feed)
-        self._restarts = Restarts(self._book, self._launches.relaunch)
+        self._restarts = Restarts(self._book, self._launches.relaunch, self._launches.requeue)
         self._reports = NodeReports(self._ledger, self._book, engine, self._restarts, self._scheduler, self.feed)
         self._succession = Succession(
             self._ledger, self._book, engine, self._restarts, self.feed, settings.adopt_timeout_s
         )
-        self._requests = Requests(self, self._server, engine, self._book, self._ledger, self._kept)
+        self._bytes_desk = ByteDesk(settings, self._server, self._book, self._ledger)
+        self._requests = Requests(self, self._server, engine, self._book, self._ledger, self._kept, self._bytes_desk)
         self._tracker = Tracker(settings, self._book, engine, self._is_live)
-        self._book.on_forgotten = self._tracker.over
+        self._book.on_forgotten = self._forgotten
         self._retention = Retention(settings, self._is_live, self._ledger.cells, removed=self._kept.remove_unlinked)
-        self._idleness = Idleness(settings.pool_idle_s, lambda: bool(self._book.going), self._notify, self.stop)
+        idle_s = settings.pool_idle_s if listening is None else math.inf
+        self._idleness = Idleness(idle_s, lambda: bool(self._book.going), self._notify, self.stop)
         engine.start(self)
         for number in (signal.SIGTERM, signal.SIGHUP):
             self._loop.add_signal_handler(number, self.stop)
+
+    @property
+    def address(self) -> str:
+        """Where clients of other machines come in, "" where none do."""
+        return self._server.address
 
     def stop(self) -> None:
         if not self.finished.done():
@@ -121,6 +144,7 @@ class PoolService:
             if run.log is not None and not run.ended:
                 state = RunState.FAILED if self._fault else RunState.CANCELLED
                 self._book.end_without_ranks(run, state, self._fault or "the pool was stopped", FailureKind.INTERNAL)
+        self._bytes_desk.close()
         self._server.close()
         self._engine.close()
         self._tracker.close()
@@ -141,13 +165,17 @@ class PoolService:
         for client in self._server.clients:
             self._server.send(client, Notice(text=text))
 
-    def welcome(self) -> Welcome:
+    def welcome(self, client: ConnectedClient) -> Welcome:
         return Welcome(
             protocol_version=PROTOCOL_VERSION,
             package_version=__version__,
             pid=os.getpid(),
             busy=bool(self._book.going),
-            sees_client=self._settings.environments == "auto",
+            sees_client=client.same_host and self._settings.environments == "auto",
+            same_host=client.same_host,
+            user=client.user,
+            service=self._service_id,
+            pool=self._settings.pool or "local",
         )
 
     def status(self, question: AskStatus) -> PoolStatus:
@@ -156,6 +184,7 @@ class PoolService:
             self._inventory or Inventory(host=""),
             self._scheduler,
             self._ledger,
+            name=self._settings.pool or "local",
             started_at=self._started_at,
             clients=len(self._server.clients),
             idle_ends_at=self._idleness.ends_at,
@@ -177,6 +206,7 @@ class PoolService:
             self._succession.take_over(held)
             for run in self._book.going:
                 self._tracker.follow(run)
+                self._bytes_desk.hold(run.submit)
             self._tracker.look_for_leftovers()
             self._retention.schedule()
         self.inventory_taken(inventory)
@@ -209,8 +239,25 @@ class PoolService:
     def answered(self, request: int, answer: RankAnswer) -> None:
         self._requests.sessions.answered(request, answer)
 
+    def forwarded(self, message: StreamOpened | StreamMessage, frames: Sequence[bytes]) -> None:
+        self._requests.forwarding.from_node(message, frames)
+
     def tracking_asked(self, run_id: str) -> None:
         self._tracker.asked(run_id)
+
+    def lease_granted(self, run_id: str, lease: Lease) -> None:
+        run = self._book.get(run_id)
+        if run is not None:
+            self._launches.granted(run, lease, self._inventory)
+
+    def lease_refused(self, run_id: str, uuids: tuple[str, ...], why: str) -> None:
+        # on the loop: the engine may say so while it is asked to launch
+        self._loop.call_soon(self.feed, sched.LeaseRefused(run_id, uuids, why, time.monotonic()))
+
+    def runs_lost(self, run_ids: Sequence[str], why: str, host: str) -> None:
+        for run_id in run_ids:
+            self._requests.ranks_gone(run_id)
+        self._reports.runs_lost(run_ids, why, host)
 
     def nodes_lost(self, why: str) -> None:
         for run in self._book.going:
@@ -273,6 +320,10 @@ class PoolService:
 
     # ------------------------------------------------------------ within
 
+    def _forgotten(self, run_id: str) -> None:
+        self._tracker.over(run_id)
+        self._bytes_desk.let_go(run_id)
+
     def _is_live(self, run_id: str) -> bool:
         return self._book.speaker(run_id) is not None or run_id in self._succession.resubmittable
 
@@ -294,10 +345,7 @@ class PoolService:
             self._deadline.cancel()
             self._deadline = None
         due = self._scheduler.next_deadline()
-        waits_for_devices = any(
-            run.lease is None and run.accepted and not run.spec.session for run in self._scheduler.runs
-        )
-        if waits_for_devices and self._inventory is not None and any(not d.simulated for d in self._inventory.devices):
+        if self._scheduler.waits_for_devices:
             due = min(due or float("inf"), time.monotonic() + _QUEUE_REFRESH_S)
         if due is not None:
             self._deadline = self._loop.call_later(max(0.0, due - time.monotonic()), self._time_passed)

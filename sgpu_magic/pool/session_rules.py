@@ -8,19 +8,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import msgspec
 
-from sgpu_magic.pool.placement import Refusal
 from sgpu_magic.pool.scheduled_run import ScheduledRun, span
+from sgpu_magic.pool.wants import SPREAD, Refusal
 from sgpu_magic.protocol.devices import Lease
 from sgpu_magic.protocol.ids import short
 from sgpu_magic.protocol.records import RunSpec
 from sgpu_magic.protocol.states import RunKind, RunState
 
-Runs = Mapping[str, ScheduledRun]
+
+class Runs(Protocol):
+    """The scheduler's runs."""
+
+    def get(self, run_id: str) -> ScheduledRun | None: ...
+
+    def cells_of(self, session: str) -> list[ScheduledRun]:
+        """Every run in the session, in order of submission."""
+        ...
+
 
 _RESTART_OR_KILL = "interrupt again within 5 s, or %sgpu_restart --rank {ranks}, kills {it}"
 
@@ -68,23 +78,25 @@ def refusal(spec: RunSpec, session: ScheduledRun | None) -> Refusal | None:
     return None
 
 
+def on_nodes(spec: RunSpec) -> Refusal | None:
+    """Why a pool of many nodes does not take the session; None when it does."""
+    if spec.placement.nodes <= 1 and spec.placement.strategy != SPREAD:
+        return None
+    asks = f"--nodes {spec.placement.nodes}" if spec.placement.nodes > 1 else "--placement spread"
+    text = (
+        f"the ranks of {named(spec)} stay on one node, and {asks} asks for more. Leave it out, or run the cell without "
+        "a session (%%distributed with the same options)."
+    )
+    return Refusal("SessionError", text)
+
+
 def named(spec: RunSpec) -> str:
     """`session work`, or its id where it has no name."""
     return f"session {spec.name or short(spec.run_id)}"
 
 
-def cells_of(runs: Runs, session: str) -> list[ScheduledRun]:
-    """Every run in the session, in order of submission."""
-    return [run for run in runs.values() if run.spec.session == session]
-
-
-def waiting_cells(runs: Runs) -> list[ScheduledRun]:
-    return [run for run in runs.values() if run.spec.session and run.lease is None]
-
-
-def obstacle(runs: Runs, cell: ScheduledRun) -> str:
+def obstacle(runs: Runs, cell: ScheduledRun, session: ScheduledRun) -> str:
     """What a waiting cell of an open session waits for, "" when it may begin; asked in order of submission."""
-    session = runs[cell.spec.session]
     if session.lease is None:
         return f"its session waits for devices: {session.told[1] if session.told is not None else 'it is queued'}"
     if session.state is not RunState.RUNNING:
@@ -93,7 +105,7 @@ def obstacle(runs: Runs, cell: ScheduledRun) -> str:
         return session.paused
     if cell.spec.fresh:
         return ""
-    others = (other for other in cells_of(runs, cell.spec.session) if other.spec.in_session)
+    others = (other for other in runs.cells_of(cell.spec.session) if other.spec.in_session)
     inside = next((other for other in others if other.lease is not None), None)
     return "" if inside is None else _busy_with(inside)
 
@@ -137,7 +149,7 @@ def quiet_until(runs: Runs, session: ScheduledRun) -> float | None:
     """When the session ends because nothing ran in it; None while something does, or it never ends so."""
     if session.quiet_since is None or session.spec.idle_s is None or session.state is not RunState.RUNNING:
         return None
-    if session.paused or cells_of(runs, session.run_id):
+    if session.paused or runs.cells_of(session.run_id):
         return None
     return session.quiet_since + session.spec.idle_s
 
@@ -177,7 +189,7 @@ def held_leases(runs: Iterable[ScheduledRun]) -> dict[str, Lease]:
 
 def after_cell(runs: Runs, session: ScheduledRun, now: float) -> ScheduledRun | None:
     """The session when a cell in it is over; None when that was the last thing that held its lease."""
-    if session.gone and not on_its_devices(cells_of(runs, session.run_id)):
+    if session.gone and not on_its_devices(runs.cells_of(session.run_id)):
         return None
     return replace(session, quiet_since=None if session.quiet_since is None else now)
 

@@ -20,13 +20,14 @@ def pool_status(
     scheduler: Scheduler,
     ledger: Ledger,
     *,
+    name: str,
     started_at: float,
     clients: int,
     idle_ends_at: float | None,
     budget: BudgetState | None,
 ) -> PoolStatus:
     """Newest runs first; those that wait carry their position and what they wait for, idle sessions when they end."""
-    waiting = {run.run_id: run.told for run in scheduler.runs if run.told is not None}
+    waiting = scheduler.waiting()
     rows = ledger.recent(question.recent)
     if question.recent:
         # a run that goes on is shown however many have come after it
@@ -40,7 +41,7 @@ def pool_status(
     runs = tuple(_with_times(row, waiting.get(row.run_id), ends.get(row.run_id)) for row in rows)
     return PoolStatus(
         request=question.request,
-        pool="local",
+        pool=name,
         pid=os.getpid(),
         package_version=__version__,
         started_at=started_at,

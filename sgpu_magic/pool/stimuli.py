@@ -90,6 +90,28 @@ class LeaseRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseGranted:
+    """The engine has the run's devices. `lease` takes the place of the one that was proposed."""
+
+    run_id: str
+    lease: Lease
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequeued:
+    """A node of the run was lost, and nothing is left of it elsewhere: it goes back to the queue, without a lease.
+
+    Args:
+        why: A sentence, without a full stop.
+    """
+
+    run_id: str
+    why: str
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
 class SessionPaused:
     """No cell shall begin in the session for now. `reason` is what a cell that waits is told; "" lets them go on."""
 
@@ -113,6 +135,8 @@ Stimulus = (
     | CancelRequested
     | RunOver
     | LeaseRefused
+    | LeaseGranted
+    | RunRequeued
     | SessionPaused
     | TimePassed
 )
@@ -123,6 +147,9 @@ Stimulus = (
 @dataclass(frozen=True, slots=True)
 class LaunchRun:
     """Take the lease's locks and start the ranks. Answer with `RunMoved`, `LeaseRefused` or `RunOver`.
+
+    In a pool of many nodes the lease is a proposal: `LeaseGranted` tells of another. One without devices asks for nodes
+    that an autoscaler has to bring.
 
     The lease of a run in a session is the session's, or a part of it: its locks are taken already.
     """
@@ -142,7 +169,10 @@ class MoveRun:
 
 @dataclass(frozen=True, slots=True)
 class TellQueue:
-    """The run waits at `position` (1 is next) of its line or session; given only when something changed."""
+    """The run waits at `position` (1 is next) of its line or session; given only when something changed.
+
+    Where very many wait, some are told later: `Scheduler.waiting` has it as it is.
+    """
 
     run_id: str
     position: int

@@ -12,6 +12,7 @@ import msgspec
 from sgpu_magic.engines.base import Engine
 from sgpu_magic.pool import stimuli as sched
 from sgpu_magic.pool.admission import unfit
+from sgpu_magic.pool.byte_desk import ByteDesk, names_files
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.run_book import PoolRun, RunBook
 from sgpu_magic.pool.server import ConnectedClient, Server
@@ -46,6 +47,7 @@ class Submissions:
         book: Gets the runs.
         ledger: All runs there ever were.
         no_session: Says of a session that does not go on when and why it ended.
+        bytes_desk: Keeps what runs need of their users' uploads.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class Submissions:
         book: RunBook,
         ledger: Ledger,
         no_session: Callable[[str], str],
+        bytes_desk: ByteDesk,
     ) -> None:
+        self._bytes_desk = bytes_desk
         self._placing = placing
         self._server = server
         self._engine = engine
@@ -71,6 +75,8 @@ class Submissions:
         again = self._placing.resubmittable.get(spec.run_id)
         if not is_valid_id(spec.run_id) or self._book.get(spec.run_id) or (not again and self._ledger.has(spec.run_id)):
             problem = "the run's id is not valid or was used before."
+        elif not client.same_host and names_files(submit):
+            problem = "what it ships lies in files of the notebook's machine, which the pool does not see."
         else:
             problem = unfit(spec)
         if problem:
@@ -86,6 +92,7 @@ class Submissions:
             except OSError as error:
                 self._server.refuse(client, submit.request, f"the run's variables can't be read: {error.strerror}.")
                 return
+        self._bytes_desk.hold(run.submit)
         self._book.add(run)
         if spec.session:
             # it takes no device

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from sgpu_magic import processes
 from sgpu_magic.engines.base import Engine
 from sgpu_magic.event_file import read_spec
 from sgpu_magic.pool import stimuli as sched
@@ -20,6 +19,7 @@ from sgpu_magic.pool.ledger import Ledger, Metered
 from sgpu_magic.pool.restarts import Restarts
 from sgpu_magic.pool.run_book import PoolRun, RunBook
 from sgpu_magic.pool.run_log import RunLog
+from sgpu_magic.processes import may_be_alive
 from sgpu_magic.protocol.events import Noted, RunEnded, Submitted
 from sgpu_magic.protocol.messages import Submit
 from sgpu_magic.protocol.metering import cost_so_far, gpu_s_so_far
@@ -135,7 +135,7 @@ class Succession:
             # the last word was kept, and the ledger not yet told
             billed = Metered(gpu_s=ended.gpu_s, cost=ended.cost)
             self._ledger.update(run.run_id, state=state, ended_at=time.time(), failure=ended.reason, meter=billed)
-        self._engine.adopt(run.run_id, run.log.number)
+        self._engine.adopt(run.run_id, run.log.numbers)
 
     def _judge(self, run_id: str) -> None:
         row = self._ledger.summary(run_id)
@@ -149,13 +149,13 @@ class Succession:
         """Runs whose notebooks are dead, or do not come back, are ended as the earlier service would have done."""
         over = self._loop.time() > self._until
         for run_id, spec in list(self.resubmittable.items()):
-            if over or not processes.is_alive(spec.owner.pid):
+            if over or not may_be_alive(spec.owner.pid, spec.owner.host):
                 del self.resubmittable[run_id]
                 self._close(run_id, _NOT_AGAIN)
         waits = bool(self.resubmittable)
         for run in self._book.going:
             if run.adopted and run.owner is None and not run.spec.detach and not run.ended:
-                if over or not processes.is_alive(run.spec.owner.pid):
+                if over or not may_be_alive(run.spec.owner.pid, run.spec.owner.host):
                     self._feed(sched.CancelRequested(run.run_id, OWNER_GONE, time.monotonic()))
                 else:
                     waits = True

@@ -13,12 +13,14 @@ class Wheel(Record, frozen=True, kw_only=True):
         sha256: Of its bytes, hexadecimal; what it is kept under.
         size: In bytes.
         path: Where the client has it.
+        blobs: Digests of the pool's blobs that it consists of, in order, where nodes don't see the client's files.
     """
 
     file: str
     sha256: str
     size: int
     path: str
+    blobs: tuple[str, ...] = ()
 
 
 class CodeBundle(Record, frozen=True, kw_only=True):
@@ -29,12 +31,14 @@ class CodeBundle(Record, frozen=True, kw_only=True):
         sha256: Of the archive, hexadecimal. Alike for alike contents: file times and order are normalised.
         size: Of the archive, in bytes.
         path: Where the client has it.
+        blobs: As a wheel's.
     """
 
     entry: str
     sha256: str
     size: int
     path: str
+    blobs: tuple[str, ...] = ()
 
 
 class Environment(Record, frozen=True, kw_only=True):

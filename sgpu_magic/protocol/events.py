@@ -342,6 +342,7 @@ class Event(Record, frozen=True, tag="event", kw_only=True):
         at: Wall-clock time, seconds since the epoch.
         number: The agent's own number of it; 0 for an event of the pool service.
         part: The index of the agent's node among those of the run.
+        joined: (part, number) of the events of other nodes that this one stands for too.
     """
 
     run_id: str
@@ -350,3 +351,4 @@ class Event(Record, frozen=True, tag="event", kw_only=True):
     body: EventBody
     number: int = 0
     part: int = 0
+    joined: tuple[tuple[int, int], ...] = ()

@@ -11,9 +11,20 @@ Those between clients and pool that are about a session's ranks are in session_m
 
 from __future__ import annotations
 
+from sgpu_magic.protocol.blobs import (
+    AskBlobs,
+    BlobsHeld,
+    BlobTaken,
+    ListRunFiles,
+    PutBlob,
+    ReadRunFile,
+    RunFileRead,
+    RunFiles,
+)
 from sgpu_magic.protocol.devices import Inventory
 from sgpu_magic.protocol.environment import CodeBundle, Environment
 from sgpu_magic.protocol.events import Event
+from sgpu_magic.protocol.forwarding import OpenStream, StreamClosed, StreamData, StreamEnded, StreamOpened, StreamTaken
 from sgpu_magic.protocol.measures import RankStack
 from sgpu_magic.protocol.payloads import Payload
 from sgpu_magic.protocol.record import Record
@@ -35,6 +46,7 @@ class Hello(Record, frozen=True, tag="hello", kw_only=True):
         pid: Its process, on `host`.
         host: Its machine's name.
         user: Whose it is there. A remote pool goes by the client's key instead.
+        instance: The same in each connection that this link makes anew, "" where it makes none.
     """
 
     protocol_version: int
@@ -42,6 +54,7 @@ class Hello(Record, frozen=True, tag="hello", kw_only=True):
     pid: int
     host: str = ""
     user: str = ""
+    instance: str = ""
 
 
 class Warm(Record, frozen=True, tag="warm", kw_only=True):
@@ -161,6 +174,10 @@ class AskStatus(Record, frozen=True, tag="ask-status", kw_only=True):
     recent: int = 20
 
 
+class Ping(Record, frozen=True, tag="ping", kw_only=True):
+    """The client is there. Sent over links between machines every few seconds; answered by `Pong`."""
+
+
 class Goodbye(Record, frozen=True, tag="goodbye", kw_only=True):
     """The client unloads; its runs that it does not wait for are cancelled."""
 
@@ -188,7 +205,17 @@ ClientMessage = (
     | ReclaimPayload
     | ResultsReceived
     | AskStatus
+    | AskBlobs
+    | PutBlob
+    | ReadRunFile
+    | ListRunFiles
+    | Ping
     | Goodbye
+    | OpenStream
+    | StreamData
+    | StreamTaken
+    | StreamEnded
+    | StreamClosed
     | StopPool
 )
 
@@ -204,6 +231,8 @@ class Welcome(Record, frozen=True, tag="welcome", kw_only=True):
         same_host: The service is on the client's machine: run directories and memory files are read there by their
             paths; else everything goes over the link.
         user: Who the client is to the pool.
+        service: Another one for each life of the pool's process.
+        pool: The pool's own name.
     """
 
     protocol_version: int
@@ -214,6 +243,8 @@ class Welcome(Record, frozen=True, tag="welcome", kw_only=True):
     sees_client: bool = True
     same_host: bool = True
     user: str = ""
+    service: str = ""
+    pool: str = "local"
 
 
 class Accepted(Record, frozen=True, tag="accepted", kw_only=True):
@@ -335,10 +366,40 @@ class PoolStatus(Record, frozen=True, tag="status", kw_only=True):
     budget: BudgetState | None = None
 
 
+class Pong(Record, frozen=True, tag="pong", kw_only=True):
+    """The answer to `Ping`.
+
+    Args:
+        behind: The client read too slowly, and something that was meant for it was dropped: it is to ask again.
+    """
+
+    behind: bool = False
+
+
 class Notice(Record, frozen=True, tag="notice", kw_only=True):
     """A sentence for whoever is connected, such as that idle processes are about to be given back. "" takes it back."""
 
     text: str
 
 
-PoolMessage = Welcome | Accepted | Attached | Stacks | RankAnswered | Refused | Notice | PoolStatus | Event
+PoolMessage = (
+    Welcome
+    | Accepted
+    | Attached
+    | Stacks
+    | RankAnswered
+    | Refused
+    | Pong
+    | Notice
+    | PoolStatus
+    | BlobsHeld
+    | BlobTaken
+    | RunFileRead
+    | RunFiles
+    | StreamOpened
+    | StreamData
+    | StreamTaken
+    | StreamEnded
+    | StreamClosed
+    | Event
+)

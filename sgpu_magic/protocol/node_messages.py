@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from sgpu_magic.protocol.blobs import BlobFetched, FetchBlob, RunFileStored, StoreRunFile
 from sgpu_magic.protocol.devices import Inventory, Lease
 from sgpu_magic.protocol.environment import CodeBundle, Environment
 from sgpu_magic.protocol.events import EventBody
+from sgpu_magic.protocol.forwarding import OpenStream, StreamClosed, StreamData, StreamEnded, StreamOpened, StreamTaken
 from sgpu_magic.protocol.measures import RankStack
 from sgpu_magic.protocol.messages import ReclaimPayload, ResultsReceived
 from sgpu_magic.protocol.payloads import Payload
@@ -52,6 +54,9 @@ class Launch(Record, frozen=True, tag="launch", kw_only=True):
         code: As in `Submit`.
         tracking: As in `Submit`: an agent that outlives its pool service gives it to the next one.
         part: The node's part of a run of several nodes; None where the whole run is on this one.
+        store: The user's store of blobs at the pool, by its name; "" where nothing is from there.
+        far: The node is not the pool's machine: `run_dir` and the store are not here. Blobs come by `FetchBlob`, and
+            the run's files go by `StoreRunFile`.
     """
 
     spec: RunSpec
@@ -67,6 +72,8 @@ class Launch(Record, frozen=True, tag="launch", kw_only=True):
     code: tuple[CodeBundle, ...] = ()
     tracking: Tracking | None = None
     part: Part | None = None
+    store: str = ""
+    far: bool = False
 
 
 class BuildEnvironment(Record, frozen=True, tag="build-environment", kw_only=True):
@@ -189,6 +196,13 @@ ToAgent = (
     | EventsKept
     | Adopt
     | DetachRun
+    | BlobFetched
+    | RunFileStored
+    | OpenStream
+    | StreamData
+    | StreamTaken
+    | StreamEnded
+    | StreamClosed
     | EndAgent
 )
 
@@ -234,6 +248,7 @@ class RunEvent(Record, frozen=True, tag="run-event", kw_only=True):
     Args:
         number: 1, 2, 3 ... by run, as the agent counts its own.
         part: The node's index among those of the run.
+        joined: As in `Event`; never said by an agent.
     """
 
     run_id: str
@@ -241,6 +256,7 @@ class RunEvent(Record, frozen=True, tag="run-event", kw_only=True):
     at: float
     body: EventBody
     part: int = 0
+    joined: tuple[tuple[int, int], ...] = ()
 
 
 class RanksGone(Record, frozen=True, tag="ranks-gone", kw_only=True):
@@ -274,7 +290,12 @@ class Answered(Record, frozen=True, tag="answered", kw_only=True):
 
 
 class MasterBound(Record, frozen=True, tag="master-bound", kw_only=True):
-    """This node has the run's rank 0 and listens there for the others; answered to all of them by `MasterKnown`."""
+    """This node's ranks of a run of several nodes are ready to meet; answered to all nodes by `MasterKnown`.
+
+    Args:
+        address: Where the node of rank 0 listens for the others; "" of other nodes.
+        port: There; 0 of other nodes.
+    """
 
     run_id: str
     address: str
@@ -297,4 +318,11 @@ FromAgent = (
     | Answered
     | TrackingAsked
     | MasterBound
+    | FetchBlob
+    | StoreRunFile
+    | StreamOpened
+    | StreamData
+    | StreamTaken
+    | StreamEnded
+    | StreamClosed
 )

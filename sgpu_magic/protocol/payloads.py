@@ -24,7 +24,33 @@ class FilePayload(Record, frozen=True, tag="file", kw_only=True):
     size: int
 
 
-PayloadSource = InlinePayload | SharedPayload | FilePayload
+class StoredPart(Record, frozen=True, kw_only=True):
+    """Some of the packed bytes, which are a blob (see `blobs`).
+
+    Args:
+        digest: The blob's.
+        offset: Where they belong in the packed bytes.
+        size: How many they are.
+    """
+
+    digest: str
+    offset: int
+    size: int
+
+
+class StoredPayload(Record, frozen=True, tag="stored", kw_only=True):
+    """The packed bytes lie in blobs of the pool's. What no part covers is of no account."""
+
+    parts: tuple[StoredPart, ...]
+    size: int
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Of all its blobs, each once."""
+        return tuple(dict.fromkeys(part.digest for part in self.parts))
+
+
+PayloadSource = InlinePayload | SharedPayload | FilePayload | StoredPayload
 
 
 class PackedLayout(Record, frozen=True, kw_only=True):

@@ -43,6 +43,33 @@ class Renew(Record, frozen=True, tag="renew", kw_only=True):
     store_path: str = ""
 
 
+class PrivateRay(Record, frozen=True, kw_only=True):
+    """A run's own Ray cluster, as one node has a part in it.
+
+    Args:
+        directory: Sockets and logs of Ray's processes; made for the run, 0700, and short, as a socket's path ends at
+            107 bytes. The agent removes it when the ranks are gone.
+        disk_directory: For what may be large: objects that are spilled, and all objects where `/dev/shm` is small.
+        address: Where the other nodes reach this one; the loopback address where there are none.
+        gpus: GPUs that Ray may give away here.
+        cpus: The same of CPUs.
+        simulated: The GPUs are simulated: Ray counts them, and code computes on the CPU.
+        object_store_bytes: Most memory of Ray's objects here.
+        objects_on_disk: `/dev/shm` is too small for them.
+        dashboard: The head has Ray's dashboard.
+    """
+
+    directory: str
+    disk_directory: str
+    address: str = "127.0.0.1"
+    gpus: int = 0
+    cpus: int = 1
+    simulated: bool = False
+    object_store_bytes: int = 0
+    objects_on_disk: bool = False
+    dashboard: bool = True
+
+
 class Execute(Record, frozen=True, tag="execute", kw_only=True):
     """Run a cell in this rank. The payload's descriptor comes along unless it is inline (the first raw frame).
 
@@ -57,6 +84,8 @@ class Execute(Record, frozen=True, tag="execute", kw_only=True):
         tracking: The run is tracked: what its code does with MLflow reaches the run's own MLflow run. Its URI is the
             default store's where `Launch` has "".
         profile: Keep a trace of torch's profiler in `run_dir`.
+        ray: The cell is the driver of a Ray cluster on the run's nodes, and runs in rank 0 alone; None where it runs
+            in every rank.
     """
 
     run_id: str
@@ -74,6 +103,7 @@ class Execute(Record, frozen=True, tag="execute", kw_only=True):
     only: tuple[int, ...] = ()
     tracking: Tracking | None = None
     profile: bool = False
+    ray: PrivateRay | None = None
 
 
 class AnswerQuestion(Record, frozen=True, tag="answer-question", kw_only=True):

@@ -139,6 +139,7 @@ class RunSpec(Record, frozen=True, kw_only=True):
         max_cost: It is stopped before it costs more, in the currency of the settings; None is no limit.
         profile: Each rank keeps a trace of torch's profiler.
         replay_of: The run that it is a replay of, "" for none.
+        ray: Its code is the driver of a Ray cluster of its own on the lease's nodes, and runs in rank 0 alone.
     """
 
     run_id: str
@@ -174,6 +175,7 @@ class RunSpec(Record, frozen=True, kw_only=True):
     max_cost: float | None = None
     profile: bool = False
     replay_of: str = ""
+    ray: bool = False
 
     @property
     def rank_numbers(self) -> tuple[int, ...]:

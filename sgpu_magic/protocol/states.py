@@ -56,10 +56,11 @@ _ENDS_EARLY = frozenset({_S.CANCELLING, _S.FAILED, _S.CANCELLED, _S.TIMED_OUT})
 
 TRANSITIONS: dict[RunState, frozenset[RunState]] = {
     _S.QUEUED: frozenset({_S.PREPARING, _S.STARTING}) | _ENDS_EARLY,
-    _S.PREPARING: frozenset({_S.STARTING}) | _ENDS_EARLY,
-    _S.STARTING: frozenset({_S.RUNNING, _S.SUCCEEDED}) | _ENDS_EARLY,
+    # back to QUEUED: its node was lost, and its group is placed again
+    _S.PREPARING: frozenset({_S.STARTING, _S.QUEUED}) | _ENDS_EARLY,
+    _S.STARTING: frozenset({_S.RUNNING, _S.SUCCEEDED, _S.QUEUED}) | _ENDS_EARLY,
     # back to STARTING: its group is started again
-    _S.RUNNING: frozenset({_S.STARTING, _S.SUCCEEDED}) | _ENDS_EARLY,
+    _S.RUNNING: frozenset({_S.STARTING, _S.SUCCEEDED, _S.QUEUED}) | _ENDS_EARLY,
     # a run that a cancel overtook may still have ended by itself
     _S.CANCELLING: frozenset({_S.CANCELLED, _S.SUCCEEDED, _S.FAILED, _S.TIMED_OUT}),
     _S.SUCCEEDED: frozenset(),

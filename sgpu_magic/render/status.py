@@ -88,6 +88,25 @@ def status_html(status: PoolStatus, now: float | None = None, notice: str = "") 
     )
 
 
+def away_text(name: str, why: str) -> str:
+    """Return a pool that has told nothing, as text.
+
+    Args:
+        name: The pool's.
+        why: A sentence.
+    """
+    return f"{name} · {why}"
+
+
+def away_html(name: str, why: str) -> str:
+    """Return a pool that has told nothing as `status_html` would; arguments as for `away_text`."""
+    return (
+        f'<div style="display:inline-block;min-width:420px;max-width:100%;border:1px solid {LINE};border-radius:6px;'
+        f'overflow:auto;{SANS};font-size:13px;line-height:1.45"><div style="padding:6px 12px;background:{PANEL}">'
+        f'<b style="font-weight:600">{safe(name)}</b> <span style="color:{WARN}">{safe(why)}</span></div></div>'
+    )
+
+
 def _headline(status: PoolStatus) -> str:
     inventory = status.inventory
     parts = [status.pool]

@@ -26,6 +26,9 @@ RESULT_NAME = "__sgpu_result__"
 OUTPUTS = (OutputName(RESULT_NAME, all_ranks=True),)
 """What a call's run returns: one value from each rank, under this name."""
 
+OUTPUTS_OF_DRIVER = (OutputName(RESULT_NAME),)
+"""The same of a run with its own Ray cluster: rank 0's alone."""
+
 _BODY = f"{RESULT_NAME} = {CALL_NAME}()\n"
 _HEAVY_BYTES = 100_000_000
 _ARGUMENT = re.compile(rf"`?{CALL_NAME}\.(?:args\[(\d+)\]|kwargs\['(\w+)'\])")

@@ -252,7 +252,7 @@ def _follow(
 def find_again(followed: Followed) -> Ending | None:
     """Go on with the next pool service when the run's has died; return the run's end when that is not possible."""
     run = followed.run
-    died = f"the local pool (process {run.pool_pid}) ended while the run was going on"
+    died = f"{run.pool_title} ended while the run was going on"
     deadline = time.monotonic() + _FIND_PATIENCE_S
     while True:
         try:

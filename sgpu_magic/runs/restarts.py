@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from sgpu_magic.client.pool import Pool
-from sgpu_magic.errors import SgpuError
+from sgpu_magic.client.pools import Pools
 
 _DETACH_TIMEOUT_S = 1.0
 _SHUTDOWN = "shutdown_request"
 
 
-def watch_restarts(kernel: Any, pool: Pool, *, detaches: bool) -> RestartWatch | None:
+def watch_restarts(kernel: Any, pools: Pools, *, detaches: bool) -> RestartWatch | None:
     """Return a watch over the kernel's restarts, None where there is no kernel or it does not tell."""
     if _SHUTDOWN not in getattr(kernel, "control_handlers", {}):
         return None
-    return RestartWatch(kernel, pool, detaches=detaches)
+    return RestartWatch(kernel, pools, detaches=detaches)
 
 
 class RestartWatch:
@@ -27,7 +25,7 @@ class RestartWatch:
 
     Args:
         kernel: The ipykernel.
-        pool: Has the runs.
+        pools: Have the runs.
         detaches: Detach them before the kernel ends.
 
     Attributes:
@@ -35,12 +33,12 @@ class RestartWatch:
         before: Called when one has been asked for, in the thread of the control channel; takes a moment at most.
     """
 
-    def __init__(self, kernel: Any, pool: Pool, *, detaches: bool) -> None:
+    def __init__(self, kernel: Any, pools: Pools, *, detaches: bool) -> None:
         self.detaches = detaches
         self.asked = threading.Event()
         self.before: Callable[[], None] | None = None
         self._kernel = kernel
-        self._pool = pool
+        self._pools = pools
         self._original = kernel.control_handlers[_SHUTDOWN]
         kernel.control_handlers[_SHUTDOWN] = self._shut_down
 
@@ -56,9 +54,7 @@ class RestartWatch:
             if self.before is not None:
                 self.before()
             if self.detaches:
-                # no pool, so no runs; or one that does not answer, and the restart is not to wait for it
-                with contextlib.suppress(SgpuError):
-                    self._pool.detach("", _DETACH_TIMEOUT_S)
+                self._pools.detach_all(_DETACH_TIMEOUT_S)
         handled = self._original(stream, ident, parent)
         if inspect.isawaitable(handled):
             await handled

@@ -12,7 +12,7 @@ from sgpu_magic.errors import RunCancelled
 from sgpu_magic.payload.pack import Packed
 from sgpu_magic.protocol.messages import Describe
 from sgpu_magic.protocol.records import Interpreter, RunSpec
-from sgpu_magic.runs import git_state, tracked, travel
+from sgpu_magic.runs import git_state, job_defaults, tracked, travel
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ class Submission:
         given: Names of the variables that the user set for this run or session (`--env`): they travel anywhere.
         interpreter: The ranks' Python; None is this process's.
         stand: Where the ranks stand; None is where this process does.
+        pool: The name of the pool that it goes to.
     """
 
     spec: RunSpec
@@ -56,6 +57,7 @@ class Submission:
     given: frozenset[str] = frozenset()
     interpreter: Interpreter | None = None
     stand: Stand | None = None
+    pool: str = "local"
 
 
 def submit(pool: Pool, submission: Submission) -> Run:
@@ -68,7 +70,7 @@ def submit(pool: Pool, submission: Submission) -> Run:
     try:
         settings = pool.settings
         luggage = travel.pack_up(pool, settings, submission)
-        spec, tracking = tracked.place_of(settings, luggage.spec, submission)
+        spec, tracking = tracked.place_of(settings, job_defaults.limited(luggage.spec), submission)
         along = Along(
             luggage.environment,
             luggage.code,

@@ -1,4 +1,4 @@
-"""What all runs of one process share: its pool, how they are shown, what becomes of them when it is restarted."""
+"""What all runs of one process share: its pools, how they are shown, what becomes of them when it is restarted."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ import threading
 from typing import Any
 
 from sgpu_magic.client.pool import Pool
+from sgpu_magic.client.pools import Pools
 from sgpu_magic.client.run import Run
 from sgpu_magic.config import Settings, load_settings
-from sgpu_magic.errors import UsageError
 from sgpu_magic.protocol.ids import short
+from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render.publisher import SilentPublisher
 from sgpu_magic.render.run_names import stop_words
 from sgpu_magic.render.stacks import stacks_text
 from sgpu_magic.render.view import RunView
-from sgpu_magic.runs import follow, packages
+from sgpu_magic.runs import finding, follow, packages, placing
 from sgpu_magic.runs.following import Follower
 from sgpu_magic.runs.notices import NoticeBoard
+from sgpu_magic.runs.placing import Devices, Found
 from sgpu_magic.runs.restarts import watch_restarts
+from sgpu_magic.runs.submission import Submission
 from sgpu_magic.runs.windows import RunWindows
 from sgpu_magic.widget.live_views import Buttons, LiveViews
 
@@ -32,7 +35,8 @@ class Workplace:
 
     Attributes:
         settings: As they were when it was made; where the pool lives stays.
-        pool: The local pool; it is started and connected to when first needed.
+        pools: All pools that may be used, each connected to when first needed.
+        pool: This machine's own of them; it is started when first needed.
         is_notebook: A front end that draws HTML is there: any Jupyter kernel, no terminal.
         windows: Views of runs that no cell waits for.
         follower: Runs that a program follows while it does something else.
@@ -46,12 +50,13 @@ class Workplace:
         self.settings = load_settings()
         self.is_notebook = kernel is not None
         self.notices = NoticeBoard(self.is_notebook)
-        self.pool = Pool(self.settings, self.notices.notice)
+        self.pools = Pools(self.settings, self.notices.notice)
+        self.pool = self.pools.local
         self.live_views = LiveViews(kernel)
         self.windows = RunWindows()
         self.detached: set[str] = set()
         self.follower = Follower()
-        self.restarts = watch_restarts(kernel, self.pool, detaches=self.settings.detach_on_restart)
+        self.restarts = watch_restarts(kernel, self.pools, detaches=self.settings.detach_on_restart)
 
     @property
     def namespace(self) -> dict[str, Any]:
@@ -59,25 +64,48 @@ class Workplace:
         return self.shell.user_ns if self.shell is not None else sys.modules["__main__"].__dict__
 
     def close(self) -> None:
-        """Close the link to the pool; the pool goes on for others."""
+        """Close the links to the pools; they go on for others."""
         if self.restarts is not None:
             self.restarts.remove()
         self.windows.close()
         self.follower.close()
         self.live_views.close()
-        packages.close(self.pool)
-        self.pool.close()
+        for pool in self.pools.made():
+            packages.close(pool)
+        self.pools.close()
 
     def current_settings(self) -> Settings:
         """Settings that `%env` may have changed since; where the pool lives stays."""
         return load_settings()
 
-    def check_pool(self, name: str) -> None:
-        """Raise UsageError when there is no pool of that name."""
-        if name != self.pool.name:
-            raise UsageError(
-                f"there is no pool named {name!r}. You have: {self.pool.name}. Leave --pool out to use it."
-            )
+    def pool_of(self, run: Run | Submission) -> Pool:
+        """Return the pool that a run of this process is in, or goes to."""
+        return self.pools.of(run.pool)
+
+    def wanted_pool(self, name: str) -> str:
+        """Return the pool that a run names, else the settings; checked. "" leaves the choice to us.
+
+        Args:
+            name: What the options say, "" for nothing; also `reserved` or `on-demand`.
+
+        Raises:
+            UsageError: There is none of that name.
+        """
+        name = name or self.current_settings().pool
+        placing.check_pool(self.pools, name)
+        return name
+
+    def find(self, name: str, devices: Devices) -> Found:
+        """Return where a run goes; as `placing.find_place`."""
+        return placing.find_place(self.pools, self.current_settings(), name, devices)
+
+    def pool_with(self, run: str, *, going_on: bool = False) -> Pool:
+        """Return the pool that has a run, by the first digits of its id; as `finding.pool_with`."""
+        return finding.pool_with(self.pools, self.settings, run, going_on=going_on)
+
+    def attach(self, run: str) -> tuple[Run, RunState]:
+        """Follow a run of any pool; as `Pool.attach`."""
+        return self.pool_with(run).attach(run)
 
     def followed(self, run: Run, ui: str = "auto", *, error_follows: bool = True) -> follow.Followed:
         """Return a run with its view, and where that is shown.
@@ -87,37 +115,16 @@ class Workplace:
             ui: `auto`, `widget`, `text` or `none`.
             error_follows: The caller raises what the run failed with.
         """
-        view = RunView(run.spec, self.current_settings().output_limit, pool=self.pool.name, error_follows=error_follows)
+        view = RunView(run.spec, self.current_settings().output_limit, pool=run.pool, error_follows=error_follows)
         view.directory = str(run.directory)
         publisher = self.live_views.publisher_for(ui, view, sys.stdout, self._buttons(run))
-        return follow.Followed(run, view, publisher, self.pool)
+        return follow.Followed(run, view, publisher, self.pool_of(run))
 
     def unseen(self, run: Run) -> follow.Followed:
         """Return a run with its view, shown nowhere."""
-        view = RunView(run.spec, self.settings.output_limit, pool=self.pool.name)
+        view = RunView(run.spec, self.settings.output_limit, pool=run.pool)
         view.directory = str(run.directory)
-        return follow.Followed(run, view, SilentPublisher(), self.pool)
-
-    def default_ranks(self, device_type: str | None) -> int:
-        """Ranks without `--gpus`: all devices of a machine's one type, else two on CPU.
-
-        Raises:
-            UsageError: The pool has several types.
-        """
-        if device_type == "cpu":
-            return _CPU_RANKS
-        status = self.pool.status(recent=0)
-        types: dict[str, int] = {}
-        for device in status.inventory.devices if status is not None else ():
-            types[device.type] = types.get(device.type, 0) + 1
-        if device_type not in (None, "any"):
-            return types.get(str(device_type), 0) or _CPU_RANKS
-        if len(types) > 1:
-            listed = ", ".join(f"{count} {name}" for name, count in types.items())
-            raise UsageError(
-                f"this pool has several types ({listed}): say how many of which with --gpus N --type TYPE."
-            )
-        return sum(types.values()) or _CPU_RANKS
+        return follow.Followed(run, view, SilentPublisher(), self.pool_of(run))
 
     def _buttons(self, run: Run) -> Buttons:
         """What the buttons of a run's view do; they are pressed in other threads than the cell's."""
@@ -128,13 +135,12 @@ class Workplace:
             return said
 
         def stacks() -> list[str]:
-            answer = self.pool.stacks(run.run_id)
+            answer = self.pool_of(run).stacks(run.run_id)
             return stacks_text(answer.run_id, answer.stacks, answer.cell).splitlines()
 
-        return Buttons(run.directory, cancel, stacks)
+        return Buttons(run.directory, cancel, stacks, run.mirror.follow if run.mirror is not None else None)
 
 
-_CPU_RANKS = 2
 _lock = threading.Lock()
 _current: Workplace | None = None
 _closes_at_exit = False

@@ -14,12 +14,13 @@ from sgpu_magic.errors import UsageError
 from sgpu_magic.panel.chosen import PYTHON_WAYS, Asked, with_choice
 from sgpu_magic.payload.pack import pack_namespace
 from sgpu_magic.protocol.device_types import canonical_type
-from sgpu_magic.protocol.devices import Placement
 from sgpu_magic.protocol.ids import new_id
-from sgpu_magic.protocol.records import CellSource, RunSpec
+from sgpu_magic.protocol.records import CellSource, RunSpec, Shipped
 from sgpu_magic.protocol.states import RunKind
+from sgpu_magic.runs.devices import memory_bytes, node_count, strategy_of
 from sgpu_magic.runs.durations import optional_s, timeout_s
 from sgpu_magic.runs.notebook import owner
+from sgpu_magic.runs.placing import Devices
 from sgpu_magic.runs.submission import Submission, Wishes, submit
 from sgpu_magic.runs.wishes import EnvVersion, max_cost_from, wishes_from
 from sgpu_magic.runs.workplace import Workplace, workplace
@@ -37,28 +38,26 @@ class Ask:
     """What is asked for.
 
     Args:
-        ranks: Number of ranks; None is the pool's choice.
-        device_type: Canonical; None is the pool's choice.
+        devices: How many of which; what is left out is the pool's choice.
         name: The session's.
         idle_s: It ends after so many seconds without a cell, 0 never; None is the setting `session_idle_s`.
         wait_s: Longest time in the queue in seconds; None is as long as it takes.
         timeout_s: Longest time that it may last in seconds.
         variables: Set on its ranks.
-        allow_busy: Also take devices that others use.
         wishes: About packages and tracking.
         max_cost: What it may cost in the currency of the settings; None is no limit.
+        pool: The pool, or a kind of pools; "" leaves that to the settings.
     """
 
-    ranks: int | None = None
-    device_type: str | None = None
+    devices: Devices = field(default_factory=Devices)
     name: str = DEFAULT_NAME
     idle_s: float | None = None
     wait_s: float | None = None
     timeout_s: float = SEVEN_DAYS_S
     variables: Mapping[str, str] = field(default_factory=dict[str, str])
-    allow_busy: bool = False
     wishes: Wishes = field(default_factory=Wishes)
     max_cost: float | None = None
+    pool: str = ""
 
 
 def connect(
@@ -76,6 +75,9 @@ def connect(
     track: bool | None = None,
     max_cost: float | None = None,
     allow_busy: bool = False,
+    min_memory: str | float | None = None,
+    nodes: int | None = None,
+    placement: str | None = None,
     pool: str = "",
     ui: str = "none",
 ) -> Session:
@@ -103,7 +105,11 @@ def connect(
         track: False: it does not become an MLflow run (default: the setting `track`).
         max_cost: It is ended before it costs more, in the currency of the settings (default: no limit).
         allow_busy: Also take GPUs that other programs use.
-        pool: The pool's name (default: the one that the settings name).
+        min_memory: Memory of each device, `"40GB"` or bytes; without `gpu_type` the cheapest type that has it.
+        nodes: Nodes that the ranks are spread over evenly (default: the pool's choice).
+        placement: `"pack"` on as few nodes as can be (default), `"strict_pack"` on one, `"spread"` over many.
+        pool: The pool's name, or `"reserved"` or `"on-demand"` for any such (default: the setting `pool`, else a
+            reserved pool that has the type, an on-demand one, this machine's own).
         ui: How the session itself is shown: `"auto"`, `"widget"`, `"text"` or `"none"`.
 
     Raises:
@@ -118,29 +124,36 @@ def connect(
     except ValueError as error:
         raise UsageError(f"gpu_type: {error}") from None
     ask = Ask(
-        ranks=gpus,
-        device_type=device_type,
+        devices=Devices(
+            gpus,
+            device_type,
+            memory_bytes("min_memory", min_memory),
+            node_count("nodes", nodes),
+            strategy_of("placement", placement),
+            allow_busy,
+        ),
         name=name or DEFAULT_NAME,
         idle_s=optional_s("idle", idle),
         wait_s=optional_s("wait", wait),
         timeout_s=timeout_s("timeout", timeout),
         variables=dict(env or {}),
-        allow_busy=allow_busy,
         wishes=wishes_from(env_version, torch, allow_build, track),
         max_cost=max_cost_from("max_cost", max_cost),
+        pool=pool,
     )
     place = workplace()
-    place.check_pool(pool or place.current_settings().pool)
-    return begin(place, with_notebooks_choice(place, ask, pool, PYTHON_WAYS), ui)
+    place.wanted_pool(pool)
+    return begin(place, with_notebooks_choice(place, ask, PYTHON_WAYS), ui)
 
 
-def with_notebooks_choice(place: Workplace, ask: Ask, pool: str, ways: str) -> Ask:
+def with_notebooks_choice(place: Workplace, ask: Ask, ways: str) -> Ask:
     """Return what is asked for, with what the notebook's choice says where nothing was; as `chosen.with_choice`."""
-    asked = Asked(ask.ranks, ask.device_type, ask.wishes, pool)
+    asked = Asked(ask.devices.ranks, ask.devices.device_type, ask.wishes, ask.pool)
     found = with_choice(place, asked, ways)
     if found is asked:
         return ask
-    return replace(ask, ranks=found.ranks, device_type=found.device_type, wishes=found.wishes)
+    devices = replace(ask.devices, ranks=found.ranks, device_type=found.device_type)
+    return replace(ask, devices=devices, wishes=found.wishes, pool=found.pool)
 
 
 def begin(place: Workplace, ask: Ask, ui: str, *, of_cell: bool = True) -> Session:
@@ -166,7 +179,7 @@ def _begun(place: Workplace, ask: Ask, ui: str, of_cell: bool) -> Session:
             f"session {ask.name} is connected already ({known.ranks} ranks). End it first (`%sgpu_disconnect "
             f"{ask.name}`, or close()), or give the new one another name."
         )
-    ranks = ask.ranks or place.default_ranks(ask.device_type)
+    found = place.find(place.wanted_pool(ask.pool), ask.devices)
     settings = place.current_settings()
     idle_s = settings.session_idle_s if ask.idle_s is None else ask.idle_s
     key = new_key()
@@ -174,12 +187,7 @@ def _begun(place: Workplace, ask: Ask, ui: str, of_cell: bool) -> Session:
         run_id=new_id(),
         name=ask.name,
         cell=CellSource(body=""),
-        placement=Placement(
-            ranks=ranks,
-            device_type=ask.device_type or "any",
-            allow_busy=ask.allow_busy,
-            stand_in=settings.stand_in == "cpu",
-        ),
+        placement=found.placement,
         outputs=(),
         owner=owner(place.shell, of_cell=of_cell),
         timeout_s=ask.timeout_s,
@@ -188,13 +196,14 @@ def _begun(place: Workplace, ask: Ask, ui: str, of_cell: bool) -> Session:
         kind=RunKind.SESSION,
         idle_s=idle_s or None,
         max_cost=ask.max_cost,
+        shipped=Shipped(notes=found.notes),
     )
     packed = pack_namespace({}, place.namespace, key)
     environ = {**os.environ, **ask.variables}
-    submission = Submission(spec, packed, key, environ, ask.wishes, frozenset(ask.variables))
+    submission = Submission(spec, packed, key, environ, ask.wishes, frozenset(ask.variables), pool=found.pool.name)
     # its ranks begin with these; after the submission an interrupt would find a session that nobody knows of yet
     packages = take_snapshot()
-    run = submit(place.pool, submission)
+    run = submit(found.pool, submission)
     session = Session(place, place.followed(run, ui, error_follows=False), ask.variables, ask.wishes, packages)
     registry.add(session)
     if place.restarts is not None:
@@ -206,8 +215,11 @@ def is_same(session: Session, ask: Ask) -> bool:
     """Whether a session is what is asked for."""
     spec = session.spec
     return (
-        ask.ranks in (None, session.ranks)
-        and ask.device_type in (None, spec.placement.device_type, session.device_type)
+        ask.devices.ranks in (None, session.ranks)
+        and ask.devices.device_type in (None, spec.placement.device_type, session.device_type)
+        and ask.devices.min_memory_bytes in (0, spec.placement.min_memory_bytes)
+        and ask.devices.nodes in (0, spec.placement.nodes)
+        and ask.pool in ("", session.pool.name)
         and ask.idle_s in (None, spec.idle_s or 0)
         and all(session.variables.get(name) == value for name, value in ask.variables.items())
         and ask.wishes in (Wishes(), session.wishes)

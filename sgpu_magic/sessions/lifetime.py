@@ -10,6 +10,9 @@ from dataclasses import replace
 from html import escape
 from typing import Any, Self
 
+import msgspec
+
+from sgpu_magic.client.pool import Pool
 from sgpu_magic.errors import SessionError
 from sgpu_magic.protocol.devices import Placement
 from sgpu_magic.protocol.ids import short
@@ -19,6 +22,7 @@ from sgpu_magic.render.session_state import SessionState
 from sgpu_magic.runs import follow
 from sgpu_magic.runs.durations import optional_s
 from sgpu_magic.runs.notebook import cell_number
+from sgpu_magic.runs.placing import Found
 from sgpu_magic.runs.windows import Background
 from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.sessions.rank_lists import format_ranks
@@ -59,6 +63,16 @@ class Lifetime:
         self._follower = Background("sgpu-session", lambda stopped: follow.show(followed, RunState.QUEUED, stopped))
 
     # ------------------------------------------------------------ what it is
+
+    @property
+    def pool(self) -> Pool:
+        """The pool that it is in."""
+        return self.place.pool_of(self._run)
+
+    def lends(self, ranks: int | None) -> Found:
+        """Return the place of new processes on its devices: `ranks` of them, all without a number."""
+        placement = msgspec.structs.replace(self.placement, ranks=ranks or self.ranks)
+        return Found(self.pool, placement)
 
     @property
     def spec(self) -> RunSpec:
@@ -249,7 +263,7 @@ class Lifetime:
     def _release(self) -> None:
         self._follower.stop()
         if self.has_ended:
-            self.place.pool.run_over(self.run_id)
+            self.pool.run_over(self.run_id)
         self._run.close()
 
     def __enter__(self) -> Self:

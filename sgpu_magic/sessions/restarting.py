@@ -25,7 +25,7 @@ def restart(session: Session, only: tuple[int, ...]) -> str:
     """
     place, ranks = session.place, session.ranks_of(only)
     lost = _names_lost(session, ranks)
-    place.pool.restart_ranks(session.run_id, only)
+    session.pool.restart_ranks(session.run_id, only)
     again: set[str] = set()
     for names, some in session.shipping.restarted(ranks).items():
         there = [name for name in names if name in place.namespace]

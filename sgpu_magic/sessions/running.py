@@ -55,7 +55,7 @@ def run_in(
         finally:
             settle(session, prepared, followed.view)
     finally:
-        let_go(place.pool, run)
+        let_go(session.pool, run)
     if result is None:
         raise RunCancelled(f"run {run.run_id[:8]} was detached and goes on without this cell.", run_id=run.run_id)
     if into is None and run.spec.outputs and run.spec.kind is not RunKind.CALL:
@@ -86,7 +86,7 @@ def start_in(session: Session, prepare: Callable[[], Prepared]) -> tuple[Run, Pr
     submission, plan = prepared.submission, prepared.plan
     with session.lock:
         try:
-            run = submit(session.place.pool, submission)
+            run = submit(session.pool, submission)
         except SessionError:
             # told by this very error where the session has ended; its own last word may be on its way
             session.ending_told = session.wait_for_end(_END_PATIENCE_S)
@@ -96,7 +96,7 @@ def start_in(session: Session, prepare: Callable[[], Prepared]) -> tuple[Run, Pr
         except BaseException:
             # interrupted: nobody would follow it
             run.cancel("it was interrupted while it was submitted")
-            let_go(session.place.pool, run)
+            let_go(session.pool, run)
             raise
     return run, prepared
 
@@ -127,7 +127,7 @@ def push(
 def names_on(session: Session, rank: int) -> frozenset[str] | None:
     """Ask a rank for the names that its cells and the notebook have set; None when it does not answer."""
     question = RankQuestion(rank=rank, what="names")
-    answer = session.place.pool.ask_rank(session.run_id, question, _ASK_TIMEOUT_S)
+    answer = session.pool.ask_rank(session.run_id, question, _ASK_TIMEOUT_S)
     return None if answer.problem else frozenset(answer.names)
 
 

@@ -66,7 +66,7 @@ class RunWriter:
 
     def _begin_again(self) -> None:
         self._events = EventFile(self.directory)
-        self._fold = RunFold(self._settings.pool, os.cpu_count(), self.progress.seq)
+        self._fold = RunFold(self._settings.pool or "local", os.cpu_count(), self.progress.seq)
         self._batch: Batch | None = None
 
     @property
@@ -156,7 +156,7 @@ class RunWriter:
     def _create(self, spec: RunSpec) -> None:
         now = self.progress
         experiment_id = now.experiment_id or self._store.find_experiment(now.experiment or "sgpu-magic")
-        tags = opening_tags(spec, self._settings.pool)
+        tags = opening_tags(spec, self._settings.pool or "local")
         parent = now.parent or self._session(now.parent_run)
         if parent:
             tags[PARENT_TAG] = parent
@@ -223,7 +223,7 @@ class RunWriter:
             return
         left_out: list[str] = []
         with tempfile.TemporaryDirectory(prefix="sgpu-tracking-") as scratch:
-            for file in files_of(self.directory, Path(scratch), self._settings.pool):
+            for file in files_of(self.directory, Path(scratch), self._settings.pool or "local"):
                 if file.name in self.progress.artifacts:
                     continue
                 if file.path.stat().st_size > MAX_BYTES:

@@ -27,11 +27,14 @@ class Buttons:
         directory: The run's, with a log for each rank.
         cancel: Stops the run and returns what to say. Called in any thread.
         stacks: Returns where every rank is, a line each. Called in any thread; may take a second.
+        bring: Brings what has come to a file of that name to the directory of a run on another machine; None where
+            the directory has it.
     """
 
     directory: Path
     cancel: Callable[[], str]
     stacks: Callable[[], Sequence[str]]
+    bring: Callable[[str], None] | None = None
 
 
 class LiveViews:
@@ -64,7 +67,7 @@ class LiveViews:
         if channels is None or ui in ("none", "text") or not (ui == "widget" or self.is_watched):
             return publisher_for(ui, view, stream, notebook=self._kernel is not None)
         feed = Feed(view)
-        answers = Answers(view, feed, LogReader(buttons.directory), buttons.cancel, buttons.stacks)
+        answers = Answers(view, feed, LogReader(buttons.directory, buttons.bring), buttons.cancel, buttons.stacks)
         expects_hello = channels.serve_every_comm or not self._has_no_subshells
         here = Surroundings(channels, lambda: self._widget_class, self._importing.is_alive, expects_hello)
         return WidgetPublisher(view, feed, answers, here)

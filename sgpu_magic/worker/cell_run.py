@@ -99,10 +99,8 @@ class CellRun:
         """Tell of the error, and let go of all that hangs on it."""
         # to describe it takes a while, and the interrupt that a peer's failure brings must not take its place
         interrupts.refuse()
-        if self._payload_fd >= 0:
-            # interrupted before it was looked at
-            os.close(self._payload_fd)
-            self._payload_fd = -1
+        # interrupted before it was looked at
+        self.leave_payload()
         failure = execute.describe(error, self._shell, self._rank)
         self.was_out_of_memory = failure.out_of_memory
         reply = results.failed(failure, error, self._message.context.key)
@@ -110,6 +108,12 @@ class CellRun:
         if self._message.kind is RunKind.CALL:
             results.forget_call(self._shell, self._message)
         return reply
+
+    def leave_payload(self) -> None:
+        """Let go of a payload that nobody has looked at."""
+        if self._payload_fd >= 0:
+            os.close(self._payload_fd)
+            self._payload_fd = -1
 
     def _look_at_modules(self) -> None:
         """Tell of modules that were edited since their import, or load them anew."""
@@ -135,12 +139,21 @@ class CellRun:
         return reply
 
     def _prepare(self) -> None:
+        self._take_place()
+        self._take_names()
+
+    def _take_place(self) -> None:
+        """Stand where the kernel stands."""
         message = self._message
         if message.in_session:
             self._standing.follow(message.context, message.rank_variables)
         else:
             self._standing.take(message.context, message.device, message.rank_variables)
             self._say(Joined())
+
+    def _take_names(self) -> None:
+        """Take what was shipped into the namespace."""
+        message = self._message
         self._shell.show_sources(message.cell.linecache)
         if message.inline:
             data: bytearray | memoryview = bytearray(self._frames[0])

@@ -14,7 +14,7 @@ import types
 import torch
 import torch.distributed as dist
 
-from sgpu_magic.errors import SerializationError
+from sgpu_magic.errors import EnvironmentFailed, SerializationError
 from sgpu_magic.payload import unpack
 from sgpu_magic.protocol.measures import RankMemory
 from sgpu_magic.protocol.rank_messages import Execute
@@ -84,6 +84,8 @@ def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
     kind = FailureKind.USER_CODE
     if isinstance(error, SerializationError):
         kind = FailureKind.SERIALIZATION
+    elif isinstance(error, EnvironmentFailed):
+        kind = FailureKind.ENVIRONMENT
     line, where = _position(error.__traceback__, shell)
     out_of_memory = memory.is_out_of_memory(error)
     is_consequence = is_peer_lost(error)

@@ -136,7 +136,7 @@ class _Life:
         if len(order.descriptors) > int(not message.inline):
             rendezvous.keep_listening_socket(order.descriptors[-1])
         output.hold_lines_back()
-        run = CellRun(self._standing, message, order, self._link.send)
+        run = self._cell_run(message, order)
         try:
             try:
                 interrupts.allow()
@@ -161,6 +161,14 @@ class _Life:
                 reply.buffer.close()
         else:
             self._last = reply
+
+    def _cell_run(self, message: Execute, order: Order) -> CellRun:
+        if message.ray is None:
+            return CellRun(self._standing, message, order, self._link.send)
+        # a plain cell has no use for it
+        from sgpu_magic.worker.ray_cluster.ray_run import RayRun
+
+        return RayRun(self._standing, message, order, self._link.send, message.ray)
 
     def _prepare(self, message: Prepare, order: Order) -> None:
         if order.descriptors:

@@ -1,9 +1,10 @@
-"""The process group of a run on one node: joined before the cell, accepted when user code asks again.
+"""The process group of a run: joined before the cell, accepted when user code asks again.
 
-The first rendezvous goes over a file (a memory file where there are such): no port to guess, no name to look up.
-`MASTER_ADDR` and `MASTER_PORT` name a loopback socket that the agent has bound already. Its server starts in rank 0
-only when somebody rendezvouses through it; torch is told, as under torchrun, that the launcher hosts the store
-(`TORCHELASTIC_USE_AGENT_STORE`), so every rank is a client.
+On one node the first rendezvous goes over a file (a memory file where there are such): no port to guess, no name to
+look up. `MASTER_ADDR` and `MASTER_PORT` name a loopback socket that the agent has bound already. Its server starts in
+rank 0 only when somebody rendezvouses through it; torch is told, as under torchrun, that the launcher hosts the store
+(`TORCHELASTIC_USE_AGENT_STORE`), so every rank is a client. Over several nodes that server, on the first node's own
+address, is where the ranks meet at first too.
 """
 
 # torch.distributed re-exports its stores without saying so
@@ -33,9 +34,11 @@ class _LateStore:
     def start_server(self) -> None:
         if self.listening_fd is not None and self.server is None:
             fd, self.listening_fd = self.listening_fd, None
+            with socket.socket(fileno=os.dup(fd)) as listening:
+                address, port = listening.getsockname()[:2]
             self.server = dist.TCPStore(
-                "127.0.0.1",
-                int(os.environ["MASTER_PORT"]),
+                address,
+                port,
                 is_master=True,
                 wait_for_workers=False,
                 master_listen_fd=fd,
@@ -84,20 +87,26 @@ def keep_listening_socket(descriptor: int) -> None:
     _late_store.listening_fd = descriptor
 
 
-def join(rank: int, ranks: int, store_path: str, *, cuda: bool) -> None:
+def join(rank: int, ranks: int, store_path: str, *, cuda: bool, several_nodes: bool = False) -> None:
     """Initialise the default process group and return when this rank is in it.
 
     Args:
         rank: Global rank.
         ranks: World size.
-        store_path: File of the first rendezvous.
+        store_path: File of the first rendezvous, where all ranks are on this node.
         cuda: Also use NCCL, for tensors on the rank's GPU.
+        several_nodes: The ranks meet at `MASTER_ADDR` and `MASTER_PORT`, over the interface that the environment names.
     """
     if not dist.is_available():
         return
-    # whatever a cluster's settings say: all ranks are on this node, and any other interface looks names up
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-    store = open_store(store_path, ranks)
+    if several_nodes:
+        _late_store.start_server()
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.PrefixStore("ranks", dist.TCPStore(address, port, is_master=False, wait_for_workers=False))
+    else:
+        # whatever a cluster's settings say: all ranks are on this node, and any other interface looks names up
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+        store = open_store(store_path, ranks)
     backend = "cpu:gloo,cuda:nccl" if cuda and dist.is_nccl_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
 

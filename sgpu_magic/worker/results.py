@@ -86,7 +86,7 @@ def finished(packed: Packed | None, rank: int, run_dir: str, *, text: str, probl
         buffers.write_file(packed, path)
         payload = Payload(source=FilePayload(path=str(path), size=packed.total_bytes), layout=packed.layout)
     elif packed is not None:
-        shared = buffers.SharedBuffer()
+        shared = buffers.SharedBuffer(f"{Path(run_dir).name}-{rank}")
         shared.write(packed)
         source = SharedPayload(pid=os.getpid(), fd=shared.fd, size=shared.size)
         payload = Payload(source=source, layout=packed.layout)

@@ -64,7 +64,8 @@ class Standing:
 
                 renewing.renew(self.rank, self.ranks, self._store_path, (self.rank,), cuda=self.cuda)
             else:
-                rendezvous.join(self.rank, self.ranks, self._store_path, cuda=self.cuda)
+                several = rank_variables["GROUP_WORLD_SIZE"] != "1"
+                rendezvous.join(self.rank, self.ranks, self._store_path, cuda=self.cuda, several_nodes=several)
             self._joined = True
         self.shell.user_ns.update(
             rank=self.rank,

@@ -1,0 +1,300 @@
+"""Runs of a pool on another machine: what their directories get goes there, and nothing of them stays here.
+
+    logs        as they grow, a few times a second
+    results     as soon as a rank returned them; the run's last word waits for them
+    all else    when the ranks are gone; that they are is told when all is there
+
+Each chunk is kept until the pool has it: the pool service may be another one by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import re
+import secrets
+import shutil
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sgpu_magic.agent.background_call import call_in_background
+from sgpu_magic.agent.reports import Send
+from sgpu_magic.config import Settings
+from sgpu_magic.protocol.blobs import CHUNK_BYTES, WINDOW, RunFile, RunFileStored, StoreRunFile
+from sgpu_magic.protocol.events import EventBody, Noted, RunEnded
+from sgpu_magic.protocol.node_messages import Launch
+from sgpu_magic.protocol.run_files import EVENTS, TRACKING
+from sgpu_magic.storage.below import list_below, open_below
+
+_LOG = re.compile(r"rank-\d+\.log")
+_RESULT = re.compile(r"result-\d+\.bin")
+_LOGS_EVERY_S = 0.25
+# the pool writes these itself
+_POOLS_OWN = frozenset({EVENTS, TRACKING})
+# what describes a run of several nodes comes from the first
+_OF_FIRST_PART = frozenset({"run.json", "cell.py", "_air.py", "key", "payload.bin"})
+_NAMED = 5
+# links to the code on this node
+_CODE = "code/"
+
+
+@dataclass(eq=False, slots=True)
+class _FarRun:
+    """A run whose directory is on another machine.
+
+    Args:
+        launch: As it was ordered.
+        directory: Its directory here.
+        source: Stands for its files here.
+    """
+
+    launch: Launch
+    directory: Path
+    source: str = field(default_factory=lambda: secrets.token_hex(8))
+    sent_bytes: dict[str, int] = field(default_factory=dict[str, int])
+    results: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
+    # what is said after its last word, as long as that waits
+    held: deque[Callable[[], None]] | None = None
+    logs: asyncio.Task[None] | None = None
+    ending: asyncio.Task[None] | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class FarRuns:
+    """Used in the loop's thread.
+
+    Args:
+        settings: Where runs have their directories here, and how much of them goes to the pool.
+        send: Sends to the pool service of now.
+    """
+
+    def __init__(self, settings: Settings, send: Send) -> None:
+        self._runs_path = settings.runs_path
+        self._most_bytes = settings.run_files_bytes
+        self._send = send
+        self._requests = itertools.count(1)
+        self._under_way: dict[int, tuple[StoreRunFile, bytes, asyncio.Future[str]]] = {}
+        self._turns = asyncio.Semaphore(WINDOW)
+        self._runs: dict[str, _FarRun] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def placed(self, launch: Launch) -> Launch:
+        """The launch with a directory of this node's, and its files on their way from now on."""
+        if not launch.far:
+            return launch
+        directory = self._runs_path / launch.spec.run_id
+        run = self._runs[launch.spec.run_id] = _FarRun(launch, directory)
+        run.logs = asyncio.ensure_future(self._follow_logs(run))
+        return msgspec.structs.replace(launch, run_dir=str(directory))
+
+    def as_ordered(self, launch: Launch) -> Launch:
+        """The launch as a pool service knows it."""
+        run = self._runs.get(launch.spec.run_id)
+        return launch if run is None else msgspec.structs.replace(launch, run_dir=run.launch.run_dir)
+
+    def take_result(self, run_id: str, rank: int, descriptor: int) -> str:
+        """Send a rank's result to the pool, and return where it is there.
+
+        Args:
+            run_id: The run.
+            rank: The rank.
+            descriptor: The result; ours from now on.
+        """
+        run, name = self._runs[run_id], f"result-{rank}.bin"
+        run.results.append(asyncio.ensure_future(self._send_result(run, name, descriptor)))
+        return os.path.join(run.launch.run_dir, name)
+
+    def happened(self, run_id: str, body: EventBody, say: Callable[[EventBody], None]) -> None:
+        """Say what happened; the last word when all that it tells of is at the pool, and nothing overtakes it."""
+        run = self._runs.get(run_id)
+        if run is None:
+            say(body)
+        elif run.held is not None:
+            run.held.append(lambda: say(body))
+        elif isinstance(body, RunEnded):
+            run.held = deque([lambda: say(body)])
+            run.ending = self._in_background(self._end(run, say))
+        else:
+            say(body)
+
+    def gone(self, run_id: str, say: Callable[[], None], note: Callable[[str], None]) -> None:
+        """Its ranks are gone: say so when all its files are at the pool and none is here.
+
+        Args:
+            run_id: The run.
+            say: Says it.
+            note: Tells the user of files that could not be brought.
+        """
+        run = self._runs.get(run_id)
+        if run is None:
+            say()
+        else:
+            self._in_background(self._leave(run, say, note))
+
+    def stored(self, answer: RunFileStored) -> None:
+        """The pool has written a part."""
+        _, _, done = self._under_way.pop(answer.request, (None, None, None))
+        if done is not None and not done.done():
+            done.set_result(answer.problem)
+
+    def service_came(self) -> None:
+        """What the last service was sent and has not confirmed goes to the one of now."""
+        for message, data, _ in self._under_way.values():
+            self._send(message, (data,))
+
+    def close(self) -> None:
+        """The agent ends."""
+        for run in self._runs.values():
+            for task in (run.logs, *run.results):
+                if task is not None:
+                    task.cancel()
+            shutil.rmtree(run.directory, ignore_errors=True)
+        for task in self._ending:
+            task.cancel()
+
+    # ------------------------------------------------------------ within
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        return task
+
+    async def _follow_logs(self, run: _FarRun) -> None:
+        while True:
+            await asyncio.sleep(_LOGS_EVERY_S)
+            await self._send_logs(run)
+
+    async def _send_logs(self, run: _FarRun) -> None:
+        """Send what has come to the logs."""
+        async with run.lock:
+            try:
+                names = [name for name in os.listdir(run.directory) if _LOG.fullmatch(name)]
+            except FileNotFoundError:
+                # it is not made yet
+                return
+            for name in names:
+                descriptor = open_below(run.directory, name)
+                try:
+                    begin, end = run.sent_bytes.get(name, 0), os.fstat(descriptor).st_size
+                    if end > begin and not await self._send_part(run, name, descriptor, begin, end, None):
+                        run.sent_bytes[name] = end
+                finally:
+                    os.close(descriptor)
+
+    async def _send_result(self, run: _FarRun, name: str, descriptor: int) -> None:
+        try:
+            problem = await self._send_whole(run, name, descriptor, os.fstat(descriptor).st_size)
+        finally:
+            os.close(descriptor)
+        if problem:
+            raise OSError(problem)
+
+    async def _end(self, run: _FarRun, say: Callable[[EventBody], None]) -> None:
+        await self._send_logs(run)
+        problems = [str(each) for each in await asyncio.gather(*run.results, return_exceptions=True) if each]
+        if problems:
+            say(Noted(text=f"what ranks returned could not be brought to the pool: {problems[0]}"))
+        held, run.held = run.held, None
+        for each in held or ():
+            each()
+
+    async def _leave(self, run: _FarRun, say: Callable[[], None], note: Callable[[str], None]) -> None:
+        if run.logs is not None:
+            run.logs.cancel()
+        if run.ending is not None:
+            await run.ending
+        await self._send_logs(run)
+        left: list[str] = []
+        for file in await self._files(run):
+            problem = await self._send_file(run, file)
+            if problem:
+                left.append(f"{file.name} ({problem})")
+        if left:
+            more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+            note(f"files of the run were not brought to the pool and are gone: {', '.join(left[:_NAMED])}{more}")
+        await call_in_background(lambda: shutil.rmtree(run.directory, ignore_errors=True), "sgpu-remove")
+        if self._runs.get(run.launch.spec.run_id) is run:
+            del self._runs[run.launch.spec.run_id]
+        say()
+
+    async def _files(self, run: _FarRun) -> list[RunFile]:
+        def look() -> list[RunFile]:
+            try:
+                return list_below(run.directory)[0]
+            except FileNotFoundError:
+                return []
+
+        part = run.launch.part
+        others = _POOLS_OWN if part is None or part.index == 0 else _POOLS_OWN | _OF_FIRST_PART
+        return [
+            file
+            for file in await call_in_background(look, "sgpu-list")
+            if file.name not in others
+            and not _LOG.fullmatch(file.name)
+            and not _RESULT.fullmatch(file.name)
+            and not file.name.startswith(_CODE)
+        ]
+
+    async def _send_file(self, run: _FarRun, file: RunFile) -> str:
+        if file.size > self._most_bytes:
+            return f"it has {file.size / 1e9:,.1f} GB, more than the setting run_files_bytes allows"
+        try:
+            descriptor = open_below(run.directory, file.name)
+        except OSError as error:
+            return error.strerror or str(error)
+        try:
+            return await self._send_whole(
+                run, file.name, descriptor, os.fstat(descriptor).st_size, executable=file.executable
+            )
+        finally:
+            os.close(descriptor)
+
+    async def _send_whole(
+        self, run: _FarRun, name: str, descriptor: int, size: int, *, executable: bool = False
+    ) -> str:
+        problem = await self._send_part(run, name, descriptor, 0, size, size)
+        return problem or await self._put(self._message(run, name, size, size, executable=executable), b"")
+
+    async def _send_part(self, run: _FarRun, name: str, descriptor: int, begin: int, end: int, size: int | None) -> str:
+        """Send bytes of a file, and return why the pool does not take them, "" when it has them."""
+        waiting: deque[asyncio.Future[str]] = deque()
+        for at in range(begin, end, CHUNK_BYTES):
+            data = os.pread(descriptor, min(CHUNK_BYTES, end - at), at)
+            await self._turns.acquire()
+            waiting.append(asyncio.ensure_future(self._put(self._message(run, name, at, size), data, turn=True)))
+            while waiting and waiting[0].done():
+                if problem := waiting.popleft().result():
+                    return problem
+        problems = await asyncio.gather(*waiting)
+        return next(filter(None, problems), "")
+
+    def _message(
+        self, run: _FarRun, name: str, offset: int, size: int | None, *, executable: bool = False
+    ) -> StoreRunFile:
+        return StoreRunFile(
+            request=next(self._requests),
+            run_id=run.launch.spec.run_id,
+            name=name,
+            offset=offset,
+            source=run.source,
+            size=size,
+            executable=executable,
+        )
+
+    async def _put(self, message: StoreRunFile, data: bytes, *, turn: bool = False) -> str:
+        done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._under_way[message.request] = message, data, done
+        self._send(message, (data,))
+        try:
+            return await done
+        finally:
+            self._under_way.pop(message.request, None)
+            if turn:
+                self._turns.release()

@@ -1,0 +1,145 @@
+"""One end of a forwarded connection: a TCP socket here, messages to the other end. For asyncio, in one loop's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+
+from sgpu_magic.protocol.forwarding import (
+    STREAM_CHUNK_BYTES,
+    WINDOW_BYTES,
+    StreamClosed,
+    StreamData,
+    StreamEnded,
+    StreamMessage,
+    StreamTaken,
+)
+from sgpu_magic.protocol.record import Record
+
+# what was taken is told at every so many bytes: a message for each chunk back would be as many as there
+_TOLD_BYTES = WINDOW_BYTES // 4
+
+Send = Callable[[Record, Sequence[bytes]], None]
+
+
+class ByteStream:
+    """Copies between a socket and messages until both directions have ended.
+
+    Args:
+        number: The stream's.
+        reader: Of the socket.
+        writer: Of the socket; the stream owns it.
+        send: Sends a message to the other end.
+        on_over: Called once when it is over here, with a sentence about what was wrong, "" when nothing was.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        send: Send,
+        on_over: Callable[[str], None],
+    ) -> None:
+        self._number = number
+        self._reader = reader
+        self._writer = writer
+        self._send = send
+        self._on_over = on_over
+        self._sent = self._taken_there = 0
+        self._room = asyncio.Event()
+        self._room.set()
+        self._received = self._taken = self._told = 0
+        # bounded by the other end's window, which `heard` checks
+        self._incoming: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._over = False
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._outwards()), loop.create_task(self._inwards())]
+        self._ended = 0
+
+    def heard(self, message: StreamMessage, frames: Sequence[bytes]) -> None:
+        """Take what the other end says."""
+        if self._over:
+            return
+        match message:
+            case StreamData(offset=offset):
+                data = frames[0] if frames else b""
+                if offset != self._received or self._received + len(data) - self._taken > WINDOW_BYTES:
+                    self.close("bytes were lost between here and there")
+                    return
+                self._received += len(data)
+                self._incoming.put_nowait(data)
+            case StreamTaken(offset=offset):
+                self._taken_there = max(self._taken_there, min(offset, self._sent))
+                self._room.set()
+            case StreamEnded(offset=offset):
+                if offset != self._received:
+                    self.close("bytes were lost between here and there")
+                    return
+                self._incoming.put_nowait(None)
+            case StreamClosed(problem=problem):
+                self._finish(problem)
+
+    def close(self, problem: str = "") -> None:
+        """End both directions now and tell the other end."""
+        if not self._over:
+            self._send(StreamClosed(stream=self._number, problem=problem), ())
+            self._finish(problem)
+
+    async def _outwards(self) -> None:
+        """Socket -> messages, as far as the other end takes them."""
+        try:
+            while True:
+                room = WINDOW_BYTES - (self._sent - self._taken_there)
+                if room <= 0:
+                    self._room.clear()
+                    await self._room.wait()
+                    continue
+                data = await self._reader.read(min(room, STREAM_CHUNK_BYTES))
+                if not data:
+                    break
+                self._send(StreamData(stream=self._number, offset=self._sent), (data,))
+                self._sent += len(data)
+        except OSError:
+            self.close("")
+            return
+        self._send(StreamEnded(stream=self._number, offset=self._sent), ())
+        self._one_ended()
+
+    async def _inwards(self) -> None:
+        """Messages -> socket; what the socket has not taken is not told as taken."""
+        try:
+            while (data := await self._incoming.get()) is not None:
+                self._writer.write(data)
+                await self._writer.drain()
+                self._taken += len(data)
+                if self._taken - self._told >= _TOLD_BYTES or self._incoming.empty():
+                    self._told = self._taken
+                    self._send(StreamTaken(stream=self._number, offset=self._taken), ())
+            if self._writer.can_write_eof():
+                self._writer.write_eof()
+        except OSError:
+            self.close("")
+            return
+        self._one_ended()
+
+    def _one_ended(self) -> None:
+        self._ended += 1
+        if self._ended == len(self._tasks):
+            self._finish("")
+
+    def _finish(self, problem: str) -> None:
+        if self._over:
+            return
+        self._over = True
+        current = asyncio.current_task()
+        for task in self._tasks:
+            if task is not current:
+                task.cancel()
+        with contextlib.suppress(OSError, RuntimeError):
+            if problem:
+                self._writer.transport.abort()
+            else:
+                self._writer.close()
+        self._on_over(problem)

@@ -1,0 +1,217 @@
+"""Sends a pool of another machine the blobs that it lacks; goes on where it stopped when the link was broken."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from sgpu_magic.client.link import PoolLink, Reply
+from sgpu_magic.errors import PoolError, SerializationError
+from sgpu_magic.protocol.blobs import (
+    CHUNK_BYTES,
+    DIGEST_BYTES,
+    PIECE_BYTES,
+    WINDOW,
+    AskBlobs,
+    BlobsHeld,
+    BlobTaken,
+    PutBlob,
+)
+
+# hashing takes about a second for 1 GB and thread; more threads would only compete with the notebook's own
+_HASH_THREADS = 2
+# after this the pool is asked how far it has got
+_ANSWER_S = 15.0
+# an answer that takes longer makes the window smaller: other messages have to get through a slow line
+_SLOW_S = 0.5
+_FIRST_WINDOW = 4
+_HASHED_AHEAD = 8
+
+A = TypeVar("A", BlobsHeld, BlobTaken)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What becomes one blob.
+
+    Args:
+        size: In bytes.
+        load: Returns its bytes, the same at each call.
+    """
+
+    size: int
+    load: Callable[[], memoryview]
+
+
+def pieces_of(path: Path | str, size: int) -> Iterator[Piece]:
+    """Yield the pieces of a file.
+
+    Args:
+        path: Where it is.
+        size: Its size in bytes.
+    """
+    for begin in range(0, size, PIECE_BYTES):
+        part = min(PIECE_BYTES, size - begin)
+        yield Piece(part, lambda begin=begin, part=part: _read(path, begin, part))
+
+
+class BlobSender:
+    """One upload at a time.
+
+    Args:
+        link: To the pool.
+        on_progress: Called with how many bytes are at the pool now, whether they were sent or were there.
+
+    Attributes:
+        sent_bytes: What went over the link, chunks only.
+    """
+
+    def __init__(self, link: PoolLink, on_progress: Callable[[int], None] | None = None) -> None:
+        self._link = link
+        self._on_progress = on_progress
+        self._there = 0
+        self._window = _FIRST_WINDOW
+        self.sent_bytes = 0
+
+    def send(self, pieces: Iterable[Piece]) -> list[str]:
+        """Have all pieces at the pool, and return their digests in order.
+
+        Hashing goes on ahead in threads of its own while what is missing is sent.
+
+        Raises:
+            UsageError: The pool has no room.
+            PoolLost: The pool ended.
+            SerializationError: A file can't be read.
+        """
+        digests: list[str] = []
+        hashing: deque[tuple[Piece, Future[str]]] = deque()
+        waiting = iter(pieces)
+        with ThreadPoolExecutor(_HASH_THREADS, "sgpu-hash") as threads:
+            try:
+                while True:
+                    while len(hashing) < _HASHED_AHEAD and (piece := next(waiting, None)) is not None:
+                        hashing.append((piece, threads.submit(_digest, piece)))
+                    if not hashing:
+                        return digests
+                    # all that are hashed by now are asked for together
+                    ready = [hashing.popleft()]
+                    while hashing and hashing[0][1].done():
+                        ready.append(hashing.popleft())
+                    found = [(piece, future.result()) for piece, future in ready]
+                    held = self._ask([(digest, piece.size) for piece, digest in found])
+                    for (piece, digest), bytes_ in zip(found, held, strict=True):
+                        self._send_piece(piece, digest, bytes_)
+                        digests.append(digest)
+            except OSError as error:
+                raise _unreadable(error) from error
+            finally:
+                # also when interrupted: nothing is hashed for nobody
+                threads.shutdown(wait=False, cancel_futures=True)
+
+    def send_file(self, path: Path | str) -> list[str]:
+        """Have a file's pieces at the pool, and return their digests in order.
+
+        Raises:
+            SerializationError: It can't be read.
+        """
+        try:
+            size = os.stat(path).st_size
+        except OSError as error:
+            raise _unreadable(error) from error
+        return self.send(pieces_of(path, size))
+
+    # ------------------------------------------------------------ within
+
+    def _send_piece(self, piece: Piece, digest: str, held: int) -> None:
+        data: memoryview | None = None
+        while held < piece.size:
+            data = piece.load() if data is None else data
+            held = self._send_rest(data, digest, held)
+            if held < piece.size:
+                # an answer was lost with the link, or somebody else sends the same
+                (held,) = self._ask([(digest, piece.size)])
+        self._progress(piece.size)
+
+    def _send_rest(self, data: memoryview, digest: str, begin: int) -> int:
+        """Send all from `begin` on, and return how far the pool has got; less than all when it stopped answering."""
+        under_way: deque[tuple[int, int, float, Future[Reply]]] = deque()
+        taken = at = begin
+        try:
+            while taken < data.nbytes:
+                while at < data.nbytes and len(under_way) < self._window:
+                    chunk = bytes(data[at : at + CHUNK_BYTES])
+                    request, reply = self._link.new_request()
+                    under_way.append((request, at + len(chunk), time.monotonic(), reply))
+                    self._link.send(PutBlob(request=request, digest=digest, size=data.nbytes, offset=at), [chunk])
+                    at += len(chunk)
+                    self.sent_bytes += len(chunk)
+                _, end, sent_at, reply = under_way[0]
+                answer = _answer(reply, BlobTaken)
+                if answer is None or answer.up_to < end:
+                    return taken
+                under_way.popleft()
+                taken = end
+                slow = time.monotonic() - sent_at > _SLOW_S
+                self._window = max(1, self._window - 1) if slow else min(WINDOW, self._window + 1)
+            return taken
+        finally:
+            for request, *_ in under_way:
+                self._link.give_up(request)
+
+    def _ask(self, blobs: Sequence[tuple[str, int]]) -> Sequence[int]:
+        while True:
+            request, reply = self._link.new_request()
+            self._link.send(AskBlobs(request=request, blobs=tuple(blobs)))
+            try:
+                answer = _answer(reply, BlobsHeld)
+            finally:
+                self._link.give_up(request)
+            if answer is not None and len(answer.bytes) == len(blobs):
+                return answer.bytes
+
+    def _progress(self, size: int) -> None:
+        self._there += size
+        if self._on_progress is not None:
+            self._on_progress(self._there)
+
+
+def _answer(reply: Future[Reply], kind: type[A]) -> A | None:
+    """The pool's answer, None when none comes: the link may be broken, and come back.
+
+    Raises:
+        SgpuError: The pool refuses.
+        PoolLost: It is gone for good.
+    """
+    try:
+        answer = reply.result(_ANSWER_S)
+    except TimeoutError:
+        return None
+    if not isinstance(answer, kind):
+        raise PoolError("the pool gave an answer that fits no question. Have its operator restart it.")
+    return answer
+
+
+def _unreadable(error: OSError) -> SerializationError:
+    return SerializationError(
+        f"what the run ships can't be read: {error}. Run the cell again; if it stays, remove "
+        f"{error.filename or 'the file'} and have it made anew."
+    )
+
+
+def _digest(piece: Piece) -> str:
+    return hashlib.blake2b(piece.load(), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def _read(path: Path | str, begin: int, size: int) -> memoryview:
+    with open(path, "rb") as file:
+        data = os.pread(file.fileno(), size, begin)
+    if len(data) != size:
+        raise OSError(f"{path} is shorter than it was")
+    return memoryview(data)

@@ -1,0 +1,193 @@
+"""What of a run of another machine's pool lies here: files that were asked for, logs as far as they were read."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+from sgpu_magic.client.event_queue import FilePart
+from sgpu_magic.client.link import PoolLink, Reply
+from sgpu_magic.config import Settings, private_dir
+from sgpu_magic.errors import PoolError, RunFileUnknown, UsageError
+from sgpu_magic.memory_room import fits_memory
+from sgpu_magic.protocol.blobs import CHUNK_BYTES, ListRunFiles, ReadRunFile, RunFiles
+from sgpu_magic.storage.below import open_below, parts_of
+
+MIRRORS = "remote"
+"""The folder of all mirrors in the state directory: `remote/<pool>/<run>`."""
+
+_WINDOW = 16
+_ANSWER_S = 60.0
+# a log is not looked at again before this
+_FRESH_S = 0.3
+
+
+def mirror_path(settings: Settings, pool: str, run_id: str) -> Path:
+    """Where the files of a run of that pool lie here once they were asked for."""
+    return settings.state_path / MIRRORS / pool / run_id
+
+
+class Mirror:
+    """The files of one run. Methods may be called by any thread.
+
+    Args:
+        directory: Where they lie here.
+        run_id: The run.
+        link: Returns the link to its pool.
+    """
+
+    def __init__(self, directory: Path, run_id: str, link: Callable[[], PoolLink]) -> None:
+        self.directory = directory
+        self._run_id = run_id
+        self._link = link
+        self._lock = threading.Lock()
+        self._looked_at: dict[str, float] = {}
+
+    def list(self, under: str = "") -> RunFiles:
+        """The files that the run has at its pool; `under` as in `ListRunFiles`.
+
+        Raises:
+            RunFileUnknown: There is no such folder or file.
+            PoolError: The pool does not answer.
+        """
+        link = self._link()
+        request, reply = link.new_request()
+        link.send(ListRunFiles(request=request, run=self._run_id, under=under))
+        answer = _answer(link, request, reply)
+        if not isinstance(answer, RunFiles):
+            raise PoolError(f"{link.title} gave an answer that fits no question. Have its operator restart it.")
+        return answer
+
+    def bring(self, name: str) -> Path:
+        """Bring a file as it is now, and return where it lies here.
+
+        Raises:
+            RunFileUnknown: The run has no such file.
+            PoolError: The pool does not answer.
+            OSError: It can't be written here.
+        """
+        self._make_folder(name)
+        target = self.directory.joinpath(*parts_of(name))
+        temporary = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_ident()}.part")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            self._copy(name, descriptor, 0)
+            os.replace(temporary, target)
+        finally:
+            os.close(descriptor)
+            temporary.unlink(missing_ok=True)
+        return target
+
+    def bring_if_there(self, name: str) -> None:
+        """Bring a small file, if the run has one and the pool can be asked."""
+        try:
+            self.bring(name)
+        except (UsageError, PoolError, OSError):
+            return
+
+    def follow(self, name: str) -> None:
+        """Bring what has come to a file that grows, such as a log. What can't be had now stays for the next time."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._looked_at.get(name, -_FRESH_S) < _FRESH_S:
+                return
+            try:
+                self._make_folder(name)
+                descriptor = open_below(self.directory, name, os.O_WRONLY | os.O_CREAT)
+                try:
+                    self._copy(name, descriptor, os.fstat(descriptor).st_size)
+                finally:
+                    os.close(descriptor)
+            except (RunFileUnknown, PoolError, OSError):
+                pass
+            self._looked_at[name] = time.monotonic()
+
+    def in_memory(self, name: str) -> int:
+        """Bring a file into memory, or into the mirror where that is short, and return its descriptor.
+
+        Raises:
+            RunFileUnknown: The run has no such file.
+            PoolError: The pool does not answer.
+            OSError: There is no room.
+        """
+        if not fits_memory(self._size(name)):
+            return os.open(self.bring(name), os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.memfd_create("sgpu-payload", os.MFD_CLOEXEC)
+        try:
+            self._copy(name, descriptor, 0)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    # ------------------------------------------------------------ within
+
+    def _make_folder(self, name: str) -> None:
+        private_dir(self.directory.parent.parent)
+        private_dir(self.directory.parent)
+        folder = private_dir(self.directory)
+        for part in parts_of(name)[:-1]:
+            folder = private_dir(folder / part)
+
+    def _size(self, name: str) -> int:
+        link = self._link()
+        return self._received(link, *self._ask(link, name, 0, 0)).about.size
+
+    def _copy(self, name: str, target: int, begin: int) -> None:
+        """Write a file's bytes from `begin` on, as many as it has when they are read."""
+        link = self._link()
+        under_way: deque[tuple[int, int, Future[Reply]]] = deque()
+        at, whole = begin, None
+        try:
+            while whole is None or at < whole or under_way:
+                while len(under_way) < (1 if whole is None else _WINDOW) and (whole is None or at < whole):
+                    under_way.append((at, *self._ask(link, name, at, CHUNK_BYTES)))
+                    at += CHUNK_BYTES
+                offset, request, reply = under_way.popleft()
+                part = self._received(link, request, reply)
+                whole = part.about.size if whole is None else whole
+                _write(target, part.data, offset)
+                if len(part.data) < min(CHUNK_BYTES, whole - offset):
+                    raise RunFileUnknown(f"{name} of the run has become shorter at its pool while it was read.")
+        finally:
+            for _, request, _ in under_way:
+                link.give_up(request)
+
+    def _ask(self, link: PoolLink, name: str, offset: int, size: int) -> tuple[int, Future[Reply]]:
+        request, reply = link.new_request()
+        link.send(ReadRunFile(request=request, run=self._run_id, name=name, offset=offset, size=size))
+        return request, reply
+
+    def _received(self, link: PoolLink, request: int, reply: Future[Reply]) -> FilePart:
+        answer = _answer(link, request, reply)
+        if not isinstance(answer, FilePart):
+            raise PoolError(f"{link.title} gave an answer that fits no question. Have its operator restart it.")
+        return answer
+
+
+def _answer(link: PoolLink, request: int, reply: Future[Reply]) -> Reply:
+    try:
+        while True:
+            try:
+                return reply.result(_ANSWER_S)
+            except TimeoutError:
+                # a broken link comes back, and asks again; one that stands and is silent does not
+                if not link.silent_s:
+                    raise PoolError(
+                        f"{link.title} did not send a run's file within {_ANSWER_S:.0f} s. `sgpu doctor` looks for "
+                        "the reason."
+                    ) from None
+    finally:
+        link.give_up(request)
+
+
+def _write(target: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(target, view, offset)
+        view, offset = view[count:], offset + count

@@ -1,0 +1,283 @@
+"""Which of several pools a run goes to that names none, and which type of device where only memory was asked for. Pure.
+
+Reserved pools come first, for they are paid for in any case: a busy one before an on-demand one that is free. Of
+on-demand pools those with free devices come first, then the cheapest. This machine's own is for what none of them has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from sgpu_magic.byte_sizes import format_bytes
+from sgpu_magic.client.pools import Asked
+from sgpu_magic.client.pools_file import LOCAL, PoolEntry
+from sgpu_magic.errors import CapacityError
+from sgpu_magic.protocol.device_types import ANY, CPU, memory_of
+from sgpu_magic.protocol.messages import PoolStatus
+from sgpu_magic.protocol.prices import Prices, format_money
+
+RESERVED, ON_DEMAND = "reserved", "on-demand"
+"""What `--pool` takes in place of a name: any pool of that kind."""
+
+KINDS = (RESERVED, ON_DEMAND)
+
+
+@dataclass(frozen=True, slots=True)
+class Money:
+    """What devices cost by the settings: by the hour, and reserved ones.
+
+    Args:
+        prices: Of devices that are paid by the hour.
+        reserved: Of reserved ones.
+        currency: Of both.
+    """
+
+    prices: Prices
+    reserved: Prices
+    currency: str
+
+    def of(self, entry: PoolEntry | None, device_type: str) -> float | None:
+        """Return the price of one device for an hour in a pool, its own entry's first; None without one."""
+        name = LOCAL if entry is None else entry.name
+        if entry is not None and device_type in entry.prices:
+            return entry.prices[device_type]
+        first, second = (self.prices, self.reserved)
+        if entry is not None and entry.reserved:
+            first, second = second, first
+        price = first.of(name, device_type)
+        return second.of(name, device_type) if price is None else price
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a run asks for of devices.
+
+    Args:
+        ranks: None when left out.
+        device_type: Canonical; None when left out.
+        min_memory_bytes: Of each device; 0 when it does not matter.
+        kind: `reserved` or `on-demand` pools only; "" for any.
+    """
+
+    ranks: int | None = None
+    device_type: str | None = None
+    min_memory_bytes: int = 0
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TypeCount:
+    """The devices of one type in a pool.
+
+    Args:
+        total: How many there are, and an autoscaler may bring.
+        free: How many nobody uses now.
+        memory_bytes: The least that one of those counted has; 0 when unknown.
+    """
+
+    total: int
+    free: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Where a run goes.
+
+    Args:
+        name: The pool's.
+        device_type: What it asks for there; None when it asks for none.
+        why: A sentence without its full stop, for the run's view.
+    """
+
+    name: str
+    device_type: str | None
+    why: str
+
+
+def counts(status: PoolStatus, min_memory_bytes: int = 0) -> dict[str, TypeCount]:
+    """Return what a pool has by type, `cpu` too, of devices with that memory at least.
+
+    Args:
+        status: Asked with `recent` of 1 or more, else all devices count as free.
+        min_memory_bytes: CPU slots have none.
+    """
+    held = {uuid for run in status.runs if not run.state.is_final for uuid in run.uuids}
+    found: dict[str, TypeCount] = {}
+    for device in status.inventory.devices:
+        memory = device.memory_bytes or memory_of(device.type)
+        if memory < min_memory_bytes:
+            continue
+        known = found.get(device.type)
+        free = device.uuid not in held and not device.outside_use
+        least = memory if known is None else min(memory, known.memory_bytes)
+        found[device.type] = TypeCount(1 + (known.total if known else 0), free + (known.free if known else 0), least)
+    for kind, most in status.inventory.elastic:
+        memory = memory_of(kind)
+        if kind != CPU and memory >= min_memory_bytes:
+            known = found.get(kind, TypeCount(0, 0, memory))
+            found[kind] = TypeCount(max(most, known.total), known.free, known.memory_bytes)
+    if not min_memory_bytes and status.inventory.cpu_slots:
+        found[CPU] = TypeCount(status.inventory.cpu_slots, max(0, status.cpu_slots_free), 0)
+    return found
+
+
+def cheapest_type(asked: Asked, wanted: Wanted, money: Money) -> str:
+    """Return the type that a run gets which only says how much memory a device must have: the cheapest that is free.
+
+    Raises:
+        CapacityError: The pool has none, or not so many.
+    """
+    if asked.status is None:
+        raise CapacityError(f"the pool {asked.name} does not say which devices it has. Name one with --type.")
+    fitting = {kind: count for kind, count in counts(asked.status, wanted.min_memory_bytes).items() if kind != CPU}
+    ranks = wanted.ranks or 1
+    enough = [kind for kind, count in fitting.items() if count.total >= ranks]
+    if not enough:
+        raise CapacityError(
+            f"the pool {asked.name} has no {ranks} device{'s' * (ranks > 1)} of one type with "
+            f"{format_bytes(wanted.min_memory_bytes)} of memory each. It has: {has_words(asked.status)}. Ask for "
+            "less with --min-memory, or for fewer with --gpus."
+        )
+
+    def rank_of(kind: str) -> tuple[bool, bool, float, int, str]:
+        price, count = money.of(asked.entry, kind), fitting[kind]
+        return count.free < ranks, price is None, price or 0.0, count.memory_bytes, kind
+
+    return min(enough, key=rank_of)
+
+
+def check_memory(asked: Asked, wanted: Wanted) -> None:
+    """Check that the type that was asked for has the memory that was.
+
+    Raises:
+        CapacityError: It has less, or not so many have it.
+    """
+    kind = wanted.device_type
+    if asked.status is None or kind is None or not wanted.min_memory_bytes:
+        return
+    needs = format_bytes(wanted.min_memory_bytes)
+    if kind == CPU:
+        raise CapacityError(f"--min-memory {needs} is of GPUs' memory, and ranks on cpu have none. Leave it out.")
+    fitting, every = counts(asked.status, wanted.min_memory_bytes).get(kind), counts(asked.status).get(kind)
+    ranks = wanted.ranks or 1
+    if every is not None and (fitting is None or fitting.total < ranks):
+        there = 0 if fitting is None else fitting.total
+        raise CapacityError(
+            f"the pool {asked.name} has {every.total} {kind} with {format_bytes(every.memory_bytes)} of memory or "
+            f"more, and {there} of them {'has' if there == 1 else 'have'} {needs}; {ranks} are asked for. It has: "
+            f"{has_words(asked.status)}. Leave --type out to take any type with so much, or ask for less."
+        )
+
+
+def choose(answers: Sequence[Asked], wanted: Wanted, money: Money) -> Choice:
+    """Return where a run goes that names no pool.
+
+    Args:
+        answers: What the pools of the file have said, in its order; the local one is not among them.
+        wanted: What it asks for.
+        money: What devices cost.
+
+    Raises:
+        CapacityError: Only pools of a kind will do, and none of them can be used.
+    """
+    ways: list[tuple[tuple[bool, bool, bool, float], Asked, str | None]] = []
+    without: list[str] = []
+    unreached = [each.name for each in answers if each.problem]
+    for each in answers:
+        entry = each.entry
+        if entry is None or each.status is None or wanted.kind not in ("", RESERVED if entry.reserved else ON_DEMAND):
+            continue
+        kind = _fitting(each, entry, wanted, money)
+        if kind is None:
+            without.append(each.name)
+            continue
+        count = counts(each.status, wanted.min_memory_bytes).get(kind, TypeCount(0, 0, 0))
+        busy = count.free < (wanted.ranks or 1)
+        price = money.of(entry, kind)
+        # a reserved one is paid for, whether its devices are free now or not
+        order = (not entry.reserved, busy, price is None, price or 0.0)
+        ways.append((order, each, kind))
+    asks = f"{_what(wanted)}"
+    if not ways:
+        return _for_local(answers, wanted, asks, without, unreached)
+    order, chosen, kind = min(ways, key=lambda way: way[0])
+    why = _why(chosen, kind, order, wanted, money)
+    passed = [each.name for each in answers if each.entry is not None and each.entry.reserved and each.name in without]
+    if order[0] and passed:
+        why += f"; {_listed(passed)} {'has' if len(passed) == 1 else 'have'} no {asks}"
+    if unreached:
+        why += f"; {_listed(unreached)} can't be reached"
+    return Choice(chosen.name, kind if wanted.device_type is None and wanted.min_memory_bytes else None, why)
+
+
+def has_words(status: PoolStatus) -> str:
+    """Return `4 a10 (24 GB), 16 CPU slots`."""
+    parts = [
+        f"{count.total} {kind}" + (f" ({format_bytes(count.memory_bytes)})" if count.memory_bytes else "")
+        for kind, count in counts(status).items()
+        if kind != CPU
+    ]
+    return ", ".join([*parts, f"{status.inventory.cpu_slots} CPU slots"])
+
+
+def _fitting(asked: Asked, entry: PoolEntry, wanted: Wanted, money: Money) -> str | None:
+    """Return the type that the run would get there, None when it can't be run there."""
+    if asked.status is None:
+        return None
+    kind = wanted.device_type
+    if kind not in (None, ANY) and entry.types and kind not in entry.types:
+        return None
+    there: Mapping[str, TypeCount] = counts(asked.status, wanted.min_memory_bytes)
+    ranks = wanted.ranks or 1
+    enough = [name for name, count in there.items() if count.total >= ranks]
+    if kind not in (None, ANY):
+        return kind if kind in enough else None
+    if wanted.min_memory_bytes:
+        return cheapest_type(asked, wanted, money) if enough else None
+    gpus = [name for name in enough if name != CPU]
+    if gpus:
+        return max(gpus, key=lambda name: there[name].free)
+    # a pool of no GPUs at all is asked for ranks on CPU
+    return CPU if CPU in enough and not any(name != CPU for name in there) else None
+
+
+def _for_local(
+    answers: Sequence[Asked], wanted: Wanted, asks: str, without: Sequence[str], unreached: Sequence[str]
+) -> Choice:
+    reasons = [f"no pool of {_listed(without)} has {asks}"] if len(without) > 1 else []
+    reasons += [f"{without[0]} has no {asks}"] if len(without) == 1 else []
+    reasons += [f"{_listed(unreached)} can't be reached"] if unreached else []
+    if wanted.kind:
+        why = "; ".join(reasons) or "none is listed"
+        problems = " ".join(each.problem for each in answers if each.problem)
+        raise CapacityError(
+            f"no {wanted.kind} pool can take the run: {why}. `sgpu pool list` shows the pools. {problems}".strip()
+        )
+    return Choice(LOCAL, None, f"this machine's own: {'; '.join(reasons)}")
+
+
+def _why(asked: Asked, kind: str | None, order: tuple[bool, bool, bool, float], wanted: Wanted, money: Money) -> str:
+    on_demand, busy, _, _ = order
+    price = money.of(asked.entry, kind or "")
+    said = "on demand" if on_demand else "reserved"
+    if price is not None and on_demand:
+        said += f" at {format_money(price, money.currency)} an hour for each"
+    name = kind or "device"
+    if busy:
+        said += f", and its {name} are in use: the run waits there (--pool names another)"
+    else:
+        said += f", and has {wanted.ranks or ''} {name} free".replace("  ", " ")
+    return said
+
+
+def _what(wanted: Wanted) -> str:
+    kind = wanted.device_type
+    many = f"{wanted.ranks} " if wanted.ranks else ""
+    memory = f" with {format_bytes(wanted.min_memory_bytes)}" if wanted.min_memory_bytes else ""
+    return f"{many}{'device' + 's' * (wanted.ranks != 1) if kind in (None, ANY) else kind}{memory}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)

@@ -1,0 +1,230 @@
+"""All pools of one process: this machine's own and those of `pools.toml`, each connected to when first needed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import msgspec
+
+from sgpu_magic.client.pool import Pool
+from sgpu_magic.client.pools_file import LOCAL, PoolEntry, pools_path, read_pools, unknown_pool
+from sgpu_magic.config import Settings
+from sgpu_magic.errors import SgpuError
+from sgpu_magic.protocol.messages import PoolStatus
+
+PATIENCE_S = 2.0
+"""Seconds in which a pool answers, or counts as one that can't be reached."""
+# one that could not be reached is not waited for again so soon
+_AVOIDED_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What one of several pools has answered.
+
+    Args:
+        name: The pool's.
+        entry: As `pools.toml` has it; None for this machine's own.
+        status: None when it does not run (the local one), or could not be asked.
+        problem: Why it could not be asked, a paragraph; "" when it could.
+    """
+
+    name: str
+    entry: PoolEntry | None
+    status: PoolStatus | None = None
+    problem: str = ""
+
+
+class Pools:
+    """Makes and keeps a `Pool` for each name. Methods may be called by any thread.
+
+    Args:
+        settings: The process's.
+        on_notice: Called in a link's thread with what a pool wants to be known, "" when it takes that back.
+
+    Attributes:
+        local: This machine's own.
+    """
+
+    def __init__(self, settings: Settings, on_notice: Callable[[str], None] | None = None) -> None:
+        self._settings = settings
+        self._on_notice = on_notice
+        self.local = Pool(settings, on_notice)
+        self._lock = threading.Lock()
+        # by all that they were made of: one whose address was changed is another
+        self._made: dict[str, tuple[PoolEntry, Pool]] = {}
+        self._replaced: list[Pool] = []
+        self._read: tuple[tuple[str, int, int], tuple[PoolEntry, ...]] | None = None
+        self._avoided: dict[str, tuple[float, str]] = {}
+
+    def entries(self) -> tuple[PoolEntry, ...]:
+        """Return the pools of the file as it is now, in its order.
+
+        Raises:
+            UsageError: It can't be read.
+        """
+        path = pools_path()
+        try:
+            status = os.stat(path)
+            seen = (str(path), status.st_mtime_ns, status.st_size)
+        except OSError:
+            seen = (str(path), 0, 0)
+        read = self._read
+        if read is None or read[0] != seen:
+            read = self._read = (seen, read_pools(path))
+        return read[1]
+
+    def names(self) -> list[str]:
+        """Return the local pool's name and those of the file.
+
+        Raises:
+            UsageError: The file can't be read.
+        """
+        return [LOCAL, *(entry.name for entry in self.entries())]
+
+    def named(self, name: str) -> Pool:
+        """Return the pool of that name, which may never have been connected to.
+
+        Raises:
+            UsageError: There is none, or the file can't be read.
+        """
+        if name == LOCAL:
+            return self.local
+        entries = self.entries()
+        for entry in entries:
+            if entry.name == name:
+                return self._of(entry)
+        raise unknown_pool(name, [entry.name for entry in entries])
+
+    def of(self, name: str) -> Pool:
+        """Return the pool that a run of this process is in; also one that is in the file no more.
+
+        Raises:
+            UsageError: There never was one.
+        """
+        with self._lock:
+            made = self._made.get(name)
+        return made[1] if made is not None else self.named(name)
+
+    def made(self) -> list[Pool]:
+        """Return the pools that this process has used, the local one first."""
+        with self._lock:
+            return [self.local, *(pool for _, pool in self._made.values())]
+
+    def connected(self) -> list[Pool]:
+        """Return the pools that this process has a link to now, the local one first."""
+        return [pool for pool in self.made() if pool.connected is not None]
+
+    def notice(self) -> str:
+        """Return what the pools want to be known now, "" for nothing."""
+        return " ".join(pool.notice for pool in self.made() if pool.notice)
+
+    def asked(
+        self, entries: Iterable[PoolEntry], *, local: bool, recent: int = 0, start: bool = False, again: bool = False
+    ) -> list[Asked]:
+        """Ask several pools at the same time, and return what they said in that order, the local one first.
+
+        Takes 2 s at most however many are silent, but for a local pool that is being started.
+
+        Args:
+            entries: Which.
+            local: Also the local one.
+            recent: So many of the newest runs, and all that go on; 0 for no runs.
+            start: Start the local one when there is none.
+            again: Also those that could not be reached a moment ago.
+        """
+        entries = list(entries)
+        waits = [(entry, self._ask_in_background(entry, recent, again)) for entry in entries]
+        answers: list[Asked] = []
+        if local:
+            answers.append(_answer(LOCAL, None, lambda: self.local.status(recent, start=start)))
+        deadline = time.monotonic() + PATIENCE_S
+        for entry, answer in waits:
+            try:
+                answers.append(answer.result(max(0.0, deadline - time.monotonic())))
+            except TimeoutError:
+                problem = f"the pool {entry.name} ({entry.address}) did not answer within {PATIENCE_S:g} s."
+                answers.append(Asked(entry.name, entry, problem=problem))
+        self._remember(answers)
+        return answers
+
+    def detach_all(self, timeout_s: float) -> None:
+        """Let all runs of this process go on without it, in every pool that it has a link to.
+
+        Args:
+            timeout_s: For how long all of them together are waited for, in seconds.
+        """
+        asking = [pool for pool in self.made() if pool is self.local or pool.connected is not None]
+        threads = [threading.Thread(target=_detach, args=(pool, timeout_s), daemon=True) for pool in asking]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + timeout_s
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def close(self) -> None:
+        """Say goodbye to all; each cancels the runs that this process follows."""
+        with self._lock:
+            made = [*(pool for _, pool in self._made.values()), *self._replaced]
+            self._made.clear()
+            self._replaced.clear()
+        for pool in [self.local, *made]:
+            pool.close()
+
+    # ------------------------------------------------------------ within
+
+    def _of(self, entry: PoolEntry) -> Pool:
+        with self._lock:
+            known = self._made.get(entry.name)
+            if known is not None and known[0] == entry:
+                return known[1]
+            if known is not None:
+                # runs that it was given are followed to their end
+                self._replaced.append(known[1])
+            pool = Pool(self._settings, self._on_notice, entry)
+            self._made[entry.name] = (entry, pool)
+            return pool
+
+    def _ask_in_background(self, entry: PoolEntry, recent: int, again: bool) -> Future[Asked]:
+        future: Future[Asked] = Future()
+        since, problem = self._avoided.get(entry.name, (float("-inf"), ""))
+        if not again and time.monotonic() - since < _AVOIDED_S:
+            future.set_result(Asked(entry.name, entry, problem=problem))
+            return future
+
+        def work() -> None:
+            future.set_result(_answer(entry.name, entry, lambda: self._of(entry).status(recent, timeout_s=PATIENCE_S)))
+
+        threading.Thread(target=work, name=f"sgpu-ask-{entry.name}", daemon=True).start()
+        return future
+
+    def _remember(self, answers: Iterable[Asked]) -> None:
+        now = time.monotonic()
+        for answer in answers:
+            if not answer.problem:
+                self._avoided.pop(answer.name, None)
+            elif now - self._avoided.get(answer.name, (float("-inf"), ""))[0] >= _AVOIDED_S:
+                self._avoided[answer.name] = (now, answer.problem)
+
+
+def _detach(pool: Pool, timeout_s: float) -> None:
+    # no pool, so no runs; or one that does not answer, and nobody is to wait for it
+    with contextlib.suppress(SgpuError):
+        pool.detach("", timeout_s)
+
+
+def _answer(name: str, entry: PoolEntry | None, ask: Callable[[], PoolStatus | None]) -> Asked:
+    try:
+        status = ask()
+    except SgpuError as error:
+        return Asked(name, entry, problem=error.message)
+    if status is None and entry is not None:
+        return Asked(name, entry, problem=f"the pool {name} gave no answer.")
+    # it may call itself otherwise
+    return Asked(name, entry, status if status is None else msgspec.structs.replace(status, pool=name))

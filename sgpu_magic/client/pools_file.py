@@ -1,0 +1,236 @@
+"""The pools that a user may use beside this machine's own: `pools.toml`, beside the settings' file.
+
+    [team]
+    address = "tcp://gpu1.example.org:8700"
+    key = "…the pool's public key, 40 characters…"
+    reserved = true
+    types = ["a10", "h100"]
+    prices = {a10 = 1.2, h100 = 3.9}
+
+`sgpu pool add` and `remove` write it, and leave what a person has written into it where it is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from sgpu_magic.config import config_path
+from sgpu_magic.errors import UsageError
+from sgpu_magic.protocol.device_types import ANY, canonical_type
+from sgpu_magic.protocol.prices import Prices, prices_text, read_prices
+
+LOCAL = "local"
+"""This machine's own pool, which is in no file."""
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
+_ADDRESS = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]{1,5})")
+# of Z85, in which ZeroMQ writes keys
+_KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_KNOWN = ("address", "key", "reserved", "types", "prices")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolEntry:
+    """A pool that a user may use.
+
+    Args:
+        name: As `--pool` takes it.
+        address: `tcp://host:port`.
+        key: The pool's public CURVE key in Z85, 40 characters.
+        reserved: Its devices are paid for whether they are used or not; else it is on demand.
+        types: The canonical types that it has, `cpu` too where it takes such runs; empty when that is not written down.
+        prices: Price of one device for an hour by canonical type, in the settings' currency.
+    """
+
+    name: str
+    address: str
+    key: str
+    reserved: bool = False
+    types: tuple[str, ...] = ()
+    prices: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def kind(self) -> str:
+        return "reserved" if self.reserved else "on demand"
+
+
+def pools_path(environ: Mapping[str, str] | None = None) -> Path:
+    """Return where the file is: `SGPU_POOLS_FILE`, else beside `config.toml`."""
+    environ = os.environ if environ is None else environ
+    own = environ.get("SGPU_POOLS_FILE", "")
+    return Path(own) if own else config_path(environ).parent / "pools.toml"
+
+
+def read_pools(path: Path | None = None) -> tuple[PoolEntry, ...]:
+    """Return the pools of the file in its order; none without a file.
+
+    Args:
+        path: The file; None is `pools_path()`.
+
+    Raises:
+        UsageError: It can't be read, others may write it, or something in it means nothing; says which line or pool.
+    """
+    path = pools_path() if path is None else path
+    return parse(read_text(path), path)
+
+
+def unknown_pool(name: str, known: Iterable[str]) -> UsageError:
+    """Return the error that there is no pool of this name."""
+    names = [LOCAL, *(each for each in known if each != LOCAL)]
+    near = difflib.get_close_matches(name.lower(), names, n=2)
+    mean = f" Did you mean {' or '.join(near)}?" if near else ""
+    return UsageError(
+        f"there is no pool named {name[:40]!r}.{mean} You have: {', '.join(names)}. "
+        "`sgpu pool add NAME tcp://host:port --key KEY` adds one."
+    )
+
+
+def default_pool(setting: str, entries: Sequence[PoolEntry]) -> str:
+    """Return the pool that is meant where none is named and nothing else is known: no type, no free devices.
+
+    Args:
+        setting: The setting `pool`.
+        entries: The pools of the file.
+    """
+    kinds = {"reserved": (True,), "on-demand": (False,), "": (True, False)}
+    if setting not in kinds:
+        return setting
+    found = [entry.name for reserved in kinds[setting] for entry in entries if entry.reserved == reserved]
+    return found[0] if found else LOCAL
+
+
+def new_entry(
+    name: str, address: str, key: str, *, reserved: bool = False, types: str = "", prices: str = ""
+) -> PoolEntry:
+    """Return a pool as people describe it on a command's line.
+
+    Args:
+        name: As `--pool` is to take it.
+        address: `tcp://host:port`.
+        key: Its public key.
+        reserved: It is a reserved one.
+        types: `a10,h100`.
+        prices: `a10=1.20,h100=4.50`.
+
+    Raises:
+        UsageError: One of them means nothing.
+    """
+    table: dict[str, object] = {"address": address, "key": key, "reserved": reserved}
+    table["types"] = [kind.strip() for kind in types.split(",") if kind.strip()]
+    try:
+        table["prices"] = _by_type(read_prices(prices))
+        return _entry(name, table)
+    except ValueError as error:
+        raise UsageError(f"the pool {name[:40]!r} can't be added: {error}.") from None
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_text(path: Path) -> str:
+    """Return the file's text, "" without one.
+
+    Raises:
+        UsageError: It can't be read, or others may write it.
+    """
+    try:
+        status = path.stat()
+        if status.st_uid not in (os.getuid(), 0) or stat.S_IMODE(status.st_mode) & 0o022:
+            raise UsageError(
+                f"{path} can be written by other users, who could send your runs to a pool of theirs, so it is not "
+                f"read. Make it yours: chmod 600 {path} (and see who owns it)."
+            )
+        return path.read_text()
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the list of pools {path} can't be read: {error}. Mend it or move it away.") from error
+
+
+def parse(text: str, path: Path) -> tuple[PoolEntry, ...]:
+    """Return the pools that a text describes; `path` is named in what is wrong with it.
+
+    Raises:
+        UsageError: It means nothing; says which line or pool.
+    """
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        # it tells the line itself
+        raise UsageError(f"the list of pools {path} can't be read: {error}. Mend it or move it away.") from None
+    found: list[PoolEntry] = []
+    for name, table in tables.items():
+        try:
+            if not isinstance(table, dict):
+                raise ValueError(f"it is {table!r}, and a table [{name}] with address and key is needed")
+            found.append(_entry(name, cast("dict[str, object]", table)))
+        except ValueError as error:
+            line = _line_of(text, name)
+            where = f"line {line}" if line else "the file"
+            raise UsageError(
+                f"the pool {name[:40]!r} in {path} ({where}) can't be used: {error}. Mend it there, or delete "
+                f"its lines and add it again with `sgpu pool add`."
+            ) from None
+    return tuple(found)
+
+
+def _entry(name: str, table: Mapping[str, object]) -> PoolEntry:
+    """Return a pool; ValueError when something means nothing."""
+    if _NAME.fullmatch(name) is None:
+        raise ValueError("a pool's name begins with a letter, has letters, digits, - and _, and 40 of them at most")
+    if name.lower() in ("reserved", "on-demand"):
+        raise ValueError(f"`--pool {name.lower()}` means any pool of that kind; give this one another name")
+    if name.lower() == LOCAL:
+        raise ValueError(f"{LOCAL!r} is the name of this machine's own pool; give this one another")
+    unknown = sorted(table.keys() - set(_KNOWN))
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} says nothing about a pool; there are {', '.join(_KNOWN)}")
+    address, key, reserved = table.get("address"), table.get("key"), table.get("reserved", False)
+    match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
+    if match is None or not 0 < int(match["port"]) < 65536:
+        raise ValueError(f"its address is {address!r}; one such as 'tcp://gpu1.example.org:8700' is needed")
+    if not isinstance(key, str) or _KEY.fullmatch(key) is None:
+        shown = "missing" if key is None else "not one"
+        raise ValueError(f"its key is {shown}: 40 characters, which `sgpu pool serve` prints, are needed (quote them)")
+    if not isinstance(reserved, bool):
+        raise ValueError(f"reserved is {reserved!r}; true or false is needed")
+    return PoolEntry(name, str(address), key, reserved, _types(table.get("types", [])), _prices(table.get("prices")))
+
+
+def _types(listed: object) -> tuple[str, ...]:
+    if not isinstance(listed, list):
+        raise ValueError(f"types is {listed!r}; a list such as ['a10', 'h100'] is needed")
+    types = tuple(dict.fromkeys(canonical_type(str(each)) for each in cast("list[object]", listed)))
+    if ANY in types:
+        raise ValueError(f"{ANY!r} is no type that a pool has; name each, or leave types out")
+    return types
+
+
+def _prices(table: object) -> dict[str, float]:
+    if table is None:
+        return {}
+    if not isinstance(table, dict):
+        raise ValueError(f"prices is {table!r}; a table such as {{a10 = 1.2}} is needed")
+    return _by_type(read_prices(prices_text(cast("dict[str, object]", table))))
+
+
+def _by_type(prices: Prices) -> dict[str, float]:
+    for pool, kind in prices.hourly:
+        if pool:
+            raise ValueError(f"the price '{pool}/{kind}' names a pool, and these are of this one: write {kind!r}")
+    return {kind: price for (_, kind), price in prices.hourly.items()}
+
+
+def _line_of(text: str, name: str) -> int:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.partition("#")[0].strip().strip("[]").strip(" \"'") == name or line.split("=")[0].strip() == name:
+            return number
+    return 0

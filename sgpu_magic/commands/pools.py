@@ -1,0 +1,224 @@
+"""`sgpu pool add`, `list` and `remove`, and `sgpu types`: the pools that a user may use, and what they have."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+
+from sgpu_magic.byte_sizes import format_bytes
+from sgpu_magic.client.pool import Pool
+from sgpu_magic.client.pool_choosing import Money, counts, has_words
+from sgpu_magic.client.pools import PATIENCE_S, Asked, Pools
+from sgpu_magic.client.pools_edits import add_pool, remove_pool
+from sgpu_magic.client.pools_file import PoolEntry, new_entry, pools_path
+from sgpu_magic.commands.runs import aligned
+from sgpu_magic.config import Settings
+from sgpu_magic.errors import PoolError, SgpuError
+from sgpu_magic.protocol.device_types import CPU, memory_of
+from sgpu_magic.protocol.interconnects import interconnect_of
+from sgpu_magic.protocol.messages import PoolStatus
+from sgpu_magic.protocol.prices import format_money, read_prices
+from sgpu_magic.runs import pools_status
+
+# the first link takes a handshake and may take a look at why there is none
+_CHECK_S = 10.0
+_NOT_RUNNING = "not running"
+
+
+def run(settings: Settings, options: argparse.Namespace) -> str:
+    """Carry out `sgpu pool add`, `list` or `remove` and return what is to be printed."""
+    match options.action:
+        case "add":
+            entry = new_entry(
+                options.name,
+                options.address,
+                options.key,
+                reserved=options.reserved,
+                types=options.types,
+                prices=options.prices,
+            )
+            return add(settings, entry, check=not options.no_check, replace=options.replace)
+        case "remove":
+            return remove(options.name)
+        case _:
+            return listing(settings)
+
+
+def add(settings: Settings, entry: PoolEntry, *, check: bool, replace: bool = False) -> str:
+    """Write a pool down, once it has answered, and return a sentence.
+
+    Args:
+        settings: The user's.
+        entry: The pool.
+        check: Ask it first.
+        replace: One of that name makes room for it.
+
+    Raises:
+        PoolError: It can't be reached, its key is another, or it does not know this user's; nothing was written.
+        UsageError: There is one of that name, or the file can't be written.
+    """
+    said = "It was not asked."
+    if check:
+        status = _checked(settings, entry)
+        said = f"It answers, and has {has_words(status)}."
+        lacking = [kind for kind in entry.types if kind not in counts(status)]
+        if lacking:
+            said += f" It has no {', '.join(lacking)} now, which --types names."
+    add_pool(entry, replace=replace)
+    return f"the pool {entry.name} ({entry.kind}) is listed in {pools_path()}. {said} `--pool {entry.name}` uses it."
+
+
+def remove(name: str) -> str:
+    """List a pool no more and return a sentence.
+
+    Raises:
+        UsageError: There is none of that name, or the file can't be written.
+    """
+    entry = remove_pool(name)
+    return f"the pool {entry.name} ({entry.address}) is listed no more. What runs there goes on."
+
+
+def listing(settings: Settings) -> str:
+    """Return the pools as a table, each with how it is now; takes 2 s at most.
+
+    Raises:
+        UsageError: The list can't be read.
+    """
+    answers = _all(settings, "")
+    rows = [("pool", "kind", "address", "now", "free/total")]
+    for answer in answers:
+        entry = answer.entry
+        kind = "this machine" if entry is None else entry.kind
+        rows.append((answer.name, kind, entry.address if entry else "", _state(answer), _free(answer)))
+    lines = aligned(rows)
+    lines += [f"{answer.name}: {answer.problem}" for answer in answers if answer.problem]
+    return "\n".join(lines)
+
+
+def status(settings: Settings, name: str = "") -> str:
+    """Return what `%sgpu_status` shows of all pools, or of one. Never starts a pool.
+
+    Raises:
+        SgpuError: The one pool can't be asked.
+    """
+    pools = Pools(settings)
+    try:
+        return pools_status.text_of(pools_status.ask(pools, name, start=False), {})
+    finally:
+        pools.close()
+
+
+def types(settings: Settings, name: str = "") -> str:
+    """Return what the pools have, a row for each type; takes 2 s at most.
+
+    Args:
+        settings: The user's.
+        name: Of this pool only; "" is all of them.
+
+    Raises:
+        SgpuError: The one pool can't be asked, or there is none of that name.
+    """
+    answers = _all(settings, name)
+    money = Money(read_prices(settings.prices), read_prices(settings.reserved_prices), settings.currency)
+    rows = [("pool", "type", "memory", "interconnect", "free/total", "nodes", "largest node", "an hour", "")]
+    for answer in answers:
+        if answer.status is not None:
+            rows += _type_rows(answer, answer.status, money)
+    lines = aligned(rows, right=(2, 4, 5, 6, 7)) if len(rows) > 1 else []
+    for answer in answers:
+        if answer.status is None:
+            lines.append(f"{answer.name}: {answer.problem or pools_status.NOT_RUNNING}")
+    return "\n".join(lines)
+
+
+def _all(settings: Settings, name: str) -> list[Asked]:
+    pools = Pools(settings)
+    try:
+        # one row more or less of a run tells who holds devices
+        return pools_status.ask(pools, name, start=False, recent=1)
+    finally:
+        pools.close()
+
+
+def _checked(settings: Settings, entry: PoolEntry) -> PoolStatus:
+    pool = Pool(settings, None, entry)
+    try:
+        found = pool.status(1, timeout_s=_CHECK_S)
+    except SgpuError as error:
+        raise PoolError(f"{error.message} Nothing was written; --no-check lists it all the same.") from None
+    finally:
+        pool.close()
+    if found is None:
+        raise PoolError(f"the pool {entry.name} gave no answer within {PATIENCE_S:g} s. Nothing was written.")
+    return found
+
+
+def _state(answer: Asked) -> str:
+    if answer.problem:
+        return "can't be reached"
+    return _NOT_RUNNING if answer.status is None else "up"
+
+
+def _free(answer: Asked) -> str:
+    if answer.status is None:
+        return ""
+    return ", ".join(f"{count.free}/{count.total} {kind}" for kind, count in counts(answer.status).items())
+
+
+def _type_rows(answer: Asked, status: PoolStatus, money: Money) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for kind, count in counts(status).items():
+        price = money.of(answer.entry, kind)
+        nodes, largest = _spread(status, kind)
+        rows.append(
+            (
+                answer.name,
+                kind,
+                "" if kind == CPU else _memory(status, kind),
+                _interconnect(status, kind),
+                f"{count.free}/{count.total}",
+                str(nodes),
+                str(largest),
+                "" if price is None else format_money(price, money.currency),
+                _remark(answer, status, kind),
+            )
+        )
+    return rows
+
+
+def _spread(status: PoolStatus, kind: str) -> tuple[int, int]:
+    """Return on how many nodes a type is, and how many of it the largest has."""
+    inventory = status.inventory
+    if kind == CPU:
+        slots = [node.cpu_slots for node in inventory.nodes if node.cpu_slots] or [inventory.cpu_slots]
+        return len(slots), max(slots)
+    by_node = Counter(device.node for device in inventory.devices if device.type == kind)
+    return len(by_node), max(by_node.values(), default=0)
+
+
+def _memory(status: PoolStatus, kind: str) -> str:
+    sizes = sorted(
+        {device.memory_bytes or memory_of(kind) for device in status.inventory.devices if device.type == kind}
+    )
+    known = [size for size in sizes if size] or [memory_of(kind)]
+    texts = [format_bytes(size) if size else "?" for size in (known[0], known[-1])]
+    return texts[0] if texts[0] == texts[1] else f"{texts[0]} to {texts[1]}"
+
+
+def _interconnect(status: PoolStatus, kind: str) -> str:
+    if kind == CPU:
+        return ""
+    found = {interconnect_of(kind, device.name) for device in status.inventory.devices if device.type == kind}
+    found = found or {interconnect_of(kind)}
+    return "/".join(sorted(each or "?" for each in found))
+
+
+def _remark(answer: Asked, status: PoolStatus, kind: str) -> str:
+    words = [] if answer.entry is None else [answer.entry.kind]
+    if any(device.simulated for device in status.inventory.devices if device.type == kind):
+        words.append("simulated on cpu")
+    there = sum(device.type == kind for device in status.inventory.devices)
+    more = dict(status.inventory.elastic).get(kind, 0) - there
+    if kind != CPU and more > 0:
+        words.append(f"{there} there, {more} more can come")
+    return ", ".join(words)

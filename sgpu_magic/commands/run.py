@@ -1,0 +1,196 @@
+"""`sgpu run`: a notebook, script or job file, to its end."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import msgspec
+
+from sgpu_magic.commands.run_options import script_arguments
+from sgpu_magic.config import Settings
+from sgpu_magic.errors import UsageError
+from sgpu_magic.headless import detached, records
+from sgpu_magic.headless.job import Job, Options, copy_of, job_from
+from sgpu_magic.headless.job_file import EXTRA, read_mapping, read_yaml
+from sgpu_magic.headless.outcome import ExitCode
+from sgpu_magic.headless.parameters import read_pair, typed
+from sgpu_magic.protocol.ids import new_id, short
+from sgpu_magic.render.units import format_seconds
+
+_NEEDS = ("nbclient", "nbformat")
+# what is full or broken now may need a while: 3 s, 6 s, 12 s ...
+_RETRY_AFTER_S = 3.0
+_RETRY_AFTER_MOST_S = 300.0
+
+
+def run(settings: Settings, values: argparse.Namespace, out: TextIO, err: TextIO) -> int:
+    """Execute what the command names and return its exit code.
+
+    Args:
+        settings: Where jobs lie.
+        values: The command's options, from `run_options`; `words` is the command line behind `sgpu`.
+        out: Takes what cells print, with `--verbose`, and the executed copy's path.
+        err: Takes a line per cell and what went wrong.
+
+    Raises:
+        UsageError: Something can't be meant, or an extra is missing.
+    """
+    job = job_from(values.target, options_from(values), script_arguments(values.words))
+    _check_extra()
+    _check_kernel(job)
+    continued = bool(values.job_id)
+    record = records.JobRecord(
+        job_id=values.job_id or new_id(),
+        source=str(job.source),
+        copy=values.copy or str(copy_of(job)),
+        started_at=time.time(),
+        detached=continued,
+    )
+    if values.detach and not continued:
+        return _detach(settings, record, values.words, out)
+    records.prune(settings)
+    record = records.begun(record)
+    records.write(settings, record)
+    code = ExitCode.FAILED
+    try:
+        code, record = _attempts(settings, job, record, out if values.verbose else None, err)
+    finally:
+        records.write(settings, records.ended(record, code))
+    print(record.copy, file=out)
+    return code
+
+
+def options_from(values: argparse.Namespace) -> Options:
+    """Read the command's options.
+
+    Raises:
+        UsageError: A value means nothing.
+    """
+    parameters: dict[str, object] = {}
+    for path in values.parameters_file:
+        parameters |= read_mapping(Path(path))
+    for text in values.parameters_yaml:
+        parameters |= _yaml_mapping(text)
+    for text in values.parameter:
+        name, value = read_pair("-p", text)
+        parameters[name] = typed(value)
+    for text in values.raw_parameter:
+        name, value = read_pair("-r", text)
+        parameters[name] = value
+    variables: dict[str, str] = {}
+    for text in values.env:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            # the value may be a secret that was put in the name's place: it is not repeated
+            raise UsageError("--env takes KEY=VALUE, with a name before the sign.")
+        variables[name] = value
+    return Options(
+        gpus=values.gpus,
+        type=values.type,
+        pool=values.pool,
+        nodes=values.nodes,
+        placement=values.placement,
+        min_memory=values.min_memory,
+        env_version=values.env_version,
+        max_cost=values.max_cost,
+        parameters=parameters,
+        variables=variables,
+        timeout=values.timeout,
+        retries=values.retries,
+        kernel=values.kernel,
+        cells=values.cells,
+        output=values.output,
+        upload=tuple(values.upload),
+    )
+
+
+def _yaml_mapping(text: str) -> dict[str, object]:
+    try:
+        found: Any = read_yaml(text)
+    except ValueError as error:
+        raise UsageError(f"-y {text!r} can't be read: {' '.join(str(error).split())}.") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"-y {text!r} has no names and values: write -y '{{lr: 0.1, layers: [64, 32]}}'.")
+    return {str(key): value for key, value in found.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+
+
+def _check_extra() -> None:
+    missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(f"{' and '.join(missing)} are not installed, so no notebook can be executed. {EXTRA}")
+
+
+def _check_kernel(job: Job) -> None:
+    """Raise UsageError when there is no such kernel, before anything is written."""
+    name = job.kernel
+    if job.is_script and not name:
+        return
+    if not name:
+        try:
+            name = str(json.loads(job.source.read_bytes()).get("metadata", {}).get("kernelspec", {}).get("name", ""))
+        except (ValueError, AttributeError):
+            raise UsageError(f"{job.source} is no notebook: it is not the JSON of one.") from None
+    # it comes with nbclient
+    specs: Any = importlib.import_module("jupyter_client.kernelspec")
+    manager = specs.KernelSpecManager()
+    try:
+        language = manager.get_kernel_spec(name or "python3").language
+    except specs.NoSuchKernel:
+        listed = ", ".join(sorted(manager.find_kernel_specs()))
+        raise UsageError(
+            f"there is no kernel {name!r} on this machine. There are: {listed}. Choose one with --kernel NAME."
+        ) from None
+    if language.lower() != "python":
+        raise UsageError(
+            f"the kernel {name!r} speaks {language}, and cells for a pool are Python. Choose another with --kernel."
+        )
+
+
+def _attempts(
+    settings: Settings, job: Job, record: records.JobRecord, out: TextIO | None, err: TextIO
+) -> tuple[ExitCode, records.JobRecord]:
+    """Execute the job, again after failures of the pool as often as it says."""
+    # nbclient takes half a second, and a mistake in the command is told before
+    from sgpu_magic.headless.execution import NotebookRun
+
+    def told(done: int, cells: int) -> None:
+        nonlocal record
+        record = msgspec.structs.replace(record, done=done, cells=cells)
+        records.write(settings, record)
+
+    left, pause_s = job.retries, _RETRY_AFTER_S
+    while True:
+        began = time.monotonic()
+        code = NotebookRun(job, Path(record.copy), err, out, told).run()
+        took = format_seconds(time.monotonic() - began)
+        how = "every cell ran" if code is ExitCode.OK else f"ended with code {int(code)}"
+        print(f"{job.source.name}: {how} in {took}", file=err, flush=True)
+        if code is not ExitCode.POOL or left == 0:
+            return code, record
+        left -= 1
+        again = f"{job.source.name}: it is run again in {format_seconds(pause_s)} ({left} more after that)"
+        print(again, file=err, flush=True)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _RETRY_AFTER_MOST_S)
+
+
+def _detach(settings: Settings, record: records.JobRecord, words: Sequence[str], out: TextIO) -> int:
+    own = list(words)
+    at = own.index("--") if "--" in own else len(own)
+    rest = [word for word in own[:at] if word != "--detach"]
+    started = detached.start(settings, record, [*rest, "--job-id", record.job_id, "--copy", record.copy, *own[at:]])
+    shown = short(started.job_id)
+    print(
+        f"job {shown} goes on without this terminal: process {started.pid}\n"
+        f"executed copy: {started.copy}\n"
+        f"log: {records.folder_of(settings, record.job_id) / records.LOG}\n"
+        f"`sgpu jobs` lists it, `sgpu jobs log {shown}` shows what it said, `sgpu jobs stop {shown}` ends it.",
+        file=out,
+    )
+    return ExitCode.OK

@@ -1,0 +1,233 @@
+"""One run of several nodes, joined from what the agent of each node says of its part. No I/O.
+
+Most events pass through: they name global ranks. Three kinds belong to the whole run and wait until every node has
+said theirs: that the packages are ready, that all ranks are in the group, the last word. What a node says after such an
+event waits with it, so that the numbers of the events that were passed on never go past one that was not: a pool
+service that is started again asks each agent from there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from sgpu_magic.engines.joint_end import PartEnd, join_ends, join_releases, join_starts
+from sgpu_magic.engines.joint_stalls import JointStalls
+from sgpu_magic.protocol.events import (
+    EnvironmentMoved,
+    EventBody,
+    Noted,
+    PayloadReleased,
+    RanksStarted,
+    Resumed,
+    RunEnded,
+    Stalled,
+)
+from sgpu_magic.protocol.node_messages import RunEvent
+
+Told = tuple[RunEvent, Sequence[bytes]]
+
+# in the order in which they come; who skips one has not waited for it
+_READY, _STARTED, _ENDED = range(3)
+
+
+@dataclass(slots=True)
+class _PartOfRun:
+    """What is known of one node's part.
+
+    Args:
+        heard: Number of the newest event that has arrived.
+        passed: Number of the newest event that was passed on, alone or joined.
+        waiting: What has arrived and was not passed on, oldest first.
+        ahead_s: How far the node's clock is ahead of this one's at least; None before its first event.
+        ended: Its last word was joined with the others'.
+        released: What became of the payload there.
+        gone: Its ranks are gone.
+        lost: Its node is.
+    """
+
+    heard: int = 0
+    passed: int = 0
+    waiting: deque[Told] = field(default_factory=deque[Told])
+    ahead_s: float | None = None
+    ended: bool = False
+    released: PayloadReleased | None = None
+    gone: bool = False
+    lost: bool = False
+
+
+class JointRun:
+    """Joins one attempt of a run.
+
+    Args:
+        parts: On how many nodes it is.
+        numbers: By part the number of the newest event that the pool has; none for a run that is new.
+
+    Attributes:
+        ended: Every part has said its last word, and the run's was passed on.
+    """
+
+    def __init__(self, parts: int, numbers: Mapping[int, int] | None = None) -> None:
+        self._parts = [_PartOfRun() for _ in range(parts)]
+        for index, part in enumerate(self._parts):
+            part.heard = part.passed = (numbers or {}).get(index, 0)
+        # of events that nobody is told by themselves, until the next one is passed on
+        self._joined: list[tuple[int, int]] = []
+        self._notes: set[str] = set()
+        self._stalls = JointStalls(parts)
+        self.ended = False
+
+    def passed(self, index: int) -> int:
+        """Number of the newest event of a part that was passed on: what its agent need not keep any more."""
+        return self._parts[index].passed
+
+    @property
+    def gone(self) -> bool:
+        """No rank of it is left anywhere."""
+        return all(part.gone or part.lost for part in self._parts)
+
+    @property
+    def lost(self) -> bool:
+        """A node of it was lost: what it ends as is not for its agents to say."""
+        return any(part.lost for part in self._parts)
+
+    def is_gone(self, index: int) -> bool:
+        """No rank of the part is left."""
+        return self._parts[index].gone or self._parts[index].lost
+
+    def heard(self, index: int, event: RunEvent, frames: Sequence[bytes], now: float) -> list[Told]:
+        """A node has told an event. Returns what is to be passed on.
+
+        Args:
+            index: The node's part.
+            now: Wall-clock time here, seconds since the epoch.
+        """
+        part = self._parts[index]
+        if part.lost or event.number <= part.heard:
+            # what a node that was given up sends, or what was sent again after its link was lost
+            return []
+        part.heard = event.number
+        ahead_s = event.at - now
+        part.ahead_s = ahead_s if part.ahead_s is None else max(part.ahead_s, ahead_s)
+        part.waiting.append((msgspec.structs.replace(event, part=index), frames))
+        return self._pass_on()
+
+    def part_gone(self, index: int) -> list[Told]:
+        """The ranks of a part are gone: it says nothing more but what became of the payload."""
+        self._parts[index].gone = True
+        return self._pass_on()
+
+    def part_lost(self, index: int) -> list[Told]:
+        """The node of a part is gone, or its agent."""
+        part = self._parts[index]
+        part.lost = True
+        part.waiting.clear()
+        return self._pass_on()
+
+    # ------------------------------------------------------------ within
+
+    def _pass_on(self) -> list[Told]:
+        told: list[Told] = []
+        while True:
+            for part in self._parts:
+                while part.waiting and _level(part) is None:
+                    event, frames = part.waiting.popleft()
+                    part.passed = event.number
+                    told += [(alone, frames) for alone in self._alone(event)]
+            joined = self._join()
+            if joined is None:
+                return told
+            told += joined
+
+    def _alone(self, event: RunEvent) -> list[RunEvent]:
+        """What is passed on of an event that waits for no other node's."""
+        body: EventBody | None = event.body
+        match body:
+            case PayloadReleased():
+                body = self._released(event.part, body)
+            case Noted(text=text):
+                # what all nodes remark is one remark
+                body = None if text in self._notes else body
+                self._notes.add(text)
+            case Stalled() | Resumed():
+                done = {index for index, part in enumerate(self._parts) if part.waiting and _level(part) == _ENDED}
+                body = self._stalls.told(event.part, body, done)
+            case _:
+                pass
+        if body is None:
+            self._joined.append((event.part, event.number))
+            return []
+        return [self._with_joined(event, body)]
+
+    def _join(self) -> list[Told] | None:
+        """Pass on what every node has said by now; None while that is nothing."""
+        levels: dict[int, int] = {}
+        for index, part in enumerate(self._parts):
+            if part.waiting:
+                levels[index] = _level(part) or _READY
+            elif not (part.ended or part.gone or part.lost):
+                return None
+        if not levels:
+            return None
+        level = min(levels.values())
+        at = [self._take(index) for index, own in levels.items() if own == level]
+        match level:
+            case 0:
+                return [(self._with_joined(event, event.body), frames) for event, frames in at]
+            case 1 if len(at) == len(self._parts):
+                starts = [event.body for event, _ in at if isinstance(event.body, RanksStarted)]
+                self._joined += [(event.part, event.number) for event, _ in at]
+                return [(self._with_joined(at[-1][0], join_starts(starts)), ())]
+            case 2 if not self.lost:
+                return [self._end(at)]
+            case _:
+                # some part did not come so far, or is lost: it was no beginning and no end of the run
+                self._joined += [(event.part, event.number) for event, _ in at]
+                return []
+
+    def _take(self, index: int) -> Told:
+        part = self._parts[index]
+        event, frames = part.waiting.popleft()
+        part.passed = event.number
+        part.ended |= isinstance(event.body, RunEnded)
+        return event, frames
+
+    def _end(self, at: Sequence[Told]) -> Told:
+        ends = [
+            PartEnd(event.body, frames, self._parts[event.part].ahead_s or 0.0)
+            for event, frames in at
+            if isinstance(event.body, RunEnded)
+        ]
+        ended, frames = join_ends(ends)
+        self.ended = True
+        self._joined += [(event.part, event.number) for event, _ in at]
+        return self._with_joined(at[-1][0], ended), frames
+
+    def _released(self, index: int, body: PayloadReleased) -> PayloadReleased | None:
+        """What is told of the payload when one node more does not read it any more."""
+        self._parts[index].released = body
+        releases = [part.released for part in self._parts if not part.lost]
+        told = [release for release in releases if release is not None]
+        return join_releases(told) if len(told) == len(releases) else None
+
+    def _with_joined(self, event: RunEvent, body: EventBody) -> RunEvent:
+        """The event with this body, standing for all that was not told by itself before."""
+        joined = tuple(pair for pair in self._joined if pair != (event.part, event.number))
+        self._joined = []
+        return msgspec.structs.replace(event, body=body, joined=joined)
+
+
+def _level(part: _PartOfRun) -> int | None:
+    """Which of the joint kinds the oldest waiting event of a part is; None for one that passes alone."""
+    match part.waiting[0][0].body:
+        case EnvironmentMoved(ready=True):
+            return _READY
+        case RanksStarted():
+            return _STARTED
+        case RunEnded():
+            return _ENDED
+        case _:
+            return None

@@ -1,0 +1,299 @@
+"""An engine of several nodes, each with an agent that comes, goes, and comes back with what it holds.
+
+Where nodes come from, and how one knows that a node is dead, is for its subclasses: they call `node_came`, `node_said`
+and `node_lost`, and may place each run by themselves (`place`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from sgpu_magic.config import Settings
+from sgpu_magic.engines.base import EngineListener
+from sgpu_magic.engines.many_runs import ManyRuns
+from sgpu_magic.engines.merged_inventory import merged_inventory
+from sgpu_magic.engines.node_channel import NodeChannel
+from sgpu_magic.engines.node_files import NodeFiles
+from sgpu_magic.engines.returned_nodes import HeldParts, StaleRuns
+from sgpu_magic.engines.spread_run import SpreadRun
+from sgpu_magic.environment.need import needs_build
+from sgpu_magic.protocol.blobs import FetchBlob, StoreRunFile
+from sgpu_magic.protocol.devices import Inventory
+from sgpu_magic.protocol.environment import Environment
+from sgpu_magic.protocol.messages import Warm
+from sgpu_magic.protocol.node_messages import (
+    Adopt,
+    AgentReady,
+    Answered,
+    EndAgent,
+    EndRun,
+    EventsKept,
+    FromAgent,
+    InventoryTaken,
+    KillRanks,
+    MasterBound,
+    RanksGone,
+    RunEvent,
+    SessionRanksRestarted,
+    StacksTaken,
+    TakeInventory,
+    TrackingAsked,
+    WarmZygote,
+)
+from sgpu_magic.protocol.records import Interpreter
+from sgpu_magic.protocol.states import RunState
+
+# of nodes that had runs when the last pool service ended; after it what is missing is lost
+_COME_BACK_S = 10.0
+_GIVEN_UP = "its node came back after it was given up"
+_NOT_BACK = "it had ranks of the run when the pool service ended, and has not come back since"
+_NEW_AGENT = "its agent ended unexpectedly, and with it the ranks there"
+# of an event that never was: all are of no account
+_ALL_EVENTS = 1 << 60
+
+
+class ManyNodes(ManyRuns):
+    """Runs on the nodes that its subclass finds (an `Engine`).
+
+    To be called by the subclass, from the loop's thread: `node_came`, `node_said`, `node_lost`, `inventory_changed`,
+    `start_parts`, `refuse_lease`. To be overridden where the defaults do not fit: `place`, `withdraw`, `lease_free`,
+    `inventory`, `close`, and `start`, where `super().start(listener)` comes last.
+
+    Args:
+        settings: The pool's settings.
+        name: What the nodes are called together, for people.
+
+    Attributes:
+        come_back_s: Seconds for which nodes that had runs are awaited when the pool service begins.
+    """
+
+    grants_later = True
+    come_back_s = _COME_BACK_S
+
+    def __init__(self, settings: Settings, name: str) -> None:
+        super().__init__(settings)
+        self._name = name
+        self._inventories: dict[str, Inventory] = {}
+        self._addresses: dict[str, str] = {}
+        self._hosts: dict[str, str] = {}
+        self._awaited: set[str] = set(self._busy.known)
+        self._held = HeldParts()
+        self._stale = StaleRuns()
+        self._begun = False
+        self._settled = False
+        self._patience: asyncio.TimerHandle | None = None
+        self._warm: Warm | None = None
+        self._files = NodeFiles(settings)
+
+    # ------------------------------------------------------------ nodes come and go
+
+    def node_came(self, channel: NodeChannel, ready: AgentReady, address: str = "") -> None:
+        """An agent is there: for the first time, after its link was lost, or with runs of an earlier service.
+
+        Args:
+            channel: The way to it, in place of an earlier one.
+            ready: Its first word.
+            address: Where other nodes reach it; "" where `inventory` tells.
+        """
+        node = channel.node
+        old = self._channels.get(node)
+        if old is not None and old is not channel:
+            old.close()
+        self._channels[node] = channel
+        self._inventories[node] = ready.inventory
+        self._addresses[node] = address
+        self._hosts[node] = ready.inventory.host
+        if self._warm is not None:
+            channel.send(WarmZygote(interpreter=self._warm.interpreter, ranks=self._warm.ranks))
+        if self._settled:
+            self._came_back(node, ready)
+            self.inventory_changed()
+            return
+        for where, run_id in self._held.add(node, ready.runs):
+            self._end_stale(where, run_id)
+        self._awaited |= self._held.awaited
+        self._awaited.discard(node)
+        self._settle_if_all()
+
+    def node_said(self, node: str, message: FromAgent, frames: Sequence[bytes] = ()) -> None:
+        """An agent has said something other than its first word."""
+        listener = self._listener
+        if listener is None:
+            return
+        match message:
+            case RunEvent(run_id=run_id) | RanksGone(run_id=run_id) | MasterBound(run_id=run_id):
+                run = self._runs.get(run_id)
+                if run is None or (part := run.part_on(node)) is None:
+                    if isinstance(message, RanksGone) and self._stale.has(node):
+                        self._send(node, EventsKept(run_id=run_id, number=_ALL_EVENTS), ())
+                        if self._stale.gone(node, run_id):
+                            self.inventory_changed()
+                elif isinstance(message, RunEvent):
+                    self._happened(run, part, message, frames)
+                elif isinstance(message, RanksGone):
+                    self._part_gone(run, part)
+                else:
+                    run.master_bound(part, message)
+            case InventoryTaken(inventory=inventory):
+                self._inventories[node] = inventory
+                self.inventory_changed()
+            case StacksTaken(request=request, run_id=run_id, stacks=stacks):
+                run = self._runs.get(run_id)
+                part = None if run is None else run.part_on(node)
+                joined = None if part is None else self._stacks.taken(request, part, stacks)
+                if joined is not None:
+                    listener.stacks_taken(request, joined)
+            case SessionRanksRestarted():
+                listener.session_ranks_restarted(message.request, message.session, message.problem)
+            case Answered():
+                listener.answered(message.request, message.answer)
+            case TrackingAsked(run_id=run_id):
+                listener.tracking_asked(run_id)
+            case FetchBlob() | StoreRunFile():
+                self._files.said(message, frames, lambda answer, data: self._send(node, answer, data))
+            case _:
+                pass
+
+    def node_lost(self, node: str, why: str) -> None:
+        """A node is dead, or given up: its runs are lost, and what they have on other nodes is ended.
+
+        Args:
+            node: Which; one that is not known is of no account.
+            why: How one knows, as `the node's raylet is dead`; without a full stop.
+        """
+        channel = self._channels.pop(node, None)
+        if channel is not None:
+            channel.close()
+        self._inventories.pop(node, None)
+        self._stale.node_lost(node)
+        self._awaited.discard(node)
+        if self._settled:
+            self._lost(node, [run for run in self._runs.values() if node in run.parts.values()], why)
+            self.inventory_changed()
+        else:
+            self._held.node_lost(node)
+            self._settle_if_all()
+
+    def inventory_changed(self) -> None:
+        """What the nodes have is another than before."""
+        if not self._settled:
+            self._settle_if_all()
+            return
+        inventory = self.inventory()
+        if inventory is not None and self._listener is not None:
+            self._listener.inventory_taken(inventory)
+
+    def inventory(self) -> Inventory | None:
+        """What the nodes have together; None while that is not known."""
+        usable = {node: one for node, one in self._inventories.items() if not self._stale.has(node)}
+        return merged_inventory(self._name, usable, self._addresses)
+
+    # ------------------------------------------------------------ from the pool service (Engine)
+
+    def start(self, listener: EngineListener) -> None:
+        self._listener = listener
+        self._begun = True
+        self._patience = self._loop.call_later(self.come_back_s, self._settle)
+        # on the loop: the pool service is not ready yet
+        self._loop.call_soon(self._settle_if_all)
+
+    def warm(self, order: Warm) -> None:
+        self._warm = order
+        for channel in self._channels.values():
+            channel.send(WarmZygote(interpreter=order.interpreter, ranks=order.ranks))
+
+    def take_inventory(self) -> None:
+        for channel in self._channels.values():
+            channel.send(TakeInventory())
+
+    def prepare(self, run_id: str, interpreter: Interpreter, environment: Environment) -> None:
+        """Nothing is built in advance: nobody knows on which nodes a run that waits will be."""
+
+    def builds(self, interpreter: Interpreter, environment: Environment) -> bool:
+        return needs_build(self._settings, environment)
+
+    def adopt(self, run_id: str, numbers: Mapping[int, int]) -> None:
+        held = self._held.runs.get(run_id)
+        if held is None:
+            return
+        whole = held.whole
+        run = self._runs[run_id] = SpreadRun(whole.launch, held.nodes, self._send, numbers)
+        if not whole.launch.spec.session:
+            self._leases[run_id] = whole.launch.lease
+        for part in held.parts:
+            run.adopt(part)
+        if len(held.parts) == len(held.nodes) and whole.state.is_final:
+            run.all_ended()
+
+    def close(self) -> None:
+        """End every rank and every agent."""
+        if self._patience is not None:
+            self._patience.cancel()
+        for channel in self._channels.values():
+            channel.send(EndAgent())
+            channel.close()
+        self._channels.clear()
+        self._files.close()
+        self._busy.write(())
+
+    # ------------------------------------------------------------ within
+
+    def _settle_if_all(self) -> None:
+        if self._begun and not self._settled and not self._awaited:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Who is not here by now is lost: give what is held to the pool service."""
+        listener = self._listener
+        inventory = self.inventory()
+        if self._settled or listener is None:
+            return
+        if inventory is None:
+            # its subclass says when it is known
+            self._awaited.clear()
+            return
+        self._settled = True
+        if self._patience is not None:
+            self._patience.cancel()
+        held = self._held.runs
+        listener.node_found(inventory, [run.whole for run in held.values()])
+        missing = {
+            node: [self._runs[run_id] for run_id in held if run_id in self._runs and node in held[run_id].missing]
+            for node in {node for run in held.values() for node in run.missing}
+        }
+        self._held = HeldParts()
+        for node, runs in missing.items():
+            self._lost(node, runs, _NOT_BACK)
+
+    def _came_back(self, node: str, ready: AgentReady) -> None:
+        """A node is there that was away, or was never here before."""
+        held = {one.launch.spec.run_id: one for one in ready.runs}
+        missing: list[SpreadRun] = []
+        for run_id, run in list(self._runs.items()):
+            part = run.part_on(node)
+            if part is None or run.over or run.node_came(node):
+                continue
+            one = held.pop(run_id, None)
+            if one is not None and one.launch.attempt == run.launch.attempt:
+                run.adopt(part)
+            elif part in run.parts:
+                missing.append(run)
+        for run_id in held:
+            self._end_stale(node, run_id)
+        self._lost(node, missing, _NEW_AGENT)
+
+    def _end_stale(self, node: str, run_id: str) -> None:
+        """A node has ranks of a run that goes on without them, or not at all."""
+        self._stale.add(node, run_id)
+        for order in (
+            Adopt(run_id=run_id, number=_ALL_EVENTS),
+            EndRun(run_id=run_id, state=RunState.CANCELLED, reason=_GIVEN_UP),
+            KillRanks(run_id=run_id),
+            EventsKept(run_id=run_id, number=_ALL_EVENTS),
+        ):
+            self._send(node, order, ())
+
+    def _lost(self, node: str, runs: Sequence[SpreadRun], why: str) -> None:
+        host = self._hosts.get(node, node)
+        self._lose(node, runs, f"the node {host} was lost: {why}", host)

@@ -1,0 +1,286 @@
+"""Runs on several nodes: their leases, their parts, and what the parts say, as one run to the pool service."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from sgpu_magic.config import Settings
+from sgpu_magic.engines.base import EngineListener
+from sgpu_magic.engines.busy_nodes import BusyNodes
+from sgpu_magic.engines.joint_run import Told
+from sgpu_magic.engines.joint_stacks import JointStacks
+from sgpu_magic.engines.node_channel import NodeChannel
+from sgpu_magic.engines.spread_run import SpreadRun, nodes_of
+from sgpu_magic.protocol.devices import Lease
+from sgpu_magic.protocol.events import RankFailed, RunEnded
+from sgpu_magic.protocol.forwarding import OpenStream, StreamMessage
+from sgpu_magic.protocol.measures import RankStack
+from sgpu_magic.protocol.messages import ReclaimPayload, ResultsReceived
+from sgpu_magic.protocol.node_messages import (
+    DetachRun,
+    EndRun,
+    KillRanks,
+    Launch,
+    Question,
+    RestartSessionRanks,
+    RunEvent,
+    ToAgent,
+    TrackingKnown,
+)
+from sgpu_magic.protocol.questions import RankAnswer, RankQuestion
+from sgpu_magic.protocol.records import Failure
+from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
+from sgpu_magic.protocol.tracking import TrackedRun
+
+_NO_SESSION = "its session has ended"
+_NOT_STARTED = "it is not started yet: the run's devices are being got"
+# of runs whose ranks are gone: what became of their payload may still be told
+_GONE_KEPT = 200
+
+
+class ManyRuns:
+    """The runs of an engine of many nodes, and the orders for them (half an `Engine`).
+
+    Args:
+        settings: The pool's settings.
+
+    Attributes:
+        far: The nodes do not see the pool's files.
+    """
+
+    far = True
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._listener: EngineListener | None = None
+        self._channels: dict[str, NodeChannel] = {}
+        self._busy = BusyNodes(settings.state_path / "busy-nodes.json")
+        self._runs: dict[str, SpreadRun] = {}
+        self._placing: dict[str, Launch] = {}
+        self._leases: dict[str, Lease] = {}
+        self._stacks = JointStacks()
+        self._loop = asyncio.get_running_loop()
+
+    # ------------------------------------------------------------ leases
+
+    def place(self, launch: Launch, frames: Sequence[bytes]) -> None:
+        """Get the devices of a lease that is a proposal; then `start_parts` with what they are, or `refuse_lease`."""
+        self.start_parts(launch, frames)
+
+    def withdraw(self, run_id: str) -> None:
+        """A run that is being placed is not wanted any more: give back what was got, and ask for no more."""
+
+    def lease_free(self, run_id: str, lease: Lease) -> None:
+        """No rank uses the lease any more, and none will."""
+
+    def start_parts(self, launch: Launch, frames: Sequence[bytes]) -> None:
+        """The run's lease is final: start its ranks on each node, where one is not there yet as soon as it comes.
+
+        Args:
+            launch: With the lease that it really has.
+            frames: Raw frames.
+        """
+        spec = launch.spec
+        self._placing.pop(spec.run_id, None)
+        nodes = nodes_of(launch.lease)
+        if spec.session:
+            session = self._runs.get(spec.session)
+            nodes = () if session is None or session.over else session.nodes
+        else:
+            self._leases[spec.run_id] = launch.lease
+        if not nodes:
+            self._refuse(launch, f"{_NO_SESSION}. %sgpu_connect starts another one.")
+            return
+        if spec.kind is RunKind.SESSION and len(nodes) > 1:
+            self._refuse(launch, _too_wide(launch.lease))
+            return
+        launch = msgspec.structs.replace(launch, far=self.far)
+        run = self._runs[spec.run_id] = SpreadRun(launch, nodes, self._send)
+        if not spec.in_session and self._listener is not None:
+            self._listener.lease_granted(spec.run_id, launch.lease)
+        self._write_busy()
+        run.start(frames, self._channels.__contains__)
+
+    def refuse_lease(self, run_id: str, uuids: tuple[str, ...], why: str) -> None:
+        """A run that is being placed can't have its devices now: it goes back to the queue."""
+        if self._placing.pop(run_id, None) is not None and self._listener is not None:
+            self._listener.lease_refused(run_id, uuids, why)
+
+    # ------------------------------------------------------------ from the pool service (Engine)
+
+    def launch(self, launch: Launch, frames: Sequence[bytes]) -> None:
+        run_id = launch.spec.run_id
+        kept = self._leases.get(run_id)
+        if launch.spec.session or kept == launch.lease:
+            self.start_parts(launch, frames)
+            return
+        if kept is not None:
+            self._free_lease(run_id)
+        self._placing[run_id] = launch
+        self.place(launch, frames)
+
+    def events_kept(self, run_id: str, numbers: Mapping[int, int]) -> None:
+        if (run := self._runs.get(run_id)) is not None:
+            run.events_kept(numbers)
+
+    def tracking_known(self, run_id: str, tracked: TrackedRun | None, problem: str) -> None:
+        self._order(run_id, TrackingKnown(run_id=run_id, tracked=tracked, problem=problem))
+
+    def detach_run(self, run_id: str) -> None:
+        self._order(run_id, DetachRun(run_id=run_id))
+
+    def end_run(self, run_id: str, state: RunState, reason: str) -> None:
+        launch = self._placing.pop(run_id, None)
+        if launch is None:
+            self._order(run_id, EndRun(run_id=run_id, state=state, reason=reason))
+            return
+        self.withdraw(run_id)
+        # on the loop: who asks is in the middle of its own decision
+        self._loop.call_soon(self._end_unstarted, launch, RunEnded(state=state, reason=reason))
+
+    def kill_ranks(self, run_id: str) -> None:
+        self._order(run_id, KillRanks(run_id=run_id))
+
+    def reclaim_payload(self, run_id: str) -> None:
+        self._order(run_id, ReclaimPayload(run_id=run_id))
+
+    def results_received(self, run_id: str) -> None:
+        self._order(run_id, ResultsReceived(run_id=run_id))
+
+    def take_stacks(self, request: int, run_id: str) -> None:
+        run = self._runs.get(run_id)
+        if run is not None and not run.over:
+            self._stacks.ask(request, run_id, run.parts)
+            run.take_stacks(request)
+        elif self._listener is not None:
+            launch = self._placing.get(run_id)
+            ranks = () if launch is None else launch.spec.rank_numbers
+            self._listener.stacks_taken(request, tuple(RankStack(rank=rank, problem=_NOT_STARTED) for rank in ranks))
+
+    def restart_session_ranks(self, request: int, session: str, ranks: tuple[int, ...]) -> None:
+        order = RestartSessionRanks(request=request, session=session, ranks=ranks)
+        if not self._order(session, order) and self._listener is not None:
+            self._listener.session_ranks_restarted(request, session, _NO_SESSION)
+
+    def ask_rank(self, request: int, session: str, question: RankQuestion) -> None:
+        order = Question(request=request, session=session, question=question)
+        if not self._order(session, order) and self._listener is not None:
+            self._listener.answered(request, RankAnswer(problem=_NO_SESSION))
+
+    def forward(self, run_id: str, rank: int, message: OpenStream | StreamMessage, frames: Sequence[bytes]) -> None:
+        run = self._runs.get(run_id)
+        if run is not None:
+            self._send(run.node_of(rank), message, frames)
+
+    # ------------------------------------------------------------ what the parts say
+
+    def _happened(self, run: SpreadRun, part: int, event: RunEvent, frames: Sequence[bytes]) -> None:
+        body = event.body
+        ended = run.joint.ended
+        told = run.joint.heard(part, event, frames, time.time())
+        if isinstance(body, RankFailed) or (isinstance(body, RunEnded) and body.state is RunState.FAILED):
+            run.part_failed(part)
+        elif isinstance(body, RunEnded) and body.state in (RunState.CANCELLED, RunState.TIMED_OUT):
+            run.part_stopped(part, body.state, body.reason)
+        self._pass_on(told)
+        if run.joint.ended and not ended:
+            run.all_ended()
+
+    def _part_gone(self, run: SpreadRun, part: int) -> None:
+        self._pass_on(run.joint.part_gone(part))
+        self._part_silent(run, part)
+        self._look_if_over(run)
+
+    def _lose(self, node: str, runs: Sequence[SpreadRun], why: str, host: str) -> None:
+        """The node is lost to these runs."""
+        listener = self._listener
+        if listener is None or not runs:
+            return
+        for run in runs:
+            part = run.nodes.index(node)
+            self._pass_on(run.joint.part_lost(part))
+            self._part_silent(run, part)
+        listener.runs_lost([run.run_id for run in runs], why, host)
+        for run in runs:
+            run.part_failed(run.nodes.index(node))
+            # those that have finished wait for the others
+            run.all_ended()
+            self._look_if_over(run)
+
+    def _pass_on(self, told: Sequence[Told]) -> None:
+        if self._listener is not None:
+            for event, frames in told:
+                self._listener.run_happened(event, frames)
+
+    def _part_silent(self, run: SpreadRun, part: int) -> None:
+        for request, stacks in self._stacks.part_silent(run.run_id, part):
+            if self._listener is not None:
+                self._listener.stacks_taken(request, stacks)
+
+    def _look_if_over(self, run: SpreadRun) -> None:
+        if run.over or not run.joint.gone or self._listener is None:
+            return
+        run.over = True
+        run_id = run.run_id
+        if run.joint.lost:
+            # before the run is placed elsewhere
+            self._free_lease(run_id)
+        self._listener.ranks_gone(run_id)
+        if self._runs.get(run_id) is run and run_id not in self._placing:
+            # else it was started again on its lease
+            self._free_lease(run_id)
+        self._write_busy()
+
+    # ------------------------------------------------------------ within
+
+    def _refuse(self, launch: Launch, message: str) -> None:
+        failure = Failure(kind=FailureKind.SESSION, message=message, at=time.time())
+        ended = RunEnded(state=RunState.FAILED, failure=failure)
+        # on the loop: who launches is in the middle of its own decision
+        self._loop.call_soon(self._end_unstarted, launch, ended)
+
+    def _end_unstarted(self, launch: Launch, ended: RunEnded) -> None:
+        """Say the last word of a run that never had ranks."""
+        run_id = launch.spec.run_id
+        if self._listener is not None:
+            event = RunEvent(run_id=run_id, number=launch.number + 1, at=time.time(), body=ended)
+            self._listener.run_happened(event, ())
+            self._free_lease(run_id)
+            self._listener.ranks_gone(run_id)
+
+    def _free_lease(self, run_id: str) -> None:
+        lease = self._leases.pop(run_id, None)
+        if lease is not None:
+            self.lease_free(run_id, lease)
+
+    def _order(self, run_id: str, order: ToAgent) -> bool:
+        """Order the same of all parts of a run. False when there is no such run."""
+        run = self._runs.get(run_id)
+        if run is None:
+            return False
+        run.order(order)
+        return not run.over
+
+    def _send(self, node: str, order: ToAgent, frames: Sequence[bytes]) -> None:
+        channel = self._channels.get(node)
+        if channel is not None:
+            channel.send(order, frames)
+
+    def _write_busy(self) -> None:
+        going = [run for run in self._runs.values() if not run.over]
+        self._busy.write({node for run in going for node in run.nodes})
+        for run in [run for run in self._runs.values() if run.over][:-_GONE_KEPT]:
+            del self._runs[run.run_id]
+
+
+def _too_wide(lease: Lease) -> str:
+    hosts = ", ".join(share.host for share in lease.shares)
+    return (
+        f"a session's ranks must be on one node, and these would be on {len(lease.shares)} ({hosts}): after a cell "
+        "that failed its process groups could not be connected anew across nodes. Connect with --placement "
+        "strict_pack or fewer --gpus; runs without a session may use several nodes."
+    )

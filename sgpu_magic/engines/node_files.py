@@ -1,0 +1,169 @@
+"""What nodes of other machines ask of the pool's disk: parts of blobs, and that it keeps files of their runs.
+
+A log that a run's earlier attempt has begun on another node goes on behind what is there; any other file appears when
+it is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from sgpu_magic.config import Settings
+from sgpu_magic.protocol.blobs import CHUNK_BYTES, BlobFetched, FetchBlob, RunFileStored, StoreRunFile
+from sgpu_magic.protocol.ids import is_valid_id
+from sgpu_magic.storage.below import BadName, open_below, parts_of, remove_below, replace_below
+from sgpu_magic.storage.blob_store import blob_path
+from sgpu_magic.storage.file_thread import FileThread
+
+Answer = Callable[[BlobFetched | RunFileStored, Sequence[bytes]], None]
+
+# where each node's part of a log begins
+_SOURCES = ".log-sources"
+_MOST_RUNS = 200
+
+
+class _Begins(msgspec.Struct):
+    """By log, and by what stands for a node's own file, where that begins in the pool's."""
+
+    at: dict[str, dict[str, int]] = {}
+
+
+class NodeFiles:
+    """Reads and writes in a thread of its own, in the order in which it was asked for. Used in the loop's thread.
+
+    Args:
+        settings: Where blobs and runs are.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._stores = settings.state_path / "blobs"
+        self._runs = settings.runs_path
+        self._thread = FileThread("sgpu-node-files")
+        # used in the thread only
+        self._begins: dict[str, _Begins] = {}
+
+    def said(self, message: FetchBlob | StoreRunFile, frames: Sequence[bytes], answer: Answer) -> None:
+        """Do what a node asks for.
+
+        Args:
+            message: What it said.
+            frames: Its raw frames.
+            answer: Sends to that node.
+        """
+        match message:
+            case FetchBlob(request=request):
+                self._thread.do(
+                    lambda: self._read(message),
+                    lambda data: answer(BlobFetched(request=request), (data,)),
+                    lambda error: answer(BlobFetched(request=request, problem=_reason(error)), ()),
+                )
+            case StoreRunFile(request=request):
+                data = frames[0] if frames else b""
+                self._thread.do(
+                    lambda: self._write(message, data),
+                    lambda _: answer(RunFileStored(request=request), ()),
+                    lambda error: answer(RunFileStored(request=request, problem=_reason(error)), ()),
+                )
+
+    def close(self) -> None:
+        """Finish what was asked for."""
+        self._thread.close()
+
+    # ------------------------------------------------------------ in the thread
+
+    def _read(self, message: FetchBlob) -> bytes:
+        path = blob_path(self._stores, message.store, message.digest)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise FileNotFoundError("a part of them is not in the pool's store any more. Run the cell again") from None
+        try:
+            return os.pread(descriptor, min(message.size, CHUNK_BYTES), message.offset)
+        finally:
+            os.close(descriptor)
+
+    def _write(self, message: StoreRunFile, data: bytes) -> None:
+        directory = self._runs / message.run_id
+        if not is_valid_id(message.run_id) or not directory.is_dir():
+            raise FileNotFoundError("the pool has no directory of this run any more")
+        if message.offset < 0:
+            raise BadName("a part of a file can't begin before the file")
+        if message.size is None:
+            begin = self._begin_of(directory, message)
+            _put(directory, message.name, data, begin + message.offset)
+            return
+        *folders, last = parts_of(message.name)
+        temporary = f".{last}.{message.source}.part"
+        path = "/".join([*folders, temporary])
+        if message.offset < message.size or not message.size:
+            _put(directory, path, data, message.offset)
+        if message.offset >= message.size:
+            self._finish(directory, message, path, temporary)
+
+    def _finish(self, directory: Path, message: StoreRunFile, path: str, temporary: str) -> None:
+        try:
+            descriptor = open_below(directory, path)
+        except FileNotFoundError:
+            # said once more after a broken link
+            return
+        try:
+            whole = os.fstat(descriptor).st_size == message.size
+            os.fchmod(descriptor, 0o700 if message.executable else 0o600)
+        finally:
+            os.close(descriptor)
+        if not whole:
+            remove_below(directory, path)
+            raise OSError("it came with another size than was said")
+        replace_below(directory, temporary, message.name)
+
+    def _begin_of(self, directory: Path, message: StoreRunFile) -> int:
+        """Where a node's own log begins in the pool's."""
+        run_id, name, source = message.run_id, message.name, message.source
+        begins = self._begins.get(run_id)
+        if begins is None:
+            begins = self._begins[run_id] = _read_begins(directory)
+            if len(self._begins) > _MOST_RUNS:
+                del self._begins[next(iter(self._begins))]
+        of_log = begins.at.setdefault(name, {})
+        if source not in of_log:
+            with contextlib.suppress(FileNotFoundError):
+                descriptor = open_below(directory, name)
+                of_log[source] = os.fstat(descriptor).st_size
+                os.close(descriptor)
+            of_log.setdefault(source, 0)
+            _write_begins(directory, begins)
+        return of_log[source]
+
+
+def _read_begins(directory: Path) -> _Begins:
+    try:
+        return msgspec.json.decode((directory / _SOURCES).read_bytes(), type=_Begins)
+    except (OSError, msgspec.DecodeError):
+        return _Begins()
+
+
+def _write_begins(directory: Path, begins: _Begins) -> None:
+    temporary = f"{_SOURCES}.part"
+    remove_below(directory, temporary)
+    _put(directory, temporary, msgspec.json.encode(begins), 0)
+    replace_below(directory, temporary, _SOURCES)
+
+
+def _put(directory: Path, name: str, data: bytes, offset: int) -> None:
+    descriptor = open_below(directory, name, os.O_WRONLY | os.O_CREAT, make=True)
+    try:
+        view = memoryview(data)
+        while view:
+            count = os.pwrite(descriptor, view, offset)
+            view, offset = view[count:], offset + count
+    finally:
+        os.close(descriptor)
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)

@@ -1,0 +1,281 @@
+"""`python -m sgpu_magic.engines.ray <fd> <address> <namespace> <prefix>`: the process that speaks to Ray for a pool.
+
+Ray's own client blocks while the cluster is away, and ends its process when that takes long. Here it may.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import msgspec
+
+from sgpu_magic.engines.ray import cluster, groups
+from sgpu_magic.engines.ray.messages import (
+    AgentFailed,
+    AgentStarts,
+    AllEnded,
+    AskLease,
+    ClusterFound,
+    ClusterLost,
+    DropLease,
+    EndAgents,
+    EndAll,
+    FromCluster,
+    LeaseFailed,
+    LeaseReady,
+    LeaseWaits,
+    NodeFacts,
+    NodesSeen,
+    StartAgent,
+    ToCluster,
+    Watch,
+    to_cluster,
+)
+from sgpu_magic.engines.ray.untyped import RayError, ray
+from sgpu_magic.message_stream import MessageStream
+
+T = TypeVar("T")
+_THREADS = 24
+# a group that fits is there within milliseconds; the run's view says more when it is not after this
+_SOON_S = 3.0
+_LOOK_S = 1.0
+# Ray's library raises these beside its own: it is asked with names and ids that the cluster may have forgotten
+_RAYS = (RayError, ValueError, RuntimeError, ConnectionError, TimeoutError)
+
+
+class ClusterProcess:
+    """Does what the engine says, each call in a thread of its own.
+
+    Args:
+        sock: To the engine.
+        address: Ray's.
+        namespace: The pool's.
+        prefix: Of the names of its placement groups.
+    """
+
+    def __init__(self, sock: socket.socket, address: str, namespace: str, prefix: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.finished: asyncio.Future[None] = self._loop.create_future()
+        self._stream = MessageStream[ToCluster](sock, to_cluster, self._obey, self._engine_gone)
+        self._address, self._namespace, self._prefix = address, namespace, prefix
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="sgpu-ray")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._asked: dict[str, AskLease] = {}
+        # of each run one thing after the other
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._facts: dict[str, NodeFacts] = {}
+        self._looking: set[str] = set()
+        self._every_s = 2.0
+        self._seen_by: asyncio.Event = asyncio.Event()
+        self._begin(self._connect())
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.add(task := self._loop.create_task(work))
+        task.add_done_callback(self._tasks.discard)
+
+    async def _call(self, function: Callable[..., T], *args: Any) -> T:
+        return await self._loop.run_in_executor(self._threads, lambda: function(*args))
+
+    def _say(self, message: FromCluster) -> None:
+        self._stream.send(message)
+
+    # ------------------------------------------------------------ from the engine
+
+    def _obey(self, message: ToCluster, frames: Sequence[bytes]) -> None:
+        match message:
+            case Watch(every_s=every_s):
+                self._every_s = every_s
+                self._seen_by.set()
+            case AskLease():
+                self._asked[message.run_id] = message
+                self._begin(self._lease(message))
+            case DropLease(run_id=run_id):
+                self._asked.pop(run_id, None)
+                self._begin(self._drop(run_id))
+            case StartAgent():
+                self._begin(self._start_agent(message))
+            case EndAgents(nodes=nodes):
+                self._begin(self._end_agents(nodes))
+            case EndAll():
+                self._begin(self._end_all())
+
+    def _engine_gone(self) -> None:
+        """The pool service died. What it waited for nobody waits for any more; what its agents hold, they keep."""
+        self._begin(self._forsake())
+
+    async def _forsake(self) -> None:
+        for run_id in list(self._asked):
+            await self._drop(run_id)
+        self._finish()
+
+    def _finish(self) -> None:
+        if not self.finished.done():
+            self.finished.set_result(None)
+
+    # ------------------------------------------------------------ the cluster
+
+    async def _connect(self) -> None:
+        try:
+            address, version = await self._call(cluster.connect, self._address, self._namespace)
+            agents = await self._call(cluster.agent_nodes, self._namespace)
+            leases = tuple(await self._call(groups.groups_named, self._prefix))
+        except _RAYS as error:
+            self._say(ClusterLost(why=str(error).strip() or type(error).__name__))
+            self._finish()
+            return
+        types = cluster.type_names()
+        self._say(ClusterFound(address=address, ray=version, types=types, agents=agents, leases=leases))
+        self._begin(self._watch())
+
+    async def _watch(self) -> None:
+        while True:
+            self._seen_by.clear()
+            try:
+                await self._see()
+            except _RAYS as error:
+                self._say(ClusterLost(why=str(error).strip() or type(error).__name__))
+                self._finish()
+                return
+            try:
+                async with asyncio.timeout(self._every_s):
+                    await self._seen_by.wait()
+            except TimeoutError:
+                continue
+
+    async def _see(self) -> None:
+        seen = await self._call(cluster.nodes, self._prefix, self._facts)
+        bringing = await self._call(cluster.coming, self._gcs()) if self._asked else ""
+        before, self._facts = self._facts, {facts.node: facts for facts in seen}
+        # Ray's own view lags behind its groups for a moment: in use by others is what is so twice
+        told = tuple(_steady(before.get(facts.node), facts) for facts in seen)
+        self._say(NodesSeen(nodes=told, coming=bringing))
+        for facts in seen:
+            if not facts.probed and not facts.problem and facts.node not in self._looking:
+                self._looking.add(facts.node)
+                self._begin(self._look_at(facts))
+
+    def _gcs(self) -> str:
+        return str(ray.get_runtime_context().gcs_address)
+
+    async def _look_at(self, facts: NodeFacts) -> None:
+        found = await self._call(cluster.look_at, facts)
+        self._looking.discard(facts.node)
+        if facts.node in self._facts:
+            self._facts[facts.node] = found
+            self._seen_by.set()
+
+    # ------------------------------------------------------------ leases
+
+    async def _lease(self, order: AskLease) -> None:
+        try:
+            async with self._turns[order.run_id]:
+                group = await self._call(groups.find_or_make, order, self._name(order.run_id))
+            waits_s, told = _SOON_S, ""
+            while self._asked.get(order.run_id) is order:
+                if await self._call(_wait, group, waits_s):
+                    await self._granted(order, group)
+                    return
+                waits_s = _LOOK_S
+                state = await self._call(groups.state_of, group)
+                if state == groups.GONE:
+                    raise RuntimeError("its placement group was removed")
+                if state != told and self._asked.get(order.run_id) is order:
+                    told = state
+                    self._say(LeaseWaits(run_id=order.run_id, state=state))
+        except _RAYS as error:
+            if self._asked.get(order.run_id) is order:
+                self._say(LeaseFailed(run_id=order.run_id, why=str(error).strip().split("\n")[0]))
+                await self._drop(order.run_id)
+        else:
+            # it was given up before its group was made
+            if order.run_id not in self._asked:
+                await self._drop(order.run_id)
+
+    async def _granted(self, order: AskLease, group: groups.Group) -> None:
+        parts = await self._call(groups.parts_of, group, order)
+        if self._asked.get(order.run_id) is order:
+            # the engine's from now on: it outlives this process
+            del self._asked[order.run_id]
+            self._say(LeaseReady(run_id=order.run_id, parts=parts))
+
+    async def _drop(self, run_id: str) -> None:
+        self._asked.pop(run_id, None)
+        try:
+            async with self._turns[run_id]:
+                await self._call(groups.remove, self._name(run_id))
+        except _RAYS as error:
+            self._say(ClusterLost(why=str(error).strip()))
+            self._finish()
+
+    def _name(self, run_id: str) -> str:
+        return f"{self._prefix}{run_id}"
+
+    # ------------------------------------------------------------ agents
+
+    async def _start_agent(self, order: StartAgent) -> None:
+        node = order.order.node
+        try:
+            await self._call(cluster.start_agent, order)
+            self._say(AgentStarts(node=node))
+        except _RAYS as error:
+            self._say(AgentFailed(node=node, why=str(error).strip().split("\n")[-1]))
+
+    async def _end_agents(self, nodes: Sequence[str]) -> None:
+        try:
+            await self._call(cluster.end_agents, nodes)
+        except _RAYS as error:
+            for node in nodes:
+                self._say(AgentFailed(node=node, why=str(error).strip().split("\n")[-1]))
+
+    async def _end_all(self) -> None:
+        self._asked.clear()
+        try:
+            await self._call(cluster.end_agents, await self._call(cluster.agent_nodes, self._namespace))
+            for run_id in await self._call(groups.groups_named, self._prefix):
+                await self._call(groups.remove, self._name(run_id))
+        finally:
+            self._say(AllEnded())
+            self._finish()
+
+
+def _wait(group: groups.Group, timeout_s: float) -> bool:
+    return bool(group.wait(timeout_s))
+
+
+def _steady(before: NodeFacts | None, now: NodeFacts) -> NodeFacts:
+    if before is None:
+        return now
+    return msgspec.structs.replace(
+        now,
+        gpus_outside=min(before.gpus_outside, now.gpus_outside),
+        cpus_outside=min(before.cpus_outside, now.cpus_outside),
+    )
+
+
+async def _run(sock: socket.socket, address: str, namespace: str, prefix: str) -> None:
+    process = ClusterProcess(sock, address, namespace, prefix)
+    await process.finished
+    process.close()
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    descriptor, address, namespace, prefix = sys.argv[1:]
+    asyncio.run(_run(socket.socket(fileno=int(descriptor)), address, namespace, prefix))
+    # threads may hang in Ray: nothing of this process is needed any more
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The Ray actor that holds one node's agent: starts it, links it to the pool, leaves nothing when it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+
+import msgspec
+
+from sgpu_magic import processes
+from sgpu_magic.config import Settings, private_dir
+from sgpu_magic.engines.ray.groups import remove_groups_on
+from sgpu_magic.engines.ray.untyped import ray
+from sgpu_magic.engines.ray.uplink import AgentOrder, Uplink
+
+# a socket's path ends at 108 bytes
+_SHORT_PATH = 40
+_END_S = 20.0
+_LEAVE_S = 5.0
+
+
+class Holder:
+    """Lives in the actor's process, with a thread of its own for the link.
+
+    Args:
+        order: An encoded `AgentOrder`.
+        unpacked: Where our package was unpacked for this actor; "" where it is installed.
+
+    Raises:
+        OSError: The agent can't be started.
+    """
+
+    def __init__(self, order: bytes, unpacked: str) -> None:
+        self._order = msgspec.msgpack.decode(order, type=AgentOrder)
+        self._unpacked = unpacked
+        self._base = _base(self._order)
+        settings = _settings_here(msgspec.json.decode(self._order.settings, type=Settings), self._base)
+        self._order = msgspec.structs.replace(self._order, settings=msgspec.json.encode(settings))
+        # what an agent that was killed leaves becomes ours, and is killed below
+        processes.become_subreaper()
+        self._started = threading.Event()
+        self._problem: BaseException | None = None
+        self._uplink: Uplink | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="sgpu-uplink", daemon=True)
+        self._thread.start()
+        self._started.wait()
+        if self._problem is not None:
+            raise OSError(f"the agent can't be started: {self._problem}")
+
+    def end(self) -> None:
+        """End the agent and what it has; waits for it."""
+        if self._uplink is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._uplink.end)
+        self._thread.join(_END_S)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._hold())
+        except OSError as error:
+            self._problem = error
+        finally:
+            self._started.set()
+            self._loop.close()
+            processes.kill_descendants()
+            self._leave_nothing()
+
+    async def _hold(self) -> None:
+        uplink = self._uplink = Uplink(self._order)
+        self._started.set()
+        try:
+            await uplink.finished
+        finally:
+            uplink.close()
+        if uplink.abandoned:
+            # no service came for its runs: nobody else gives their devices back
+            remove_groups_on(self._order.node, self._order.prefix)
+
+    def _leave_nothing(self) -> None:
+        shutil.rmtree(self._base, ignore_errors=True)
+        if self._unpacked:
+            shutil.rmtree(self._unpacked, ignore_errors=True)
+        if self._problem is None:
+            # Ray's own way out first; a worker that it does not end in time has nothing left to lose
+            timer = threading.Timer(_LEAVE_S, os._exit, (0,))
+            timer.daemon = True
+            timer.start()
+            ray.get_runtime_context().current_actor.__ray_terminate__.remote()
+
+
+def _base(order: AgentOrder) -> Path:
+    """The pool's directory on this node: private, and gone with the actor."""
+    folder = tempfile.gettempdir()
+    if len(folder) > _SHORT_PATH:
+        folder = "/tmp"
+    return private_dir(Path(folder, f"sgpu-{os.getuid()}-{order.prefix.strip(':')[:24]}-{order.node[:10]}"))
+
+
+def _settings_here(settings: Settings, base: Path) -> Settings:
+    """The pool's settings with directories of this node. What was built for runs stays for the next ones."""
+    environments = settings.environment_dir or str(base.parent / f"sgpu-{os.getuid()}-environments")
+    here = dataclasses.replace(
+        settings,
+        state_dir=str(private_dir(base / "state")),
+        runtime_dir=str(private_dir(base / "run")),
+        lock_dir=str(base / "locks"),
+        environment_dir=environments,
+        simulate="",
+    )
+    private_dir(here.runs_path)
+    return here

@@ -1,0 +1,210 @@
+"""The cluster as Ray tells it: its nodes, and the actors on them. All calls may block."""
+
+from __future__ import annotations
+
+import io
+import re
+import zipfile
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from sgpu_magic import __version__
+from sgpu_magic.engines.ray import groups, on_node
+from sgpu_magic.engines.ray.messages import NodeFacts, StartAgent
+from sgpu_magic.engines.ray.untyped import (
+    RayError,
+    accelerators,
+    autoscaler_status,
+    available_per_node,
+    ray,
+    strategies,
+)
+
+_TYPE_LABEL = "ray.io/accelerator-type"
+_TYPE_RESOURCE = "accelerator_type:"
+_TYPE_NAME = re.compile(r"[A-Z][A-Z0-9-]{1,15}")
+_AGENT = "agent:"
+_START_S = 60.0
+_END_S = 25.0
+_NOT_SHIPPED = ("labextension", "__pycache__")
+
+
+def connect(address: str, namespace: str) -> tuple[str, str]:
+    """Become a driver of the cluster.
+
+    Args:
+        address: Ray's, `auto` for the one of this machine.
+        namespace: Where the pool's actors and groups have their names.
+
+    Returns:
+        This machine's address as the nodes reach it, and Ray's version.
+
+    Raises:
+        ConnectionError: No cluster is there.
+        RuntimeError: It does not let us in, or has another version of Ray or Python.
+    """
+    ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
+    # its functions and its class go to nodes that may not have our package
+    ray.cloudpickle.register_pickle_by_value(on_node)
+    return ray.util.get_node_ip_address(), ray.__version__
+
+
+def nodes(prefix: str, known: Mapping[str, NodeFacts]) -> tuple[NodeFacts, ...]:
+    """Return the nodes that are alive.
+
+    Args:
+        prefix: Of the names of the pool's placement groups, whose devices are not in others' use.
+        known: What was told of them before, by id.
+    """
+    free = available_per_node()
+    ours = _held(prefix)
+    found: list[NodeFacts] = []
+    for row in cast("list[dict[str, Any]]", ray.nodes()):
+        if not row["Alive"]:
+            continue
+        node, total = str(row["NodeID"]), cast("Mapping[str, float]", row["Resources"])
+        left = free.get(node, {})
+        base = known.get(node) or NodeFacts(node=node, host="", address="")
+        labels = cast("Mapping[str, str]", row.get("Labels") or {})
+        resource = next((name for name in total if name.startswith(_TYPE_RESOURCE)), "")
+        found.append(
+            msgspec.structs.replace(
+                base,
+                host=str(row["NodeManagerHostname"]),
+                address=str(row["NodeManagerAddress"]),
+                gpus=int(total.get("GPU", 0)),
+                gpus_outside=_outside(total, left, ours[node, "GPU"], "GPU"),
+                cpus=int(total.get("CPU", 0)),
+                cpus_outside=_outside(total, left, ours[node, "CPU"], "CPU"),
+                label=labels.get(_TYPE_LABEL, ""),
+                resource=resource.removeprefix(_TYPE_RESOURCE),
+            )
+        )
+    return tuple(found)
+
+
+def _held(prefix: str) -> Counter[tuple[str, str]]:
+    """What the pool's own groups hold, by node and resource."""
+    held: Counter[tuple[str, str]] = Counter()
+    for row in groups.groups_named(prefix).values():
+        for bundle, node in row["bundles_to_node_id"].items():
+            for name, amount in row["bundles"][bundle].items():
+                held[node, name] += amount
+    return held
+
+
+def _outside(total: Mapping[str, float], left: Mapping[str, float], ours: float, name: str) -> int:
+    used = total.get(name, 0.0) - left.get(name, 0.0) - ours
+    # a part of a GPU is in use as well
+    return max(0, int(used) + (used > int(used) + 1e-6))
+
+
+def look_at(node: NodeFacts) -> NodeFacts:
+    """Have a task tell what Ray does not: the GPUs' UUIDs, the packages."""
+    task = ray.remote(on_node.look).options(
+        num_cpus=0, max_retries=0, scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(node.node, soft=False)
+    )
+    try:
+        told: Mapping[str, Any] = ray.get(task.remote(), timeout=_START_S)
+    except RayError as error:
+        return msgspec.structs.replace(node, problem=_first_line(error))
+    return msgspec.convert({**msgspec.structs.asdict(node), **told, "probed": True, "problem": ""}, NodeFacts)
+
+
+def coming(address: str) -> str:
+    """What an autoscaler is bringing, as a sentence without a full stop; "" when nothing, or there is none."""
+    try:
+        status = autoscaler_status(address)
+    except (RayError, RuntimeError, ValueError, OSError):
+        return ""
+    launches: Counter[str] = Counter()
+    for launch in status.pending_launches:
+        launches[launch.ray_node_type_name] += launch.count
+    for node in status.pending_nodes:
+        launches[node.ray_node_type_name] += 1
+    words = [f"{count} of {kind}" for kind, count in sorted(launches.items())]
+    text = f"the autoscaler is bringing {', '.join(words)}" if words else ""
+    failed = [f"{one.ray_node_type_name}: {one.details}" for one in status.failed_launches]
+    if failed:
+        text = f"{text}{'; ' if text else ''}the autoscaler could not bring {failed[-1]}"
+    return text
+
+
+def type_names() -> tuple[str, ...]:
+    """Ray's own names of GPU types, as its labels have them."""
+    names = cast("Iterable[object]", vars(accelerators).values())
+    return tuple(sorted({name for name in names if isinstance(name, str) and _TYPE_NAME.fullmatch(name)}))
+
+
+# ---------------------------------------------------------------- agents
+
+
+def agent_nodes(namespace: str) -> tuple[str, ...]:
+    """Nodes that have an actor of this pool."""
+    named = cast("list[dict[str, str]]", ray.util.list_named_actors(all_namespaces=True))
+    return tuple(
+        one["name"].removeprefix(_AGENT)
+        for one in named
+        if one["namespace"] == namespace and one["name"].startswith(_AGENT)
+    )
+
+
+def start_agent(order: StartAgent) -> None:
+    """Start the actor of a node and wait for it; one that is there stays as it is.
+
+    Raises:
+        RayError: It does not come.
+    """
+    node = order.order.node
+    actor = ray.remote(on_node.NodeAgent).options(
+        name=f"{_AGENT}{node}",
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        max_restarts=0,
+        max_concurrency=4,
+        scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(node, soft=False),
+    )
+    package = ray.put(_package()) if order.ship else None
+    handle = actor.remote(msgspec.msgpack.encode(order.order), package)
+    ray.get(handle.ready.remote(), timeout=_START_S)
+
+
+def end_agents(nodes: Iterable[str]) -> None:
+    """End actors with all that they have, all at once; killed when they do not end in order."""
+    found: dict[str, Any] = {}
+    for node in nodes:
+        try:
+            found[node] = ray.get_actor(f"{_AGENT}{node}")
+        except ValueError:
+            continue
+    waiting = [handle.end.remote() for handle in found.values()]
+    if waiting:
+        # the actor leaves by itself when its agent is over; one that can't is killed
+        ray.wait(waiting, num_returns=len(waiting), timeout=_END_S)
+    for handle in found.values():
+        ray.kill(handle)
+
+
+def _package() -> bytes:
+    """Our package as a zip archive: about a megabyte."""
+    here = Path(__file__).parents[2]
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(here.rglob("*")):
+            if path.is_file() and not any(part in _NOT_SHIPPED for part in path.relative_to(here).parts):
+                archive.write(path, path.relative_to(here.parent))
+    return data.getvalue()
+
+
+def is_ours(version: str) -> bool:
+    """Whether a node's own sgpu-magic is this one."""
+    return version == __version__
+
+
+def _first_line(error: RayError) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

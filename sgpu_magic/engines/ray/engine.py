@@ -1,0 +1,316 @@
+"""The Ray engine: leases are placement groups, agents are actors, ranks are ours."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from sgpu_magic import __version__
+from sgpu_magic.config import Settings, private_dir
+from sgpu_magic.engines.base import EngineListener
+from sgpu_magic.engines.many_nodes import ManyNodes
+from sgpu_magic.engines.node_door import NodeDoor, NodeLink
+from sgpu_magic.engines.ray.asking import request_of, why_not
+from sgpu_magic.engines.ray.door_keys import DoorState
+from sgpu_magic.engines.ray.driver_process import DriverProcess
+from sgpu_magic.engines.ray.inventory import inventory_of, read_elastic, shares_of
+from sgpu_magic.engines.ray.messages import (
+    AgentFailed,
+    AgentStarts,
+    AllEnded,
+    AskLease,
+    ClusterFound,
+    ClusterLost,
+    DropLease,
+    FromCluster,
+    LeaseFailed,
+    LeaseReady,
+    LeaseWaits,
+    NodeFacts,
+    NodesSeen,
+    ToCluster,
+    Watch,
+)
+from sgpu_magic.engines.ray.node_agents import NodeAgents, NodeKeys
+from sgpu_magic.engines.ray.uplink import AgentOrder
+from sgpu_magic.protocol.devices import Inventory, Lease
+from sgpu_magic.protocol.messages import PROTOCOL_VERSION
+from sgpu_magic.protocol.node_messages import AgentReady, FromAgent, Launch
+from sgpu_magic.secure_sockets import KeyPair
+
+# so often Ray is asked for its nodes while runs go on or wait, and else
+_BUSY_S = 1.0
+_IDLE_S = 5.0
+_TEND_S = 1.0
+
+
+class RayEngine(ManyNodes):
+    """An existing Ray cluster (an `Engine`). Made and used in the loop's thread only.
+
+    Args:
+        settings: The pool's settings.
+
+    Raises:
+        UsageError: A setting can't be understood.
+    """
+
+    far = False
+
+    def __init__(self, settings: Settings) -> None:
+        self._elastic = read_elastic(settings.ray_elastic)
+        name = settings.pool or "local"
+        if not settings.ray_same_files:
+            settings = dataclasses.replace(settings, environments="built")
+        super().__init__(settings, name)
+        self._prefix, self._namespace = f"sgpu:{name}:", f"sgpu-{name}"
+        self._state = DoorState(private_dir(settings.state_path / "ray"))
+        self._keys = NodeKeys(self._state.path / "nodes.json")
+        self._agents = NodeAgents(self._keys, self._agent_order, self._tell, settings.ray_agent_idle_s)
+        self._host = ""
+        self._types: tuple[str, ...] = ()
+        self._facts: dict[str, NodeFacts] = {}
+        self._coming = ""
+        self._known: Inventory | None = None
+        self._asked_for_inventory = False
+        self._found = False
+        # what Ray was asked, and what for; those that are granted wait here for a node whose last agent is leaving
+        self._asked: dict[str, tuple[AskLease, Launch, Sequence[bytes]]] = {}
+        self._granted: dict[str, tuple[Launch, Sequence[bytes]]] = {}
+        self._door: NodeDoor | None = None
+        self._driver: DriverProcess | None = None
+
+    # ------------------------------------------------------------ for the pool service (Engine)
+
+    def start(self, listener: EngineListener) -> None:
+        settings = self._settings
+        self._door = NodeDoor(
+            self._state.address(settings.ray_node_listen), self._state.pair, self._node_said, self._link_lost
+        )
+        self._state.keep_port(self._door.address)
+        self._door.admit(self._keys.nodes)
+        arguments = (settings.ray_address or "auto", self._namespace, self._prefix)
+        log = settings.state_path / "ray.log"
+        self._driver = DriverProcess(arguments, log, self._cluster_said, self._driver_ended)
+        self._tending = self._loop.call_later(_TEND_S, self._tend)
+        super().start(listener)
+
+    def take_inventory(self) -> None:
+        self._asked_for_inventory = True
+        self._watch()
+
+    def inventory(self) -> Inventory | None:
+        if not self._found:
+            return None
+        usable = [facts for facts in self._facts.values() if not self._stale.has(facts.node)]
+        return inventory_of(self._name, usable, self._leases.values(), self._elastic, self._coming)
+
+    def close(self) -> None:
+        self._tending.cancel()
+        if self._driver is not None:
+            # through the actors: they know when the agents are gone
+            self._driver.end()
+        super().close()
+        if self._door is not None:
+            self._door.close()
+
+    # ------------------------------------------------------------ leases
+
+    def place(self, launch: Launch, frames: Sequence[bytes]) -> None:
+        settings, spec = self._settings, launch.spec
+        order = request_of(
+            spec.run_id,
+            launch.lease,
+            spec.placement,
+            self._facts,
+            cpus=settings.ray_cpus_per_gpu,
+            select=settings.ray_select,
+            names=self._types,
+        )
+        self._asked[spec.run_id] = (order, launch, frames)
+        self._tell(order)
+        self._watch()
+
+    def withdraw(self, run_id: str) -> None:
+        self._asked.pop(run_id, None)
+        self._granted.pop(run_id, None)
+        self._tell(DropLease(run_id=run_id))
+
+    def lease_free(self, run_id: str, lease: Lease) -> None:
+        self._tell(DropLease(run_id=run_id))
+        self._watch()
+
+    def _ready(self, ready: LeaseReady) -> None:
+        asked = self._asked.pop(ready.run_id, None)
+        if asked is None:
+            self._tell(DropLease(run_id=ready.run_id))
+            return
+        _, launch, frames = asked
+        try:
+            shares = shares_of(ready.parts, self._facts)
+        except KeyError:
+            self._refuse_asked(launch, "a node that Ray has granted is gone already")
+            return
+        uuids = tuple(uuid for share in shares for uuid in share.uuids)
+        lease = msgspec.structs.replace(launch.lease, shares=shares, uuids=uuids)
+        for share in shares:
+            if share.node not in self._channels and share.node not in self._agents.leaving:
+                self._need(share.node)
+        self._granted[ready.run_id] = (msgspec.structs.replace(launch, lease=lease), frames)
+        self._start_granted()
+
+    def _start_granted(self) -> None:
+        """Start what is granted; where the last agent of a node is just leaving, once it has left."""
+        for run_id, (launch, frames) in list(self._granted.items()):
+            if not any(share.node in self._agents.leaving for share in launch.lease.shares):
+                del self._granted[run_id]
+                self.start_parts(launch, frames)
+
+    def _waits(self, waits: LeaseWaits) -> None:
+        order, launch, _ = self._asked.get(waits.run_id, (None, None, ()))
+        if order is None or launch is None:
+            return
+        kind = "cpu" if launch.lease.cpu_slots else launch.lease.device_type
+        if any(kind == elastic for elastic, _ in self._elastic):
+            # the group is the request to the autoscaler: it stays until the run is placed or withdrawn
+            return
+        ours: Counter[str] = Counter()
+        for lease in self._leases.values():
+            ours.update({share.node: share.ranks for share in lease.shares if bool(share.uuids) == order.gpus})
+        why = why_not(order, launch.lease, self._facts.values(), ours, self._coming)
+        self._tell(DropLease(run_id=waits.run_id))
+        self._refuse_asked(launch, why)
+
+    def _refuse_asked(self, launch: Launch, why: str) -> None:
+        self._asked.pop(launch.spec.run_id, None)
+        self.refuse_lease(launch.spec.run_id, launch.lease.uuids, why)
+
+    # ------------------------------------------------------------ the cluster
+
+    def _cluster_said(self, message: FromCluster) -> None:
+        match message:
+            case ClusterFound():
+                self._connected(message)
+            case ClusterLost(why=why):
+                self._cluster_lost(why)
+            case NodesSeen():
+                self._seen(message)
+            case LeaseReady():
+                self._ready(message)
+            case LeaseWaits():
+                self._waits(message)
+            case LeaseFailed(run_id=run_id, why=why):
+                if run_id in self._asked:
+                    self._refuse_asked(self._asked[run_id][1], f"Ray could not make its placement group: {why}")
+            case AgentFailed(node=node, why=why):
+                self._agents.gone(node)
+                self.node_lost(node, f"its agent could not be started: {why}")
+            case AgentStarts() | AllEnded():
+                pass
+
+    def _connected(self, found: ClusterFound) -> None:
+        if self._driver is not None:
+            self._driver.well()
+        self._host, self._types = found.address, found.types
+        self._agents.connected()
+        for order, _, _ in self._asked.values():
+            self._tell(order)
+        for node in {share.node for lease in self._leases.values() for share in lease.shares}:
+            if node not in self._channels and node in self._facts:
+                self._need(node)
+        if not self._found:
+            # nodes whose agents outlived the last service come by themselves, with what they hold
+            self._awaited |= set(found.agents)
+            self._loop.call_later(self.come_back_s + _TEND_S, self._drop_others, found.leases)
+        self._watch()
+
+    def _drop_others(self, runs: Sequence[str]) -> None:
+        """Placement groups of an earlier service that nobody has come for."""
+        for run_id in runs:
+            if run_id not in self._leases and run_id not in self._placing:
+                self._tell(DropLease(run_id=run_id))
+
+    def _cluster_lost(self, why: str) -> None:
+        if not self._found and self._listener is not None:
+            address = self._settings.ray_address or "RAY_ADDRESS, or the cluster of this machine"
+            self._listener.broken(
+                f"the pool can't join the Ray cluster ({address}): {why}. Is it running, and does it have this "
+                f"Python's version of Ray? What Ray says is in {self._settings.state_path / 'ray.log'}."
+            )
+
+    def _driver_ended(self) -> None:
+        self._coming = ""
+
+    def _seen(self, seen: NodesSeen) -> None:
+        alive = {facts.node: facts for facts in seen.nodes}
+        dead = [node for node in self._facts if node not in alive]
+        self._facts, self._coming = alive, seen.coming
+        for node in dead:
+            self._agents.gone(node)
+            self.node_lost(node, "Ray says that it is dead")
+        if dead:
+            self._keys.forget_others(alive)
+        # until somebody has looked at every node the pool does not say what it has
+        self._found = self._found or all(facts.probed or facts.problem for facts in seen.nodes)
+        inventory = self.inventory()
+        if inventory is not None and (inventory != self._known or self._asked_for_inventory):
+            self._known, self._asked_for_inventory = inventory, False
+            self.inventory_changed()
+
+    def _tell(self, message: ToCluster) -> None:
+        if self._driver is not None:
+            self._driver.send(message)
+
+    # ------------------------------------------------------------ nodes
+
+    def _need(self, node: str) -> None:
+        self._agents.need(self._facts[node], __version__)
+        if self._door is not None:
+            self._door.admit(self._keys.nodes)
+
+    def _agent_order(self, node: str, pair: KeyPair) -> AgentOrder:
+        return AgentOrder(
+            node=node,
+            prefix=self._prefix,
+            namespace=self._namespace,
+            address=self._state.reached_at(self._host),
+            server_key=self._state.pair.public,
+            public=pair.public,
+            secret=pair.secret,
+            settings=msgspec.json.encode(self._settings),
+        )
+
+    def _node_said(self, link: NodeLink, message: FromAgent, frames: Sequence[bytes]) -> None:
+        node = link.node
+        match message:
+            case AgentReady(protocol_version=version) if version != PROTOCOL_VERSION:
+                # of another version of sgpu-magic, left by a service of that version: its runs can't be followed
+                self._agents.gone(node)
+                self.node_lost(node, "its agent was of another version of sgpu-magic")
+            case AgentReady():
+                self._agents.came(node)
+                facts = self._facts.get(node)
+                self.node_came(link, message, facts.address if facts is not None else "")
+            case _:
+                self.node_said(node, message, frames)
+
+    def _link_lost(self, node: str, why: str) -> None:
+        self._agents.gone(node)
+        self.node_lost(node, why)
+        for share in (share for lease in self._leases.values() for share in lease.shares):
+            if share.node == node and node in self._facts:
+                self._need(node)
+        self._start_granted()
+
+    def _watch(self) -> None:
+        going = any(not run.over for run in self._runs.values())
+        self._tell(Watch(every_s=_BUSY_S if going or self._asked else _IDLE_S))
+
+    def _tend(self) -> None:
+        self._tending = self._loop.call_later(_TEND_S, self._tend)
+        busy = {node for run in self._runs.values() if not run.over for node in run.nodes}
+        busy |= {share.node for launch, _ in self._granted.values() for share in launch.lease.shares}
+        self._agents.retire(self._channels.keys(), busy, time.monotonic())

@@ -1,0 +1,286 @@
+"""On a node: the agent process, and the way between its Unix socket and the pool service's door on another machine.
+
+The agent is the same program as on one machine and knows nothing of the network. When the link is lost its socket is
+closed, so it waits for the next service as it would anywhere; the next link comes in through its own door.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import msgspec
+import zmq
+
+from sgpu_magic.config import Settings
+from sgpu_magic.message_stream import MessageStream
+from sgpu_magic.protocol import codec
+from sgpu_magic.protocol.address import agent_socket_file
+from sgpu_magic.protocol.node_link import (
+    BEAT_S,
+    SILENT_S,
+    Carried,
+    LinkBeat,
+    LinkBroken,
+    LinkHello,
+    LinkOpened,
+    NodeLeaves,
+    ToNode,
+)
+from sgpu_magic.protocol.node_messages import EndAgent
+from sgpu_magic.protocol.record import Record
+from sgpu_magic.secure_sockets import Endpoint, KeyPair, secure_client
+
+_to_node = msgspec.msgpack.Decoder[ToNode](ToNode)
+_raw = msgspec.msgpack.Decoder[msgspec.Raw](msgspec.Raw)
+_LINGER_MS = 1000
+# the agent's own stop path takes its grace; then it is killed
+_END_S = 15.0
+
+
+class AgentOrder(Record, frozen=True, kw_only=True):
+    """What a node needs to be one of the pool's.
+
+    Args:
+        node: Its id.
+        prefix: Names of the pool's placement groups begin with it.
+        namespace: Ray's namespace of the pool.
+        address: The pool's door, `tcp://host:port`.
+        server_key: The door's public key.
+        public: The node's own key.
+        secret: Its other half.
+        settings: The agent's settings, as JSON; its directories are there.
+    """
+
+    node: str
+    prefix: str
+    namespace: str
+    address: str
+    server_key: str
+    public: str
+    secret: str
+    settings: bytes
+
+
+class Uplink:
+    """One node's agent and its link, from the agent's start to its end.
+
+    Args:
+        order: What the pool said.
+    """
+
+    def __init__(self, order: AgentOrder) -> None:
+        self._order = order
+        self._settings = msgspec.json.decode(order.settings, type=Settings)
+        self._loop = asyncio.get_running_loop()
+        self.finished: asyncio.Future[str] = self._loop.create_future()
+        """Why it is over, "" when the agent was told to end."""
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._link = ""
+        self._opened = False
+        self.abandoned = False
+        """The agent has ended because no service came."""
+        self._told_to_end = False
+        self._agent: MessageStream[msgspec.Raw] | None = None
+        self._sent = self._received = 0
+        ours, self._lifeline, self._child = _start(self._settings)
+        self._first: socket.socket | None = ours
+        self._heard_at = self._tick_due = self._loop.time()
+        self._tick()
+
+    def end(self) -> None:
+        """Have the agent end its ranks and itself; killed when it takes too long."""
+        self._told_to_end = True
+        if self._agent is not None:
+            self._agent.send(EndAgent())
+        # the agent ends everything at once when this is closed, whoever speaks to it
+        os.close(self._lifeline)
+        self._lifeline = -1
+        self._loop.call_later(_END_S, self._child.kill)
+
+    def close(self) -> None:
+        self._hang_up()
+        if self._agent is not None:
+            self._agent.close()
+        if self._first is not None:
+            self._first.close()
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+        self._context.term()
+
+    # ------------------------------------------------------------ the link
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        late, self._tick_due = now - self._tick_due, now + BEAT_S
+        if self._ended():
+            return
+        self._loop.call_later(BEAT_S, self._tick)
+        self._drain()
+        if late > BEAT_S:
+            # this process was starved: that is no silence of the pool's
+            self._heard_at += late
+        if self._socket is None or now - self._heard_at > SILENT_S:
+            self._dial()
+        elif self._opened:
+            self._say(LinkBeat(link=self._link, sent=self._sent))
+        else:
+            self._say(LinkHello(node=self._order.node, link=self._link))
+
+    def _dial(self) -> None:
+        """A new link, over a new connection."""
+        self._hang_up()
+        order = self._order
+        self._link, self._sent, self._received = secrets.token_hex(8), 0, 0
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = _LINGER_MS
+        self._socket.sndhwm = self._socket.rcvhwm = 0
+        secure_client(self._socket, Endpoint(order.address, order.server_key), KeyPair(order.public, order.secret))
+        self._socket.connect(order.address)
+        self._loop.add_reader(self._socket.fileno(), self._drain)
+        self._heard_at = self._loop.time()
+        self._say(LinkHello(node=order.node, link=self._link))
+
+    def _hang_up(self) -> None:
+        if self._opened and self._agent is not None:
+            # it keeps its ranks and waits for the next service
+            self._agent.close()
+            self._agent = None
+        self._opened = False
+        if self._socket is not None:
+            self._loop.remove_reader(self._socket.fileno())
+            self._socket.close()
+            self._socket = None
+
+    def _say(self, message: Record, *frames: bytes) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(zmq.ZMQError):
+                self._socket.send_multipart([codec.encode(message), *frames], zmq.NOBLOCK)
+            # a send can swallow the edge that tells of arrived messages
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        while self._socket is not None:
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._heard(_to_node.decode(parts[0]), parts[1:])
+
+    def _heard(self, message: ToNode, parts: Sequence[bytes]) -> None:
+        if message.link != self._link:
+            return
+        self._heard_at = self._loop.time()
+        match message:
+            case LinkOpened():
+                self._open()
+            case LinkBroken():
+                self._dial()
+            case LinkBeat(sent=sent):
+                if sent != self._received:
+                    self._break()
+            case Carried(number=number):
+                self._received += 1
+                if number != self._received:
+                    self._break()
+                elif self._agent is not None:
+                    self._agent.send(cast("Record", msgspec.Raw(parts[0])), parts[1:])
+
+    def _break(self) -> None:
+        """Something is missing."""
+        self._say(LinkBroken(link=self._link))
+        self._dial()
+
+    # ------------------------------------------------------------ the agent
+
+    def _open(self) -> None:
+        if self._opened:
+            return
+        self._opened = True
+        connection, self._first = self._first, None
+        if connection is None:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                connection.connect(str(agent_socket_file(self._settings.runtime_path)))
+            except OSError:
+                connection.close()
+                self._ended()
+                return
+        self._agent = MessageStream[msgspec.Raw](connection, _raw, self._agent_said, self._agent_lost)
+
+    def _agent_said(self, message: msgspec.Raw, frames: Sequence[bytes]) -> None:
+        self._sent += 1
+        self._say(Carried(link=self._link, number=self._sent), bytes(message), *frames)
+
+    def _agent_lost(self) -> None:
+        self._agent = None
+        self._ended(wait_s=_END_S)
+
+    def _ended(self, wait_s: float = 0.0) -> bool:
+        """Whether the agent process is over; then everything is."""
+        if self.finished.done():
+            return True
+        try:
+            code = self._child.wait(wait_s) if wait_s else self._child.poll()
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            code = self._child.wait()
+        if code is None:
+            return False
+        why = _why(code)
+        self.abandoned = code == 0 and not self._opened and not self._told_to_end
+        self._say(NodeLeaves(link=self._link, why=why))
+        self.finished.set_result(why)
+        return True
+
+
+def _why(code: int) -> str:
+    if code == 0:
+        return ""
+    if code < 0:
+        return f"its agent was killed by {signal.Signals(-code).name}"
+    return f"its agent ended with exit code {code}"
+
+
+def _start(settings: Settings) -> tuple[socket.socket, int, subprocess.Popen[bytes]]:
+    """Start the agent. Returns our end of its socket, its lifeline and itself.
+
+    The lifeline is a pipe that only this process holds: at its end the agent ends everything.
+    """
+    ours, theirs = socket.socketpair()
+    hears, lifeline = os.pipe()
+    log = Path(settings.state_path, "agent.log")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(_RAYS_OWN)}
+    # where this package is here: Ray may have brought it along
+    here = str(Path(__file__).parents[3])
+    path = os.pathsep.join(dict.fromkeys([here, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]))
+    with theirs, open(log, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as words:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "sgpu_magic.agent", str(theirs.fileno()), str(hears)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=words,
+            pass_fds=(theirs.fileno(), hears),
+            cwd="/",
+            start_new_session=True,
+            env={**environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": path},
+        )
+    os.close(hears)
+    if child.stdin is not None:
+        with child.stdin, contextlib.suppress(BrokenPipeError):
+            child.stdin.write(msgspec.json.encode(settings))
+    return ours, lifeline, child
+
+
+# of Ray's worker process, not of the ranks
+_RAYS_OWN = ("RAY_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")

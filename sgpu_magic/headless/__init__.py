@@ -1,0 +1,12 @@
+"""`sgpu run`: a notebook executed without a front end, from a shell, cron, Airflow or CI.
+
+accelerators  `GPU_8xH100`
+job           what is to be run: the command's options and a job file's keys, checked
+job_file      job.yaml, job.json, job.toml
+parameters    typed values, and the cell that sets them
+cells         where the notebook's cells run, and what is put before them
+execution     the kernel, cell by cell
+outcome       how it ended, as an exit code
+records       what `sgpu jobs` lists
+detached      going on without the terminal
+"""

@@ -1,0 +1,331 @@
+"""The kernel, cell by cell, and the executed copy after each."""
+
+# nbclient and nbformat are not typed
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUntypedBaseClass=false
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import stat
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+
+from sgpu_magic.headless import cells
+from sgpu_magic.headless.job import Job
+from sgpu_magic.headless.outcome import ExitCode, code_of
+from sgpu_magic.render import ansi
+from sgpu_magic.render.units import format_seconds
+from sgpu_magic.runs.job_defaults import VARIABLE, as_variable
+
+# a cell that runs for hours leaves what it has shown so far
+_SAVE_EVERY_S = 20.0
+# an interrupted cell is free within 3 s; its run is shown as it ends
+_INTERRUPTED_S = 15.0
+_SHUTDOWN_S = 20.0
+_SHOWN_LINES = 40
+_TITLE_CHARS = 60
+
+
+class NotebookRun:
+    """One execution of a notebook.
+
+    Args:
+        job: What is run.
+        copy: Where the executed copy goes.
+        err: Takes a line per cell.
+        out: Takes what cells print, None for nowhere.
+        told: Called with how many cells are done and how many there are.
+    """
+
+    def __init__(self, job: Job, copy: Path, err: TextIO, out: TextIO | None, told: Callable[[int, int], None]) -> None:
+        self._job = job
+        self._copy = copy
+        self._mode = stat.S_IMODE(copy.stat().st_mode)
+        self._err = err
+        self._out = out
+        self._told = told
+        self._notebook = _read(job)
+        self._stopped: asyncio.Future[ExitCode] | None = None
+
+    def run(self) -> ExitCode:
+        """Execute it. SIGINT and SIGTERM end the notebook's runs first. The copy is there whatever happens."""
+        return asyncio.run(self._run())
+
+    # ------------------------------------------------------------ the way through
+
+    async def _run(self) -> ExitCode:
+        notebook = self._notebook
+        for note in cells.prepared(notebook, self._job):
+            self._say(f"note: {note}\n")
+        notebook.metadata["papermill"] = self._record()
+        self._save()
+        loop = asyncio.get_running_loop()
+        self._stopped = loop.create_future()
+        client = _Client(
+            notebook,
+            self._out,
+            kernel_name=self._job.kernel or notebook.metadata.get("kernelspec", {}).get("name", "python3"),
+            timeout=None,
+            coalesce_streams=True,
+            resources={"metadata": {"path": str(self._job.source.parent)}},
+        )
+        began = time.monotonic()
+        timer = None
+        if self._job.timeout_s is not None:
+            timer = loop.call_later(self._job.timeout_s, self._stop, ExitCode.TIMED_OUT)
+        code = ExitCode.FAILED
+        try:
+            code = await self._with_kernel(client)
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self._end_record(began, code)
+            self._save()
+        return code
+
+    async def _with_kernel(self, client: _Client) -> ExitCode:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self._stop, ExitCode.INTERRUPTED)
+        loop.add_signal_handler(signal.SIGTERM, self._stop, ExitCode.TERMINATED)
+        saving = loop.create_task(self._save_now_and_then())
+        # no `async_setup_kernel`: it takes the signals for itself and ends the kernel without its runs
+        client.km = client.create_kernel_manager()
+        # sockets in a private directory: no port that another user could try
+        client.km.transport = "ipc"
+        try:
+            started = await self._started(client)
+            return await self._cells(client) if started is None else started
+        finally:
+            saving.cancel()
+            await self._shut_down(client)
+
+    async def _started(self, client: _Client) -> ExitCode | None:
+        """Start the kernel; None when it answers."""
+        stopped = self._stopped
+        if stopped is None:
+            return ExitCode.FAILED
+
+        async def start() -> None:
+            await client.async_start_new_kernel(env=self._environ(), cwd=str(self._job.source.parent))
+            await client.async_start_new_kernel_client()
+
+        starting = asyncio.ensure_future(start())
+        await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait((starting,))
+            return stopped.result()
+        try:
+            await starting
+        except (RuntimeError, OSError) as error:
+            # nbclient raises a RuntimeError of a kernel that does not answer
+            self._say(f"the kernel {client.kernel_name} does not start: {str(error).rstrip('.')}.\n")
+            return ExitCode.POOL
+        return None
+
+    async def _cells(self, client: _Client) -> ExitCode:
+        client.reset_execution_trackers()
+        code_cells = [at for at, cell in enumerate(self._notebook.cells) if cell.cell_type == "code"]
+        self._told(0, len(code_cells))
+        for number, at in enumerate(code_cells, 1):
+            cell = self._notebook.cells[at]
+            self._say(f"[{number}/{len(code_cells)}] {_title(cell.source)} ... ")
+            began = time.monotonic()
+            code = await self._cell(client, cell, at)
+            self._say(f"{'' if code is ExitCode.OK else 'failed after '}{format_seconds(time.monotonic() - began)}\n")
+            client.print_displays(cell)
+            self._save()
+            if code is not ExitCode.OK:
+                self._tell_failure(cell, number, code)
+                return code
+            self._told(number, len(code_cells))
+        client.set_widgets_metadata()
+        return ExitCode.OK
+
+    async def _cell(self, client: _Client, cell: Any, at: int) -> ExitCode:
+        """Run one cell; a stop interrupts it, and what it shows of that is kept."""
+        stopped = self._stopped
+        if stopped is None or stopped.done():
+            return ExitCode.FAILED if stopped is None else stopped.result()
+        running = asyncio.ensure_future(client.async_execute_cell(cell, at, execution_count=None))
+        await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            # a kernel interrupts by SIGINT, which ends the cell's run by its one stop path
+            await client.manager.interrupt_kernel()
+            await asyncio.wait((running,), timeout=_INTERRUPTED_S)
+            if not running.done():
+                running.cancel()
+        try:
+            await running
+        except CellExecutionError as error:
+            return stopped.result() if stopped.done() else code_of(error.ename, _traceback(cell))
+        except (DeadKernelError, CellTimeoutError, asyncio.CancelledError):
+            if stopped.done():
+                return stopped.result()
+            self._say("(the kernel died) ")
+            return ExitCode.FAILED
+        return stopped.result() if stopped.done() else ExitCode.OK
+
+    async def _shut_down(self, client: _Client) -> None:
+        """The kernel closes its link to the pool when it ends, which ends its runs; KILL after a while."""
+        km = client.manager
+        try:
+            if km.has_kernel and await km.is_alive():
+                try:
+                    await asyncio.wait_for(km.shutdown_kernel(now=False), _SHUTDOWN_S)
+                except TimeoutError:
+                    await km.shutdown_kernel(now=True)
+        finally:
+            await km.cleanup_resources()
+            if client.kc is not None:
+                client.kc.stop_channels()
+
+    def _stop(self, code: ExitCode) -> None:
+        if self._stopped is not None and not self._stopped.done():
+            self._stopped.set_result(code)
+
+    # ------------------------------------------------------------ what is given and kept
+
+    def _environ(self) -> dict[str, str]:
+        environ = {**os.environ, **self._job.variables}
+        environ[VARIABLE] = as_variable(self._job.defaults)
+        # who the runs belong to, as Jupyter tells a kernel
+        environ["JPY_SESSION_NAME"] = str(self._job.source)
+        if self._job.pool:
+            environ["SGPU_POOL"] = self._job.pool
+        if self._job.variables:
+            # they were given on purpose, so they travel to other machines too
+            listed = [environ.get("SGPU_VARIABLES", ""), *self._job.variables]
+            environ["SGPU_VARIABLES"] = ",".join(name for name in listed if name)
+        return environ
+
+    async def _save_now_and_then(self) -> None:
+        while True:
+            await asyncio.sleep(_SAVE_EVERY_S)
+            self._save()
+
+    def _save(self) -> None:
+        """Write the copy under another name first: nobody ever finds half of one."""
+        text = nbformat.writes(self._notebook)
+        folder = self._copy.parent
+        try:
+            handle, path = tempfile.mkstemp(prefix=f".{self._copy.name}.", dir=folder)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(path, self._mode)
+            os.replace(path, self._copy)
+        except OSError as error:
+            self._say(f"note: the executed copy {self._copy} can't be written now: {error.strerror}.\n")
+
+    def _record(self) -> dict[str, object]:
+        """What papermill keeps, for tools that read it."""
+        return {
+            "default_parameters": {},
+            "environment_variables": {},
+            "parameters": dict(self._job.parameters),
+            "input_path": str(self._job.source),
+            "output_path": str(self._copy),
+            "start_time": _now(),
+            "end_time": None,
+            "duration": None,
+            "exception": None,
+        }
+
+    def _end_record(self, began: float, code: ExitCode) -> None:
+        record = self._notebook.metadata["papermill"]
+        record["end_time"] = _now()
+        record["duration"] = round(time.monotonic() - began, 3)
+        record["exception"] = None if code is ExitCode.OK else True
+
+    # ------------------------------------------------------------ what is said
+
+    def _say(self, text: str) -> None:
+        self._err.write(text)
+        self._err.flush()
+
+    def _tell_failure(self, cell: Any, number: int, code: ExitCode) -> None:
+        if code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
+            self._say(f"stopped in cell {number}; the notebook's runs were ended.\n")
+            return
+        if self._job.timeout_s is not None and self._stopped is not None and self._stopped.done():
+            self._say(f"the time of {format_seconds(self._job.timeout_s)} was over in cell {number}.\n")
+        text = _text(cell)
+        lines = text.splitlines()
+        if len(lines) > _SHOWN_LINES:
+            self._say(f"... {len(lines) - _SHOWN_LINES} lines more are in {self._copy}\n")
+        self._say("".join(f"{line}\n" for line in lines[-_SHOWN_LINES:]))
+
+
+class _Client(NotebookClient):
+    """nbclient's, which also passes on what cells print."""
+
+    def __init__(self, notebook: Any, out: TextIO | None, **options: Any) -> None:
+        super().__init__(notebook, **options)
+        self._printed = out
+
+    @property
+    def manager(self) -> Any:
+        """The kernel's, whose methods are coroutines."""
+        return self.km
+
+    def process_message(self, msg: Any, cell: Any, cell_index: int) -> Any:
+        if self._printed is not None and msg["msg_type"] == "stream":
+            self._printed.write(ansi.plain(msg["content"]["text"]))
+            self._printed.flush()
+        return super().process_message(msg, cell, cell_index)
+
+    def print_displays(self, cell: Any) -> None:
+        """Print what the cell shows besides, in its last form: a run's view among it."""
+        for output in cell.outputs:
+            text = str(output.get("data", {}).get("text/plain", ""))
+            if self._printed is not None and text:
+                self._printed.write(f"{ansi.plain(text)}\n")
+                self._printed.flush()
+
+
+def _read(job: Job) -> Any:
+    text = job.source.read_text(encoding="utf-8")
+    if not job.is_script:
+        return nbformat.read(io.StringIO(text), as_version=4)
+    made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cells.as_notebook(text, job))])
+    return made
+
+
+def _title(source: str) -> str:
+    lines = [line for line in source.splitlines() if line.strip()]
+    # a magic's line alone says little
+    shown = lines[1] if len(lines) > 1 and lines[0].startswith("%%") else lines[0] if lines else "(empty)"
+    shown = f"{lines[0].split()[0]} {shown.strip()}" if shown is not (lines or [""])[0] else shown.strip()
+    return shown if len(shown) <= _TITLE_CHARS else f"{shown[: _TITLE_CHARS - 3]}..."
+
+
+def _traceback(cell: Any) -> list[str]:
+    found = [output.traceback for output in cell.outputs if output.output_type == "error"]
+    return [ansi.plain(line) for line in "\n".join(found[-1]).splitlines()] if found else []
+
+
+def _text(cell: Any) -> str:
+    parts: list[str] = []
+    for output in cell.outputs:
+        if output.output_type == "stream":
+            parts.append(output.text)
+        elif output.output_type == "error":
+            parts.append("\n".join(output.traceback))
+        else:
+            parts.append(str(output.get("data", {}).get("text/plain", "")))
+    return ansi.plain("\n".join(part.rstrip("\n") for part in parts if part))
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

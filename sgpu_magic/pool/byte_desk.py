@@ -1,0 +1,247 @@
+"""Bytes over the clients' links: uploads into the users' stores, and parts of runs' files.
+
+Everything on the disk is done in a thread of its own, in the order in which it was asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from sgpu_magic.config import Settings
+from sgpu_magic.event_file import EventFile
+from sgpu_magic.pool.ledger import Ledger
+from sgpu_magic.pool.run_book import RunBook
+from sgpu_magic.pool.server import ConnectedClient, Server
+from sgpu_magic.protocol.blobs import (
+    CHUNK_BYTES,
+    AskBlobs,
+    BlobsHeld,
+    BlobTaken,
+    ListRunFiles,
+    PutBlob,
+    ReadRunFile,
+    RunFile,
+    RunFileRead,
+    RunFiles,
+)
+from sgpu_magic.protocol.events import RunEnded
+from sgpu_magic.protocol.ids import is_valid_id, short
+from sgpu_magic.protocol.messages import Submit
+from sgpu_magic.protocol.payloads import FilePayload, SharedPayload, StoredPayload
+from sgpu_magic.storage.below import list_below, open_below
+from sgpu_magic.storage.blob_store import BlobRefused, BlobStore, store_name
+from sgpu_magic.storage.file_thread import FileThread
+
+_RESULT = re.compile(r"result-(\d+)\.bin")
+_MOST_ASKED = 10_000
+# runs of which it is known where their results lie
+_MOST_KNOWN = 100
+
+
+class ByteDesk:
+    """Answers clients that want to send or read bytes.
+
+    Args:
+        settings: Where blobs and runs are, and what they may have.
+        server: Where the clients are connected.
+        book: The runs.
+        ledger: All runs there ever were.
+    """
+
+    def __init__(self, settings: Settings, server: Server, book: RunBook, ledger: Ledger) -> None:
+        self._server = server
+        self._book = book
+        self._ledger = ledger
+        self._store = BlobStore(settings.state_path / "blobs", settings.blobs_bytes)
+        self._thread = FileThread("sgpu-bytes")
+        # where ranks of a run have their results in memory; used in the thread only
+        self._in_memory: OrderedDict[str, dict[int, str]] = OrderedDict()
+
+    def heard(
+        self, client: ConnectedClient, message: AskBlobs | PutBlob | ReadRunFile | ListRunFiles, frames: Sequence[bytes]
+    ) -> None:
+        match message:
+            case AskBlobs():
+                self._ask(client, message)
+            case PutBlob():
+                self._put(client, message, frames)
+            case ReadRunFile(request=request, run=run_id):
+                if (directory := self._directory(client, request, run_id)) is not None:
+                    self._read(client, message, directory)
+            case ListRunFiles(request=request, run=run_id):
+                if (directory := self._directory(client, request, run_id)) is not None:
+                    self._list(client, message, directory)
+
+    def hold(self, submit: Submit) -> None:
+        """A run was submitted: what it needs of its user's store stays until `let_go`."""
+        if digests := needed_blobs(submit):
+            self._store.hold(submit.spec.run_id, store_name(submit.spec.owner.user), digests)
+
+    def let_go(self, run_id: str) -> None:
+        """The run is over."""
+        self._store.let_go(run_id)
+
+    def close(self) -> None:
+        self._thread.close()
+        self._store.close()
+
+    # ------------------------------------------------------------ uploads
+
+    def _ask(self, client: ConnectedClient, message: AskBlobs) -> None:
+        store = store_name(client.user)
+        if len(message.blobs) > _MOST_ASKED:
+            self._server.refuse(client, message.request, f"more than {_MOST_ASKED:,} blobs were asked for at once.")
+            return
+
+        def look() -> tuple[int, ...]:
+            return tuple(self._store.held(store, digest, size) for digest, size in message.blobs)
+
+        self._thread.do(
+            look,
+            lambda held: self._server.send(client, BlobsHeld(request=message.request, bytes=held)),
+            lambda error: self._not_taken(client, message.request, error),
+        )
+
+    def _put(self, client: ConnectedClient, message: PutBlob, frames: Sequence[bytes]) -> None:
+        store = store_name(client.user)
+        if len(frames) != 1 or len(frames[0]) > CHUNK_BYTES or message.size < 0:
+            self._server.refuse(client, message.request, "an upload came in chunks of another size than is agreed.")
+            return
+        data = frames[0]
+        self._thread.do(
+            lambda: self._store.put(store, message.digest, message.size, message.offset, data),
+            lambda up_to: self._server.send(client, BlobTaken(request=message.request, up_to=up_to)),
+            lambda error: self._not_taken(client, message.request, error),
+        )
+
+    def _not_taken(self, client: ConnectedClient, request: int, error: OSError) -> None:
+        if isinstance(error, BlobRefused):
+            text = f"the pool does not take the run's variables: {error}"
+        else:
+            text = f"the pool can't keep the run's variables: {error.strerror or error}. Its operator has to free room."
+        self._server.refuse(client, request, text)
+
+    # ------------------------------------------------------------ files of runs
+
+    def _directory(self, client: ConnectedClient, request: int, run_id: str) -> Path | None:
+        """The run's directory, None and the client told why when it may not read there."""
+        owner = None
+        if is_valid_id(run_id):
+            run = self._book.speaker(run_id)
+            if run is not None:
+                owner = run.spec.owner.user
+            elif (row := self._ledger.summary(run_id)) is not None:
+                owner = row.user
+        if owner is None or (not client.same_host and owner != client.user):
+            # of another user's run nothing is told, not even that there is one
+            self._server.refuse(client, request, f"this pool has no run {run_id[:40]!r} of yours.", "RunUnknown")
+            return None
+        return self._book.directory(run_id)
+
+    def _read(self, client: ConnectedClient, message: ReadRunFile, directory: Path) -> None:
+        size, offset = min(message.size, CHUNK_BYTES), message.offset
+        if size < 0 or offset < 0:
+            self._server.refuse(client, message.request, "a part of a file can't begin or end before the file.")
+            return
+
+        def read() -> tuple[bytes, int, float]:
+            descriptor, kept = self._open(directory, message.name)
+            try:
+                status = os.fstat(descriptor)
+                return os.pread(descriptor, size, offset), status.st_size, status.st_mtime if kept else 0.0
+            finally:
+                os.close(descriptor)
+
+        def done(found: tuple[bytes, int, float]) -> None:
+            data, whole, changed_at = found
+            answer = RunFileRead(request=message.request, size=whole, changed_at=changed_at)
+            self._server.send(client, answer, (data,))
+
+        self._thread.do(read, done, lambda error: self._unreadable(client, message.request, message.name, error))
+
+    def _list(self, client: ConnectedClient, message: ListRunFiles, directory: Path) -> None:
+        def done(found: tuple[list[RunFile], bool]) -> None:
+            files, more = found
+            self._server.send(client, RunFiles(request=message.request, files=tuple(files), more=more))
+
+        self._thread.do(
+            lambda: list_below(directory, message.under),
+            done,
+            lambda error: self._unreadable(client, message.request, message.under or "its directory", error),
+        )
+
+    def _unreadable(self, client: ConnectedClient, request: int, name: str, error: OSError) -> None:
+        text = f"{name[:200]} of the run can't be read at the pool: {error.strerror or error}."
+        self._server.refuse(client, request, text, "RunFileUnknown")
+
+    def _open(self, directory: Path, name: str) -> tuple[int, bool]:
+        """Open a file of a run, or the memory that becomes one; say whether it is on the disk."""
+        try:
+            return open_below(directory, name), True
+        except FileNotFoundError:
+            result = _RESULT.fullmatch(name)
+            if result is None:
+                raise
+        with contextlib.suppress(OSError):
+            return self._open_memory(directory, int(result[1])), False
+        # memory goes as soon as its copy is there
+        return open_below(directory, name), True
+
+    def _open_memory(self, directory: Path, rank: int) -> int:
+        """Open the memory file of a rank's result.
+
+        Raises:
+            OSError: It has gone.
+        """
+        run_id = directory.name
+        known = self._in_memory.get(run_id)
+        if known is None:
+            known = self._in_memory[run_id] = _results_in_memory(directory)
+            if len(self._in_memory) > _MOST_KNOWN:
+                self._in_memory.popitem(last=False)
+        if rank not in known:
+            raise FileNotFoundError(f"rank {rank} of run {short(run_id)} has no result in memory")
+        descriptor = os.open(known[rank], os.O_RDONLY | os.O_CLOEXEC)
+        # the number may be another file's by now
+        if not os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:sgpu-payload-{run_id}-{rank} "):
+            os.close(descriptor)
+            raise FileNotFoundError(f"the result of rank {rank} of run {short(run_id)} has gone")
+        return descriptor
+
+
+def needed_blobs(submit: Submit) -> Collection[str]:
+    """The digests of all blobs that a run needs."""
+    source = submit.payload.source
+    digests = [*source.digests] if isinstance(source, StoredPayload) else []
+    for bundle in submit.code:
+        digests += bundle.blobs
+    for wheel in submit.environment.wheels if submit.environment is not None else ():
+        digests += wheel.blobs
+    return dict.fromkeys(digests)
+
+
+def names_files(submit: Submit) -> bool:
+    """Whether a client of another machine names files that it can't know of: of its own machine, or of the pool's."""
+    wheels = submit.environment.wheels if submit.environment is not None else ()
+    return (
+        isinstance(submit.payload.source, SharedPayload | FilePayload)
+        or any(bundle.path for bundle in submit.code)
+        or any(wheel.path for wheel in wheels)
+    )
+
+
+def _results_in_memory(directory: Path) -> dict[int, str]:
+    found: dict[int, str] = {}
+    with contextlib.suppress(ValueError):
+        for event, _ in EventFile(directory).new_events():
+            if isinstance(event.body, RunEnded):
+                for result in event.body.results:
+                    source = result.payload.source if result.payload is not None else None
+                    if isinstance(source, SharedPayload):
+                        found[result.rank] = f"/proc/{source.pid}/fd/{source.fd}"
+    return found

@@ -1,0 +1,252 @@
+"""Clients of other machines: a ZeroMQ router on TCP that admits listed keys only.
+
+A connection that breaks costs nothing: who comes back says which client it was, and is asked again for nothing that is
+known. One that stays away for longer than the link's time-out is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+
+from sgpu_magic.pool.authorized_clients import AuthorizedClients
+from sgpu_magic.pool.clients import ConnectedClient
+from sgpu_magic.pool.doorkeeper import Doorkeeper
+from sgpu_magic.protocol import codec
+from sgpu_magic.protocol.messages import Cancel, ClientMessage, Detach, Hello, Ping, Pong, StopPool, Submit
+from sgpu_magic.protocol.record import Record
+from sgpu_magic.protocol.session_messages import RestartRanks
+from sgpu_magic.secure_sockets import Admission, KeyPair, secure_server, sender_of
+
+# what is done once, however often it is asked after a broken connection
+_ONCE = (Submit, Cancel, Detach, RestartRanks, StopPool)
+# messages of one client that wait here; further ones wait at its end of the line
+_RECEIVED_AHEAD = 64
+# messages that wait for one client; what is more is dropped, and told to it when it has caught up
+_SENT_AHEAD = 10_000
+# then others have a turn
+_TURN_MESSAGES = 100
+_TURN_S = 0.01
+_MOST_OF_A_USER = 64
+_LONGEST_INSTANCE = 64
+_LOOK_S = 2.0
+_LINGER_MS = 1000
+
+Heard = Callable[[ConnectedClient, ClientMessage, Sequence[bytes]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Where and for whom a served pool listens.
+
+    Args:
+        address: `tcp://host:port`; port `*` is one that is free.
+        keys: The pool's.
+        clients: Who is let in.
+        timeout_s: Seconds of silence after which a client is gone.
+    """
+
+    address: str
+    keys: KeyPair
+    clients: AuthorizedClients
+    timeout_s: float
+
+
+class RemoteDoor:
+    """The router. Used from the loop's thread only.
+
+    Args:
+        listening: Where and for whom.
+        on_message: Called with the client, the message and its raw frames.
+        on_gone: Called when a client has not been heard for too long.
+
+    Raises:
+        zmq.ZMQError: The address can't be listened at.
+    """
+
+    def __init__(self, listening: Listening, on_message: Heard, on_gone: Callable[[ConnectedClient], None]) -> None:
+        self._clients = listening.clients
+        self._timeout_s = listening.timeout_s
+        self._on_message = on_message
+        self._on_gone = on_gone
+        self._loop = asyncio.get_running_loop()
+        self._by_identity: dict[bytes, ConnectedClient] = {}
+        # (public key, instance): the same in all its connections
+        self._known: dict[tuple[str, str], ConnectedClient] = {}
+        # its connection's descriptor in this process, and what tells that from another which got its number
+        self._sockets: dict[ConnectedClient, tuple[int, int]] = {}
+        self._clients.look()
+        # of its own: a flood from outside does not slow down the local socket's thread
+        self._context = zmq.Context()
+        self._admission = Admission(self._context, self._admits)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = _LINGER_MS
+        self._socket.rcvhwm = _RECEIVED_AHEAD
+        self._socket.sndhwm = _SENT_AHEAD
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        secure_server(self._socket, listening.keys)
+        self._doorkeeper = Doorkeeper(self._socket)
+        self._socket.bind(listening.address)
+        self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self._loop.add_reader(self._socket.fileno(), self._drain)
+        self._drain_scheduled = False
+        self._timer = self._loop.call_later(self._look_s, self._look)
+
+    @property
+    def clients(self) -> list[ConnectedClient]:
+        return list(self._known.values())
+
+    def send(self, client: ConnectedClient, message: Record, frames: Sequence[bytes] = ()) -> None:
+        """Send, unless the client is away or too slow: it asks again for what it has missed."""
+        parts = [codec.encode(message), *frames]
+        request = getattr(message, "request", 0)
+        if request in client.answers:
+            client.answers[request] = parts
+        self._send_parts(client, parts)
+
+    def drop(self, client: ConnectedClient) -> None:
+        """The client said goodbye."""
+        self._by_identity.pop(client.identity, None)
+        self._known.pop((client.key, client.instance), None)
+        self._sockets.pop(client, None)
+
+    def close(self) -> None:
+        self._timer.cancel()
+        self._loop.remove_reader(self._socket.fileno())
+        self._doorkeeper.close()
+        self._socket.close()
+        self._admission.close()
+        self._context.term()
+
+    # ------------------------------------------------------------ in
+
+    def _admits(self, key: str) -> bool:
+        self._look_at_list()
+        return self._clients.find(key) is not None
+
+    def _drain(self) -> None:
+        """Take what has come, for so long as is fair to everything else. ZeroMQ takes the clients in turns."""
+        self._drain_scheduled = False
+        until = time.monotonic() + _TURN_S
+        for _ in range(_TURN_MESSAGES):
+            if self._socket.closed:
+                return
+            try:
+                identity, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            if parts:
+                self._take(identity.bytes, parts)
+            if time.monotonic() > until:
+                break
+        self._drain_soon()
+
+    def _drain_soon(self) -> None:
+        if not self._drain_scheduled:
+            self._drain_scheduled = True
+            self._loop.call_soon(self._drain)
+
+    def _take(self, identity: bytes, parts: Sequence[zmq.Frame]) -> None:
+        key = sender_of(parts[0])
+        if self._clients.find(key) is None:
+            # it was in when its key was taken from the list
+            return
+        try:
+            message = codec.client_messages.decode(parts[0].bytes)
+        except msgspec.DecodeError:
+            # not our protocol: nothing happens
+            return
+        client = self._by_identity.get(identity)
+        if isinstance(message, Hello):
+            client = self._greet(identity, key, message, parts[0])
+        if client is None or client.key != key:
+            return
+        client.heard_at = time.monotonic()
+        if isinstance(message, Ping):
+            behind, client.behind = client.behind, False
+            self._send_parts(client, [codec.encode(Pong(behind=behind))])
+        elif isinstance(message, _ONCE) and message.request and not client.is_new(message.request):
+            answer = client.answers[message.request]
+            if answer is not None:
+                self._send_parts(client, answer)
+        else:
+            self._on_message(client, message, [part.bytes for part in parts[1:]])
+
+    def _greet(self, identity: bytes, key: str, hello: Hello, frame: zmq.Frame) -> ConnectedClient | None:
+        authorized = self._clients.find(key)
+        if authorized is None or not 0 < len(hello.instance) <= _LONGEST_INSTANCE:
+            return None
+        client = self._known.get((key, hello.instance))
+        if client is None:
+            if sum(each.user == authorized.user for each in self._known.values()) >= _MOST_OF_A_USER:
+                return None
+            client = ConnectedClient(identity, hello.pid, same_host=False, instance=hello.instance, key=key)
+            self._known[key, hello.instance] = client
+        else:
+            # it comes back over a new connection
+            self._by_identity.pop(client.identity, None)
+            client.identity = identity
+            client.behind = False
+        client.user, client.admin = authorized.user, authorized.admin
+        self._by_identity[identity] = client
+        with contextlib.suppress(OSError, zmq.ZMQError):
+            descriptor = int(frame.get(zmq.SRCFD))
+            self._sockets[client] = (descriptor, os.fstat(descriptor).st_ino)
+        return client
+
+    # ------------------------------------------------------------ out
+
+    def _send_parts(self, client: ConnectedClient, parts: Sequence[bytes]) -> None:
+        try:
+            self._socket.send_multipart([client.identity, *parts], zmq.NOBLOCK, copy=True)
+        except zmq.Again:
+            client.behind = True
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+        # a send can swallow the edge that tells of arrived messages
+        self._drain_soon()
+
+    # ------------------------------------------------------------ who goes
+
+    @property
+    def _look_s(self) -> float:
+        return min(_LOOK_S, self._timeout_s / 4)
+
+    def _look(self) -> None:
+        self._timer = self._loop.call_later(self._look_s, self._look)
+        self._look_at_list()
+        now = time.monotonic()
+        for client in self.clients:
+            if now - client.heard_at > self._timeout_s:
+                self._cut(client)
+                self.drop(client)
+                self._on_gone(client)
+
+    def _look_at_list(self) -> None:
+        if not self._clients.look():
+            return
+        for client in self.clients:
+            authorized = self._clients.find(client.key)
+            if authorized is None:
+                self._cut(client)
+            else:
+                client.user, client.admin = authorized.user, authorized.admin
+
+    def _cut(self, client: ConnectedClient) -> None:
+        """End its connection, which ZeroMQ has no way to say."""
+        descriptor, inode = self._sockets.pop(client, (-1, -1))
+        if descriptor < 0:
+            return
+        with contextlib.suppress(OSError):
+            if os.fstat(descriptor).st_ino == inode:
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,147 @@
+"""`python -m sgpu_magic.pool.serving ENGINE`: a pool for clients of other machines, in the foreground.
+
+`sgpu pool serve` becomes this process, with the pool's places and name as `SGPU_*` variables. It ends by SIGTERM or
+SIGINT, and takes its ranks along; when it is killed they wait for the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import getpass
+import os
+import signal
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import zmq
+
+from sgpu_magic import config, processes
+from sgpu_magic.config import Settings
+from sgpu_magic.engines.choose import engine_settings, make_engine
+from sgpu_magic.errors import PoolError, SgpuError
+from sgpu_magic.pool.authorized_clients import AuthorizedClients
+from sgpu_magic.pool.lifecycle import AlreadyRunning, PoolPresence
+from sgpu_magic.pool.remote_door import Listening
+from sgpu_magic.pool.service import PoolService
+from sgpu_magic.secure_sockets import KeyPair, new_key_pair, read_key_pair, write_key_pair
+
+CLIENTS = "clients.toml"
+_KEY = "pool.key"
+# a client is one connection, some descriptors of runs, and files that are open for a moment
+_OPEN_FILES = 65536
+
+
+def main() -> None:
+    try:
+        settings = engine_settings(sys.argv[1], config.load_settings())
+        for path in (settings.runtime_path, settings.state_path, settings.runs_path):
+            config.private_dir(path)
+        presence = _presence(settings)
+    except SgpuError as error:
+        sys.exit(f"sgpu: {error.message}")
+    processes.become_subreaper()
+    _raise_limit()
+    os.chdir("/")
+    try:
+        asyncio.run(_serve(sys.argv[1], settings, presence))
+    except SgpuError as error:
+        sys.exit(f"sgpu: {error.message}")
+    finally:
+        processes.kill_descendants()
+
+
+def pool_keys(state: Path) -> KeyPair:
+    """Return the pool's keys, made now if there are none.
+
+    Raises:
+        UsageError: Their file can't be trusted, or written.
+    """
+    path = state / _KEY
+    with contextlib.suppress(FileNotFoundError):
+        return read_key_pair(path)
+    write_key_pair(path, new_key_pair())
+    return read_key_pair(path)
+
+
+def _presence(settings: Settings) -> PoolPresence:
+    try:
+        return PoolPresence(settings.runtime_path)
+    except AlreadyRunning:
+        raise PoolError(
+            f"a pool named {settings.pool} runs on {config.host_name()} already, as this user. Stop it first, or serve "
+            "this one by another name: --name."
+        ) from None
+
+
+async def _serve(engine_name: str, settings: Settings, presence: PoolPresence) -> None:
+    clients = AuthorizedClients(settings.state_path / CLIENTS)
+    listening = Listening(settings.listen, pool_keys(settings.state_path), clients, settings.link_timeout_s)
+    engine = make_engine(engine_name, settings)
+    try:
+        service = PoolService(settings, presence, engine, listening)
+    except zmq.ZMQError as error:
+        engine.close()
+        presence.withdraw()
+        raise PoolError(
+            f"the pool can't listen at {settings.listen}: {error.strerror or error}. Choose another with --listen "
+            "tcp://0.0.0.0:PORT, or see with `ss -ltnp` who listens there."
+        ) from None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, service.stop)
+    presence.announce()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.write(f"{_words(settings, engine_name, service.address, listening)}\n")
+        sys.stdout.flush()
+    try:
+        await service.finished
+    finally:
+        service.close()
+
+
+def _words(settings: Settings, engine: str, address: str, listening: Listening) -> str:
+    place = urlsplit(address)
+    anywhere = place.hostname in ("0.0.0.0", "::", None)
+    reached = f"tcp://{config.host_name() if anywhere else place.hostname}:{place.port}"
+    name, clients = settings.pool, settings.state_path / CLIENTS
+    listing = "" if clients.exists() else f"\nnobody is let in yet: {clients} lists nobody"
+    return (
+        f"pool {name} · engine {engine} · {address} · add it with: sgpu pool add {name} {reached} --key "
+        f"'{listening.keys.public}'{listing}\n"
+        f"let somebody in with: sgpu pool authorize WHO 'THEIR PUBLIC KEY' --name {name}\n"
+        f"all ranks run as the one OS user {_os_user()}: who may use this pool can read and change what others' runs "
+        "have in files and memory there. For users who must not, run one pool per user, each under that user's own "
+        "OS account with its own --name and port."
+    )
+
+
+def _os_user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+def _raise_limit() -> None:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def served_settings(settings: Settings, name: str) -> Settings:
+    """Return where a served pool of this name has its state and its sockets: below the user's own."""
+    return dataclasses.replace(
+        settings,
+        pool=name,
+        state_dir=str(settings.state_path / "pools" / name),
+        runtime_dir=str(settings.runtime_path / name),
+    )
+
+
+if __name__ == "__main__":
+    main()

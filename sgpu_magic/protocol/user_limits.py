@@ -1,0 +1,103 @@
+"""What a pool's settings say of its users: who comes first, and how many devices each may have. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from sgpu_magic.protocol.device_types import ANY, CPU, canonical_type
+
+EVERYBODY = "*"
+_PRIORITIES = "alice=10,*=0"
+_QUOTAS = "alice=8,alice:h100=4,*=16"
+
+
+@dataclass(frozen=True, slots=True)
+class UserLimits:
+    """What the users of one pool may have.
+
+    Args:
+        priorities: By user, `*` for all others; who is not there has 0. The higher comes first.
+        quotas: Devices at once, by user (`*` for all others) and canonical type; "" is all types of GPU together.
+    """
+
+    priorities: Mapping[str, int] = field(default_factory=dict[str, int])
+    quotas: Mapping[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
+
+    def priority(self, user: str) -> int:
+        """Return the user's priority, 0 where nothing is said."""
+        return self.priorities.get(user, self.priorities.get(EVERYBODY, 0))
+
+    def quota(self, user: str, device_type: str = "") -> int | None:
+        """Return how many devices the user may have at once, None for as many as there are.
+
+        Args:
+            user: The user.
+            device_type: Of this type, `cpu` for slots; "" for all types of GPU together.
+        """
+        own = self.quotas.get((user, device_type))
+        return self.quotas.get((EVERYBODY, device_type)) if own is None else own
+
+
+def read_priorities(text: str) -> dict[str, int]:
+    """Return the priorities that stand in a setting: `alice=10,*=0`.
+
+    Raises:
+        ValueError: It means nothing; the message says what.
+    """
+    found: dict[str, int] = {}
+    for user, value in _entries(text, _PRIORITIES):
+        if user in found:
+            raise ValueError(f"{user[:60]!r} has more than one priority")
+        found[user] = _number(value, user, "a priority", least=None)
+    return found
+
+
+def read_quotas(text: str) -> dict[tuple[str, str], int]:
+    """Return the quotas that stand in a setting: `alice=8,alice:h100=4,*=16`.
+
+    Raises:
+        ValueError: It means nothing; the message says what.
+    """
+    found: dict[tuple[str, str], int] = {}
+    for key, value in _entries(text, _QUOTAS):
+        user, colon, kind = key.partition(":")
+        device_type = canonical_type(kind) if colon else ""
+        if not user or device_type == ANY:
+            raise ValueError(f"{key[:60]!r} names no user and type; {_QUOTAS} has three quotas")
+        if (user, device_type) in found:
+            raise ValueError(f"{key[:60]!r} has more than one quota")
+        found[user, device_type] = _number(value, key, "a quota", least=0)
+    return found
+
+
+def read_limits(priorities: str, quotas: str) -> UserLimits:
+    """Return what the two settings say.
+
+    Raises:
+        ValueError: One of them means nothing.
+    """
+    return UserLimits(read_priorities(priorities), read_quotas(quotas))
+
+
+def quota_types(device_type: str) -> Iterable[str]:
+    """Return under which types devices of this type count: their own, and all GPUs together."""
+    return (CPU,) if device_type == CPU else (device_type, "")
+
+
+def _entries(text: str, example: str) -> Iterable[tuple[str, str]]:
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (part.strip() for part in entry.partition("="))
+        if not equals or not key:
+            raise ValueError(f"{entry[:60]!r} is not understood; it is written like {example}")
+        yield key, value
+
+
+def _number(text: str, key: str, what: str, *, least: int | None) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise ValueError(f"{text[:40]!r} is not {what} for {key[:60]!r}; a whole number is") from None
+    if least is not None and number < least:
+        raise ValueError(f"{number} is not {what} for {key[:60]!r}; {least} or more is")
+    return number

@@ -1,0 +1,156 @@
+"""Files below a folder, named by somebody else: no name leads out of it, and no link is followed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+from sgpu_magic.protocol.blobs import RunFile
+
+_MOST_NAME_BYTES = 4096
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class BadName(OSError):
+    """It names nothing that may be read or written there; the message is the reason."""
+
+
+def parts_of(name: str) -> tuple[str, ...]:
+    """Return the parts of a name such as `work/out/model.pt`.
+
+    Raises:
+        BadName: It is empty, absolute, or leads out of its folder.
+    """
+    parts = tuple(name.split("/"))
+    fits = len(os.fsencode(name)) <= _MOST_NAME_BYTES and "\0" not in name
+    if not fits or any(part in ("", ".", "..") for part in parts):
+        raise BadName(f"{name[:200]!r} is not the name of a file below a run's directory")
+    return parts
+
+
+def open_below(root: Path, name: str, flags: int = os.O_RDONLY, *, make: bool = False) -> int:
+    """Open a plain file below `root` and return its descriptor.
+
+    Args:
+        root: The folder.
+        name: The file's, with `/` between.
+        flags: As of `os.open`. A file that is made has mode 0600.
+        make: Folders on the way are made, with mode 0700.
+
+    Raises:
+        BadName: The name leads out, or it is no plain file.
+        OSError: It can't be opened.
+    """
+    with _folder_of(root, name, make=make) as (folder, last):
+        try:
+            descriptor = os.open(last, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode=0o600, dir_fd=folder)
+        except OSError as error:
+            if error.filename is not None:
+                error.filename = name
+            raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise BadName(f"{name[:200]!r} is no plain file")
+    return descriptor
+
+
+def replace_below(root: Path, temporary: str, name: str) -> None:
+    """Rename a file below `root` to its name, in the same folder."""
+    with _folder_of(root, name) as (folder, last):
+        os.replace(temporary, last, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def remove_below(root: Path, name: str) -> None:
+    """Remove a file below `root`, if it is there."""
+    with contextlib.suppress(FileNotFoundError), _folder_of(root, name) as (folder, last):
+        os.unlink(last, dir_fd=folder)
+
+
+def list_below(root: Path, under: str = "", most: int = 10_000) -> tuple[list[RunFile], bool]:
+    """Return the plain files below `root`, by name, and whether there are more than `most`.
+
+    Args:
+        root: The folder.
+        under: Only those below this folder of it, or this one file; "" is all.
+        most: So many are listed.
+
+    Raises:
+        BadName: `under` leads out.
+        OSError: It is not there.
+    """
+    if under:
+        parts_of(under)
+        with contextlib.suppress(NotADirectoryError, BadName, IsADirectoryError):
+            descriptor = open_below(root, under)
+            try:
+                return [_described(under, os.fstat(descriptor))], False
+            finally:
+                os.close(descriptor)
+    found: list[RunFile] = []
+    for file in _walk(root, under):
+        if len(found) == most:
+            return sorted(found, key=lambda file: file.name), True
+        found.append(file)
+    return sorted(found, key=lambda file: file.name), False
+
+
+# ---------------------------------------------------------------- within
+
+
+@contextlib.contextmanager
+def _folder_of(root: Path, name: str, *, make: bool = False) -> Generator[tuple[int, str]]:
+    """Yield a descriptor of the folder that a name is in, and the name there."""
+    *folders, last = parts_of(name)
+    descriptor = os.open(root, _FOLDER)
+    try:
+        for folder in folders:
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(folder, 0o700, dir_fd=descriptor)
+            try:
+                inner = os.open(folder, _FOLDER, dir_fd=descriptor)
+            except NotADirectoryError:
+                # a file, or a link to wherever
+                raise BadName(f"{name[:200]!r} is not below a folder of a run's directory") from None
+            os.close(descriptor)
+            descriptor = inner
+        yield descriptor, last
+    finally:
+        os.close(descriptor)
+
+
+def _walk(root: Path, under: str) -> Iterator[RunFile]:
+    waiting = [under]
+    while waiting:
+        prefix = waiting.pop()
+        with contextlib.suppress(FileNotFoundError, PermissionError), _opened(root, prefix) as folder:
+            for entry in os.scandir(folder):
+                name = f"{prefix}/{entry.name}" if prefix else entry.name
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(name)
+                elif entry.is_file(follow_symlinks=False) and not _is_unfinished(entry.name):
+                    with contextlib.suppress(FileNotFoundError):
+                        yield _described(name, entry.stat(follow_symlinks=False))
+
+
+@contextlib.contextmanager
+def _opened(root: Path, prefix: str) -> Generator[int]:
+    # the name below it only leads to the folder
+    with _folder_of(root, f"{prefix}/x" if prefix else "x") as (folder, _):
+        yield folder
+
+
+def _is_unfinished(name: str) -> bool:
+    return name.startswith(".") and name.endswith(".part")
+
+
+def _described(name: str, status: os.stat_result) -> RunFile:
+    return RunFile(
+        name=name,
+        size=status.st_size,
+        changed_at=status.st_mtime,
+        executable=bool(status.st_mode & stat.S_IXUSR),
+    )

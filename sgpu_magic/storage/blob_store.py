@@ -1,0 +1,268 @@
+"""Blobs on disk, under their BLAKE2b-256: one folder for each user, whole blobs only, the longest unused go first.
+
+blobs/<user>/ab/cdef...      a blob whose bytes have that digest
+blobs/<user>/parts/abcdef... one that is still coming; it goes on where it stopped, also in the next service
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from sgpu_magic.config import private_dir
+from sgpu_magic.protocol.blobs import DIGEST_BYTES, is_digest, is_store_name
+
+_PARTS = "parts"
+_READ_BYTES = 1 << 20
+# a blob that was asked for is about to be used
+_ASKED_S = 600.0
+# bytes that nobody has gone on with
+_PART_STALE_S = 24 * 3600.0
+# what an upload leaves free on the disk
+_DISK_RESERVE_BYTES = 1_000_000_000
+_MOST_OPEN = 32
+
+
+class BlobRefused(OSError):
+    """A blob is not taken; the message is a sentence for the user."""
+
+
+def store_name(user: str) -> str:
+    """The name of a user's store: the user's own where that can be a folder's."""
+    if is_store_name(user) and not user.startswith("_"):
+        return user
+    return "_" + hashlib.blake2b(user.encode(), digest_size=16).hexdigest()
+
+
+def new_digest() -> hashlib.blake2b:
+    """What a blob is digested with."""
+    return hashlib.blake2b(digest_size=DIGEST_BYTES)
+
+
+def blob_path(root: Path, store: str, digest: str) -> Path:
+    """Where a blob lies, whether it is there or not.
+
+    Raises:
+        BlobRefused: The names can't be a store's and a blob's.
+    """
+    if not is_store_name(store) or not is_digest(digest):
+        raise BlobRefused(f"{store[:100]!r} has no blob {digest[:100]!r}")
+    return root / store / digest[:2] / digest[2:]
+
+
+@dataclass(eq=False, slots=True)
+class _Coming:
+    """A blob of which not all bytes are there.
+
+    Args:
+        file: Its descriptor.
+        hashed: The digest of its bytes so far.
+        size: How many those are.
+    """
+
+    file: int
+    hashed: hashlib.blake2b
+    size: int
+
+
+class _Entry(NamedTuple):
+    """A blob that is there: when it was used last, where it is, its size in bytes, its digest."""
+
+    used_at: float
+    path: Path
+    size: int
+    digest: str
+
+
+class BlobStore:
+    """All users' stores. Used by one thread, but for `hold` and `let_go`.
+
+    Args:
+        root: Where they are.
+        most_bytes: What one user's blobs may have together.
+    """
+
+    def __init__(self, root: Path, most_bytes: int) -> None:
+        self._root = root
+        self._most_bytes = most_bytes
+        # the blobs (store, digest) that runs need which are not over
+        self._in_use: dict[str, frozenset[tuple[str, str]]] = {}
+        self._coming: dict[tuple[str, str], _Coming] = {}
+        self._asked: dict[tuple[str, str], float] = {}
+        self._sizes: dict[str, int] = {}
+
+    def hold(self, run_id: str, store: str, digests: Iterable[str]) -> None:
+        """A run needs these blobs until `let_go`."""
+        self._in_use[run_id] = frozenset((store, digest) for digest in digests)
+
+    def let_go(self, run_id: str) -> None:
+        """The run is over."""
+        self._in_use.pop(run_id, None)
+
+    def held(self, store: str, digest: str, size: int) -> int:
+        """How many bytes of a blob are there. It is not removed for some minutes.
+
+        Raises:
+            BlobRefused: It can't be a blob.
+        """
+        path = blob_path(self._root, store, digest)
+        self._asked[store, digest] = time.monotonic()
+        with contextlib.suppress(FileNotFoundError):
+            # after the machine's power failed a file may be there without its bytes
+            if path.stat().st_size == size:
+                os.utime(path)
+                return size
+            path.unlink()
+        return self._begun(store, digest, size)
+
+    def put(self, store: str, digest: str, size: int, offset: int, data: bytes) -> int:
+        """Take the next bytes of a blob, and return how many are there then.
+
+        Bytes that begin elsewhere are not taken.
+
+        Raises:
+            BlobRefused: They don't have the digest that was said, or there is no room.
+            OSError: They can't be written.
+        """
+        path = blob_path(self._root, store, digest)
+        if path.exists():
+            return size
+        key = store, digest
+        coming = self._coming.get(key) or self._open(store, digest, size)
+        if offset != coming.size:
+            return coming.size
+        if coming.size + len(data) > size or (not data and size):
+            self._drop(key)
+            raise BlobRefused("an upload has other bytes than were said. Run the cell again.")
+        view = memoryview(data)
+        while view:
+            view = view[os.write(coming.file, view) :]
+        coming.hashed.update(data)
+        coming.size += len(data)
+        self._sizes[store] += len(data)
+        if coming.size == size:
+            self._finish(key, coming, path)
+        return coming.size
+
+    def close(self) -> None:
+        """Close what is open; what was still coming can go on later."""
+        for coming in self._coming.values():
+            os.close(coming.file)
+        self._coming.clear()
+
+    # ------------------------------------------------------------ coming
+
+    def _begun(self, store: str, digest: str, size: int) -> int:
+        coming = self._coming.get((store, digest))
+        if coming is not None:
+            return coming.size
+        try:
+            begun = self._part(store, digest).stat().st_size
+        except FileNotFoundError:
+            return 0
+        # the last chunk is what completes it
+        return begun if begun < size else 0
+
+    def _open(self, store: str, digest: str, size: int) -> _Coming:
+        """Begin a blob, or go on with it: what is there of it is digested again."""
+        self._make_room(store, size)
+        while len(self._coming) >= _MOST_OPEN:
+            os.close(self._coming.pop(next(iter(self._coming))).file)
+        private_dir(self._root)
+        private_dir(self._root / store)
+        part = self._part(store, digest)
+        private_dir(part.parent)
+        file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        hashed, at = new_digest(), 0
+        if os.fstat(file).st_size >= size:
+            os.ftruncate(file, 0)
+        while data := os.pread(file, _READ_BYTES, at):
+            hashed.update(data)
+            at += len(data)
+        coming = self._coming[store, digest] = _Coming(file, hashed, at)
+        return coming
+
+    def _finish(self, key: tuple[str, str], coming: _Coming, path: Path) -> None:
+        store, digest = key
+        if coming.hashed.hexdigest() != digest:
+            self._drop(key)
+            raise BlobRefused(
+                "an upload does not have the digest that was said: it was damaged on its way, or a variable was "
+                "changed while it was sent. Run the cell again."
+            )
+        private_dir(path.parent)
+        os.close(coming.file)
+        del self._coming[key]
+        os.replace(self._part(store, digest), path)
+
+    def _drop(self, key: tuple[str, str]) -> None:
+        coming = self._coming.pop(key, None)
+        if coming is not None:
+            os.close(coming.file)
+        self._part(*key).unlink(missing_ok=True)
+
+    def _part(self, store: str, digest: str) -> Path:
+        return self._root / store / _PARTS / digest
+
+    # ------------------------------------------------------------ room
+
+    def _make_room(self, store: str, size: int) -> None:
+        if size > self._most_bytes:
+            raise BlobRefused(
+                f"an upload of {size / 1e9:,.1f} GB is more than a user may keep at this pool "
+                f"({self._most_bytes / 1e9:,.1f} GB, its setting blobs_bytes). Ship less (--exclude)."
+            )
+        total = self._sizes.get(store)
+        if total is None:
+            total = self._sizes[store] = sum(entry.size for entry in self._all(store))
+        if total + size > self._most_bytes:
+            self._evict(store, self._most_bytes - size)
+        root = self._root if self._root.exists() else self._root.parent
+        if shutil.disk_usage(root).free < size + _DISK_RESERVE_BYTES:
+            self._evict(store, 0)
+        if shutil.disk_usage(root).free < size + _DISK_RESERVE_BYTES:
+            raise BlobRefused(
+                f"the disk of this pool has no room for {size / 1e9:,.1f} GB more. Ship less (--exclude), or have its "
+                "operator free some."
+            )
+
+    def _evict(self, store: str, most_bytes: int) -> None:
+        """Remove the longest unused ones until no more is there than that, but none that is needed."""
+        now = time.monotonic()
+        self._asked = {key: at for key, at in self._asked.items() if now - at < _ASKED_S}
+        needed = {*self._asked, *self._coming}
+        needed.update(*list(self._in_use.values()))
+        kept = sorted(self._all(store))
+        total = sum(entry.size for entry in kept)
+        for entry in kept:
+            if total <= most_bytes:
+                break
+            if (store, entry.digest) not in needed:
+                entry.path.unlink(missing_ok=True)
+                total -= entry.size
+        self._sizes[store] = total
+        if total > most_bytes > 0:
+            raise BlobRefused(
+                f"the runs that go on need {total / 1e9:,.1f} GB of the {self._most_bytes / 1e9:,.1f} GB that a user "
+                "may keep at this pool (its setting blobs_bytes). Wait for one of them, or ship less."
+            )
+
+    def _all(self, store: str) -> Iterator[_Entry]:
+        """Yield all that is there; what has not come whole for long is removed."""
+        stale = time.time() - _PART_STALE_S
+        for path in (self._root / store).glob("*/*"):
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat(follow_symlinks=False)
+                whole = path.parent.name != _PARTS
+                digest = path.parent.name + path.name if whole else path.name
+                if whole or status.st_mtime > stale or (store, digest) in self._coming:
+                    yield _Entry(status.st_mtime, path, status.st_size, digest)
+                else:
+                    path.unlink()

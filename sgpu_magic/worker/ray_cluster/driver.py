@@ -1,0 +1,113 @@
+"""Rank 0's own part: its lines from tasks and actors are whole, its connection to Ray is ended, no Ray Serve."""
+
+# Ray's inner parts are only partly typed
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# pyright: reportMissingTypeStubs=false, reportMissingImports=false
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from sgpu_magic.worker.ray_cluster import serve_guard
+from sgpu_magic.worker.ray_cluster.imports import after_import
+
+_LOOK_S = 0.03
+# without a single line more; Ray's log monitor looks every 0.1 s
+_QUIET_S = 1.5
+_SHUTDOWN_S = 10.0
+_OURS = "sgpu_count"
+# Ray's own marks in a worker's log, which are no lines (ray_constants.LOG_PREFIX_*)
+_MARKS = (b":actor_name:", b":task_name:", b":job_id:")
+
+
+class Lines:
+    """Counts the lines that Ray's log monitors have brought to the driver.
+
+    Args:
+        elsewhere: Counts the lines that were written on the other nodes.
+    """
+
+    def __init__(self, elsewhere: Callable[[], int]) -> None:
+        self._elsewhere = elsewhere
+        self._come = 0
+        self._came_at = 0.0
+        self.logs: Path | None = None
+
+    def take(self, batch: Any) -> None:
+        """A batch has come; in Ray's own thread."""
+        if isinstance(batch, dict) and str(batch.get("pid", "")).isdigit():
+            self._come += len(batch.get("lines", ()))
+            self._came_at = time.monotonic()
+
+    def wait(self) -> None:
+        """Wait until all that workers have written has come, or nothing more comes."""
+        if self.logs is None:
+            return
+        written = written_in(self.logs) + self._elsewhere()
+        begin = time.monotonic()
+        while self._come < written and time.monotonic() - max(begin, self._came_at) < _QUIET_S:
+            time.sleep(_LOOK_S)
+
+
+def written_in(logs: Path) -> int:
+    """Count the lines that workers have written in a node's log directory."""
+    lines = 0
+    for path in (*logs.glob("worker-*.out"), *logs.glob("worker-*.err")):
+        try:
+            data = path.read_bytes()
+        except OSError:
+            continue
+        lines += sum(not line.startswith(_MARKS) for line in data.split(b"\n") if line)
+        # empty lines are lines too, but for what stands behind the last end of a line
+        lines += sum(not line for line in data.split(b"\n")[:-1])
+    return lines
+
+
+class Driver:
+    """What is done to Ray in the driver's process, from before its import until after its last word.
+
+    Args:
+        lines: Counts what has come.
+    """
+
+    def __init__(self, lines: Lines) -> None:
+        self._lines = lines
+
+    def begin(self) -> None:
+        """From now on Ray may be imported."""
+        serve_guard.install()
+        after_import("ray", self._prepare)
+
+    def end(self) -> None:
+        """Wait for the last lines and leave the cluster, if the cell is still in it."""
+        ray: Any = sys.modules.get("ray")
+        if ray is None or not ray.is_initialized():
+            return
+        # a cluster that is half dead may never answer
+        leaving = threading.Thread(target=ray.shutdown, name="sgpu-ray-leave", daemon=True)
+        leaving.start()
+        leaving.join(_SHUTDOWN_S)
+
+    def _prepare(self, ray: ModuleType) -> None:
+        try:
+            from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
+        except ImportError:
+            # another version keeps it elsewhere: its last lines may be missing, as they are without us
+            return
+        dispatcher.add_handler(_OURS, self._lines.take)
+        shutdown: Callable[..., Any] = ray.shutdown
+
+        @functools.wraps(shutdown)
+        def wait_and_shut_down(*args: Any, **kwargs: Any) -> Any:
+            if ray.is_initialized():
+                self._lines.wait()
+            return shutdown(*args, **kwargs)
+
+        setattr(ray, "shutdown", wait_and_shut_down)  # noqa: B010  a module has no such attribute for a type checker

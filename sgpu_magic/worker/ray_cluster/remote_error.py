@@ -1,0 +1,92 @@
+"""What user code raised in a Ray task or actor, out of Ray's own error: its type, its message and its lines."""
+
+# Ray's errors are only partly typed
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from typing import Any
+
+from sgpu_magic.worker.shell import RankShell
+
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+?)\s*$', re.MULTILINE)
+# as `ray::f() (pid=12, ip=10.0.0.1)`, in colours or not
+_TASK = re.compile(r"ray::(?P<task>[\w.<>]+(?:\(\))?)\S*\s*\(pid=(?P<pid>\d+), ip=(?P<ip>[\d.:a-f]+)")
+_NOT_A_NAME = re.compile(r"\W")
+
+
+def users_own(error: BaseException | None, shell: RankShell) -> BaseException | None:
+    """Return what user code raised where the driver's error only tells of that, else the same error.
+
+    The traceback that is shown is the task's, with the lines of the cells that it went through; a note says where the
+    driver waited for it.
+
+    Args:
+        error: What the driver raised; None for nothing.
+        shell: The rank's; its traceback is drawn anew.
+    """
+    exceptions: Any = sys.modules.get("ray.exceptions")
+    if error is None or exceptions is None or not isinstance(error, exceptions.RayTaskError):
+        return error
+    innermost: Any = error
+    while isinstance(innermost.cause, exceptions.RayTaskError):
+        innermost = innermost.cause
+    own: object = innermost.cause
+    if not isinstance(own, BaseException) or isinstance(own, exceptions.RayError):
+        # it could not be pickled there, or is Ray's own
+        return error
+    # Ray makes the driver's error an instance of the own error's type too, whose text is the task's traceback
+    text = str(vars(innermost).get("traceback_str") or innermost)
+    own.__cause__, own.__suppress_context__ = None, True
+    own.__traceback__ = None
+    with_frames = _with_frames(own, _frames(text))
+    with_frames.add_note(_note(text, error, shell))
+    shell.showtraceback((type(with_frames), with_frames, with_frames.__traceback__), running_compiled_code=True)
+    return with_frames
+
+
+def _frames(text: str) -> list[tuple[str, int, str]]:
+    """The frames that a traceback's text has, outermost first, but for Ray's own."""
+    ray: Any = sys.modules["ray"]
+    own = os.path.dirname(str(ray.__file__)) + os.sep
+    found = [(entry["file"], int(entry["line"]), entry["name"]) for entry in _FRAME.finditer(text)]
+    return [entry for entry in found if not entry[0].startswith((own, "python/ray/_raylet"))]
+
+
+def _with_frames(own: BaseException, frames: list[tuple[str, int, str]]) -> BaseException:
+    """Give the error a traceback of these frames, outermost first: each is made by code that raises in its line."""
+    for file, line, name in reversed(frames):
+        function = _NOT_A_NAME.sub("_", name) or "task"
+        raising = "raise __sgpu_error__"
+        source = "\n" * (line - 1) + raising
+        code = compile(source, file, "exec")
+        code = code.replace(co_name=function, co_qualname=name)
+        namespace = {"__name__": "__ray_task__", "__sgpu_error__": own}
+        rest = own.__traceback__
+        own.__traceback__ = None
+        try:
+            exec(code, namespace)
+        except BaseException as raised:  # noqa: BLE001  it is the error itself
+            made = raised.__traceback__
+            # the first frame is this function's
+            frame = made.tb_next if made is not None else None
+            if frame is not None:
+                frame.tb_next = rest
+            own.__traceback__ = frame
+    return own
+
+
+def _note(text: str, error: BaseException, shell: RankShell) -> str:
+    task = _TASK.search(text)
+    where = f"in the Ray task {task['task']} (pid {task['pid']} on {task['ip']})" if task else "in a Ray task"
+    cells = shell.compile._filename_map  # pyright: ignore[reportPrivateUsage]
+    line, entry = 0, error.__traceback__
+    while entry is not None:
+        if entry.tb_frame.f_code.co_filename in cells:
+            line = entry.tb_lineno
+        entry = entry.tb_next
+    waited = f"; the driver waited for it in line {line} of the cell" if line else ""
+    return f"raised {where}{waited}."

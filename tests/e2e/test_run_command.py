@@ -1,0 +1,377 @@
+"""`sgpu run` and `sgpu jobs`: notebooks, scripts and job files from a shell, as cron and CI run them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+from headless_notebooks import notebook
+from kernels import Home, eventually, plain
+
+HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4"}
+COMMAND = [sys.executable, "-m", "sgpu_magic.cli"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(home: Home) -> Iterator[None]:
+    yield
+    home.check_leaks()
+
+
+def saved(home: Home, name: str, *cells: str, parameters: int | None = None) -> Path:
+    """A notebook in the home's working directory; one cell may be tagged `parameters`."""
+    made = notebook(*cells)
+    made.metadata["kernelspec"]["name"] = "python3"
+    if parameters is not None:
+        made.cells[parameters].metadata["tags"] = ["parameters"]
+    path = home.work / name
+    nbformat.write(made, path)
+    return path
+
+
+def start(home: Home, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMMAND, *arguments],
+        env=home.environ | variables,
+        cwd=home.work,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(home: Home, *arguments: str, **variables: str) -> tuple[int, str, str]:
+    """Run the command to its end: exit code, standard output, standard error."""
+    process = start(home, *arguments, **variables)
+    out, err = process.communicate(timeout=90)
+    return process.returncode, out, err
+
+
+def copy_in(out: str) -> nbformat.NotebookNode:
+    """The executed copy that the command has named; it is a valid notebook."""
+    made = nbformat.read(out.splitlines()[-1], as_version=4)
+    nbformat.validate(made)
+    return made
+
+
+def text_of(cell: nbformat.NotebookNode) -> str:
+    parts = []
+    for output in cell.outputs:
+        data = output.get("data", {})
+        parts.append(output.get("text", "") or data.get("text/plain", "") or "\n".join(output.get("traceback", [])))
+    return plain("\n".join(parts))
+
+
+# ------------------------------------------------------------ what runs where
+
+
+def test_cells_get_what_the_command_says_and_what_they_say_wins(home: Home):
+    source = saved(
+        home,
+        "train.ipynb",
+        "lr = 0.5\nname = 'x'\nlayers = None",
+        "%%distributed\nprint('lr', lr, type(lr).__name__, name, layers, world_size)",
+        "%%distributed -n 1 --type cpu\nprint('alone', world_size)",
+        parameters=0,
+    )
+    before = source.read_bytes()
+    options = ["-n", "3", "--type", "a10", "-p", "lr", "0.25", "-r", "name=7", "-y", "layers: [64, 32]"]
+    code, out, err = run(home, "run", "train.ipynb", *options)
+    assert code == 0, err
+    assert re.search(r"train\.\d{8}-\d{6}\.ipynb$", out.strip())
+    made = copy_in(out)
+    tags = [cell.metadata.get("tags", []) for cell in made.cells]
+    assert tags == [["injected-sgpu"], ["parameters"], ["injected-parameters"], [], []]
+    assert made.cells[2].source == "# Parameters\nlayers = [64, 32]\nlr = 0.25\nname = '7'"
+    text = text_of(made.cells[3])
+    assert "3 ranks" in text
+    assert "A10" in text
+    assert "[2] lr 0.25 float 7 [64, 32] 3" in text
+    assert "alone 1" in text_of(made.cells[4])
+    assert made.metadata.papermill.parameters == {"layers": [64, 32], "lr": 0.25, "name": "7"}
+    assert made.metadata.papermill.exception is None
+    assert err.count("[5/5] %%distributed print('alone', world_size) ... ") == 1
+    assert "train.ipynb: every cell ran in" in err
+    # the notebook itself stays as it is
+    assert source.read_bytes() == before
+
+
+def test_a_notebook_without_our_cells_runs_on_the_ranks_as_a_whole(home: Home):
+    saved(home, "plain.ipynb", "n = 2", "total = rank + n", "print('total', total, device.type)", parameters=0)
+    code, out, err = run(
+        home, "run", "plain.ipynb", "--gpus", "2", "--type", "a10", "-p", "n=40", "-o", "copies/it.ipynb"
+    )
+    assert code == 0, err
+    assert out.strip() == str(home.work / "copies/it.ipynb")
+    made = copy_in(out)
+    assert made.cells[0].source == ("%load_ext sgpu_magic\n%sgpu_connect --idle 0 --gpus 2 --type a10\n%sgpu_auto on")
+    assert "[1] total 41 cpu" in text_of(made.cells[-1])
+    # an executed copy runs again, and its injected cells are replaced
+    code, out, err = run(home, "run", "copies/it.ipynb", "--gpus", "1", "-p", "n=1", "-o", "again.ipynb")
+    assert code == 0, err
+    made = copy_in(out)
+    assert len(made.cells) == 5
+    assert "total 1 cpu" in text_of(made.cells[-1])
+
+
+def test_cells_here_stay_here_and_a_notebook_of_no_pool_needs_none(home: Home):
+    saved(home, "here.ipynb", "import os\nprint('pid', os.getpid(), 'rank' in globals())")
+    code, out, _ = run(home, "run", "here.ipynb", "-n", "2", "--cells", "here", "-v")
+    assert code == 0
+    assert re.search(r"^pid \d+ False$", out, re.MULTILINE)
+    code, out, _ = run(home, "run", "here.ipynb", SGPU_STATE_DIR=str(home.path / "other"))
+    assert code == 0
+    assert [path.name for path in (home.path / "other").iterdir()] == ["jobs"]
+    assert len(copy_in(out).cells) == 1
+
+
+def test_a_script_runs_on_all_ranks(home: Home):
+    (home.work / "train.py").write_text(
+        "import sys\nif __name__ == '__main__':\n    print('rank', rank, sys.argv[1:])\n"
+    )
+    code, out, err = run(home, "run", "train.py", "-n", "2", "--type", "a10", "-v", "--", "--lr", "0.1")
+    assert code == 0, err
+    assert "[1] rank 1 ['--lr', '0.1']" in out
+    assert "train.py" in run(home, "runs", "-n", "1")[1]
+
+
+@pytest.mark.parametrize("form", ["yaml", "json", "toml"])
+def test_job_files(home: Home, form: str):
+    folder = home.work / f"jobs-{form}"
+    folder.mkdir()
+    saved(home, f"jobs-{form}/nb.ipynb", "lr = 1\ntags = []", "%%distributed\nprint(lr, tags, world_size, os.environ['KIND'])",
+          "%%distributed -n 1 --in os\nprint('max')", parameters=0)  # fmt: skip
+    text = {
+        "yaml": "notebook: nb.ipynb\nhardware_accelerator: GPU_2xA10\nparameters:\n  lr: 0.1\n  tags: [a, b]\n"
+        "env: {KIND: first}\nmax_cost: 5\ntimeout_s: 60\noutput: out.ipynb\n",
+        "json": json.dumps(
+            {
+                "notebook": "nb.ipynb",
+                "hardware_accelerator": "GPU_2xA10",
+                "parameters": {"lr": 0.1, "tags": ["a", "b"]},
+                "env": {"KIND": "first"},
+                "max_cost": 5,
+                "timeout": "1m",
+                "output": "out.ipynb",
+            }
+        ),
+        "toml": 'notebook = "nb.ipynb"\nhardware_accelerator = "GPU_2xA10"\noutput = "out.ipynb"\nmax_cost = 5\n'
+        '[parameters]\nlr = 0.1\ntags = ["a", "b"]\n[env]\nKIND = "first"\n',
+    }[form]
+    (folder / f"job.{form}").write_text(text)
+    saved(home, f"jobs-{form}/nb.ipynb", "import os\nlr = 1\ntags = []",
+          "%%distributed\nprint(lr, tags, world_size, os.environ['KIND'])", parameters=0)  # fmt: skip
+    # as cron does it: from elsewhere
+    code, out, err = run(home, "run", f"jobs-{form}/job.{form}", "-p", "lr=0.2")
+    assert code == 0, err
+    assert out.strip() == str(folder / "out.ipynb")
+    made = copy_in(out)
+    assert "[1] 0.2 ['a', 'b'] 2 first" in text_of(made.cells[-1])
+    (run_dir,) = [home.run_dir(run_id) for run_id in home.runs[-1:]]
+    assert json.loads((run_dir / "run.json").read_bytes())["spec"]["max_cost"] == 5
+
+
+# ------------------------------------------------------------ what goes wrong
+
+
+def test_a_failing_cell_is_code_1_and_the_copy_has_what_there_was(home: Home):
+    saved(
+        home,
+        "bad.ipynb",
+        "print('before')",
+        "%%distributed -n 2\nprint('on it')\nif rank == 1: raise ValueError('bad batch')",
+        "after = 1",
+    )
+    code, out, err = run(home, "run", "bad.ipynb")
+    assert code == 1
+    made = copy_in(out)
+    assert "before" in text_of(made.cells[1])
+    assert "bad batch" in text_of(made.cells[2])
+    assert made.cells[3].execution_count is None
+    assert made.metadata.papermill.exception is True
+    assert "ValueError: bad batch" in err
+    assert "[1] on it" in err
+    assert "bad.ipynb: ended with code 1 in" in err
+
+
+def test_a_kernel_that_dies_is_code_1(home: Home):
+    saved(home, "dies.ipynb", "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "after = 1")
+    code, out, err = run(home, "run", "dies.ipynb")
+    assert code == 1
+    assert "the kernel died" in err
+    assert copy_in(out).cells[1].execution_count is None
+
+
+def test_an_option_that_means_nothing_is_code_2(home: Home):
+    saved(home, "typo.ipynb", "%%distributed --gpsu 2\npass")
+    code, out, err = run(home, "run", "typo.ipynb")
+    assert code == 2
+    assert "--gpsu" in err
+    assert copy_in(out).cells[-1].outputs
+
+
+def test_no_room_is_code_3_and_is_tried_again(home: Home):
+    saved(home, "full.ipynb", "%%distributed -n 4 --type a10\nimport time; time.sleep(100)")
+    saved(home, "waits.ipynb", "%%distributed -n 2 --type a10 --wait 0\npass")
+    first = start(home, "run", "full.ipynb")
+    eventually(lambda: len(home.rank_pids()) == 4, 30)
+    code, _, err = run(home, "run", "waits.ipynb", "--retries", "1")
+    assert code == 3, err
+    assert "CapacityError" in err
+    assert err.count("waits.ipynb: ended with code 3") == 2
+    assert "it is run again in 3.0 s (0 more after that)" in err
+    first.send_signal(signal.SIGINT)
+    first.communicate(timeout=40)
+    assert first.returncode == 130
+
+
+def test_time_over_is_code_124(home: Home):
+    saved(
+        home,
+        "slow.ipynb",
+        "%%distributed -n 2 --type cpu --name slow-one\nprint('begun', flush=True)\nimport time; time.sleep(100)",
+    )
+    code, out, err = run(home, "run", "slow.ipynb", "--timeout", "4s")
+    assert code == 124
+    assert "the time of 4.0 s was over in cell 2" in err
+    assert "[1] begun" in text_of(copy_in(out).cells[-1])
+    eventually(lambda: home.ledger()[home.run_named("slow-one")].state == "cancelled")
+
+
+def test_terminated_its_runs_end_first(home: Home):
+    saved(
+        home,
+        "long.ipynb",
+        "%%distributed -n 2 --type cpu --name long-one\nprint('begun', flush=True)\nimport time; time.sleep(100)",
+        "after = 1",
+    )
+    process = start(home, "run", "long.ipynb")
+    run_id = eventually(lambda: home.run_named("long-one"), 30)
+    eventually(lambda: "begun" in home.log(run_id, 1), 30)
+    process.terminate()
+    out, err = process.communicate(timeout=40)
+    assert process.returncode == 143
+    assert "stopped in cell 2; the notebook's runs were ended" in err
+    made = copy_in(out)
+    assert "[1] begun" in text_of(made.cells[1])
+    assert made.cells[2].execution_count is None
+    assert home.ledger()[run_id].state == "cancelled"
+    assert not home.rank_pids()
+
+
+def test_killed_it_leaves_nothing_behind(home: Home):
+    """SIGKILL gives nobody a chance: the kernel sees that its parent is gone, and the pool that its owner is."""
+    saved(
+        home,
+        "killed.ipynb",
+        "print('kept')",
+        "%%distributed -n 2 --type cpu --name killed-one\nimport time; time.sleep(100)",
+    )
+    process = start(home, "run", "killed.ipynb", "-o", "killed-copy.ipynb")
+    eventually(lambda: home.run_named("killed-one") and home.rank_pids(), 30)
+    process.kill()
+    process.communicate(timeout=20)
+    eventually(lambda: home.ledger()[home.run_named("killed-one")].state == "cancelled", 20)
+    # what there was is in the copy
+    made = nbformat.read(home.work / "killed-copy.ipynb", as_version=4)
+    assert "kept" in text_of(made.cells[1])
+    assert "killed" in run(home, "jobs", "-n", "1")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trian.ipynb"], ["trian.ipynb is not there", "Is train.ipynb meant?"]),
+        (["train.ipynb", "-p", "lr"], ["-p"]),
+        (["train.ipynb", "-p", "for=1"], ["'for' is no name"]),
+        (["train.ipynb", "--type", "not a type"], ["type"]),
+        (["train.ipynb", "--timeout", "soon"], ["timeout", "90s"]),
+        (["train.ipynb", "--kernel", "julia-9"], ["there is no kernel 'julia-9'", "python3"]),
+        (["train.ipynb", "--max-cost", "-1"], ["max_cost"]),
+        (["train.ipynb", "--", "--lr", "1"], ["takes no arguments"]),
+        (["script.py", "-p", "lr=1"], ["is a script"]),
+        (["nonsense.ipynb"], ["is no notebook"]),
+        (["typo.yaml"], ["hardware_acelerator", "is 'hardware_accelerator' meant?"]),
+        (["kind.yaml"], ["gpus", "int"]),
+        (["both.yaml"], ["leave gpus and type out"]),
+        (["name.yaml"], ["GPU_8xH100"]),
+        (["empty.json"], ["names no notebook"]),
+        (["broken.toml"], ["broken.toml can't be read"]),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_meant_is_code_2_and_leaves_no_copy(home: Home, arguments: list[str], words: list[str]):
+    folder = home.work / "usage"
+    if not folder.is_dir():
+        folder.mkdir()
+        saved(home, "usage/train.ipynb", "pass")
+        for name, text in {
+            "script.py": "pass",
+            "nonsense.ipynb": "nonsense",
+            "typo.yaml": "notebook: train.ipynb\nhardware_acelerator: GPU_1xA10",
+            "kind.yaml": "notebook: train.ipynb\ngpus: many",
+            "both.yaml": "notebook: train.ipynb\ngpus: 1\nhardware_accelerator: GPU_1xA10",
+            "name.yaml": "notebook: train.ipynb\nhardware_accelerator: H100",
+            "empty.json": "{}",
+            "broken.toml": "notebook = ",
+        }.items():
+            (folder / name).write_text(text)
+    before = sorted(path.name for path in folder.iterdir())
+    done = subprocess.run([*COMMAND, "run", *arguments], env=home.environ, cwd=folder, capture_output=True, timeout=30)
+    err = done.stderr.decode()
+    assert done.returncode == 2, err
+    assert len(err.splitlines()) == 2
+    for word in words:
+        assert word in err
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+# ------------------------------------------------------------ without the terminal
+
+
+def test_detached_it_goes_on_without_its_shell(home: Home):
+    saved(
+        home,
+        "alone.ipynb",
+        "%%distributed -n 2 --type cpu\nimport os, time\nprint('begun', flush=True)\nwhile not os.path.exists('go'): time.sleep(0.02)",
+    )
+    # a shell of its own session, which hangs up when it ends
+    line = f"exec {' '.join(COMMAND)} run alone.ipynb --detach"
+    shell = subprocess.run(["bash", "-c", line], env=home.environ, cwd=home.work, capture_output=True, timeout=30,
+                           start_new_session=True)  # fmt: skip
+    out = shell.stdout.decode()
+    assert shell.returncode == 0, shell.stderr
+    found = re.match(r"job ([0-9a-f]{4}) goes on without this terminal: process (\d+)\n", out)
+    assert found is not None, out
+    job, pid = found[1], int(found[2])
+    assert os.getsid(pid) == pid
+    os.kill(pid, signal.SIGHUP)
+    eventually(lambda: any("begun" in home.log(run_id, 1) for run_id in home.runs), 30)
+    assert re.search(rf"^{job} +alone\.ipynb +running +1/2 ", run(home, "jobs")[1], re.MULTILINE)
+    (home.work / "go").touch()
+    eventually(lambda: re.search(rf"^{job} +alone\.ipynb +succeeded +2/2 ", run(home, "jobs")[1], re.MULTILINE), 30)
+    code, out, err = run(home, "jobs", "log", job)
+    assert (code, err) == (0, "")
+    assert "every cell ran" in out
+    assert "it succeeded" in run(home, "jobs", "stop", job)[2]
+
+
+def test_a_detached_job_can_be_stopped(home: Home):
+    saved(home, "endless.ipynb", "%%distributed -n 2 --type cpu --name endless\nimport time; time.sleep(100)")
+    code, out, _ = run(home, "run", "endless.ipynb", "--detach")
+    assert code == 0
+    job = out.split()[1]
+    eventually(lambda: home.run_named("endless") and home.rank_pids(), 30)
+    assert "its runs are cancelled" in run(home, "jobs", "stop", job)[1]
+    eventually(
+        lambda: f"{job}   endless.ipynb" in run(home, "jobs")[1] and "terminated (143)" in run(home, "jobs")[1], 30
+    )
+    assert home.ledger()[home.run_named("endless")].state == "cancelled"

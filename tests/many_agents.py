@@ -1,0 +1,190 @@
+"""A pool of several nodes on this machine: a service whose engine has an agent for each, with an address of its own.
+
+    python tests/many_agents.py <nodes> [<namespace of each node> ...]
+
+is such a service, of the home that its environment names. `ManyAgents` starts it for a test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+from homes import Home
+from waiting import eventually
+
+from sgpu_magic import config, processes
+from sgpu_magic.config import Settings
+from sgpu_magic.engines.local_agent import LocalAgent
+from sgpu_magic.engines.many_nodes import ManyNodes
+from sgpu_magic.pool.lifecycle import PoolPresence
+from sgpu_magic.protocol.devices import Inventory
+from sgpu_magic.protocol.node_messages import AgentReady, EndAgent, FromAgent, ToAgent
+
+NODE_PIDS = "node-pids.json"
+
+
+class AgentChannel:
+    """A `NodeChannel` to an agent on this machine."""
+
+    def __init__(self, node: str, agent: LocalAgent) -> None:
+        self.node = node
+        self.agent = agent
+
+    def send(self, message: ToAgent, frames: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+        if not isinstance(message, EndAgent):
+            self.agent.send(message, frames, descriptors)
+
+    def close(self) -> None:
+        """`NodesHere.close` ends the agents."""
+
+
+class NodesHere(ManyNodes):
+    """Nodes `node-0`, `node-1` ... of which each is an agent on this machine.
+
+    Args:
+        settings: The pool's settings.
+        addresses: Of each node.
+    """
+
+    come_back_s = 3.0
+    far = False
+
+    def __init__(self, settings: Settings, addresses: Sequence[str]) -> None:
+        super().__init__(settings, "cluster")
+        self._own_addresses = dict(zip((f"node-{number}" for number in range(len(addresses))), addresses, strict=True))
+        self._agents: dict[str, LocalAgent] = {}
+        self._came: set[str] = set()
+
+    def begin(self) -> None:
+        for node in self._own_addresses:
+            self._start(node, look=True)
+        self._tell_pids()
+
+    def inventory(self) -> Inventory | None:
+        if self._came != set(self._agents):
+            return None
+        found = super().inventory()
+        assert found is not None
+        nodes = tuple(msgspec.structs.replace(node, host=node.node) for node in found.nodes)
+        return msgspec.structs.replace(found, nodes=nodes)
+
+    def close(self) -> None:
+        super().close()
+        for agent in self._agents.values():
+            agent.end()
+
+    def _start(self, node: str, *, look: bool) -> None:
+        state = self._settings.state_path / "nodes" / node
+        # a socket's path ends at 108 bytes
+        runtime = self._settings.runtime_path / node[-1]
+        for directory in (state, runtime, state / "runs"):
+            config.private_dir(directory)
+        own = replace(self._settings, state_dir=str(state), runtime_dir=str(runtime))
+        agent = self._agents[node] = LocalAgent(own, look=look)
+        channel = AgentChannel(node, agent)
+
+        def said(message: FromAgent, frames: Sequence[bytes]) -> None:
+            if isinstance(message, AgentReady):
+                self._came.add(node)
+                named = msgspec.structs.replace(message.inventory, host=node)
+                self.node_came(channel, msgspec.structs.replace(message, inventory=named), self._own_addresses[node])
+            else:
+                self.node_said(node, message, frames)
+
+        def lost() -> None:
+            agent.clean_up_after()
+            del self._agents[node]
+            self._came.discard(node)
+            self.node_lost(node, "its agent has ended")
+            self._tell_pids()
+
+        agent.listen(said, lost)
+
+    def _tell_pids(self) -> None:
+        text = json.dumps({node: agent.pid for node, agent in self._agents.items()})
+        draft = self._settings.state_path / f"{NODE_PIDS}.new"
+        draft.write_text(text)
+        os.replace(draft, self._settings.state_path / NODE_PIDS)
+
+
+class ManyAgents:
+    """The service of a home, as a process of its own.
+
+    Args:
+        home: Its home; a client there finds the pool that is running.
+        nodes: How many nodes, at 127.0.0.1, 127.0.0.2 ...
+    """
+
+    def __init__(self, home: Home, nodes: int = 2) -> None:
+        self.home = home
+        self.nodes = nodes
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with open(self.home.state / "pool.log", "ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, __file__, str(self.nodes)],
+                env=self.home.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        eventually(
+            lambda: process.poll() is not None or self.home.pool_pid() == process.pid,
+            30,
+            "the pool does not come up",
+        )
+        assert process.poll() is None, (self.home.state / "pool.log").read_text()
+        return process
+
+    def agent_pid(self, node: int) -> int:
+        return json.loads((self.home.state / NODE_PIDS).read_bytes())[f"node-{node}"]
+
+    def kill(self) -> None:
+        """KILL the service; its agents stay."""
+        self.process.kill()
+        self.process.wait()
+
+    def restart(self) -> None:
+        """Start it again."""
+        self.process = self._start()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(15)
+
+
+def main() -> None:
+    processes.become_subreaper()
+    settings = replace(config.load_settings(), pool="local")
+    for path in (settings.runtime_path, settings.state_path, settings.runs_path):
+        config.private_dir(path)
+    presence = PoolPresence(settings.runtime_path)
+
+    async def serve() -> None:
+        from sgpu_magic.pool.service import PoolService
+
+        engine = NodesHere(settings, [f"127.0.0.{number + 1}" for number in range(int(sys.argv[1]))])
+        engine.begin()
+        service = PoolService(settings, presence, engine)
+        presence.announce()
+        try:
+            await service.finished
+        finally:
+            service.close()
+
+    asyncio.run(serve())
+    processes.kill_descendants()
+
+
+if __name__ == "__main__":
+    main()

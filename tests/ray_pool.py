@@ -1,0 +1,34 @@
+"""A pool service with the Ray engine in the foreground, for tests: `python ray_pool.py` with a home's environment."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from sgpu_magic import config, processes
+from sgpu_magic.engines.choose import engine_settings, make_engine
+from sgpu_magic.pool.lifecycle import PoolPresence
+from sgpu_magic.pool.service import PoolService
+
+
+async def _serve(settings: config.Settings, presence: PoolPresence) -> None:
+    service = PoolService(settings, presence, make_engine("ray", settings))
+    presence.announce()
+    try:
+        await service.finished
+    finally:
+        service.close()
+
+
+def main() -> None:
+    processes.become_subreaper()
+    settings = engine_settings("ray", config.load_settings())
+    for path in (settings.runtime_path, settings.state_path, settings.runs_path):
+        config.private_dir(path)
+    asyncio.run(_serve(settings, PoolPresence(settings.runtime_path)))
+    processes.kill_descendants()
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

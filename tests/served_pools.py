@@ -1,0 +1,242 @@
+"""Pools that are really served on a TCP port, and clients of other machines.
+
+The pool has a home of its own; each client too, and sees nothing of the pool's but its port.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from homes import Home
+from pool_client import PoolClient, set_environ
+from waiting import eventually
+
+from sgpu_magic.client.pool import Pool
+from sgpu_magic.client.pools_file import PoolEntry, add_pool
+from sgpu_magic.config import load_settings
+from sgpu_magic.secure_sockets import KeyPair, new_key_pair, write_key_pair
+
+_START_S = 30
+_END_S = 20
+
+
+class ServedHome(Home):
+    """Directories of a served pool."""
+
+    name = "team"
+
+    @property
+    def state(self) -> Path:
+        return self.path / "state" / "pools" / self.name
+
+    @property
+    def runtime(self) -> Path:
+        return self.path / "run" / self.name
+
+
+class ServedPool:
+    """`sgpu pool serve`, as its own process group in the foreground.
+
+    Args:
+        variables: Further settings of the pool.
+        engine: `local` or `ray`.
+        listen: Where; port `*` is a free one.
+        inside: What its command begins with, such as `ip netns exec NAME`.
+        arguments: Further options of `sgpu pool serve`. With `--same-files` ranks run this very Python; the default.
+
+    Attributes:
+        home: Its directories and processes.
+        entry: As a client's `pools.toml` has it.
+        words: What it printed when it was ready.
+    """
+
+    def __init__(
+        self,
+        variables: Mapping[str, str] | None = None,
+        *,
+        engine: str = "local",
+        listen: str = "tcp://127.0.0.1:*",
+        inside: Sequence[str] = (),
+        arguments: Sequence[str] = ("--same-files",),
+    ) -> None:
+        self.home = ServedHome(
+            {"SGPU_STATE_DIR": "", "SGPU_RUNTIME_DIR": "", "SGPU_LINK_TIMEOUT_S": "60", **(variables or {})}
+        )
+        self.home.environ |= {
+            "SGPU_STATE_DIR": str(self.home.path / "state"),
+            "SGPU_RUNTIME_DIR": str(self.home.path / "run"),
+        }
+        self.home.pool_listens = True
+        self._command = [*inside, sys.executable, "-m", "sgpu_magic", "pool", "serve", "--engine", engine, *arguments]
+        self._clients: list[RemoteUser] = []
+        self.listen = listen
+        self.words = ""
+        self.process: subprocess.Popen[str] | None = None
+        self.start()
+        found = re.search(r"(tcp://\S+:(\d+)) · .* --key '([^']+)'", self.words)
+        assert found is not None, self.words
+        self.port = int(found[2])
+        self.entry = PoolEntry(self.home.name, found[1], found[3])
+        # the same again when it is started anew
+        self.listen = found[1]
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def start(self) -> None:
+        """Start it, and wait until it listens."""
+        log = self.home.path / "served.log"
+        with open(log, "a") as stderr:
+            self.process = subprocess.Popen(
+                [*self._command, "--listen", self.listen, "--name", self.home.name],
+                env=self.home.environ,
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                start_new_session=True,
+            )
+        stdout = self.process.stdout
+        assert stdout is not None
+        self.words = stdout.readline()
+        assert self.words, f"the pool did not start: {log.read_text()}"
+
+    def kill(self) -> None:
+        """As the kernel does when memory is out; its ranks and its agent go on."""
+        assert self.process is not None
+        self.process.kill()
+        self._reap()
+
+    def stop(self) -> int:
+        """End it in order, as systemd does; return its exit code."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        return self._reap()
+
+    def _reap(self) -> int:
+        assert self.process is not None
+        code = self.process.wait(_END_S)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        return code
+
+    def command(self, *arguments: str) -> str:
+        """What `sgpu pool ACTION ...` prints on the pool's machine."""
+        done = subprocess.run(
+            [sys.executable, "-m", "sgpu_magic", "pool", *arguments, "--name", self.home.name],
+            env=self.home.environ, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def user(self, name: str, *, admin: bool = False, address: str = "", listed: bool = True) -> RemoteUser:
+        """A user on a machine of their own.
+
+        Args:
+            name: Who.
+            admin: May end everybody's runs.
+            address: Where they think the pool is; "" is where it is.
+            listed: Their key is let in.
+        """
+        made = RemoteUser(name, replace(self.entry, address=address or self.entry.address))
+        self._clients.append(made)
+        if listed:
+            self.command("authorize", name, made.keys.public, *(["--admin"] if admin else []))
+        return made
+
+    def check_leaks(self) -> None:
+        """As `Home.check_leaks`."""
+        self.home.check_leaks()
+
+    def close(self) -> None:
+        """End the clients, then the pool; nothing stays."""
+        try:
+            for client in self._clients:
+                client.close()
+            if self.process is not None and self.process.poll() is None:
+                assert self.stop() == 0
+                eventually(lambda: not self.home.processes(), _END_S, lambda: f"left: {self.home.processes()}")
+                left = {entry.name for entry in self.home.runtime.iterdir()} - {"pool.lock"}
+                assert not left, f"left in the runtime directory: {left}"
+            faults = (self.home.path / "served.log").read_text(errors="replace")
+            assert "Traceback (most recent call last)" not in faults, faults[-4000:]
+        finally:
+            if self.process is not None and self.process.poll() is None:
+                self.process.kill()
+                self._reap()
+            self.home.close()
+
+
+class RemoteUser:
+    """A user of a served pool, with a home on another machine.
+
+    Args:
+        name: Who.
+        entry: The pool as their `pools.toml` has it.
+
+    Attributes:
+        home: Theirs; its variables are what a kernel of theirs has.
+        keys: Theirs.
+        notices: What the pool wanted to be known.
+    """
+
+    def __init__(self, name: str, entry: PoolEntry) -> None:
+        self.name = name
+        self.entry = entry
+        self.home = Home()
+        self.keys: KeyPair = new_key_pair()
+        write_key_pair(self.home.path / "client.key", self.keys)
+        add_pool(entry, self.home.path / "pools.toml")
+        self.notices: list[str] = []
+        self._client: PoolClient | None = None
+
+    @property
+    def client(self) -> PoolClient:
+        """This process as a client of theirs."""
+        if self._client is None:
+            self._client = self.new_client()
+        return self._client
+
+    def new_client(self) -> PoolClient:
+        """Another one; the caller closes it. This process's own variables stay as they are: users are many."""
+        before = dict(os.environ)
+        try:
+            set_environ(self.home.environ)
+            pool = Pool(load_settings(self.home.environ), self.notices.append, self.entry)
+            set_environ(before)
+            return PoolClient(self.home, pool)
+        finally:
+            set_environ(before)
+
+    def sgpu(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run `sgpu ...` as this user."""
+        return subprocess.run(
+            [sys.executable, "-m", "sgpu_magic", *arguments],
+            env=self.home.environ, capture_output=True, text=True, check=False, timeout=60,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+        self.home.close()
+
+
+@contextlib.contextmanager
+def served_pool(variables: Mapping[str, str] | None = None, **options: object) -> Iterator[ServedPool]:
+    """`ServedPool`, closed at the end."""
+    made = ServedPool(variables, **options)  # type: ignore[arg-type]
+    try:
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,138 @@
+"""A line between two programs that can be cut, silenced and listened to."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+
+
+class Proxy:
+    """Passes TCP connections on to a port of 127.0.0.1.
+
+    Args:
+        target: The port.
+
+    Attributes:
+        port: Where it listens.
+        address: The same as clients take it.
+        connections: How many it has had.
+        sent: Of each connection, what its client has sent, in pieces as they came.
+    """
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self._lock = threading.Lock()
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._held = False
+        self._refusing = False
+        self.connections = 0
+        self.sent: list[list[bytes]] = []
+        self._listener = self._listen(0)
+        self.port: int = self._listener.getsockname()[1]
+        self.address = f"tcp://127.0.0.1:{self.port}"
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._waker = socket.socketpair()
+        self._selector.register(self._wake, selectors.EVENT_READ, None)
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="proxy", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def _listen(port: int) -> socket.socket:
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(16)
+        return listener
+
+    def hold(self) -> None:
+        """Pass nothing on any more, and end nothing: a line that swallows everything."""
+        with self._lock:
+            self._held = True
+
+    def cut(self) -> None:
+        """End all connections, and pass nothing on of new ones until `mend`."""
+        with self._lock:
+            self._held = self._refusing = True
+        self._waker.send(b"x")
+
+    def reset(self) -> None:
+        """End all connections; new ones are passed on."""
+        with self._lock:
+            self._refusing = True
+        self._waker.send(b"r")
+
+    def mend(self) -> None:
+        """Pass on again what comes. What was swallowed stays lost, as its connections are ended."""
+        with self._lock:
+            self._held, self._refusing = False, True
+        self._waker.send(b"r")
+
+    def close(self) -> None:
+        self._closing = True
+        self._waker.send(b"x")
+        self._thread.join(10)
+        for each in (self._listener, self._wake, self._waker):
+            each.close()
+        self._selector.close()
+
+    # ------------------------------------------------------------ the thread
+
+    def _work(self) -> None:
+        while not self._closing:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._wake:
+                    self._wake.recv(4096)
+                    with self._lock:
+                        drop, self._refusing = self._refusing, False
+                    if drop or self._closing:
+                        self._drop_all()
+                elif key.fileobj is self._listener:
+                    self._accept()
+                elif key.data is not None:
+                    self._pass_on(key.fileobj, *key.data)  # type: ignore[arg-type]
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        self.connections += 1
+        record: list[bytes] = []
+        self.sent.append(record)
+        if self._held:
+            # it hangs, as one to a machine that is away
+            self._pairs.append((connection, connection))
+            return
+        try:
+            onward = socket.create_connection(("127.0.0.1", self._target), timeout=5)
+        except OSError:
+            connection.close()
+            return
+        self._pairs.append((connection, onward))
+        self._selector.register(connection, selectors.EVENT_READ, (onward, record))
+        self._selector.register(onward, selectors.EVENT_READ, (connection, None))
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket, record: list[bytes] | None) -> None:
+        try:
+            data = source.recv(65536)
+            if data:
+                if record is not None:
+                    record.append(data)
+                if not self._held:
+                    sink.sendall(data)
+                return
+        except OSError:
+            pass
+        self._drop(next(pair for pair in self._pairs if source in pair))
+
+    def _drop_all(self) -> None:
+        for pair in list(self._pairs):
+            self._drop(pair)
+
+    def _drop(self, pair: tuple[socket.socket, socket.socket]) -> None:
+        self._pairs.remove(pair)
+        for each in set(pair):
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(each)
+            each.close()
