@@ -1,6 +1,6 @@
 """A pool of several nodes on this machine: a service whose engine has an agent for each, with an address of its own.
 
-    python tests/many_agents.py <nodes> [<namespace of each node> ...]
+    python tests/many_agents.py <nodes> [far]
 
 is such a service, of the home that its environment names. `ManyAgents` starts it for a test.
 """
@@ -52,13 +52,14 @@ class NodesHere(ManyNodes):
     Args:
         settings: The pool's settings.
         addresses: Of each node.
+        far: They do not see the pool's files.
     """
 
     come_back_s = 3.0
-    far = False
 
-    def __init__(self, settings: Settings, addresses: Sequence[str]) -> None:
+    def __init__(self, settings: Settings, addresses: Sequence[str], *, far: bool = False) -> None:
         super().__init__(settings, "cluster")
+        self.far = far
         self._own_addresses = dict(zip((f"node-{number}" for number in range(len(addresses))), addresses, strict=True))
         self._agents: dict[str, LocalAgent] = {}
         self._came: set[str] = set()
@@ -121,17 +122,19 @@ class ManyAgents:
     Args:
         home: Its home; a client there finds the pool that is running.
         nodes: How many nodes, at 127.0.0.1, 127.0.0.2 ...
+        far: They do not see the pool's files: all comes and goes over their channels.
     """
 
-    def __init__(self, home: Home, nodes: int = 2) -> None:
+    def __init__(self, home: Home, nodes: int = 2, *, far: bool = False) -> None:
         self.home = home
         self.nodes = nodes
+        self.far = far
         self.process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
         with open(self.home.state / "pool.log", "ab") as log:
             process = subprocess.Popen(
-                [sys.executable, __file__, str(self.nodes)],
+                [sys.executable, __file__, str(self.nodes), *(["far"] if self.far else [])],
                 env=self.home.environ | {"PYTHONPATH": str(Path(__file__).parent)},
                 stdout=log,
                 stderr=log,
@@ -173,7 +176,8 @@ def main() -> None:
     async def serve() -> None:
         from sgpu_magic.pool.service import PoolService
 
-        engine = NodesHere(settings, [f"127.0.0.{number + 1}" for number in range(int(sys.argv[1]))])
+        addresses = [f"127.0.0.{number + 1}" for number in range(int(sys.argv[1]))]
+        engine = NodesHere(settings, addresses, far="far" in sys.argv[2:])
         engine.begin()
         service = PoolService(settings, presence, engine)
         presence.announce()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -20,10 +21,12 @@ from pool_client import PoolClient, set_environ
 from waiting import eventually
 
 from sgpu_magic.client.pool import Pool
-from sgpu_magic.client.pools_file import PoolEntry, add_pool
+from sgpu_magic.client.pools_edits import add_pool
+from sgpu_magic.client.pools_file import PoolEntry
 from sgpu_magic.config import load_settings
 from sgpu_magic.secure_sockets import KeyPair, new_key_pair, write_key_pair
 
+SGPU = str(Path(sys.executable).with_name("sgpu"))
 _START_S = 30
 _END_S = 20
 
@@ -75,7 +78,7 @@ class ServedPool:
             "SGPU_RUNTIME_DIR": str(self.home.path / "run"),
         }
         self.home.pool_listens = True
-        self._command = [*inside, sys.executable, "-m", "sgpu_magic", "pool", "serve", "--engine", engine, *arguments]
+        self._command = [*inside, SGPU, "pool", "serve", "--engine", engine, *arguments]
         self._clients: list[RemoteUser] = []
         self.listen = listen
         self.words = ""
@@ -109,8 +112,11 @@ class ServedPool:
             )
         stdout = self.process.stdout
         assert stdout is not None
-        self.words = stdout.readline()
-        assert self.words, f"the pool did not start: {log.read_text()}"
+        ready, _, _ = select.select([stdout], [], [], _START_S)
+        self.words = stdout.readline() if ready else ""
+        if not self.words:
+            self.kill()
+            raise AssertionError(f"the pool did not start: {log.read_text()}")
 
     def kill(self) -> None:
         """As the kernel does when memory is out; its ranks and its agent go on."""
@@ -134,7 +140,7 @@ class ServedPool:
     def command(self, *arguments: str) -> str:
         """What `sgpu pool ACTION ...` prints on the pool's machine."""
         done = subprocess.run(
-            [sys.executable, "-m", "sgpu_magic", "pool", *arguments, "--name", self.home.name],
+            [SGPU, "pool", *arguments, "--name", self.home.name],
             env=self.home.environ, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -163,7 +169,7 @@ class ServedPool:
         """End the clients, then the pool; nothing stays."""
         try:
             for client in self._clients:
-                client.close()
+                client.leave()
             if self.process is not None and self.process.poll() is None:
                 assert self.stop() == 0
                 eventually(lambda: not self.home.processes(), _END_S, lambda: f"left: {self.home.processes()}")
@@ -175,7 +181,11 @@ class ServedPool:
             if self.process is not None and self.process.poll() is None:
                 self.process.kill()
                 self._reap()
-            self.home.close()
+            with contextlib.ExitStack() as homes:
+                homes.callback(self.home.close)
+                for client in self._clients:
+                    # only now: what runs here for them has variables of theirs
+                    homes.callback(client.home.close)
 
 
 class RemoteUser:
@@ -222,14 +232,15 @@ class RemoteUser:
     def sgpu(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run `sgpu ...` as this user."""
         return subprocess.run(
-            [sys.executable, "-m", "sgpu_magic", *arguments],
+            [SGPU, *arguments],
             env=self.home.environ, capture_output=True, text=True, check=False, timeout=60,
         )  # fmt: skip
 
-    def close(self) -> None:
+    def leave(self) -> None:
+        """Say goodbye."""
         if self._client is not None:
             self._client.close()
-        self.home.close()
+            self._client = None
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from sgpu_magic.environment.index import index_variables
 # what a run does not need on either machine; without them there is less to build
 _LEFT_OUT = ("mlflow-skinny", "sqlalchemy", "alembic")
 _START_S = 30
+_PINS = "from importlib.metadata import distributions\nfor one in distributions(): print(f'{one.name}=={one.version}')"
 
 
 def light_venv(folder: Path, *requirements: str, without: Sequence[str] = _LEFT_OUT) -> Path:
@@ -110,9 +111,9 @@ class TwoMachines:
 
     def fill_cache_for_notebook(self) -> None:
         """Let uv's cache have what machine 1 has, for machine 2 to build from: what a mirror of the index would be."""
-        frozen = _uv("pip", "freeze", "--python", str(self.notebook_python))
-        pins = [line for line in frozen.splitlines() if re.match(r"[\w.-]+==", line)]
-        self._cache(*(pin for pin in pins if not is_from_node(pin.partition("==")[0])))
+        # Python's own look: newer versions of uv leave out what is linked
+        pins = subprocess.run([self.notebook_python, "-c", _PINS], capture_output=True, text=True, check=True).stdout
+        self._cache(*(pin for pin in pins.split() if not is_from_node(pin.partition("==")[0])))
 
     def install(self, *requirements: str) -> None:
         """Change machine 1's packages, as `%pip install` does."""

@@ -96,7 +96,6 @@ class RunDirectory:
 
     def _write_record(self) -> None:
         record = self._record
-        self.write(RUN_RECORD, msgspec.json.format(msgspec.json.encode(record), indent=2))
         kept = "" if record.payload_kept else f"payload.bin is not here: {record.payload_note}."
         if record.spec.in_session:
             kept = f"{kept}\nIt ran in a session: what earlier cells had set on its ranks is not here.".strip()
@@ -110,3 +109,5 @@ class RunDirectory:
                 kept=kept,
             ).encode(),
         )
+        # last: who reads here that the run is over finds everything else as it stays
+        self.write(RUN_RECORD, msgspec.json.format(msgspec.json.encode(record), indent=2))

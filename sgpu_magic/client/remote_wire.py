@@ -60,7 +60,7 @@ class RemoteWire:
 
     @property
     def silent_s(self) -> float:
-        silent_s = self._silent_s
+        silent_s = time.monotonic() - self._heard_at
         return silent_s if silent_s > _SILENT_S else 0.0
 
     def lost(self) -> str:

@@ -61,7 +61,7 @@ class Uploads:
         """
         if packed.total_bytes <= INLINE_LIMIT:
             return Payload(source=InlinePayload(), layout=packed.layout), [packed.to_bytes()]
-        if not link.welcome.same_host:
+        if not link.welcome.near:
             return Payload(source=_sent(packed, link), layout=packed.layout), []
         with self._lock:
             slot = self._reusable(packed.total_bytes, link)
@@ -78,13 +78,13 @@ class Uploads:
         return Payload(source=source, layout=packed.layout), []
 
     def sent_along(self, along: Along, link: PoolLink) -> Along:
-        """Send a pool of another machine what it lacks of the code and the wheels that go along.
+        """Send a pool whose ranks are on other machines what it lacks of the code and the wheels that go along.
 
         Raises:
             SerializationError: A file of them can't be read.
             PoolLost: That pool is gone.
         """
-        if link.welcome.same_host:
+        if link.welcome.near:
             return along
         sender = BlobSender(link)
         code = tuple(msgspec.structs.replace(bundle, path="", blobs=_blobs_of(bundle, sender)) for bundle in along.code)
@@ -171,7 +171,7 @@ class Uploads:
 
 
 def _sent(packed: Packed, link: PoolLink) -> StoredPayload:
-    """Send a pool of another machine what it lacks of the packed bytes."""
+    """Send a pool whose ranks are on other machines what it lacks of the packed bytes."""
     regions = list(regions_of(packed))
     digests = BlobSender(link).send(Piece(region.size, region.load) for region in regions)
     parts = (

@@ -93,9 +93,11 @@ class Engine(Protocol):
 
     Attributes:
         grants_later: The lease of a launch is a proposal: its run waits until `EngineListener.lease_granted`.
+        far: Its nodes do not see the files and the memory of the pool's machine.
     """
 
     grants_later: bool
+    far: bool
 
     def start(self, listener: EngineListener) -> None:
         """Begin to listen to what the nodes say."""

@@ -14,6 +14,7 @@ from sgpu_magic.engines.device_locks import DeviceLocks, DevicesLocked
 from sgpu_magic.engines.held_leases import HeldLeases, has_locks
 from sgpu_magic.engines.local_agent import LocalAgent
 from sgpu_magic.environment.need import needs_build
+from sgpu_magic.protocol.blobs import FetchBlob, StoreRunFile
 from sgpu_magic.protocol.devices import Inventory
 from sgpu_magic.protocol.environment import Environment
 from sgpu_magic.protocol.forwarding import (
@@ -38,6 +39,7 @@ from sgpu_magic.protocol.node_messages import (
     InventoryTaken,
     KillRanks,
     Launch,
+    MasterBound,
     Question,
     RanksGone,
     RestartSessionRanks,
@@ -71,6 +73,7 @@ class LocalEngine:
     """
 
     grants_later = False
+    far = False
 
     def __init__(self, settings: Settings, warm: Warm | None = None) -> None:
         self._settings = settings
@@ -179,6 +182,9 @@ class LocalEngine:
             case RanksGone():
                 self._release(message.run_id)
                 listener.ranks_gone(message.run_id)
+            case MasterBound() | FetchBlob() | StoreRunFile():
+                # of runs that have ranks on other machines
+                pass
 
     def _ready(self, ready: AgentReady, listener: EngineListener) -> None:
         if ready.protocol_version != PROTOCOL_VERSION:

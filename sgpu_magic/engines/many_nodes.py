@@ -21,6 +21,7 @@ from sgpu_magic.environment.need import needs_build
 from sgpu_magic.protocol.blobs import FetchBlob, StoreRunFile
 from sgpu_magic.protocol.devices import Inventory
 from sgpu_magic.protocol.environment import Environment
+from sgpu_magic.protocol.forwarding import StreamClosed, StreamData, StreamEnded, StreamOpened, StreamTaken
 from sgpu_magic.protocol.messages import Warm
 from sgpu_magic.protocol.node_messages import (
     Adopt,
@@ -150,6 +151,8 @@ class ManyNodes(ManyRuns):
                 listener.answered(message.request, message.answer)
             case TrackingAsked(run_id=run_id):
                 listener.tracking_asked(run_id)
+            case StreamOpened() | StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
+                listener.forwarded(message, frames)
             case FetchBlob() | StoreRunFile():
                 self._files.said(message, frames, lambda answer, data: self._send(node, answer, data))
             case _:

@@ -40,6 +40,8 @@ _NO_SESSION = "its session has ended"
 _NOT_STARTED = "it is not started yet: the run's devices are being got"
 # of runs whose ranks are gone: what became of their payload may still be told
 _GONE_KEPT = 200
+# seconds for which what looks like the loss of a peer waits for its cause on another node
+_PATIENCE_WITH_VICTIM_S = 0.25
 
 
 class ManyRuns:
@@ -182,8 +184,13 @@ class ManyRuns:
         body = event.body
         ended = run.joint.ended
         told = run.joint.heard(part, event, frames, time.time())
+        failure = body.failure if isinstance(body, RankFailed | RunEnded) else None
         if isinstance(body, RankFailed) or (isinstance(body, RunEnded) and body.state is RunState.FAILED):
-            run.part_failed(part)
+            if failure is not None and failure.is_consequence:
+                # who is told of it now would be taken for a victim, and may be the cause that is still on its way
+                self._loop.call_later(_PATIENCE_WITH_VICTIM_S, run.part_failed, part)
+            else:
+                run.part_failed(part)
         elif isinstance(body, RunEnded) and body.state in (RunState.CANCELLED, RunState.TIMED_OUT):
             run.part_stopped(part, body.state, body.reason)
         self._pass_on(told)

@@ -19,7 +19,7 @@ from sgpu_magic.render.failure import other_lines
 from sgpu_magic.render.failure_form import cut_lines
 from sgpu_magic.render.heading import attempt_text, mark_text
 from sgpu_magic.render.measured import idle_lines
-from sgpu_magic.render.session_words import session_warnings
+from sgpu_magic.render.session_words import standing_warnings
 from sgpu_magic.render.state_words import state_word
 from sgpu_magic.render.surroundings import tracked_link
 from sgpu_magic.render.text import stall_lines
@@ -74,7 +74,7 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
             bar=bar_of_all([card.bar for card in cards]),
             ranks=cards,
             only=view.spec.only,
-            idle=tuple(map(_plain, [*session_warnings(view), *idle_lines(view)])) if goes_on else (),
+            idle=tuple(map(_plain, [*standing_warnings(view), *idle_lines(view)])) if goes_on else (),
             notes=(
                 *([f"{left_out} earlier notes are left out"] if left_out > 0 else []),
                 *map(_plain, notes[-_MAX_NOTES:]),

@@ -103,7 +103,12 @@ class FairShare:
     # ------------------------------------------------------------ order
 
     def in_order(
-        self, line: Line, runs: Sequence[tuple[ScheduledRun, Want]], first: Iterable[str], now: float
+        self,
+        line: Line,
+        runs: Sequence[tuple[ScheduledRun, Want]],
+        first: Iterable[str],
+        now: float,
+        most: int | None = None,
     ) -> list[ScheduledRun]:
         """Return the runs that wait in a line in the order in which they would begin if it became free.
 
@@ -112,9 +117,10 @@ class FairShare:
             runs: All that wait in it, in order of submission.
             first: Those that devices are kept for, as they come.
             now: The present.
+            most: So many of them are asked for; None for all.
         """
         if len({run.spec.owner.user for run, _ in runs}) < 2:
-            return [run for run, _ in runs]
+            return [run for run, _ in runs[:most]]
         by_id = {run.run_id: run for run, _ in runs}
         ordered = [by_id.pop(run_id) for run_id in first if run_id in by_id]
         groups: dict[str, list[tuple[ScheduledRun, Want]]] = {}
@@ -132,14 +138,14 @@ class FairShare:
             ranks = _with_more(ranks, run.spec.owner.user, run.spec.placement.ranks)
         heap = [(ranks[user], places[group[0][0].run_id], user, 0) for user, group in groups.items()]
         heapq.heapify(heap)
-        while heap:
+        while heap and (most is None or len(ordered) < most):
             (priority, share), _, user, at = heapq.heappop(heap)
             group = groups[user]
             run, want = group[at]
             ordered.append(run)
             if at + 1 < len(group):
                 heapq.heappush(heap, ((priority, share + want.ranks), places[group[at + 1][0].run_id], user, at + 1))
-        return ordered + last
+        return (ordered + last)[:most]
 
     def users(self) -> Mapping[str, int]:
         """Return how many devices and slots each user has who has any."""

@@ -164,7 +164,7 @@ class Room:
         """How many devices or slots this request could take now, were they where it needs them."""
         if want.line == CPU_LINE and CPU in self.refused:
             return 0
-        return sum(count for count in self.free_by_node(want).values() if count > 0)
+        return self._shelves.of(want).total
 
     def free_by_node(self, want: Want) -> Mapping[str, int]:
         return self._shelves.of(want).free
@@ -253,7 +253,10 @@ class Room:
             return [("", want.ranks)] if self.missing(want) == 0 else None
         if want.line == CPU_LINE and CPU in self.refused:
             return None
-        free = self.free_by_node(want)
+        shelf = self._shelves.of(want)
+        if shelf.total < want.ranks:
+            return None
+        free = shelf.free
         return laid_out(want, {node: free[node] for node in free if node not in without} if without else free)
 
     def _within_limit(self, want: Want) -> bool:

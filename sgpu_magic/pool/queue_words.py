@@ -47,15 +47,16 @@ class QueueWords:
     def tell(self, now: float) -> list[Instruction]:
         """Tell those whose place or reason changed."""
         moment = _Moment(self._table, self._queue, self._fair, now)
-        places = moment.places()
-        told_later = len(places) > AT_ONCE and now < self._told_at + len(places) / PER_S
-        if not told_later:
+        count = self._table.count_waiting()
+        told_later = count > AT_ONCE and now < self._told_at + count / PER_S
+        if told_later:
+            self._behind = True
+        else:
             self._told_at = now
             self._behind = False
         out: dict[int, Instruction] = {}
-        for run, line, position in places:
+        for run, line, position in moment.places(only_first=told_later):
             if told_later and run.told is not None and position > _FIRST:
-                self._behind = True
                 continue
             told = (position, moment.reason(run))
             if told != run.told:
@@ -86,14 +87,20 @@ class _Moment:
         self._keepers = Keepers() if self._room is None else queue.keepers(self._room, self._lines)
         self._found: dict[tuple[Want, str], str] = {}
 
-    def places(self) -> list[tuple[ScheduledRun, Line | str | None, int]]:
-        """Return the runs that wait, each with its line or session and its place there; cells after their sessions."""
+    def places(self, *, only_first: bool = False) -> list[tuple[ScheduledRun, Line | str | None, int]]:
+        """Return the runs that wait, each with its line or session and its place there; cells after their sessions.
+
+        Args:
+            only_first: Only the first of the lines in which all know their places are asked for.
+        """
         found: list[tuple[ScheduledRun, Line | str | None, int]] = []
         asked = self._table.asked()
         for line in [*self._lines, *(line for line in asked if line not in self._lines)]:
             first = self._keepers.of_lines.get(line, ())
-            order = [*asked.get(line, ()), *self._fair.in_order(line, self._lines.get(line, []), first, self._now)]
-            found += [(run, line, place) for place, run in enumerate(order, 1)]
+            waiting = self._lines.get(line, [])
+            most = _FIRST if only_first and all(run.told is not None for run, _ in waiting) else None
+            order = self._fair.in_order(line, waiting, first, self._now, most)
+            found += [(run, line, place) for place, run in enumerate([*asked.get(line, ()), *order], 1)]
         lost = [run for run in self._table.waiting() if self._room is None or run.want is None]
         found += [(run, None, place) for place, run in enumerate(lost, 1)]
         places: dict[str, int] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +39,7 @@ _TURN_S = 0.01
 _MOST_OF_A_USER = 64
 _LONGEST_INSTANCE = 64
 _LOOK_S = 2.0
+_MAPPED = re.compile(r"\[::ffff:([0-9.]+)\]")
 _LINGER_MS = 1000
 
 Heard = Callable[[ConnectedClient, ClientMessage, Sequence[bytes]], None]
@@ -95,7 +97,8 @@ class RemoteDoor:
         secure_server(self._socket, listening.keys)
         self._doorkeeper = Doorkeeper(self._socket)
         self._socket.bind(listening.address)
-        self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
+        # ZeroMQ tells an IPv4 address as IPv6 does
+        self.address = _MAPPED.sub(r"\1", self._socket.get_string(zmq.LAST_ENDPOINT))
         self._loop.add_reader(self._socket.fileno(), self._drain)
         self._drain_scheduled = False
         self._timer = self._loop.call_later(self._look_s, self._look)

@@ -173,6 +173,7 @@ class PoolService:
             busy=bool(self._book.going),
             sees_client=client.same_host and self._settings.environments == "auto",
             same_host=client.same_host,
+            near=client.same_host and not self._engine.far,
             user=client.user,
             service=self._service_id,
             pool=self._settings.pool or "local",

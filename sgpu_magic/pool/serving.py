@@ -103,7 +103,8 @@ async def _serve(engine_name: str, settings: Settings, presence: PoolPresence) -
 def _words(settings: Settings, engine: str, address: str, listening: Listening) -> str:
     place = urlsplit(address)
     anywhere = place.hostname in ("0.0.0.0", "::", None)
-    reached = f"tcp://{config.host_name() if anywhere else place.hostname}:{place.port}"
+    host = config.host_name() if anywhere else place.hostname or ""
+    reached = f"tcp://{f'[{host}]' if ':' in host else host}:{place.port}"
     name, clients = settings.pool, settings.state_path / CLIENTS
     listing = "" if clients.exists() else f"\nnobody is let in yet: {clients} lists nobody"
     return (

@@ -14,7 +14,7 @@ from sgpu_magic.protocol.device_types import CPU
 from sgpu_magic.protocol.devices import Device
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Shelf:
     """The devices that requests of one kind may take.
 
@@ -22,17 +22,25 @@ class Shelf:
         allow_busy: Also those that others use.
         min_memory_bytes: None with less.
         free: How many are free, by node, in the inventory's order; fewer than none where slots were taken away.
+        total: How many are free on all nodes together.
     """
 
     allow_busy: bool
     min_memory_bytes: int
     free: dict[str, int]
+    total: int = 0
 
     def takes(self, device: Device) -> bool:
         """Whether such a request may have the device when nobody holds it."""
         if self.min_memory_bytes and memory_bytes(device) < self.min_memory_bytes:
             return False
         return self.allow_busy or not device.outside_use
+
+    def add(self, node: str, change: int) -> None:
+        """So many more are free on a node."""
+        before = self.free.get(node, 0)
+        self.free[node] = before + change
+        self.total += max(0, before + change) - max(0, before)
 
 
 class Shelves:
@@ -68,20 +76,21 @@ class Shelves:
                 self._fill_slots(shelf)
             else:
                 self._fill(shelf, want.line)
+            shelf.total = sum(count for count in shelf.free.values() if count > 0)
         return shelf
 
     def count(self, device: Device, change: int) -> None:
         """A device is taken (-1) or free again (+1)."""
         for shelf in self._of_line(line_of(device)):
             if shelf.takes(device):
-                shelf.free[device.node] += change
+                shelf.add(device.node, change)
 
     def count_slots(self, by_node: Mapping[str, int], sign: int) -> None:
         """CPU slots are taken (-1) or free again (+1)."""
         for shelf in self._of_line(CPU_LINE):
             for node, count in by_node.items():
                 if f"{CPU}@{node}" not in self._refused:
-                    shelf.free[node] = shelf.free.get(node, 0) + sign * count
+                    shelf.add(node, sign * count)
 
     def forget(self) -> None:
         """Count all anew when it is asked for."""

@@ -75,8 +75,8 @@ class Submissions:
         again = self._placing.resubmittable.get(spec.run_id)
         if not is_valid_id(spec.run_id) or self._book.get(spec.run_id) or (not again and self._ledger.has(spec.run_id)):
             problem = "the run's id is not valid or was used before."
-        elif not client.same_host and names_files(submit):
-            problem = "what it ships lies in files of the notebook's machine, which the pool does not see."
+        elif (not client.same_host or self._engine.far) and names_files(submit):
+            problem = "what it ships lies in files of the notebook's machine, which its ranks do not see."
         else:
             problem = unfit(spec)
         if problem:

@@ -115,11 +115,20 @@ def _there(want: Want, room: Room) -> str:
         enough = sum(count >= want.per_node for count in free.values())
         text += f", {enough} {'node has' if enough == 1 else 'nodes have'} {want.per_node} or more free"
     # the fullest of those that are large enough at all: what it lacks is what the run waits for
-    large = [node for node, size in sizes.items() if size >= want.per_node] if want.on_one_node or want.nodes else []
-    node = max(large or sizes, key=lambda node: (max(0, free.get(node, 0)), sizes[node]))
+    least = want.per_node if want.on_one_node or want.nodes else 1
+    node = _emptiest(free, sizes, least) or _emptiest(free, sizes, 1)
     held = room.held_by(want, node, most=2)
     by = f" ({', '.join(held)})" if held and (want.on_one_node or want.line == CPU_LINE or len(sizes) > 1) else ""
     return f"{text}, the largest node has {max(0, free.get(node, 0))} free of {sizes[node]}{by}"
+
+
+def _emptiest(free: Mapping[str, int], sizes: Mapping[str, int], least: int) -> str:
+    """The node with the most free, of those that have `least` when nothing runs; the first of several."""
+    best, most = "", (-1, 0)
+    for node, size in sizes.items():
+        if size >= least and (there := (max(0, free.get(node, 0)), size)) > most:
+            best, most = node, there
+    return best
 
 
 def _coming(room: Room) -> list[str]:

@@ -230,6 +230,8 @@ class Welcome(Record, frozen=True, tag="welcome", kw_only=True):
             variables have to travel.
         same_host: The service is on the client's machine: run directories and memory files are read there by their
             paths; else everything goes over the link.
+        near: The ranks are on the client's machine too: a payload is read where it lies. Else it goes into the pool's
+            store.
         user: Who the client is to the pool.
         service: Another one for each life of the pool's process.
         pool: The pool's own name.
@@ -242,6 +244,7 @@ class Welcome(Record, frozen=True, tag="welcome", kw_only=True):
     busy: bool = False
     sees_client: bool = True
     same_host: bool = True
+    near: bool = True
     user: str = ""
     service: str = ""
     pool: str = "local"

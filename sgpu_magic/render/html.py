@@ -20,7 +20,7 @@ from sgpu_magic.render.items import DisplayItem, GapItem, LineItem, display_text
 from sgpu_magic.render.measured import busy_text, idle_lines
 from sgpu_magic.render.quiet import is_quiet, quiet_html
 from sgpu_magic.render.segments import TextSegment, segments
-from sgpu_magic.render.session_words import session_meta, session_warnings
+from sgpu_magic.render.session_words import session_meta, standing_warnings
 from sgpu_magic.render.state_words import Tone, state_word
 from sgpu_magic.render.surroundings import label_text, packages_text, tracked_link, tracked_text
 from sgpu_magic.render.units import count_of, format_clock, format_seconds, format_span
@@ -125,7 +125,7 @@ def _header(view: RunView) -> str:
 
 
 def _notes(view: RunView) -> str:
-    return _warnings([*view.notes, *session_warnings(view)])
+    return _warnings([*view.notes, *standing_warnings(view)])
 
 
 def _warnings(sentences: list[str]) -> str:

@@ -34,14 +34,18 @@ def session_meta(view: RunView, now: float | None = None) -> list[str]:
     return [word for word in words if word]
 
 
-def session_warnings(view: RunView) -> list[str]:
-    """Return which ranks are dead and how they come back."""
+def standing_warnings(view: RunView) -> list[str]:
+    """Return what is wrong as long as it is: a link that is silent, which ranks are dead and how they come back."""
+    silence = [view.silence] if view.silence and not view.is_final else []
     if view.session is None or view.is_final or not view.session.dead:
-        return []
+        return silence
     dead = view.session.dead
     verb, them = ("is", "it") if len(dead) == 1 else ("are", "them")
     command = restart_command(dead)
-    return [f"{format_ranks(dead)} {verb} dead; {command} starts {them} anew, and the others keep their state"]
+    return [
+        *silence,
+        f"{format_ranks(dead)} {verb} dead; {command} starts {them} anew, and the others keep their state",
+    ]
 
 
 def session_summary(view: RunView) -> str:

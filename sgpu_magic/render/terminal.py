@@ -11,7 +11,7 @@ from sgpu_magic.render import ansi
 from sgpu_magic.render.heading import header_line
 from sgpu_magic.render.memory import memory_lines
 from sgpu_magic.render.quiet import is_quiet
-from sgpu_magic.render.session_words import session_warnings
+from sgpu_magic.render.session_words import standing_warnings
 from sgpu_magic.render.text import ending_stacks, live_line, stall_lines, summary_line
 from sgpu_magic.render.units import count_of
 from sgpu_magic.render.view import RunView
@@ -104,8 +104,8 @@ class TerminalPublisher:
         return lines
 
     def _session_lines(self) -> list[str]:
-        """Return which ranks of a session are dead when that has changed."""
-        told = session_warnings(self._view)
+        """Return that its link is silent, and which ranks of a session are dead, when that has changed."""
+        told = standing_warnings(self._view)
         if told == self._warned:
             return []
         self._warned = told

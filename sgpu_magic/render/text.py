@@ -31,7 +31,7 @@ from sgpu_magic.render.measured import busy_text, idle_lines
 from sgpu_magic.render.memory import memory_lines
 from sgpu_magic.render.quiet import is_quiet, quiet_line
 from sgpu_magic.render.segments import TextSegment, segments
-from sgpu_magic.render.session_words import session_meta, session_summary, session_warnings
+from sgpu_magic.render.session_words import session_meta, session_summary, standing_warnings
 from sgpu_magic.render.stacks import group_lines, group_stacks, summary, verdict
 from sgpu_magic.render.state_words import state_word
 from sgpu_magic.render.surroundings import packages_text, tracked_text
@@ -68,7 +68,7 @@ def render_segment_text(view: RunView, segment: TextSegment, first: bool, last: 
     lines: list[str] = []
     if first:
         lines.append(header_line(view))
-        lines.extend(f"note: {note}" for note in [*view.notes, *session_warnings(view), *idle_lines(view)])
+        lines.extend(f"note: {note}" for note in [*view.notes, *standing_warnings(view), *idle_lines(view)])
     items = segment.items
     sizes = [line_bytes(item.text) if isinstance(item, LineItem) else 0 for item in items]
     bound, head_share = (view.output_limit, HEAD_SHARE) if limit is None else (limit, 0.0)

@@ -81,6 +81,7 @@ class RunView:
         directory: Where its logs are, "" when that is not known.
         environment: How far its packages are, None while nothing has to be said of them.
         tracked: Its place in MLflow, None until known.
+        silence: That its pool is not heard, "" as long as it is.
         left: Why nobody follows it here any more while it goes on, "" while somebody does.
         ended: The run's last word, None while it goes on.
         version: Grows with every event; equal versions draw equal pictures (but for the clock).
@@ -112,6 +113,7 @@ class RunView:
         self.directory = ""
         self.environment: EnvironmentMoved | None = None
         self.tracked: TrackedRun | None = None
+        self.silence = ""
         self.left = ""
         self.ended: RunEnded | None = None
         self.version = 0
@@ -182,6 +184,12 @@ class RunView:
         """Say something about it that no event tells."""
         self._note(sentence)
         self.version += 1
+
+    def not_heard(self, sentence: str) -> None:
+        """Its pool can't be heard now, or can again (""); the run goes on either way."""
+        if sentence != self.silence:
+            self.silence = sentence
+            self.version += 1
 
     def leave(self, sentence: str) -> None:
         """It goes on, but is not shown here any longer."""

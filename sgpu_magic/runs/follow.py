@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from sgpu_magic.protocol.ids import short
 from sgpu_magic.protocol.records import Failure, RunSpec
 from sgpu_magic.protocol.states import FailureKind, RunState
 from sgpu_magic.render.publisher import Publisher
+from sgpu_magic.render.units import format_span
 from sgpu_magic.render.view import RunView
 from sgpu_magic.runs.outcome import deliver
 from sgpu_magic.runs.restarts import RestartWatch
@@ -55,6 +57,18 @@ class Followed:
     publisher: Publisher
     pool: Pool
     heard: Callable[[], None] | None = None
+
+    def look_at_link(self) -> None:
+        """Show that the pool, on another machine, is not heard any more, or is heard again."""
+        silent_s = self.run.silent_s
+        if silent_s or self.view.silence:
+            # told anew when it has lasted twice as long
+            told_s = 10 * 2 ** int(math.log2(max(silent_s, 10.0) / 10))
+            sentence = (
+                f"the link to {self.run.pool_title} has been silent for more than {format_span(told_s)}; the run goes "
+                "on there, and the view catches up when the link is back"
+            )
+            self.view.not_heard(sentence if silent_s else "")
 
     def apply(self, event: Event, frames: Sequence[bytes]) -> None:
         """Fold an event into what is shown."""
@@ -184,6 +198,7 @@ def advance(followed: Followed) -> Ending | None:
         followed.apply(*item)
         if isinstance(item[0].body, RunEnded):
             return item[0].body, item[1]
+    followed.look_at_link()
     return (last_words(followed) or find_again(followed)) if run.link_lost else None
 
 
@@ -243,6 +258,7 @@ def _follow(
             if ending is not None:
                 return ending
             heard_at = time.monotonic()
+        followed.look_at_link()
         if has_ended and time.monotonic() - heard_at > HISTORY_PATIENCE_S:
             return without_an_end(followed)
         followed.publisher.tick(time.monotonic())

@@ -78,7 +78,9 @@ class Follower:
                     self._thread = None
                     return
                 entries = list(self._entries)
-            self._woken.wait(_LOOK_S if any(entry.until is not None for entry in entries) else None)
+            # nothing wakes this thread when a link to another machine has fallen silent
+            looks = any(entry.until is not None or entry.followed.run.mirror is not None for entry in entries)
+            self._woken.wait(_LOOK_S if looks else None)
             self._woken.clear()
             for entry in entries:
                 try:

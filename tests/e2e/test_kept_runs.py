@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 from kernels import Home, Kernel, eventually
 
+from sgpu_magic.protocol.run_record import UNDER_WAY
+
 DAY_S = 24 * 3600.0
 
 
@@ -21,7 +23,9 @@ def age(home: Home, run_id: str, days: float) -> None:
 
 
 def is_over(home: Home, run_id: str) -> bool:
-    return json.loads((home.run_dir(run_id) / "run.json").read_bytes())["state"] == "succeeded"
+    """Nothing is written into its directory any more."""
+    record = json.loads((home.run_dir(run_id) / "run.json").read_bytes())
+    return record["state"] == "succeeded" and record["payload_note"] != UNDER_WAY
 
 
 def test_oldest_ended_runs_go_and_one_that_goes_on_stays(new_home: Callable[..., Home]):
