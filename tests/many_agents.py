@@ -8,8 +8,10 @@ is such a service, of the home that its environment names. `ManyAgents` starts i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -29,12 +31,23 @@ from sgpu_magic.protocol.devices import Inventory
 from sgpu_magic.protocol.node_messages import AgentReady, EndAgent, FromAgent, ToAgent
 
 NODE_PIDS = "node-pids.json"
+_REAP_S = 0.2
+
+
+class AgentHere(LocalAgent):
+    """An agent on this machine whose link can be cut."""
+
+    def cut(self) -> None:
+        """It lives on, and the next one who looks finds it."""
+        if self._stream is not None:
+            self._stream.close()
+        self._socket.close()
 
 
 class AgentChannel:
     """A `NodeChannel` to an agent on this machine."""
 
-    def __init__(self, node: str, agent: LocalAgent) -> None:
+    def __init__(self, node: str, agent: AgentHere) -> None:
         self.node = node
         self.agent = agent
 
@@ -61,7 +74,7 @@ class NodesHere(ManyNodes):
         super().__init__(settings, "cluster")
         self.far = far
         self._own_addresses = dict(zip((f"node-{number}" for number in range(len(addresses))), addresses, strict=True))
-        self._agents: dict[str, LocalAgent] = {}
+        self._agents: dict[str, AgentHere] = {}
         self._came: set[str] = set()
 
     def begin(self) -> None:
@@ -88,8 +101,9 @@ class NodesHere(ManyNodes):
         runtime = self._settings.runtime_path / node[-1]
         for directory in (state, runtime, state / "runs"):
             config.private_dir(directory)
-        own = replace(self._settings, state_dir=str(state), runtime_dir=str(runtime))
-        agent = self._agents[node] = LocalAgent(own, look=look)
+        # what listens is its operator's to start again: the agents start no pool service
+        own = replace(self._settings, state_dir=str(state), runtime_dir=str(runtime), listen="tcp://127.0.0.1:0")
+        agent = self._agents[node] = AgentHere(own, look=look)
         channel = AgentChannel(node, agent)
 
         def said(message: FromAgent, frames: Sequence[bytes]) -> None:
@@ -101,13 +115,36 @@ class NodesHere(ManyNodes):
                 self.node_said(node, message, frames)
 
         def lost() -> None:
-            agent.clean_up_after()
             del self._agents[node]
             self._came.discard(node)
             self.node_lost(node, "its agent has ended")
             self._tell_pids()
+            self._reap()
 
         agent.listen(said, lost)
+
+    def _reap(self) -> None:
+        """What a dead agent leaves becomes this process's; agents that live are waited for by who started them."""
+        known = {agent.pid for agent in self._agents.values()}
+        for pid in processes.descendants(os.getpid()):
+            if pid not in known:
+                with contextlib.suppress(OSError):
+                    os.waitpid(pid, os.WNOHANG)
+        self._loop.call_later(_REAP_S, self._reap)
+
+    def obey(self, line: str) -> None:
+        """`cut`, `lose` or `bring` a node."""
+        order, node = line.split()
+        match order:
+            case "cut":
+                self._agents.pop(node).cut()
+            case "lose":
+                self._agents.pop(node).cut()
+                self._came.discard(node)
+                self.node_lost(node, "the test gave it up")
+            case _:
+                self._start(node, look=True)
+                self._tell_pids()
 
     def _tell_pids(self) -> None:
         text = json.dumps({node: agent.pid for node, agent in self._agents.items()})
@@ -136,6 +173,7 @@ class ManyAgents:
             process = subprocess.Popen(
                 [sys.executable, __file__, str(self.nodes), *(["far"] if self.far else [])],
                 env=self.home.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -151,10 +189,19 @@ class ManyAgents:
     def agent_pid(self, node: int) -> int:
         return json.loads((self.home.state / NODE_PIDS).read_bytes())[f"node-{node}"]
 
+    def order(self, what: str, node: int) -> None:
+        """Let a node's link be `cut`, `lose` the node altogether, or `bring` it (back), with its agent if that lives."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{what} node-{node}\n".encode())
+        self.process.stdin.flush()
+
+    def kill_agent(self, node: int) -> None:
+        os.kill(self.agent_pid(node), signal.SIGKILL)
+
     def kill(self) -> None:
         """KILL the service; its agents stay."""
         self.process.kill()
-        self.process.wait()
+        self._wait()
 
     def restart(self) -> None:
         """Start it again."""
@@ -163,7 +210,21 @@ class ManyAgents:
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.terminate()
-            self.process.wait(15)
+            self._wait()
+
+    def _wait(self) -> None:
+        self.process.wait(15)
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
+
+def _obey(engine: NodesHere) -> None:
+    """Orders are short, and come whole."""
+    text = os.read(0, 4096).decode()
+    for line in text.splitlines():
+        engine.obey(line)
+    if not text:
+        asyncio.get_running_loop().remove_reader(0)
 
 
 def main() -> None:
@@ -179,6 +240,7 @@ def main() -> None:
         addresses = [f"127.0.0.{number + 1}" for number in range(int(sys.argv[1]))]
         engine = NodesHere(settings, addresses, far="far" in sys.argv[2:])
         engine.begin()
+        asyncio.get_running_loop().add_reader(0, lambda: _obey(engine))
         service = PoolService(settings, presence, engine)
         presence.announce()
         try:

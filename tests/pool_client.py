@@ -59,7 +59,12 @@ class PoolClient:
             run_id=new_id(),
             name=fields.pop("name", "cell"),
             cell=CellSource(body=body, execution_count=1),
-            placement=Placement(ranks=ranks, device_type=fields.pop("device_type", "any")),
+            placement=Placement(
+                ranks=ranks,
+                device_type=fields.pop("device_type", "any"),
+                nodes=fields.pop("nodes", 0),
+                strategy=fields.pop("strategy", "pack"),
+            ),
             outputs=outputs,
             owner=fields.pop("owner", this_owner()),
             timeout_s=fields.pop("timeout_s", 600.0),

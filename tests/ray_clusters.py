@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import subprocess
 import sys
 import warnings
@@ -13,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from homes import Home
-from process_table import is_alive, process_table
+from process_table import Process, below, is_alive, process_table
 from waiting import eventually
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
 
-_START_S = 60.0
+_START_S = 90.0
 
 
 class FakeCluster:
@@ -44,6 +45,7 @@ class FakeCluster:
             for count in gpus:
                 self.add(count, cpus, label, resource)
         self.address: str = self._cluster.address
+        self._looker: subprocess.Popen[str] | None = None
 
     def add(self, gpus: int, cpus: int = 4, label: str = "A10G", resource: str = "") -> Any:
         """Add a node, as an autoscaler would."""
@@ -58,6 +60,10 @@ class FakeCluster:
         self.nodes.append(node)
         return node
 
+    def left_nothing(self, pool: str) -> None:
+        """Wait until no actor and no placement group of a pool is in the cluster."""
+        eventually(lambda: self.left(pool) == {}, 30, lambda: f"left in the cluster: {self.left(pool)}", poll_s=1.0)
+
     def kill(self, node: Any) -> None:
         """The machine is gone from one moment to the next."""
         with warnings.catch_warnings():
@@ -65,21 +71,58 @@ class FakeCluster:
             self._cluster.remove_node(node, allow_graceful=False)
         self.nodes.remove(node)
 
-    def left(self, namespace_prefix: str = "sgpu-") -> dict[str, Any]:
-        """What of ours is in the cluster: living actors and placement groups. Asked in a process of its own."""
-        code = f"""
-import json, ray
-ray.init(address={self.address!r}, namespace="looker", log_to_driver=False, logging_level="ERROR")
-from ray.util.placement_group import placement_group_table
-actors = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"].startswith("sgpu-")]
-groups = [g["name"] for g in placement_group_table().values() if g["state"] != "REMOVED"]
-print(json.dumps([actors, groups]))
-"""
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-        actors, groups = json.loads(done.stdout.strip().splitlines()[-1])
+    def left(self, pool: str) -> dict[str, list[str]]:
+        """Living actors and placement groups of a pool."""
+        actors, groups = self._ask({"left": pool})
         return {kind: names for kind, names in (("actors", actors), ("groups", groups)) if names}
 
+    def hold(self, bundles: list[dict[str, float]]) -> None:
+        """Take devices, as another user of the cluster does."""
+        self._ask({"hold": bundles})
+
+    def release(self) -> None:
+        """Give back what `hold` took."""
+        self._ask({"release": True})
+
+    def _ask(self, question: dict[str, Any]) -> Any:
+        looker = self._looker or self._look()
+        assert looker.stdin is not None and looker.stdout is not None
+        looker.stdin.write(f"{json.dumps(question)}\n")
+        looker.stdin.flush()
+        return json.loads(looker.stdout.readline())
+
+    def _look(self) -> subprocess.Popen[str]:
+        """A driver of its own: this process must not be one, its fork handlers and threads would be in every test."""
+        code = f"""
+import json, sys, ray
+ray.init(address={self.address!r}, namespace="looker", log_to_driver=False, logging_level="ERROR")
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+held = []
+for line in sys.stdin:
+    question, answer = json.loads(line), None
+    if "hold" in question:
+        held.append(placement_group(question["hold"], strategy="PACK"))
+        answer = held[-1].wait(60)
+    elif "release" in question:
+        while held:
+            remove_placement_group(held.pop())
+    else:
+        pool = question["left"]
+        named = ray.util.list_named_actors(all_namespaces=True)
+        actors = [a["name"] for a in named if a["namespace"] == "sgpu-" + pool]
+        rows = placement_group_table().values()
+        answer = actors, [g["name"] for g in rows if g["name"].startswith("sgpu:" + pool + ":") and g["state"] != "REMOVED"]
+    print(json.dumps(answer), flush=True)
+"""
+        self._looker = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        return self._looker
+
     def close(self) -> None:
+        if self._looker is not None:
+            with self._looker as looker:
+                looker.kill()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._cluster.shutdown()
@@ -104,6 +147,19 @@ def _rays() -> list[str]:
     ]
 
 
+_AGENT = "-m sgpu_magic.agent "
+_ZYGOTE = "-m sgpu_magic.worker.zygote "
+
+
+def _is_agent_of(pool: str, process: Process) -> bool:
+    if _AGENT not in process.command:
+        return False
+    try:
+        return f"sgpu-{os.getuid()}-{pool}-" in os.readlink(f"/proc/{process.pid}/fd/2")
+    except OSError:
+        return False
+
+
 class RayPool:
     """A pool service on a cluster, with directories of its own; clients of this machine reach it by `home`.
 
@@ -113,6 +169,7 @@ class RayPool:
     """
 
     def __init__(self, address: str, variables: dict[str, str] | None = None) -> None:
+        self.name = f"t{os.getpid()}{secrets.token_hex(2)}"
         self.home = Home(
             {
                 "SGPU_RAY_ADDRESS": address,
@@ -120,9 +177,8 @@ class RayPool:
                 "SGPU_RAY_AGENT_IDLE_S": "3",
                 "SGPU_ADOPT_TIMEOUT_S": "20",
                 "SGPU_RAY_NODE_LISTEN": "tcp://0.0.0.0:0",
-                "SGPU_POOL": f"t{os.getpid()}",
+                "SGPU_POOL": self.name,
                 "RAY_USAGE_STATS_ENABLED": "0",
-                # a client's process must not be reported as one of this pool's
                 **(variables or {}),
             }
         )
@@ -132,6 +188,25 @@ class RayPool:
     @property
     def log(self) -> Path:
         return self.home.state / "pool.log"
+
+    def node_processes(self) -> dict[int, Process]:
+        """What this pool has on nodes of this machine: its agents and all below them; Ray starts them, so no home does."""
+        table = process_table()
+        agents = {pid for pid, process in table.items() if _is_agent_of(self.name, process)}
+        return {pid: table[pid] for pid in agents | below(agents, table) if table[pid].state != "Z"}
+
+    def agent_pids(self) -> list[int]:
+        return [pid for pid, process in self.node_processes().items() if _is_agent_of(self.name, process)]
+
+    def rank_pids(self) -> list[int]:
+        """Ranks of runs; those that stand by have no directory of their own yet."""
+        found, agents = self.node_processes(), self.agent_pids()
+        zygotes = {pid for pid, process in found.items() if _ZYGOTE in process.command and process.parent in agents}
+        return [pid for pid, process in found.items() if process.parent in zygotes and process.cwd != "/"]
+
+    def node_files(self) -> list[str]:
+        """Directories of this pool on nodes of this machine."""
+        return [str(path) for path in Path("/tmp").glob(f"sgpu-{os.getuid()}-{self.name}-*")]
 
     def start(self) -> None:
         """Start the service, and wait until clients find it."""
@@ -153,8 +228,13 @@ class RayPool:
             self.process.wait(60)
 
     def close(self) -> None:
-        self.stop()
-        self.home.close()
+        """End it; nothing of it is left on the nodes."""
+        try:
+            self.stop()
+            eventually(lambda: not self.node_processes(), 20, lambda: f"left on nodes: {self.node_processes()}")
+            eventually(lambda: not self.node_files(), 20, lambda: f"left on nodes: {self.node_files()}")
+        finally:
+            self.home.close()
 
 
 @contextlib.contextmanager

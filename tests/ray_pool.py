@@ -13,11 +13,16 @@ from sgpu_magic.pool.service import PoolService
 
 async def _serve(settings: config.Settings, presence: PoolPresence) -> None:
     service = PoolService(settings, presence, make_engine("ray", settings))
-    presence.announce()
+    ready = asyncio.create_task(service.ready.wait())
     try:
+        await asyncio.wait([ready, service.finished], return_when=asyncio.FIRST_COMPLETED)
+        presence.announce()
         await service.finished
     finally:
+        ready.cancel()
         service.close()
+    if service.broken_why:
+        sys.exit(service.broken_why)
 
 
 def main() -> None:

@@ -146,16 +146,19 @@ class ServedPool:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def user(self, name: str, *, admin: bool = False, address: str = "", listed: bool = True) -> RemoteUser:
+    def user(
+        self, name: str, *, admin: bool = False, address: str = "", key: str = "", listed: bool = True
+    ) -> RemoteUser:
         """A user on a machine of their own.
 
         Args:
             name: Who.
             admin: May end everybody's runs.
             address: Where they think the pool is; "" is where it is.
+            key: What they think its key is; "" is the right one.
             listed: Their key is let in.
         """
-        made = RemoteUser(name, replace(self.entry, address=address or self.entry.address))
+        made = RemoteUser(name, replace(self.entry, address=address or self.entry.address, key=key or self.entry.key))
         self._clients.append(made)
         if listed:
             self.command("authorize", name, made.keys.public, *(["--admin"] if admin else []))
@@ -218,12 +221,16 @@ class RemoteUser:
             self._client = self.new_client()
         return self._client
 
-    def new_client(self) -> PoolClient:
-        """Another one; the caller closes it. This process's own variables stay as they are: users are many."""
+    def new_client(self, address: str = "") -> PoolClient:
+        """Another one, over `address` if given; the caller closes it.
+
+        This process's own variables stay as they are: users are many.
+        """
         before = dict(os.environ)
         try:
             set_environ(self.home.environ)
-            pool = Pool(load_settings(self.home.environ), self.notices.append, self.entry)
+            entry = replace(self.entry, address=address or self.entry.address)
+            pool = Pool(load_settings(self.home.environ), self.notices.append, entry)
             set_environ(before)
             return PoolClient(self.home, pool)
         finally:

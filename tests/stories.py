@@ -9,7 +9,7 @@ import msgspec
 
 from sgpu_magic.config import host_name
 from sgpu_magic.protocol import events as ev
-from sgpu_magic.protocol.devices import Lease, Placement
+from sgpu_magic.protocol.devices import Lease, NodeShare, Placement
 from sgpu_magic.protocol.measures import Collective, RankMemory, RankSample, RankStack, StackFrame, TensorUse
 from sgpu_magic.protocol.payloads import InlinePayload, PackedLayout, Payload
 from sgpu_magic.protocol.records import CellSource, Failure, OutputName, Owner, RankResult, RunSpec, Shipped
@@ -74,12 +74,17 @@ class Run:
         return self
 
     def start(
-        self, device_type: str = "cpu", simulated: bool = False, at: float = 100.0, labels: tuple[str, ...] = ()
+        self,
+        device_type: str = "cpu",
+        simulated: bool = False,
+        at: float = 100.0,
+        labels: tuple[str, ...] = (),
+        shares: tuple[NodeShare, ...] = (),
     ) -> Run:
         ranks = self.view.ranks
         return self.tell(
             ev.Placed(
-                lease=Lease(lease_id="l", device_type=device_type, ranks=ranks, simulated=simulated),
+                lease=Lease(lease_id="l", device_type=device_type, ranks=ranks, simulated=simulated, shares=shares),
                 host=host_name(),
                 labels=labels,
             ),
@@ -297,6 +302,19 @@ def started_again() -> Run:
     run = Run(retries=2).start().say(2, "step 7")
     run.tell(ev.AttemptFailed(attempt=1, attempts=3, failure=failure), at=109.0)
     return run.start(at=110.0).say(2, "from step 5\n")
+
+
+SHARES = (NodeShare(node="n1", host="ml-1", ranks=2), NodeShare(node="n2", host="ml-2", ranks=2))
+
+
+def on_two_nodes() -> Run:
+    return Run(pool="team").start("a10", shares=SHARES).say(0, "epoch 1\n").say(3, "epoch 1\n")
+
+
+def lost_a_node() -> Run:
+    message = "the node ml-2 was lost: it does not answer; the run's processes were ended"
+    failure = Failure(kind=FailureKind.NODE_LOST, message=message, host="ml-2")
+    return on_two_nodes().end(RunState.FAILED, 12.0, failure, released(0, 1))
 
 
 def left_alone() -> Run:
@@ -537,7 +555,7 @@ FORMS = {
     form.__name__: form
     for form in (
         succeeded, failed, died, cancelled, timed_out, queued, gapped, running, stalled, timed_out_in_a_collective,
-        failed_when_stalled, started_again, left_alone,
+        failed_when_stalled, started_again, left_alone, on_two_nodes, lost_a_node,
         in_session, in_session_on_one_rank, in_session_running, waits_in_session, sent_by_auto, fresh_in_session,
         renewed, unstopped, refused_by_session, pushed, pulled, called, session_waits, session_connected,
         session_working, session_with_a_dead_rank, session_mended, session_ended, session_lost, out_of_memory,

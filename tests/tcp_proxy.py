@@ -26,6 +26,7 @@ class Proxy:
         self._lock = threading.Lock()
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._held = False
+        self._answers_held = False
         self._refusing = False
         self.connections = 0
         self.sent: list[list[bytes]] = []
@@ -53,6 +54,11 @@ class Proxy:
         with self._lock:
             self._held = True
 
+    def hold_answers(self) -> None:
+        """Pass on what the client says, and swallow what it is answered."""
+        with self._lock:
+            self._answers_held = True
+
     def cut(self) -> None:
         """End all connections, and pass nothing on of new ones until `mend`."""
         with self._lock:
@@ -68,7 +74,7 @@ class Proxy:
     def mend(self) -> None:
         """Pass on again what comes. What was swallowed stays lost, as its connections are ended."""
         with self._lock:
-            self._held, self._refusing = False, True
+            self._held, self._answers_held, self._refusing = False, False, True
         self._waker.send(b"r")
 
     def close(self) -> None:
@@ -119,7 +125,7 @@ class Proxy:
             if data:
                 if record is not None:
                     record.append(data)
-                if not self._held:
+                if not (self._held or (self._answers_held and record is None)):
                     sink.sendall(data)
                 return
         except OSError:

@@ -1075,3 +1075,30 @@ def test_units() -> None:
     assert format_ranks([3, 0, 2]) == "ranks 0, 2, 3"
     assert format_ranks(range(15)) == "ranks 0-14"
     assert format_ranks([1]) == "rank 1"
+
+
+# ------------------------------------------------------------ several nodes
+
+
+def test_ranks_are_listed_below_the_nodes_they_are_on() -> None:
+    running = on_two_nodes()
+    grid = ansi.plain(re.sub("<[^>]*>", "|", live_ranks_html(running.view)))
+    assert [word for word in grid.split("|") if word.startswith(("ml-", "rank "))] == [
+        *("ml-1", "rank 0", "rank 1"),
+        *("ml-2", "rank 2", "rank 3"),
+    ]
+    assert [card.host for card in rank_cards(running.view)] == ["ml-1", "", "ml-2", ""]
+    for step in range(30):
+        running.say(step % 4, f"step {step}\n")
+    listed = re.findall(r"ml-\d|rank \d", re.sub("<[^>]*>", "|", ended_ranks_html(running.end().view)))
+    assert [word for at, word in enumerate(listed) if word not in listed[:at]] == [
+        *("ml-1", "rank 0", "rank 1"),
+        *("ml-2", "rank 2", "rank 3"),
+    ]
+
+
+def test_of_one_node_no_name_is_listed() -> None:
+    share = NodeShare(node="n1", host="ml-1", ranks=4)
+    run = Run().start("a10", shares=(share,)).say(0, "epoch 1\n")
+    assert "ml-1" not in live_ranks_html(run.view) + render_text(run.view)
+    assert {card.host for card in rank_cards(run.view)} == {""}

@@ -14,6 +14,7 @@ export function card(rank: number, change: Partial<RankCard> = {}): RankCard {
     details: ["power 231 of 300 W"],
     curves: [{ name: "GPU", unit: "%", values: [90, null, 94], began_s: 0, step_s: 1, top: 100 }],
     idle: "",
+    host: "",
     ...change,
   };
 }

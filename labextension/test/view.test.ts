@@ -68,6 +68,12 @@ describe("the picture", () => {
     expect(query(el, '[role="status"]').getAttribute("aria-live")).toBe("polite");
   });
 
+  it("names the node of the ranks below it, where there is more than one", async () => {
+    const { el } = await shown({ ranks: [card(0, { host: "ml-1" }), card(1), card(2, { host: "ml-2" }), card(3)] });
+    const listed = [...query(el, ".sgpu-grid").children].map((child) => child.getAttribute("data-rank") ?? child.textContent);
+    expect(listed).toEqual(["ml-1", "0", "1", "ml-2", "2", "3"]);
+  });
+
   it("goes on with what a run costs by its own clock, whole seconds at a time", async () => {
     vi.useFakeTimers({ toFake: ["performance", "setTimeout", "clearTimeout"] });
     const { el, transport } = mounted(new TestTransport(never));

@@ -19,8 +19,7 @@ from sgpu_magic.protocol.blobs import PIECE_BYTES
 from sgpu_magic.protocol.environment import CodeBundle, Wheel
 from sgpu_magic.protocol.node_messages import Launch
 from sgpu_magic.protocol.payloads import StoredPayload
-
-_COPY_BYTES = 16 << 20
+from sgpu_magic.storage.joined import copy_blob, join_parts
 
 
 def travels_by_blobs(launch: Launch) -> bool:
@@ -111,11 +110,7 @@ def _joined(run_dir: str, source: StoredPayload, paths: Sequence[Path]) -> tuple
         file = os.path.join(run_dir, ".payload.bin.part")
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        os.ftruncate(descriptor, source.size)
-        for part, path in zip(source.parts, paths, strict=True):
-            if part.offset < 0 or part.offset + part.size > source.size:
-                raise OSError("its parts do not lie in it")
-            _copy(path, descriptor, part.offset, part.size)
+        join_parts(descriptor, source.size, zip(source.parts, paths, strict=True))
     except BaseException:
         os.close(descriptor)
         raise
@@ -139,21 +134,7 @@ def _join(paths: Sequence[Path], target: Path) -> None:
         at = 0
         for path in paths:
             size = path.stat().st_size
-            _copy(path, descriptor, at, size)
+            copy_blob(path, descriptor, at, size)
             at += size
     finally:
         os.close(descriptor)
-
-
-def _copy(path: Path, target: int, offset: int, size: int) -> None:
-    source = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        os.lseek(target, offset, os.SEEK_SET)
-        at = 0
-        while at < size:
-            count = os.sendfile(target, source, at, min(_COPY_BYTES, size - at))
-            if count == 0:
-                raise OSError("a part of them is shorter than it was")
-            at += count
-    finally:
-        os.close(source)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from sgpu_magic.protocol.environment import CodeBundle, Environment
 from sgpu_magic.protocol.records import CellSource, Interpreter
 from sgpu_magic.protocol.tracking import Tracking
+from sgpu_magic.protocol.uploads import Upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +20,14 @@ class Stand:
 
 @dataclass(frozen=True, slots=True)
 class Along:
-    """Packages, code and the place in MLflow, as `protocol.messages.Submit` has them.
+    """Packages, code, uploads and the place in MLflow, as `protocol.messages.Submit` has them.
 
     Args:
         interpreter: The ranks' Python; None is this process's.
         stand: Where they stand; None is where this process does.
         elsewhere: The pool's nodes do not see this machine's files.
         cell: As `RankContext.cell`.
+        uploads: Folders and files of this machine.
     """
 
     environment: Environment | None = None
@@ -35,3 +37,4 @@ class Along:
     stand: Stand | None = None
     elsewhere: bool = False
     cell: CellSource | None = None
+    uploads: tuple[Upload, ...] = ()

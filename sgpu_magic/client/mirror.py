@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -23,8 +23,8 @@ MIRRORS = "remote"
 
 _WINDOW = 16
 _ANSWER_S = 60.0
-# a log is not looked at again before this
-_FRESH_S = 0.3
+# who reads a log shows what is there when the pool can't be asked
+_LOG_PATIENCE_S = 5.0
 
 
 def mirror_path(settings: Settings, pool: str, run_id: str) -> Path:
@@ -46,7 +46,6 @@ class Mirror:
         self._run_id = run_id
         self._link = link
         self._lock = threading.Lock()
-        self._looked_at: dict[str, float] = {}
 
     def list(self, under: str = "") -> RunFiles:
         """The files that the run has at its pool; `under` as in `ListRunFiles`.
@@ -92,20 +91,17 @@ class Mirror:
 
     def follow(self, name: str) -> None:
         """Bring what has come to a file that grows, such as a log. What can't be had now stays for the next time."""
-        with self._lock:
-            now = time.monotonic()
-            if now - self._looked_at.get(name, -_FRESH_S) < _FRESH_S:
+        with self._lock, contextlib.suppress(UsageError, PoolError, OSError):
+            # whether there is more, before a file is made for it
+            begin = os.stat(self.directory.joinpath(*parts_of(name))).st_size if self._is_here(name) else 0
+            if self._size(name, _LOG_PATIENCE_S) <= begin:
                 return
+            self._make_folder(name)
+            descriptor = open_below(self.directory, name, os.O_WRONLY | os.O_CREAT)
             try:
-                self._make_folder(name)
-                descriptor = open_below(self.directory, name, os.O_WRONLY | os.O_CREAT)
-                try:
-                    self._copy(name, descriptor, os.fstat(descriptor).st_size)
-                finally:
-                    os.close(descriptor)
-            except (RunFileUnknown, PoolError, OSError):
-                pass
-            self._looked_at[name] = time.monotonic()
+                self._copy(name, descriptor, begin, _LOG_PATIENCE_S)
+            finally:
+                os.close(descriptor)
 
     def in_memory(self, name: str) -> int:
         """Bring a file into memory, or into the mirror where that is short, and return its descriptor.
@@ -134,11 +130,14 @@ class Mirror:
         for part in parts_of(name)[:-1]:
             folder = private_dir(folder / part)
 
-    def _size(self, name: str) -> int:
-        link = self._link()
-        return self._received(link, *self._ask(link, name, 0, 0)).about.size
+    def _is_here(self, name: str) -> bool:
+        return self.directory.joinpath(*parts_of(name)).is_file()
 
-    def _copy(self, name: str, target: int, begin: int) -> None:
+    def _size(self, name: str, patience_s: float | None = None) -> int:
+        link = self._link()
+        return self._received(link, *self._ask(link, name, 0, 0), patience_s).about.size
+
+    def _copy(self, name: str, target: int, begin: int, patience_s: float | None = None) -> None:
         """Write a file's bytes from `begin` on, as many as it has when they are read."""
         link = self._link()
         under_way: deque[tuple[int, int, Future[Reply]]] = deque()
@@ -149,7 +148,7 @@ class Mirror:
                     under_way.append((at, *self._ask(link, name, at, CHUNK_BYTES)))
                     at += CHUNK_BYTES
                 offset, request, reply = under_way.popleft()
-                part = self._received(link, request, reply)
+                part = self._received(link, request, reply, patience_s)
                 whole = part.about.size if whole is None else whole
                 _write(target, part.data, offset)
                 if len(part.data) < min(CHUNK_BYTES, whole - offset):
@@ -163,24 +162,26 @@ class Mirror:
         link.send(ReadRunFile(request=request, run=self._run_id, name=name, offset=offset, size=size))
         return request, reply
 
-    def _received(self, link: PoolLink, request: int, reply: Future[Reply]) -> FilePart:
-        answer = _answer(link, request, reply)
+    def _received(self, link: PoolLink, request: int, reply: Future[Reply], patience_s: float | None) -> FilePart:
+        answer = _answer(link, request, reply, patience_s)
         if not isinstance(answer, FilePart):
             raise PoolError(f"{link.title} gave an answer that fits no question. Have its operator restart it.")
         return answer
 
 
-def _answer(link: PoolLink, request: int, reply: Future[Reply]) -> Reply:
+def _answer(link: PoolLink, request: int, reply: Future[Reply], patience_s: float | None = None) -> Reply:
+    """Wait for an answer; without `patience_s` also until a broken link has come back."""
+    wait_s = _ANSWER_S if patience_s is None else patience_s
     try:
         while True:
             try:
-                return reply.result(_ANSWER_S)
+                return reply.result(wait_s)
             except TimeoutError:
                 # a broken link comes back, and asks again; one that stands and is silent does not
-                if not link.silent_s:
+                if patience_s is not None or not link.silent_s:
                     raise PoolError(
-                        f"{link.title} did not send a run's file within {_ANSWER_S:.0f} s. `sgpu doctor` looks for "
-                        "the reason."
+                        f"{link.title} did not send a run's file within {wait_s:.0f} s. Look at your network; what is "
+                        "kept there is not harmed."
                     ) from None
     finally:
         link.give_up(request)

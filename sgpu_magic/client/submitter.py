@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ from sgpu_magic.client.interpreter import this_context, this_interpreter
 from sgpu_magic.client.link import PoolLink, PoolLost
 from sgpu_magic.client.mirror import mirror_path
 from sgpu_magic.client.run import Run
+from sgpu_magic.client.upload_sender import send_uploads
 from sgpu_magic.client.uploads import Uploads, remove_upload
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, RunUnknown, SgpuError
@@ -121,6 +123,7 @@ class Submitter:
     ) -> Run:
         payload, frames = self._uploads.place(packed, spec.run_id, link, self._settings)
         along = self._uploads.sent_along(along, link)
+        along, spec = self._folders_sent(along, link, spec)
         request, reply = link.new_request()
         events = link.follow(spec.run_id)
         accepted = False
@@ -135,6 +138,7 @@ class Submitter:
                 environment=along.environment,
                 code=along.code,
                 tracking=along.tracking,
+                uploads=along.uploads,
             )
             link.send(message, frames)
             wait_for(reply, link=link)
@@ -149,6 +153,14 @@ class Submitter:
             if not accepted:
                 self._uploads.run_over(spec.run_id, accepted=False)
         return Run(spec, key, link, events, self.directory(link, spec.run_id), (message, frames))
+
+    def _folders_sent(self, along: Along, link: PoolLink, spec: RunSpec) -> tuple[Along, RunSpec]:
+        """Bring uploads to a pool whose nodes do not see this machine's files; the run tells how much was sent."""
+        if link.welcome.near or not along.uploads:
+            return along, spec
+        sent = send_uploads(along.uploads, link, self._settings.state_path)
+        shipped = msgspec.structs.replace(spec.shipped, notes=(*spec.shipped.notes, *sent.notes))
+        return replace(along, uploads=sent.uploads), msgspec.structs.replace(spec, shipped=shipped)
 
 
 def _context(environ: dict[str, str], key: bytes, along: Along) -> RankContext:

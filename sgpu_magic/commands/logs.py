@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import codecs
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from sgpu_magic.client.local_pool import find_pool
-from sgpu_magic.commands import ledger_file
-from sgpu_magic.commands.runs import find_directory
+from sgpu_magic.commands.files_of_run import FilesOfRun, files_of
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.protocol.ids import check_id, short
+from sgpu_magic.protocol.ids import short
 from sgpu_magic.protocol.messages import RunSummary
 from sgpu_magic.render import ansi
 
-_LOG_NAME = re.compile(r"rank-(0|[1-9][0-9]{0,4})\.log")
 _READ_BYTES = 1 << 18
 # a line without an end is shown in pieces of this length, so that no log is ever held in memory
 _LONGEST_LINE_CHARS = 1 << 20
 _POLL_S = 0.1
-# the directory of a run is there a moment before its row in the ledger
-_NEW_S = 5.0
 
 
 def show(
@@ -34,7 +28,7 @@ def show(
     """Write the logs of a run to `out`.
 
     Args:
-        settings: Where it lies.
+        settings: Where it lies, if not in a pool of another machine.
         run: The first digits of its id.
         rank: One rank only; None for all, each line with its rank in front when there are several.
         follow: Go on until the run is over.
@@ -44,21 +38,26 @@ def show(
     Raises:
         UsageError: There is no such run, or no such rank in it.
     """
-    run_id = check_id(find_directory(settings, run))
-    directory = settings.runs_path / run_id
-    row = ledger_file.find_run(settings, run_id)
-    ranks = row.ranks if row is not None else _ranks_with_logs(directory)
+    with files_of(settings, run) as files:
+        _show(files, rank, follow, out, note)
+
+
+def _show(files: FilesOfRun, rank: int | None, follow: bool, out: TextIO, note: Callable[[str], None]) -> None:
+    run_id, row = files.run_id, files.row()
+    ranks = row.ranks if row is not None else files.ranks_with_logs
     if rank is not None and not 0 <= rank < ranks:
         has = f"ranks 0 to {ranks - 1}" if ranks > 1 else "only rank 0" if ranks else "no rank that has started"
         raise UsageError(f"run {short(run_id)} has {has}, not {rank}.")
     clean = ansi.colours_only if _has_colours(out) else ansi.plain
     wanted = range(ranks) if rank is None else [rank]
+    bring = files.mirror.follow if files.mirror is not None else None
     logs = [
-        RankLog(directory / f"rank-{number}.log", f"[{number}] " if len(wanted) > 1 else "", clean) for number in wanted
+        RankLog(files.directory / f"rank-{number}.log", f"[{number}] " if len(wanted) > 1 else "", clean, bring)
+        for number in wanted
     ]
     try:
         if follow:
-            row = _follow(settings, run_id, directory, logs, out)
+            row = _follow(files, logs, out)
         else:
             for log in logs:
                 while log.copy_to(out):
@@ -83,9 +82,13 @@ class RankLog:
         path: The file.
         prefix: Stands before each line.
         clean: Makes a line fit for where it goes.
+        bring: Brings what has come to a log of that name, from another machine; None where it is written here.
     """
 
-    def __init__(self, path: Path, prefix: str, clean: Callable[[str], str]) -> None:
+    def __init__(
+        self, path: Path, prefix: str, clean: Callable[[str], str], bring: Callable[[str], None] | None = None
+    ) -> None:
+        self._bring = bring
         self._path = path
         self._prefix = prefix
         self._clean = clean
@@ -99,15 +102,21 @@ class RankLog:
 
     def copy_to(self, out: TextIO) -> bool:
         """Write the lines that a piece of the log finishes; False at its present end."""
+        data = self._read()
+        if not data and self._bring is not None:
+            self._bring(self._path.name)
+            data = self._read()
+        if data:
+            self._write(self._lines(self._decoder.decode(data)), out)
+        return bool(data)
+
+    def _read(self) -> bytes:
         if self._file is None:
             try:
                 self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
-                return False
-        data = os.read(self._file, _READ_BYTES)
-        if data:
-            self._write(self._lines(self._decoder.decode(data)), out)
-        return bool(data)
+                return b""
+        return os.read(self._file, _READ_BYTES)
 
     def finish(self, out: TextIO) -> None:
         """Write the line that has no end."""
@@ -141,34 +150,17 @@ def _last_state(line: str) -> str:
     return line.rstrip("\r").rpartition("\r")[2] if "\r" in line else line
 
 
-def _follow(
-    settings: Settings, run_id: str, directory: Path, logs: Sequence[RankLog], out: TextIO
-) -> RunSummary | None:
+def _follow(files: FilesOfRun, logs: Sequence[RankLog], out: TextIO) -> RunSummary | None:
     while True:
         # looked at before the logs are: whatever was written until then is read
-        row = ledger_file.find_run(settings, run_id)
-        over = _is_over(settings, directory, row)
+        row = files.row()
+        over = files.is_over(row)
         more = [log.copy_to(out) for log in logs]
         out.flush()
         if not any(more):
             if over:
                 return row
             time.sleep(_POLL_S)
-
-
-def _is_over(settings: Settings, directory: Path, row: RunSummary | None) -> bool:
-    if row is not None:
-        return row.state.is_final
-    try:
-        is_new = time.time() - directory.stat().st_mtime < _NEW_S
-    except FileNotFoundError:
-        return True
-    return not is_new or find_pool(settings) is None
-
-
-def _ranks_with_logs(directory: Path) -> int:
-    matches = [_LOG_NAME.fullmatch(name) for name in os.listdir(directory)]
-    return 1 + max((int(match[1]) for match in matches if match), default=-1)
 
 
 def _why_none(run_id: str, row: RunSummary | None) -> str:

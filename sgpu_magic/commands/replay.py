@@ -6,7 +6,7 @@ import argparse
 import threading
 from typing import TextIO
 
-from sgpu_magic.commands.runs import find_directory
+from sgpu_magic.commands.files_of_run import recorded_directory
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.protocol.device_types import canonical_type
@@ -65,7 +65,8 @@ def replay(settings: Settings, run: str, options: ReplayOptions, out: TextIO) ->
         UsageError: There is no such run, or it can't be replayed.
         SgpuError: The pool does not take it.
     """
-    recorded = read_recorded(settings.runs_path / find_directory(settings, run))
+    with recorded_directory(settings, run) as directory:
+        recorded = read_recorded(directory)
     place = workplace()
     try:
         started = submit(place.pool, prepare_replay(place, recorded, options))

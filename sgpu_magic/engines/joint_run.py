@@ -94,6 +94,10 @@ class JointRun:
         """A node of it was lost: what it ends as is not for its agents to say."""
         return any(part.lost for part in self._parts)
 
+    def is_lost(self, index: int) -> bool:
+        """The node of the part is gone, or was given up."""
+        return self._parts[index].lost
+
     def is_gone(self, index: int) -> bool:
         """No rank of the part is left."""
         return self._parts[index].gone or self._parts[index].lost

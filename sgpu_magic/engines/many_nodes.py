@@ -113,8 +113,8 @@ class ManyNodes(ManyRuns):
             return
         for where, run_id in self._held.add(node, ready.runs):
             self._end_stale(where, run_id)
-        self._awaited |= self._held.awaited
-        self._awaited.discard(node)
+        # who came without its part has lost it
+        self._awaited = (self._awaited | self._held.awaited) - self._channels.keys()
         self._settle_if_all()
 
     def node_said(self, node: str, message: FromAgent, frames: Sequence[bytes] = ()) -> None:
@@ -125,11 +125,11 @@ class ManyNodes(ManyRuns):
         match message:
             case RunEvent(run_id=run_id) | RanksGone(run_id=run_id) | MasterBound(run_id=run_id):
                 run = self._runs.get(run_id)
-                if run is None or (part := run.part_on(node)) is None:
-                    if isinstance(message, RanksGone) and self._stale.has(node):
-                        self._send(node, EventsKept(run_id=run_id, number=_ALL_EVENTS), ())
-                        if self._stale.gone(node, run_id):
-                            self.inventory_changed()
+                if self._stale.holds(node, run_id):
+                    if isinstance(message, RanksGone):
+                        self._stale_gone(node, run_id)
+                elif run is None or (part := run.part_on(node)) is None:
+                    pass
                 elif isinstance(message, RunEvent):
                     self._happened(run, part, message, frames)
                 elif isinstance(message, RanksGone):
@@ -275,10 +275,11 @@ class ManyNodes(ManyRuns):
         missing: list[SpreadRun] = []
         for run_id, run in list(self._runs.items()):
             part = run.part_on(node)
-            if part is None or run.over or run.node_came(node):
+            if part is None or run.joint.is_lost(part) or (not run.over and run.node_came(node)):
                 continue
-            one = held.pop(run_id, None)
+            one = held.get(run_id)
             if one is not None and one.launch.attempt == run.launch.attempt:
+                del held[run_id]
                 run.adopt(part)
             elif part in run.parts:
                 missing.append(run)
@@ -296,6 +297,11 @@ class ManyNodes(ManyRuns):
             EventsKept(run_id=run_id, number=_ALL_EVENTS),
         ):
             self._send(node, order, ())
+
+    def _stale_gone(self, node: str, run_id: str) -> None:
+        self._send(node, EventsKept(run_id=run_id, number=_ALL_EVENTS), ())
+        if self._stale.gone(node, run_id):
+            self.inventory_changed()
 
     def _lost(self, node: str, runs: Sequence[SpreadRun], why: str) -> None:
         host = self._hosts.get(node, node)

@@ -33,7 +33,8 @@ def merged_inventory(host: str, inventories: Mapping[str, Inventory], addresses:
     return Inventory(
         host=host,
         devices=tuple(
-            msgspec.structs.replace(device, node=node)
+            # simulated devices are named alike on every node
+            msgspec.structs.replace(device, node=node, uuid=f"{device.uuid}@{node}" if device.simulated else device.uuid)
             for node, inventory in inventories.items()
             for device in inventory.devices
         ),

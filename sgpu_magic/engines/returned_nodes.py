@@ -107,6 +107,10 @@ class StaleRuns:
         del self._of[node]
         return True
 
+    def holds(self, node: str, run_id: str) -> bool:
+        """Whether this is one of these, and not gone yet."""
+        return run_id in self._of.get(node, ())
+
     def has(self, node: str) -> bool:
         """Whether the node is not to be used yet."""
         return node in self._of

@@ -15,7 +15,7 @@ from sgpu_magic.runs.devices import check_spread, in_pythons_words, memory_bytes
 from sgpu_magic.runs.durations import duration_s
 from sgpu_magic.runs.placing import Devices
 from sgpu_magic.runs.submission import Wishes
-from sgpu_magic.runs.wishes import EnvVersion, max_cost_from, wishes_from
+from sgpu_magic.runs.wishes import EnvVersion, Upload, max_cost_from, wishes_from
 
 if TYPE_CHECKING:
     from sgpu_magic.sessions import Session
@@ -47,6 +47,7 @@ class SharedOptions(TypedDict, total=False):
             the notebook's.
         allow_build: Packages without a wheel may be built from source for the run.
         track: False: it does not become an MLflow run. Default: the setting `track`.
+        upload: A folder or file, or several, that the ranks find there too: `sgpu_magic.runtime.upload_path("data")`.
         profile: Keep a trace of torch's profiler from every rank.
         max_cost: It is stopped before it costs more, in the currency of the settings. Default: no limit.
         allow_busy: Also take GPUs that other programs use.
@@ -71,6 +72,7 @@ class SharedOptions(TypedDict, total=False):
     torch: str | None
     allow_build: bool
     track: bool | None
+    upload: Upload
     profile: bool
     max_cost: float | None
     allow_busy: bool
@@ -218,6 +220,7 @@ def checked(**options: Unpack[Options]) -> CallOptions:
             options.get("torch"),
             options.get("allow_build", False),
             options.get("track"),
+            options.get("upload", ()),
         ),
         profile=bool(options.get("profile")),
         max_cost=max_cost_from("max_cost", options.get("max_cost")),

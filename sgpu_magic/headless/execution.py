@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import shutil
 import signal
 import stat
 import tempfile
@@ -34,6 +35,7 @@ _SAVE_EVERY_S = 20.0
 _INTERRUPTED_S = 15.0
 _SHUTDOWN_S = 20.0
 _SHOWN_LINES = 40
+_LONGEST_FOLDER = 80
 _TITLE_CHARS = 60
 
 
@@ -100,15 +102,19 @@ class NotebookRun:
         loop.add_signal_handler(signal.SIGTERM, self._stop, ExitCode.TERMINATED)
         saving = loop.create_task(self._save_now_and_then())
         # no `async_setup_kernel`: it takes the signals for itself and ends the kernel without its runs
-        client.km = client.create_kernel_manager()
+        client.km = km = client.create_kernel_manager()
         # sockets in a private directory: no port that another user could try
-        client.km.transport = "ipc"
+        sockets = _short_folder()
+        km.transport = "ipc"
+        km.ip = os.path.join(sockets, "k")
         try:
             started = await self._started(client)
             return await self._cells(client) if started is None else started
         finally:
             saving.cancel()
-            await self._shut_down(client)
+            # of a kernel that did not answer the client keeps nothing
+            await self._shut_down(client, km)
+            shutil.rmtree(sockets, ignore_errors=True)
 
     async def _started(self, client: _Client) -> ExitCode | None:
         """Start the kernel; None when it answers."""
@@ -177,9 +183,8 @@ class NotebookRun:
             return ExitCode.FAILED
         return stopped.result() if stopped.done() else ExitCode.OK
 
-    async def _shut_down(self, client: _Client) -> None:
+    async def _shut_down(self, client: _Client, km: Any) -> None:
         """The kernel closes its link to the pool when it ends, which ends its runs; KILL after a while."""
-        km = client.manager
         try:
             if km.has_kernel and await km.is_alive():
                 try:
@@ -300,6 +305,15 @@ def _read(job: Job) -> Any:
         return nbformat.read(io.StringIO(text), as_version=4)
     made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cells.as_notebook(text, job))])
     return made
+
+
+def _short_folder() -> str:
+    """A private folder whose sockets have names that are short enough: 108 bytes is the most."""
+    folder = tempfile.mkdtemp(prefix="sgpu-")
+    if len(folder) <= _LONGEST_FOLDER:
+        return folder
+    os.rmdir(folder)
+    return tempfile.mkdtemp(prefix="sgpu-", dir="/tmp")
 
 
 def _title(source: str) -> str:

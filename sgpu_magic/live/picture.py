@@ -79,6 +79,8 @@ class RankCard(Message, frozen=True):
         details: Everything that was measured, a line each, for those who look closer; absent values say so.
         curves: The first is drawn in the grid.
         idle: Why it stands out, "" when it does not: `GPU under 5 % for 60 s: it waits in the DataLoader`.
+        host: The node that it and the ranks after it are on, "" where that is the one of the rank before, or where all
+            are on one node.
     """
 
     rank: int
@@ -91,6 +93,7 @@ class RankCard(Message, frozen=True):
     details: tuple[str, ...]
     curves: tuple[Curve, ...]
     idle: str
+    host: str
 
 
 class FailureLine(Message, frozen=True):

@@ -8,6 +8,7 @@ from sgpu_magic.protocol.records import Failure
 from sgpu_magic.protocol.states import FailureKind, RunState
 from sgpu_magic.render import ansi
 from sgpu_magic.render.failure import died_of, error_line, last_part
+from sgpu_magic.render.hosts import new_host
 from sgpu_magic.render.session_state import restart_command
 from sgpu_magic.render.usage import Drawn, RankUsage, detail_lines, use_text
 from sgpu_magic.render.view import RunView
@@ -30,12 +31,13 @@ def rank_cards(view: RunView) -> tuple[RankCard, ...]:
         failures[view.failure.rank] = view.failure
     said = view.last_lines
     return tuple(
-        _card(view, rank, failures.get(rank), ansi.plain(said.get(rank, "")[:_MAX_SEEN_CHARS]))
-        for rank in view.rank_numbers
+        _card(view, at, failures.get(rank), ansi.plain(said.get(rank, "")[:_MAX_SEEN_CHARS]))
+        for at, rank in enumerate(view.rank_numbers)
     )
 
 
-def _card(view: RunView, rank: int, failure: Failure | None, last: str) -> RankCard:
+def _card(view: RunView, at: int, failure: Failure | None, last: str) -> RankCard:
+    rank = view.rank_numbers[at]
     state, tone = _state(view, rank, failure)
     usage = view.usage.ranks.get(rank)
     latest = usage.latest if usage is not None else None
@@ -50,6 +52,7 @@ def _card(view: RunView, rank: int, failure: Failure | None, last: str) -> RankC
         details=tuple(ansi.plain(line)[:200] for line in detail_lines(latest)) if latest is not None else (),
         curves=tuple(map(_curve, usage.curves())) if usage is not None else (),
         idle=_idle(usage),
+        host=new_host(view, view.rank_numbers, at),
     )
 
 

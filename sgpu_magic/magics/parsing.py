@@ -114,6 +114,13 @@ def add_wishes(parser: Parser) -> None:
         help="where packages are installed for the run, mine: also the notebook's torch (default: node, its own)",
     )
     add("--allow-build", action="store_true", help="packages without a wheel may be built from source for the run")
+    add(
+        "--upload",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="a folder or file that the ranks find there too: sgpu_magic.runtime.upload_path(PATH) (repeatable)",
+    )
     add("--no-track", action="store_true", help="do not make it an MLflow run")
     add("--max-cost", metavar="5", help="stop it before it costs more, by the prices of the settings")
 
@@ -141,7 +148,7 @@ def read_devices(values: argparse.Namespace) -> Devices:
 def read_wishes(values: argparse.Namespace) -> Wishes:
     """Read the options that `add_wishes` has added, but the cost."""
     track = False if values.no_track else None
-    return wishes_from(values.env_version, values.torch, values.allow_build, track)
+    return wishes_from(values.env_version, values.torch, values.allow_build, track, values.upload)
 
 
 def device_type(text: str | None) -> str | None:

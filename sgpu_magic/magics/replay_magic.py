@@ -35,7 +35,7 @@ class ReplayMagics(Magics):
         if not values.run:
             made.error("which run? Give the first digits of its id, as %sgpu_status lists them")
         # only a replay needs them
-        from sgpu_magic.commands.runs import find_directory
+        from sgpu_magic.commands.files_of_run import recorded_directory
         from sgpu_magic.replay.launching import ReplayOptions, prepare_replay
         from sgpu_magic.replay.recorded import read_recorded
 
@@ -53,7 +53,8 @@ class ReplayMagics(Magics):
         settings = place.current_settings()
         place.notices.clear()
         try:
-            recorded = read_recorded(settings.runs_path / find_directory(settings, values.run))
+            with recorded_directory(settings, values.run) as directory:
+                recorded = read_recorded(directory)
             submission = prepare_replay(place, recorded, options)
         except KeyboardInterrupt:
             raise RunCancelled("interrupted before the run was submitted; nothing was started.") from None

@@ -257,8 +257,9 @@ def looker_of(pool: str, read_settings: Callable[[], Settings]) -> Looker:
     name = pool or default_pool(settings.pool, entries)
     entry = next((each for each in entries if each.name == name), None)
     if entry is None and name != LOCAL:
-        have = ", ".join([LOCAL, *(each.name for each in entries)])
-        return NoLook(name, f"There is no pool {name[:40]!r} here. You have: {have}. Choose one of them.")
+        others = ", ".join(each.name for each in entries)
+        have = f". You have: {LOCAL}, {others}. Choose one of them." if others else ": only the local one. Choose that."
+        return NoLook(name, f"There is no pool {name[:40]!r} here{have}")
     return PoolLook(settings, entry)
 
 

@@ -19,6 +19,7 @@ from sgpu_magic.pool.run_book import RunBook
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.protocol.blobs import (
     CHUNK_BYTES,
+    PIECE_BYTES,
     AskBlobs,
     BlobsHeld,
     BlobTaken,
@@ -33,9 +34,13 @@ from sgpu_magic.protocol.events import RunEnded
 from sgpu_magic.protocol.ids import is_valid_id, short
 from sgpu_magic.protocol.messages import Submit
 from sgpu_magic.protocol.payloads import FilePayload, SharedPayload, StoredPayload
+from sgpu_magic.protocol.run_files import PAYLOAD
+from sgpu_magic.protocol.run_record import RUN_RECORD
+from sgpu_magic.protocol.uploads import ManifestUnusable, Upload, decoded
 from sgpu_magic.storage.below import list_below, open_below
-from sgpu_magic.storage.blob_store import BlobRefused, BlobStore, store_name
+from sgpu_magic.storage.blob_store import BlobRefused, BlobStore, blob_path, store_name
 from sgpu_magic.storage.file_thread import FileThread
+from sgpu_magic.storage.joined import join_parts
 
 _RESULT = re.compile(r"result-(\d+)\.bin")
 _MOST_ASKED = 10_000
@@ -51,9 +56,18 @@ class ByteDesk:
         server: Where the clients are connected.
         book: The runs.
         ledger: All runs there ever were.
+        joins_payloads: The nodes do not see the runs' directories: what belongs there of a payload is put there here.
     """
 
-    def __init__(self, settings: Settings, server: Server, book: RunBook, ledger: Ledger) -> None:
+    def __init__(
+        self, settings: Settings, server: Server, book: RunBook, ledger: Ledger, *, joins_payloads: bool = False
+    ) -> None:
+        self._joins_payloads = joins_payloads
+        self._most_kept_bytes = settings.keep_payload
+        self._stores = settings.state_path / "blobs"
+        self._payloads: dict[str, tuple[str, StoredPayload]] = {}
+        # a payload takes seconds to write, and no upload waits for that
+        self._joining = FileThread("sgpu-payloads")
         self._server = server
         self._book = book
         self._ledger = ledger
@@ -80,17 +94,43 @@ class ByteDesk:
     def hold(self, submit: Submit) -> None:
         """A run was submitted: what it needs of its user's store stays until `let_go`."""
         if digests := needed_blobs(submit):
-            self._store.hold(submit.spec.run_id, store_name(submit.spec.owner.user), digests)
+            store = store_name(submit.spec.owner.user)
+            uploaded = [digest for upload in submit.uploads for digest in self._uploaded(store, upload)]
+            self._store.hold(submit.spec.run_id, store, [*digests, *uploaded])
+            source = submit.payload.source
+            if self._joins_payloads and isinstance(source, StoredPayload) and source.size <= self._most_kept_bytes:
+                self._payloads[submit.spec.run_id] = store, source
 
     def let_go(self, run_id: str) -> None:
         """The run is over."""
-        self._store.let_go(run_id)
+        payload = self._payloads.pop(run_id, None)
+        if payload is None:
+            self._store.let_go(run_id)
+            return
+        directory = self._book.directory(run_id)
+        self._joining.do(
+            lambda: _keep_payload(directory, self._stores, *payload),
+            lambda _: self._store.let_go(run_id),
+            lambda _: self._store.let_go(run_id),
+        )
 
     def close(self) -> None:
+        self._joining.close()
         self._thread.close()
         self._store.close()
 
     # ------------------------------------------------------------ uploads
+
+    def _uploaded(self, store: str, upload: Upload) -> list[str]:
+        """The blobs that an upload consists of; none where that can't be read, which its nodes will tell."""
+        if not upload.manifest or not 0 < upload.manifest_size <= PIECE_BYTES:
+            return []
+        try:
+            with open(blob_path(self._stores, store, upload.manifest), "rb") as file:
+                manifest = decoded(file.read(upload.manifest_size))
+        except (OSError, ManifestUnusable):
+            return []
+        return [digest for file in manifest.files for digest in file.blobs]
 
     def _ask(self, client: ConnectedClient, message: AskBlobs) -> None:
         store = store_name(client.user)
@@ -222,6 +262,7 @@ def needed_blobs(submit: Submit) -> Collection[str]:
         digests += bundle.blobs
     for wheel in submit.environment.wheels if submit.environment is not None else ():
         digests += wheel.blobs
+    digests += [upload.manifest for upload in submit.uploads if upload.manifest]
     return dict.fromkeys(digests)
 
 
@@ -232,6 +273,7 @@ def names_files(submit: Submit) -> bool:
         isinstance(submit.payload.source, SharedPayload | FilePayload)
         or any(bundle.path for bundle in submit.code)
         or any(wheel.path for wheel in wheels)
+        or any(upload.path for upload in submit.uploads)
     )
 
 
@@ -245,3 +287,17 @@ def _results_in_memory(directory: Path) -> dict[int, str]:
                     if isinstance(source, SharedPayload):
                         found[result.rank] = f"/proc/{source.pid}/fd/{source.fd}"
     return found
+
+
+def _keep_payload(directory: Path, stores: Path, store: str, source: StoredPayload) -> None:
+    """Write a run's payload into its directory, if it has been started there."""
+    if not (directory / RUN_RECORD).is_file():
+        return
+    temporary = directory / f".{PAYLOAD}.part"
+    target = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        join_parts(target, source.size, ((part, blob_path(stores, store, part.digest)) for part in source.parts))
+        os.replace(temporary, directory / PAYLOAD)
+    finally:
+        os.close(target)
+        temporary.unlink(missing_ok=True)

@@ -106,6 +106,7 @@ class Launches:
             environment=submit.environment,
             code=submit.code,
             tracking=submit.tracking,
+            uploads=submit.uploads,
             store=store_name(submit.spec.owner.user) if needed_blobs(submit) else "",
         )
         self._engine.launch(launch, run.frames)

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import re
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import zmq
 
 from sgpu_magic.pool.authorized_clients import AuthorizedClients
 from sgpu_magic.pool.clients import ConnectedClient
-from sgpu_magic.pool.doorkeeper import Doorkeeper
+from sgpu_magic.pool.doorkeeper import Doorkeeper, end_connection
 from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.messages import Cancel, ClientMessage, Detach, Hello, Ping, Pong, StopPool, Submit
 from sgpu_magic.protocol.record import Record
@@ -203,6 +202,7 @@ class RemoteDoor:
         with contextlib.suppress(OSError, zmq.ZMQError):
             descriptor = int(frame.get(zmq.SRCFD))
             self._sockets[client] = (descriptor, os.fstat(descriptor).st_ino)
+            self._doorkeeper.knows(descriptor)
         return client
 
     # ------------------------------------------------------------ out
@@ -245,11 +245,6 @@ class RemoteDoor:
                 client.user, client.admin = authorized.user, authorized.admin
 
     def _cut(self, client: ConnectedClient) -> None:
-        """End its connection, which ZeroMQ has no way to say."""
-        descriptor, inode = self._sockets.pop(client, (-1, -1))
-        if descriptor < 0:
-            return
-        with contextlib.suppress(OSError):
-            if os.fstat(descriptor).st_ino == inode:
-                with socket.socket(fileno=os.dup(descriptor)) as connection:
-                    connection.shutdown(socket.SHUT_RDWR)
+        connection = self._sockets.pop(client, None)
+        if connection is not None:
+            end_connection(*connection)

@@ -51,7 +51,7 @@ from sgpu_magic.protocol.records import RunSpec
 from sgpu_magic.protocol.states import RunState
 from sgpu_magic.protocol.user_limits import UserLimits
 
-_NO_PRICES = Tariff()
+NO_PRICES = Tariff()
 
 
 class Scheduler:
@@ -71,7 +71,7 @@ class Scheduler:
         inventory: Inventory | None = None,
         *,
         pass_over_s: float = 600.0,
-        tariff: Tariff = _NO_PRICES,
+        tariff: Tariff = NO_PRICES,
         budget: Budget | None = None,
         limits: UserLimits = NO_LIMITS,
         fair_half_life_s: float = 3600.0,
@@ -233,16 +233,22 @@ class Scheduler:
         is_session = room.stock.many and session_rules.is_session(run)
         if is_session and (refusal := session_rules.on_nodes(run.spec)) is not None:
             return refusal
-        if placement.min_memory_bytes:
-            # what is free counts, and where it waits already
-            before = None if run.want is None else run.want.line
-            return resolve(placement, room.stock, tariff=self._tariff, free=room.free, before=before)
         key = (placement, is_session)
-        if key not in self._meant:
-            if is_session:
-                placement = msgspec.structs.replace(placement, strategy=STRICT_PACK)
-            self._meant[key] = resolve(placement, room.stock)
-        return self._meant[key]
+        if key in self._meant:
+            return self._meant[key]
+        if is_session:
+            placement = msgspec.structs.replace(placement, strategy=STRICT_PACK)
+        # where the pool chooses by memory, what is free counts, and where it waits already
+        by_need = bool(placement.min_memory_bytes)
+        before = None if run.want is None else run.want.line
+        free, tariff = (room.free, self._tariff) if by_need else (None, NO_PRICES)
+        meant = resolve(placement, room.stock, tariff=tariff, free=free, before=before)
+        if is_session and isinstance(meant, Refusal):
+            anywhere = resolve(run.spec.placement, room.stock)
+            meant = meant if isinstance(anywhere, Refusal) else session_rules.too_large(anywhere, room.stock)
+        if not by_need:
+            self._meant[key] = meant
+        return meant
 
     def _moved(self, run: ScheduledRun, moved: RunMoved, now: float) -> list[Instruction]:
         if run.lease is None or moved.state is RunState.QUEUED:

@@ -78,7 +78,7 @@ class PoolService:
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._ledger = LaterLedger(settings.state_path / "ledger.sqlite3")
-        tariff = tariff_of(settings)
+        tariff = tariff_of(settings, settings.pool or "local")
         self._budget = budget_of(settings, self._ledger, time.monotonic(), time.time())
         self._scheduler = Scheduler(
             pass_over_s=settings.pass_over_s,
@@ -95,6 +95,10 @@ class PoolService:
         self._fault = ""
         self._started_at = time.time()
         self.finished = self._loop.create_future()
+        # set once the engine knows its nodes: until then every request waits
+        self.ready = asyncio.Event()
+        # why nothing can run here any more, "" while something can
+        self.broken_why = ""
         self._loop.set_exception_handler(self._broken)
         self._service_id = secrets.token_hex(8)
         self._server = Server(presence.socket_path, self._heard, self._client_gone, listening)
@@ -106,7 +110,7 @@ class PoolService:
         self._succession = Succession(
             self._ledger, self._book, engine, self._restarts, self.feed, settings.adopt_timeout_s
         )
-        self._bytes_desk = ByteDesk(settings, self._server, self._book, self._ledger)
+        self._bytes_desk = ByteDesk(settings, self._server, self._book, self._ledger, joins_payloads=engine.far)
         self._requests = Requests(self, self._server, engine, self._book, self._ledger, self._kept, self._bytes_desk)
         self._tracker = Tracker(settings, self._book, engine, self._is_live)
         self._book.on_forgotten = self._forgotten
@@ -215,6 +219,7 @@ class PoolService:
     def inventory_taken(self, inventory: Inventory) -> None:
         self._inventory = inventory
         self._inventory_at = time.monotonic()
+        self.ready.set()
         self.feed(sched.InventoryChanged(inventory, time.monotonic()))
         waiting, self._waiting_for_inventory = self._waiting_for_inventory, []
         for call in waiting:
@@ -267,6 +272,7 @@ class PoolService:
 
     def broken(self, why: str) -> None:
         """No agent lives: nothing can run here any more."""
+        self.broken_why = why
         for run in self._book.going:
             if run.log is not None and not run.ended:
                 self._book.end_without_ranks(run, RunState.FAILED, why, FailureKind.NODE_LOST)

@@ -91,13 +91,21 @@ async def _serve(engine_name: str, settings: Settings, presence: PoolPresence) -
         ) from None
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, service.stop)
     presence.announce()
-    with contextlib.suppress(BrokenPipeError):
-        sys.stdout.write(f"{_words(settings, engine_name, service.address, listening)}\n")
-        sys.stdout.flush()
+    saying = asyncio.create_task(_say_when_ready(settings, engine_name, service, listening))
     try:
         await service.finished
     finally:
+        saying.cancel()
         service.close()
+    if service.broken_why:
+        raise PoolError(service.broken_why)
+
+
+async def _say_when_ready(settings: Settings, engine_name: str, service: PoolService, listening: Listening) -> None:
+    await service.ready.wait()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.write(f"{_words(settings, engine_name, service.address, listening)}\n")
+        sys.stdout.flush()
 
 
 def _words(settings: Settings, engine: str, address: str, listening: Listening) -> str:

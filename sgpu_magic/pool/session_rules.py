@@ -15,7 +15,8 @@ from typing import Protocol
 import msgspec
 
 from sgpu_magic.pool.scheduled_run import ScheduledRun, span
-from sgpu_magic.pool.wants import SPREAD, Refusal
+from sgpu_magic.pool.stock import Stock
+from sgpu_magic.pool.wants import SPREAD, Refusal, Want, amount
 from sgpu_magic.protocol.devices import Lease
 from sgpu_magic.protocol.ids import short
 from sgpu_magic.protocol.records import RunSpec
@@ -86,6 +87,18 @@ def on_nodes(spec: RunSpec) -> Refusal | None:
     text = (
         f"the ranks of {named(spec)} stay on one node, and {asks} asks for more. Leave it out, or run the cell without "
         "a session (%%distributed with the same options)."
+    )
+    return Refusal("SessionError", text)
+
+
+def too_large(want: Want, stock: Stock) -> Refusal:
+    """Why a session that several nodes could hold can't be placed."""
+    sizes = stock.sizes(want.line, want.min_memory_bytes)
+    node = max(sizes, key=sizes.__getitem__)
+    text = (
+        f"a session's ranks are all on one node, and no node of this pool has {amount(want.ranks, want.line)}: the "
+        f"largest, {stock.host(node)}, has {sizes[node]}. Connect with --gpus {sizes[node]} or fewer, run cells "
+        "without a session to take several nodes, or choose another pool with --pool."
     )
     return Refusal("SessionError", text)
 

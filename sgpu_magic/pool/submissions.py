@@ -73,6 +73,8 @@ class Submissions:
         """Take a run and bring it before the scheduler, or tell the client why not."""
         spec = submit.spec
         again = self._placing.resubmittable.get(spec.run_id)
+        if again is not None and not client.may_see(again.owner.user):
+            again = None
         if not is_valid_id(spec.run_id) or self._book.get(spec.run_id) or (not again and self._ledger.has(spec.run_id)):
             problem = "the run's id is not valid or was used before."
         elif (not client.same_host or self._engine.far) and names_files(submit):

@@ -32,6 +32,7 @@ from sgpu_magic.protocol.records import CellSource, Interpreter, RankContext, Ru
 from sgpu_magic.protocol.session_messages import AskRank, RankAnswered, RestartRanks
 from sgpu_magic.protocol.states import RunKind, RunState
 from sgpu_magic.protocol.tracking import Tracking
+from sgpu_magic.protocol.uploads import Upload
 
 PROTOCOL_VERSION = 4
 OLDEST_PROTOCOL_VERSION = 3
@@ -72,6 +73,7 @@ class Submit(Record, frozen=True, tag="submit", kw_only=True):
             them: then the kernel's interpreter is used.
         code: Bundles of local code, for a node that does not see the kernel's files.
         tracking: Where it is tracked; None where it is not.
+        uploads: Folders and files that go along.
     """
 
     request: int
@@ -82,6 +84,7 @@ class Submit(Record, frozen=True, tag="submit", kw_only=True):
     environment: Environment | None = None
     code: tuple[CodeBundle, ...] = ()
     tracking: Tracking | None = None
+    uploads: tuple[Upload, ...] = ()
 
 
 class KeepEnvironment(Record, frozen=True, tag="keep-environment", kw_only=True):

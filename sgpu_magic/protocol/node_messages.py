@@ -15,6 +15,7 @@ from sgpu_magic.protocol.record import Record
 from sgpu_magic.protocol.records import Interpreter, RankContext, RunSpec
 from sgpu_magic.protocol.states import RunState
 from sgpu_magic.protocol.tracking import TrackedRun, Tracking
+from sgpu_magic.protocol.uploads import Upload
 
 
 class WarmZygote(Record, frozen=True, tag="warm-zygote", kw_only=True):
@@ -57,6 +58,7 @@ class Launch(Record, frozen=True, tag="launch", kw_only=True):
         store: The user's store of blobs at the pool, by its name; "" where nothing is from there.
         far: The node is not the pool's machine: `run_dir` and the store are not here. Blobs come by `FetchBlob`, and
             the run's files go by `StoreRunFile`.
+        uploads: As in `Submit`.
     """
 
     spec: RunSpec
@@ -74,6 +76,7 @@ class Launch(Record, frozen=True, tag="launch", kw_only=True):
     part: Part | None = None
     store: str = ""
     far: bool = False
+    uploads: tuple[Upload, ...] = ()
 
 
 class BuildEnvironment(Record, frozen=True, tag="build-environment", kw_only=True):

@@ -9,6 +9,7 @@ from sgpu_magic.protocol import ids
 from sgpu_magic.protocol.devices import Lease
 from sgpu_magic.protocol.payloads import Payload
 from sgpu_magic.protocol.states import RunKind, RunState
+from sgpu_magic.render.hosts import hosts_text
 from sgpu_magic.render.surroundings import label_text
 from sgpu_magic.render.units import TIMES, count_of, format_seconds
 from sgpu_magic.render.view import RunView
@@ -19,7 +20,8 @@ AUTO = "auto"
 
 def header_line(view: RunView) -> str:
     """Return `train_digits · 4 ranks on local (cpu, gloo) · shipped model (45.1 MB in 38 ms)`."""
-    parts = [mark_text(view), view.name, _where(view), attempt_text(view), shipped_text(view), label_text(view)]
+    where = (_where(view), "" if view.spec.in_session else hosts_text(view))
+    parts = (mark_text(view), view.name, *where, attempt_text(view), shipped_text(view), label_text(view))
     return " · ".join(part for part in parts if part)
 
 
@@ -52,7 +54,7 @@ def place_words(view: RunView) -> list[str]:
     if view.spec.in_session:
         return [ranks_text(view), session_text(view)]
     beside = f"beside {session_text(view)}" if view.spec.session else ""
-    return [word for word in (device_words(view), view.pool, beside) if word]
+    return [word for word in (device_words(view), view.pool, hosts_text(view), beside) if word]
 
 
 def backend(lease: Lease) -> str:

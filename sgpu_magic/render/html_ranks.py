@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render import ansi
 from sgpu_magic.render.failure import last_part
+from sgpu_magic.render.hosts import new_host
 from sgpu_magic.render.html_style import ACCENT, BAD, FAINT, LINE, MONO, PANEL, PRE, SOFT, WARN, safe
 from sgpu_magic.render.items import DisplayItem, LineItem, count_fitting
 from sgpu_magic.render.measured import curve_text, is_low, measured_lines, whole_text
@@ -41,7 +42,8 @@ def live_ranks_html(view: RunView) -> str:
     ranks = view.rank_numbers
     columns = next((number for number in (4, 3, 2) if len(ranks) % number == 0), min(len(ranks), 4))
     cells: list[str] = []
-    for rank in ranks[:MAX_RANKS]:
+    for at, rank in enumerate(ranks[:MAX_RANKS]):
+        cells.append(_host_row(new_host(view, ranks, at)))
         latest = usage[rank].latest if rank in usage else None
         label = use_text(latest) if latest is not None else view.labels[rank] if rank < len(view.labels) else ""
         label = f" {escape(label)}"
@@ -92,12 +94,22 @@ def _ended(view: RunView) -> str:
     rest = len(view.rank_numbers) - len(kept)
     room = (limit - sum(part.size for part in kept.values())) // max(len(kept), 1)
     lines = _last_lines(view, kept, room)
-    drawn = "".join(kept[rank].drawn(lines[rank]) for rank in sorted(kept))
+    listed = sorted(kept)
+    drawn = "".join(
+        _host_row(new_host(view, listed, at)) + kept[rank].drawn(lines[rank]) for at, rank in enumerate(listed)
+    )
     if rest:
         command = f"sgpu logs {view.short_id} --rank N"
         what = f"and {count_of(rest, 'more rank')}" if kept else count_of(rest, "rank")
         drawn += f'<div style="padding:3px 12px;font-size:12px;{SOFT}">{what}: {command}</div>'
     return f'<div style="border-top:1px solid {LINE};padding:2px 0">{drawn}</div>'
+
+
+def _host_row(host: str) -> str:
+    """Return the name of the node that the ranks below it are on."""
+    if not host:
+        return ""
+    return f'<div style="grid-column:1/-1;padding:3px 12px 1px;font-size:11.5px;{FAINT}">{escape(host)}</div>'
 
 
 def _most_urgent(view: RunView) -> list[int]:

@@ -9,6 +9,7 @@ from typing import TextIO
 from sgpu_magic.protocol.events import Event
 from sgpu_magic.render import ansi
 from sgpu_magic.render.heading import header_line
+from sgpu_magic.render.items import DisplayItem, GapItem, LineItem, display_text, gap_lines
 from sgpu_magic.render.memory import memory_lines
 from sgpu_magic.render.quiet import is_quiet
 from sgpu_magic.render.session_words import standing_warnings
@@ -45,7 +46,7 @@ class TerminalPublisher:
         self._stall: list[str] = []
         self._warned: list[str] = []
         self._finished = False
-        self._pending = view.take_lines()
+        self._pending = _fresh_lines(view)
 
     def applied(self, event: Event) -> None:
         pass
@@ -75,7 +76,7 @@ class TerminalPublisher:
     def _new_lines(self, now: float, final: bool) -> list[str]:
         began = now if self._began is None else self._began
         view = self._view
-        fresh = self._pending + view.take_lines()
+        fresh = self._pending + _fresh_lines(view)
         self._pending = []
         if is_quiet(view):
             return [summary_line(view)] if final else []
@@ -160,3 +161,17 @@ def _fit(line: str, columns: int) -> str:
         if used > columns:
             return line[:at]
     return line
+
+
+def _fresh_lines(view: RunView) -> list[str]:
+    """Return the lines that were finished since the last call, prefixed `[0] `; displays as their text."""
+    lines: list[str] = []
+    for item in view.take_items():
+        match item:
+            case LineItem(rank=rank, text=text):
+                lines.append(f"[{rank}] {text}")
+            case DisplayItem(rank=rank):
+                lines.extend(f"[{rank}] {line}" for line in display_text(item).split("\n"))
+            case GapItem():
+                lines.extend(gap_lines(item, view.short_id))
+    return lines

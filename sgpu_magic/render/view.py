@@ -41,7 +41,7 @@ from sgpu_magic.protocol.records import Failure, RankResult, RunSpec
 from sgpu_magic.protocol.states import OWNER_GONE, RunKind, RunState
 from sgpu_magic.protocol.tracking import TrackedRun
 from sgpu_magic.render.failure import attempt_note
-from sgpu_magic.render.items import DisplayItem, GapItem, Item, LineItem, display_text, gap_lines
+from sgpu_magic.render.items import DisplayItem, GapItem, Item, LineItem
 from sgpu_magic.render.output import RunOutput
 from sgpu_magic.render.run_names import run_name
 from sgpu_magic.render.session_state import SessionState, renewal_note, restart_note, unstopped_note
@@ -306,19 +306,6 @@ class RunView:
         An update of a display comes again as an item of its own.
         """
         return self._output.take_items()
-
-    def take_lines(self) -> list[str]:
-        """Return the finished lines since the last call, prefixed `[0] `; displays as their text."""
-        lines: list[str] = []
-        for item in self.take_items():
-            match item:
-                case LineItem(rank=rank, text=text):
-                    lines.append(f"[{rank}] {text}")
-                case DisplayItem(rank=rank):
-                    lines.extend(f"[{rank}] {line}" for line in display_text(item).split("\n"))
-                case GapItem():
-                    lines.extend(gap_lines(item, self.short_id))
-        return lines
 
     def _note(self, text: str) -> None:
         if text and text not in self._notes and len(self._notes) < _MAX_NOTES:

@@ -17,11 +17,10 @@ from sgpu_magic.protocol.events import Described, RanksStarted, RunEnded
 from sgpu_magic.protocol.ids import short
 from sgpu_magic.protocol.payloads import PackedLayout
 from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.run_files import KEY, PAYLOAD
+from sgpu_magic.protocol.run_files import KEY, PAYLOAD, REQUIREMENTS
 from sgpu_magic.protocol.run_record import RUN_RECORD, UNDER_WAY, RunRecord
 from sgpu_magic.protocol.states import RunKind
 
-REQUIREMENTS = "requirements.txt"
 _REPLAYABLE = (RunKind.CELL, RunKind.CALL)
 # a payload is copied some 2 s after the run's end
 _PATIENCE_S = 10.0

@@ -13,11 +13,12 @@ from sgpu_magic.payload.pack import Packed
 from sgpu_magic.protocol.messages import Describe
 from sgpu_magic.protocol.records import Interpreter, RunSpec
 from sgpu_magic.runs import git_state, job_defaults, tracked, travel
+from sgpu_magic.runs.uploads import uploads_of
 
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What the user asked for about packages and tracking.
+    """What the user asked for about packages, tracking and what goes along.
 
     Args:
         env_version: `--env-version`: a base environment's, a saved one's or a file's name; `none` is the notebook's own
@@ -25,12 +26,14 @@ class Wishes:
         torch_mine: `--torch mine`.
         allow_build: `--allow-build`.
         track: False is `--no-track`; None is what the settings say.
+        uploads: `--upload`: folders and files that go along.
     """
 
     env_version: str = ""
     torch_mine: bool = False
     allow_build: bool = False
     track: bool | None = None
+    uploads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ def submit(pool: Pool, submission: Submission) -> Run:
             submission.stand,
             luggage.elsewhere,
             luggage.cell,
+            uploads_of(submission),
         )
         run = pool.submit(spec, submission.packed, submission.key, luggage.environ, along)
     except KeyboardInterrupt:

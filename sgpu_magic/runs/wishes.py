@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.runs.submission import Wishes
 
 TORCH_CHOICES = ("node", "mine")
+
+Upload = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+"""A folder or file, or several."""
 
 EnvVersion = str | int | os.PathLike[str]
 """A base environment's name (`4`, `"ai-4"`), `"none"`, a saved one's name, or a requirements or pylock file."""
@@ -19,6 +23,7 @@ def wishes_from(
     torch: str | None = None,
     allow_build: bool = False,
     track: bool | None = None,
+    upload: Upload = (),
     *,
     option: str = "torch=",
 ) -> Wishes:
@@ -29,6 +34,7 @@ def wishes_from(
         torch: `--torch`; None when left out.
         allow_build: `--allow-build`.
         track: False for `--no-track`; None when left out.
+        upload: `--upload`; empty when left out.
         option: What `torch` was given by.
 
     Raises:
@@ -44,6 +50,7 @@ def wishes_from(
         torch_mine=torch == "mine",
         allow_build=bool(allow_build),
         track=track,
+        uploads=(os.fspath(upload),) if isinstance(upload, str | os.PathLike) else tuple(map(os.fspath, upload)),
     )
 
 

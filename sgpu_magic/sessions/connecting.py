@@ -22,7 +22,7 @@ from sgpu_magic.runs.durations import optional_s, timeout_s
 from sgpu_magic.runs.notebook import owner
 from sgpu_magic.runs.placing import Devices
 from sgpu_magic.runs.submission import Submission, Wishes, submit
-from sgpu_magic.runs.wishes import EnvVersion, max_cost_from, wishes_from
+from sgpu_magic.runs.wishes import EnvVersion, Upload, max_cost_from, wishes_from
 from sgpu_magic.runs.workplace import Workplace, workplace
 from sgpu_magic.sessions import registry
 from sgpu_magic.sessions.session import Session
@@ -73,6 +73,7 @@ def connect(
     torch: str | None = None,
     allow_build: bool = False,
     track: bool | None = None,
+    upload: Upload = (),
     max_cost: float | None = None,
     allow_busy: bool = False,
     min_memory: str | float | None = None,
@@ -103,6 +104,7 @@ def connect(
             the notebook's.
         allow_build: Packages without a wheel may be built from source for the run.
         track: False: it does not become an MLflow run (default: the setting `track`).
+        upload: A folder or file, or several, that the ranks find there too: `sgpu_magic.runtime.upload_path("data")`.
         max_cost: It is ended before it costs more, in the currency of the settings (default: no limit).
         allow_busy: Also take GPUs that other programs use.
         min_memory: Memory of each device, `"40GB"` or bytes; without `gpu_type` the cheapest type that has it.
@@ -137,7 +139,7 @@ def connect(
         wait_s=optional_s("wait", wait),
         timeout_s=timeout_s("timeout", timeout),
         variables=dict(env or {}),
-        wishes=wishes_from(env_version, torch, allow_build, track),
+        wishes=wishes_from(env_version, torch, allow_build, track, upload),
         max_cost=max_cost_from("max_cost", max_cost),
         pool=pool,
     )

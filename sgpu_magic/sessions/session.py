@@ -204,8 +204,12 @@ class Session(Lifetime):
         return only or tuple(range(self.ranks))
 
     def wishes_with(self, wishes: Wishes) -> Wishes:
-        """Return what holds for a cell on its devices: its own packages, tracked as it is if the cell does not say."""
-        return self.wishes if wishes.track is None else replace(self.wishes, track=wishes.track)
+        """Return what holds for a cell on its devices: its own packages, tracked as it is if the cell does not say.
+
+        What goes along is the cell's own: the ranks have what was uploaded for the session.
+        """
+        track = self.wishes.track if wishes.track is None else wishes.track
+        return replace(self.wishes, track=track, uploads=wishes.uploads)
 
     def environ(self, variables: Mapping[str, str]) -> dict[str, str]:
         """The ranks' environment: this process's now, with what was given beside it."""

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-import time
+import contextlib
+import io
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
-from pool_client import ClientRun
-from served_pools import RemoteUser, ServedPool
+from pool_client import ClientRun, PoolClient
+from served_pools import RemoteUser, ServedPool, served_pool
 from tcp_proxy import Proxy
 from waiting import eventually
 
+from sgpu_magic.client import remote_wire
+from sgpu_magic.config import host_name
 from sgpu_magic.errors import KeyRefused, PoolError, RunUnknown
-from sgpu_magic.protocol.events import OutputWritten, RunEnded
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.protocol.events import OutputWritten
+from sgpu_magic.protocol.records import Owner
+from sgpu_magic.protocol.states import OWNER_GONE, RunState
+from sgpu_magic.render.html import render_html
+from sgpu_magic.render.publisher import TerminalPublisher
+from sgpu_magic.render.text import render_text
+from sgpu_magic.render.view import RunView
+from sgpu_magic.runs.follow import Followed
 
 COUNT = """
 import pathlib, time
@@ -56,3 +69,207 @@ def test_a_run_on_another_machine(served: ServedPool, ann: RemoteUser):
     assert status is not None
     assert status.pool == "team"
     assert [(row.run_id, row.user) for row in status.runs] == [(run.run_id, "ann")]
+
+
+# ---------------------------------------------------------------- a line that breaks
+
+
+def test_a_link_that_is_cut_costs_nothing_but_time(served: ServedPool, ann: RemoteUser, line: Proxy):
+    client = ann.new_client(line.address)
+    run = client.begin(COUNT, ranks=1)
+    run.wait_for(OutputWritten, 3)
+    line.cut()
+    seen = len(run.events)
+    eventually(lambda: "120\n" in served.home.log(run.run_id, 0), 20, "the run does not go on")
+    assert len(run.events) == seen
+    line.mend()
+    assert run.ended().state is RunState.SUCCEEDED
+    assert numbers(run) == list(range(200))
+    client.close()
+
+
+def test_many_cuts_in_one_run(ann: RemoteUser, line: Proxy):
+    client = ann.new_client(line.address)
+    run = client.begin(COUNT, ranks=2)
+    for count in range(5, 35, 5):
+        run.wait_for(OutputWritten, count)
+        before = line.connections
+        line.reset()
+        eventually(lambda before=before: line.connections > before, 10, "it does not come back")
+    assert run.ended().state is RunState.SUCCEEDED
+    assert run.printed == {rank: "".join(f"{number}\n" for number in range(200)) for rank in (0, 1)}
+    client.close()
+
+
+def test_a_line_that_swallows_everything_is_told_and_caught_up(
+    served: ServedPool, ann: RemoteUser, line: Proxy, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(remote_wire, "_SILENT_S", 1.0)
+    client = ann.new_client(line.address)
+    run = client.begin(COUNT, ranks=1)
+    run.wait_for(OutputWritten, 3)
+    assert run.run.silent_s == 0
+    line.hold()
+    eventually(lambda: run.run.silent_s > 1, 10, "nobody noticed")
+    view = RunView(run.run.spec, pool="team")
+    stream = io.StringIO()
+    followed = Followed(run.run, view, TerminalPublisher(view, stream), client.pool)
+    followed.look_at_link()
+    told = f"the link to the pool team ({line.address}) has been silent for more than 10.0 s; the run goes on there"
+    assert told in render_text(view)
+    assert told in render_html(view)
+    eventually(lambda: "120\n" in served.home.log(run.run_id, 0), 20, "the run does not go on")
+    line.mend()
+    eventually(lambda: not run.run.silent_s, 10, "nobody noticed")
+    followed.look_at_link()
+    assert "silent" not in render_text(view)
+    assert run.ended().state is RunState.SUCCEEDED
+    assert numbers(run) == list(range(200))
+    client.close()
+
+
+def test_a_question_whose_answer_was_lost_is_done_once(served: ServedPool, ann: RemoteUser, line: Proxy):
+    client = ann.new_client(line.address)
+    assert client.pool.status() is not None
+    runs = set(served.home.ledger())
+    line.hold_answers()
+    with ThreadPoolExecutor(1) as thread:
+        submitted = thread.submit(client.begin, "print('once')", ranks=1)
+        eventually(lambda: len(set(served.home.ledger()) - runs) == 1, 10, "it was not submitted")
+        assert not submitted.done()
+        line.mend()
+        run = submitted.result(20)
+    assert run.ended().state is RunState.SUCCEEDED
+    assert run.printed == {0: "once\n"}
+    assert set(served.home.ledger()) - runs == {run.run_id}
+    client.close()
+
+
+def test_a_cancel_while_the_line_is_cut_arrives_later(ann: RemoteUser, line: Proxy):
+    client = ann.new_client(line.address)
+    run = client.begin(WAIT, ranks=1)
+    run.wait_for(OutputWritten)
+    line.cut()
+    run.run.cancel("it was told so")
+    line.mend()
+    ended = run.ended()
+    assert (ended.state, ended.reason) == (RunState.CANCELLED, "it was told so")
+    client.close()
+
+
+# ---------------------------------------------------------------- clients that go
+
+
+def test_goodbye_ends_what_was_not_detached(ann: RemoteUser):
+    client = ann.new_client()
+    mine, kept = client.begin(WAIT, ranks=1), client.begin(WAIT, ranks=1, detach=True)
+    mine.wait_for(OutputWritten)
+    kept.wait_for(OutputWritten)
+    client.close()
+    other = ann.new_client()
+    row = eventually(lambda: _row(other, mine.run_id, RunState.CANCELLED), 10, "it goes on")
+    assert row.user == "ann"
+    found, state = other.pool.attach(kept.run_id[:8])
+    assert state is RunState.RUNNING
+    found.cancel("it is enough")
+    eventually(lambda: _row(other, kept.run_id, RunState.CANCELLED), 10, "it goes on")
+    other.close()
+
+
+def test_a_client_that_stays_away_too_long_is_gone_and_so_is_a_pool():
+    timeouts = {"SGPU_LINK_TIMEOUT_S": "5", "SGPU_ADOPT_TIMEOUT_S": "2"}
+    with served_pool(timeouts) as pool, contextlib.closing(Proxy(pool.port)) as line:
+        client = pool.user("ann").new_client(line.address)
+        mine, kept = client.begin(WAIT, ranks=1), client.begin(WAIT, ranks=1, detach=True)
+        mine.wait_for(OutputWritten)
+        kept.wait_for(OutputWritten)
+        line.cut()
+        eventually(lambda: pool.home.ledger()[mine.run_id].state == "cancelled", 20, "it goes on without an owner")
+        assert pool.home.ledger()[kept.run_id].state == "running"
+        line.mend()
+        ended = mine.ended()
+        assert (ended.state, ended.reason) == (RunState.CANCELLED, OWNER_GONE)
+        # nobody starts the next service: the operator of this one does not, and ranks wait no longer than they are told
+        pool.kill()
+        assert pool.home.rank_pids()
+        eventually(lambda: not pool.home.processes(), 20, lambda: f"left: {pool.home.processes()}")
+        client.close()
+
+
+# ---------------------------------------------------------------- a pool that goes
+
+
+def test_a_pool_that_is_killed_and_started_again_has_its_runs():
+    """The owner's process is on another machine: that there is none of its number here says nothing."""
+    with served_pool() as pool:
+        ann, ben = pool.user("ann"), pool.user("ben")
+        ended = subprocess.Popen([sys.executable, "-c", ""])
+        ended.wait()
+        owner = Owner(pid=ended.pid, host=host_name(), user="root")
+        run = ann.client.begin(COUNT, ranks=2, owner=owner)
+        run.wait_for(OutputWritten, 5)
+        first = pool.pid
+        pool.kill()
+        seen = pool.home.log(run.run_id, 0)
+        eventually(lambda: len(pool.home.log(run.run_id, 0)) > len(seen) + 80, 10, "its ranks do not go on")
+        pool.start()
+        assert pool.pid != first
+        assert run.ended().state is RunState.SUCCEEDED
+        assert run.printed == {rank: "".join(f"{number}\n" for number in range(200)) for rank in (0, 1)}
+        with pytest.raises(RunUnknown):
+            ben.client.pool.attach(run.run_id)
+        assert ann.client.pool.attach(run.run_id)[1] is RunState.SUCCEEDED
+
+
+# ---------------------------------------------------------------- users
+
+
+def test_each_user_has_the_own_runs_and_sees_rows_of_the_others(served: ServedPool, ann: RemoteUser):
+    ben, ops = served.user("ben"), served.user("ops", admin=True)
+    run = ann.client.begin(WAIT, ranks=1, name="secret-name", owner=Owner(pid=1, host="x", user="ben"))
+    run.wait_for(OutputWritten)
+    row = _row(ben.client, run.run_id, RunState.RUNNING)
+    assert row is not None
+    assert (row.user, row.name, row.notebook, row.owner_pid) == ("ann", "", "", 0)
+    assert _row(ann.client, run.run_id, RunState.RUNNING).name == "secret-name"
+    for question in (
+        lambda who: who.pool.attach(run.run_id),
+        lambda who: who.pool.attach(""),
+        lambda who: who.pool.detach(run.run_id),
+        lambda who: who.pool.stacks(run.run_id),
+        lambda who: who.pool.cancel(run.run_id, "not mine"),
+    ):
+        with pytest.raises(RunUnknown):
+            question(ben.client)
+    with pytest.raises(PoolError, match="user ben may not stop this pool"):
+        ben.client.pool.stop(force=True)
+    # an admin ends it, and looks into nothing
+    for question in (lambda who: who.pool.attach(run.run_id), lambda who: who.pool.stacks(run.run_id)):
+        with pytest.raises(RunUnknown):
+            question(ops.client)
+    assert "is being cancelled" in ops.client.pool.cancel(run.run_id, "by ops")
+    assert run.ended().reason == "by ops"
+
+
+def test_a_revoked_user_is_out_at_once(served: ServedPool, ann: RemoteUser):
+    eve = served.user("eve")
+    run = eve.client.begin(WAIT, ranks=1)
+    run.wait_for(OutputWritten)
+    link = eve.client.pool.link()
+    assert "1 key removed" in served.command("revoke", "eve")
+    eventually(link.lost.is_set, 15, "the link stays")
+    with pytest.raises(KeyRefused, match="does not admit your key"):
+        eve.client.pool.status()
+    assert ann.client.pool.status() is not None
+    # what runs is not ended by it, and is there when they are let in again
+    assert served.home.ledger()[run.run_id].state == "running"
+    served.command("authorize", "eve", eve.keys.public)
+    found, _ = eve.client.pool.attach(run.run_id)
+    found.cancel("it is enough")
+    eventually(lambda: _row(eve.client, run.run_id, RunState.CANCELLED), 10, "it goes on")
+
+
+def _row(client: PoolClient, run_id: str, state: RunState) -> Any:
+    status = client.pool.status()
+    assert status is not None
+    return next((row for row in status.runs if row.run_id == run_id and row.state is state), None)

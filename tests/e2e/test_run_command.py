@@ -94,7 +94,7 @@ def test_cells_get_what_the_command_says_and_what_they_say_wins(home: Home):
     assert made.cells[2].source == "# Parameters\nlayers = [64, 32]\nlr = 0.25\nname = '7'"
     text = text_of(made.cells[3])
     assert "3 ranks" in text
-    assert "A10" in text
+    assert "3 x a10" in text
     assert "[2] lr 0.25 float 7 [64, 32] 3" in text
     assert "alone 1" in text_of(made.cells[4])
     assert made.metadata.papermill.parameters == {"layers": [64, 32], "lr": 0.25, "name": "7"}

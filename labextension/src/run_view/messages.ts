@@ -49,6 +49,7 @@ export const rankCard = record({
   details: list(str),
   curves: list(curve),
   idle: str,
+  host: str,
 });
 export type RankCard = Of<typeof rankCard>;
 

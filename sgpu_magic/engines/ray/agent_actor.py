@@ -101,7 +101,8 @@ def _base(order: AgentOrder) -> Path:
     folder = tempfile.gettempdir()
     if len(folder) > _SHORT_PATH:
         folder = "/tmp"
-    return private_dir(Path(folder, f"sgpu-{os.getuid()}-{order.prefix.strip(':')[:24]}-{order.node[:10]}"))
+    pool = order.namespace.removeprefix("sgpu-")[:24]
+    return private_dir(Path(folder, f"sgpu-{os.getuid()}-{pool}-{order.node[:10]}"))
 
 
 def _settings_here(settings: Settings, base: Path) -> Settings:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import re
-import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 
-from sgpu_magic import __version__
 from sgpu_magic.engines.ray import groups, on_node
 from sgpu_magic.engines.ray.messages import NodeFacts, StartAgent
+from sgpu_magic.engines.ray.package_archive import package_archive
 from sgpu_magic.engines.ray.untyped import (
     RayError,
     accelerators,
@@ -30,7 +27,6 @@ _TYPE_NAME = re.compile(r"[A-Z][A-Z0-9-]{1,15}")
 _AGENT = "agent:"
 _START_S = 60.0
 _END_S = 25.0
-_NOT_SHIPPED = ("labextension", "__pycache__")
 
 
 def connect(address: str, namespace: str) -> tuple[str, str]:
@@ -136,7 +132,7 @@ def coming(address: str) -> str:
 
 def type_names() -> tuple[str, ...]:
     """Ray's own names of GPU types, as its labels have them."""
-    names = cast("Iterable[object]", vars(accelerators).values())
+    names = cast("dict[str, object]", vars(accelerators)).values()
     return tuple(sorted({name for name in names if isinstance(name, str) and _TYPE_NAME.fullmatch(name)}))
 
 
@@ -169,7 +165,7 @@ def start_agent(order: StartAgent) -> None:
         max_concurrency=4,
         scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(node, soft=False),
     )
-    package = ray.put(_package()) if order.ship else None
+    package = ray.put(package_archive()) if order.ship else None
     handle = actor.remote(msgspec.msgpack.encode(order.order), package)
     ray.get(handle.ready.remote(), timeout=_START_S)
 
@@ -188,22 +184,6 @@ def end_agents(nodes: Iterable[str]) -> None:
         ray.wait(waiting, num_returns=len(waiting), timeout=_END_S)
     for handle in found.values():
         ray.kill(handle)
-
-
-def _package() -> bytes:
-    """Our package as a zip archive: about a megabyte."""
-    here = Path(__file__).parents[2]
-    data = io.BytesIO()
-    with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in sorted(here.rglob("*")):
-            if path.is_file() and not any(part in _NOT_SHIPPED for part in path.relative_to(here).parts):
-                archive.write(path, path.relative_to(here.parent))
-    return data.getvalue()
-
-
-def is_ours(version: str) -> bool:
-    """Whether a node's own sgpu-magic is this one."""
-    return version == __version__
 
 
 def _first_line(error: RayError) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from collections import Counter
@@ -46,6 +47,10 @@ from sgpu_magic.secure_sockets import KeyPair
 _BUSY_S = 1.0
 _IDLE_S = 5.0
 _TEND_S = 1.0
+# so long a node is awaited that a look has not come back from, when the pool begins
+_LOOK_S = 15.0
+# who asks for the inventory gets the last one when Ray does not tell a new one by then
+_ANSWER_S = 2.0
 
 
 class RayEngine(ManyNodes):
@@ -77,6 +82,9 @@ class RayEngine(ManyNodes):
         self._known: Inventory | None = None
         self._asked_for_inventory = False
         self._found = False
+        # seconds of the loop's clock, once the cluster was seen
+        self._seen_at = 0.0
+        self._tending: asyncio.TimerHandle | None = None
         # what Ray was asked, and what for; those that are granted wait here for a node whose last agent is leaving
         self._asked: dict[str, tuple[AskLease, Launch, Sequence[bytes]]] = {}
         self._granted: dict[str, tuple[Launch, Sequence[bytes]]] = {}
@@ -99,8 +107,16 @@ class RayEngine(ManyNodes):
         super().start(listener)
 
     def take_inventory(self) -> None:
-        self._asked_for_inventory = True
+        if not self._asked_for_inventory:
+            self._asked_for_inventory = True
+            # Ray may hang
+            self._loop.call_later(_ANSWER_S, self._tell_inventory)
         self._watch()
+
+    def _tell_inventory(self) -> None:
+        if self._asked_for_inventory and self._found:
+            self._asked_for_inventory = False
+            self.inventory_changed()
 
     def inventory(self) -> Inventory | None:
         if not self._found:
@@ -109,7 +125,8 @@ class RayEngine(ManyNodes):
         return inventory_of(self._name, usable, self._leases.values(), self._elastic, self._coming)
 
     def close(self) -> None:
-        self._tending.cancel()
+        if self._tending is not None:
+            self._tending.cancel()
         if self._driver is not None:
             # through the actors: they know when the agents are gone
             self._driver.end()
@@ -253,8 +270,10 @@ class RayEngine(ManyNodes):
             self.node_lost(node, "Ray says that it is dead")
         if dead:
             self._keys.forget_others(alive)
-        # until somebody has looked at every node the pool does not say what it has
-        self._found = self._found or all(facts.probed or facts.problem for facts in seen.nodes)
+        # until somebody has looked at the nodes the pool does not say what it has; one may be slow to answer
+        self._seen_at = self._seen_at or self._loop.time()
+        patient = self._loop.time() - self._seen_at < _LOOK_S
+        self._found = self._found or not any(_unknown(facts, patient) for facts in seen.nodes)
         inventory = self.inventory()
         if inventory is not None and (inventory != self._known or self._asked_for_inventory):
             self._known, self._asked_for_inventory = inventory, False
@@ -314,3 +333,7 @@ class RayEngine(ManyNodes):
         busy = {node for run in self._runs.values() if not run.over for node in run.nodes}
         busy |= {share.node for launch, _ in self._granted.values() for share in launch.lease.shares}
         self._agents.retire(self._channels.keys(), busy, time.monotonic())
+
+
+def _unknown(facts: NodeFacts, patient: bool) -> bool:
+    return patient and not (facts.probed or facts.problem)

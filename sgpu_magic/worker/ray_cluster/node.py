@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import re
 import select
 import signal
 import socket
@@ -32,7 +33,10 @@ from sgpu_magic.protocol.record import Record
 from sgpu_magic.worker.ray_cluster.words import NodeStarted, NodeTroubled, StartNode, line_of, start_words
 
 _LOOK_S = 0.1
-_TAIL_LINES = 15
+_TAIL_LINES = 5
+# `[2026-11-22 20:56:52,855 E 5600 5600] (raylet) ...` and the lines of its Python programs
+_BAD = re.compile(r"^\[\S+ \S+ [EFC] |\b(ERROR|CRITICAL)\b|^\w*(Error|Exception)\b")
+_FRAME = re.compile(r"\(\+0x[0-9a-f]+\)")
 # without these the cluster can't do anything
 _VITAL = ("gcs_server", "raylet")
 SIMULATED = "simulated"
@@ -50,7 +54,7 @@ def main() -> None:
     os.dup2(2, 1)
     order = start_words.decode(sys.stdin.buffer.readline())
     try:
-        node, started = _start(order)
+        node, started = _start_patiently(order)
     except ImportError as error:
         _say(words, NodeTroubled(text=f"{error}", missing=error.name in ("ray", "ray._raylet")))
     except Exception as error:  # noqa: BLE001  a process's entry: whatever Ray raises is told by the rank
@@ -77,6 +81,21 @@ def _say(words: Any, word: Record) -> None:
 
 
 # ---------------------------------------------------------------- start
+
+
+def _start_patiently(order: StartNode) -> tuple[Any, NodeStarted]:
+    """Start, and once more where it took too long.
+
+    Ray gives its processes 30 s to import what they need, and no setting changes that: from a cold or shared disk it
+    may take longer, and then the second time finds it in memory.
+    """
+    try:
+        return _start(order)
+    except Exception as error:
+        if "timed out" not in str(error):
+            raise
+    processes.kill_descendants()
+    return _start(order)
 
 
 def _start(order: StartNode) -> tuple[Any, NodeStarted]:
@@ -137,6 +156,9 @@ def _no_gpus() -> dict[str, str]:
     """Variables of workers whose GPUs are simulated: they find none, whatever Ray gives them."""
     # Ray itself must not see the empty list: it refuses to count more GPUs than are visible
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        # nothing is to be hidden, and `ray.get_gpu_ids()` tells the simulated ones
+        return {}
     return {"CUDA_VISIBLE_DEVICES": "", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
@@ -181,18 +203,20 @@ def _watch(node: Any, session_directory: str, words: Any) -> None:
 
 
 def _tails(directory: str) -> str:
-    """The ends of the logs of Ray's processes that did not start."""
+    """What the logs of Ray's processes that did not start end with."""
     logs = Path(directory) / "session_latest" / "logs"
-    found = [(kind, _tail_of(logs, kind)) for kind in (*_VITAL, "dashboard")]
+    found = [(kind, _tail_of(logs, kind)) for kind in _VITAL]
     return "\n".join(f"{kind}: {text}" for kind, text in found if text)
 
 
 def _tail_of(logs: Path, kind: str) -> str:
+    """The last lines that tell of errors; without such the last ones, but for the frames of a stack."""
     lines: list[str] = []
     for suffix in ("out", "err", "log"):
         with contextlib.suppress(OSError):
-            lines += (logs / f"{kind}.{suffix}").read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-    return "\n".join(lines[-_TAIL_LINES:])
+            lines += (logs / f"{kind}.{suffix}").read_text(errors="replace").splitlines()
+    lines = [line for line in lines if line.strip() and not _FRAME.search(line)]
+    return "\n".join(([line for line in lines if _BAD.search(line)] or lines)[-_TAIL_LINES:])
 
 
 if __name__ == "__main__":

@@ -1,3 +1,4 @@
+import { Fragment } from "preact";
 import { useRef, useState } from "preact/hooks";
 
 import type { RankCard } from "../messages";
@@ -99,18 +100,24 @@ export function RankGrid({ ranks, onShow }: { ranks: readonly RankCard[]; onShow
     <div class="sgpu-grid-box">
       <div class={classes.join(" ").trim()} role="list" aria-label="ranks" data-columns={columns(ranks.length)} ref={grid} onKeyDown={onKey}>
         {ranks.map((card) => (
-          <Card
-            key={card.rank}
-            card={card}
-            dense={dense}
-            isOpen={open?.rank === card.rank}
-            isStop={stop === card.rank}
-            onOpen={(element) => {
-              setOpen(element && { rank: card.rank, element });
-              if (element?.contains(document.activeElement)) setStop(card.rank);
-            }}
-            onShow={onShow}
-          />
+          <Fragment key={card.rank}>
+            {card.host && (
+              <div class="sgpu-host" role="presentation">
+                {card.host}
+              </div>
+            )}
+            <Card
+              card={card}
+              dense={dense}
+              isOpen={open?.rank === card.rank}
+              isStop={stop === card.rank}
+              onOpen={(element) => {
+                setOpen(element && { rank: card.rank, element });
+                if (element?.contains(document.activeElement)) setStop(card.rank);
+              }}
+              onShow={onShow}
+            />
+          </Fragment>
         ))}
       </div>
       {shown && <Details card={shown} beside={open.element} />}

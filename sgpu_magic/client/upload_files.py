@@ -1,0 +1,153 @@
+"""What a folder consists of that goes along with a run: its files, by name, and nothing from elsewhere."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from sgpu_magic.client.ignore_rules import FILE, IgnoreRules
+from sgpu_magic.errors import SerializationError, UsageError
+from sgpu_magic.protocol.uploads import MOST_FILES
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFile:
+    """One file.
+
+    Args:
+        name: Below the folder, with `/` between.
+        path: Where it is.
+        status: Of the file itself, never of a link to it.
+    """
+
+    name: str
+    path: str
+    status: os.stat_result
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFiles:
+    """What goes along.
+
+    Args:
+        files: In order of their names.
+        folders: Those without a file.
+        single: It is the one file.
+    """
+
+    files: tuple[FoundFile, ...]
+    folders: tuple[str, ...] = ()
+    single: bool = False
+
+
+def find_files(root: Path) -> FoundFiles:
+    """Look through a folder, or at one file.
+
+    A link to something within is that, once more. What `.sgpuignore` in the folder excludes is left out.
+
+    Raises:
+        UsageError: A link leads out of the folder, something is no file, or there are too many.
+        SerializationError: A folder can't be read.
+    """
+    real = Path(os.path.realpath(root))
+    try:
+        status = os.stat(real)
+        if not stat.S_ISDIR(status.st_mode):
+            _check_kind(real, status.st_mode)
+            return FoundFiles((FoundFile(real.name, str(real), status),), single=True)
+        walk = _Walk(real, _rules_of(real))
+        walk.look()
+    except OSError as error:
+        raise SerializationError(
+            f"--upload {root}: {error.filename or real} can't be read: {error.strerror or error}. Make it readable, or "
+            f"list it in {FILE}."
+        ) from None
+    used = {name[:at] for file in walk.files for name in (file.name,) for at in _slashes(name)}
+    empty = sorted(name for name in walk.folders if name not in used)
+    return FoundFiles(tuple(sorted(walk.files, key=lambda file: file.name)), tuple(empty))
+
+
+class _Walk:
+    """Collects what is below a folder.
+
+    Args:
+        root: The folder, without links on the way to it.
+        rules: What stays here.
+    """
+
+    def __init__(self, root: Path, rules: IgnoreRules) -> None:
+        self._root = str(root)
+        self._rules = rules
+        self.files: list[FoundFile] = []
+        self.folders: list[str] = []
+
+    def look(self) -> None:
+        waiting = [("", self._root)]
+        while waiting:
+            prefix, folder = waiting.pop()
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    waiting.extend(self._take(prefix, entry))
+
+    def _take(self, prefix: str, entry: os.DirEntry[str]) -> Iterator[tuple[str, str]]:
+        """Note a file; yield a folder to be looked through."""
+        name = f"{prefix}{entry.name}"
+        is_link = entry.is_symlink()
+        is_folder = entry.is_dir()
+        if self._rules.excludes(name, folder=is_folder):
+            return
+        path = self._led_to(name, entry.path) if is_link else entry.path
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise UsageError(
+                f"--upload: {os.fsencode(entry.path)!r} has a name that is no UTF-8, which other machines may not "
+                f"have. Rename it, or list it in {FILE}."
+            ) from None
+        if is_folder:
+            if is_link and f"{os.path.dirname(entry.path)}/".startswith(f"{path}/"):
+                raise UsageError(
+                    f"--upload: the link {entry.path} leads to a folder that it lies in. List it in {FILE}."
+                )
+            self.folders.append(name)
+            yield f"{name}/", path
+            return
+        status = os.stat(path)
+        _check_kind(Path(entry.path), status.st_mode)
+        self.files.append(FoundFile(name, path, status))
+        if len(self.files) > MOST_FILES:
+            raise UsageError(
+                f"--upload {self._root} has more than {MOST_FILES:,} files. Pack them into an archive, or leave some "
+                f"out in {FILE}."
+            )
+
+    def _led_to(self, name: str, path: str) -> str:
+        real = os.path.realpath(path)
+        if not f"{real}/".startswith(f"{self._root}/"):
+            raise UsageError(
+                f"--upload {self._root}: the link {name} leads out of it, to {real}. Only what lies in the folder goes "
+                f"along: copy it there, upload {real} by itself, or list {name} in {FILE}."
+            )
+        return real
+
+
+def _rules_of(folder: Path) -> IgnoreRules:
+    try:
+        return IgnoreRules((folder / FILE).read_text(encoding="utf-8", errors="replace").splitlines())
+    except FileNotFoundError:
+        return IgnoreRules()
+
+
+def _check_kind(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise UsageError(f"--upload: {path} is no file and no folder. List it in {FILE}, or leave it out.")
+
+
+def _slashes(name: str) -> Iterator[int]:
+    at = name.find("/")
+    while at >= 0:
+        yield at
+        at = name.find("/", at + 1)

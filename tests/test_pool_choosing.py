@@ -1,0 +1,240 @@
+"""Which of several pools takes a run that names none, and what `--min-memory`, `--nodes`, `--placement` mean."""
+
+from __future__ import annotations
+
+import pytest
+
+from sgpu_magic.client.pool_choosing import (
+    Choice,
+    Money,
+    TypeCount,
+    Wanted,
+    cheapest_type,
+    check_memory,
+    choose,
+    counts,
+    has_words,
+)
+from sgpu_magic.client.pools import Asked
+from sgpu_magic.client.pools_file import PoolEntry
+from sgpu_magic.errors import CapacityError, UsageError
+from sgpu_magic.protocol.devices import Device, Inventory
+from sgpu_magic.protocol.ids import new_id
+from sgpu_magic.protocol.messages import PoolStatus, RunSummary
+from sgpu_magic.protocol.prices import read_prices
+from sgpu_magic.protocol.states import RunState
+from sgpu_magic.runs.devices import check_spread, in_pythons_words, memory_bytes, node_count, strategy_of
+
+GB = 10**9
+MONEY = Money(read_prices("a10=2.00,h100=8.00"), read_prices("a10=1.00"), "USD")
+SIZES = {"a10": 24 * GB, "h100": 80 * GB, "t4": 16 * GB}
+
+
+def entry(name: str, *, reserved: bool = False, types: str = "", prices: dict[str, float] | None = None) -> PoolEntry:
+    return PoolEntry(name, "tcp://h:1", "k" * 40, reserved, tuple(types.split()), prices or {})
+
+
+def status(
+    types: str = "", *, slots: int = 4, slots_free: int = 4, held: int = 0, elastic: dict[str, int] | None = None
+) -> PoolStatus:
+    """A pool with so many of each type (`"a10:4 h100:2"`), the first `held` devices of which one run holds."""
+    devices = [
+        Device(uuid=f"{kind}-{number}", type=kind, memory_bytes=SIZES[kind], index=number)
+        for kind, _, count in (each.partition(":") for each in types.split())
+        for number in range(int(count))
+    ]
+    run = RunSummary(
+        run_id=new_id(), name="", state=RunState.RUNNING, ranks=held, device_type="", user="", notebook="",
+        submitted_at=0.0, simulated=False, uuids=tuple(device.uuid for device in devices[:held]),
+    )  # fmt: skip
+    inventory = Inventory(host="h", devices=tuple(devices), cpu_slots=slots, elastic=tuple((elastic or {}).items()))
+    return PoolStatus(
+        request=1, pool="", pid=1, package_version="", started_at=0.0, inventory=inventory,
+        cpu_slots_free=slots_free, runs=(run,) if held else (), clients=0,
+    )  # fmt: skip
+
+
+def asked(pool: PoolEntry | None, types: str = "", **options: object) -> Asked:
+    return Asked("local" if pool is None else pool.name, pool, status(types, **options))  # type: ignore[arg-type]
+
+
+def silent(pool: PoolEntry) -> Asked:
+    return Asked(pool.name, pool, problem=f"the pool {pool.name} can't be reached.")
+
+
+TEAM, CLOUD, OTHER = entry("team", reserved=True), entry("cloud"), entry("other", prices={"h100": 5.0})
+
+
+# ---------------------------------------------------------------- what is there
+
+
+def test_devices_are_counted_with_what_may_come():
+    found = counts(status("a10:4 h100:2", held=3, elastic={"a10": 8, "t4": 2, "cpu": 99}, slots_free=1))
+    assert found == {
+        "a10": TypeCount(8, 1, 24 * GB),
+        "h100": TypeCount(2, 2, 80 * GB),
+        "t4": TypeCount(2, 0, found["t4"].memory_bytes),
+        "cpu": TypeCount(4, 1, 0),
+    }
+    assert found["t4"].memory_bytes > 15 * GB
+    assert set(counts(status("a10:4 h100:2"), 40 * GB)) == {"h100"}
+    assert has_words(status("a10:4 h100:2")) == "4 a10 (24.0 GB), 2 h100 (80.0 GB), 4 CPU slots"
+
+
+def test_what_others_use_outside_is_not_free():
+    used = status("a10:2")
+    devices = (replace_used(used.inventory.devices[0]), used.inventory.devices[1])
+    inventory = Inventory(host="h", devices=devices, cpu_slots=0)
+    told = PoolStatus(
+        request=1, pool="", pid=1, package_version="", started_at=0.0, inventory=inventory, cpu_slots_free=0,
+        runs=(), clients=0,
+    )  # fmt: skip
+    assert counts(told) == {"a10": TypeCount(2, 1, 24 * GB)}
+
+
+def replace_used(device: Device) -> Device:
+    return Device(uuid=device.uuid, type=device.type, memory_bytes=device.memory_bytes, outside_use="someone's")
+
+
+# ---------------------------------------------------------------- the choice
+
+
+def test_reserved_before_on_demand_and_it_says_so():
+    answers = [asked(CLOUD, "a10:8"), asked(TEAM, "a10:4")]
+    assert choose(answers, Wanted(2, "a10"), MONEY) == Choice("team", None, "reserved, and has 2 a10 free")
+    # a busy one is paid for too
+    busy = [asked(CLOUD, "a10:8"), asked(TEAM, "a10:4", held=4)]
+    chosen = choose(busy, Wanted(2, "a10"), MONEY)
+    assert chosen.name == "team"
+    assert chosen.why == "reserved, and its a10 are in use: the run waits there (--pool names another)"
+
+
+def test_on_demand_where_the_reserved_ones_lack_the_type():
+    chosen = choose([asked(TEAM, "a10:4"), asked(CLOUD, "h100:8")], Wanted(2, "h100"), MONEY)
+    assert chosen.name == "cloud"
+    assert chosen.why == "on demand at $8.00 an hour for each, and has 2 h100 free; team has no 2 h100"
+
+
+def test_of_on_demand_ones_the_free_and_then_the_cheapest():
+    assert choose([asked(CLOUD, "h100:8"), asked(OTHER, "h100:8")], Wanted(2, "h100"), MONEY).name == "other"
+    busy = [asked(CLOUD, "h100:8"), asked(OTHER, "h100:8", held=7)]
+    assert choose(busy, Wanted(2, "h100"), MONEY).name == "cloud"
+    # one that knows no price comes after those that do
+    unpriced = [asked(entry("first"), "t4:8"), asked(entry("second", prices={"t4": 3.0}), "t4:8")]
+    assert choose(unpriced, Wanted(1, "t4"), MONEY).name == "second"
+
+
+def test_this_machines_own_is_for_what_none_has_and_what_is_silent_is_named():
+    chosen = choose([asked(TEAM, "a10:4"), silent(CLOUD)], Wanted(2, "h100"), MONEY)
+    assert chosen == Choice("local", None, "this machine's own: team has no 2 h100; cloud can't be reached")
+    chosen = choose([silent(TEAM), asked(CLOUD, "a10:4")], Wanted(2, "a10"), MONEY)
+    assert chosen.name == "cloud"
+    assert chosen.why.endswith("; team can't be reached")
+
+
+def test_a_pool_with_too_few_is_none():
+    assert choose([asked(TEAM, "a10:4")], Wanted(5, "a10"), MONEY).name == "local"
+    # but one that an autoscaler makes larger is
+    chosen = choose([asked(TEAM, "a10:4", elastic={"a10": 8})], Wanted(5, "a10"), MONEY)
+    assert chosen.name == "team"
+
+
+def test_types_that_a_pool_is_said_to_have_are_believed():
+    only = entry("only", types="h100")
+    assert choose([asked(only, "a10:4")], Wanted(1, "a10"), MONEY).name == "local"
+
+
+def test_any_device_and_pools_without_gpus():
+    assert choose([asked(TEAM), asked(CLOUD, "a10:1")], Wanted(2, None), MONEY).name == "team"
+    assert choose([asked(TEAM, "a10:1"), asked(CLOUD, "a10:4")], Wanted(2, "any"), MONEY).name == "cloud"
+    assert choose([asked(TEAM, "a10:4")], Wanted(2, "cpu"), MONEY).name == "team"
+
+
+@pytest.mark.parametrize(("kind", "taken"), [("reserved", "team"), ("on-demand", "cloud")])
+def test_only_pools_of_a_kind(kind: str, taken: str):
+    answers = [asked(TEAM, "a10:4"), asked(CLOUD, "a10:4")]
+    assert choose(answers, Wanted(2, "a10", kind=kind), MONEY).name == taken
+    with pytest.raises(CapacityError) as told:
+        choose([silent(TEAM), silent(CLOUD)], Wanted(2, "a10", kind=kind), MONEY)
+    assert f"no {kind} pool can take the run" in told.value.message
+    assert "can't be reached" in told.value.message
+
+
+# ---------------------------------------------------------------- by memory
+
+
+def test_the_cheapest_free_type_with_so_much_memory():
+    pool = asked(CLOUD, "t4:4 a10:4 h100:4")
+    assert cheapest_type(pool, Wanted(2, min_memory_bytes=20 * GB), MONEY) == "a10"
+    assert cheapest_type(pool, Wanted(2, min_memory_bytes=40 * GB), MONEY) == "h100"
+    # a dearer one that is free before a cheaper one that is not
+    assert cheapest_type(asked(CLOUD, "a10:4 h100:4", held=3), Wanted(2, min_memory_bytes=GB), MONEY) == "h100"
+    with pytest.raises(CapacityError) as told:
+        cheapest_type(pool, Wanted(2, min_memory_bytes=90 * GB), MONEY)
+    assert told.value.message == (
+        "the pool cloud has no 2 devices of one type with 90.0 GB of memory each. It has: 4 t4 (16.0 GB), "
+        "4 a10 (24.0 GB), 4 h100 (80.0 GB), 4 CPU slots. Ask for less with --min-memory, or for fewer with --gpus."
+    )
+
+
+def test_a_choice_by_memory_tells_the_type():
+    chosen = choose([asked(TEAM, "a10:4"), asked(CLOUD, "h100:4")], Wanted(2, None, 40 * GB), MONEY)
+    assert (chosen.name, chosen.device_type) == ("cloud", "h100")
+    assert chosen.why.endswith("team has no 2 devices with 40.0 GB")
+
+
+def test_a_type_that_is_named_is_checked():
+    pool = asked(CLOUD, "a10:4")
+    check_memory(pool, Wanted(2, "a10", 20 * GB))
+    with pytest.raises(CapacityError) as told:
+        check_memory(pool, Wanted(2, "a10", 40 * GB))
+    assert (
+        "the pool cloud has 4 a10 with 24.0 GB of memory or more, and 0 of them have 40.0 GB; 2 are asked for."
+        in str(told.value)
+    )
+    with pytest.raises(CapacityError, match=r"--min-memory 40\.0 GB is of GPUs' memory, and ranks on cpu have none"):
+        check_memory(pool, Wanted(2, "cpu", 40 * GB))
+
+
+# ---------------------------------------------------------------- options
+
+
+def test_memory_as_people_write_it():
+    written = ["40GB", "40 gb", "40G", "40GiB", ".5TB", 40 * GB, None, ""]
+    assert [memory_bytes("--min-memory", each) for each in written] == [
+        40 * GB, 40 * GB, 40 * GB, 40 << 30, 500 * GB, 40 * GB, 0, 0,
+    ]  # fmt: skip
+    for wrong in ("1.5e0", "40", 40, "much", True, "-4GB", "nan", float("nan"), float("inf"), "9999TB"):
+        with pytest.raises(UsageError, match=r"--min-memory .* is no memory of a device: .* such as 40GB"):
+            memory_bytes("--min-memory", wrong)
+
+
+def test_nodes_and_how_ranks_are_spread():
+    assert [node_count("--nodes", each) for each in (None, "2", 3)] == [0, 2, 3]
+    for wrong in ("0", 0, "-1", "two", 1.5, True, 5000):
+        with pytest.raises(UsageError, match="is not a number of nodes; 1 to 4096"):
+            node_count("--nodes", wrong)
+    assert [strategy_of("--placement", each) for each in (None, "STRICT-PACK", "spread")] == [
+        "pack", "strict_pack", "spread",
+    ]  # fmt: skip
+    with pytest.raises(UsageError, match="there are: pack, strict_pack, spread"):
+        strategy_of("--placement", "scatter")
+    check_spread(8, 2, "pack")
+    check_spread(None, 0, "spread")
+    check_spread(4, 1, "strict_pack")
+    with pytest.raises(UsageError, match=r"8 ranks can't be spread evenly over 3 nodes.*--gpus 9"):
+        check_spread(8, 3, "pack")
+    with pytest.raises(UsageError, match=r"--nodes 2 needs the number of ranks too: add --gpus N, a multiple of 2"):
+        check_spread(None, 2, "pack")
+    with pytest.raises(UsageError, match="strict_pack keeps them on one"):
+        check_spread(4, 2, "strict_pack")
+    assert in_pythons_words("add --gpus N --type TYPE, or --min-memory 4GB") == (
+        "add gpus=N, gpu_type=TYPE, or min_memory=4GB"
+    )
+
+
+def test_what_is_chosen_holds_as_the_lists_order_changes():
+    answers = [asked(TEAM, "a10:4", held=4), asked(CLOUD, "a10:4"), asked(OTHER, "h100:2")]
+    for wanted in (Wanted(2, "a10"), Wanted(1), Wanted(2, "h100"), Wanted(4, None, 20 * GB)):
+        named = {choose(order, wanted, MONEY).name for order in (answers, answers[::-1])}
+        assert len(named) == 1, wanted
