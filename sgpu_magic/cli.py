@@ -63,7 +63,7 @@ def _run(options: argparse.Namespace) -> int:
                 from sgpu_magic.commands import pools
 
                 print(pools.run(settings, options))
-            elif options.action in ("serve", "keygen", "authorize", "revoke"):
+            elif options.action in ("serve", "deploy", "undeploy", "keygen", "authorize", "revoke"):
                 from sgpu_magic.commands import serving
 
                 print(serving.run(settings, options))

@@ -10,6 +10,7 @@ import socket
 import struct
 import sys
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
@@ -49,6 +50,18 @@ def peer_of(connection: socket.socket) -> Peer | None:
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(data)
     return Peer(pid, uid)
+
+
+def flock_holder(path: Path) -> int:
+    """Return the process that holds a file's `flock`; 0 when that is not told (proc_locks(5))."""
+    try:
+        inode = f":{path.stat().st_ino}"
+        fields = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    except OSError:
+        return 0
+    # 1: FLOCK ADVISORY WRITE 708 08:02:13 0 EOF; who waits for it has an arrow behind the number
+    held = [line for line in fields if len(line) > 5 and line[1] == "FLOCK" and line[5].endswith(inode)]
+    return int(held[0][4]) if held and held[0][4].isdigit() else 0
 
 
 def is_alive(pid: int) -> bool:

@@ -6,6 +6,7 @@ rank 0 of 1.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -28,6 +29,7 @@ __all__ = [
     "get_node_rank",
     "get_restart_count",
     "get_world_size",
+    "upload_path",
 ]
 
 
@@ -123,6 +125,40 @@ def cached(name: str, fill: Callable[[Path], object]) -> AbstractContextManager[
     from sgpu_magic.node_cache import node_cache
 
     return node_cache().entry(name, fill)
+
+
+def upload_path(name: str | os.PathLike[str] = "") -> Path:
+    """Where a folder or file lies on this node that went along with the run (`--upload data`).
+
+    It is there once for all ranks of the node, for reading only. On the notebook's own machine it is the folder itself.
+    In the notebook, where there is no run, it is the path as it was given.
+
+    Args:
+        name: As `--upload` had it, or its last part. May be left out where only one went along.
+
+    Raises:
+        UsageError: Nothing of that name went along.
+    """
+    told = os.environ.get("SGPU_UPLOADS", "")
+    if not told:
+        if name and "RANK" not in os.environ and os.path.exists(os.path.expanduser(name)):
+            return Path(os.path.abspath(os.path.expanduser(name)))
+        raise UsageError(
+            f"nothing went along with this run, so upload_path({os.fspath(name)!r}) has no path to give. Begin the "
+            "cell with %%distributed --upload PATH, or give @distributed upload=PATH."
+        )
+    known: dict[str, str] = json.loads(told)
+    wanted = os.path.normpath(os.path.expanduser(name)) if os.fspath(name) else ""
+    found = [path for text, path in known.items() if text == wanted]
+    if not found:
+        found = [path for text, path in known.items() if wanted in ("", os.path.basename(text))]
+    if len(found) != 1:
+        listed = ", ".join(sorted(known))
+        raise UsageError(
+            f"upload_path({os.fspath(name)!r}) names none of what went along with this run, or several. There are: "
+            f"{listed}. Name one of them as it stands there."
+        )
+    return Path(found[0])
 
 
 def get_device() -> torch.device:

@@ -71,6 +71,9 @@ class Endpoint:
 
 def new_key_pair() -> KeyPair:
     public, secret = zmq.curve_keypair()
+    while public.startswith(b"-"):
+        # commands would take it for an option
+        public, secret = zmq.curve_keypair()
     return KeyPair(public.decode(), secret.decode())
 
 

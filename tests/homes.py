@@ -205,7 +205,7 @@ class Home:
             zygotes = {pid for pid, process in processes.items() if _is_zygote(process)}
             expected |= {pool} | zygotes | {pid for pid, process in processes.items() if _is_agent(process)}
             expected |= {pid for pid, p in processes.items() if p.parent in zygotes and p.cwd == "/"}
-            expected |= {pid for pid, p in processes.items() if p.parent == pool and _is_tracker(p)}
+            expected |= {pid for pid, p in processes.items() if p.parent == pool and _is_servant(p)}
         return {pid: str(processes[pid]) for pid in processes.keys() - expected}
 
     # ------------------------------------------------------------ leaks
@@ -293,8 +293,9 @@ def _is_agent(process: Process) -> bool:
     return "-m sgpu_magic.agent " in process.command
 
 
-def _is_tracker(process: Process) -> bool:
-    return "-m sgpu_magic.tracking " in process.command
+def _is_servant(process: Process) -> bool:
+    """Of the pool: what speaks to MLflow, or to Ray."""
+    return "-m sgpu_magic.tracking " in process.command or "-m sgpu_magic.engines.ray " in process.command
 
 
 def _is_zygote(process: Process) -> bool:

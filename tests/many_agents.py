@@ -190,7 +190,7 @@ class ManyAgents:
         return json.loads((self.home.state / NODE_PIDS).read_bytes())[f"node-{node}"]
 
     def order(self, what: str, node: int) -> None:
-        """Let a node's link be `cut`, `lose` the node altogether, or `bring` it (back), with its agent if that lives."""
+        """`cut` a node's link, `lose` the node altogether, or `bring` it (back), with its agent if that lives."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{what} node-{node}\n".encode())
         self.process.stdin.flush()

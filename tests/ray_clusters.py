@@ -21,6 +21,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
 
 _START_S = 90.0
+_ANSWER = "answer: "
 
 
 class FakeCluster:
@@ -45,6 +46,8 @@ class FakeCluster:
             for count in gpus:
                 self.add(count, cpus, label, resource)
         self.address: str = self._cluster.address
+        # not those of a home that a test is in
+        self._environ = dict(os.environ)
         self._looker: subprocess.Popen[str] | None = None
 
     def add(self, gpus: int, cpus: int = 4, label: str = "A10G", resource: str = "") -> Any:
@@ -86,10 +89,15 @@ class FakeCluster:
 
     def _ask(self, question: dict[str, Any]) -> Any:
         looker = self._looker or self._look()
-        assert looker.stdin is not None and looker.stdout is not None
+        assert looker.stdin is not None
+        assert looker.stdout is not None
         looker.stdin.write(f"{json.dumps(question)}\n")
         looker.stdin.flush()
-        return json.loads(looker.stdout.readline())
+        for line in looker.stdout:
+            # Ray says there what an autoscaler would do
+            if line.startswith(_ANSWER):
+                return json.loads(line.removeprefix(_ANSWER))
+        raise AssertionError("the driver that looks has ended")
 
     def _look(self) -> subprocess.Popen[str]:
         """A driver of its own: this process must not be one, its fork handlers and threads would be in every test."""
@@ -111,11 +119,17 @@ for line in sys.stdin:
         named = ray.util.list_named_actors(all_namespaces=True)
         actors = [a["name"] for a in named if a["namespace"] == "sgpu-" + pool]
         rows = placement_group_table().values()
-        answer = actors, [g["name"] for g in rows if g["name"].startswith("sgpu:" + pool + ":") and g["state"] != "REMOVED"]
-    print(json.dumps(answer), flush=True)
+        groups = [g["name"] for g in rows if g["state"] != "REMOVED"]
+        answer = actors, [name for name in groups if name.startswith("sgpu:" + pool + ":")]
+    print({_ANSWER!r} + json.dumps(answer), flush=True)
 """
         self._looker = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", code],
+            env=self._environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
         )
         return self._looker
 
@@ -166,22 +180,24 @@ class RayPool:
     Args:
         address: The cluster's.
         variables: Further settings, `SGPU_...`.
+        home: Its home; None makes one.
     """
 
-    def __init__(self, address: str, variables: dict[str, str] | None = None) -> None:
+    def __init__(self, address: str, variables: dict[str, str] | None = None, home: Home | None = None) -> None:
         self.name = f"t{os.getpid()}{secrets.token_hex(2)}"
-        self.home = Home(
-            {
-                "SGPU_RAY_ADDRESS": address,
-                "SGPU_RAY_SAME_FILES": "1",
-                "SGPU_RAY_AGENT_IDLE_S": "3",
-                "SGPU_ADOPT_TIMEOUT_S": "20",
-                "SGPU_RAY_NODE_LISTEN": "tcp://0.0.0.0:0",
-                "SGPU_POOL": self.name,
-                "RAY_USAGE_STATS_ENABLED": "0",
-                **(variables or {}),
-            }
-        )
+        self.home = home or Home()
+        # its door for nodes is open to other machines
+        self.home.pool_listens = True
+        self.home.environ |= {
+            "SGPU_RAY_ADDRESS": address,
+            "SGPU_RAY_SAME_FILES": "1",
+            "SGPU_RAY_AGENT_IDLE_S": "3",
+            "SGPU_ADOPT_TIMEOUT_S": "20",
+            "SGPU_RAY_NODE_LISTEN": "tcp://0.0.0.0:0",
+            "SGPU_POOL": self.name,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            **(variables or {}),
+        }
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -190,7 +206,7 @@ class RayPool:
         return self.home.state / "pool.log"
 
     def node_processes(self) -> dict[int, Process]:
-        """What this pool has on nodes of this machine: its agents and all below them; Ray starts them, so no home does."""
+        """What this pool has on nodes of this machine: its agents and all below them. Ray starts them, no home does."""
         table = process_table()
         agents = {pid for pid, process in table.items() if _is_agent_of(self.name, process)}
         return {pid: table[pid] for pid in agents | below(agents, table) if table[pid].state != "Z"}

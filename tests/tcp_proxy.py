@@ -13,16 +13,20 @@ class Proxy:
 
     Args:
         target: The port.
+        keeps: What clients send is kept in `sent`.
 
     Attributes:
         port: Where it listens.
         address: The same as clients take it.
         connections: How many it has had.
         sent: Of each connection, what its client has sent, in pieces as they came.
+        sent_bytes: How much clients have sent together.
     """
 
-    def __init__(self, target: int) -> None:
+    def __init__(self, target: int, *, keeps: bool = True) -> None:
         self._target = target
+        self._keeps = keeps
+        self.sent_bytes = 0
         self._lock = threading.Lock()
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._held = False
@@ -124,13 +128,17 @@ class Proxy:
             data = source.recv(65536)
             if data:
                 if record is not None:
-                    record.append(data)
+                    self.sent_bytes += len(data)
+                    if self._keeps:
+                        record.append(data)
                 if not (self._held or (self._answers_held and record is None)):
                     sink.sendall(data)
                 return
         except OSError:
             pass
-        self._drop(next(pair for pair in self._pairs if source in pair))
+        # none when it was dropped a moment ago
+        for pair in [pair for pair in self._pairs if source in pair]:
+            self._drop(pair)
 
     def _drop_all(self) -> None:
         for pair in list(self._pairs):

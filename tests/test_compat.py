@@ -143,7 +143,7 @@ def test_an_option_that_nobody_has_documented_is_told():
         distributed(gpu=4)
 
 
-def test_ray_launch_says_in_one_paragraph_that_it_can_not():
+def test_ray_launch_is_the_decorator_under_its_documented_name():
     from serverless_gpu.ray import ray_launch
 
     @ray_launch(gpus=4, gpu_type="A10", remote=True)
@@ -152,11 +152,15 @@ def test_ray_launch_says_in_one_paragraph_that_it_can_not():
         return trials
 
     assert (tune(), tune(trials=2), tune.__name__) == (3, 2, "tune")
-    with pytest.raises(UsageError, match=r"does not start Ray clusters yet, and nothing was started") as told:
-        tune.distributed()
-    assert "\n" not in told.value.message
+    with pytest.raises(TypeError, match="trails"):
+        tune.distributed(trails=2)
     with pytest.raises(UsageError, match="gpus=0"):
         ray_launch(gpus=0)
+    with pytest.raises(UsageError, match="session= names some that stay") as told:
+        ray_launch(gpus=4, session="work")
+    assert "\n" not in told.value.message
+    with pytest.raises(UsageError, match=r"ray\.timeline\(\)"):
+        ray_launch(gpus=4, profile=True)
 
 
 # ---------------------------------------------------------------- pools

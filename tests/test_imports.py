@@ -49,7 +49,7 @@ MAY_USE: dict[str, set[str]] = {
     # the command looks at everything that a person may want to see from a shell
     "cli": {"commands", "doctor"},
     "doctor": {"commands", "render"},
-    "commands": BY_HAND | {"agent", "headless", "runs", "replay", "tracking", "pool"},
+    "commands": BY_HAND | {"agent", "engines", "headless", "runs", "replay", "tracking", "pool"},
     "headless": {"render", "runs"},
     "__main__": {"cli"},
     "runtime": {"node_cache"},

@@ -126,9 +126,7 @@ def test_devices_with_less_memory_are_not_taken() -> None:
     pool.submit(spec(A, 3, "a100", memory=60), spec(B, 2, "a100", memory=60), spec(C, 2, "a100"))
     assert pool.parts(A) == [("n2", 3)]
     assert pool.parts(C) == [("n1", 2)]
-    assert pool.reason(B) == (
-        "needs 2 A100 with 60 GB; 1 is free of 4, the largest node has 1 free of 4"
-    )
+    assert pool.reason(B) == ("needs 2 A100 with 60 GB; 1 is free of 4, the largest node has 1 free of 4")
 
 
 # ---------------------------------------------------------------- what can't ever be
@@ -279,9 +277,7 @@ def test_the_one_node_that_is_next_to_be_free_is_kept_for_who_was_passed_for_lon
         "needs 8 H100 on one node; 3 are free of 16, the largest node has 3 free of 8 (5 are held by run bbbb); node "
         "host-n2 is kept for it"
     )
-    assert pool.reason(E) == (
-        "needs 2 H100: what would do is on a node kept for run cccc, which has waited longer"
-    )
+    assert pool.reason(E) == ("needs 2 H100: what would do is on a node kept for run cccc, which has waited longer")
     pool.end(A)
     assert pool.parts(C) == [("n1", 8)]
     assert pool.parts(E) == [("n2", 2)]
@@ -325,9 +321,7 @@ def test_what_the_engine_gave_takes_the_place_of_what_was_asked() -> None:
     more = cluster({**TWO, "n3": ("h100", 8)}, elastic=(("h100", 32), ("l4", 8)))
     pool.feed(InventoryChanged(more, pool.now))
     shares = tuple(
-        NodeShare(
-            node=name, host=f"host-{name}", ranks=count, uuids=tuple(f"GPU-{name}-{at}" for at in range(count))
-        )
+        NodeShare(node=name, host=f"host-{name}", ranks=count, uuids=tuple(f"GPU-{name}-{at}" for at in range(count)))
         for name, count in (("n3", 8), ("n1", 8), ("n2", 4))
     )
     uuids = tuple(uuid for share in shares for uuid in share.uuids)
@@ -344,7 +338,9 @@ def test_a_type_that_the_cluster_does_not_bring_is_not_asked_for_again_until_it_
     del pool.leases[A]
     pool.feed(LeaseRefused(A, (), "no such node type", pool.now))
     assert A not in pool.leases
-    assert pool.reason(A).startswith("needs 4 L4; 0 are free of 0 there now, 8 at most; the cluster brought no more: no")
+    assert pool.reason(A).startswith(
+        "needs 4 L4; 0 are free of 0 there now, 8 at most; the cluster brought no more: no"
+    )
     pool.feed(InventoryChanged(elastic(), pool.now))
     assert pool.leases[A].uuids == ()
 

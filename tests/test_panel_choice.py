@@ -38,10 +38,14 @@ from sgpu_magic.panel.choice import (
 from sgpu_magic.panel.chosen import MAGIC_WAYS, PYTHON_WAYS, Asked, with_choice
 from sgpu_magic.panel.notebook import Choice, KeptChoice
 from sgpu_magic.panel.packages import env_version_of, missing, problem_of_requirement
+from sgpu_magic.runs import job_defaults
+from sgpu_magic.runs.job_defaults import JobDefaults
+from sgpu_magic.runs.placing import Devices
 from sgpu_magic.runs.submission import Wishes
 
 KEY = bytes(range(32))
-NOTHING_ASKED = Asked(None, None, Wishes())
+GB = 10**9
+NOTHING_ASKED = Asked(Devices(), Wishes())
 
 
 def nowhere() -> str:
@@ -309,7 +313,7 @@ def keeper_of(place: Place) -> ChoiceKeeper:
 
 
 def test_without_a_choice_nothing_is_added(tmp_path: Path):
-    options = Asked(2, None, Wishes(env_version="4"))
+    options = Asked(Devices(2), Wishes(env_version="4"))
     assert asked(Place(tmp_path), options) is options
 
 
@@ -317,19 +321,44 @@ def test_without_a_choice_nothing_is_added(tmp_path: Path):
     ("options", "expected"),
     [
         (NOTHING_ASKED, (3, "a10", "mine")),
-        (Asked(1, None, Wishes()), (1, "a10", "mine")),
-        (Asked(None, "cpu", Wishes()), (3, "cpu", "mine")),
-        (Asked(None, "any", Wishes()), (3, "any", "mine")),
-        (Asked(None, None, Wishes(env_version="none", track=False)), (3, "a10", "none")),
-        (Asked(None, None, Wishes(track=False), "local"), (3, "a10", "mine")),
+        (Asked(Devices(1), Wishes()), (1, "a10", "mine")),
+        (Asked(Devices(None, "cpu"), Wishes()), (3, "cpu", "mine")),
+        (Asked(Devices(None, "any"), Wishes()), (3, "any", "mine")),
+        (Asked(Devices(), Wishes(env_version="none", track=False)), (3, "a10", "none")),
+        (Asked(Devices(), Wishes(track=False), "local"), (3, "a10", "mine")),
     ],
 )
 def test_each_option_wins_by_itself(tmp_path: Path, options: Asked, expected: tuple[int, str, str]):
     place = Place(tmp_path)
     keeper_of(place).confirm(Choice(gpus=3, type="a10", pool="local", env_version="mine"))
     found = asked(place, options)
-    assert (found.ranks, found.device_type, found.wishes.env_version) == expected
+    assert (found.devices.ranks, found.devices.device_type, found.wishes.env_version) == expected
     assert found.wishes.track == options.wishes.track
+
+
+def test_who_asks_for_memory_leaves_the_type_open(tmp_path: Path):
+    place = Place(tmp_path)
+    keeper_of(place).confirm(Choice(gpus=3, type="a10"))
+    assert asked(place, Asked(Devices(min_memory_bytes=GB), Wishes())).devices == Devices(3, None, GB)
+
+
+@pytest.mark.parametrize(
+    ("job", "cell", "expected"),
+    [
+        (JobDefaults(gpus=4, type="a10", nodes=2, placement="spread"), Devices(), Devices(4, "a10", 0, 2, "spread")),
+        (JobDefaults(gpus=4, nodes=2), Devices(1), Devices(1)),
+        (JobDefaults(nodes=2), Devices(6), Devices(6, nodes=2)),
+        (JobDefaults(min_memory="40GB"), Devices(2), Devices(2, None, 40 * GB)),
+        (JobDefaults(min_memory="40GB"), Devices(2, "a10"), Devices(2, "a10")),
+        (JobDefaults(type="a10"), Devices(2, min_memory_bytes=GB), Devices(2, None, GB)),
+        (JobDefaults(placement="spread"), Devices(2, strategy="pack"), Devices(2, strategy="pack")),
+    ],
+)
+def test_a_jobs_devices_are_for_cells_that_say_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: JobDefaults, cell: Devices, expected: Devices
+):
+    monkeypatch.setenv(job_defaults.VARIABLE, job_defaults.as_variable(job))
+    assert asked(Place(tmp_path), Asked(cell, Wishes())).devices == expected
 
 
 @pytest.mark.parametrize(("setting", "expected"), [("", ""), ("none", ""), ("4", "none")])
@@ -343,14 +372,14 @@ def test_the_setting_comes_after_the_choice(tmp_path: Path, setting: str, expect
     ("choice", "options", "refused"),
     [
         (Choice(gpus=2), NOTHING_ASKED, True),
-        (Choice(gpus=2), Asked(1, None, Wishes()), False),
-        (Choice(type="h100"), Asked(1, None, Wishes()), True),
-        (Choice(type="h100"), Asked(None, "a10", Wishes()), False),
-        (Choice(env_version="4"), Asked(1, "a10", Wishes()), True),
-        (Choice(env_version="4"), Asked(1, "a10", Wishes(env_version="none")), False),
-        (Choice(dependencies=("peft",)), Asked(1, "a10", Wishes()), True),
-        (Choice(removed=("six",)), Asked(1, "a10", Wishes()), True),
-        (Choice(pool="team"), Asked(1, "a10", Wishes()), True),
+        (Choice(gpus=2), Asked(Devices(1), Wishes()), False),
+        (Choice(type="h100"), Asked(Devices(1), Wishes()), True),
+        (Choice(type="h100"), Asked(Devices(None, "a10"), Wishes()), False),
+        (Choice(env_version="4"), Asked(Devices(1, "a10"), Wishes()), True),
+        (Choice(env_version="4"), Asked(Devices(1, "a10"), Wishes(env_version="none")), False),
+        (Choice(dependencies=("peft",)), Asked(Devices(1, "a10"), Wishes()), True),
+        (Choice(removed=("six",)), Asked(Devices(1, "a10"), Wishes()), True),
+        (Choice(pool="team"), Asked(Devices(1, "a10"), Wishes()), True),
         (Choice(pool="local"), NOTHING_ASKED, False),
         (Choice(), NOTHING_ASKED, False),
     ],
@@ -364,7 +393,7 @@ def test_a_strangers_choice_is_refused_where_it_would_matter(
     if not refused:
         assert asked(place, options, ways) in (
             options,
-            Asked(options.ranks, options.device_type, options.wishes, "local"),
+            Asked(options.devices, options.wishes, "local"),
         )
         return
     with pytest.raises(UsageError) as caught:
@@ -389,7 +418,7 @@ def test_it_costs_a_submission_next_to_nothing(tmp_path: Path):
     place.shell = SimpleNamespace(user_ns={"__vsc_ipynb_file__": str(file)})  # type: ignore[assignment]
     key = own_key(tmp_path)
     notebook(file, {"sgpu": {"choice": {"gpus": 2}, "signed": sign(Choice(gpus=2), key)}})
-    assert asked(place).ranks == 2
+    assert asked(place).devices.ranks == 2
     times: list[float] = []
     for _ in range(200):
         began = time.perf_counter()

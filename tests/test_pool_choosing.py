@@ -215,7 +215,7 @@ def test_nodes_and_how_ranks_are_spread():
         with pytest.raises(UsageError, match="is not a number of nodes; 1 to 4096"):
             node_count("--nodes", wrong)
     assert [strategy_of("--placement", each) for each in (None, "STRICT-PACK", "spread")] == [
-        "pack", "strict_pack", "spread",
+        "", "strict_pack", "spread",
     ]  # fmt: skip
     with pytest.raises(UsageError, match="there are: pack, strict_pack, spread"):
         strategy_of("--placement", "scatter")

@@ -36,6 +36,7 @@ from sgpu_magic.protocol import (
     records,
     session_messages,
     tracking,
+    uploads,
     zygote_messages,
 )
 from sgpu_magic.protocol.record import Record
@@ -56,6 +57,7 @@ MODULES = (
     records,
     session_messages,
     tracking,
+    uploads,
     zygote_messages,
 )
 GOLDEN = Path(__file__).parent / "golden" / "protocol_shapes.txt"

@@ -34,6 +34,7 @@ from stories import (
     gapped,
     left_alone,
     loading,
+    on_two_nodes,
     released,
     result,
     stalled,
@@ -47,8 +48,9 @@ from stories import (
 from sgpu_magic import errors
 from sgpu_magic.byte_sizes import format_bytes
 from sgpu_magic.config import host_name
+from sgpu_magic.live.rank_cards import rank_cards
 from sgpu_magic.protocol import events as ev
-from sgpu_magic.protocol.devices import Device, Inventory
+from sgpu_magic.protocol.devices import Device, Inventory, NodeShare
 from sgpu_magic.protocol.measures import RankStack, StackFrame
 from sgpu_magic.protocol.messages import PoolStatus, RunSummary
 from sgpu_magic.protocol.records import CellSource, Failure, Shipped
@@ -56,6 +58,7 @@ from sgpu_magic.protocol.states import FailureKind, RunState
 from sgpu_magic.render import ansi
 from sgpu_magic.render.bundle import RUN_MIME, mime_bundle
 from sgpu_magic.render.html import render_html
+from sgpu_magic.render.html_ranks import ended_ranks_html, live_ranks_html
 from sgpu_magic.render.items import DisplayItem, GapItem, LineItem, trim
 from sgpu_magic.render.lines import LineAssembler
 from sgpu_magic.render.publisher import NotebookPublisher, SilentPublisher, TerminalPublisher, publisher_for

@@ -1,11 +1,14 @@
-"""`python -m sgpu_magic.agent <fd> [<lifeline>]`, the settings as JSON on its standard input: started by the engines."""
+"""`python -m sgpu_magic.agent <fd> [<lifeline>]`, settings as JSON on its standard input: started by the engines."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import socket
 import sys
+from pathlib import Path
 
 
 def main() -> None:
@@ -22,6 +25,12 @@ def main() -> None:
     lifeline = int(sys.argv[2]) if len(sys.argv) > 2 else -1
     service.run(socket.socket(fileno=int(sys.argv[1])), settings, lifeline)
     kill_descendants()
+    if lifeline >= 0:
+        # whoever held the pipe may be dead: nobody else removes what was made for this agent alone
+        for path in (settings.state_path, settings.runtime_path, Path(settings.lock_dir)):
+            shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            settings.state_path.parent.rmdir()
     os._exit(0)
 
 

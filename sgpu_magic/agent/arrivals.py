@@ -13,6 +13,7 @@ import msgspec
 
 from sgpu_magic.agent.background_call import call_in_background
 from sgpu_magic.agent.blob_cache import BlobCache
+from sgpu_magic.agent.uploaded import Uploaded
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.memory_room import fits_memory
 from sgpu_magic.protocol.blobs import PIECE_BYTES
@@ -25,6 +26,8 @@ from sgpu_magic.storage.joined import copy_blob, join_parts
 def travels_by_blobs(launch: Launch) -> bool:
     """Whether something of it has to come from the pool's store before it can be started."""
     wheels = launch.environment.wheels if launch.environment is not None else ()
+    if any(upload.manifest for upload in launch.uploads):
+        return True
     return isinstance(launch.payload.source, StoredPayload) or any(each.blobs for each in (*launch.code, *wheels))
 
 
@@ -37,14 +40,16 @@ class Arrivals:
     Args:
         settings: Where files of a launch lie until it has started.
         blobs: Where blobs come from.
+        uploaded: Has the folders that went along.
     """
 
-    def __init__(self, settings: Settings, blobs: BlobCache) -> None:
+    def __init__(self, settings: Settings, blobs: BlobCache, uploaded: Uploaded) -> None:
+        self._uploaded = uploaded
         self._folder = settings.state_path / "arrivals"
         self._blobs = blobs
 
     async def luggage(self, launch: Launch) -> Launch:
-        """Return the launch with code and wheels that lie in files of this node, until `over`.
+        """Return the launch with code, wheels and uploads that lie in files of this node, code and wheels until `over`.
 
         Raises:
             BlobMissing: Something can't be had.
@@ -57,7 +62,7 @@ class Arrivals:
             wheels = [await self._on_disk(launch, wheel, f"wheel-{at}") for at, wheel in enumerate(environment.wheels)]
             environment = msgspec.structs.replace(environment, wheels=tuple(wheels))
             launch = msgspec.structs.replace(launch, environment=environment)
-        return launch
+        return await self._uploaded.arrive(launch) if launch.uploads else launch
 
     async def payload(self, launch: Launch, source: StoredPayload) -> tuple[int, str]:
         """Bring the payload together: in memory, or in a file where that is short.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
@@ -16,7 +15,7 @@ import zlib
 from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
-from sgpu_magic.byte_sizes import folder_bytes
+from sgpu_magic.agent.kept_folders import evict, lock_shared
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.protocol.environment import CodeBundle
 
@@ -27,7 +26,6 @@ _CHUNK_BYTES = 1 << 20
 # times of unpacked files lie in the ten years after this
 _FIRST_TIME = 946_684_800
 _TIMES = 315_360_000
-_LEFTOVER_S = 3600.0
 
 
 class CodeUnusable(Exception):
@@ -96,17 +94,17 @@ class CodeBundles:
 
     def _locked(self, bundle: CodeBundle, folder: Path) -> int:
         """A descriptor that holds the folder, made if it is not there."""
-        descriptor = _lock_shared(folder)
+        descriptor = lock_shared(folder)
         if descriptor is not None:
             os.utime(folder)
             return descriptor
         private_dir(self._folder.parent)
         private_dir(self._folder)
         self._make(bundle, folder)
-        descriptor = _lock_shared(folder)
+        descriptor = lock_shared(folder)
         if descriptor is None:
             raise OSError(f"{folder} was removed as soon as it was made")
-        self._evict()
+        evict(self._folder, self._budget)
         return descriptor
 
     def _make(self, bundle: CodeBundle, folder: Path) -> None:
@@ -124,62 +122,8 @@ class CodeBundles:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
-    def _evict(self) -> None:
-        """Remove the longest unused ones beyond the budget, and what an interrupted agent has left."""
-        now = time.time()
-        kept: list[tuple[float, Path, int]] = []
-        for path in self._folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                mtime = path.stat().st_mtime
-                if path.name.startswith("."):
-                    if now - mtime > _LEFTOVER_S:
-                        shutil.rmtree(path, ignore_errors=True)
-                else:
-                    kept.append((mtime, path, folder_bytes(path)))
-        total = sum(size for *_, size in kept)
-        for _, path, size in sorted(kept):
-            if total <= self._budget:
-                return
-            if _remove_unused(path):
-                total -= size
-
 
 # ---------------------------------------------------------------- within
-
-
-def _lock_shared(folder: Path) -> int | None:
-    """Lock a folder that is there, so that nobody removes it."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    with contextlib.ExitStack() as not_held:
-        not_held.callback(os.close, descriptor)
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-        # whoever held it may have removed it meanwhile
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
-                not_held.pop_all()
-                return descriptor
-    return None
-
-
-def _remove_unused(folder: Path) -> bool:
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # out of sight first: a folder is there whole or not at all
-        doomed = folder.with_name(f".{folder.name[:16]}-{time.monotonic_ns()}.gone")
-        os.rename(folder, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
 
 
 @contextlib.contextmanager

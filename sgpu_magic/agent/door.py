@@ -18,9 +18,11 @@ class Door:
     Args:
         path: The socket's path; what a killed agent left there is removed.
         came: Called with each connection.
+        lock: Who comes holds this file's lock; None asks for no more than the user.
     """
 
-    def __init__(self, path: Path, came: Callable[[socket.socket], None]) -> None:
+    def __init__(self, path: Path, came: Callable[[socket.socket], None], lock: Path | None = None) -> None:
+        self._lock = lock
         self._path = path
         self._came = came
         self._loop = asyncio.get_running_loop()
@@ -43,13 +45,18 @@ class Door:
             connection, _ = self._socket.accept()
         except OSError:
             return
-        if _uid(connection) == os.getuid():
+        if self._is_welcome(connection):
             self._came(connection)
         else:
             connection.close()
 
-
-def _uid(connection: socket.socket) -> int:
-    """The user at the other end; our own where the system does not tell: the directory is private."""
-    peer = processes.peer_of(connection)
-    return peer.uid if peer is not None else os.getuid()
+    def _is_welcome(self, connection: socket.socket) -> bool:
+        """Whether it is a pool's. Where the system does not tell it is: the directory is private."""
+        peer = processes.peer_of(connection)
+        if peer is None:
+            return True
+        if peer.uid != os.getuid():
+            return False
+        # anybody else would take the place of the pool that is there
+        holder = processes.flock_holder(self._lock) if self._lock is not None else 0
+        return holder in (0, peer.pid)

@@ -6,7 +6,6 @@ import asyncio
 import os
 from collections.abc import Callable, Iterable, Sequence
 
-from sgpu_magic.agent.code_bundles import CodeBundles
 from sgpu_magic.agent.execution import Execution
 from sgpu_magic.agent.far_runs import FarRuns
 from sgpu_magic.agent.groups import Groups
@@ -30,18 +29,23 @@ class HeldRuns:
         groups: Ranks are kept at hand there when runs are over.
         reports: Tells the pool service what happened.
         has_service: There is a pool service; without one nothing is forgotten.
-        code: What the runs have of the notebook's code.
+        drop: Lets go of what a run has of the notebook's code and files.
         far: Brings what belongs to the pool's machine there, where that is another one.
     """
 
     def __init__(
-        self, groups: Groups, reports: Reports, has_service: Callable[[], bool], code: CodeBundles, far: FarRuns
+        self,
+        groups: Groups,
+        reports: Reports,
+        has_service: Callable[[], bool],
+        drop: Callable[[str], None],
+        far: FarRuns,
     ) -> None:
         self._far = far
         self._groups = groups
         self._reports = reports
         self._has_service = has_service
-        self._code = code
+        self._drop = drop
         self._loop = asyncio.get_running_loop()
         self._runs: dict[str, NodeRun] = {}
         # descriptors of device locks by run: a device is locked for as long as a rank may use it
@@ -83,7 +87,7 @@ class HeldRuns:
         """Every process of the run is dead and reaped, or it never had one."""
         for descriptor in self._locks.pop(run_id, ()):
             os.close(descriptor)
-        self._code.release(run_id)
+        self._drop(run_id)
         self._far.gone(
             run_id,
             lambda: self._reports.gone(run_id),

@@ -19,6 +19,7 @@ from sgpu_magic.agent.place_here import place_here
 from sgpu_magic.agent.preparing_run import PreparingRun, Unpack
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.session import Session, SessionRefuses
+from sgpu_magic.agent.uploaded import Uploaded
 from sgpu_magic.environment.store import Built
 from sgpu_magic.protocol.events import RunEnded
 from sgpu_magic.protocol.node_messages import Launch
@@ -37,6 +38,7 @@ class Launches:
         environments: Builds packages.
         code: Unpacks local code.
         arrivals: Brings what lies in the pool's store.
+        uploaded: Has the folders that went along.
     """
 
     def __init__(
@@ -48,7 +50,9 @@ class Launches:
         environments: Environments,
         code: CodeBundles,
         arrivals: Arrivals,
+        uploaded: Uploaded,
     ) -> None:
+        self._uploaded = uploaded
         self._arrivals = arrivals
         self._groups = groups
         self._runs = runs
@@ -170,7 +174,7 @@ class Launches:
             cell.start()
 
     def _placed(self, launch: Launch, built: Built | None, code: Mapping[str, str]) -> Launch:
-        placed = place_here(launch, built, code)
+        placed = self._uploaded.placed(place_here(launch, built, code))
         if built is None or placed.environment is None:
             return placed
         interpreter = self._environments.interpreter(placed.environment, built, placed)
@@ -185,4 +189,4 @@ class Launches:
             built = self._environments.at_hand(environment)
         # the same bundles as before are a look-up
         code: Mapping[str, str] = self._code.unpack(launch.spec.session, launch.code) if launch.code else {}
-        return place_here(launch, built, code)
+        return self._uploaded.placed(place_here(launch, built, code))

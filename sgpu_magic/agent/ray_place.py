@@ -17,7 +17,8 @@ from sgpu_magic.protocol.rank_messages import PrivateRay
 
 _PREFIX = "ray-"
 _DIGITS = 8
-# `/session_2026-11-22_18-41-05_080720_1234567/sockets/plasma_store` stands behind it, and 107 bytes are a path's end
+# `/r/session_2026-11-22_18-41-05_080720_1234567/sockets/dash_MetricsHead` stands behind it, and 107 bytes are a path's
+# end
 _LONGEST = 107 - 70
 _DISK = "ray"
 _SHM = "/dev/shm"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import signal
 import socket
@@ -14,7 +13,6 @@ import msgspec
 
 from sgpu_magic.agent import leftovers, ray_place
 from sgpu_magic.agent.arrivals import Arrivals
-from sgpu_magic.agent.background_call import call_in_background
 from sgpu_magic.agent.blob_cache import BlobCache
 from sgpu_magic.agent.code_bundles import CodeBundles
 from sgpu_magic.agent.door import Door
@@ -24,7 +22,7 @@ from sgpu_magic.agent.forwarding import Forwarding
 from sgpu_magic.agent.fresh_run import FreshRun
 from sgpu_magic.agent.groups import Groups
 from sgpu_magic.agent.held_runs import HeldRuns
-from sgpu_magic.agent.inventory import take_inventory
+from sgpu_magic.agent.introduction import Introduction
 from sgpu_magic.agent.keeper import Keeper
 from sgpu_magic.agent.launches import Launches
 from sgpu_magic.agent.node_run import NodeRun, Surroundings
@@ -34,26 +32,23 @@ from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.sampling import Sampling
 from sgpu_magic.agent.session_cell import SessionCell
 from sgpu_magic.agent.successor import Successor
+from sgpu_magic.agent.uploaded import Uploaded
 from sgpu_magic.agent.zygotes import raise_open_files_limit
 from sgpu_magic.config import Settings
 from sgpu_magic.message_stream import MessageStream
 from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.address import agent_socket_file
+from sgpu_magic.protocol.address import agent_socket_file, lock_file
 from sgpu_magic.protocol.blobs import BlobFetched, RunFileStored
-from sgpu_magic.protocol.devices import Inventory
 from sgpu_magic.protocol.forwarding import OpenStream, StreamClosed, StreamData, StreamEnded, StreamTaken
-from sgpu_magic.protocol.messages import PROTOCOL_VERSION, ReclaimPayload, ResultsReceived
+from sgpu_magic.protocol.messages import ReclaimPayload, ResultsReceived
 from sgpu_magic.protocol.node_messages import (
     Adopt,
-    AgentReady,
     Answered,
     BuildEnvironment,
     DetachRun,
     EndAgent,
     EndRun,
     EventsKept,
-    HeldRun,
-    InventoryTaken,
     KillRanks,
     Launch,
     MasterKnown,
@@ -97,12 +92,13 @@ class Agent:
         self._background: set[asyncio.Task[None]] = set()
         self._reports = Reports(self._send)
         self._code = CodeBundles(settings)
+        self._blobs = BlobCache(settings, self._send)
+        self._uploaded = Uploaded(settings, self._blobs)
         self._far = FarRuns(settings, self._send)
-        self._runs = HeldRuns(self._groups, self._reports, lambda: self._pool is not None, self._code, self._far)
+        self._runs = HeldRuns(self._groups, self._reports, lambda: self._pool is not None, self._drop, self._far)
         self._here = Surroundings(self._keeper, settings, self._sampling, self._runs, self._far)
         self._forwarding = Forwarding(self._runs.get, self._send)
         self._environments = Environments(settings, self._groups.zygote_keys)
-        self._blobs = BlobCache(settings, self._send)
         self._launches = Launches(
             self._groups,
             self._runs,
@@ -110,8 +106,10 @@ class Agent:
             self._here,
             self._environments,
             self._code,
-            Arrivals(settings, self._blobs),
+            Arrivals(settings, self._blobs, self._uploaded),
+            self._uploaded,
         )
+        self._introduction = Introduction(settings, self._runs, self._far, self._groups, self._send)
         self._successor = Successor(settings.state_path / "pool.log")
         self._orphaned = Orphaned(
             self._runs.all,
@@ -122,13 +120,20 @@ class Agent:
             settings.adopt_timeout_s,
             self._finish,
         )
-        self._door = Door(agent_socket_file(settings.runtime_path), self._pool_came)
+        # a far agent is visited by its uplink, of a pool whose lock is on another machine
+        lock = lock_file(settings.runtime_path) if lifeline < 0 else None
+        self._door = Door(agent_socket_file(settings.runtime_path), self._pool_came, lock)
         self._pool: MessageStream[ToAgent] | None = None
         self._connect(sock)
         if lifeline >= 0:
             self._loop.add_reader(lifeline, self._finish)
         self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
         self._housekeeping = self._loop.call_later(_HOUSEKEEPING_S, self._keep_house)
+
+    def _drop(self, run_id: str) -> None:
+        """A run's ranks are gone: what it had of the notebook's code and files is free."""
+        self._code.release(run_id)
+        self._uploaded.release(run_id)
 
     def broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A fault of this program in a callback: say it in the log and end, so that no cell waits for ever."""
@@ -137,28 +142,7 @@ class Agent:
 
     def begin(self) -> None:
         """Tell the pool what this node has, as soon as the driver has told."""
-        self._in_background(self._report_ready())
-
-    async def _report_ready(self) -> None:
-        """Tell the pool what this node has, and which runs."""
-        ray_place.sweep(self._settings, [run.run_id for run in self._runs.all()])
-        inventory = await self._take_inventory()
-        held: list[HeldRun] = []
-        locks: list[int] = []
-        for run in self._runs.all():
-            own = self._runs.locks(run.run_id)
-            locks += own
-            held.append(
-                HeldRun(
-                    launch=self._far.as_ordered(run.launch),
-                    state=run.state,
-                    started_s=run.age_s,
-                    gone=run.gone,
-                    locks=len(own),
-                )
-            )
-        ready = AgentReady(pid=os.getpid(), protocol_version=PROTOCOL_VERSION, inventory=inventory, runs=tuple(held))
-        self._send(ready, descriptors=locks)
+        self._in_background(self._introduction.ready())
 
     # ------------------------------------------------------------ the pool comes and goes
 
@@ -174,8 +158,6 @@ class Agent:
             self._environments.leave_queue()
         self._orphaned.over()
         self._connect(sock)
-        self._blobs.service_came()
-        self._far.service_came()
         self.begin()
 
     def _pool_lost(self) -> None:
@@ -217,7 +199,7 @@ class Agent:
                 if (run := self._runs.get(run_id)) is not None:
                     run.tracking_known(message)
             case TakeInventory():
-                self._in_background(self._tell_inventory())
+                self._in_background(self._introduction.inventory_again())
             case EventsKept():
                 self._reports.kept(message.run_id, message.number)
             case Adopt():
@@ -285,20 +267,6 @@ class Agent:
             self._runs.hold_locks(run_id, self._pool.take_descriptors(launch.locks))
         self._reports.begin(run_id, launch.number)
         self._launches.launch(self._far.placed(launch), frames)
-
-    async def _tell_inventory(self) -> None:
-        self._send(InventoryTaken(inventory=await self._take_inventory()))
-
-    async def _take_inventory(self) -> Inventory:
-        """In a thread of its own: a real driver may take seconds to answer."""
-        own = [pid for run in self._runs.all() for pid in run.pids]
-        take = functools.partial(
-            take_inventory,
-            simulate=self._settings.simulate,
-            cpu_slots=self._settings.cpu_slot_count,
-            own_pids=[*own, *self._groups.zygote_pids()],
-        )
-        return await call_in_background(take, "sgpu-inventory")
 
     # ------------------------------------------------------------ housekeeping
 

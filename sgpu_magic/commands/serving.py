@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from typing import NoReturn
 
 from sgpu_magic.client.keys import own_key_path
+from sgpu_magic.commands import deploying
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.pool import authorized_clients
+from sgpu_magic.pool.pool_names import checked_listen, checked_name
 from sgpu_magic.pool.serving import CLIENTS, served_settings
 from sgpu_magic.protocol.address import MAX_SOCKET_PATH_BYTES, agent_socket_file
 from sgpu_magic.secure_sockets import new_key_pair, write_key_pair
 
 # ranks of a served pool wait so long for the next service
 _ADOPT_S = 600.0
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
-_LISTEN = re.compile(r"tcp://(?:\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]{1,5}|\*)")
 
 
 def run(settings: Settings, options: argparse.Namespace) -> str:
@@ -27,6 +26,8 @@ def run(settings: Settings, options: argparse.Namespace) -> str:
     match options.action:
         case "serve":
             serve(settings, options.engine, options.listen, options.name, same_files=options.same_files)
+        case "deploy" | "undeploy":
+            return deploying.run(settings, options)
         case "keygen":
             return keygen(force=options.force)
         case "authorize":
@@ -48,10 +49,8 @@ def serve(settings: Settings, engine: str, listen: str, name: str, *, same_files
     Raises:
         UsageError: One of them means nothing.
     """
-    match = _LISTEN.fullmatch(listen)
-    if match is None or (match["port"] != "*" and int(match["port"]) > 65535):
-        raise UsageError(f"--listen takes tcp://ADDRESS:PORT, such as tcp://0.0.0.0:8700, not {listen[:80]!r}.")
-    served = served_settings(settings, _checked(name))
+    listen = checked_listen(listen)
+    served = served_settings(settings, checked_name(name))
     if len(os.fsencode(agent_socket_file(served.runtime_path))) > MAX_SOCKET_PATH_BYTES:
         raise PoolError(
             f"the pool {name} can't be served: paths of sockets in {served.runtime_path} are longer than the system's "
@@ -68,9 +67,7 @@ def serve(settings: Settings, engine: str, listen: str, name: str, *, same_files
         variables["SGPU_ADOPT_TIMEOUT_S"] = str(_ADOPT_S)
     variables |= {"SGPU_RAY_SAME_FILES": "1"} if same_files else {"SGPU_ENVIRONMENTS": "built"}
     sys.stdout.flush()
-    os.execve(
-        sys.executable, [sys.executable, "-m", "sgpu_magic.pool.serving", engine], {**os.environ, **variables}
-    )
+    os.execve(sys.executable, [sys.executable, "-m", "sgpu_magic.pool.serving", engine], {**os.environ, **variables})
 
 
 def keygen(*, force: bool) -> str:
@@ -101,7 +98,7 @@ def authorize(settings: Settings, name: str, who: str, key: str, *, admin: bool)
     Raises:
         UsageError: One of them means nothing, or the key is listed already.
     """
-    path = served_settings(settings, _checked(name)).state_path / CLIENTS
+    path = served_settings(settings, checked_name(name)).state_path / CLIENTS
     authorized_clients.authorize(path, who, key, admin=admin)
     return f"{who} may use the pool {name}{' and end what others run there' if admin else ''}, from now on ({path})"
 
@@ -112,18 +109,9 @@ def revoke(settings: Settings, name: str, who: str) -> str:
     Raises:
         UsageError: There is no such user.
     """
-    path = served_settings(settings, _checked(name)).state_path / CLIENTS
+    path = served_settings(settings, checked_name(name)).state_path / CLIENTS
     keys = authorized_clients.revoke(path, who)
     return (
         f"{who} may no longer use the pool {name}: {keys} key{'s' * (keys != 1)} removed, links are cut within seconds. "
         "Runs that go on are not ended; `sgpu cancel` does that."
     )
-
-
-def _checked(name: str) -> str:
-    if _NAME.fullmatch(name) is None or name.lower() == "local":
-        raise UsageError(
-            f"{name[:40]!r} can't be a pool's name: it begins with a letter, has letters, digits, - and _, 40 of them "
-            "at most, and is not `local`."
-        )
-    return name

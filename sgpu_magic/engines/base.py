@@ -154,9 +154,7 @@ class Engine(Protocol):
         """Ask an idle rank of a session."""
         ...
 
-    def forward(
-        self, run_id: str, rank: int, message: OpenStream | StreamMessage, frames: Sequence[bytes]
-    ) -> None:
+    def forward(self, run_id: str, rank: int, message: OpenStream | StreamMessage, frames: Sequence[bytes]) -> None:
         """Pass on what a client says of a stream to the node of a run's rank; answered by `forwarded`."""
         ...
 

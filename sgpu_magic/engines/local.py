@@ -143,9 +143,7 @@ class LocalEngine:
     def ask_rank(self, request: int, session: str, question: RankQuestion) -> None:
         self._agent.send(Question(request=request, session=session, question=question))
 
-    def forward(
-        self, run_id: str, rank: int, message: OpenStream | StreamMessage, frames: Sequence[bytes]
-    ) -> None:
+    def forward(self, run_id: str, rank: int, message: OpenStream | StreamMessage, frames: Sequence[bytes]) -> None:
         self._agent.send(message, frames)
 
     def reclaim_payload(self, run_id: str) -> None:

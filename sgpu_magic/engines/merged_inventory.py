@@ -34,7 +34,9 @@ def merged_inventory(host: str, inventories: Mapping[str, Inventory], addresses:
         host=host,
         devices=tuple(
             # simulated devices are named alike on every node
-            msgspec.structs.replace(device, node=node, uuid=f"{device.uuid}@{node}" if device.simulated else device.uuid)
+            msgspec.structs.replace(
+                device, node=node, uuid=f"{device.uuid}@{node}" if device.simulated else device.uuid
+            )
             for node, inventory in inventories.items()
             for device in inventory.devices
         ),

@@ -32,6 +32,8 @@ from sgpu_magic.protocol.record import Record
 from sgpu_magic.secure_sockets import Admission, KeyPair, secure_server, sender_of
 
 _from_node = msgspec.msgpack.Decoder[FromNode](FromNode)
+# silence is looked for more often than it is broken: a node is named within 5 s
+_TICK_S = BEAT_S / 2
 # a timer that comes so much later than it should tells of a busy pool, not of silent nodes
 _STARVED_S = 1.0
 _LINGER_MS = 1000
@@ -84,7 +86,7 @@ class NodeDoor:
         address: `tcp://host:port`; port 0 is one that is free.
         pair: The pool's keys.
         on_message: Called with the link, the agent's message and its raw frames.
-        on_lost: Called with the node and why, once, when it is silent or its agent is over.
+        on_lost: Called once with the node, why, and whether it is only silent, when it is or its agent is over.
 
     Raises:
         UsageError: Nothing can listen there.
@@ -95,7 +97,7 @@ class NodeDoor:
         address: str,
         pair: KeyPair,
         on_message: Callable[[NodeLink, FromAgent, Sequence[bytes]], None],
-        on_lost: Callable[[str, str], None],
+        on_lost: Callable[[str, str, bool], None],
     ) -> None:
         self.public_key = pair.public
         self._on_message = on_message
@@ -125,8 +127,9 @@ class NodeDoor:
         self.address = bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()  # pyright: ignore[reportArgumentType]
         self._drain_scheduled = False
         self._loop.add_reader(self._socket.fileno(), self._drain)
-        self._tick_due = self._loop.time() + BEAT_S
-        self._timer = self._loop.call_later(BEAT_S, self._tick)
+        self._tick_due = self._loop.time() + _TICK_S
+        self._beats = False
+        self._timer = self._loop.call_later(_TICK_S, self._tick)
 
     def admit(self, nodes: Mapping[str, str]) -> None:
         """Let in the nodes (public key to node id) that hold these keys, and no others any more."""
@@ -205,7 +208,7 @@ class NodeDoor:
                 link.close()
             case NodeLeaves(why=why):
                 link.close()
-                self._on_lost(node, why or "its agent has ended")
+                self._on_lost(node, why or "its agent has ended", False)
 
     def _greet(self, node: str, identity: bytes, name: str) -> None:
         link = self._links.get(node)
@@ -222,8 +225,9 @@ class NodeDoor:
 
     def _tick(self) -> None:
         now = self._loop.time()
-        late, self._tick_due = now - self._tick_due, now + BEAT_S
-        self._timer = self._loop.call_later(BEAT_S, self._tick)
+        late, self._tick_due = now - self._tick_due, now + _TICK_S
+        self._timer = self._loop.call_later(_TICK_S, self._tick)
+        self._beats = not self._beats
         self._drain()
         for link in list(self._links.values()):
             if late > _STARVED_S:
@@ -231,6 +235,6 @@ class NodeDoor:
             silent_s = now - link.heard_at
             if silent_s > SILENT_S:
                 link.close()
-                self._on_lost(link.node, f"it has been silent for {silent_s:.0f} s")
-            else:
+                self._on_lost(link.node, f"it has been silent for {silent_s:.1f} s", True)
+            elif self._beats:
                 self.say(link, LinkBeat(link=link.link, sent=link.sent))

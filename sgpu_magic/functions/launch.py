@@ -152,19 +152,18 @@ def prepare(
 
 def _with_notebooks_choice(place: Workplace, options: CallOptions) -> CallOptions:
     """The same with what the notebook's choice says where nothing was asked for."""
-    asked = Asked(options.ranks, options.device_type, options.wishes, options.pool)
+    asked = Asked(options.devices, options.wishes, options.pool)
     found = with_choice(place, asked, PYTHON_WAYS)
     if found is asked:
         return options
-    devices = change(options.devices, ranks=found.ranks, device_type=found.device_type)
-    return change(options, devices=devices, wishes=found.wishes, pool=found.pool)
+    return change(options, devices=found.devices, wishes=found.wishes, pool=found.pool)
 
 
 def _lent_by(options: CallOptions) -> Session | None:
     """The connected session on whose lease the run has room, the current one first."""
     wishes = options.wishes
     devices = options.devices
-    of_its_own = devices.min_memory_bytes or devices.nodes or devices.strategy != "pack"
+    of_its_own = devices.min_memory_bytes or devices.nodes or devices.strategy
     if wishes.env_version or wishes.torch_mine or wishes.allow_build or options.max_cost is not None or of_its_own:
         # those are a lease's own
         return None

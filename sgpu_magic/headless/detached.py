@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -30,15 +31,20 @@ def start(settings: Settings, record: JobRecord, arguments: Sequence[str]) -> Jo
     private_dir(folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)
     with open(os.open(folder / records.LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "sgpu_magic.cli", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            # a terminal's hang-up and Ctrl-C don't reach it
-            start_new_session=True,
-            close_fds=True,
-        )
+        # as nohup has it: what is ignored here stays ignored there, from its first moment on
+        before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "sgpu_magic.cli", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # a terminal's Ctrl-C does not reach it
+                start_new_session=True,
+                close_fds=True,
+            )
+        finally:
+            signal.signal(signal.SIGHUP, before)
     # nobody waits for it here: it is to outlive this process
     process.returncode = 0
     started = msgspec.structs.replace(record, pid=process.pid, process_start=process_start(process.pid), detached=True)

@@ -44,12 +44,11 @@ def with_notebooks_choice(place: Workplace, options: CellOptions) -> CellOptions
         UsageError: As `chosen.with_choice`.
         EnvironmentFailed: As that.
     """
-    asked = Asked(options.ranks, options.device_type, options.wishes, options.pool)
+    asked = Asked(options.devices, options.wishes, options.pool)
     found = with_choice(place, asked, MAGIC_WAYS)
     if found is asked:
         return options
-    devices = replace(options.devices, ranks=found.ranks, device_type=found.device_type)
-    return replace(options, devices=devices, wishes=found.wishes, pool=found.pool)
+    return replace(options, devices=found.devices, wishes=found.wishes, pool=found.pool)
 
 
 def _check_against(session: Session, options: CellOptions) -> None:
@@ -67,7 +66,7 @@ def _check_against(session: Session, options: CellOptions) -> None:
     devices = options.devices
     if devices.allow_busy:
         raise UsageError(f"{has}, and --allow-busy chooses others. Leave it out: %sgpu_connect takes it.")
-    if devices.min_memory_bytes or devices.nodes or devices.strategy != "pack":
+    if devices.min_memory_bytes or devices.nodes or devices.strategy:
         raise UsageError(
             f"{has}, and --min-memory, --nodes and --placement choose others. Leave them out: %sgpu_connect takes them."
         )

@@ -76,7 +76,7 @@ def install(shell: InteractiveShell) -> None:
         if line is None:
             return SimpleMatcherResult(completions=[], suppress=False)
         word = re.split(r"[\s,]", before)[-1]
-        known = _candidates(shell, line["magic"], before[: len(before) - len(word)])
+        known = _candidates(shell, line["magic"], before[: len(before) - len(word)], word)
         found = [text for text in known if text.startswith(word)]
         return SimpleMatcherResult(
             completions=[SimpleCompletion(text=text, type="magic option") for text in found],
@@ -107,8 +107,8 @@ def _newest_runs() -> list[str]:
     return list(dict.fromkeys(short(name) for _, name in sorted(kept, reverse=True)[:_MAX_RUNS]))
 
 
-def _candidates(shell: InteractiveShell, magic: str, before: str) -> list[str]:
-    """Return what may stand after `before`, which ends where a word begins."""
+def _candidates(shell: InteractiveShell, magic: str, before: str, word: str) -> list[str]:
+    """Return what may stand after `before`, which ends where a word begins; of files those that begin with `word`."""
     actions = _PARSERS[magic]()._actions  # pyright: ignore[reportPrivateUsage]
     options = [option for action in actions if action.help != SUPPRESS for option in action.option_strings]
     words = before.replace(",", " ").split()
@@ -119,6 +119,8 @@ def _candidates(shell: InteractiveShell, magic: str, before: str) -> list[str]:
         return _environments(with_none=words[-1] == "--env-version")
     if words[-1] == "--pool":
         return _pools()
+    if words[-1] == "--upload":
+        return _paths(word)
     if words[-1] in _VALUES:
         return list(_VALUES[words[-1]])
     if after in _NAMES and (words[-1] == after or before.endswith(",")):
@@ -140,6 +142,20 @@ def _candidates(shell: InteractiveShell, magic: str, before: str) -> list[str]:
 
 def _users_names(shell: InteractiveShell) -> list[str]:
     return [name for name in shell.user_ns if not name.startswith("_")]
+
+
+def _paths(word: str) -> list[str]:
+    """Return the files and folders that a path may go on with, folders with `/` behind."""
+    folder = word[: word.rfind("/") + 1]
+    try:
+        with os.scandir(os.path.expanduser(folder) or os.curdir) as entries:
+            return sorted(
+                f"{folder}{entry.name}{'/' if entry.is_dir() else ''}"
+                for entry in entries
+                if word[len(folder) :].startswith(".") or not entry.name.startswith(".")
+            )
+    except OSError:
+        return []
 
 
 def _pools() -> list[str]:

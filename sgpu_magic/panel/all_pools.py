@@ -1,4 +1,4 @@
-"""The list of all pools, with how each is now: all are asked at the same time, as long as somebody looks at the list."""
+"""The list of all pools, with how each is now: all are asked at once, as long as somebody looks at the list."""
 
 from __future__ import annotations
 

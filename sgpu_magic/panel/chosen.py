@@ -15,7 +15,9 @@ from sgpu_magic.errors import UsageError
 from sgpu_magic.panel.choice import ChoiceKeeper, Held, words_of
 from sgpu_magic.panel.notebook import Choice
 from sgpu_magic.runs import job_defaults
+from sgpu_magic.runs.devices import memory_bytes, strategy_of
 from sgpu_magic.runs.notebook import notebook_path
+from sgpu_magic.runs.placing import Devices
 from sgpu_magic.runs.submission import Wishes
 from sgpu_magic.runs.workplace import Workplace
 
@@ -30,14 +32,12 @@ class Asked:
     """What was asked for by options.
 
     Args:
-        ranks: None when left out.
-        device_type: Canonical; None when left out.
+        devices: How many of what, and how they are spread.
         wishes: About packages.
         pool: "" when left out.
     """
 
-    ranks: int | None
-    device_type: str | None
+    devices: Devices
     wishes: Wishes
     pool: str = ""
 
@@ -87,8 +87,10 @@ def with_choice(place: Workplace, asked: Asked, ways: str) -> Asked:
     choice = held.choice
     if choice is None:
         return asked
-    ranks = choice.gpus if asked.ranks is None else 0
-    device_type = choice.type if asked.device_type is None else ""
+    devices = asked.devices
+    ranks = choice.gpus if devices.ranks is None else 0
+    # who says how much memory they need leaves the type open
+    device_type = choice.type if devices.device_type is None and not devices.min_memory_bytes else ""
     pool = choice.pool if not asked.pool else ""
     packages = not asked.wishes.env_version
     changes = packages and bool(choice.env_version or choice.dependencies or choice.removed)
@@ -104,19 +106,31 @@ def with_choice(place: Workplace, asked: Asked, ways: str) -> Asked:
     wishes = asked.wishes
     if packages:
         wishes = replace(wishes, env_version=_env_version(place.pool.settings, choice))
-    return Asked(asked.ranks or ranks or None, asked.device_type or device_type or None, wishes, asked.pool or pool)
+    devices = replace(
+        devices, ranks=devices.ranks or ranks or None, device_type=devices.device_type or device_type or None
+    )
+    return Asked(devices, wishes, asked.pool or pool)
 
 
 def _with_job(asked: Asked) -> Asked:
     """The same with what `sgpu run` gives where nothing was asked for."""
     job = job_defaults.of_process()
-    if not (job.gpus or job.type or job.env_version):
-        return asked
-    wishes = asked.wishes
-    if not wishes.env_version:
+    wishes, devices = asked.wishes, asked.devices
+    if job.env_version and not wishes.env_version:
         wishes = replace(wishes, env_version=job.env_version)
-    ranks, device_type = asked.ranks or job.gpus or None, asked.device_type or job.type or None
-    return replace(asked, ranks=ranks, device_type=device_type, wishes=wishes)
+    # a number of ranks and the nodes that they fill belong together, and so do a type and its memory
+    if job.nodes and not devices.nodes and (devices.ranks is None or not job.gpus):
+        devices = replace(devices, nodes=job.nodes)
+    if job.gpus and devices.ranks is None:
+        devices = replace(devices, ranks=job.gpus)
+    if devices.device_type is None and not devices.min_memory_bytes:
+        memory = memory_bytes("--min-memory", job.min_memory)
+        devices = replace(devices, device_type=job.type or None, min_memory_bytes=memory)
+    if job.placement and not devices.strategy:
+        devices = replace(devices, strategy=strategy_of("--placement", job.placement))
+    if devices == asked.devices and wishes is asked.wishes:
+        return asked
+    return replace(asked, devices=devices, wishes=wishes)
 
 
 def pool_name(place: Workplace) -> str:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePath
 from typing import Any
 
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.config import Settings
 from sgpu_magic.panel import waiting
+from sgpu_magic.panel.device_rows import Holders, device_pictures, file_name, is_free
 from sgpu_magic.panel.picture import (
     VERSION,
-    DevicePicture,
     PoolChoice,
     PoolPicture,
     PoolState,
@@ -30,10 +29,8 @@ from sgpu_magic.protocol.states import RunKind, RunState
 from sgpu_magic.render.pool_words import (
     budget_words,
     device_holders,
-    device_name,
     failure_line,
     idle_words,
-    outside_words,
     problem_words,
 )
 from sgpu_magic.render.run_names import run_name
@@ -53,9 +50,7 @@ _TONES: Mapping[RunState, str] = {
     RunState.TIMED_OUT: "bad",
     RunState.CANCELLED: "plain",
 }
-_FREE = "free"
 _NOTHING: Mapping[str, Any] = {}
-Holders = Mapping[str, tuple[RunSummary, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +104,6 @@ def pool_picture(
     inventory = status.inventory
     types = _types(status, rates, now, holders, durations)
     order = {each.type: at for at, each in enumerate(types)}
-    devices = [_device(device, holders) for device in sorted(inventory.devices, key=lambda one: order[one.type])]
     slots = count_of(inventory.cpu_slots, "CPU slot")
     return PoolPicture(
         version=VERSION,
@@ -121,7 +115,7 @@ def pool_picture(
         now=now,
         about=f"{status.pool} · {_place_of(status.pool, inventory.host)} · {slots}",
         types=types,
-        devices=tuple(devices),
+        devices=device_pictures(inventory, order, holders),
         cpu_slots=inventory.cpu_slots,
         cpu_slots_free=status.cpu_slots_free,
         usage=usage,
@@ -202,7 +196,7 @@ def _words_of(entry: PoolEntry, status: PoolStatus | None, rates: Mapping[str, R
         return " · ".join(part for part in (entry.kind, types) if part)
     holders, parts = device_holders(status), [entry.kind]
     totals = Counter(device.type for device in status.inventory.devices)
-    free = Counter(device.type for device in status.inventory.devices if _is_free(device, holders))
+    free = Counter(device.type for device in status.inventory.devices if is_free(device, holders))
     named = [f"{free[kind]} of {total} {kind.upper()} free" for kind, total in totals.items()]
     slots = f"{status.cpu_slots_free} of {count_of(status.inventory.cpu_slots, 'CPU slot')} free"
     parts.append(", ".join(named) or slots)
@@ -238,7 +232,7 @@ def run_row(run: RunSummary, place: RunPlace) -> RunRow:
         hourly=run.hourly,
         cost=run.cost,
         currency=run.currency,
-        notebook=_file_name(run.notebook),
+        notebook=file_name(run.notebook),
         kernel=run.kernel,
         user=run.user,
         idle_ends_at=run.idle_ends_at,
@@ -258,10 +252,6 @@ def _words(run: RunSummary) -> str:
     return f"{ranks} · {why}" if run.state.is_final and why else ranks
 
 
-def _file_name(path: str) -> str:
-    return PurePath(path).name
-
-
 def _place_of(pool: str, host: str) -> str:
     return "this machine" if pool == LOCAL else host
 
@@ -279,7 +269,7 @@ def _types(
     types: list[TypePicture] = []
     for kind, devices in by_type.items():
         price, reserved = _price(status.pool, kind, rates)
-        free = sum(_is_free(device, holders) for device in devices)
+        free = sum(is_free(device, holders) for device in devices)
         uuids = frozenset(device.uuid for device in devices)
         held = waiting.holders_of(kind, status.runs, durations, now, uuids)
         types.append(
@@ -326,33 +316,6 @@ def _price(pool: str, device_type: str, rates: Rates) -> tuple[float | None, boo
         return price, False
     reserved = rates.reserved.of(pool, device_type)
     return reserved, reserved is not None
-
-
-def _is_free(device: Device, holders: Holders) -> bool:
-    return device.uuid not in holders and not device.outside_use
-
-
-def _device(device: Device, holders: Holders) -> DevicePicture:
-    run, rank = holders.get(device.uuid, (None, 0))
-    if run is None:
-        user = outside_words(device) or _FREE
-    elif run.kind is RunKind.SESSION:
-        user = _file_name(run.notebook) or run_name(run)
-    else:
-        user = f"{run_name(run)} · rank {rank}"
-    return DevicePicture(
-        uuid=device.uuid,
-        type=device.type,
-        label=device_name(device),
-        simulated=device.simulated,
-        utilization_pct=device.utilization_pct,
-        used_bytes=device.used_bytes,
-        memory_bytes=device.memory_bytes,
-        run_id="" if run is None else run.run_id,
-        kernel="" if run is None else run.kernel,
-        user=user,
-        free=_is_free(device, holders),
-    )
 
 
 def _notes(status: PoolStatus, now: float, notice: str) -> Sequence[str]:

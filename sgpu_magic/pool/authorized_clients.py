@@ -104,7 +104,7 @@ def authorize(path: Path, name: str, key: str, *, admin: bool = False) -> None:
         raise UsageError(f"{name[:40]!r} can't be a user's name: letters, digits, `_`, `-` and `.`, 64 at most.")
     if not is_public_key(key):
         raise UsageError(
-            f"{key[:60]!r} is no public key: 40 characters, which `sgpu pool keygen` prints. In a shell, quote it: '...'."
+            f"{key[:60]!r} is no public key: `sgpu pool keygen` prints one, of 40 characters. In a shell quote it: '...'."
         )
     text = _text(path)
     listed = _clients(text, path)

@@ -11,7 +11,14 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic import __version__
-from sgpu_magic.protocol.address import PoolAddress, address_file, agent_socket_file, process_start, socket_file
+from sgpu_magic.protocol.address import (
+    PoolAddress,
+    address_file,
+    agent_socket_file,
+    lock_file,
+    process_start,
+    socket_file,
+)
 from sgpu_magic.protocol.messages import PROTOCOL_VERSION
 
 
@@ -31,7 +38,7 @@ class PoolPresence:
 
     def __init__(self, runtime: Path) -> None:
         self._runtime = runtime
-        self._lock = os.open(runtime / "pool.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock = os.open(lock_file(runtime), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -328,9 +328,7 @@ class Requests:
     def _own_going(self, client: ConnectedClient, prefix: str) -> PoolRun | str:
         """The one run of that prefix that goes on and is this client's user's; else a sentence why there is none."""
         found = [
-            run
-            for run in self._book.going
-            if run.run_id.startswith(prefix) and client.may_see(run.spec.owner.user)
+            run for run in self._book.going if run.run_id.startswith(prefix) and client.may_see(run.spec.owner.user)
         ]
         if len(found) == 1 and prefix:
             return found[0]

@@ -18,6 +18,7 @@ from sgpu_magic.pool import stimuli as sched
 from sgpu_magic.pool.billing import Billing
 from sgpu_magic.pool.budget_of_pool import budget_of, budget_state
 from sgpu_magic.pool.byte_desk import ByteDesk
+from sgpu_magic.pool.fresh_inventory import FreshInventory
 from sgpu_magic.pool.idleness import Idleness
 from sgpu_magic.pool.kept_environments import KeptEnvironments
 from sgpu_magic.pool.later_ledger import LaterLedger
@@ -54,8 +55,6 @@ from sgpu_magic.protocol.records import RunSpec
 from sgpu_magic.protocol.states import FailureKind, RunState
 from sgpu_magic.protocol.user_limits import read_limits
 
-# an inventory older than this is taken anew before a run is placed on real devices
-_INVENTORY_FRESH_S = 2.0
 _QUEUE_REFRESH_S = 5.0
 _ANSWER_FIRST_S = 0.05
 
@@ -87,9 +86,7 @@ class PoolService:
             limits=read_limits(settings.user_priorities, settings.user_quotas),
             fair_half_life_s=settings.fair_half_life_s,
         )
-        self._inventory: Inventory | None = None
-        self._inventory_at = 0.0
-        self._waiting_for_inventory: list[Callable[[], None]] = []
+        self._stock = FreshInventory(engine.take_inventory)
         self._deadline: asyncio.TimerHandle | None = None
         self._log_path = settings.state_path / "pool.log"
         self._fault = ""
@@ -137,7 +134,8 @@ class PoolService:
         """A fault of this program in a callback: say it in the log and end, so that no cell waits for ever."""
         loop.default_exception_handler(context)
         error = context.get("exception")
-        self._fault = f"a fault in the pool service ({type(error).__name__}: {error}); its log is {self._log_path}"
+        what = f"a fault in the pool service ({type(error).__name__}: {error})"
+        self.broken_why = self._fault = f"{what}; its log is {self._log_path}"
         self.stop()
 
     def close(self) -> None:
@@ -186,7 +184,7 @@ class PoolService:
     def status(self, question: AskStatus) -> PoolStatus:
         return pool_status(
             question,
-            self._inventory or Inventory(host=""),
+            self._stock.inventory or Inventory(host=""),
             self._scheduler,
             self._ledger,
             name=self._settings.pool or "local",
@@ -217,11 +215,9 @@ class PoolService:
         self.inventory_taken(inventory)
 
     def inventory_taken(self, inventory: Inventory) -> None:
-        self._inventory = inventory
-        self._inventory_at = time.monotonic()
+        waiting = self._stock.taken(inventory)
         self.ready.set()
         self.feed(sched.InventoryChanged(inventory, time.monotonic()))
-        waiting, self._waiting_for_inventory = self._waiting_for_inventory, []
         for call in waiting:
             call()
 
@@ -254,7 +250,7 @@ class PoolService:
     def lease_granted(self, run_id: str, lease: Lease) -> None:
         run = self._book.get(run_id)
         if run is not None:
-            self._launches.granted(run, lease, self._inventory)
+            self._launches.granted(run, lease, self._stock.inventory)
 
     def lease_refused(self, run_id: str, uuids: tuple[str, ...], why: str) -> None:
         # on the loop: the engine may say so while it is asked to launch
@@ -268,7 +264,7 @@ class PoolService:
     def nodes_lost(self, why: str) -> None:
         for run in self._book.going:
             self._requests.ranks_gone(run.run_id)
-        self._reports.nodes_lost(why, self._inventory.host if self._inventory is not None else "")
+        self._reports.nodes_lost(why, self._stock.host)
 
     def broken(self, why: str) -> None:
         """No agent lives: nothing can run here any more."""
@@ -299,10 +295,10 @@ class PoolService:
                 # its ranks wait for it: everything else can be done while they work
                 self._launches.order(run, lease)
                 self._accept(run)
-                self._launches.launched(run, lease, self._inventory)
+                self._launches.launched(run, lease, self._stock.inventory)
             case sched.LaunchRun(lease=lease):
                 self._accept(run)
-                self._launches.launch(run, lease, self._inventory)
+                self._launches.launch(run, lease, self._stock.inventory)
             case sched.TellQueue(position=position, reason=reason):
                 self._accept(run)
                 self._book.tell(run, QueueMoved(position=position, reason=reason), time.time())
@@ -336,16 +332,7 @@ class PoolService:
 
     def with_fresh_inventory(self, call: Callable[[], None]) -> None:
         """Real devices may be in use outside the pool since the last look."""
-        inventory = self._inventory
-        if inventory is not None and (
-            all(device.simulated for device in inventory.devices)
-            or time.monotonic() - self._inventory_at < _INVENTORY_FRESH_S
-        ):
-            call()
-            return
-        if inventory is not None and not self._waiting_for_inventory:
-            self._engine.take_inventory()
-        self._waiting_for_inventory.append(call)
+        self._stock.when_fresh(call)
 
     def _set_deadline(self) -> None:
         if self._deadline is not None:

@@ -98,6 +98,7 @@ class Succession:
             payload=launch.payload,
             environment=launch.environment,
             code=launch.code,
+            uploads=launch.uploads,
             tracking=launch.tracking,
         )
         run = PoolRun(submit, (), None)

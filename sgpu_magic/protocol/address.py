@@ -24,6 +24,10 @@ def socket_file(runtime: Path) -> Path:
     return runtime / "pool.sock"
 
 
+def lock_file(runtime: Path) -> Path:
+    return runtime / "pool.lock"
+
+
 def agent_socket_file(runtime: Path) -> Path:
     return runtime / "node.sock"
 

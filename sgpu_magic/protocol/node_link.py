@@ -12,7 +12,7 @@ from sgpu_magic.protocol.record import Record
 BEAT_S = 1.0
 """Each side says so often that it is there, in seconds."""
 
-SILENT_S = 4.0
+SILENT_S = 3.5
 """Seconds without a word after which a side takes the other for lost."""
 
 

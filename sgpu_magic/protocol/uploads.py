@@ -1,7 +1,7 @@
 """Folders and files of the notebook's that go along with a run (`--upload`).
 
-Where the nodes see the notebook's files, a path is all that goes. Else the files' bytes are blobs (see `blobs`), and one
-more blob, the manifest, says which of them become which files; its digest stands for the whole.
+Where the nodes see the notebook's files, a path is all that goes. Else the files' bytes are blobs (see `blobs`), and
+one more blob, the manifest, says which of them become which files; its digest stands for the whole.
 """
 
 from __future__ import annotations

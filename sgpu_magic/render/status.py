@@ -12,6 +12,7 @@ from sgpu_magic.protocol.messages import PoolStatus, RunSummary
 from sgpu_magic.protocol.metering import cost_so_far
 from sgpu_magic.protocol.prices import format_money
 from sgpu_magic.protocol.states import RunKind, RunState
+from sgpu_magic.render import nodes
 from sgpu_magic.render.html_style import LINE, PANEL, SANS, SOFT, WARN
 from sgpu_magic.render.pool_words import (
     HOLDING,
@@ -32,7 +33,10 @@ _MAX_CELLS = 3
 # as `AskStatus.recent` is when nobody says otherwise
 _RECENT = 20
 _BELOW = "└ "
-_COST = 5
+# so many runs, the newest
+_MAX_TOPS = 60
+# of a queue so many are told of, the first ones
+_MAX_WAITING = 20
 
 
 def status_text(status: PoolStatus, now: float | None = None, notice: str = "") -> str:
@@ -46,17 +50,19 @@ def status_text(status: PoolStatus, now: float | None = None, notice: str = "") 
     now = time.time() if now is None else now
     lines = [
         _headline(status),
+        *_of_types(status),
         *_waiting(status),
         *idle_words(status, now),
         *budget_words(status, nearly_used=False),
         *_remarks(status),
         *([notice] if notice else []),
     ]
-    devices, runs = _device_rows(status), _run_rows(status, now)
+    (heads, *devices), right = _devices(status)
+    runs = _run_rows(status, now)
     if devices:
-        lines += ["", *aligned([("device", "use", "memory", "run"), *devices], right=(1, 2))]
+        lines += ["", *aligned([heads, *devices], right)]
     if runs:
-        lines += ["", *aligned(*_with_heads(runs))]
+        lines += ["", *aligned(*_with_heads(runs, users=_several_users(status)))]
     else:
         lines.append("no runs yet")
     return "\n".join(lines)
@@ -70,15 +76,16 @@ def status_html(status: PoolStatus, now: float | None = None, notice: str = "") 
         f'<b style="font-weight:600">{safe(name)}</b> <span style="{SOFT}">{safe(rest)}</span></div>'
     ]
     now = time.time() if now is None else now
-    quiet = [*_waiting(status), *idle_words(status, now), *budget_words(status, nearly_used=False)]
+    quiet = [*_of_types(status), *_waiting(status), *idle_words(status, now), *budget_words(status, nearly_used=False)]
     loud = [*_remarks(status), *([notice] if notice else [])]
     parts += [f'<div style="padding:3px 12px">{safe(line)}</div>' for line in quiet]
     parts += [f'<div style="padding:3px 12px;color:{WARN}">{safe(line)}</div>' for line in loud]
-    devices, runs = _device_rows(status), _run_rows(status, now)
+    (heads, *devices), right = _devices(status)
+    runs = _run_rows(status, now)
     if devices:
-        parts.append(table(("device", "use", "memory", "run"), devices, right=(1, 2)))
+        parts.append(table(heads, devices, right=right))
     if runs:
-        (heads, *rows), right = _with_heads(runs)
+        (heads, *rows), right = _with_heads(runs, users=_several_users(status))
         parts.append(table(heads, rows, right=right))
     else:
         parts.append(f'<div style="padding:3px 12px;{SOFT}">no runs yet</div>')
@@ -114,7 +121,7 @@ def _headline(status: PoolStatus) -> str:
     if types:
         parts.append(
             ", ".join(
-                f"{count} {kind.upper()}" + (" (simulated on cpu)" if simulated else "")
+                f"{count:,} {kind.upper()}" + (" (simulated on cpu)" if simulated else "")
                 for (kind, simulated), count in types.items()
             )
         )
@@ -122,24 +129,49 @@ def _headline(status: PoolStatus) -> str:
     free = "" if status.cpu_slots_free == inventory.cpu_slots else f" ({status.cpu_slots_free} free)"
     parts.append(slots + free)
     if not any(not device.simulated for device in inventory.devices):
-        parts.append("no GPU on this machine")
+        parts.append("no GPU there" if _has_nodes(status) else "no GPU on this machine")
     parts.append(inventory.host)
+    if inventory.nodes:
+        parts.append(count_of(len(inventory.nodes), "node"))
     return " · ".join(part for part in parts if part)
 
 
 def _waiting(status: PoolStatus) -> list[str]:
     queued = [run for run in status.runs if run.state is RunState.QUEUED]
     queued.sort(key=lambda run: (run.position is None, run.position or 0))
+    several = _several_users(status)
     lines: list[str] = []
-    for run in queued:
-        parts = [f"waiting: {_name(run) or 'cell'}", count_of(run.ranks, "rank"), run.waiting_for]
+    for run in queued[:_MAX_WAITING]:
+        whose = f"waiting: {run.user}'s" if several else "waiting:"
+        parts = [f"{whose} {_name(run) or 'cell'}", count_of(run.ranks, "rank"), run.waiting_for]
         parts.append(f"position {run.position}" if run.position else "")
         lines.append(", ".join(part for part in parts if part))
+    if len(queued) > _MAX_WAITING:
+        lines.append(f"waiting: {count_of(len(queued) - _MAX_WAITING, 'more run')}")
     return lines
+
+
+def _several_users(status: PoolStatus) -> bool:
+    return len({run.user for run in status.runs if run.user}) > 1
 
 
 def _remarks(status: PoolStatus) -> list[str]:
     return [*problem_words(status), *budget_words(status, nearly_used=True)]
+
+
+def _of_types(status: PoolStatus) -> list[str]:
+    return nodes.type_words(status) if _has_nodes(status) else []
+
+
+def _has_nodes(status: PoolStatus) -> bool:
+    return bool(status.inventory.nodes or status.inventory.elastic)
+
+
+def _devices(status: PoolStatus) -> tuple[list[Row], tuple[int, ...]]:
+    """Return what there is below its heads, and the columns that stand at the right; of many nodes a row each."""
+    if _has_nodes(status):
+        return [nodes.HEADS, *nodes.node_rows(status)], nodes.RIGHT
+    return [("device", "use", "memory", "run"), *_device_rows(status)], (1, 2)
 
 
 def _device_rows(status: PoolStatus) -> list[Row]:
@@ -182,7 +214,7 @@ def _run_rows(status: PoolStatus, now: float) -> list[Row]:
     by_id = {run.run_id: run for run in status.runs}
     # a session stands where its newest cell does
     tops = dict.fromkeys(run.session if run.session in sessions else run.run_id for run in status.runs)
-    for run in map(by_id.__getitem__, tops):
+    for run in [by_id[run_id] for run_id in [*tops][:_MAX_TOPS]]:
         rows.append(_run_row(run, now, cells.get(run.run_id, [])))
         # those under way, however old they are, and then the newest
         below = sorted(cells.get(run.run_id, []), key=lambda cell: (cell.state.is_final, -cell.submitted_at))
@@ -190,16 +222,19 @@ def _run_rows(status: PoolStatus, now: float) -> list[Row]:
         if len(below) > _MAX_CELLS:
             # only the newest runs of all are told: then nobody knows how many more there are
             more = len(below) - _MAX_CELLS
-            rows.append(("", f"{_BELOW}and {count_of(more, 'more cell') if told_all else 'more cells'}", *[""] * 5))
+            rows.append(("", f"{_BELOW}and {count_of(more, 'more cell') if told_all else 'more cells'}", *[""] * 6))
+    if len(tops) > _MAX_TOPS:
+        rows.append(("", f"and {count_of(len(tops) - _MAX_TOPS, 'more run')}", *[""] * 6))
     return rows
 
 
-def _with_heads(rows: Sequence[Row]) -> tuple[list[Row], tuple[int, ...]]:
+def _with_heads(rows: Sequence[Row], *, users: bool) -> tuple[list[Row], tuple[int, ...]]:
     """Return the rows below their heads, and the columns that stand at the right; costs only where there are any."""
-    heads: Row = ("run", "name", "ranks", "state", "for", "cost", "")
-    if any(row[_COST] for row in rows):
-        return [heads, *rows], (4, _COST)
-    return [row[:_COST] + row[_COST + 1 :] for row in (heads, *rows)], (4,)
+    heads: Row = ("run", "name", "user", "ranks", "state", "for", "cost", "")
+    left_out = {"user": not users, "cost": not any(row[heads.index("cost")] for row in rows)}
+    columns = [column for column, head in enumerate(heads) if not left_out.get(head)]
+    right = tuple(at for at, column in enumerate(columns) if heads[column] in ("for", "cost"))
+    return [tuple(row[column] for column in columns) for row in (heads, *rows)], right
 
 
 def _name(run: RunSummary) -> str:
@@ -236,4 +271,4 @@ def _run_row(run: RunSummary, now: float, cells: Sequence[RunSummary] = (), *, i
     name = f"{_BELOW if is_below else ''}{_name(run)}"
     cost = cost_so_far(run, now)
     paid = "" if cost is None else format_money(cost, run.currency)
-    return ids.short(run.run_id), name, ranks, _state(run, cells, now), duration, paid, failure_line(run)
+    return ids.short(run.run_id), name, run.user, ranks, _state(run, cells, now), duration, paid, failure_line(run)

@@ -75,13 +75,13 @@ def node_count(option: str, value: object) -> int:
 
 
 def strategy_of(option: str, value: str | None) -> str:
-    """Check how the ranks are spread; None is `pack`.
+    """Check how the ranks are spread; None is "", which is `pack` in the end.
 
     Raises:
         UsageError: There is no such way.
     """
     if value is None:
-        return STRATEGIES[0]
+        return ""
     asked = value.lower().replace("-", "_")
     if asked not in STRATEGIES:
         raise UsageError(f"{option} {value!r} is not possible; there are: {', '.join(STRATEGIES)}.")
@@ -101,7 +101,7 @@ def check_spread(ranks: int | None, nodes: int, strategy: str) -> None:
     Args:
         ranks: None when left out.
         nodes: 0 when left out.
-        strategy: One of `STRATEGIES`.
+        strategy: One of `STRATEGIES`; "" when left out.
 
     Raises:
         UsageError: They can't.

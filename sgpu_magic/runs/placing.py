@@ -12,7 +12,7 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.protocol.devices import Placement
 from sgpu_magic.protocol.prices import read_prices
-from sgpu_magic.runs.devices import check_spread
+from sgpu_magic.runs.devices import STRATEGIES, check_spread
 
 CPU_RANKS = 2
 """Ranks on CPU of a run that does not say how many."""
@@ -30,7 +30,7 @@ class Devices:
         device_type: Canonical; None when left out.
         min_memory_bytes: Of each device; 0 when it does not matter.
         nodes: Nodes that the ranks are spread over evenly; 0 leaves it to the pool.
-        strategy: `pack`, `strict_pack` or `spread`.
+        strategy: `pack`, `strict_pack` or `spread`; "" when left out, which is `pack`.
         allow_busy: Also devices that others use.
     """
 
@@ -38,7 +38,7 @@ class Devices:
     device_type: str | None = None
     min_memory_bytes: int = 0
     nodes: int = 0
-    strategy: str = "pack"
+    strategy: str = ""
     allow_busy: bool = False
 
 
@@ -108,7 +108,7 @@ def find_place(pools: Pools, settings: Settings, name: str, devices: Devices) ->
         allow_busy=devices.allow_busy,
         stand_in=settings.stand_in == "cpu",
         nodes=devices.nodes,
-        strategy=devices.strategy,
+        strategy=devices.strategy or STRATEGIES[0],
         min_memory_bytes=devices.min_memory_bytes,
     )
     return Found(pool, placement, () if choice is None else (f"pool {choice.name}: {choice.why}",))

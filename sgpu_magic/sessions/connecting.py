@@ -150,12 +150,11 @@ def connect(
 
 def with_notebooks_choice(place: Workplace, ask: Ask, ways: str) -> Ask:
     """Return what is asked for, with what the notebook's choice says where nothing was; as `chosen.with_choice`."""
-    asked = Asked(ask.devices.ranks, ask.devices.device_type, ask.wishes, ask.pool)
+    asked = Asked(ask.devices, ask.wishes, ask.pool)
     found = with_choice(place, asked, ways)
     if found is asked:
         return ask
-    devices = replace(ask.devices, ranks=found.ranks, device_type=found.device_type)
-    return replace(ask, devices=devices, wishes=found.wishes, pool=found.pool)
+    return replace(ask, devices=found.devices, wishes=found.wishes, pool=found.pool)
 
 
 def begin(place: Workplace, ask: Ask, ui: str, *, of_cell: bool = True) -> Session:

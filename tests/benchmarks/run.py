@@ -26,7 +26,18 @@ from tests.benchmarks.environment import HERE, Bench, make_peers
 from tests.benchmarks.measure import MeasurementFailed, Row
 from tests.benchmarks.processes import adopt_orphans, end_descendants
 from tests.benchmarks.report import markdown
-from tests.benchmarks.rows import failure, launch, output, payload, rehydration, session, snapshot, tracking, training
+from tests.benchmarks.rows import (
+    failure,
+    launch,
+    output,
+    payload,
+    rehydration,
+    scale,
+    session,
+    snapshot,
+    tracking,
+    training,
+)
 
 ROWS: dict[str, Callable[[Bench], Row]] = {
     "fresh": launch.fresh_group,
@@ -47,6 +58,8 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "tracking-short": tracking.launches,
     "snapshot": snapshot.of_this_environment,
     "rehydration": rehydration.of_a_lock,
+    "scale": scale.placement,
+    "scale-events": scale.events,
 }
 """Rows by the name that `--only` takes, in the table's order."""
 

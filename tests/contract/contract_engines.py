@@ -12,6 +12,7 @@ from homes import Home
 from many_agents import ManyAgents
 from pool_client import PoolClient
 from process_table import wait_gone
+from ray_clusters import FakeCluster, RayPool
 from waiting import eventually
 
 
@@ -61,7 +62,34 @@ def two_nodes(home: Home) -> Service:
     return ManyAgents(home, 2)
 
 
-ENGINES: dict[str, Callable[[Home], Service]] = {"local": LocalService, "many": two_nodes}
+class RayService:
+    """A Ray cluster of two fake nodes with two GPUs each, and a pool service on it.
+
+    Args:
+        home: The service's.
+    """
+
+    nodes = 2
+
+    def __init__(self, home: Home) -> None:
+        self._cluster = FakeCluster((2, 2))
+        self._pool = RayPool(self._cluster.address, {"SGPU_RAY_AGENT_IDLE_S": "60"}, home)
+
+    def kill(self) -> None:
+        self._pool.kill()
+
+    def restart(self) -> None:
+        self._pool.start()
+
+    def close(self) -> None:
+        try:
+            self._pool.stop()
+            assert self._cluster.left(self._pool.name) == {}
+        finally:
+            self._cluster.close()
+
+
+ENGINES: dict[str, Callable[[Home], Service]] = {"local": LocalService, "many": two_nodes, "ray": RayService}
 
 
 @dataclass

@@ -165,11 +165,10 @@ def test_a_time_out_shows_where_every_rank_was(pool: PoolUnderTest):
     )
     ended = run.ended()
     assert ended.state is RunState.TIMED_OUT
-    assert ended.failure is not None and ended.failure.kind is FailureKind.TIMEOUT
+    assert ended.failure is not None
+    assert ended.failure.kind is FailureKind.TIMEOUT
     assert [stack.rank for stack in ended.stacks] == list(range(RANKS))
-    lines = [
-        next((frame.line for frame in stack.frames if frame.function == "<module>"), 0) for stack in ended.stacks
-    ]
+    lines = [next((frame.line for frame in stack.frames if frame.function == "<module>"), 0) for stack in ended.stacks]
     assert lines == [4, 4, 5, 4], ended.stacks
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from homes import Home
@@ -38,7 +39,7 @@ class Cluster:
         self.client = PoolClient(self.home)
         self.client.begin("pass", ranks=6).ended()
 
-    def begin(self, body: str = "", ranks: int = RANKS, **fields: object) -> ClientRun:
+    def begin(self, body: str = "", ranks: int = RANKS, **fields: Any) -> ClientRun:
         return self.client.begin(body, ranks=ranks, **fields)
 
     def bring_back(self) -> None:
@@ -55,7 +56,8 @@ class Cluster:
 
     def wait_for_nodes(self) -> None:
         def whole() -> bool:
-            return len(self.client.pool.status().inventory.nodes) == 3
+            status = self.client.pool.status()
+            return status is not None and len(status.inventory.nodes) == 3
 
         eventually(whole, 20, "not all nodes are there again")
 
@@ -187,7 +189,8 @@ def test_a_node_that_was_given_up_and_comes_back_is_cleaned_before_it_is_used(cl
     pids = pids_of(run)
     cluster.service.order("lose", node)
     failure = run.ended().failure
-    assert failure is not None and failure.kind is FailureKind.NODE_LOST
+    assert failure is not None
+    assert failure.kind is FailureKind.NODE_LOST
     eventually(lambda: not any(is_alive(pid) for pid in pids[:2]), 5, "ranks of the node that is there are left")
     assert all(is_alive(pid) for pid in pids[2:])
     cluster.service.order("bring", node)

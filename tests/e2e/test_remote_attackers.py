@@ -10,27 +10,23 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-import zmq
 from process_table import descriptors, level
 from served_pools import RemoteUser, ServedPool
 from strangers import Bomb, Stranger, junk, say_raw, zmtp_greeting
 from tcp_proxy import Proxy
 from waiting import eventually
 
-from sgpu_magic.client.pool import Pool
 from sgpu_magic.errors import KeyRefused, PoolError, UsageError
 from sgpu_magic.pool.doorkeeper import MOST_STRANGERS
 from sgpu_magic.protocol.devices import Placement
 from sgpu_magic.protocol.events import Event, OutputWritten, RunEnded
 from sgpu_magic.protocol.ids import new_id
 from sgpu_magic.protocol.messages import (
-    Accepted,
     AskStatus,
     Attach,
     Cancel,
@@ -183,11 +179,11 @@ def sockets_of(pool: ServedPool) -> dict[str, Callable[[], socket.socket]]:
     return {
         "tcp": lambda: socket.create_connection(("127.0.0.1", pool.port)),
         "pool.sock": lambda: local("pool.sock"),
-        "agent.sock": lambda: local("agent.sock"),
+        "node.sock": lambda: local("node.sock"),
     }
 
 
-@pytest.mark.parametrize("where", ["tcp", "pool.sock", "agent.sock"])
+@pytest.mark.parametrize("where", ["tcp", "pool.sock", "node.sock"])
 def test_raw_bytes_at_every_socket_do_nothing(served: ServedPool, ann: RemoteUser, mark: Path, where: str):
     works(ann)
     bomb = pickle.dumps(Bomb(mark))
@@ -350,7 +346,8 @@ def test_a_flood_of_one_user_does_not_stop_the_others(
         begun = sent[0]
         works(ann)
         assert ann.client.pool.status() is not None
-        assert sent[0] > begun
+        # it went on all the while: what the pool has no time for waits at the other end of the line
+        eventually(lambda: sent[0] > begun, 20)
         assert resident_mb(served.pid) < 500
     finally:
         over.set()
@@ -451,7 +448,7 @@ def test_another_os_user_gets_nothing(served: ServedPool, ann: RemoteUser, mark:
     agent, rank = home.agent_pids()[0], home.rank_pids()[0]
     attempts = [
         f"socket.socket(socket.AF_UNIX).connect('{home.runtime}/pool.sock')",
-        f"socket.socket(socket.AF_UNIX).connect('{home.runtime}/agent.sock')",
+        f"socket.socket(socket.AF_UNIX).connect('{home.runtime}/node.sock')",
         f"os.listdir('{home.runtime}')",
         f"open('{home.state}/pool.key').read()",
         f"open('{home.state}/clients.toml').read()",

@@ -16,7 +16,7 @@ import pytest
 from headless_notebooks import notebook
 from kernels import Home, eventually, plain
 
-HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4"}
+HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4", "SGPU_PRICES": "a10=1.20"}
 COMMAND = [sys.executable, "-m", "sgpu_magic.cli"]
 
 

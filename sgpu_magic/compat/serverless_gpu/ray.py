@@ -1,4 +1,4 @@
-"""`serverless_gpu.ray`: the decorator that would start a Ray cluster on the leased GPUs."""
+"""`serverless_gpu.ray`: the decorator that starts a Ray cluster on the leased GPUs."""
 
 from __future__ import annotations
 

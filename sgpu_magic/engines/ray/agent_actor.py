@@ -54,6 +54,12 @@ class Holder:
         if self._problem is not None:
             raise OSError(f"the agent can't be started: {self._problem}")
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the agent is."""
+        uplink = self._uplink
+        return self._thread.is_alive() and uplink is not None and not uplink.finished.done()
+
     def end(self) -> None:
         """End the agent and what it has; waits for it."""
         if self._uplink is not None:

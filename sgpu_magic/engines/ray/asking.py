@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 import msgspec
 
@@ -29,6 +29,7 @@ def request_of(
     cpus: float,
     select: str,
     names: Iterable[str],
+    avoid: Set[str] = frozenset(),
 ) -> AskLease:
     """Return the request for a run's placement group.
 
@@ -40,6 +41,7 @@ def request_of(
         cpus: CPUs with each GPU.
         select: The setting `ray_select`.
         names: Ray's own names of GPUs, for types that no node has yet.
+        avoid: Nodes that do not answer, whatever Ray thinks of them.
     """
     gpus = not lease.cpu_slots
     order = AskLease(
@@ -52,9 +54,11 @@ def request_of(
     )
     if placement.nodes == 1:
         order = _with(order, strategy="STRICT_PACK")
-    if not gpus:
-        return order
-    labels, resources = _selectors(lease.device_type, nodes.values(), select, names)
+    here = sorted(avoid & nodes.keys())
+    there = [facts for node, facts in nodes.items() if node not in avoid]
+    labels, resources = _selectors(lease.device_type, there, select, names) if gpus else ({}, {})
+    if here:
+        labels = {_NODE_LABEL: _none_of(here)} | labels
     return _with(order, labels=labels, resources=resources)
 
 
@@ -95,6 +99,10 @@ def _is(name: str, kind: str) -> bool:
 
 def _any_of(values: list[str]) -> str:
     return values[0] if len(values) == 1 else f"in({','.join(values)})"
+
+
+def _none_of(values: list[str]) -> str:
+    return f"!{values[0]}" if len(values) == 1 else f"!in({','.join(values)})"
 
 
 def why_not(order: AskLease, lease: Lease, nodes: Iterable[NodeFacts], ours: Mapping[str, int], coming: str) -> str:

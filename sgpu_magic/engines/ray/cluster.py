@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
@@ -27,6 +28,7 @@ _TYPE_NAME = re.compile(r"[A-Z][A-Z0-9-]{1,15}")
 _AGENT = "agent:"
 _START_S = 60.0
 _END_S = 25.0
+_AGAIN_S = 0.2
 
 
 def connect(address: str, namespace: str) -> tuple[str, str]:
@@ -150,11 +152,35 @@ def agent_nodes(namespace: str) -> tuple[str, ...]:
 
 
 def start_agent(order: StartAgent) -> None:
-    """Start the actor of a node and wait for it; one that is there stays as it is.
+    """Start the actor of a node and wait for it; one that is there stays as it is, one that is leaving is awaited.
 
     Raises:
         RayError: It does not come.
     """
+    deadline = time.monotonic() + _START_S
+    while True:
+        was_there = _has_agent(order.order.node)
+        try:
+            if _start(order):
+                return
+        except RayError:
+            # it was just leaving
+            if not was_there or time.monotonic() > deadline:
+                raise
+        if time.monotonic() > deadline:
+            ray.kill(ray.get_actor(f"{_AGENT}{order.order.node}"))
+        time.sleep(_AGAIN_S)
+
+
+def _has_agent(node: str) -> bool:
+    try:
+        ray.get_actor(f"{_AGENT}{node}")
+    except ValueError:
+        return False
+    return True
+
+
+def _start(order: StartAgent) -> bool:
     node = order.order.node
     actor = ray.remote(on_node.NodeAgent).options(
         name=f"{_AGENT}{node}",
@@ -167,7 +193,7 @@ def start_agent(order: StartAgent) -> None:
     )
     package = ray.put(package_archive()) if order.ship else None
     handle = actor.remote(msgspec.msgpack.encode(order.order), package)
-    ray.get(handle.ready.remote(), timeout=_START_S)
+    return bool(ray.get(handle.ready.remote(), timeout=_START_S))
 
 
 def end_agents(nodes: Iterable[str]) -> None:

@@ -88,6 +88,8 @@ class RayEngine(ManyNodes):
         # what Ray was asked, and what for; those that are granted wait here for a node whose last agent is leaving
         self._asked: dict[str, tuple[AskLease, Launch, Sequence[bytes]]] = {}
         self._granted: dict[str, tuple[Launch, Sequence[bytes]]] = {}
+        # nodes that Ray has and that do not answer: cut off, or dead and Ray does not know it yet
+        self._away: set[str] = set()
         self._door: NodeDoor | None = None
         self._driver: DriverProcess | None = None
 
@@ -122,7 +124,9 @@ class RayEngine(ManyNodes):
         if not self._found:
             return None
         usable = [facts for facts in self._facts.values() if not self._stale.has(facts.node)]
-        return inventory_of(self._name, usable, self._leases.values(), self._elastic, self._coming)
+        return inventory_of(
+            self._name, usable, self._leases.values(), self._elastic, coming=self._coming, away=self._away
+        )
 
     def close(self) -> None:
         if self._tending is not None:
@@ -146,6 +150,7 @@ class RayEngine(ManyNodes):
             cpus=settings.ray_cpus_per_gpu,
             select=settings.ray_select,
             names=self._types,
+            avoid=self._away,
         )
         self._asked[spec.run_id] = (order, launch, frames)
         self._tell(order)
@@ -167,8 +172,11 @@ class RayEngine(ManyNodes):
             return
         _, launch, frames = asked
         try:
-            shares = shares_of(ready.parts, self._facts)
+            shares = shares_of([part for part in ready.parts if part.node not in self._away], self._facts)
+            if len(shares) < len(ready.parts):
+                raise KeyError("it is out of reach")
         except KeyError:
+            self._tell(DropLease(run_id=ready.run_id))
             self._refuse_asked(launch, "a node that Ray has granted is gone already")
             return
         uuids = tuple(uuid for share in shares for uuid in share.uuids)
@@ -266,6 +274,7 @@ class RayEngine(ManyNodes):
         dead = [node for node in self._facts if node not in alive]
         self._facts, self._coming = alive, seen.coming
         for node in dead:
+            self._away.discard(node)
             self._agents.gone(node)
             self.node_lost(node, "Ray says that it is dead")
         if dead:
@@ -310,18 +319,22 @@ class RayEngine(ManyNodes):
                 self._agents.gone(node)
                 self.node_lost(node, "its agent was of another version of sgpu-magic")
             case AgentReady():
+                self._away.discard(node)
                 self._agents.came(node)
                 facts = self._facts.get(node)
                 self.node_came(link, message, facts.address if facts is not None else "")
             case _:
                 self.node_said(node, message, frames)
 
-    def _link_lost(self, node: str, why: str) -> None:
+    def _link_lost(self, node: str, why: str, silent: bool) -> None:
         self._agents.gone(node)
+        if silent and node in self._facts:
+            # nothing is placed there until its agent comes again, the old one or, where only that died, a new one
+            self._away.add(node)
         self.node_lost(node, why)
-        for share in (share for lease in self._leases.values() for share in lease.shares):
-            if share.node == node and node in self._facts:
-                self._need(node)
+        needed = {share.node for lease in self._leases.values() for share in lease.shares}
+        if node in self._facts and (node in self._away or node in needed):
+            self._need(node)
         self._start_granted()
 
     def _watch(self) -> None:

@@ -13,6 +13,7 @@ from sgpu_magic.protocol.device_types import ANY, canonical_type, memory_of
 from sgpu_magic.protocol.devices import Device, Inventory, Lease, Node, NodeShare
 
 OTHERS = "in use by others on the Ray cluster"
+AWAY = "on a node that does not answer"
 _COUNT = re.compile(r"(?P<type>[^:]+):\s*(?P<count>[0-9]{1,6})\s*")
 
 
@@ -88,7 +89,9 @@ def inventory_of(
     nodes: Iterable[NodeFacts],
     leases: Iterable[Lease],
     elastic: tuple[tuple[str, int], ...] = (),
+    *,
     coming: str = "",
+    away: Collection[str] = (),
 ) -> Inventory:
     """Return the whole cluster as the scheduler sees it.
 
@@ -98,6 +101,7 @@ def inventory_of(
         leases: The pool's own.
         elastic: What an autoscaler may bring.
         coming: What it is bringing.
+        away: Nodes that do not answer.
     """
     ours = frozenset(uuid for lease in leases for uuid in lease.uuids)
     there: list[Node] = []
@@ -115,11 +119,15 @@ def inventory_of(
                 address=facts.address,
                 cores=facts.cores,
                 cpu_slots=facts.cpus,
-                cpu_slots_free=max(0, facts.cpus - facts.cpus_outside),
+                cpu_slots_free=0 if facts.node in away else max(0, facts.cpus - facts.cpus_outside),
                 driver=facts.driver,
             )
         )
-        devices += _marked(devices_of(facts), facts.gpus_outside, ours)
+        own = devices_of(facts)
+        if facts.node in away:
+            devices += [msgspec.structs.replace(device, outside_use=AWAY) for device in own]
+        else:
+            devices += _marked(own, facts.gpus_outside, ours)
     return Inventory(
         host=name,
         devices=tuple(devices),

@@ -1,4 +1,4 @@
-"""Ray's Jobs API over HTTP, as a machine asks it that has no Ray: the token and certificates are found as Ray finds them."""
+"""Ray's Jobs API over HTTP, for machines without Ray; token and certificates are found as Ray finds them."""
 
 from __future__ import annotations
 
@@ -184,6 +184,6 @@ def _tls(environ: Mapping[str, str]) -> ssl.SSLContext:
             context.load_cert_chain(certificate, environ.get("RAY_TLS_SERVER_KEY"))
     except (OSError, ssl.SSLError) as error:
         raise UsageError(
-            f"a certificate that RAY_TLS_CA_CERT, RAY_TLS_SERVER_CERT or RAY_TLS_SERVER_KEY names can't be read: {error}."
+            f"a file that RAY_TLS_CA_CERT, RAY_TLS_SERVER_CERT or RAY_TLS_SERVER_KEY names can't be read: {error}."
         ) from None
     return context

@@ -81,7 +81,8 @@ class NodeAgent:
         self._holder = Holder(order, unpacked)
 
     def ready(self) -> bool:
-        return True
+        """Whether its agent is there; one that is over is leaving, and its actor with it."""
+        return self._holder.is_there
 
     def end(self) -> None:
         """End the agent with all that it has, and come back when it is over."""

@@ -1,4 +1,4 @@
-"""Our own package as a zip archive, for Ray nodes that have none or another one. It is pure Python, about a megabyte."""
+"""Our own package as a zip archive, for Ray nodes that have none or another one: pure Python, about a megabyte."""
 
 from __future__ import annotations
 

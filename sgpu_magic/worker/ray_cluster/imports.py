@@ -11,21 +11,28 @@ from types import ModuleType
 Then = Callable[[ModuleType], None]
 
 
-def after_import(name: str, then: Then) -> None:
-    """Call `then` with the module once it is imported; now where it is there already."""
+def after_import(name: str, then: Then, missing: str = "") -> None:
+    """Call `then` with the module once it is imported; now where it is there already.
+
+    Args:
+        name: The module's.
+        then: Called with it.
+        missing: What an `ImportError` of its own says instead; "" leaves it as it is.
+    """
     module = sys.modules.get(name)
     if module is not None:
         then(module)
         return
-    sys.meta_path.insert(0, _Finder(name, then))
+    sys.meta_path.insert(0, _Finder(name, then, missing))
 
 
 class _Finder(MetaPathFinder):
     """Finds one module as the finders behind it do."""
 
-    def __init__(self, name: str, then: Then) -> None:
+    def __init__(self, name: str, then: Then, missing: str) -> None:
         self._name = name
         self._then = then
+        self._missing = missing
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -39,7 +46,7 @@ class _Finder(MetaPathFinder):
             spec: ModuleSpec | None = find(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, self._then)
+                    spec.loader = _Loader(spec.loader, self._then, self._missing)
                 return spec
         return None
 
@@ -47,9 +54,10 @@ class _Finder(MetaPathFinder):
 class _Loader(Loader):
     """Loads as the module's own loader does, and leaves that one in its place."""
 
-    def __init__(self, own: Loader, then: Then) -> None:
+    def __init__(self, own: Loader, then: Then, missing: str) -> None:
         self._own = own
         self._then = then
+        self._missing = missing
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._own.create_module(spec)
@@ -58,5 +66,11 @@ class _Loader(Loader):
         module.__loader__ = self._own
         if module.__spec__ is not None:
             module.__spec__.loader = self._own
-        self._own.exec_module(module)
+        try:
+            self._own.exec_module(module)
+        except ImportError as error:
+            if not self._missing:
+                raise
+            # those that can do without it catch this too
+            raise ImportError(self._missing, name=error.name) from error
         self._then(module)

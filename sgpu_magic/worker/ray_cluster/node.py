@@ -34,6 +34,7 @@ from sgpu_magic.worker.ray_cluster.words import NodeStarted, NodeTroubled, Start
 
 _LOOK_S = 0.1
 _TAIL_LINES = 5
+_TEMP = "r"
 # `[2026-11-22 20:56:52,855 E 5600 5600] (raylet) ...` and the lines of its Python programs
 _BAD = re.compile(r"^\[\S+ \S+ [EFC] |\b(ERROR|CRITICAL)\b|^\w*(Error|Exception)\b")
 _FRAME = re.compile(r"\(\+0x[0-9a-f]+\)")
@@ -120,7 +121,8 @@ def _start(order: StartNode) -> tuple[Any, NodeStarted]:
         "num_gpus": order.gpus,
         "object_store_memory": order.object_store_bytes,
         "object_spilling_directory": order.spill_directory,
-        "temp_dir": order.directory,
+        # Ray opens its own directory to all (mode 0777); the one around it is private
+        "temp_dir": str(Path(order.directory) / _TEMP),
         "include_log_monitor": True,
         "log_to_stderr": False,
         "no_monitor": True,
@@ -204,7 +206,7 @@ def _watch(node: Any, session_directory: str, words: Any) -> None:
 
 def _tails(directory: str) -> str:
     """What the logs of Ray's processes that did not start end with."""
-    logs = Path(directory) / "session_latest" / "logs"
+    logs = Path(directory) / _TEMP / "session_latest" / "logs"
     found = [(kind, _tail_of(logs, kind)) for kind in _VITAL]
     return "\n".join(f"{kind}: {text}" for kind, text in found if text)
 

@@ -1,0 +1,181 @@
+"""`sgpu pool deploy` and `undeploy`: a pool service as a job on a Ray cluster, by its Jobs API. Needs no Ray here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from urllib.parse import urlsplit
+
+import msgspec
+
+from sgpu_magic.engines.ray.jobs_api import Job, JobsApi
+from sgpu_magic.engines.ray.package_archive import package_archive
+from sgpu_magic.errors import PoolError, UsageError
+
+DEPLOYED = "SGPU_DEPLOYED"
+"""The variable that tells the job what it is to be: an encoded `Deployment`."""
+
+POOL = "sgpu-pool"
+# Ray kills a job that is told to stop after 3 s; a pool ends its agents first, and they their ranks
+_STOP_WAIT_S = 60
+_POLL_S = 0.25
+_START_S = 180.0
+_OPTION = re.compile(r"--(?P<name>runtime-env-json|entrypoint-(?:num-cpus|num-gpus|memory|resources)|metadata-json)")
+_WORDS = re.compile(r"pool \S+ · engine ray · (?P<address>tcp://\S+) · .*--key '(?P<key>[^']{40})'")
+
+
+class Deployment(msgspec.Struct, frozen=True):
+    """What a job is told.
+
+    Args:
+        name: The pool's.
+        listen: Where clients come in.
+        clients: Who is let in: name, public key, whether they are an admin.
+    """
+
+    name: str
+    listen: str
+    clients: tuple[tuple[str, str, bool], ...] = ()
+
+
+def job_options(words: Sequence[str]) -> dict[str, object]:
+    """Return what `-- ...` asks of the job, as the fields of Ray's request; the options are those of `ray job submit`.
+
+    Raises:
+        UsageError: One of them means nothing.
+    """
+    fields: dict[str, object] = {}
+    rest = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    while rest:
+        match = _OPTION.fullmatch(rest[0])
+        if match is None or len(rest) < 2:
+            raise UsageError(
+                f"{rest[0]!r} is no option of the job. After -- there may be --runtime-env-json, --metadata-json, "
+                "--entrypoint-num-cpus, --entrypoint-num-gpus, --entrypoint-memory and --entrypoint-resources, each "
+                "with a value, as `ray job submit` has them."
+            )
+        name, text = match["name"].removesuffix("-json").replace("-", "_"), rest[1]
+        rest = rest[2:]
+        try:
+            value: object = json.loads(text)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict if name in ("runtime_env", "metadata", "entrypoint_resources") else int | float):
+            raise UsageError(f"--{match['name']} can't be {text[:80]!r}: it takes JSON.")
+        fields[name] = value
+    return fields
+
+
+def deploy(api: JobsApi, what: Deployment, variables: Mapping[str, str], options: Mapping[str, object]) -> str:
+    """Start the pool in the cluster and return what is to be told about it, once clients can come in.
+
+    Args:
+        api: The cluster's.
+        what: The pool.
+        variables: Its settings, `SGPU_...`.
+        options: Further fields of Ray's request, of `job_options`.
+
+    Raises:
+        PoolError: The cluster refuses, there is such a pool already, or it does not come up.
+    """
+    api.check()
+    if going := _going(api, what.name):
+        raise PoolError(
+            f"a pool named {what.name} runs on the Ray cluster {api.address} already (job {going[0].submission_id}). "
+            f"`sgpu pool undeploy --ray {api.address} --name {what.name}` ends it; --name makes another one beside it."
+        )
+    archive = package_archive()
+    digest = hashlib.blake2b(archive, digest_size=16).hexdigest()
+    package = api.upload(f"_ray_pkg_{digest}.zip", archive)
+    job = f"sgpu-{what.name}-{secrets.token_hex(4)}"
+    api.submit(_request(job, what, package, variables, options))
+    return _told(api, what, _words(api, job))
+
+
+def undeploy(api: JobsApi, name: str) -> str:
+    """End the pool with all that it has in the cluster, and return a sentence.
+
+    Raises:
+        PoolError: The cluster refuses, has no such pool, or the pool does not end.
+    """
+    api.check()
+    going = _going(api, name)
+    if not going:
+        raise PoolError(f"no pool named {name} was deployed on the Ray cluster {api.address}, or it has ended.")
+    for job in going:
+        api.stop(job.submission_id or "")
+    deadline = time.monotonic() + _STOP_WAIT_S + 10
+    while _going(api, name):
+        if time.monotonic() > deadline:
+            raise PoolError(f"the pool {name} was told to end and has not. Ray's dashboard {api.address} has its log.")
+        time.sleep(_POLL_S)
+    return f"the pool {name} on {api.address} has ended"
+
+
+def _request(
+    job: str, what: Deployment, package: str, variables: Mapping[str, str], options: Mapping[str, object]
+) -> dict[str, object]:
+    given = options.get("runtime_env")
+    environment: dict[str, object] = dict(given) if isinstance(given, dict) else {}  # pyright: ignore[reportUnknownArgumentType]
+    modules = environment.get("py_modules")
+    own = environment.get("env_vars")
+    environment["py_modules"] = [package, *(modules if isinstance(modules, list) else [])]  # pyright: ignore[reportUnknownArgumentType]
+    environment["env_vars"] = {
+        "RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_WAIT_S),
+        **variables,
+        **(own if isinstance(own, dict) else {}),  # pyright: ignore[reportUnknownArgumentType]
+        DEPLOYED: msgspec.json.encode(what).decode(),
+    }
+    told = options.get("metadata")
+    metadata: dict[str, object] = dict(told) if isinstance(told, dict) else {}  # pyright: ignore[reportUnknownArgumentType]
+    return {
+        **options,
+        # no shell stays between Ray and the pool: what Ray tells the job the pool hears
+        "entrypoint": "exec python -m sgpu_magic.commands.deployed",
+        "submission_id": job,
+        "runtime_env": environment,
+        "metadata": {**metadata, POOL: what.name},
+    }
+
+
+def _going(api: JobsApi, name: str) -> list[Job]:
+    return [job for job in api.jobs() if not job.is_over and (job.metadata or {}).get(POOL) == name]
+
+
+def _words(api: JobsApi, name: str) -> re.Match[str]:
+    """Wait until the pool has said that it listens."""
+    deadline = time.monotonic() + _START_S
+    while True:
+        match = _WORDS.search(said := api.logs(name))
+        if match is not None:
+            return match
+        job = api.job(name)
+        last = "\n".join((api.logs(name) or said).strip().splitlines()[-5:]) or (job.message or "")
+        if job.is_over:
+            raise PoolError(f"the pool did not start on the Ray cluster {api.address} (job {name}): {last[-1500:]}")
+        if time.monotonic() > deadline:
+            api.stop(name)
+            raise PoolError(
+                f"the pool did not listen within {_START_S:.0f} s on the Ray cluster {api.address}, so the job {name} "
+                f"was ended: {last[-1500:]}"
+            )
+        time.sleep(_POLL_S)
+
+
+def _told(api: JobsApi, what: Deployment, match: re.Match[str]) -> str:
+    place = urlsplit(match["address"])
+    anywhere = place.hostname in ("0.0.0.0", "::", None)
+    host = api.host if anywhere else place.hostname or api.host
+    reached = f"tcp://{f'[{host}]' if ':' in host else host}:{place.port}"
+    names = sorted({name for name, _, _ in what.clients})
+    admitted = f"lets in: {', '.join(names)}" if names else "nobody is let in yet: `sgpu pool authorize` says who is"
+    return (
+        f"pool {what.name} · {reached} · {admitted}\n"
+        f"add it with: sgpu pool add {what.name} {reached} --key '{match['key']}'\n"
+        "all its ranks run as the one OS user of the Ray cluster: who may use this pool can read and change what "
+        "others' runs have in files and memory there. For users who must not, a cluster of their own is the way."
+    )

@@ -1,0 +1,181 @@
+"""Nodes that do not see the pool's files: what a run needs comes to each once, what it leaves goes to the pool."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from homes import Home
+from many_agents import ManyAgents
+from pool_client import PoolClient
+from waiting import eventually
+
+from sgpu_magic.protocol.events import Noted, OutputWritten, PayloadReleased, RanksStarted
+from sgpu_magic.protocol.payloads import StoredPayload
+from sgpu_magic.protocol.states import FailureKind, RunState
+
+MB = 1 << 20
+# what a pool reads besides blobs while a run goes on
+SPARE = 2 * MB
+
+
+@pytest.fixture(scope="module")
+def home() -> Iterator[Home]:
+    made = Home({"SGPU_RUN_FILES_BYTES": str(4 * MB)})
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def nodes(home: Home) -> Iterator[ManyAgents]:
+    made = ManyAgents(home, far=True)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def client(home: Home, nodes: ManyAgents) -> Iterator[PoolClient]:
+    made = PoolClient(home)
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_on_nodes(home: Home, client: PoolClient) -> Iterator[None]:
+    yield
+    eventually(lambda: not left_on_nodes(home), 10, lambda: f"left on nodes: {left_on_nodes(home)}")
+    home.check_leaks()
+
+
+def left_on_nodes(home: Home) -> list[str]:
+    """What lies in the nodes' own directories besides their logs and the blobs that they keep."""
+    found = (home.state / "nodes").glob("*/*/**/*")
+    return [str(path) for path in found if path.relative_to(home.state).parts[2] not in ("logs", "blob-cache")]
+
+
+def read_bytes(nodes: ManyAgents) -> int:
+    """What the pool service has read from files so far."""
+    words = Path(f"/proc/{nodes.process.pid}/io").read_text().split()
+    return int(words[words.index("rchar:") + 1])
+
+
+def data(seed: int, megabytes: int) -> np.ndarray:
+    return np.random.default_rng(seed).random(megabytes * MB // 8)
+
+
+def test_a_payload_comes_once_to_each_node(home: Home, nodes: ManyAgents, client: PoolClient):
+    array = data(1, 24)
+    body = "import os\nfloat(array.sum()), os.environ['GROUP_RANK']"
+    before = read_bytes(nodes)
+    run = client.begin(body, ranks=4, nodes=2, names={"array": array})
+    source = run.run.submission[0].payload.source if run.run.submission is not None else None
+    assert isinstance(source, StoredPayload)
+    run.wait_for(RanksStarted)
+    came = read_bytes(nodes) - before
+    # four ranks on two nodes
+    assert 2 * 24 * MB <= came < 2 * 24 * MB + SPARE
+    total = float(array.sum())
+    assert run.values == [(total, "0"), (total, "0"), (total, "1"), (total, "1")]
+    run.wait_for(PayloadReleased)
+    # the pool joins it for the run's directory
+    kept = home.run_dir(run.run_id) / "payload.bin"
+    eventually(kept.exists, 10, "the payload is not kept")
+    assert kept.stat().st_size == source.size
+    before = read_bytes(nodes)
+    again = client.begin(body, ranks=4, nodes=2, names={"array": array})
+    again.wait_for(RanksStarted)
+    assert read_bytes(nodes) - before < SPARE, "nodes have it since the last run"
+    again.ended()
+    eventually((home.run_dir(again.run_id) / "payload.bin").exists, 10)
+
+
+def test_results_of_all_nodes_come_back(home: Home, client: PoolClient):
+    run = client.begin("y = x + rank", ranks=4, nodes=2, names={"x": data(2, 3)}, out=["y:all"])
+    for rank, values in enumerate(run.names()):
+        np.testing.assert_array_equal(values["y"], data(2, 3) + rank)  # type: ignore[arg-type]
+    directory = home.run_dir(run.run_id)
+    assert {f"result-{rank}.bin" for rank in range(4)} <= set(os.listdir(directory))
+    assert (directory / "result-3.bin").stat().st_mode & 0o777 == 0o600
+
+
+WRITE = """
+import pathlib
+for number in range(30_000):
+    print(rank, number, "x" * 50)
+here = next(path.parent for path in pathlib.Path({nodes!r}).glob(f"*/runs/*/rank-{{rank}}.log"))
+out = here / "out"
+(out / "deep").mkdir(parents=True, exist_ok=True)
+(out / "deep" / f"{{rank}}.txt").write_text(f"of {{rank}}")
+if rank == 0:
+    (out / "tool.sh").write_text("true")
+    (out / "tool.sh").chmod(0o700)
+    (out / "empty").touch()
+    (out / "link").symlink_to("/etc/passwd")
+    (out / "large").write_bytes(bytes(5 << 20))
+"""
+
+
+def test_all_that_ranks_print_and_write_goes_to_the_pool(home: Home, client: PoolClient):
+    run = client.begin(WRITE.format(nodes=str(home.state / "nodes")), ranks=4, nodes=2)
+    assert run.ended().state is RunState.SUCCEEDED, run.ended()
+    directory = home.run_dir(run.run_id)
+    for rank in range(4):
+        expected = "".join(f"{rank} {number} {'x' * 50}\n" for number in range(30_000))
+        assert (directory / f"rank-{rank}.log").read_text() == expected, "whole when the last word is said"
+    left_out = run.wait_for(Noted).text
+    assert "out/large" in left_out
+    assert "run_files_bytes" in left_out
+    eventually(lambda: not left_on_nodes(home), 10, lambda: f"left on nodes: {left_on_nodes(home)}")
+    out = directory / "out"
+    assert sorted(os.listdir(out)) == ["deep", "empty", "tool.sh"]
+    assert [(out / "deep" / f"{rank}.txt").read_text() for rank in range(4)] == [f"of {rank}" for rank in range(4)]
+    assert (out / "tool.sh").stat().st_mode & 0o777 == 0o700
+    assert (out / "empty").stat().st_size == 0
+    assert json.loads((directory / "run.json").read_bytes())["state"] == "succeeded"
+
+
+def test_a_blob_that_is_gone_fails_the_run(home: Home, client: PoolClient):
+    array = data(4, 2)
+    run = client.begin("float(array.sum())", ranks=2, names={"array": array})
+    source = run.run.submission[0].payload.source if run.run.submission is not None else None
+    run.ended()
+    assert isinstance(source, StoredPayload)
+    digest = max(source.parts, key=lambda part: part.size).digest
+    (stored,) = (home.state / "blobs").glob(f"*/{digest[:2]}/{digest[2:]}")
+    for cached in (home.state / "nodes").glob(f"*/blob-cache/{digest}"):
+        cached.unlink()
+    # other bytes of the same size
+    stored.write_bytes(bytes(stored.stat().st_size))
+    ended = client.begin("float(array.sum())", ranks=2, names={"array": array}).ended()
+    assert ended.failure is not None
+    assert ended.failure.kind is FailureKind.INTERNAL
+    assert "damaged on its way" in ended.failure.message
+    stored.unlink()
+
+
+def test_a_new_pool_service_gets_what_the_last_one_did_not(home: Home, nodes: ManyAgents, client: PoolClient):
+    go = home.work / "go"
+    body = f"""
+import pathlib, time
+print("begun", flush=True)
+while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)
+for number in range(20_000): print(number)
+y = x + rank
+"""
+    run = client.begin(body, ranks=4, nodes=2, names={"x": data(5, 3)}, out=["y:all"], detach=True)
+    run.wait_for(OutputWritten, 4)
+    nodes.kill()
+    go.touch()
+    (there,) = (home.state / "nodes").glob("*/runs/*/rank-3.log")
+    eventually(lambda: there.read_text().endswith("19999\n"), 10, "it does not go on while nobody is there")
+    nodes.restart()
+    assert run.ended().state is RunState.SUCCEEDED
+    for rank, values in enumerate(run.names()):
+        np.testing.assert_array_equal(values["y"], data(5, 3) + rank)  # type: ignore[arg-type]
+    whole = "begun\n" + "".join(f"{number}\n" for number in range(20_000))
+    for rank in range(4):
+        assert (home.run_dir(run.run_id) / f"rank-{rank}.log").read_text() == whole

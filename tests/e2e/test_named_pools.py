@@ -1,0 +1,367 @@
+"""Pools by name: a kernel with two pools on other machines beside its own, which really are served on ports.
+
+team    reserved, 2 a10
+cloud   on demand, 4 a10 and 2 h100
+gone    on demand; nothing listens there
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from homes import Home
+from kernels import Kernel, Reply, eventually
+from served_pools import ServedPool
+
+from sgpu_magic.client.pools_edits import add_pool, remove_pool
+from sgpu_magic.client.pools_file import PoolEntry, read_pools
+from sgpu_magic.secure_sockets import KeyPair, new_key_pair, write_key_pair
+
+WAITS = "import time\nprint('begun', flush=True)\nwhile True: time.sleep(0.05)"
+
+
+@dataclass
+class Scene:
+    """A user's machine and the pools that they may use."""
+
+    home: Home
+    keys: KeyPair
+    team: ServedPool
+    cloud: ServedPool
+    kernel: Kernel
+
+    @property
+    def file(self) -> Path:
+        return self.home.path / "pools.toml"
+
+    def sgpu(self, *arguments: str, **variables: str) -> str:
+        """What a command prints that has to succeed."""
+        done = self.tried(*arguments, **variables)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def tried(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "sgpu_magic.cli", *arguments],
+            env=self.home.environ | variables, capture_output=True, text=True, check=False, timeout=60,
+        )  # fmt: skip
+
+    def refused(self, *arguments: str) -> str:
+        """What a command says that fails for a reason, in one paragraph and no traceback."""
+        done = self.tried(*arguments)
+        assert done.returncode in (1, 2), done.stdout
+        assert done.stdout == ""
+        first, see = done.stderr.splitlines()[0], done.stderr.splitlines()[-1]
+        assert first.startswith("sgpu: ")
+        assert see.startswith("See ")
+        return " ".join(done.stderr.splitlines()[:-1]).removeprefix("sgpu: ")
+
+    def long_run(self, options: str, name: str) -> str:
+        """The id of a run that goes on by itself and has printed."""
+        self.kernel.check(f"%%distributed {options} --detach --name {name}\n{WAITS}")
+        run = eventually(lambda: next((pool.home.run_named(name) for pool in (self.team, self.cloud)
+                                       if pool.home.run_named(name)), ""), 10)  # fmt: skip
+        eventually(lambda: "begun" in self.team.home.log(run, 0) + self.cloud.home.log(run, 0), 20, "it does not begin")
+        return run
+
+
+@pytest.fixture(scope="module")
+def scene() -> Iterator[Scene]:
+    team = ServedPool({"SGPU_SIMULATE": "a10:2"})
+    cloud = ServedPool({"SGPU_SIMULATE": "a10:4,h100:2"})
+    home, keys = Home(), new_key_pair()
+    write_key_pair(home.path / "client.key", keys)
+    for pool in (team, cloud):
+        pool.command("authorize", "ann", keys.public)
+    add_pool(replace(cloud.entry, name="cloud", prices={"a10": 2.0, "h100": 5.0}), home.path / "pools.toml")
+    add_pool(replace(team.entry, reserved=True), home.path / "pools.toml")
+    kernel = Kernel(home)
+    try:
+        yield Scene(home, keys, team, cloud, kernel)
+    finally:
+        kernel.close()
+        home.close()
+        team.close()
+        cloud.close()
+
+
+@pytest.fixture
+def gone(scene: Scene) -> Iterator[str]:
+    """A pool's name where nothing listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    add_pool(PoolEntry("gone", f"tcp://127.0.0.1:{port}", new_key_pair().public), scene.file)
+    yield "gone"
+    remove_pool("gone", scene.file)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(scene: Scene) -> Iterator[None]:
+    yield
+    for home in (scene.home, scene.team.home, scene.cloud.home):
+        home.check_leaks()
+
+
+def goes_to(reply: Reply) -> str:
+    """The line that says where a run went and why."""
+    return next((line for line in reply.text.splitlines() if line.startswith("note: pool ")), "")
+
+
+# ---------------------------------------------------------------- where runs go
+
+
+def test_a_reserved_pool_comes_first_and_the_run_says_why(scene: Scene):
+    reply = scene.kernel.check("%%distributed -n 2 --type a10\nprint('hello', rank)\nrank * 10")
+    assert goes_to(reply) == "note: pool team: reserved, and has 2 a10 free"
+    assert (reply.lines(0), reply.lines(1)) == (["hello 0"], ["hello 1"])
+    assert "2 ranks on team" in reply.text
+    assert "[0, 10]" in reply.text
+    assert len(scene.team.home.runs) == 1
+
+
+def test_on_demand_where_no_reserved_one_has_the_type(scene: Scene):
+    reply = scene.kernel.check("%%distributed -n 2 --type h100\nrank")
+    assert goes_to(reply) == (
+        "note: pool cloud: on demand at $5.00 an hour for each, and has 2 h100 free; team has no 2 h100"
+    )
+
+
+@pytest.mark.parametrize("way", ["--pool cloud", "SGPU_POOL"])
+def test_a_pool_that_is_named_is_the_one_and_nothing_is_explained(scene: Scene, way: str):
+    variable = way == "SGPU_POOL"
+    if variable:
+        scene.kernel.check("%env SGPU_POOL=cloud")
+    try:
+        reply = scene.kernel.check(f"%%distributed -n 2 --type a10 {'' if variable else way}\nrank")
+    finally:
+        scene.kernel.check("import os; os.environ.pop('SGPU_POOL', None)")
+    assert "2 ranks on cloud" in reply.text
+    assert goes_to(reply) == ""
+
+
+def test_this_machines_own_for_what_no_other_has(scene: Scene):
+    reply = scene.kernel.check("%%distributed -n 17 --type cpu\nrank")
+    assert goes_to(reply) == "note: pool local: this machine's own: no pool of cloud, team has 17 cpu"
+    reply = scene.kernel.check("%%distributed -n 2 --type cpu --pool local\nrank")
+    assert "2 ranks on local" in reply.text
+    assert goes_to(reply) == ""
+
+
+def test_so_much_memory_chooses_the_type(scene: Scene):
+    reply = scene.kernel.check("%%distributed -n 2 --min-memory 40GB\nrank")
+    assert "2 x h100" in reply.text
+    assert goes_to(reply).endswith("and has 2 h100 free; team has no 2 devices with 40.0 GB")
+    # of those that fit the cheapest
+    assert "a10" in scene.kernel.check("%%distributed -n 2 --min-memory 20GB --pool cloud\nrank").text
+    for options, words in (
+        (
+            "-n 3 --min-memory 40GB --pool cloud",
+            "has no 3 devices of one type with 40.0 GB of memory each. It has: 4 a10",
+        ),
+        ("-n 1 --min-memory 40GB --type a10 --pool team", "and 0 of them have 40.0 GB; 1 are asked for"),
+        ("-n 1 --min-memory lots", "--min-memory 'lots' is no memory of a device"),
+    ):
+        reply = scene.kernel.run(f"%%distributed {options}\nrank")
+        assert words in reply.evalue, reply.story
+
+
+def test_python_asks_as_the_magics_do(scene: Scene):
+    scene.kernel.check("from sgpu_magic import distributed\ndef ranks():\n    import os\n    return os.environ['RANK']")
+    for given, pool in ((dict(gpus=2, gpu_type="a10"), "team"), (dict(gpus=2, min_memory="40GB"), "cloud"),
+                        (dict(gpus=1, gpu_type="a10", pool="on-demand"), "cloud")):  # fmt: skip
+        reply = scene.kernel.check(f"print(len(distributed(**{given!r})(ranks).distributed()))")
+        assert f"on {pool}" in reply.text, reply.story
+    reply = scene.kernel.run("distributed(gpus=3, gpu_type='a10', nodes=2)(ranks)")
+    assert "3 ranks can't be spread evenly over 2 nodes. Ask for a multiple of 2, such as gpus=4" in reply.evalue
+
+
+def test_a_session_is_where_it_was_begun(scene: Scene):
+    scene.kernel.check("%sgpu_connect -n 1 --type h100 --name big --ui none")
+    try:
+        assert "5" in scene.kernel.check("%%distributed\nx = 5\nx").text
+        assert scene.kernel.check("%%distributed\nx").text.count("5") >= 1
+        assert "big" in scene.sgpu("pool", "status", "--pool", "cloud")
+        assert "big" not in scene.sgpu("pool", "status", "--pool", "team")
+    finally:
+        scene.kernel.check("%sgpu_disconnect big")
+
+
+def test_databricks_variables_choose_among_them(scene: Scene):
+    for variable, value, pool in (
+        ("DATABRICKS_USE_POOL", "1", "cloud"),
+        ("DATABRICKS_USE_RESERVED_GPU_POOL", "true", "team"),
+        ("DATABRICKS_REMOTE_GPU_POOL_ID", "cloud", "cloud"),
+    ):
+        cell = (
+            f"import os; os.environ['{variable}'] = '{value}'\n"
+            "from serverless_gpu import distributed as as_there\n"
+            "@as_there(gpus=1, gpu_type='A10', remote=True)\ndef one():\n    return 1\n"
+            "print(one.distributed())"
+        )
+        try:
+            assert f"on {pool}" in scene.kernel.check(cell).text
+        finally:
+            scene.kernel.check(f"del os.environ['{variable}']")
+
+
+# ---------------------------------------------------------------- what can't be
+
+
+def test_an_unknown_name_is_told_with_those_that_are_near(scene: Scene):
+    reply = scene.kernel.run("%%distributed -n 2 --pool tema\nrank")
+    assert reply.ename == "UsageError"
+    assert reply.evalue.startswith("there is no pool named 'tema'. Did you mean team? You have: local, cloud, team.")
+    assert "Did you mean team?" in scene.refused("types", "--pool", "tema")
+    assert "Did you mean team?" in scene.refused("pool", "remove", "tema")
+
+
+def test_a_named_pool_that_can_not_be_reached_is_an_error_and_no_other_is_taken(scene: Scene, gone: str):
+    before = len(scene.cloud.home.runs)
+    reply = scene.kernel.run(f"%%distributed -n 1 --type a10 --pool {gone}\nrank")
+    assert reply.ename == "PoolError"
+    assert "the pool gone can't be reached: nothing answers at tcp://127.0.0.1:" in reply.evalue
+    assert "`sgpu pool serve`" in reply.evalue
+    assert len(scene.cloud.home.runs) == before
+
+
+def test_where_none_is_named_what_is_silent_is_passed_over_and_named(scene: Scene, gone: str):
+    reply = scene.kernel.check("%%distributed -n 2 --type h100\nrank")
+    assert goes_to(reply).endswith("team has no 2 h100; gone can't be reached")
+    reply = scene.kernel.run("%%distributed -n 2 --type h200 --pool on-demand\nrank")
+    assert reply.ename == "CapacityError"
+    assert "no on-demand pool can take the run: cloud has no 2 h200; gone can't be reached." in reply.evalue
+    listed = scene.sgpu("pool", "list")
+    assert re.search(r"^gone +on demand +tcp://127\.0\.0\.1:\d+ +can't be reached$", listed, re.MULTILINE), listed
+    assert re.search(r"^team +reserved +\S+ +up +2/2 a10, 16/16 cpu$", listed, re.MULTILINE), listed
+    assert "gone: the pool gone can't be reached" in listed
+    status = scene.kernel.check("%sgpu_status").text
+    assert "cloud (on demand) · 4 A10" in status
+    assert "gone (on demand)" in status
+    assert "nothing answers at" in status
+
+
+def test_a_shared_pool_wants_to_know_how_many(scene: Scene):
+    reply = scene.kernel.run("%%distributed --type a10\nrank")
+    assert reply.evalue.startswith("the pool team is shared with others: say how many a10 with --gpus N.")
+
+
+# ---------------------------------------------------------------- looking at them
+
+
+def test_the_status_of_all_and_of_one(scene: Scene):
+    every = scene.kernel.check("%sgpu_status").text
+    places = [every.index(words) for words in ("local ·", "cloud (on demand) ·", "team (reserved) ·")]
+    assert places == sorted(places)
+    one = scene.kernel.check("%sgpu_status --pool team").text
+    assert "team (reserved) · 2 A10" in one
+    assert "cloud" not in one
+    assert scene.sgpu("pool", "status").count(" · ") >= 6
+    offered = scene.kernel.complete("%%distributed --pool ")
+    assert {"local", "cloud", "team", "reserved", "on-demand"} <= set(offered)
+
+
+def test_types_of_all_pools(scene: Scene):
+    rows = {tuple(line.split()[:2]): line.split() for line in scene.sgpu("types").splitlines()[1:]}
+    assert set(rows) == {("local", "cpu"), ("cloud", "a10"), ("cloud", "h100"), ("cloud", "cpu"), ("team", "a10"),
+                         ("team", "cpu")}  # fmt: skip
+    assert rows["cloud", "a10"] == "cloud a10 24.1 GB PCIe 4/4 1 4 $2.00 on demand, simulated on cpu".split()
+    assert rows["team", "a10"] == "team a10 24.1 GB PCIe 2/2 1 2 reserved, simulated on cpu".split()
+    assert len(scene.sgpu("types", "--pool", "team").splitlines()) == 3
+
+
+def test_a_runs_pool_is_found_by_its_id(scene: Scene):
+    run = scene.long_run("-n 1 --type h100", "far")
+    assert re.search(rf"^{run[:4]}\w* +cloud +far +1 × H100", scene.sgpu("runs"), re.MULTILINE)
+    assert scene.sgpu("logs", run[:8]) == "begun\n"
+    assert "while True: time.sleep(0.05)" in scene.sgpu("stacks", run[:8])
+    assert "while True: time.sleep(0.05)" in scene.kernel.check(f"%sgpu_stacks {run[:8]}").text
+    attached = scene.kernel.start(f"%sgpu_attach {run[:8]} --ui text")
+    eventually(lambda: attached.poll() or "begun" in attached.reply.text, 10, "it is not shown")
+    assert "is being cancelled" in scene.sgpu("cancel", run[:8])
+    assert "cancelled" in attached.wait().text
+    said = scene.refused("cancel", "ffffffff")
+    assert "no run that goes on has an id that begins with 'ffffffff' in the pools cloud, team" in said
+
+
+def test_a_run_goes_on_when_its_pool_is_listed_no_more(scene: Scene):
+    cell = scene.kernel.start("%%distributed -n 1 --type h100 --name left\nimport os, time, pathlib\n"
+                              "while not pathlib.Path(os.environ['GO']).exists(): time.sleep(0.02)\n'there'"
+                              .replace("--name left", f"--name left --env GO={scene.home.work / 'go'}"))  # fmt: skip
+    eventually(lambda: scene.cloud.home.run_named("left"), 20, "it is not there")
+    (entry,) = [each for each in read_pools(scene.file) if each.name == "cloud"]
+    remove_pool("cloud", scene.file)
+    try:
+        (scene.home.work / "go").touch()
+        reply = cell.wait()
+        assert reply.status == "ok", reply.story
+        assert "there" in reply.text
+    finally:
+        add_pool(entry, scene.file)
+
+
+# ---------------------------------------------------------------- adding pools
+
+
+def test_adding_a_pool_tells_each_failure_by_itself_and_writes_nothing(scene: Scene, gone: str):
+    before = scene.file.read_bytes()
+    where = scene.cloud.entry
+    nobody = next(each.address for each in read_pools(scene.file) if each.name == gone)
+    add = ("pool", "add")
+    assert "nothing answers at" in scene.refused(*add, "x", nobody, "--key", where.key)
+    wrong = scene.refused(*add, "x", where.address, "--key", new_key_pair().public)
+    assert "is not the pool x whose key you have: it could not prove that." in wrong
+    assert "Nothing was written; --no-check lists it all the same." in wrong
+    assert "this machine can't find the address of 'nowhere.invalid'" in scene.refused(
+        *add, "x", "tcp://nowhere.invalid:1", "--key", where.key
+    )
+    scene.cloud.command("revoke", "ann")
+    try:
+        said = scene.refused(*add, "x", where.address, "--key", where.key)
+    finally:
+        scene.cloud.command("authorize", "ann", scene.keys.public)
+    assert "the pool x does not admit your key. Send your public key" in said
+    assert scene.keys.public in said
+    assert "its key is not one" in scene.refused(*add, "x", where.address, "--key", "short")
+    assert "there is a pool named 'team' already" in scene.refused(*add, "team", where.address, "--key", where.key)
+    assert "its address is 'cloud:1'" in scene.refused(*add, "x", "cloud:1", "--key", where.key)
+    assert scene.file.read_bytes() == before
+
+
+def test_adding_listing_and_removing_a_pool(scene: Scene):
+    where = scene.cloud.entry
+    said = scene.sgpu(
+        "pool",
+        "add",
+        "third",
+        where.address,
+        "--key",
+        where.key,
+        "--reserved",
+        "--types",
+        "A10,t4",
+        "--prices",
+        "a10=1",
+    )
+    assert said == (
+        f"the pool third (reserved) is listed in {scene.file}. It answers, and has 4 a10 (24.1 GB), 2 h100 (85.5 GB), "
+        "16 CPU slots. It has no t4 now, which --types names. `--pool third` uses it.\n"
+    )
+    try:
+        assert read_pools(scene.file)[-1] == replace(
+            where, name="third", reserved=True, types=("a10", "t4"), prices={"a10": 1.0}
+        )
+        assert "1 rank on third" in scene.kernel.check("%%distributed -n 1 --type a10 --pool third\nrank").text
+    finally:
+        assert "is listed no more. What runs there goes on." in scene.sgpu("pool", "remove", "third")
+    said = scene.sgpu("pool", "add", "later", "tcp://nowhere.invalid:1", "--key", where.key, "--no-check")
+    assert "It was not asked." in said
+    assert "can't find the address" in scene.sgpu("pool", "list")
+    scene.sgpu("pool", "remove", "later")

@@ -1,0 +1,330 @@
+"""Bytes between a notebook, a pool on another machine and its nodes: sent once, whole, and only to whom they belong."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from pool_client import ClientRun, PoolClient, set_environ
+from served_pools import RemoteUser, ServedPool
+from tcp_proxy import Proxy
+from waiting import eventually
+
+from sgpu_magic.client.blob_sender import BlobSender, Piece
+from sgpu_magic.client.connection import wait_for
+from sgpu_magic.client.event_queue import FilePart
+from sgpu_magic.client.link import PoolLink, Reply
+from sgpu_magic.commands.files_of_run import recorded_directory
+from sgpu_magic.errors import RunFileUnknown, RunUnknown, UsageError
+from sgpu_magic.live.log_reader import LogReader
+from sgpu_magic.payload import unpack
+from sgpu_magic.protocol.blobs import CHUNK_BYTES, AskBlobs, BlobsHeld, ListRunFiles, PutBlob, ReadRunFile, RunFiles
+from sgpu_magic.protocol.events import OutputWritten, RanksStarted
+from sgpu_magic.protocol.payloads import StoredPayload
+from sgpu_magic.protocol.states import RunState
+from sgpu_magic.replay.recorded import read_recorded
+
+MB = 1 << 20
+PRINT = "import time, pathlib\nfor n in range(400): print('line', n, 'of rank', rank)"
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[ServedPool]:
+    made = ServedPool()
+    yield made
+    made.check_leaks()
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def ann(served: ServedPool) -> RemoteUser:
+    return served.user("ann")
+
+
+@pytest.fixture(scope="module")
+def ben(served: ServedPool) -> RemoteUser:
+    return served.user("ben")
+
+
+@pytest.fixture
+def line(served: ServedPool) -> Iterator[Proxy]:
+    made = Proxy(served.port, keeps=False)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def carl(served: ServedPool, line: Proxy) -> Iterator[PoolClient]:
+    """A user whose way to the pool is the line; nobody has sent anything as them before."""
+    client = served.user(f"carl{line.port}", address=line.address).new_client()
+    yield client
+    client.close()
+
+
+def data(seed: int, megabytes: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    return np.random.default_rng(seed).random(megabytes * MB // 8)
+
+
+def blobs_of(run: ClientRun) -> StoredPayload:
+    """Where the payload of a run lies, as the client told the pool."""
+    submission = run.run.submission
+    assert submission is not None
+    source = submission[0].payload.source
+    assert isinstance(source, StoredPayload)
+    return source
+
+
+def ask(link: PoolLink, message: type[msgspec.Struct], **fields: object) -> Reply:
+    request, reply = link.new_request()
+    link.send(message(request=request, **fields))  # type: ignore[arg-type]
+    return wait_for(reply, link=link)
+
+
+def put(link: PoolLink, digest: str, whole: bytes) -> Reply:
+    request, reply = link.new_request()
+    link.send(PutBlob(request=request, digest=digest, size=len(whole), offset=0), [whole])
+    return wait_for(reply, link=link)
+
+
+# ---------------------------------------------------------------- there and back
+
+
+def test_large_things_travel_both_ways(ann: RemoteUser):
+    names: dict[str, object] = {
+        "array": data(1, 9),
+        "tensor": torch.arange(2 * MB, dtype=torch.float32),
+        "small": [np.arange(100) + number for number in range(50)],
+        "text": "words",
+    }
+    body = "array2, tensor2, small2, text2 = array * 2, tensor + rank, [s.sum() for s in small], text * 2"
+    run = ann.client.begin(body, names=names, out=["array2", "tensor2:all", "small2", "text2"])
+    assert run.ended().state is RunState.SUCCEEDED, run.ended()
+    first, second = run.names()
+    np.testing.assert_array_equal(first["array2"], data(1, 9) * 2)
+    assert first["small2"] == [4950 + 100 * number for number in range(50)]
+    assert first["text2"] == "wordswords"
+    for rank, values in enumerate((first, second)):
+        assert torch.equal(values["tensor2"], torch.arange(2 * MB, dtype=torch.float32) + rank)  # type: ignore[arg-type]
+    first["array2"][0] = 7.0  # type: ignore[index]
+    assert first["array2"][0] == 7.0, "what came back may be changed"  # type: ignore[index]
+
+
+@pytest.mark.parametrize("megabytes", [64, pytest.param(1024, marks=pytest.mark.slow)])
+def test_what_has_not_changed_is_not_sent_again(carl: PoolClient, line: Proxy, megabytes: int):
+    array = data(megabytes, megabytes)
+    sent: list[int] = []
+    for changing in (1, 2):
+        before = line.sent_bytes
+        names = {"array": array, "other": np.full(MB // 2, changing), "number": changing}
+        assert carl.begin("float(array.sum())", ranks=1, names=names).values == [float(array.sum())]
+        sent.append(line.sent_bytes - before)
+    assert sent[0] > megabytes * MB
+    # the other array, which has changed, has 4 MB
+    assert sent[1] < 5 * MB
+    before = line.sent_bytes
+    assert carl.begin("number", ranks=1, names={"array": array, "number": 3}).values == [3]
+    assert line.sent_bytes - before < MB // 4
+
+
+def test_an_upload_goes_on_where_the_line_broke(carl: PoolClient, line: Proxy):
+    array = data(7, 96)
+    # the line is known, and what is sent from now on is the upload
+    assert carl.begin("1", ranks=1).values == [1]
+    before = line.sent_bytes
+    runs: list[ClientRun] = []
+    sending = threading.Thread(
+        target=lambda: runs.append(carl.begin("float(array.sum())", ranks=1, names={"array": array}))
+    )
+    sending.start()
+    eventually(lambda: line.sent_bytes - before > 40 * MB, 20, "the upload does not get on", poll_s=0.002)
+    line.cut()
+    at_cut = line.sent_bytes - before
+    assert at_cut < 90 * MB, "the upload was over before the line was cut"
+    line.mend()
+    sending.join(60)
+    assert runs[0].values == [float(array.sum())]
+    assert line.connections == 2
+    # no more than what was under way when it broke is sent twice
+    assert line.sent_bytes - before < 96 * MB + 20 * MB
+
+
+# ---------------------------------------------------------------- whose they are
+
+
+def test_bytes_of_another_digest_are_refused(ann: RemoteUser, served: ServedPool):
+    link = ann.client.pool.link()
+    said = hashlib.blake2b(b"right", digest_size=32).hexdigest()
+    with pytest.raises(UsageError, match="does not have the digest that was said"):
+        put(link, said, b"wrong")
+    assert held(ann, ((said, 5),)) == (0,)
+    assert not list((served.home.state / "blobs").rglob(f"*{said[2:]}"))
+    with pytest.raises(UsageError, match="chunks of another size"):
+        put(link, said, b"x" * (CHUNK_BYTES + 1))
+
+
+def test_nobody_learns_of_anothers_bytes(ann: RemoteUser, ben: RemoteUser):
+    whole = os.urandom(1000)
+    (digest,) = BlobSender(ann.client.pool.link()).send([Piece(len(whole), lambda: memoryview(whole))])
+    question = ((digest, len(whole)),)
+    assert held(ann, question) == (1000,)
+    assert held(ben, question) == (0,)
+
+
+def test_a_run_gets_no_blob_of_another_user(ann: RemoteUser, ben: RemoteUser):
+    array = data(3, 2)
+    first = ann.client.begin("float(array.sum())", ranks=1, names={"array": array})
+    source = blobs_of(first)
+    assert first.values == [float(array.sum())]
+    link = ben.client.pool.link()
+    again = ben.client.begin("1", ranks=1)
+    submission = again.run.submission
+    assert submission is not None
+    stolen = msgspec.structs.replace(
+        submission[0],
+        spec=msgspec.structs.replace(submission[0].spec, run_id="0badcafe"),
+        payload=msgspec.structs.replace(submission[0].payload, source=source),
+    )
+    again.ended()
+    events = link.follow("0badcafe")
+    request, reply = link.new_request()
+    link.send(msgspec.structs.replace(stolen, request=request))
+    wait_for(reply, link=link)
+    last = None
+    while last is None or not hasattr(last.body, "failure"):
+        item = events.get(timeout=20)
+        assert item is not None
+        last = item[0]
+    assert last.body.state is RunState.FAILED
+    assert "not in the pool's store" in last.body.failure.message
+
+
+def test_only_ones_own_runs_files_are_read(ann: RemoteUser, ben: RemoteUser):
+    run = ann.client.begin("print('mine')", ranks=1)
+    run.ended()
+    link = ben.client.pool.link()
+    for run_id in (run.run_id, "0badf00d", "../../etc", ""):
+        for message, fields in ((ReadRunFile, {"name": "rank-0.log"}), (ListRunFiles, {})):
+            with pytest.raises(RunUnknown, match="has no run"):
+                ask(link, message, run=run_id, **fields)
+    part = ask(ann.client.pool.link(), ReadRunFile, run=run.run_id, name="rank-0.log")
+    assert isinstance(part, FilePart)
+    assert part.data == b"mine\n"
+
+
+def test_no_name_leads_out_of_a_runs_directory(ann: RemoteUser, served: ServedPool):
+    run = ann.client.begin("1", ranks=1)
+    run.ended()
+    directory = served.home.state / "runs" / run.run_id
+    (directory / "link").symlink_to("/etc/passwd")
+    (directory / "folder").symlink_to("/etc")
+    (directory / "inside").mkdir()
+    (directory / "inside" / "file").write_text("fine")
+    link = ann.client.pool.link()
+    names = ["../../ledger.sqlite3", "/etc/passwd", "link", "folder/passwd", "inside/../key", ".", "", "inside", "a\0b"]
+    for name in names:
+        with pytest.raises(RunFileUnknown):
+            ask(link, ReadRunFile, run=run.run_id, name=name)
+    for under in ("..", "/etc", "folder", "inside/.."):
+        with pytest.raises(RunFileUnknown):
+            ask(link, ListRunFiles, run=run.run_id, under=under)
+    listed = ask(link, ListRunFiles, run=run.run_id)
+    assert isinstance(listed, RunFiles)
+    assert {file.name for file in listed.files} >= {"inside/file", "run.json", "rank-0.log"}
+    assert not [file.name for file in listed.files if file.name.startswith(("link", "folder"))]
+    part = ask(link, ReadRunFile, run=run.run_id, name="inside/file", offset=2, size=100)
+    assert isinstance(part, FilePart)
+    assert part.data == b"ne"
+
+
+@contextlib.contextmanager
+def environ_of(user: RemoteUser) -> Iterator[None]:
+    """This process has the variables of a kernel of theirs."""
+    before = dict(os.environ)
+    set_environ(user.home.environ)
+    try:
+        yield
+    finally:
+        set_environ(before)
+
+
+def held(user: RemoteUser, question: Sequence[tuple[str, int]]) -> tuple[int, ...]:
+    answer = ask(user.client.pool.link(), AskBlobs, blobs=tuple(question))
+    assert isinstance(answer, BlobsHeld)
+    return answer.bytes
+
+
+# ---------------------------------------------------------------- what a run leaves
+
+
+def test_logs_are_read_while_they_grow_and_afterwards(ann: RemoteUser, tmp_path: Path):
+    go = tmp_path / "go"
+    body = f"{PRINT}\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)\nprint('the end')"
+    run = ann.client.begin(body)
+    mirror = run.run.mirror
+    assert mirror is not None
+    run.wait_for(OutputWritten)
+    reader = LogReader(run.run.directory, mirror.follow)
+    eventually(lambda: reader.lines(1, 399, 1) == ["line 399 of rank 1"], 10, "the log does not come")
+    assert reader.find(0, "line 39", 1000, 100).total == 11
+    go.touch()
+    run.ended()
+    eventually(lambda: reader.lines(0, 400, 10) == ["the end"], 5, "the log's end does not come")
+    here, there = ((run.run.directory / "rank-1.log").read_bytes(), (mirror.bring("rank-1.log")).read_bytes())
+    assert here.startswith(there[:1000])
+    assert there.count(b"\n") == 401
+    assert (run.run.directory.stat().st_mode & 0o777, mirror.bring("key").stat().st_mode & 0o777) == (0o700, 0o600)
+
+
+def test_sgpu_logs_shows_a_remote_run(ann: RemoteUser):
+    run = ann.client.begin("for n in range(3): print(rank, n)", name="talks")
+    followed = ann.sgpu("logs", run.run_id, "--follow")
+    assert followed.returncode == 0, followed.stderr
+    assert sorted(followed.stdout.splitlines()) == [f"[{rank}] {rank} {n}" for rank in range(2) for n in range(3)]
+    assert "succeeded" in followed.stderr
+    one = ann.sgpu("logs", run.run_id[:6], "--rank", "1")
+    assert one.stdout.splitlines() == ["1 0", "1 1", "1 2"]
+    unknown = ann.sgpu("logs", "0badf00d")
+    assert unknown.returncode == 2
+    assert "no run has an id that begins with '0badf00d' in the pool team" in unknown.stderr
+
+
+def test_a_detached_runs_results_are_fetched_by_another_program(ann: RemoteUser):
+    client = ann.new_client()
+    run = client.begin("y = x * 3", names={"x": data(4, 3)}, out=["y:all"], detach=True)
+    run.wait_for(RanksStarted)
+    client.close()
+    found, _ = ann.client.pool.attach(run.run_id)
+    again = ClientRun(ann.client, found)
+    for values in again.names():
+        np.testing.assert_array_equal(values["y"], data(4, 3) * 3)  # type: ignore[arg-type]
+
+
+def test_a_remote_run_can_be_replayed_from_here(ann: RemoteUser):
+    array = data(5, 3)
+    run = ann.client.begin("float(array.sum())", ranks=1, names={"array": array})
+    assert run.values == [float(array.sum())]
+    with environ_of(ann), recorded_directory(ann.client.pool.settings, run.run_id) as directory:
+        assert directory == run.run.directory
+        recorded = read_recorded(directory)
+    assert recorded.spec.cell.body == "float(array.sum())"
+    packed = memoryview(bytearray(recorded.packed.to_bytes()))
+    sent = unpack.unpack(packed, recorded.packed.layout, recorded.key, {})
+    np.testing.assert_array_equal(sent["array"], array)  # type: ignore[index]
+
+
+def test_a_session_keeps_what_was_sent_to_it(ann: RemoteUser):
+    session = ann.client.connect(ranks=2)
+    array = data(6, 3)
+    session.do("kept = array + rank", names={"array": array})
+    for rank, values in enumerate(session.do("back = kept", out=["back:all"]).names()):
+        np.testing.assert_array_equal(values["back"], array + rank)  # type: ignore[arg-type]
+    assert session.end().state is RunState.CANCELLED

@@ -1,0 +1,165 @@
+"""A Ray head as an operator starts it: `ray start --head` with a dashboard and token authentication."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from process_table import below, is_alive, process_table
+from waiting import eventually
+
+_START_S = 120.0
+RAY = str(Path(sys.executable).with_name("ray"))
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody has at the moment."""
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [int(each.getsockname()[1]) for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+class RayNode:
+    """`ray start --block`: a raylet and what belongs to it, in a session of its own.
+
+    Args:
+        arguments: Further ones of `ray start`.
+        ip: Its address.
+        log: Where its words go.
+        environ: Of its processes.
+        inside: What the command begins with, such as `ip netns exec NAME`.
+        gpus: GPUs that do not exist.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        ip: str,
+        log: Path,
+        environ: Mapping[str, str],
+        inside: Sequence[str] = (),
+        gpus: int = 2,
+    ) -> None:
+        self.ip = ip
+        self.log = log
+        # found by Ray itself they are waited for, and not for long on a machine that has much to do
+        grpc, listen, runtime_env, metrics = free_ports(4)
+        with open(log, "ab") as words:
+            self.process = subprocess.Popen(
+                [
+                    *inside, RAY, "start", "--block", "--disable-usage-stats", f"--node-ip-address={ip}",
+                    f"--dashboard-agent-grpc-port={grpc}", f"--dashboard-agent-listen-port={listen}",
+                    f"--runtime-env-agent-port={runtime_env}", f"--metrics-export-port={metrics}", "--num-cpus=4",
+                    f"--num-gpus={gpus}", "--object-store-memory=100000000", *arguments,
+                    *(["--labels=ray.io/accelerator-type=A10G"] if gpus else []),
+                ],
+                env=dict(environ), stdout=words, stderr=words, stdin=subprocess.DEVNULL, cwd="/",
+                start_new_session=True,
+            )  # fmt: skip
+
+    def below(self) -> dict[int, str]:
+        """What it has started, with all below."""
+        table = process_table()
+        found = {self.process.pid} | below([self.process.pid], table)
+        return {pid: str(table[pid]) for pid in found if pid in table and table[pid].state != "Z"}
+
+    def kill(self) -> None:
+        """The machine is gone from one moment to the next."""
+        for pid in self.below():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def close(self) -> None:
+        """End it; nothing of it stays."""
+        left = self.below()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(30)
+        eventually(
+            lambda: not any(map(is_alive, left)), 30, lambda: str([name for pid, name in left.items() if is_alive(pid)])
+        )
+
+
+class RayHead:
+    """A cluster's head, with two GPUs that do not exist.
+
+    Args:
+        ip: Its address.
+        token: Whether it wants a token, and has its dashboard.
+        gpus: How many GPUs.
+
+    Attributes:
+        token: What its clients must know.
+        dashboard: `http://127.0.0.1:PORT`.
+        variables: For clients of it.
+        home: The home directory of everything in it.
+    """
+
+    def __init__(self, ip: str = "127.0.0.1", *, token: bool = True, gpus: int = 2) -> None:
+        # short: a socket's path ends at 108 bytes
+        self.home = Path(tempfile.mkdtemp(prefix="srh", dir="/tmp"))
+        self.token = secrets.token_hex(32)
+        gcs, dashboard, client = free_ports(3)
+        self.dashboard = f"http://127.0.0.1:{dashboard}"
+        self.address = f"{ip}:{gcs}"
+        self.variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token} if token else {}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SGPU_", "RAY_"))}
+        self.environ = {
+            **inherited,
+            **self.variables,
+            "HOME": str(self.home),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            # the entrypoint of a job is looked for there
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        }
+        seen = ["--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"] if token else []
+        arguments = [
+            "--head", f"--port={gcs}", f"--include-dashboard={str(token).lower()}", *seen,
+            f"--ray-client-server-port={client}", f"--temp-dir={self.home / 'ray'}",
+        ]  # fmt: skip
+        self.node = RayNode(arguments, ip, self.home / "log", self.environ, gpus=gpus)
+        answers = self._answers if token else self._listens
+        eventually(answers, _START_S, lambda: (self.home / "log").read_text()[-3000:], poll_s=0.5)
+
+    def _listens(self) -> bool:
+        assert self.node.process.poll() is None, (self.home / "log").read_text()[-3000:]
+        # said at the end of its start
+        return "Ray runtime started" in (self.home / "log").read_text()
+
+    def _answers(self) -> bool:
+        assert self.node.process.poll() is None, (self.home / "log").read_text()[-3000:]
+        request = urllib.request.Request(
+            f"{self.dashboard}/api/jobs/", headers={"Authorization": f"Bearer {self.token}"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=10):
+                return True
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def below(self) -> dict[int, str]:
+        """Processes of the cluster."""
+        return self.node.below()
+
+    def close(self) -> None:
+        """End it; nothing of it stays."""
+        try:
+            self.node.close()
+        finally:
+            shutil.rmtree(self.home, ignore_errors=True)

@@ -1,0 +1,104 @@
+"""A Ray cluster whose nodes have addresses of their own: raylets in network namespaces, on a bridge. Needs root."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+
+from ray_head import RayHead, RayNode
+
+_HEAD = "10.201.7.1"
+_NODE = "10.201.7.{}"
+
+
+class NetnsCluster:
+    """A head without GPUs at the bridge, and nodes with two each.
+
+    Args:
+        nodes: How many.
+
+    Attributes:
+        address: The cluster's.
+        nodes: In order of their addresses.
+    """
+
+    def __init__(self, nodes: int = 2) -> None:
+        self._bridge = f"sgb{os.getpid()}"
+        self._made = contextlib.ExitStack()
+        self.nodes: list[NetnsNode] = []
+        try:
+            _ip("link", "add", self._bridge, "type", "bridge")
+            self._made.callback(_ip, "link", "delete", self._bridge)
+            _ip("address", "add", f"{_HEAD}/24", "dev", self._bridge)
+            _ip("link", "set", self._bridge, "up")
+            self.head = RayHead(_HEAD, token=False, gpus=0)
+            self._made.callback(self.head.close)
+            self.address = self.head.address
+            for number in range(nodes):
+                self.nodes.append(NetnsNode(self.head, self._bridge, number))
+                self._made.callback(self.nodes[-1].close)
+        except BaseException:
+            self._made.close()
+            raise
+
+    def node_at(self, address: str) -> NetnsNode:
+        """The node with this address."""
+        (found,) = [node for node in self.nodes if node.ip == address]
+        return found
+
+    def close(self) -> None:
+        """End it; no process, namespace or interface stays."""
+        self._made.close()
+
+
+class NetnsNode:
+    """A raylet in a namespace.
+
+    Args:
+        head: Of its cluster.
+        bridge: The bridge that its interface is at.
+        number: 0, 1 ...
+    """
+
+    def __init__(self, head: RayHead, bridge: str, number: int) -> None:
+        self.ip = _NODE.format(11 + number)
+        self.name = f"sgn{os.getpid()}x{number}"
+        self._outside, inside = f"sgo{os.getpid()}x{number}"[:15], f"sgi{number}"
+        self.interface = inside
+        _ip("netns", "add", self.name)
+        _ip("link", "add", self._outside, "type", "veth", "peer", "name", inside, "netns", self.name)
+        _ip("link", "set", self._outside, "master", bridge, "up")
+        _ip("-n", self.name, "address", "add", f"{self.ip}/24", "dev", inside)
+        _ip("-n", self.name, "link", "set", inside, "up")
+        _ip("-n", self.name, "link", "set", "lo", "up")
+        self.node = RayNode(
+            [f"--address={head.address}"],
+            self.ip,
+            head.home / f"log{number}",
+            head.environ,
+            inside=["ip", "netns", "exec", self.name],
+        )
+
+    def cut(self) -> None:
+        """Pull the plug of its network."""
+        _ip("link", "set", self._outside, "down")
+
+    def mend(self) -> None:
+        """Put it in again."""
+        _ip("link", "set", self._outside, "up")
+
+    def kill(self) -> None:
+        """The machine is gone from one moment to the next."""
+        self.node.kill()
+
+    def close(self) -> None:
+        try:
+            self.node.close()
+        finally:
+            _ip("netns", "delete", self.name)
+
+
+def _ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"

@@ -1,0 +1,316 @@
+"""One run made of what its nodes say, whatever the order: across lost links, lost nodes, restarted services."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sgpu_magic.engines.joint_end import PartEnd, join_ends, join_releases
+from sgpu_magic.engines.joint_run import JointRun, Told
+from sgpu_magic.engines.joint_stacks import JointStacks
+from sgpu_magic.engines.joint_stalls import JointStalls
+from sgpu_magic.protocol.events import (
+    EnvironmentMoved,
+    EventBody,
+    Noted,
+    OutputWritten,
+    PayloadReleased,
+    RankFailed,
+    RanksStarted,
+    Resumed,
+    RunEnded,
+    Stalled,
+)
+from sgpu_magic.protocol.measures import RankStack
+from sgpu_magic.protocol.node_messages import RunEvent
+from sgpu_magic.protocol.payloads import InlinePayload, PackedLayout, Payload
+from sgpu_magic.protocol.records import Failure, RankResult
+from sgpu_magic.protocol.states import FailureKind, RunState
+
+NODES = 3
+RANKS_EACH = 2
+
+
+def output(rank: int, start: int) -> OutputWritten:
+    return OutputWritten(rank=rank, stream="stdout", text="x", start=start, end=start + 1)
+
+
+def result(rank: int) -> RankResult:
+    layout = PackedLayout(pickle_size=1, buffers=(), mac=b"")
+    return RankResult(rank=rank, payload=Payload(source=InlinePayload(), layout=layout))
+
+
+def failure(rank: int, at: float, *, victim: bool = False, packed: bool = False) -> Failure:
+    return Failure(
+        kind=FailureKind.USER_CODE,
+        message=f"of rank {rank}",
+        rank=rank,
+        at=at,
+        is_consequence=victim,
+        exception=result(rank).payload if packed else None,
+    )
+
+
+def story(part: int, lines: int, *, builds: bool = False) -> list[EventBody]:
+    """What a node says of its part of a run that succeeds."""
+    ranks = range(part * RANKS_EACH, (part + 1) * RANKS_EACH)
+    told: list[EventBody] = [EnvironmentMoved(host=f"n{part}", ready=True)] if builds else []
+    told.append(RanksStarted(pids=tuple(100 + rank for rank in ranks), warm="zygote" if part else "standby"))
+    told += [output(rank, start) for start in range(lines) for rank in ranks]
+    told.append(RunEnded(state=RunState.SUCCEEDED, results=tuple(map(result, ranks)), running_s=1.0 + part))
+    told.append(PayloadReleased(kept=part == 1, reason="no room" if part == 0 else ""))
+    return told
+
+
+def numbered(bodies: Sequence[EventBody], at: float = 100.0) -> list[RunEvent]:
+    return [RunEvent(run_id="r", number=number, at=at, body=body) for number, body in enumerate(bodies, 1)]
+
+
+def newest(log: Sequence[RunEvent]) -> dict[int, int]:
+    """As a pool service reads it from its log."""
+    numbers: dict[int, int] = {}
+    for event in log:
+        for part, number in ((event.part, event.number), *event.joined):
+            numbers[part] = max(numbers.get(part, 0), number)
+    return numbers
+
+
+def bodies(log: Sequence[RunEvent], kind: type[EventBody]) -> list[EventBody]:
+    return [event.body for event in log if isinstance(event.body, kind)]
+
+
+class Cluster:
+    """Nodes that tell their stories, and a service that may die and come again."""
+
+    def __init__(self, stories: Sequence[Sequence[EventBody]]) -> None:
+        self.events = [numbered(bodies) for bodies in stories]
+        self.at = [0] * len(stories)
+        self.log: list[RunEvent] = []
+        self.frames: list[Sequence[bytes]] = []
+        self.joint = JointRun(len(stories))
+
+    def tell(self, part: int) -> None:
+        """The node's next event arrives."""
+        if self.at[part] < len(self.events[part]):
+            event = self.events[part][self.at[part]]
+            self.at[part] += 1
+            self.keep(self.joint.heard(part, event, (f"{part}".encode(),), now=100.0))
+
+    def keep(self, told: Sequence[Told]) -> None:
+        for event, frames in told:
+            self.log.append(event)
+            self.frames.append(frames)
+
+    def restart_service(self) -> None:
+        """What is not on disk is sent again: the agents have it still."""
+        numbers = newest(self.log)
+        self.joint = JointRun(len(self.events), numbers)
+        self.at = [numbers.get(part, 0) for part in range(len(self.events))]
+
+    def break_link(self, part: int) -> None:
+        """The node sends again what was not passed on."""
+        self.at[part] = self.joint.passed(part)
+
+    def finish(self) -> None:
+        while any(at < len(events) for at, events in zip(self.at, self.events, strict=True)):
+            for part in range(len(self.events)):
+                self.tell(part)
+
+
+moves = st.lists(
+    st.tuples(
+        st.sampled_from(["tell", "tell", "tell", "tell", "break", "restart"]),
+        st.integers(min_value=0, max_value=NODES - 1),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(moves=moves, lines=st.lists(st.integers(0, 4), min_size=NODES, max_size=NODES), builds=st.booleans())
+def test_whatever_the_order_a_run_is_told_once(moves: list[tuple[str, int]], lines: list[int], builds: bool):
+    cluster = Cluster([story(part, lines[part], builds=builds) for part in range(NODES)])
+    for move, part in moves:
+        match move:
+            case "tell":
+                cluster.tell(part)
+            case "break":
+                cluster.break_link(part)
+            case _:
+                cluster.restart_service()
+        assert all(cluster.joint.passed(part) >= number for part, number in newest(cluster.log).items())
+    cluster.finish()
+    log = cluster.log
+    (started,) = bodies(log, RanksStarted)
+    assert started == RanksStarted(pids=tuple(range(100, 100 + NODES * RANKS_EACH)), warm="zygote")
+    (ended,) = bodies(log, RunEnded)
+    assert isinstance(ended, RunEnded)
+    assert [own.rank for own in ended.results] == list(range(NODES * RANKS_EACH))
+    assert ended.running_s == NODES
+    for part in range(NODES):
+        said = [event.body for event in log if event.part == part and isinstance(event.body, OutputWritten)]
+        assert said == [body for body in story(part, lines[part]) if isinstance(body, OutputWritten)]
+    kinds = [type(event.body) for event in log]
+    assert all(
+        kinds.index(RanksStarted) < at < kinds.index(RunEnded) for at, kind in enumerate(kinds) if kind is OutputWritten
+    )
+    assert newest(log) == {part: len(events) for part, events in enumerate(cluster.events)}
+    assert cluster.frames[kinds.index(RunEnded)] == tuple(f"{part}".encode() for part in range(NODES))
+
+
+@settings(max_examples=200, deadline=None)
+@given(moves=moves, lost=st.integers(0, NODES - 1), when=st.integers(0, 60))
+def test_of_a_run_that_lost_a_node_nobody_says_how_it_ended(moves: list[tuple[str, int]], lost: int, when: int):
+    cluster = Cluster([story(part, 2) for part in range(NODES)])
+    ended_before = False
+    for at, (_, part) in enumerate(moves):
+        if at == when:
+            break
+        cluster.tell(part)
+    ended_before = bool(bodies(cluster.log, RunEnded))
+    cluster.keep(cluster.joint.part_lost(lost))
+    known = len([event for event in cluster.log if event.part == lost])
+    cluster.finish()
+    assert bool(bodies(cluster.log, RunEnded)) is ended_before
+    assert (
+        len([event for event in cluster.log if event.part == lost and isinstance(event.body, OutputWritten)]) <= known
+    )
+    for part in range(NODES):
+        if part != lost:
+            assert not cluster.joint.gone
+            cluster.keep(cluster.joint.part_gone(part))
+    assert cluster.joint.gone
+    assert cluster.joint.lost
+
+
+def test_what_follows_an_event_that_waits_waits_too():
+    """Else a service that is killed then would never hear the joint one."""
+    joint = JointRun(2)
+    first = numbered([RanksStarted(pids=(1,), warm="zygote"), output(0, 0)])
+    assert [told for event in first for told in joint.heard(0, event, (), 100.0)] == []
+    assert joint.passed(0) == 0
+    told = joint.heard(1, numbered([RanksStarted(pids=(2,), warm="zygote")])[0], (), 100.0)
+    assert [type(event.body) for event, _ in told] == [RanksStarted, OutputWritten]
+    assert told[0][0].joined == ((0, 1),)
+
+
+def test_a_node_whose_ranks_never_met_the_others_ends_the_run_with_them():
+    joint = JointRun(2)
+    failed = RunEnded(state=RunState.FAILED, failure=failure(1, 100.0))
+    assert joint.heard(1, numbered([failed])[0], (), 100.0) == []
+    (event, _), *rest = joint.heard(0, numbered([RunEnded(state=RunState.FAILED)])[0], (), 100.0)
+    assert rest == []
+    assert isinstance(event.body, RunEnded)
+    assert event.body.failure is not None
+    assert event.body.failure.rank == 1
+    assert joint.ended
+
+
+def test_failures_are_told_at_once():
+    joint = JointRun(2)
+    told: list[Told] = []
+    for part in (0, 1):
+        told += joint.heard(part, numbered([RanksStarted(pids=(part,), warm="zygote")])[0], (), 100.0)
+    failed = RunEvent(run_id="r", number=2, at=100.0, body=RankFailed(failure=failure(1, 100.0)))
+    told += joint.heard(1, failed, (), 100.0)
+    assert [type(event.body) for event, _ in told] == [RanksStarted, RankFailed]
+
+
+def test_what_all_nodes_remark_is_one_remark():
+    joint = JointRun(2)
+    told = [
+        event.body
+        for part in (0, 1)
+        for event, _ in joint.heard(part, numbered([Noted(text="slow disk")])[0], (), 100.0)
+    ]
+    assert told == [Noted(text="slow disk")]
+
+
+def test_the_payload_is_released_once_the_last_node_has_it_no_more():
+    joint = JointRun(2)
+    (one,), (other,) = numbered([PayloadReleased(kept=False, reason="no room")]), numbered([PayloadReleased(kept=True)])
+    assert joint.heard(0, one, (), 100.0) == []
+    ((event, _),) = joint.heard(1, other, (), 100.0)
+    assert event.body == PayloadReleased(kept=True)
+    assert join_releases([PayloadReleased(kept=False, reason="no room")] * 2).reason == "no room"
+
+
+# ---------------------------------------------------------------- the end
+
+
+def end_of(*failures: Failure, frames: Sequence[bytes] = (), ahead_s: float = 0.0) -> PartEnd:
+    head, *others = failures
+    return PartEnd(RunEnded(state=RunState.FAILED, failure=head, others=tuple(others)), frames, ahead_s)
+
+
+def test_the_cause_is_found_over_all_nodes_and_its_exception_travels():
+    ended, frames = join_ends(
+        [
+            end_of(failure(0, 100.2, victim=True), failure(1, 100.1, victim=True)),
+            end_of(failure(3, 100.3, packed=True), failure(2, 100.4, packed=True), frames=(b"of 3",)),
+        ]
+    )
+    assert ended.failure is not None
+    assert ended.failure.rank == 3
+    assert frames == (b"of 3",)
+    assert [other.rank for other in ended.others] == [1, 0, 2]
+    assert all(other.exception is None for other in ended.others)
+
+
+def test_a_clock_that_goes_ahead_blames_nobody():
+    """Rank 2 failed first, on a node whose clock is 10 s ahead."""
+    ended, _ = join_ends([end_of(failure(0, 105.0)), end_of(failure(2, 110.0), ahead_s=10.0)])
+    assert ended.failure is not None
+    assert (ended.failure.rank, ended.failure.at) == (2, 110.0)
+
+
+@pytest.mark.parametrize(
+    ("states", "whole"),
+    [
+        ((RunState.SUCCEEDED, RunState.SUCCEEDED), RunState.SUCCEEDED),
+        ((RunState.SUCCEEDED, RunState.FAILED), RunState.FAILED),
+        ((RunState.FAILED, RunState.CANCELLED), RunState.CANCELLED),
+        ((RunState.CANCELLED, RunState.TIMED_OUT), RunState.TIMED_OUT),
+    ],
+)
+def test_what_it_was_stopped_as_counts_before_how_nodes_ended(states: tuple[RunState, ...], whole: RunState):
+    ends = [PartEnd(RunEnded(state=state, reason=str(state), results=(result(0),)), (b"x",)) for state in states]
+    ended, frames = join_ends(ends)
+    assert (ended.state, ended.reason) == (whole, str(whole))
+    assert bool(ended.results) is bool(frames) is (whole is RunState.SUCCEEDED)
+
+
+# ---------------------------------------------------------------- stalls and stacks
+
+
+def still(*ranks: int, seconds: float = 5.0) -> Stalled:
+    return Stalled(seconds=seconds, stacks=tuple(RankStack(rank=rank) for rank in ranks))
+
+
+def test_a_run_stands_still_where_every_node_does_or_is_done():
+    stalls = JointStalls(3)
+    assert stalls.told(0, still(0, 1), ()) is None
+    assert stalls.told(2, still(4, 5, seconds=3.0), ()) is None
+    told = stalls.told(1, still(2, 3), ())
+    assert isinstance(told, Stalled)
+    assert [stack.rank for stack in told.stacks] == [0, 1, 2, 3, 4, 5]
+    assert told.seconds == 3.0
+    assert isinstance(stalls.told(1, Resumed(), ()), Resumed)
+    assert stalls.told(0, Resumed(), ()) is None
+    done = JointStalls(2)
+    assert done.told(0, still(0, 1), (1,)) is not None
+
+
+def test_stacks_are_told_once_all_nodes_have_answered_or_are_gone():
+    stacks = JointStacks()
+    stacks.ask(7, "r", [0, 1, 2])
+    assert stacks.taken(7, 2, (RankStack(rank=4),)) is None
+    assert stacks.part_silent("r", 1) == []
+    assert stacks.taken(7, 0, (RankStack(rank=0),)) == (RankStack(rank=0), RankStack(rank=4))
+    assert stacks.taken(7, 1, (RankStack(rank=2),)) is None
+    stacks.ask(8, "r", [0, 1])
+    assert stacks.taken(8, 0, (RankStack(rank=0),)) is None
+    assert stacks.part_silent("r", 1) == [(8, (RankStack(rank=0),))]
