@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from sgpu_magic import __version__
 from sgpu_magic.commands import pool_options, run_options, serving_options
@@ -101,6 +101,12 @@ def _run(options: argparse.Namespace) -> int:
             from sgpu_magic.commands import runs
 
             print(runs.stacks(load_settings(), options.run))
+        case "cp":
+            from sgpu_magic.commands import copying
+
+            return copying.copy(
+                load_settings(), options.source, options.target, _listing_out(options.target), sys.stdout.buffer, _note
+            )
         case "port-forward":
             from sgpu_magic.commands import port_forward, runs
 
@@ -163,6 +169,11 @@ def _run(options: argparse.Namespace) -> int:
     return _OK
 
 
+def _listing_out(target: str) -> TextIO:
+    """Where names and sizes are printed: beside a file that goes to standard output they are in the way."""
+    return sys.stderr if target == "-" else sys.stdout
+
+
 def _note(text: str) -> None:
     sys.stdout.flush()
     print(f"sgpu: {text}", file=sys.stderr)
@@ -209,6 +220,12 @@ def _parser() -> argparse.ArgumentParser:
     stacks.add_argument("run", metavar="RUN")
 
     run_options.add_run(commands, _positive)
+
+    cp = commands.add_parser("cp", help="bring files of a run to this machine", allow_abbrev=False)
+    cp.add_argument("source", metavar="RUN[/RANK]:PATH", help="in the ranks' working directory or the run's directory")
+    cp.add_argument(
+        "target", metavar="TARGET", nargs="?", default="", help="a folder, a file, or - (default: only list)"
+    )
 
     forward = commands.add_parser("port-forward", help="reach a dashboard or TensorBoard in a run", allow_abbrev=False)
     forward.add_argument("run", metavar="RUN")

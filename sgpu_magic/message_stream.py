@@ -18,6 +18,8 @@ from sgpu_magic.protocol.record import Record
 M = TypeVar("M")
 _CHUNK_BYTES = 1 << 18
 _MAX_DESCRIPTORS = 16
+# what is larger than this fills a socket's buffer by itself
+_JOINED_BYTES = 1 << 17
 
 
 class MessageStream(Generic[M]):
@@ -110,9 +112,10 @@ class MessageStream(Generic[M]):
         self._loop.remove_writer(self._socket)
 
     def _join_first(self) -> None:
-        """Make one piece of what may be sent at once: what has no descriptors beside it."""
-        plain = 0
-        while plain < len(self._unsent) and not self._unsent[plain][1]:
+        """Make one piece of small ones that may be sent at once: what has no descriptors beside it."""
+        plain = size = 0
+        while plain < len(self._unsent) and not self._unsent[plain][1] and size < _JOINED_BYTES:
+            size += len(self._unsent[plain][0])
             plain += 1
         if plain > 1:
             joined = b"".join(self._unsent.popleft()[0] for _ in range(plain))

@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import stat
+import struct
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -83,7 +84,8 @@ def is_public_key(text: str) -> bool:
         return False
     try:
         return len(z85.decode(text.encode())) == 32
-    except (ValueError, zmq.ZMQError):
+    except (ValueError, struct.error):
+        # five characters can say more than four bytes hold
         return False
 
 

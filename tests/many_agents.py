@@ -1,6 +1,6 @@
 """A pool of several nodes on this machine: a service whose engine has an agent for each, with an address of its own.
 
-    python tests/many_agents.py <nodes> [far]
+    python tests/many_agents.py [far] <address>[@<network namespace>] ...
 
 is such a service, of the home that its environment names. `ManyAgents` starts it for a test.
 """
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,16 +65,19 @@ class NodesHere(ManyNodes):
 
     Args:
         settings: The pool's settings.
-        addresses: Of each node.
+        places: Each node's address, with its network namespace after an `@` where it has one of its own.
         far: They do not see the pool's files.
     """
 
     come_back_s = 3.0
 
-    def __init__(self, settings: Settings, addresses: Sequence[str], *, far: bool = False) -> None:
+    def __init__(self, settings: Settings, places: Sequence[str], *, far: bool = False) -> None:
         super().__init__(settings, "cluster")
         self.far = far
-        self._own_addresses = dict(zip((f"node-{number}" for number in range(len(addresses))), addresses, strict=True))
+        self._own_addresses: dict[str, str] = {}
+        self._namespaces: dict[str, str] = {}
+        for number, place in enumerate(places):
+            self._own_addresses[f"node-{number}"], _, self._namespaces[f"node-{number}"] = place.partition("@")
         self._agents: dict[str, AgentHere] = {}
         self._came: set[str] = set()
 
@@ -103,7 +107,8 @@ class NodesHere(ManyNodes):
             config.private_dir(directory)
         # what listens is its operator's to start again: the agents start no pool service
         own = replace(self._settings, state_dir=str(state), runtime_dir=str(runtime), listen="tcp://127.0.0.1:0")
-        agent = self._agents[node] = AgentHere(own, look=look)
+        with _inside(self._namespaces[node]):
+            agent = self._agents[node] = AgentHere(own, look=look)
         channel = AgentChannel(node, agent)
 
         def said(message: FromAgent, frames: Sequence[bytes]) -> None:
@@ -160,18 +165,20 @@ class ManyAgents:
         home: Its home; a client there finds the pool that is running.
         nodes: How many nodes, at 127.0.0.1, 127.0.0.2 ...
         far: They do not see the pool's files: all comes and goes over their channels.
+        places: As of `NodesHere`, in place of `nodes`.
     """
 
-    def __init__(self, home: Home, nodes: int = 2, *, far: bool = False) -> None:
+    def __init__(self, home: Home, nodes: int = 2, *, far: bool = False, places: Sequence[str] = ()) -> None:
         self.home = home
-        self.nodes = nodes
+        self.nodes = len(places) or nodes
+        self._places = places or [f"127.0.0.{number + 1}" for number in range(nodes)]
         self.far = far
         self.process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
         with open(self.home.state / "pool.log", "ab") as log:
             process = subprocess.Popen(
-                [sys.executable, __file__, str(self.nodes), *(["far"] if self.far else [])],
+                [sys.executable, __file__, *(["far"] if self.far else []), *self._places],
                 env=self.home.environ | {"PYTHONPATH": str(Path(__file__).parent)},
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -218,6 +225,22 @@ class ManyAgents:
             self.process.stdin.close()
 
 
+@contextlib.contextmanager
+def _inside(namespace: str) -> Generator[None]:
+    """What is started now is in this network namespace; nothing else may happen in this thread meanwhile."""
+    if not namespace:
+        yield
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open("/proc/thread-self/ns/net") as own, open(f"/run/netns/{namespace}") as other:
+        if libc.setns(other.fileno(), 0):
+            raise OSError(ctypes.get_errno(), "setns")
+        try:
+            yield
+        finally:
+            libc.setns(own.fileno(), 0)
+
+
 def _obey(engine: NodesHere) -> None:
     """Orders are short, and come whole."""
     text = os.read(0, 4096).decode()
@@ -237,8 +260,8 @@ def main() -> None:
     async def serve() -> None:
         from sgpu_magic.pool.service import PoolService
 
-        addresses = [f"127.0.0.{number + 1}" for number in range(int(sys.argv[1]))]
-        engine = NodesHere(settings, addresses, far="far" in sys.argv[2:])
+        far = "far" in sys.argv
+        engine = NodesHere(settings, sys.argv[2 if far else 1 :], far=far)
         engine.begin()
         asyncio.get_running_loop().add_reader(0, lambda: _obey(engine))
         service = PoolService(settings, presence, engine)

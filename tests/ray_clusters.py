@@ -15,6 +15,7 @@ from typing import Any
 
 from homes import Home
 from process_table import Process, below, is_alive, process_table
+from ray_head import free_ports
 from waiting import eventually
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -40,7 +41,7 @@ class FakeCluster:
             from ray.cluster_utils import Cluster
 
             self._cluster: Any = Cluster(
-                initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": False}
+                initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": False, **_ports()}
             )
             self.nodes: list[Any] = []
             for count in gpus:
@@ -57,6 +58,7 @@ class FakeCluster:
             node = self._cluster.add_node(
                 num_cpus=cpus,
                 num_gpus=gpus,
+                **_ports(),
                 labels={"ray.io/accelerator-type": label} if label else None,
                 resources={f"accelerator_type:{resource}": 1} if resource else None,
             )
@@ -143,6 +145,12 @@ for line in sys.stdin:
         eventually(lambda: not _rays(), 20, lambda: f"Ray's processes are left: {_rays()}")
 
 
+def _ports() -> dict[str, int]:
+    """Those that a raylet else waits for until its helpers say them: half a minute, and a busy machine is too slow."""
+    names = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+    return dict(zip(names, free_ports(len(names)), strict=True))
+
+
 def _rays() -> list[str]:
     """Processes of Ray below this one."""
     mine = os.getpid()
@@ -226,7 +234,7 @@ class RayPool:
 
     def start(self) -> None:
         """Start the service, and wait until clients find it."""
-        program = Path(__file__).parent / "ray_pool.py"
+        program = Path(os.environ.get("DBG_POOL") or Path(__file__).parent / "ray_pool.py")
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, str(program)], env=self.home.environ, stdout=log, stderr=log, cwd="/"

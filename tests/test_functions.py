@@ -52,6 +52,7 @@ def test_the_public_names_are_exactly_these():
         "distributed",
         "load_ipython_extension",
         "map",
+        "ray_launch",
         "tracking_uri",
         "unload_ipython_extension",
     ]
@@ -66,7 +67,7 @@ def test_every_public_function_says_what_it_takes_and_raises():
     from sgpu_magic.functions.decorator import DistributedFunction, Launcher
     from sgpu_magic.functions.sweep import Sweep, SweepResults
 
-    public: list[Any] = [distributed, sgpu_magic.map, sgpu_magic.connect, Run.from_id, Run.result, Run.logs]
+    public: list[Any] = [distributed, sgpu_magic.map, sgpu_magic.connect, sgpu_magic.ray_launch, Run.from_id, Run.result, Run.logs]
     for one in public:
         assert "Raises:" in one.__doc__, one
         assert "Args:" in one.__doc__, one

@@ -14,9 +14,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "sgpu_magic"
 
 FOR_ALL = {
-    "errors", "config", "byte_sizes", "event_file", "message_stream", "byte_stream", "protocol", "processes", "secure_sockets", "storage",
-    "memory_room",
-    "__version__",
+    "errors", "config", "byte_sizes", "event_file", "message_stream", "byte_stream", "protocol", "processes",
+    "secure_sockets", "storage", "memory_room", "__version__",
 }  # fmt: skip
 BY_HAND = {"capture", "payload", "environment", "client", "render"}
 MAY_USE: dict[str, set[str]] = {
@@ -171,7 +170,7 @@ def test_the_parts_of_the_panel_are_apart():
     """A notebook's choice is below sessions, which it governs; what a server serves knows nothing of a kernel."""
     below = {"picture", "notebook", "choice", "packages", "chosen"}
     served = {
-        "picture", "drawing", "waiting", "usage", "places", "looking", "watcher", "all_pools", "orders", "messages",
+        "picture", "drawing", "waiting", "usage", "places", "looking", "watcher", "all_pools", "device_rows", "orders", "messages",
     }  # fmt: skip
     wrong: list[str] = []
     for found in IMPORTS:

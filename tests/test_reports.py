@@ -16,7 +16,7 @@ from sgpu_magic.agent.reports import Reports
 from sgpu_magic.event_file import read_spec
 from sgpu_magic.pool.run_log import RunLog, read_events
 from sgpu_magic.protocol.devices import Placement
-from sgpu_magic.protocol.events import AttemptFailed, Noted, OutputWritten, RunEnded, Submitted
+from sgpu_magic.protocol.events import AttemptFailed, EventBody, Noted, OutputWritten, RunEnded, Submitted
 from sgpu_magic.protocol.node_messages import RanksGone, RunEvent
 from sgpu_magic.protocol.record import Record
 from sgpu_magic.protocol.records import CellSource, Failure, Owner, RunSpec
@@ -145,11 +145,16 @@ def test_a_flood_while_no_service_is_there_is_not_kept_for_ever(monkeypatch: pyt
 # ---------------------------------------------------------------- the run's event log
 
 
+def append(log: RunLog, body: EventBody, at: float, number: int) -> None:
+    """As an agent's event comes."""
+    log.append(body, at, told=RunEvent(run_id=RUN, number=number, at=at, body=body))
+
+
 def log_with(directory: Path, count: int) -> RunLog:
     log = RunLog(directory, RUN)
     log.append(Submitted(spec=SPEC), 1.0)
     for number in range(1, count + 1):
-        log.append(Noted(text=f"{number}"), 2.0, number=number)
+        append(log, Noted(text=f"{number}"), 2.0, number)
     return log
 
 
@@ -165,7 +170,7 @@ def test_a_log_goes_on_where_a_killed_service_stopped(tmp_path: Path, cut: int):
     log = RunLog(tmp_path, RUN)
     kept = 5 if cut == 0 else 4
     assert (log.seq, log.number) == (kept + 1, kept)
-    log.append(Noted(text="on"), 3.0, number=log.number + 1)
+    append(log, Noted(text="on"), 3.0, log.number + 1)
     log.close()
     assert texts(tmp_path) == [str(number) for number in range(1, kept + 1)] + ["on"]
     assert [event.seq for event, _ in read_events(tmp_path)] == list(range(1, kept + 3))
@@ -175,13 +180,13 @@ def test_a_log_goes_on_where_a_killed_service_stopped(tmp_path: Path, cut: int):
 def test_a_log_says_how_far_its_run_had_come(tmp_path: Path):
     log = log_with(tmp_path, 1)
     failure = Failure(kind=FailureKind.WORKER_DIED, message="killed")
-    log.append(AttemptFailed(attempt=1, attempts=3, failure=failure), 3.0, number=2)
+    append(log, AttemptFailed(attempt=1, attempts=3, failure=failure), 3.0, 2)
     log.close()
     again = RunLog(tmp_path, RUN)
     assert again.failed_attempt is not None
     assert again.failed_attempt.attempt == 1
     assert again.ended is None
-    again.append(RunEnded(state=RunState.FAILED, failure=failure), 4.0, number=3)
+    append(again, RunEnded(state=RunState.FAILED, failure=failure), 4.0, 3)
     again.close()
     ended = RunLog(tmp_path, RUN)
     ended.close()

@@ -50,6 +50,7 @@ class Belongings:
         self._far = far if launch.far else None
         self._run_id = launch.spec.run_id
         self._say = say
+        self._released: PayloadReleased | None = None
         self.directory = RunDirectory(launch)
         if inherited is not None and inherited._memory.at_hand:
             # wherever the service thinks that the payload lies: this one was used before
@@ -153,4 +154,10 @@ class Belongings:
             self.directory.payload_done(kept, why)
         except OSError as error:
             why = f"run.json could not be written: {error.strerror}"
-        self._say(PayloadReleased(kept=kept, reason=why))
+        self._released = PayloadReleased(kept=kept, reason=why)
+        self._say(self._released)
+
+    def tell_released_again(self) -> None:
+        """A pool service that joins it with other nodes' may not have it: the one before waited for those."""
+        if self._released is not None:
+            self._say(self._released)

@@ -29,7 +29,7 @@ from sgpu_magic.config import Settings
 from sgpu_magic.protocol.blobs import CHUNK_BYTES, WINDOW, RunFile, RunFileStored, StoreRunFile
 from sgpu_magic.protocol.events import EventBody, Noted, RunEnded
 from sgpu_magic.protocol.node_messages import Launch
-from sgpu_magic.protocol.run_files import EVENTS, TRACKING
+from sgpu_magic.protocol.run_files import EVENTS, TRACKING, WORK, work_folders
 from sgpu_magic.storage.below import list_below, open_below
 
 _LOG = re.compile(r"rank-\d+\.log")
@@ -250,8 +250,9 @@ class FarRuns:
         except OSError as error:
             return error.strerror or str(error)
         try:
+            name = _name_at_pool(run.launch, file.name)
             return await self._send_whole(
-                run, file.name, descriptor, os.fstat(descriptor).st_size, executable=file.executable
+                run, name, descriptor, os.fstat(descriptor).st_size, executable=file.executable
             )
         finally:
             os.close(descriptor)
@@ -298,3 +299,10 @@ class FarRuns:
             self._under_way.pop(message.request, None)
             if turn:
                 self._turns.release()
+
+
+def _name_at_pool(launch: Launch, name: str) -> str:
+    """What a file is called there: each node's ranks have a working directory of their own."""
+    if launch.part is None or not name.startswith(f"{WORK}/"):
+        return name
+    return f"{work_folders(launch.part.index)[0]}/{name.removeprefix(f'{WORK}/')}"

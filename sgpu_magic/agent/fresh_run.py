@@ -96,6 +96,8 @@ class FreshRun(Execution):
 
     def adopted(self) -> None:
         super().adopted()
+        if self.launch.part is not None:
+            self.belongings.tell_released_again()
         if self._meeting is not None and not self._ended:
             self._meeting.begin()
 

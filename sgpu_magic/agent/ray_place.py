@@ -6,11 +6,12 @@ import contextlib
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Collection
 from pathlib import Path
 
 from sgpu_magic.agent.out_of_memory import memory_limit
-from sgpu_magic.config import Settings
+from sgpu_magic.config import Settings, host_name
 from sgpu_magic.protocol.ids import check_id
 from sgpu_magic.protocol.node_messages import Launch
 from sgpu_magic.protocol.rank_messages import PrivateRay
@@ -41,7 +42,7 @@ def make(launch: Launch, settings: Settings) -> PrivateRay:
     remove(launch.spec.run_id, settings, launch.run_dir)
     directory = directory_of(launch.spec.run_id, settings)
     directory.mkdir(mode=0o700)
-    disk = Path(launch.run_dir) / _DISK
+    disk = Path(launch.run_dir) / _disk_name(settings)
     disk.mkdir(mode=0o700, parents=True)
     part, lease = launch.part, launch.lease
     ranks = part.ranks if part is not None else launch.spec.placement.ranks
@@ -70,7 +71,7 @@ def directory_of(run_id: str, settings: Settings) -> Path:
     found = settings.runtime_path / f"{_PREFIX}{run_id[:_DIGITS]}"
     if len(os.fsencode(found)) <= _LONGEST:
         return found
-    return Path(tempfile.gettempdir()) / f"sgpu-{_PREFIX}{os.getuid()}-{run_id[:_DIGITS]}"
+    return Path(tempfile.gettempdir()) / f"sgpu-{_PREFIX}{_own_mark(settings)}-{run_id[:_DIGITS]}"
 
 
 def remove(run_id: str, settings: Settings, run_dir: str = "") -> None:
@@ -80,7 +81,7 @@ def remove(run_id: str, settings: Settings, run_dir: str = "") -> None:
         # a link, or a directory of somebody else's, is left alone
         if directory.lstat().st_uid == os.getuid() and not directory.is_symlink():
             shutil.rmtree(directory, ignore_errors=True)
-    disk = Path(run_dir or settings.runs_path / run_id) / _DISK
+    disk = Path(run_dir or settings.runs_path / run_id) / _disk_name(settings)
     if disk.is_dir() and not disk.is_symlink():
         shutil.rmtree(disk, ignore_errors=True)
 
@@ -97,6 +98,16 @@ def sweep(settings: Settings, held: Collection[str]) -> None:
         for entry in settings.runtime_path.iterdir():
             if entry.name.startswith(_PREFIX) and entry.name not in keep and not entry.is_symlink():
                 shutil.rmtree(entry, ignore_errors=True)
+
+
+def _disk_name(settings: Settings) -> str:
+    # several nodes of a run may share its directory, and an agent removes only its own
+    return f"{_DISK}-{host_name()}-{_own_mark(settings)}"
+
+
+def _own_mark(settings: Settings) -> str:
+    """Tells the agents of one machine apart, and its users."""
+    return f"{zlib.crc32(os.fsencode(settings.runtime_path)):08x}"
 
 
 def _cores() -> int:

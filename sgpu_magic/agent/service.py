@@ -142,7 +142,13 @@ class Agent:
 
     def begin(self) -> None:
         """Tell the pool what this node has, as soon as the driver has told."""
-        self._in_background(self._introduction.ready())
+        self._in_background(self._introduce())
+
+    async def _introduce(self) -> None:
+        await self._introduction.ready()
+        # whoever listens there knows from now on who we are
+        self._blobs.service_came()
+        self._far.service_came()
 
     # ------------------------------------------------------------ the pool comes and goes
 

@@ -121,6 +121,16 @@ class Mirror:
             raise
         return descriptor
 
+    def copy_into(self, name: str, target: int, begin: int) -> None:
+        """Write a file's bytes from `begin` on into a descriptor, at the same place, as many as it has now.
+
+        Raises:
+            RunFileUnknown: The run has no such file.
+            PoolError: The pool does not answer.
+            OSError: They can't be written.
+        """
+        self._copy(name, target, begin)
+
     # ------------------------------------------------------------ within
 
     def _make_folder(self, name: str) -> None:

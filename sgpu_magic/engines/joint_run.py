@@ -78,6 +78,7 @@ class JointRun:
         self._joined: list[tuple[int, int]] = []
         self._notes: set[str] = set()
         self._stalls = JointStalls(parts)
+        self._payload_told = False
         self.ended = False
 
     def passed(self, index: int) -> int:
@@ -211,11 +212,14 @@ class JointRun:
         return self._with_joined(at[-1][0], ended), frames
 
     def _released(self, index: int, body: PayloadReleased) -> PayloadReleased | None:
-        """What is told of the payload when one node more does not read it any more."""
+        """What is told of the payload when one node more does not read it any more; an adopted one says so again."""
         self._parts[index].released = body
+        if self._payload_told:
+            return None
         releases = [part.released for part in self._parts if not part.lost]
         told = [release for release in releases if release is not None]
-        return join_releases(told) if len(told) == len(releases) else None
+        self._payload_told = len(told) == len(releases)
+        return join_releases(told) if self._payload_told else None
 
     def _with_joined(self, event: RunEvent, body: EventBody) -> RunEvent:
         """The event with this body, standing for all that was not told by itself before."""

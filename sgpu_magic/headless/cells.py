@@ -15,11 +15,11 @@ from sgpu_magic.headless.parameters import INJECTED_TAG, TAG, declared, has_tag,
 SETUP_TAG = "injected-sgpu"
 
 _OURS = re.compile(
-    r"^\s*(?:%%(?:distributed|rank)\b|[\w,\s]*=?\s*%sgpu_\w+|(?:from|import)\s+(?:sgpu_magic|serverless_gpu)\b)",
+    r"^\s*(?:%%(?:distributed|rank|ray_launch)\b|[\w,\s]*=?\s*%sgpu_\w+|(?:from|import)\s+(?:sgpu_magic|serverless_gpu)\b)",
     re.MULTILINE,
 )
 _CHOOSES = re.compile(
-    r"^\s*(?:%%(?:distributed|rank)\b|[\w,\s]*=?\s*%sgpu_(?:connect|auto|replay)\b|"
+    r"^\s*(?:%%(?:distributed|rank|ray_launch)\b|[\w,\s]*=?\s*%sgpu_(?:connect|auto|replay)\b|"
     r"(?:from|import)\s+(?:sgpu_magic|serverless_gpu)\b)",
     re.MULTILINE,
 )
@@ -88,6 +88,12 @@ def _connect_line(job: Job) -> str:
         words += ["--gpus", str(given.gpus)]
     if given.type:
         words += ["--type", given.type]
+    if given.nodes:
+        words += ["--nodes", str(given.nodes)]
+    if given.placement:
+        words += ["--placement", given.placement]
+    if given.min_memory:
+        words += ["--min-memory", given.min_memory]
     if given.env_version:
         words += ["--env-version", given.env_version]
     if given.max_cost is not None:

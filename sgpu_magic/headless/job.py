@@ -16,6 +16,7 @@ from sgpu_magic.headless.accelerators import read_accelerator
 from sgpu_magic.headless.job_file import JobFile, read_job_file
 from sgpu_magic.headless.parameters import check_values
 from sgpu_magic.protocol.device_types import canonical_type
+from sgpu_magic.runs.devices import check_spread, memory_bytes
 from sgpu_magic.runs.durations import duration_s
 from sgpu_magic.runs.job_defaults import JobDefaults
 from sgpu_magic.runs.wishes import max_cost_from
@@ -169,6 +170,9 @@ def _defaults(file: JobFile, options: Options, folder: Path, where: str) -> JobD
         raise UsageError(f"{where}: placement is {placement!r}; it can be {', '.join(PLACEMENTS)}.")
     if file.environment != "" and file.env_version != "":
         raise UsageError(f"{where}: environment and env_version are the same: leave one of them out.")
+    min_memory = options.min_memory or str(file.min_memory)
+    memory_bytes(f"{where}: min_memory", min_memory)
+    check_spread(gpus, nodes or 0, placement)
     env_version = options.env_version or str(file.environment or file.env_version)
     if not options.env_version and env_version and (folder / env_version).is_file():
         env_version = str((folder / env_version).absolute())
@@ -180,9 +184,18 @@ def _defaults(file: JobFile, options: Options, folder: Path, where: str) -> JobD
         max_cost=max_cost_from(f"{where}: max_cost", options.max_cost or file.max_cost),
         nodes=nodes or 0,
         placement=placement,
-        min_memory=options.min_memory or str(file.min_memory),
-        upload=options.upload or tuple(str(folder / each) for each in uploads if each),
+        min_memory=min_memory,
+        upload=_uploads(options.upload, Path(), where) or _uploads(uploads, folder, where),
     )
+
+
+def _uploads(paths: tuple[str, ...], folder: Path, where: str) -> tuple[str, ...]:
+    """Return them as the notebook's kernel finds them, which stands elsewhere."""
+    found = tuple(os.path.abspath(folder / os.path.expanduser(path)) for path in paths if path)
+    for path in found:
+        if not os.path.exists(path):
+            raise UsageError(f"{where}: upload: {path} is not there.")
+    return found
 
 
 def _timeout_s(file: JobFile, options: Options, where: str) -> float | None:

@@ -104,7 +104,8 @@ def authorize(path: Path, name: str, key: str, *, admin: bool = False) -> None:
         raise UsageError(f"{name[:40]!r} can't be a user's name: letters, digits, `_`, `-` and `.`, 64 at most.")
     if not is_public_key(key):
         raise UsageError(
-            f"{key[:60]!r} is no public key: `sgpu pool keygen` prints one, of 40 characters. In a shell quote it: '...'."
+            f"{key[:60]!r} is no public key: `sgpu pool keygen` prints one, of 40 characters. In a shell quote it: "
+            "'...'."
         )
     text = _text(path)
     listed = _clients(text, path)
@@ -157,6 +158,8 @@ def _clients(text: str, path: Path) -> dict[str, AuthorizedClient]:
     clients: dict[str, AuthorizedClient] = {}
     try:
         for name, value in tomllib.loads(text).items():
+            if _NAME.fullmatch(name) is None:
+                raise ValueError(f"{name[:40]!r} can't be a user's name")
             keys, admin = _keys_of(value)
             for key in keys:
                 if not isinstance(key, str) or not is_public_key(key):

@@ -8,6 +8,7 @@ between leaves a run without a row: whoever takes it over, or submits it again, 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 from sgpu_magic.pool.ledger import FINAL, Ledger, RowChanges
@@ -52,6 +53,10 @@ class LaterLedger(Ledger):
     def summary(self, run_id: str) -> RunSummary | None:
         self.write()
         return super().summary(run_id)
+
+    def summaries(self, run_ids: Sequence[str]) -> list[RunSummary]:
+        self.write()
+        return super().summaries(run_ids)
 
     def find(self, prefix: str) -> list[str]:
         self.write()

@@ -139,6 +139,13 @@ class Ledger:
         rows = self._database.run(f"SELECT {_COLUMNS} FROM runs WHERE run_id = ?", (check_id(run_id),))
         return _summary(rows[0]) if rows else None
 
+    def summaries(self, run_ids: Sequence[str]) -> list[RunSummary]:
+        """The rows of these runs, in this order, without those that the ledger does not have."""
+        sql = f"SELECT {_COLUMNS} FROM runs WHERE run_id IN (SELECT value FROM json_each(?))"
+        found = (_summary(row) for row in self._database.run(sql, (json.dumps([*run_ids]),)))
+        by_id = {row.run_id: row for row in found}
+        return [by_id[run_id] for run_id in run_ids if run_id in by_id]
+
     def find(self, prefix: str) -> list[str]:
         """The ids that begin with `prefix`, newest first.
 

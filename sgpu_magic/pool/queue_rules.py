@@ -106,12 +106,15 @@ class QueueRules:
             self._take_all(self._room)
         return self._room
 
-    def seen(self, inventory: Inventory) -> None:
-        """The pool was looked at: what the engine refused may be had again."""
-        _ = self.room
+    def seen(self, inventory: Inventory) -> bool:
+        """The pool was looked at: what the engine refused may be had again. False when nothing is new."""
+        room = self.room
+        if room is not None and not room.refused and not self._irregular and inventory == room.stock.inventory:
+            return False
         self._irregular = self._table.has_lost_session()
         self._room = Room(inventory, {}, {})
         self._take_all(self._room)
+        return True
 
     def refused(self, keys: Iterable[str], why: str) -> None:
         """The engine can't have these devices: they are given to nobody until the pool was looked at again."""

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -237,6 +238,9 @@ class RemoteDoor:
     def _look_at_list(self) -> None:
         if not self._clients.look():
             return
+        if self._clients.problem:
+            # the operator's terminal, or the journal
+            sys.stderr.write(f"sgpu: nobody is let in: {self._clients.problem}\n")
         for client in self.clients:
             authorized = self._clients.find(client.key)
             if authorized is None:

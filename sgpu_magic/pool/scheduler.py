@@ -204,7 +204,8 @@ class Scheduler:
         return []
 
     def _look_again(self, inventory: Inventory) -> list[Instruction]:
-        self._queue.seen(inventory)
+        if not self._queue.seen(inventory):
+            return []
         self._meant.clear()
         return [instruction for run in self._table.waiting() for instruction in self._judge(run)]
 

@@ -32,8 +32,7 @@ def pool_status(
     if question.recent:
         # a run that goes on is shown however many have come after it
         listed = {row.run_id for row in rows}
-        older = [ledger.summary(run.run_id) for run in reversed(scheduler.runs) if run.run_id not in listed]
-        rows += [row for row in older if row is not None]
+        rows += ledger.summaries([run.run_id for run in reversed(scheduler.runs) if run.run_id not in listed])
     # to the second: the scheduler's clock is another one, and the time is not to change from look to look
     wall = time.time() - time.monotonic()
     quiet = {run.run_id: scheduler.quiet_until(run.run_id) for run in scheduler.runs if run.quiet_since is not None}

@@ -204,7 +204,9 @@ def advance(followed: Followed) -> Ending | None:
 
 def without_an_end(followed: Followed) -> Ending:
     """Return the last word of a run that has ended, when its own last word was not kept."""
-    message = f"its last events were not kept; what its ranks printed is in {followed.run.directory}"
+    run = followed.run
+    where = f"is in {run.directory}" if run.mirror is None else f"comes with `sgpu logs {short(run.run_id)}`"
+    message = f"its last events were not kept; what its ranks printed {where}"
     return _lost(followed, message, FailureKind.NODE_LOST)
 
 

@@ -97,7 +97,7 @@ class Workplace:
 
     def find(self, name: str, devices: Devices) -> Found:
         """Return where a run goes; as `placing.find_place`."""
-        return placing.find_place(self.pools, self.current_settings(), name, devices)
+        return placing.find_place(self.pools, self.current_settings(), name, placing.with_job(devices))
 
     def pool_with(self, run: str, *, going_on: bool = False) -> Pool:
         """Return the pool that has a run, by the first digits of its id; as `finding.pool_with`."""
@@ -116,14 +116,14 @@ class Workplace:
             error_follows: The caller raises what the run failed with.
         """
         view = RunView(run.spec, self.current_settings().output_limit, pool=run.pool, error_follows=error_follows)
-        view.directory = str(run.directory)
+        view.directory = "" if run.mirror is not None else str(run.directory)
         publisher = self.live_views.publisher_for(ui, view, sys.stdout, self._buttons(run))
         return follow.Followed(run, view, publisher, self.pool_of(run))
 
     def unseen(self, run: Run) -> follow.Followed:
         """Return a run with its view, shown nowhere."""
         view = RunView(run.spec, self.settings.output_limit, pool=run.pool)
-        view.directory = str(run.directory)
+        view.directory = "" if run.mirror is not None else str(run.directory)
         return follow.Followed(run, view, SilentPublisher(), self.pool_of(run))
 
     def _buttons(self, run: Run) -> Buttons:

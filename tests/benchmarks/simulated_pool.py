@@ -29,6 +29,7 @@ from tests.benchmarks.simulation import cluster
 LINE = "step 1200  loss 0.4213  lr 3.0e-4  tokens/s 51200  memory 61.2 GB\n"
 ENDS_PER_S = 5.0
 _TICK_S = 0.02
+_LOOK_S = 0.05
 
 
 class _Part:
@@ -102,6 +103,7 @@ class SimulatedNodes(ManyNodes):
         self._printed = 0
         self._ended = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._looking = False
         everything = cluster(gpus)
         devices: dict[str, list[Device]] = {}
         for device in everything.devices:
@@ -110,6 +112,16 @@ class SimulatedNodes(ManyNodes):
             own = Inventory(host=node.host, devices=tuple(devices[node.node]), cpu_slots=64, cores=64)
             ready = AgentReady(pid=1, protocol_version=PROTOCOL_VERSION, inventory=own)
             self.node_came(SimulatedNode(node.node, self), ready, node.address)
+
+    def take_inventory(self) -> None:
+        """All nodes are looked at at once, as Ray's engine does."""
+        if not self._looking:
+            self._looking = True
+            self._loop.call_later(_LOOK_S, self._looked)
+
+    def _looked(self) -> None:
+        self._looking = False
+        self.inventory_changed()
 
     def soon(self, call: Callable[..., None], *arguments: object) -> None:
         self._loop.call_soon(call, *arguments)

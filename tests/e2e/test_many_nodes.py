@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from pool_client import ClientRun, PoolClient
 from process_table import is_alive
 from waiting import eventually
 
+from sgpu_magic.client.along import Along
 from sgpu_magic.errors import SessionError
 from sgpu_magic.protocol.events import (
     AttemptFailed,
@@ -23,8 +26,10 @@ from sgpu_magic.protocol.events import (
     RanksStarted,
     Sampled,
     Stalled,
+    Tracked,
 )
 from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
+from sgpu_magic.protocol.tracking import Tracking
 
 RANKS = 4
 WAIT = "import threading\nprint('here', flush=True)\nthreading.Event().wait()"
@@ -254,3 +259,24 @@ def test_a_run_stalls_only_where_all_its_nodes_do(cluster: Cluster):
     assert [stack.rank for stack in stalled.stacks] == list(range(RANKS))
     run.run.cancel("the test")
     run.ended()
+
+
+def test_ranks_of_all_nodes_log_to_one_mlflow_run(cluster: Cluster, tmp_path: Path):
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    run = cluster.begin(
+        "import mlflow\nmlflow.log_metric(f'own_{rank}', rank)\nmlflow.active_run().info.run_id",
+        along=Along(tracking=Tracking(uri=uri, experiment="nodes")),
+        tracked=True,
+    )
+    ids = set(run.values)
+    assert len(ids) == 1
+    assert run.wait_for(Tracked).tracked.mlflow_run_id in ids
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+
+        def logged() -> bool:
+            rows = database.execute("SELECT key, run_uuid FROM metrics WHERE key LIKE 'own_%'").fetchall()
+            return {key for key, _ in rows} == {f"own_{rank}" for rank in range(RANKS)} and {
+                own for _, own in rows
+            } == ids
+
+        eventually(logged, 20, "the metrics of some rank are missing")

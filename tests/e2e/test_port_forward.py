@@ -18,6 +18,13 @@ from pathlib import Path
 
 import pytest
 from kernels import Cell, Home, Kernel, eventually
+from many_agents import ManyAgents
+from pool_client import ClientRun, PoolClient
+from served_pools import served_pool
+from tcp_proxy import Proxy
+
+from sgpu_magic.protocol.events import OutputWritten
+from sgpu_magic.protocol.states import RunState
 
 COMMAND = [sys.executable, "-m", "sgpu_magic.cli"]
 BIG = 20_000_000
@@ -86,7 +93,7 @@ def forwarded(home: Home) -> Iterator[Callable[..., tuple[subprocess.Popen[str],
     """Starts the command and returns it and the port here, once it listens."""
     made: list[subprocess.Popen[str]] = []
 
-    def start(run: str, port: int, *more: str) -> tuple[subprocess.Popen[str], int]:
+    def start(run: str, port: int, *more: str, home: Home = home) -> tuple[subprocess.Popen[str], int]:
         process = subprocess.Popen(
             [*COMMAND, "port-forward", run[:6], f"0:{port}", *more],
             env=home.environ,
@@ -220,3 +227,95 @@ def test_what_can_not_be_forwarded(served: Served, home: Home):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert "can't be listened on" in refused(home, served.run_id, f"{port}:{served.web}")
+
+
+# ------------------------------------------------------------ on other machines
+
+
+ECHO = """
+import os, socketserver, threading
+class Echo(socketserver.BaseRequestHandler):
+    def handle(self):
+        while part := self.request.recv(65536):
+            self.request.sendall(os.environ['RANK'].encode() + part)
+server = socketserver.ThreadingTCPServer(('127.0.0.1', 0), Echo)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+print('echo', server.server_address[1], flush=True)
+while not os.path.exists(stop):
+    __import__('time').sleep(0.02)
+"""
+
+
+def echo_ports(run: ClientRun, *ranks: int) -> list[int]:
+    """Where the ranks' servers of a run listen."""
+    count = 0
+    while not all(run.printed.get(rank, "").endswith("\n") for rank in ranks):
+        count += 1
+        run.wait_for(OutputWritten, count)
+    return [int(run.printed[rank].split()[1]) for rank in ranks]
+
+
+def asked(port: int, text: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(text)
+        return connection.recv(100)
+
+
+def test_each_rank_of_far_nodes(forwarded: Callable[..., tuple], tmp_path: Path):
+    """A rank's port is that of its node: here the nodes are one machine, and only the rank's process tells."""
+    home = Home({"SGPU_SIMULATE": "a10:2"})
+    nodes = ManyAgents(home, 2, far=True)
+    client = PoolClient(home)
+    try:
+        run = client.begin(ECHO, ranks=2, nodes=2, names={"stop": str(tmp_path / "stop")})
+        ports = echo_ports(run, 0, 1)
+        for rank in (0, 1):
+            process, port = forwarded(run.run_id, ports[rank], "--rank", str(rank), home=home)
+            assert asked(port, b"hello") == b"%dhello" % rank
+            # what the other node's rank listens on is none of this node's
+            other, elsewhere = forwarded(run.run_id, ports[1 - rank], "--rank", str(rank), home=home)
+            with contextlib.suppress(ConnectionError):
+                assert asked(elsewhere, b"hello") == b""
+            other.send_signal(signal.SIGINT)
+            assert "no process of the run listens" in other.communicate(timeout=20)[1]
+        (tmp_path / "stop").touch()
+        assert run.ended().state is RunState.SUCCEEDED
+        assert "has ended" in process.communicate(timeout=20)[1]
+        assert process.returncode == 0
+    finally:
+        client.close()
+        nodes.close()
+        home.close()
+
+
+def test_over_a_link_that_breaks(forwarded: Callable[..., tuple], tmp_path: Path):
+    """A connection ends with the link: nothing is ever missing in the middle. New ones come with the next link."""
+    with served_pool() as served:
+        line = Proxy(served.port)
+        ann = served.user("ann", address=line.address)
+        run = ann.client.begin(ECHO, ranks=1, names={"stop": str(tmp_path / "stop")})
+        (there,) = echo_ports(run, 0)
+        process, port = forwarded(run.run_id, there, home=ann.home)
+        bob = served.user("bob")
+        assert "no run of yours" in bob.sgpu("port-forward", run.run_id[:8], f"0:{there}").stderr
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+            connection.sendall(b"one")
+            assert connection.recv(100) == b"0one"
+            line.reset()
+            with contextlib.suppress(ConnectionError):
+                assert connection.recv(100) == b""
+        eventually(lambda: _answers(port), 30)
+        (tmp_path / "stop").touch()
+        assert run.ended().state is RunState.SUCCEEDED
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 0, err
+        assert "the link to the pool was broken" in err
+        assert f"run {run.run_id[:4]} has ended" in err
+        line.close()
+
+
+def _answers(port: int) -> bool:
+    try:
+        return asked(port, b"two") == b"0two"
+    except OSError:
+        return False

@@ -36,10 +36,11 @@ ray.get(busy.stay.remote())
 
 
 @pytest.fixture(autouse=True)
-def nothing_of_ray_is_left(home: Home) -> Iterator[None]:
+def nothing_of_ray_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     before = object_files()
     yield
-    check_gone(home)
+    if "home" in request.fixturenames:
+        check_gone(request.getfixturevalue("home"))
     eventually(lambda: not object_files() - before, 10, "an object store is left in /dev/shm")
 
 
@@ -96,8 +97,17 @@ def test_a_cell_drives_its_own_cluster(kernel: Kernel, home: Home):
     kernel.check("del os.environ['RAY_ADDRESS']")
 
 
-def test_the_dashboard_is_on_loopback_and_asks_for_the_token(new_kernel, home: Home):
-    kernel = new_kernel(variables={"SGPU_RAY_DASHBOARD": "true"})
+def test_the_dashboard_is_on_loopback_and_asks_for_the_token(new_home):
+    home: Home = new_home(HOME_VARIABLES | {"SGPU_RAY_DASHBOARD": "true"})
+    kernel = Kernel(home)
+    try:
+        _look_at_dashboard(kernel, home)
+    finally:
+        kernel.close()
+    check_gone(home)
+
+
+def _look_at_dashboard(kernel: Kernel, home: Home) -> None:
     cell = kernel.start(
         "%%ray_launch -n 1 --type a10 --out token\n"
         "import os, time\n"

@@ -46,7 +46,9 @@ T = TypeVar("T")
 _THREADS = 24
 # a group that fits is there within milliseconds; the run's view says more when it is not after this
 _SOON_S = 3.0
-_LOOK_S = 1.0
+# not Ray's own waiting: of a group that is removed meanwhile it raises something that has no type
+_FIRST_LOOK_S = 0.004
+_LOOK_S = 0.25
 # Ray's library raises these beside its own: it is asked with names and ids that the cluster may have forgotten
 _RAYS = (RayError, ValueError, RuntimeError, ConnectionError, TimeoutError)
 
@@ -82,7 +84,15 @@ class ClusterProcess:
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.add(task := self._loop.create_task(work))
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            # a fault, or something of Ray's that nobody has seen before: the next process asks for all again
+            self._loop.call_exception_handler({"message": "a fault beside Ray", "exception": error})
+            self._finish()
 
     async def _call(self, function: Callable[..., T], *args: Any) -> T:
         return await self._loop.run_in_executor(self._threads, lambda: function(*args))
@@ -181,18 +191,24 @@ class ClusterProcess:
         try:
             async with self._turns[order.run_id]:
                 group = await self._call(groups.find_or_make, order, self._name(order.run_id))
-            waits_s, told = _SOON_S, ""
+            began, wait_s, told = self._loop.time(), _FIRST_LOOK_S, ""
             while self._asked.get(order.run_id) is order:
-                if await self._call(_wait, group, waits_s):
+                state = await self._call(groups.state_of, group)
+                soon = self._loop.time() - began < _SOON_S
+                if state == groups.THERE:
                     await self._granted(order, group)
                     return
-                waits_s = _LOOK_S
-                state = await self._call(groups.state_of, group)
                 if state == groups.GONE:
-                    raise RuntimeError("its placement group was removed")
-                if state != told and self._asked.get(order.run_id) is order:
+                    if not soon:
+                        raise RuntimeError("its placement group was removed")
+                    # what was found is the one that the run had before
+                    async with self._turns[order.run_id]:
+                        group = await self._call(groups.find_or_make, order, self._name(order.run_id))
+                elif not soon and state != told and self._asked.get(order.run_id) is order:
                     told = state
                     self._say(LeaseWaits(run_id=order.run_id, state=state))
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, _LOOK_S)
         except _RAYS as error:
             if self._asked.get(order.run_id) is order:
                 self._say(LeaseFailed(run_id=order.run_id, why=str(error).strip().split("\n")[0]))
@@ -247,10 +263,6 @@ class ClusterProcess:
         finally:
             self._say(AllEnded())
             self._finish()
-
-
-def _wait(group: groups.Group, timeout_s: float) -> bool:
-    return bool(group.wait(timeout_s))
 
 
 def _steady(before: NodeFacts | None, now: NodeFacts) -> NodeFacts:

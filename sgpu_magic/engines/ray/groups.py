@@ -12,6 +12,7 @@ from sgpu_magic.engines.ray.untyped import placement_groups, ray, strategies
 # a `PlacementGroup`
 Group = Any
 
+THERE = "CREATED"
 GONE = "REMOVED"
 _GPU_IDS_S = 60.0
 
@@ -23,7 +24,7 @@ def find_or_make(order: AskLease, name: str) -> Group:
         ValueError: Ray refuses the request as it stands.
     """
     found = find(name)
-    if found is not None:
+    if found is not None and state_of(found) != GONE:
         return found
     bundles = bundles_of(order)
     return placement_groups.placement_group(

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import sgpu_magic
 from sgpu_magic.errors import EnvironmentFailed
 from sgpu_magic.protocol.rank_messages import PrivateRay, Remarked
 from sgpu_magic.protocol.record import Record
@@ -36,10 +35,11 @@ from sgpu_magic.worker.ray_cluster.words import (
     StartNode,
 )
 
-_JOIN_S = 180.0
+_JOIN_S = 300.0
 _COUNT_S = 5.0
 _STOP_S = 15.0
-_PACKAGE = str(Path(sgpu_magic.__file__).parent.parent)
+# where sgpu_magic is imported from
+_PACKAGE = str(Path(__file__).parents[3])
 
 
 class Member:

@@ -33,6 +33,7 @@ from sgpu_magic.protocol.record import Record
 from sgpu_magic.worker.ray_cluster.words import NodeStarted, NodeTroubled, StartNode, line_of, start_words
 
 _LOOK_S = 0.1
+_STARTS = 3
 _TAIL_LINES = 5
 _TEMP = "r"
 # `[2026-11-22 20:56:52,855 E 5600 5600] (raylet) ...` and the lines of its Python programs
@@ -85,17 +86,18 @@ def _say(words: Any, word: Record) -> None:
 
 
 def _start_patiently(order: StartNode) -> tuple[Any, NodeStarted]:
-    """Start, and once more where it took too long.
+    """Start, and again where it took too long.
 
-    Ray gives its processes 30 s to import what they need, and no setting changes that: from a cold or shared disk it
-    may take longer, and then the second time finds it in memory.
+    Ray gives its processes 15 s to import what they need, and no setting changes that: from a cold or shared disk it
+    may take longer, and then the next time finds it in memory.
     """
-    try:
-        return _start(order)
-    except Exception as error:
-        if "timed out" not in str(error):
-            raise
-    processes.kill_descendants()
+    for _ in range(_STARTS - 1):
+        try:
+            return _start(order)
+        except Exception as error:
+            if "timed out" not in str(error):
+                raise
+        processes.kill_descendants()
     return _start(order)
 
 

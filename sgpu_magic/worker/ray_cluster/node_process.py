@@ -22,7 +22,7 @@ from sgpu_magic.worker.ray_cluster.words import (
 )
 
 # Ray's own limits add up to less, also on a machine that swaps
-_START_S = 180.0
+_START_S = 240.0
 _STOP_S = 10.0
 _PROGRAM = "sgpu_magic.worker.ray_cluster.node"
 _CHUNK_BYTES = 1 << 16

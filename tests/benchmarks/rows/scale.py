@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -89,6 +90,7 @@ def events(bench: Bench) -> Row:
         PYTHONPATH=str(ROOT),
     )
     seconds = bench.count(20, 5)
+    running = sum(count // RANKS for count in Counter(device.type for device in cluster(GPUS).devices).values())
     service = _Service(variables, folder)
     clients: list[_Client] = []
     try:
@@ -97,7 +99,6 @@ def events(bench: Bench) -> Row:
         clients = [_Client(variables, number) for number in range(USERS)]
         for number in range(RUNS):
             clients[number % USERS].submit(number)
-        running = GPUS // RANKS
         _until(lambda: sum(client.begun for client in clients) >= running, "the runs have begun")
         taken_ms = (service.cpu_s() - before) / RUNS * 1e3
         full_mb = service.memory_mb()
@@ -130,8 +131,8 @@ def events(bench: Bench) -> Row:
         ],
         notes=[
             "A real service with real clients over its socket; its nodes are simulated inside it, and what simulates "
-            f"them is counted too. While the lines come, 5 runs a second end and others begin. Memory: {bare_mb:.0f} MB "
-            f"with all nodes and no run, {full_mb:.0f} MB with all runs, {most_mb:.0f} MB after {sent:,} lines."
+            f"them is counted too. While the lines come, 5 runs a second end and others begin. Memory: {bare_mb:.0f} "
+            f"MB with all nodes and no run, {full_mb:.0f} MB with all runs, {most_mb:.0f} MB after {sent:,} lines."
         ],
     )
 

@@ -9,7 +9,7 @@ export function Pools() {
   const { pools } = model.pool;
   if (pools.length === 0) return null;
   const current = pools.find(({ name }) => name === model.poolName);
-  const words = (pool: PoolChoice) => [pool.name, pool.reserved ? t("reserved") : pool.about].filter(Boolean).join(" · ");
+  const words = (pool: PoolChoice) => [pool.name, pool.about].filter(Boolean).join(" · ");
   return (
     <section class="sgpu-part sgpu-pair" aria-label={t("Pool")}>
       <label class="sgpu-heading" for={id}>

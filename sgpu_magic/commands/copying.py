@@ -1,0 +1,269 @@
+"""`sgpu cp`: files that a run has made, brought to this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import stat
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+import msgspec
+
+from sgpu_magic.byte_sizes import format_bytes
+from sgpu_magic.commands.files_of_run import FilesOfRun, files_of
+from sgpu_magic.config import Settings
+from sgpu_magic.errors import RunFileUnknown, UsageError
+from sgpu_magic.protocol.blobs import RunFile
+from sgpu_magic.protocol.ids import short
+from sgpu_magic.protocol.run_files import KEY, work_folders
+from sgpu_magic.protocol.run_record import RUN_RECORD, RunRecord
+from sgpu_magic.storage.below import BadName, list_below, open_below, parts_of, replace_below
+
+_ADDRESS = re.compile(r"(?P<run>[0-9A-Fa-f]{1,40})(?:/(?P<rank>\d{1,6}))?:(?P<path>.*)", re.DOTALL)
+_COPY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """What `RUN[/RANK]:PATH` names.
+
+    Args:
+        run: The first digits of the run's id.
+        path: Below the ranks' working directory, or else the run's directory; "" is all.
+        rank: On whose node; None is the first.
+    """
+
+    run: str
+    path: str
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A file, and what it is called below the target."""
+
+    file: RunFile
+    name: str
+
+
+def copy(settings: Settings, source: str, target: str, out: TextIO, data: BinaryIO, note: Callable[[str], None]) -> int:
+    """Copy what an address names, or list it.
+
+    Args:
+        settings: Where runs of this machine lie.
+        source: The address.
+        target: A folder or a file's name; `-` is standard output; "" lists only.
+        out: Takes the names and sizes.
+        data: Takes a file's bytes, for `-`.
+        note: Takes sentences about the run.
+
+    Returns:
+        0.
+
+    Raises:
+        UsageError: There is no such run or file, or it can't be written here.
+        PoolError: The pool can't be asked.
+    """
+    address = read_address(source)
+    with files_of(settings, address.run) as files:
+        wanted = _find(files, address)
+        if not target:
+            for each in wanted:
+                print(f"{format_bytes(each.file.size):>9}  {each.file.name}", file=out)
+        elif target == "-":
+            _to_stream(files, wanted, source, data)
+        else:
+            try:
+                _to_disk(files, wanted, Path(os.path.expanduser(target)), out)
+            except OSError as error:
+                raise UsageError(
+                    f"{error.filename or target} can't be written here: {error.strerror or error}. Run the command "
+                    "again when it can be: it goes on where it stopped."
+                ) from None
+        if files.is_over(files.row()):
+            return 0
+    note(f"run {short(files.run_id)} goes on: what it writes from now on is not among them.")
+    return 0
+
+
+def read_address(text: str) -> Address:
+    """Read `RUN[/RANK]:PATH`.
+
+    Raises:
+        UsageError: It is none, or its path leads elsewhere.
+    """
+    found = _ADDRESS.fullmatch(text)
+    if found is None:
+        raise UsageError(
+            f"{text!r} names nothing in a run: write RUN:PATH, as in 7f3a:checkpoints, or RUN/RANK:PATH for the node "
+            "of one rank. Files go from a run to this machine; `--upload` takes them there."
+        )
+    path = os.path.normpath(found["path"]) if found["path"] else ""
+    path = "" if path == os.curdir else path
+    try:
+        if path:
+            parts_of(path)
+    except BadName:
+        raise UsageError(
+            f"{found['path']!r} is not below the run's directories, and nothing else can be copied. Leave out what "
+            "leads there: paths begin in the ranks' working directory."
+        ) from None
+    return Address(found["run"], path, int(found["rank"]) if found["rank"] else None)
+
+
+# ---------------------------------------------------------------- what is wanted
+
+
+def _find(files: FilesOfRun, address: Address) -> Sequence[_Wanted]:
+    run = short(files.run_id)
+    row = files.row()
+    if address.rank is not None and row is not None and address.rank >= row.ranks:
+        raise UsageError(f"run {run} has no rank {address.rank}: it has {row.ranks}.")
+    if not address.path and address.rank is None:
+        return [_Wanted(file, file.name) for file in _listed(files, "") if file.name != KEY]
+    folders = work_folders(_node_of(files, address.rank or 0))
+    for root in (*folders, *([] if not address.path else [""])):
+        under = "/".join(part for part in (root, address.path) if part)
+        if found := _listed(files, under):
+            above = len(os.path.dirname(under)) + 1 if os.path.dirname(under) else 0
+            return [_Wanted(file, file.name[above:]) for file in found]
+    raise UsageError(f"run {run} has no {address.path or 'files'} there.{_where(files, row is None)}")
+
+
+def _where(files: FilesOfRun, unknown: bool) -> str:
+    """Say where the ranks' own files are, for one who looks for them."""
+    record = _record(files)
+    if record is not None and files.mirror is None and Path(record.cwd).parent != files.directory:
+        return f" Its ranks stood in {record.cwd} on this machine: what they wrote there is there."
+    if not unknown and not files.is_over(files.row()):
+        return " It goes on: what its ranks write on other nodes than the pool's comes when they have ended."
+    return f" `sgpu cp {short(files.run_id)}:` lists what it has."
+
+
+def _node_of(files: FilesOfRun, rank: int) -> int:
+    """The number of the node that has a rank, from 0."""
+    record = _record(files) if rank else None
+    first = 0
+    for number, share in enumerate(record.lease.shares if record is not None else ()):
+        if first <= rank < first + share.ranks:
+            return number
+        first += share.ranks
+    return 0
+
+
+def _record(files: FilesOfRun) -> RunRecord | None:
+    try:
+        path = files.mirror.bring(RUN_RECORD) if files.mirror is not None else files.directory / RUN_RECORD
+        return msgspec.json.decode(path.read_bytes(), type=RunRecord)
+    except (OSError, RunFileUnknown, msgspec.DecodeError):
+        # it has not begun, or comes with the rest of its files
+        return None
+
+
+def _listed(files: FilesOfRun, under: str) -> Sequence[RunFile]:
+    try:
+        if files.mirror is not None:
+            answer = files.mirror.list(under)
+            found, more = answer.files, answer.more
+        else:
+            found, more = list_below(files.directory, under)
+    except (RunFileUnknown, OSError):
+        return ()
+    if more:
+        raise UsageError(
+            f"{under or 'the run'} has more than {len(found):,} files. Copy its folders one by one, or have the run "
+            "pack them."
+        )
+    return found
+
+
+# ---------------------------------------------------------------- copying
+
+
+def _to_stream(files: FilesOfRun, wanted: Sequence[_Wanted], source: str, data: BinaryIO) -> None:
+    if len(wanted) != 1:
+        raise UsageError(f"{source} is a folder of {len(wanted):,} files, and only one file goes to standard output.")
+    descriptor = os.memfd_create("sgpu-cp", os.MFD_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        _read(files, wanted[0].file.name, descriptor, 0)
+        file.seek(0)
+        while part := file.read(_COPY_BYTES):
+            data.write(part)
+    data.flush()
+
+
+def _to_disk(files: FilesOfRun, wanted: Sequence[_Wanted], target: Path, out: TextIO) -> None:
+    folder = target
+    if len(wanted) == 1 and "/" not in wanted[0].name and not target.is_dir() and not str(target).endswith("/"):
+        # one file, under a name of its own
+        folder, wanted = target.parent, [_Wanted(wanted[0].file, target.name)]
+    elif not target.is_dir():
+        # as `cp -r` has it: what is not there yet is the folder itself
+        first = {each.name.split("/", 1)[0] for each in wanted}
+        if len(first) == 1 and all("/" in each.name for each in wanted):
+            wanted = [_Wanted(each.file, each.name.split("/", 1)[1]) for each in wanted]
+        target.mkdir(parents=True)
+    total = copied = 0
+    for each in wanted:
+        size = _one(files, each, folder)
+        print(f"{format_bytes(each.file.size):>9}  {folder / each.name}{'' if size else '  (unchanged)'}", file=out)
+        total, copied = total + 1, copied + size
+    print(f"{total:,} file{'' if total == 1 else 's'}, {format_bytes(copied)} copied", file=out, flush=True)
+
+
+def _one(files: FilesOfRun, wanted: _Wanted, folder: Path) -> int:
+    """Copy a file, and return how many bytes came: of one that was begun before the rest, of the same one none."""
+    file = wanted.file
+    if _is_same(folder, wanted):
+        return 0
+    *folders, last = parts_of(wanted.name)
+    # another content has another name, so nothing is ever joined that does not belong together
+    about = f"{files.run_id}/{file.name}/{file.size}/{file.changed_at}"
+    temporary = f".{last[:100]}.{hashlib.sha256(about.encode()).hexdigest()[:12]}.part"
+    part = "/".join([*folders, temporary])
+    descriptor = open_below(folder, part, os.O_WRONLY | os.O_CREAT, make=True)
+    try:
+        begin = os.fstat(descriptor).st_size
+        _read(files, file.name, descriptor, begin)
+        size = os.fstat(descriptor).st_size
+        os.fchmod(descriptor, (0o777 if file.executable else 0o666) & ~_umask())
+        if file.changed_at:
+            os.utime(descriptor, (time.time(), file.changed_at))
+    finally:
+        os.close(descriptor)
+    replace_below(folder, temporary, wanted.name)
+    return size - begin
+
+
+def _is_same(folder: Path, wanted: _Wanted) -> bool:
+    with contextlib.suppress(OSError):
+        status = os.lstat(folder.joinpath(*parts_of(wanted.name)))
+        same_time = abs(status.st_mtime - wanted.file.changed_at) < 1e-3
+        return stat.S_ISREG(status.st_mode) and status.st_size == wanted.file.size and same_time
+    return False
+
+
+def _read(files: FilesOfRun, name: str, descriptor: int, begin: int) -> None:
+    """Write a file's bytes from `begin` on, as many as it has now."""
+    if files.mirror is not None:
+        files.mirror.copy_into(name, descriptor, begin)
+        return
+    source = open_below(files.directory, name)
+    try:
+        at, size = begin, os.fstat(source).st_size
+        while at < size and (data := os.pread(source, min(_COPY_BYTES, size - at), at)):
+            at += os.pwrite(descriptor, data, at)
+    finally:
+        os.close(source)
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,90 @@
+"""A pool of another machine: 1 GiB to its ranks, first and unchanged, and 256 MiB back."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+
+from tests.benchmarks.environment import ROOT, Bench
+from tests.benchmarks.measure import Check, MeasurementFailed, Row, Series, collect
+
+sys.path.append(str(ROOT / "tests"))
+
+from served_pools import RemoteUser, ServedPool
+from tcp_proxy import Proxy
+
+FLOATS = 2**28
+RETURNED = 2**26
+# one number of each MiB
+TOUCH = "float(big[::262144].sum())"
+RETURN = f"import torch\nback = torch.full(({RETURNED},), float(rank))"
+
+
+def there_and_back(bench: Bench) -> Row:
+    row = Row("1 GiB torch tensor to 4 ranks of a pool on another machine; 256 MiB back from one")
+    row.notes.append(
+        "The pool is served on a port of this machine (CURVE, nothing but the port is shared), so there is no line "
+        "whose speed would count: both sides' hashing, encryption and disk are what is measured, on the same cores. "
+        "First: nothing of the tensor is at the pool. Again: it is unchanged, hashed, and not sent; the bytes are "
+        "counted on the line."
+    )
+    pool = ServedPool()
+    try:
+        user = pool.user("ann")
+        user.client.begin("1", ranks=4).ended()
+        big = torch.zeros(FLOATS)
+        firsts: list[float] = []
+        for number in range(bench.count(3, 1)):
+            big.fill_(number + 1)
+            firsts.append(_ship(user, big))
+        row.ours = [
+            Series("first", tuple(firsts)),
+            collect("again", lambda: _ship(user, big), bench.count(5, 2), pause_s=0.6),
+            Series("sent again", (_sent(pool, user, big) / 1e6,), unit="MB"),
+            collect("256 MiB back", lambda: _fetch(user), bench.count(5, 2), pause_s=0.6),
+        ]
+    finally:
+        pool.close()
+    sent = row.ours[2].slowest
+    row.checks = [Check("an unchanged GiB sends under 1 MB", f"{sent:.2f} MB", sent < 1)]
+    return row
+
+
+def _ship(user: RemoteUser, big: torch.Tensor) -> float:
+    """Seconds from the submit to the ranks' values."""
+    began = time.perf_counter()
+    values = user.client.begin(TOUCH, ranks=4, names={"big": big}).values
+    seconds = time.perf_counter() - began
+    if values != [float(big[0]) * 1024] * 4:
+        raise MeasurementFailed(f"the ranks saw other numbers: {values!r}")
+    return seconds
+
+
+def _sent(pool: ServedPool, user: RemoteUser, big: torch.Tensor) -> int:
+    """Bytes that go over the line for a run with an unchanged tensor."""
+    line = Proxy(pool.port, keeps=False)
+    entry = user.entry
+    try:
+        user.entry = type(entry)(entry.name, line.address, entry.key)
+        client = user.new_client()
+        try:
+            if client.begin(TOUCH, ranks=4, names={"big": big}).values[0] != float(big[0]) * 1024:
+                raise MeasurementFailed("the ranks saw other numbers")
+        finally:
+            client.close()
+        return line.sent_bytes
+    finally:
+        user.entry = entry
+        line.close()
+
+
+def _fetch(user: RemoteUser) -> float:
+    """Seconds of a run that returns 256 MiB from rank 0."""
+    began = time.perf_counter()
+    back = user.client.begin(RETURN, ranks=4, out=["back"]).names()[0]["back"]
+    seconds = time.perf_counter() - began
+    if not isinstance(back, torch.Tensor) or back.numel() != RETURNED:
+        raise MeasurementFailed("what came back is something else")
+    return seconds

@@ -1,0 +1,134 @@
+"""`@ray_launch` on several nodes: one cluster over all of the run's, each at its own address, and none of it stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+from homes import Home
+from many_agents import ManyAgents
+from pool_client import ClientRun, PoolClient
+from process_table import listening
+from ray_traces import check_gone, ray_processes
+from tracking_writers import Runs
+from waiting import eventually
+
+from sgpu_magic.client.along import Along
+from sgpu_magic.protocol.events import AttemptFailed, Noted, RunEnded
+from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.protocol.tracking import Tracking
+from sgpu_magic.tracking import progress
+
+VARIABLES = {"SGPU_SIMULATE": "a10:2", "SGPU_STAND_IN": "cpu", "SGPU_RAY_DASHBOARD": "false", "SGPU_TRACK": "on"}
+pytestmark = pytest.mark.timeout(400)
+PATIENCE_S = 240.0
+
+WHERE = """
+import ray
+from pathlib import Path
+ray.init()
+@ray.remote(num_gpus=1)
+class Holder:
+    def where(self):
+        print("held here")
+        return ray.util.get_node_ip_address()
+holders = [Holder.remote() for _ in range(4)]
+where = sorted(ray.get([holder.where.remote() for holder in holders]))
+Path(GO + "-up").touch()
+import time
+while not Path(GO).exists(): time.sleep(0.05)
+[where, ray.cluster_resources()["GPU"], len(ray.nodes())]
+"""
+
+
+@pytest.fixture
+def pool() -> Iterator[ManyAgents]:
+    home = Home(VARIABLES)
+    pool = ManyAgents(home, 2)
+    yield pool
+    pool.close()
+    home.close()
+
+
+@pytest.fixture
+def client(pool: ManyAgents) -> Iterator[PoolClient]:
+    client = PoolClient(pool.home)
+    yield client
+    client.close()
+
+
+def test_the_head_is_at_rank_0s_node_and_the_other_joins(pool: ManyAgents, client: PoolClient):
+    go = pool.home.path / "go"
+    along = Along(tracking=Tracking(experiment="nb"))
+    names = {"GO": str(go)}
+    run = client.begin(WHERE, ranks=4, device_type="a10", names=names, ray=True, along=along, tracked=True)
+    _wait_for_file(run, pool.home, f"{go}-up")
+    ports = listening(ray_processes(pool.home))
+    assert ports
+    go.touch()
+    ended = _ended(run)
+    assert ended.state is RunState.SUCCEEDED, (ended, run.printed)
+    where, gpus, nodes = run.values[0]
+    assert (where, gpus, nodes) == (["127.0.0.1"] * 2 + ["127.0.0.2"] * 2, 4.0, 2)
+    # the other ranks have run nothing, and the other node's lines are all there
+    assert set(run.printed) == {0}
+    assert run.printed[0].count("held here") == 4, run.printed
+    assert any("runs on 2 nodes for this run alone" in _text(event) for event in run.events)
+    check_gone(pool.home, ports)
+    _check_metrics(pool.home, run.run_id)
+
+
+def _check_metrics(home: Home, run_id: str) -> None:
+    """Each node's numbers are in the MLflow run."""
+    store = Runs(f"sqlite:///{home.state}/mlflow/mlflow.db")
+
+    def complete() -> bool:
+        found = progress.load(home.run_dir(run_id))
+        return found is not None and found.complete
+
+    eventually(complete, 60, "the MLflow run is not complete")
+    metrics = store.one(run_id).data.metrics
+    for node in (0, 1):
+        prefix = f"system/node{node}/ray_"
+        found = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+        assert {"cpu_utilization_percentage", "memory_usage_megabytes", "object_store_megabytes"} <= found.keys()
+        assert found["gpus_in_use"] == 2, found
+        assert found["actors"] >= 2, found
+
+
+def test_a_node_that_is_lost_ends_the_run_and_its_cluster(pool: ManyAgents, client: PoolClient):
+    go = pool.home.path / "go"
+    run = client.begin(WHERE, ranks=4, device_type="a10", names={"GO": str(go)}, ray=True)
+    _wait_for_file(run, pool.home, f"{go}-up")
+    os.kill(pool.agent_pid(1), signal.SIGKILL)
+    ended = _ended(run)
+    assert ended.state is RunState.FAILED, ended
+    failures = [event for event in run.events if isinstance(event, AttemptFailed | RunEnded)]
+    assert any(getattr(event.failure, "kind", None) is FailureKind.NODE_LOST for event in failures if event.failure), (
+        failures
+    )
+    check_gone(pool.home)
+
+
+def _wait_for_file(run: ClientRun, home: Home, path: str) -> None:
+    def there() -> bool:
+        item = run.run.next_event(0.05)
+        if item is not None:
+            run.events.append(item[0].body)
+            if isinstance(item[0].body, RunEnded):
+                run._frames = item[1]
+        over = any(isinstance(event, RunEnded) for event in run.events)
+        assert not over, (run.events[-1].failure, run.printed)
+        return os.path.exists(path)
+
+    eventually(there, PATIENCE_S, lambda: f"{run.events} {run.printed} {ray_processes(home)}")
+
+
+def _ended(run: ClientRun) -> RunEnded:
+    return run.wait_for(RunEnded)
+
+
+def _text(event: object) -> str:
+    return str(getattr(event, "text", "")) if isinstance(event, Noted) else str(event)

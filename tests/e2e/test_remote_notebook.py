@@ -1,0 +1,89 @@
+"""A notebook and a pool of another machine: cells, a line that breaks, a kernel that is restarted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from kernels import Kernel, eventually
+from served_pools import RemoteUser, ServedPool
+from tcp_proxy import Proxy
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[ServedPool]:
+    made = ServedPool()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def line(served: ServedPool) -> Iterator[Proxy]:
+    made = Proxy(served.port)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def ann(served: ServedPool, line: Proxy) -> RemoteUser:
+    return served.user("ann", address=line.address)
+
+
+@pytest.fixture
+def kernel(ann: RemoteUser) -> Iterator[Kernel]:
+    made = Kernel(ann.home)
+    yield made
+    made.close()
+
+
+def test_a_cell_goes_on_while_the_line_is_cut_and_is_shown_whole(served: ServedPool, line: Proxy, kernel: Kernel):
+    kernel.check("x = 20")
+    cell = kernel.start(
+        "%%distributed -n 2 --pool team --out y\nimport time\n"
+        "for number in range(150):\n    print(number, flush=True)\n    time.sleep(0.02)\ny = x + rank + world_size"
+    )
+    cell.until_shown("[1] 10")
+    line.cut()
+    run_id = served.home.runs[-1]
+    eventually(lambda: "120\n" in served.home.log(run_id, 0), 20, "the run does not go on")
+    line.mend()
+    reply = cell.wait()
+    assert reply.status == "ok", reply.story
+    for rank in (0, 1):
+        assert reply.lines(rank) == [str(number) for number in range(150)]
+    assert kernel.value("y") == 22
+    assert served.home.ledger()[run_id].state == "succeeded"
+
+
+def test_a_detached_run_outlives_its_kernel_and_is_attached_to(served: ServedPool, kernel: Kernel):
+    kernel.check(
+        "%%distributed -n 1 --pool team --detach --out z\nimport time, pathlib\n"
+        f"while not pathlib.Path({str(served.home.work / 'go')!r}).exists(): time.sleep(0.01)\nz = 7"
+    )
+    run_id = served.home.runs[-1]
+    kernel.restart()
+    assert served.home.ledger()[run_id].state == "running"
+    (served.home.work / "go").touch()
+    reply = kernel.check(f"%load_ext sgpu_magic\n%sgpu_attach {run_id}")
+    assert kernel.value("z") == 7, reply.story
+
+
+def test_a_kernel_that_is_restarted_ends_its_run(served: ServedPool, kernel: Kernel):
+    cell = kernel.start(
+        "%%distributed -n 1 --pool team\nimport time\nprint('begun', flush=True)\nwhile True: time.sleep(0.01)"
+    )
+    cell.until_shown("[0] begun")
+    run_id = served.home.runs[-1]
+    kernel.restart()
+    eventually(lambda: served.home.ledger()[run_id].state == "cancelled", 20, "it goes on")
+
+
+def test_a_user_who_is_not_let_in_is_told_in_the_cell(served: ServedPool):
+    mallory = served.user("mallory", listed=False)
+    kernel = Kernel(mallory.home)
+    try:
+        reply = kernel.run("%%distributed -n 1 --pool team\nprint('never')")
+        assert (reply.status, reply.ename) == ("error", "KeyRefused"), reply.story
+        assert mallory.keys.public in reply.evalue
+    finally:
+        kernel.close()

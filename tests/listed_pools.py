@@ -1,0 +1,45 @@
+"""Served pools in a user's list."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from homes import Home
+from served_pools import ServedPool
+
+from sgpu_magic.client.pools_edits import add_pool
+from sgpu_magic.client.pools_file import PoolEntry
+from sgpu_magic.secure_sockets import KeyPair, new_key_pair, write_key_pair
+
+
+def listed(home: Home) -> Path:
+    """The file with the list."""
+    return home.path / "pools.toml"
+
+
+def list_pools(home: Home, pools: Iterable[tuple[str, ServedPool, dict[str, Any]]]) -> KeyPair:
+    """Give a home's user a key that these pools let in, and list them.
+
+    Args:
+        home: Theirs.
+        pools: Each pool's name here, the pool, and what its entry has beside address and key.
+    """
+    keys = new_key_pair()
+    write_key_pair(home.path / "client.key", keys)
+    for name, pool, more in pools:
+        pool.command("authorize", "ann", keys.public)
+        add_pool(replace(pool.entry, name=name, **more), listed(home))
+    return keys
+
+
+def list_nowhere(home: Home, name: str) -> PoolEntry:
+    """List a pool where nothing listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        entry = PoolEntry(name, f"tcp://127.0.0.1:{free.getsockname()[1]}", new_key_pair().public)
+    add_pool(entry, listed(home))
+    return entry

@@ -1,0 +1,223 @@
+"""Key files, the list of whose keys are let in, and the commands that write them."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+
+import pytest
+
+from sgpu_magic import cli
+from sgpu_magic.errors import UsageError
+from sgpu_magic.pool.authorized_clients import AuthorizedClient, AuthorizedClients, authorize, read_clients, revoke
+from sgpu_magic.secure_sockets import KeyPair, is_public_key, new_key_pair, read_key_pair, write_key_pair
+
+ANN, BEN, EVE = (new_key_pair().public for _ in range(3))
+
+
+@pytest.fixture
+def clients(tmp_path: Path) -> Path:
+    return tmp_path / "clients.toml"
+
+
+@pytest.fixture
+def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, value in {"STATE_DIR": "state", "RUNTIME_DIR": "run", "CONFIG": "own/config.toml"}.items():
+        monkeypatch.setenv(f"SGPU_{name}", str(tmp_path / value))
+    return tmp_path
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+# ---------------------------------------------------------------- key files
+
+
+def test_a_key_file_is_read_as_it_was_written_and_is_private(tmp_path: Path):
+    pair = new_key_pair()
+    path = tmp_path / "new" / "client.key"
+    write_key_pair(path, pair)
+    assert read_key_pair(path) == pair
+    assert (mode(path), mode(path.parent)) == (0o600, 0o700)
+    assert [entry.name for entry in path.parent.iterdir()] == ["client.key"]
+    assert pair.secret not in repr(pair)
+
+
+def test_a_key_is_not_overwritten_by_accident(tmp_path: Path):
+    first, second = new_key_pair(), new_key_pair()
+    path = tmp_path / "client.key"
+    write_key_pair(path, first)
+    with pytest.raises(UsageError, match="there is a key in"):
+        write_key_pair(path, second)
+    assert read_key_pair(path) == first
+    write_key_pair(path, second, replace=True)
+    assert read_key_pair(path) == second
+    assert [entry.name for entry in tmp_path.iterdir()] == ["client.key"]
+
+
+@pytest.mark.parametrize("bits", [0o640, 0o604, 0o660, 0o602])
+def test_a_key_that_others_can_reach_is_refused(tmp_path: Path, bits: int):
+    path = tmp_path / "client.key"
+    write_key_pair(path, new_key_pair())
+    path.chmod(bits)
+    with pytest.raises(UsageError, match="can be read or written by other users"):
+        read_key_pair(path)
+
+
+@pytest.mark.needs_root
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to give a file away")
+def test_a_key_of_another_user_is_refused(tmp_path: Path):
+    path = tmp_path / "client.key"
+    write_key_pair(path, new_key_pair())
+    os.chown(path, 65534, 65534)
+    with pytest.raises(UsageError, match="belongs to another user"):
+        read_key_pair(path)
+
+
+@pytest.mark.parametrize("text", ["", "public = 1", 'public = "x"\nsecret = "y"', "\xff\xfe", "not toml at all ="])
+def test_what_is_no_key_pair_is_told(tmp_path: Path, text: str):
+    path = tmp_path / "client.key"
+    path.write_bytes(text.encode("latin-1"))
+    path.chmod(0o600)
+    with pytest.raises(UsageError, match="holds no key pair"):
+        read_key_pair(path)
+
+
+def test_halves_of_two_pairs_are_no_pair(tmp_path: Path):
+    path = tmp_path / "client.key"
+    write_key_pair(path, KeyPair(new_key_pair().public, new_key_pair().secret))
+    with pytest.raises(UsageError, match="do not belong together"):
+        read_key_pair(path)
+
+
+def test_what_can_be_a_key():
+    assert is_public_key(ANN)
+    for text in ("", "x" * 39, "x" * 41, ANN[:-1] + "\n", ANN[:-1] + " ", "é" * 40, "#" * 40):
+        assert not is_public_key(text), text
+
+
+# ---------------------------------------------------------------- whose keys are let in
+
+
+def test_keys_are_listed_and_taken_away(clients: Path):
+    authorize(clients, "ann", ANN)
+    authorize(clients, "b.en", BEN, admin=True)
+    authorize(clients, "ann", EVE)
+    assert read_clients(clients) == {
+        ANN: AuthorizedClient("ann"),
+        EVE: AuthorizedClient("ann"),
+        BEN: AuthorizedClient("b.en", admin=True),
+    }
+    assert mode(clients) == 0o600
+    assert revoke(clients, "ann") == 2
+    assert read_clients(clients) == {BEN: AuthorizedClient("b.en", admin=True)}
+    with pytest.raises(UsageError, match=r"has no user 'ann'. It has: b\.en"):
+        revoke(clients, "ann")
+
+
+def test_what_a_person_wrote_stays(clients: Path):
+    clients.write_text(f'# the first floor\nann = "{ANN}"  # since May\n\n[ops]\nkey = "{BEN}"\nadmin = true\n')
+    clients.chmod(0o600)
+    authorize(clients, "eve", EVE)
+    assert "# the first floor" in clients.read_text()
+    assert "# since May" in clients.read_text()
+    assert read_clients(clients)[EVE] == AuthorizedClient("eve")
+    assert read_clients(clients)[BEN] == AuthorizedClient("ops", admin=True)
+    revoke(clients, "ops")
+    assert read_clients(clients) == {ANN: AuthorizedClient("ann"), EVE: AuthorizedClient("eve")}
+
+
+def test_a_key_is_one_users(clients: Path):
+    authorize(clients, "ann", ANN)
+    with pytest.raises(UsageError, match="listed already, as ann's"):
+        authorize(clients, "ben", ANN)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ann = ",
+        'ann = "short"',
+        "ann = 3",
+        f'ann = "{ANN}"\nben = "{ANN}"',
+        f'ann = {{key = "{ANN}", adnim = true}}',
+        f'ann = {{key = "{ANN}", admin = "yes"}}',
+        f'"../ann" = "{ANN}"',
+    ],
+)
+def test_a_list_that_means_nothing_lets_in_nobody(clients: Path, text: str):
+    authorize(clients, "ben", BEN)
+    listed = AuthorizedClients(clients)
+    assert listed.look()
+    assert listed.find(BEN) == AuthorizedClient("ben")
+    clients.write_text(f"{clients.read_text()}\n{text}\n")
+    assert listed.look()
+    assert listed.find(BEN) is None
+    assert "can't be read" in listed.problem
+    assert not listed.look()
+
+
+def test_a_list_that_others_can_write_lets_in_nobody(clients: Path):
+    authorize(clients, "ann", ANN)
+    clients.chmod(0o666)
+    listed = AuthorizedClients(clients)
+    listed.look()
+    assert listed.find(ANN) is None
+    assert "can be written by other users" in listed.problem
+
+
+@pytest.mark.parametrize("name", ["", "../x", ".hidden", "a b", "a/b", "x" * 65, "é"])
+def test_a_users_name_is_plain(clients: Path, name: str):
+    with pytest.raises(UsageError, match="can't be a user's name"):
+        authorize(clients, name, ANN)
+    assert not clients.exists()
+
+
+# ---------------------------------------------------------------- commands
+
+
+def test_keygen_makes_one_key_and_says_what_to_send(own_places: Path, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["pool", "keygen"]) == 0
+    said = capsys.readouterr().out
+    pair = read_key_pair(own_places / "own" / "client.key")
+    assert f"your public key: {pair.public}" in said
+    assert f"sgpu pool authorize NAME '{pair.public}'" in said
+    assert pair.secret not in said
+    assert cli.main(["pool", "keygen"]) == 2
+    assert "--force replaces it" in capsys.readouterr().err
+    assert read_key_pair(own_places / "own" / "client.key") == pair
+    assert cli.main(["pool", "keygen", "--force"]) == 0
+    assert read_key_pair(own_places / "own" / "client.key") != pair
+
+
+def test_authorize_and_revoke_write_the_pools_list(own_places: Path, capsys: pytest.CaptureFixture[str]):
+    path = own_places / "state" / "pools" / "team" / "clients.toml"
+    assert cli.main(["pool", "authorize", "ann", ANN]) == 0
+    assert cli.main(["pool", "authorize", "ops", BEN, "--admin", "--name", "team"]) == 0
+    assert read_clients(path) == {ANN: AuthorizedClient("ann"), BEN: AuthorizedClient("ops", admin=True)}
+    assert cli.main(["pool", "authorize", "eve", "no key"]) == 2
+    assert "is no public key" in capsys.readouterr().err
+    assert cli.main(["pool", "revoke", "ann"]) == 0
+    assert re.search(r"ann may no longer use the pool team: 1 key removed", capsys.readouterr().out)
+    assert read_clients(path) == {BEN: AuthorizedClient("ops", admin=True)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--listen", "0.0.0.0:8700"], "--listen takes tcp://"),
+        (["--listen", "tcp://0.0.0.0:70000"], "--listen takes tcp://"),
+        (["--listen", "tcp://0.0.0.0:8700", "--name", "local"], "can't be a pool's name"),
+        (["--listen", "tcp://0.0.0.0:8700", "--name", "../x"], "can't be a pool's name"),
+        (["--listen", "tcp://0.0.0.0:8700", "--engine", "slurm"], "invalid choice"),
+        ([], "--listen"),
+    ],
+)
+def test_serve_says_what_means_nothing(
+    own_places: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+):
+    assert cli.main(["pool", "serve", *arguments]) == 2
+    assert says in capsys.readouterr().err

@@ -1,0 +1,144 @@
+"""The panel's half in the Jupyter server with pools of other machines: their list, one that is followed, one that is away.
+
+team    reserved, 2 a10
+gone    on demand; nothing listens there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from homes import Home
+from jupyter_servers import JupyterServer
+from listed_pools import list_nowhere, list_pools, listed
+from served_pools import ServedPool
+from test_panel_server import ServedPage
+from waiting import eventually
+
+from sgpu_magic.client.pools_edits import remove_pool
+
+WAITS = "import time\nprint('begun', flush=True)\nwhile True: time.sleep(0.05)"
+
+
+@pytest.fixture(scope="module")
+def team() -> Iterator[ServedPool]:
+    made = ServedPool({"SGPU_SIMULATE": "a10:2"})
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def place(team: ServedPool) -> Iterator[Home]:
+    home = Home({"SGPU_PRICES": "a10=9"})
+    list_pools(home, [("team", team, {"reserved": True, "prices": {"a10": 1.5}})])
+    list_nowhere(home, "gone")
+    yield home
+    home.close()
+
+
+@pytest.fixture(scope="module")
+def server(place: Home) -> Iterator[JupyterServer]:
+    made = JupyterServer(place)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def open_page(server: JupyterServer) -> Iterator[Callable[..., ServedPage]]:
+    made: list[ServedPage] = []
+
+    def make(pool: str = "") -> ServedPage:
+        page = ServedPage(server)
+        made.append(page)
+        page.order("watch", pool=pool)
+        return page
+
+    yield make
+    for page in made:
+        page.close()
+
+
+def test_all_pools_are_listed_with_how_each_is_now(place: Home, open_page: Callable[..., ServedPage]):
+    page = open_page()
+    page.until(lambda: "can't be reached" in str(page.pools))
+    assert [(pool["name"], pool["about"], pool["reserved"], pool["default"]) for pool in page.pools] == [
+        ("team", "reserved · 2 of 2 A10 free · $1.50", True, True),
+        ("gone", "on demand · can't be reached", False, False),
+        ("local", "this machine", False, False),
+    ]
+    assert place.pool_pid() is None, "looking has started a pool"
+
+
+def test_the_chosen_one_is_followed_as_this_machines_own(
+    team: ServedPool, server: JupyterServer, open_page: Callable[..., ServedPage]
+):
+    page = open_page()
+    picture = page.until_state("up")
+    assert (picture["pool"], picture["sentence"], picture["remedy"]) == ("team", "", "")
+    assert picture["about"].startswith("team · ")
+    kinds = {kind["type"]: (kind["total"], kind["free"], kind["price"]) for kind in picture["types"]}
+    assert kinds == {"a10": (2, 2, 1.5), "cpu": (16, 16, None)}
+    bob = team.user("bob")
+    run = bob.client.begin(WAITS, ranks=1, device_type="a10").run.run_id
+    page.until(lambda: page.row(run).get("state") == "running")
+    row = page.row(run)
+    assert (row["user"], row["here"], row["device_type"]) == ("bob", False, "a10")
+    page.until(lambda: [device["free"] for device in page.picture["devices"]].count(False) == 1)
+    # what is of others is theirs
+    page.order("cancel-run", run_id=run, pool="team")
+    said = page.until_said()
+    assert not said["ok"]
+    assert "bob" in said["text"] or "another user" in said["text"], said
+    bob.client.pool.cancel(run, "by bob")
+    page.until(lambda: page.row(run).get("state") == "cancelled")
+
+
+def test_one_that_is_away_says_so_with_a_button_and_holds_up_no_other(
+    server: JupyterServer, open_page: Callable[..., ServedPage]
+):
+    page = open_page("gone")
+    picture = page.until_state("lost")
+    assert picture["sentence"].startswith("The pool gone can't be reached: nothing answers at tcp://127.0.0.1:")
+    assert (picture["remedy"], picture["remedy_words"]) == ("retry", "Look again")
+    page.order("start-pool", pool="gone")
+    said = page.until_said()
+    assert not said["ok"]
+    assert "The pool gone runs on another machine" in said["text"]
+    other = open_page("local")
+    assert other.until_state("none")["pool"] == "local"
+    page.order("watch", pool="team")
+    page.until(lambda: page.picture["pool"] == "team")
+    answer = server.get("sgpu/panel?pool=team").body
+    assert answer["pool"]["picture"]["state"] == "up"
+    assert [pool["name"] for pool in answer["pools"]["pools"]] == ["team", "gone", "local"]
+
+
+def test_one_that_is_killed_is_lost_and_found_again(team: ServedPool, open_page: Callable[..., ServedPage]):
+    page = open_page("team")
+    page.until_state("up")
+    team.kill()
+    picture = page.until_state("lost")
+    assert "can't be reached" in picture["sentence"]
+    page.until(lambda: "team" in [pool["name"] for pool in page.pools if "can't be reached" in pool["about"]], 30)
+    team.start()
+    page.order("watch", pool="team")
+    page.until_state("up")
+
+
+def test_a_list_that_changes_is_read_again(
+    place: Home, team: ServedPool, server: JupyterServer, open_page: Callable[..., ServedPage]
+):
+    added = list_nowhere(place, "third")
+    try:
+        names = lambda: [pool["name"] for pool in server.get("sgpu/panel").body["pools"]["pools"]]  # noqa: E731
+        assert "third" in names()
+        page = open_page("third")
+        assert page.until_state("lost")["pool"] == "third"
+    finally:
+        remove_pool(added.name, listed(place))
+    eventually(lambda: "third" not in names(), 10)
+    late = open_page("third")
+    assert late.until_state("problem")["sentence"] == (
+        "There is no pool 'third' here. You have: local, team, gone. Choose one of them."
+    )
