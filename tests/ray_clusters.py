@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import warnings
@@ -15,7 +16,6 @@ from typing import Any
 
 from homes import Home
 from process_table import Process, below, is_alive, process_table
-from ray_head import free_ports
 from waiting import eventually
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -23,6 +23,7 @@ os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
 
 _START_S = 90.0
 _ANSWER = "answer: "
+_STARTS = 4
 
 
 class FakeCluster:
@@ -36,16 +37,15 @@ class FakeCluster:
     """
 
     def __init__(self, gpus: tuple[int, ...] = (2, 2), cpus: int = 4, label: str = "A10G", resource: str = "") -> None:
+        self.nodes: list[Any] = []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from ray.cluster_utils import Cluster
 
-            self._cluster: Any = Cluster(
-                initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": False, **_ports()}
-            )
-            self.nodes: list[Any] = []
-            for count in gpus:
-                self.add(count, cpus, label, resource)
+            self._cluster: Any = Cluster()
+        self._add(num_cpus=1, num_gpus=0, include_dashboard=False)
+        for count in gpus:
+            self.add(count, cpus, label, resource)
         self.address: str = self._cluster.address
         # not those of a home that a test is in
         self._environ = dict(os.environ)
@@ -53,17 +53,30 @@ class FakeCluster:
 
     def add(self, gpus: int, cpus: int = 4, label: str = "A10G", resource: str = "") -> Any:
         """Add a node, as an autoscaler would."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            node = self._cluster.add_node(
-                num_cpus=cpus,
-                num_gpus=gpus,
-                **_ports(),
-                labels={"ray.io/accelerator-type": label} if label else None,
-                resources={f"accelerator_type:{resource}": 1} if resource else None,
-            )
+        node = self._add(
+            num_cpus=cpus,
+            num_gpus=gpus,
+            labels={"ray.io/accelerator-type": label} if label else None,
+            resources={f"accelerator_type:{resource}": 1} if resource else None,
+        )
         self.nodes.append(node)
         return node
+
+    def _add(self, **arguments: Any) -> Any:
+        """Ray gives what a raylet starts 15 s to import what it needs, and then raises something that has no type."""
+        for left in reversed(range(_STARTS)):
+            before = set(_ray_pids())
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    return self._cluster.add_node(**arguments)
+            except Exception as error:
+                if not left or not any(word in str(error) for word in ("timed out", "Deadline", "cannot find")):
+                    raise
+                for pid in set(_ray_pids()) - before:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+        raise AssertionError("not reached")
 
     def left_nothing(self, pool: str) -> None:
         """Wait until no actor and no placement group of a pool is in the cluster."""
@@ -145,28 +158,18 @@ for line in sys.stdin:
         eventually(lambda: not _rays(), 20, lambda: f"Ray's processes are left: {_rays()}")
 
 
-def _ports() -> dict[str, int]:
-    """Those that a raylet else waits for until its helpers say them: half a minute, and a busy machine is too slow."""
-    names = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
-    return dict(zip(names, free_ports(len(names)), strict=True))
-
-
 def _rays() -> list[str]:
-    """Processes of Ray below this one."""
-    mine = os.getpid()
+    """Raylets, and what else must not outlive a cluster, below this process."""
     table = process_table()
-
-    def below(pid: int) -> bool:
-        while pid in table and pid != mine:
-            pid = table[pid].parent
-        return pid == mine
-
     names = ("raylet", "gcs_server", "ray::", "sgpu_magic.agent")
-    return [
-        str(process)
-        for pid, process in table.items()
-        if process.state != "Z" and any(name in process.command for name in names) and below(pid)
-    ]
+    return [str(table[pid]) for pid in _ray_pids() if pid in table and any(name in str(table[pid]) for name in names)]
+
+
+def _ray_pids() -> list[int]:
+    """All of Ray below this process."""
+    table = process_table()
+    found = below([os.getpid()], table)
+    return [pid for pid in found if table[pid].state != "Z" and "ray" in table[pid].command]
 
 
 _AGENT = "-m sgpu_magic.agent "
@@ -234,7 +237,7 @@ class RayPool:
 
     def start(self) -> None:
         """Start the service, and wait until clients find it."""
-        program = Path(os.environ.get("DBG_POOL") or Path(__file__).parent / "ray_pool.py")
+        program = Path(__file__).parent / "ray_pool.py"
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, str(program)], env=self.home.environ, stdout=log, stderr=log, cwd="/"

@@ -107,3 +107,16 @@ def say_raw(connection: socket.socket, data: bytes, patience_s: float = 10.0) ->
     except (BrokenPipeError, ConnectionResetError):
         pass
     return got
+
+
+def has_ended(connection: socket.socket) -> bool:
+    """Whether the other side has ended it."""
+    connection.setblocking(False)
+    try:
+        while connection.recv(4096):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+    return True

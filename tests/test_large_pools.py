@@ -123,6 +123,6 @@ def test_the_panel_draws_each_device_of_a_small_pool_and_the_nodes_of_a_large_on
     else:
         # a notebook counts its own devices: they are always there
         assert [one.kernel for one in picture.devices[:2]] == ["k1", "k1"]
-        assert drawn[2] == ("host-n1 · 8 H100", "8 free", True)
+        assert drawn[2] == ("host-n1 · 8 H100", "8 of 8 free", True)
         assert len(drawn) == 2 + 32
     assert (picture.types[0].total, picture.types[0].free) == (8 * nodes, 8 * nodes - 2)

@@ -28,6 +28,7 @@ from sgpu_magic.pool.run_log import RunLog, read_events
 from sgpu_magic.protocol.devices import Lease
 from sgpu_magic.protocol.events import DeviceBusy, DeviceIdle, Noted, Sampled
 from sgpu_magic.protocol.measures import Collective, RankSample, RankStack, StackFrame
+from sgpu_magic.protocol.node_messages import RunEvent
 from sgpu_magic.protocol.records import CellSource
 from tests import nvml_stub as nvml
 
@@ -524,7 +525,8 @@ def test_the_log_of_a_day_with_8_ranks_stays_under_10_mb(tmp_path: Path):
         for step in range(1200):
             run.step(readings(step), cores=1.234)
         for body in run.said:
-            log.append(body, 1_763_653_000.123, number=12_345)
+            at = 1_763_653_000.123
+            log.append(body, at, told=RunEvent(run_id="0" * 26, number=12_345, at=at, body=body))
     finally:
         log.close()
     assert len(run.said) == 720

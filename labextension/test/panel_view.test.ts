@@ -182,13 +182,13 @@ describe("what there is to choose from", () => {
     host.pools.tell({
       kind: "pools",
       pools: [
-        { name: "team", about: "ray", reserved: true, default: false },
+        { name: "team", about: "reserved · 4 of 8 H100 free", reserved: true, default: false },
         { name: "local", about: "this machine", reserved: false, default: true },
       ],
     });
     await vi.waitFor(() => query(el, "option[value=team]"));
     const select = query(el, "[aria-label=Pool] select") as HTMLSelectElement;
-    expect(text(select)).toBe("team · reservedlocal · this machine");
+    expect(text(select)).toBe("team · reserved · 4 of 8 H100 freelocal · this machine");
     select.value = "team";
     select.dispatchEvent(new Event("change", { bubbles: true }));
     expect(host.pools.orders).toEqual([

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from sgpu_magic.storage.below import open_below, parts_of
 MIRRORS = "remote"
 """The folder of all mirrors in the state directory: `remote/<pool>/<run>`."""
 
+_MOST_RUNS = 200
 _WINDOW = 16
 _ANSWER_S = 60.0
 # who reads a log shows what is there when the pool can't be asked
@@ -134,8 +136,9 @@ class Mirror:
     # ------------------------------------------------------------ within
 
     def _make_folder(self, name: str) -> None:
-        private_dir(self.directory.parent.parent)
-        private_dir(self.directory.parent)
+        if not self.directory.exists():
+            private_dir(self.directory.parent.parent)
+            _keep_newest(private_dir(self.directory.parent), _MOST_RUNS - 1)
         folder = private_dir(self.directory)
         for part in parts_of(name)[:-1]:
             folder = private_dir(folder / part)
@@ -177,6 +180,14 @@ class Mirror:
         if not isinstance(answer, FilePart):
             raise PoolError(f"{link.title} gave an answer that fits no question. Have its operator restart it.")
         return answer
+
+
+def _keep_newest(folder: Path, most: int) -> None:
+    """Remove the mirrors that nothing was brought to for longest: their pool has what is in them."""
+    with contextlib.suppress(FileNotFoundError):
+        found = sorted(folder.iterdir(), key=lambda each: each.stat().st_mtime, reverse=True)
+        for each in found[most:]:
+            shutil.rmtree(each, ignore_errors=True)
 
 
 def _answer(link: PoolLink, request: int, reply: Future[Reply], patience_s: float | None = None) -> Reply:

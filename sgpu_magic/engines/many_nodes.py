@@ -275,13 +275,13 @@ class ManyNodes(ManyRuns):
         missing: list[SpreadRun] = []
         for run_id, run in list(self._runs.items()):
             part = run.part_on(node)
-            if part is None or run.joint.is_lost(part) or (not run.over and run.node_came(node)):
+            if part is None or run.joint.is_lost(part):
                 continue
             one = held.get(run_id)
             if one is not None and one.launch.attempt == run.launch.attempt:
                 del held[run_id]
                 run.adopt(part)
-            elif part in run.parts:
+            elif part in run.parts and not run.node_came(node):
                 missing.append(run)
         for run_id in held:
             self._end_stale(node, run_id)

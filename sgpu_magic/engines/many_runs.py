@@ -137,12 +137,20 @@ class ManyRuns:
 
     def end_run(self, run_id: str, state: RunState, reason: str) -> None:
         launch = self._placing.pop(run_id, None)
-        if launch is None:
-            self._order(run_id, EndRun(run_id=run_id, state=state, reason=reason))
-            return
-        self.withdraw(run_id)
-        # on the loop: who asks is in the middle of its own decision
-        self._loop.call_soon(self._end_unstarted, launch, RunEnded(state=state, reason=reason))
+        if launch is not None:
+            self.withdraw(run_id)
+        elif (run := self._runs.get(run_id)) is not None:
+            never = run.drop_unstarted()
+            if len(never) == len(run.nodes):
+                run.over = True
+                launch = run.launch
+            else:
+                run.order(EndRun(run_id=run_id, state=state, reason=reason))
+                for part in never:
+                    self._part_gone(run, part)
+        if launch is not None:
+            # on the loop: who asks is in the middle of its own decision
+            self._loop.call_soon(self._end_unstarted, launch, RunEnded(state=state, reason=reason))
 
     def kill_ranks(self, run_id: str) -> None:
         self._order(run_id, KillRanks(run_id=run_id))
@@ -183,6 +191,7 @@ class ManyRuns:
     def _happened(self, run: SpreadRun, part: int, event: RunEvent, frames: Sequence[bytes]) -> None:
         body = event.body
         ended = run.joint.ended
+        run.was_heard(part)
         told = run.joint.heard(part, event, frames, time.time())
         failure = body.failure if isinstance(body, RankFailed | RunEnded) else None
         if isinstance(body, RankFailed) or (isinstance(body, RunEnded) and body.state is RunState.FAILED):

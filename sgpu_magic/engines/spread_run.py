@@ -58,6 +58,8 @@ class SpreadRun:
         self.over = False
         self._standing: list[ToAgent] = []
         self._unstarted: set[int] = set()
+        # launched, and nothing has come from there: the order may have been lost with a link
+        self._silent: set[int] = set()
         self._ready: dict[int, MasterBound] = {}
         self._frames: Sequence[bytes] = ()
 
@@ -95,17 +97,27 @@ class SpreadRun:
                 self.node_came(node)
 
     def node_came(self, node: str) -> bool:
-        """Launch the part of a node that was awaited. False when it has been launched there already."""
+        """Launch the part of a node that was awaited, or does not know of it. False when it has said something."""
         index = self.nodes.index(node)
-        if index not in self._unstarted:
+        if index not in self._unstarted | self._silent:
             return False
         self._unstarted.discard(index)
+        self._silent.add(index)
         self._send(node, part_of(self.launch, index), self._frames)
         for order in self._standing:
             self._send(node, order, ())
-        if not self._unstarted:
-            self._frames = ()
         return True
+
+    def was_heard(self, index: int) -> None:
+        """The part was launched: its node has said something of it."""
+        self._silent.discard(index)
+        if not (self._unstarted or self._silent):
+            self._frames = ()
+
+    def drop_unstarted(self) -> list[int]:
+        """Launch no part any more whose node has not come yet. Returns those parts."""
+        dropped, self._unstarted = sorted(self._unstarted), set[int]()
+        return dropped
 
     def order(self, order: ToAgent) -> None:
         """Order the same of every part."""
@@ -117,6 +129,7 @@ class SpreadRun:
 
     def adopt(self, index: int) -> None:
         """Go on with a part whose agent has come back, or has come to a new pool service."""
+        self.was_heard(index)
         node = self.nodes[index]
         self._send(node, Adopt(run_id=self.run_id, number=self.joint.passed(index)), ())
         for order in self._standing:
@@ -134,6 +147,7 @@ class SpreadRun:
 
     def master_bound(self, index: int, bound: MasterBound) -> None:
         """The ranks of a part are ready to meet the others. Once all are, tell them where."""
+        self.was_heard(index)
         self._ready[index] = bound
         if len(self._ready) == len(self.nodes):
             first = self._ready[0]

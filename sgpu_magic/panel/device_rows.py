@@ -97,6 +97,6 @@ def _node(host: str, devices: Sequence[Device], holders: Holders) -> tuple[int, 
         memory_bytes=sum(device.memory_bytes for device in devices),
         run_id="",
         kernel="",
-        user=f"{free} free",
-        free=free > 0,
+        user=f"{free} of {len(devices)} free",
+        free=free == len(devices),
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sgpu_magic.client.local_pool import find_pool
-from sgpu_magic.client.pools_file import LOCAL, PoolEntry, default_pool, read_pools
+from sgpu_magic.client.pools_file import LOCAL, PoolEntry, default_pool, pools_path, read_pools
 from sgpu_magic.commands import ledger_file
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, PoolVersionError, SgpuError
@@ -65,6 +65,7 @@ class PoolLook:
     def __init__(self, settings: Settings, entry: PoolEntry | None = None) -> None:
         self._settings = settings
         self._entry = entry
+        self._list_changed = _list_changed()
         self._name = LOCAL if entry is None else entry.name
         self._rates = rates_of(settings, entry)
         self._usage = MonthUsage(settings)
@@ -79,6 +80,11 @@ class PoolLook:
         self._durations = Durations(())
         self._ended: frozenset[str] = frozenset()
         self._rows: dict[str, tuple[RunSummary, RunPlace, RunRow]] = {}
+
+    @property
+    def is_outdated(self) -> bool:
+        """The list of pools was changed: this name may mean another now, or nothing."""
+        return _list_changed() != self._list_changed
 
     def look(self) -> Seen:
         """Ask the pool, or find out why it can't be asked."""
@@ -231,6 +237,11 @@ class NoLook:
         self._sentence = sentence
         self._remedy: Remedy = remedy
 
+    @property
+    def is_outdated(self) -> bool:
+        """What is wrong may have been mended."""
+        return True
+
     def look(self) -> Seen:
         words = LOOK_AGAIN if self._remedy else ""
         return Seen(away_picture(self._pool, "problem", self._sentence, self._remedy, words, time.time()), {})
@@ -261,6 +272,10 @@ def looker_of(pool: str, read_settings: Callable[[], Settings]) -> Looker:
         have = f". You have: {LOCAL}, {others}. Choose one of them." if others else ": only the local one. Choose that."
         return NoLook(name, f"There is no pool {name[:40]!r} here{have}")
     return PoolLook(settings, entry)
+
+
+def _list_changed() -> int:
+    return _changed_at(str(pools_path()))
 
 
 def _changed_at(path: str) -> int:

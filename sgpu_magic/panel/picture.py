@@ -21,9 +21,9 @@ class PoolChoice(Message, frozen=True):
 
     Args:
         name: As in `--pool`.
-        about: `this machine`, or its address.
+        about: `this machine`, or what is known of it now: `reserved · 4 of 8 H100 free · $3.90`.
         reserved: Its devices are paid for anyway: it comes before the others.
-        default: The settings name it.
+        default: It is meant where none is named.
     """
 
     name: str

@@ -80,7 +80,7 @@ def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve
     known = held.confirmed and held.choice == choice
     words = _Words()
     try:
-        status = _status(place, choice, words)
+        status = _status(place, choice, words, connect=connect)
         if status is not None:
             _check_devices(choice, status, stands_in=place.settings.stand_in == "cpu")
             if connect:
@@ -88,10 +88,8 @@ def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve
         added, removed = _packages(place.pool.settings, choice, words, resolve=resolve)
     except (Impossible, SgpuError) as error:
         text = error.message if isinstance(error, SgpuError) else str(error)
-        picture = PlanPicture(
-            sentences=tuple(words.sentences), loses=False, problem=sentence(text), button=_button(connect, known)
-        )
-        return Plan(picture)
+        said, button = tuple(words.sentences), _button(connect, known)
+        return Plan(PlanPicture(sentences=said, loses=False, problem=sentence(text), button=button))
     current = living(DEFAULT_NAME)
     changed = bool(added or removed)
     restarts: Session | None = None
@@ -105,9 +103,8 @@ def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve
             _waiting(choice, status, restarts, words)
     else:
         _left_alone(current, choice, changed, words)
-    picture = PlanPicture(
-        sentences=tuple(words.sentences), loses=words.loses, problem="", button=_button(connect, known and not changed)
-    )
+    button = _button(connect, known and not changed)
+    picture = PlanPicture(sentences=tuple(words.sentences), loses=words.loses, problem="", button=button)
     connects = connect and (current is None or restarts is not None)
     return Plan(picture, added, removed, restarts, connects)
 
@@ -144,18 +141,22 @@ def _button(connect: bool, known: bool) -> str:
     return "Apply" if not connect else "Connect" if known else "Apply and connect"
 
 
-def _status(place: Workplace, choice: Choice, words: _Words) -> PoolStatus | None:
-    """What the pool has; None while there is none, for a plan starts nothing."""
+def _status(place: Workplace, choice: Choice, words: _Words, *, connect: bool) -> PoolStatus | None:
+    """What the pool has; None while there is none, for a plan starts nothing, and where nothing is asked of one."""
+    if not (connect or choice.gpus or choice.type or choice.pool):
+        return None
     name = choice.pool or place.current_settings().pool
     entries = place.pools.entries()
     if name in (*KINDS, "") and entries:
-        found = place.find(name, Devices(choice.gpus or None, choice.type or None))
+        found = place.find(name, Devices(choice.gpus or 1, choice.type or None))
         words.sentences += [f"{sentence(note)}." for note in found.notes]
         pool = found.pool
     else:
         _check_pool(place, name)
         pool = place.pools.named(name or LOCAL)
     if pool is not place.pools.local:
+        if connect and not choice.gpus:
+            raise Impossible(f"The pool {pool.name} is shared with others: choose how many devices.")
         return pool.status(1, timeout_s=PATIENCE_S)
     try:
         return pool.status(recent=1, start=False)

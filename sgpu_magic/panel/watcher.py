@@ -127,8 +127,10 @@ class PoolWatcher:
             while self._goes_on():
                 began = time.monotonic()
                 try:
-                    if looker is None or isinstance(looker, NoLook):
-                        # the settings may have been mended
+                    if looker is not None and looker.is_outdated:
+                        looker.close()
+                        looker = None
+                    if looker is None:
                         looker = self._looker()
                     seen = looker.look()
                 except Exception:

@@ -42,6 +42,16 @@ class Doorkeeper:
         self._loop.add_reader(self._monitor.fileno(), self._look)
         self._look()
 
+    @property
+    def strangers(self) -> int:
+        """How many stand there."""
+        return len(self._strangers)
+
+    @property
+    def descriptors(self) -> set[int]:
+        """The sockets of all connections, in this process."""
+        return self._known | self._strangers.keys()
+
     def knows(self, descriptor: int) -> None:
         """Somebody with a listed key has said hello over this connection."""
         if self._strangers.pop(descriptor, None) is not None:

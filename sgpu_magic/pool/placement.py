@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 
+from sgpu_magic.pool.asked_leases import ASKED, elastic_key, is_asked
 from sgpu_magic.pool.shares import Parts, laid_out
 from sgpu_magic.pool.shelves import Shelves
 from sgpu_magic.pool.stock import CPU_LINE, Line, Stock, line_of, memory_bytes
@@ -16,8 +17,6 @@ from sgpu_magic.pool.wants import Want, amount
 from sgpu_magic.protocol.device_types import CPU
 from sgpu_magic.protocol.devices import Device, Inventory, Lease, NodeShare
 from sgpu_magic.protocol.ids import short
-
-ASKED = "asked of the cluster, which has to bring more nodes for it"
 
 
 class Room:
@@ -145,7 +144,7 @@ class Room:
         elastic = self.stock.elastic(want.line)
         if elastic <= self.stock.total(want.line, want.min_memory_bytes) or not self._within_limit(want):
             return None
-        if _elastic_key(want.line) in self.refused:
+        if elastic_key(want.line) in self.refused:
             return None
         return Lease(
             lease_id=lease_id,
@@ -241,7 +240,7 @@ class Room:
             parts.append(f"{_are(len(busy))} in use outside the pool ({busy[0].outside_use}; {takes})")
         if (count := self.stock.total(want.line)) < want.ranks and self.stock.elastic(want.line) < want.ranks:
             parts.append(f"the pool has only {self.amount(want, count)} now")
-        if (key := _elastic_key(want.line)) in self.refused:
+        if (key := elastic_key(want.line)) in self.refused:
             parts.append(f"the cluster brought no more: {self.refused[key]}")
         return parts
 
@@ -328,28 +327,6 @@ class Room:
             self._fit_when_empty.clear()
         if uuid not in self.refused:
             self._shelves.count(device, change)
-
-
-def is_asked(lease: Lease, stock: Stock) -> bool:
-    """Whether the lease has no devices yet: the engine asked for nodes, and says when it has them."""
-    return stock.many and not lease.shares and not lease.uuids
-
-
-def _elastic_key(line: Line) -> str:
-    return f"elastic {line.device_type}"
-
-
-def refused_keys(lease: Lease, uuids: Collection[str], stock: Stock | None) -> set[str]:
-    """What counts as in use outside after the engine refused a lease: at least something of the lease's own.
-
-    Else the same lease would come again and again.
-    """
-    barred = set(uuids) & set(lease.uuids) or set(lease.uuids)
-    if barred or stock is None:
-        return barred or {CPU}
-    if is_asked(lease, stock):
-        return {_elastic_key(CPU_LINE if lease.cpu_slots else Line(lease.device_type))}
-    return {f"{CPU}@{share.node}" for share in lease.shares} or {CPU}
 
 
 def _are(count: int) -> str:

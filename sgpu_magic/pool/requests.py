@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from sgpu_magic.engines.base import Engine
@@ -15,8 +15,9 @@ from sgpu_magic.pool.forwarding import Forwarding
 from sgpu_magic.pool.kept_environments import KeptEnvironments
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.permissions import Permissions
-from sgpu_magic.pool.run_book import PoolRun, RunBook
+from sgpu_magic.pool.run_book import RunBook
 from sgpu_magic.pool.run_log import read_events
+from sgpu_magic.pool.run_lookup import RunLookup
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.pool.session_requests import SessionRequests
 from sgpu_magic.pool.submissions import Placing, Submissions
@@ -53,9 +54,6 @@ from sgpu_magic.protocol.records import CellSource
 from sgpu_magic.protocol.run_files import KEY
 from sgpu_magic.protocol.session_messages import AskRank, RestartRanks
 from sgpu_magic.protocol.states import OWNER_GONE, RunState
-
-# a user's own newest run is looked for among so many
-_LOOK_BACK = 200
 
 
 class Core(Placing, Protocol):
@@ -103,7 +101,8 @@ class Requests:
         self._kept_environments = kept_environments
         self._asked_stacks: dict[int, tuple[ConnectedClient, AskStacks, str]] = {}
         self._permissions = Permissions(server, book, ledger)
-        self.forwarding = Forwarding(server, engine, self._own_going)
+        self._runs = RunLookup(server, book, ledger, self._permissions, lambda: core.resubmittable)
+        self.forwarding = Forwarding(server, engine, self._runs.own_going)
         self.sessions = SessionRequests(server, engine, book, ledger, core.feed)
         self.submissions = Submissions(core, server, engine, book, ledger, self.sessions.unknown, bytes_desk)
 
@@ -114,7 +113,7 @@ class Requests:
             case Warm():
                 self._engine.warm(message)
             case Submit():
-                self._when_settled(lambda: self.submissions.submit(client, message, frames))
+                self._when_settled(lambda: self._submit(client, message, frames))
             case Describe():
                 run = self._book.speaker(message.run_id)
                 if run is not None:
@@ -122,7 +121,8 @@ class Requests:
             case KeepEnvironment():
                 self._kept_environments.keep(message)
             case Cancel():
-                self._cancel(client, message)
+                # never before the run that it means
+                self._when_settled(lambda: self._cancel(client, message))
             case RestartRanks():
                 self._when_settled(lambda: self.sessions.restart(client, message))
             case AskRank():
@@ -184,8 +184,13 @@ class Requests:
 
     # ------------------------------------------------------------ cancel, stop
 
+    def _submit(self, client: ConnectedClient, message: Submit, frames: Sequence[bytes]) -> None:
+        # whoever has gone meanwhile would leave a run without an owner
+        if client in self._server.clients:
+            self.submissions.submit(client, message, frames)
+
     def _cancel(self, client: ConnectedClient, message: Cancel) -> None:
-        run = self._going(client, message.request, message.run, ends=True) if message.run else None
+        run = self._runs.going(client, message.request, message.run, ends=True) if message.run else None
         if run is None:
             return
         kill = message.kill and (run.state is RunState.CANCELLING or run.state.is_final)
@@ -208,7 +213,7 @@ class Requests:
     # ------------------------------------------------------------ follow, let go, look into
 
     def _attach(self, client: ConnectedClient, message: Attach) -> None:
-        run_id = self._choose(client, message)
+        run_id = self._runs.to_follow(client, message)
         if run_id is None:
             return
         run = self._book.speaker(run_id)
@@ -235,28 +240,9 @@ class Requests:
         else:
             run.watchers.append(client)
 
-    def _choose(self, client: ConnectedClient, message: Attach) -> str | None:
-        if not message.run:
-            detached = [run for run in self._book.going if run.spec.detach and client.may_see(run.spec.owner.user)]
-            going_on = [run.run_id for run in detached]
-            newest = [row.run_id for row in self._ledger.recent(1 if client.same_host else _LOOK_BACK)][::-1]
-            newest = [run_id for run_id in newest if self._permissions.may_see(client, run_id)]
-            chosen = (going_on[-1:] or newest[-1:] or [None])[0]
-            if chosen is None:
-                self._server.refuse(client, message.request, "this pool has had no run yet.", "RunUnknown")
-            return chosen
-        found = {run.run_id for run in self._book.going if run.run_id.startswith(message.run)}
-        # a run that was lost with the queue of an earlier service is not there until it is submitted again
-        found |= set(self._known(message.run)) - set(self._core.resubmittable)
-        found = {run_id for run_id in found if self._permissions.may_see(client, run_id)}
-        if len(found) == 1:
-            return found.pop()
-        self._server.refuse(client, message.request, _not_one(message.run, found, "that this pool has"), "RunUnknown")
-        return None
-
     def _detach(self, client: ConnectedClient, message: Detach) -> None:
         if message.run:
-            run = self._going(client, message.request, message.run)
+            run = self._runs.going(client, message.request, message.run)
             if run is None:
                 return
             if why := ends_with_notebook(run.spec):
@@ -284,7 +270,7 @@ class Requests:
 
     def _ask_stacks(self, client: ConnectedClient, message: AskStacks) -> None:
         if message.run:
-            run = self._going(client, message.request, message.run)
+            run = self._runs.going(client, message.request, message.run)
         else:
             placed = [run for run in self._book.going if run.placed_at is not None]
             run = next((run for run in reversed(placed) if client.may_see(run.spec.owner.user)), None)
@@ -311,45 +297,9 @@ class Requests:
     def _tell_status(self, client: ConnectedClient, message: AskStatus) -> None:
         self._server.send(client, self._permissions.shown(client, self._core.status(message)))
 
-    def _going(self, client: ConnectedClient, request: int, prefix: str, *, ends: bool = False) -> PoolRun | None:
-        """The one run of that prefix that goes on; None, and the client told why, when there is none.
-
-        Args:
-            ends: It is to be ended, which an admin may do to everybody's.
-        """
-        may = client.may_end if ends else client.may_see
-        found = [run for run in self._book.going if run.run_id.startswith(prefix) and may(run.spec.owner.user)]
-        if len(found) == 1:
-            return found[0]
-        ids = [run.run_id for run in found]
-        self._server.refuse(client, request, _not_one(prefix, ids, "that is going on here"), "RunUnknown")
-        return None
-
-    def _own_going(self, client: ConnectedClient, prefix: str) -> PoolRun | str:
-        """The one run of that prefix that goes on and is this client's user's; else a sentence why there is none."""
-        found = [
-            run for run in self._book.going if run.run_id.startswith(prefix) and client.may_see(run.spec.owner.user)
-        ]
-        if len(found) == 1 and prefix:
-            return found[0]
-        return _not_one(prefix, [run.run_id for run in found], "of yours that is going on here")
-
-    def _known(self, prefix: str) -> list[str]:
-        try:
-            return self._ledger.find(prefix)
-        except ValueError:
-            return []
-
     def _when_settled(self, call: Callable[[], None]) -> None:
         """Once it is known which runs of an earlier service go on."""
         if self._core.settled:
             call()
         else:
             self._core.with_fresh_inventory(call)
-
-
-def _not_one(prefix: str, found: Collection[str], which: str) -> str:
-    if found:
-        listed = ", ".join(sorted(found))
-        return f"{prefix!r} begins the ids of {len(found)} runs: {listed}. Give more digits."
-    return f"no run {which} has an id that begins with {prefix!r}. `sgpu runs` lists them."

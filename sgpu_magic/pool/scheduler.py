@@ -20,10 +20,10 @@ from dataclasses import replace
 import msgspec
 
 from sgpu_magic.pool import session_rules
+from sgpu_magic.pool.asked_leases import refused_keys
 from sgpu_magic.pool.budget import Budget
 from sgpu_magic.pool.cost_rules import CostRules
 from sgpu_magic.pool.fair_share import NO_LIMITS, FairShare
-from sgpu_magic.pool.placement import refused_keys
 from sgpu_magic.pool.prices import Tariff
 from sgpu_magic.pool.queue_rules import QueueRules
 from sgpu_magic.pool.queue_words import QueueWords, Told

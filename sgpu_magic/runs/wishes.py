@@ -50,8 +50,15 @@ def wishes_from(
         torch_mine=torch == "mine",
         allow_build=bool(allow_build),
         track=track,
-        uploads=(os.fspath(upload),) if isinstance(upload, str | os.PathLike) else tuple(map(os.fspath, upload)),
+        uploads=tuple(os.fspath(path) for path in _several(upload)),
     )
+
+
+def _several(upload: Upload) -> Iterable[str | os.PathLike[str]]:
+    if isinstance(upload, str | os.PathLike):
+        # a folder that is named by a path object is one, whatever it can be iterated for
+        return (upload,)
+    return upload
 
 
 def max_cost_from(option: str, value: str | float | None) -> float | None:

@@ -29,6 +29,7 @@ from tests.benchmarks.report import markdown
 from tests.benchmarks.rows import (
     failure,
     launch,
+    on_ray,
     output,
     payload,
     rehydration,
@@ -49,6 +50,7 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "payload": payload.to_all_ranks,
     "return": payload.back_from_each,
     "remote": remote.there_and_back,
+    "ray": on_ray.all_reduce,
     "output": output.numbered_lines,
     "failure": failure.one_rank_raises,
     "ranks64": launch.many_ranks,

@@ -187,6 +187,24 @@ def test_a_link_that_breaks_costs_nothing(cluster: Cluster, tmp_path: Path):
     assert pids_of(run) == pids
 
 
+def test_a_launch_that_was_lost_with_a_link_is_ordered_again(cluster: Cluster):
+    cluster.service.order("cut", 1)
+    run = cluster.begin("rank", ranks=6)
+    run.wait_for(Placed)
+    cluster.service.order("bring", 1)
+    assert run.values == list(range(6))
+
+
+def test_a_cancel_reaches_a_node_that_was_away(cluster: Cluster):
+    cluster.service.order("cut", 0)
+    run = cluster.begin(WAIT, ranks=6)
+    run.wait_for(Placed)
+    run.run.cancel("the test")
+    cluster.service.order("bring", 0)
+    ended = run.ended()
+    assert (ended.state, ended.reason) == (RunState.CANCELLED, "the test")
+
+
 def test_a_node_that_was_given_up_and_comes_back_is_cleaned_before_it_is_used(cluster: Cluster):
     run = cluster.begin(WAIT)
     run.wait_for(OutputWritten, RANKS)

@@ -19,6 +19,7 @@ from homes import Home
 from kernels import Kernel, Reply, eventually
 from listed_pools import list_nowhere, list_pools, listed
 from served_pools import ServedPool
+from test_panel_kernel import Panel
 
 from sgpu_magic.client.pools_edits import add_pool, remove_pool
 from sgpu_magic.client.pools_file import read_pools
@@ -305,6 +306,37 @@ def test_a_run_goes_on_when_its_pool_is_listed_no_more(scene: Scene):
         assert "there" in reply.text
     finally:
         add_pool(entry, scene.file)
+
+
+# ---------------------------------------------------------------- the panel's half in the kernel
+
+
+def test_a_choice_of_the_panel_is_made_in_the_pool_that_it_names(scene: Scene, gone: str):
+    panel = Panel(scene.kernel)
+    assert panel.state()["picture"]["pool"] == "team"
+    choice = {"type": "h100", "gpus": 2, "pool": "cloud"}
+    try:
+        panel.plan(choice, connect=True)
+        answer = panel.apply(choice, connect=True)
+        assert answer["picture"]["choice_words"].startswith("2")
+        eventually(lambda: panel.state()["picture"]["sessions"][0]["state"] == "running", 30)
+        assert scene.kernel.check("%%distributed\nprint('ranks', world_size)").lines(0) == ["ranks 2"]
+        assert "2/2 h100" not in scene.sgpu("pool", "list")
+        assert "The pool has no H100" in panel.plan({**choice, "pool": "team"})["problem"]
+        assert "The pool gone can't be reached" in panel.plan({**choice, "pool": gone})["problem"]
+        assert panel.plan({"type": "h100"}, connect=True)["problem"] == (
+            "The pool cloud is shared with others: choose how many devices."
+        )
+        assert panel.plan({"type": "a10", "gpus": 1}, connect=True)["sentences"][0] == (
+            "Pool team: reserved, and has 1 a10 free; gone can't be reached."
+        )
+        panel.disconnect_all()
+        # a cell of its own goes there too
+        assert "2 ranks on cloud" in scene.kernel.check("%%distributed\nrank").text
+        assert "1 rank on team" in scene.kernel.check("%%distributed --pool team -n 1 --type a10\nrank").text
+    finally:
+        panel.disconnect_all()
+        panel.state(panel.apply({})["kept"])
 
 
 # ---------------------------------------------------------------- adding pools

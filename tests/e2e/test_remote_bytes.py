@@ -309,6 +309,24 @@ def test_logs_are_read_while_they_grow_and_afterwards(ann: RemoteUser, tmp_path:
     assert (run.run.directory.stat().st_mode & 0o777, mirror.bring("key").stat().st_mode & 0o777) == (0o700, 0o600)
 
 
+def test_mirrors_do_not_pile_up(ann: RemoteUser):
+    run = ann.client.begin("print('hello')", ranks=1)
+    run.ended()
+    mirror = run.run.mirror
+    assert mirror is not None
+    for number in range(250):
+        old = mirror.directory.parent / f"{number:08x}"
+        old.mkdir(parents=True)
+        os.utime(old, (1_700_000_000 + number,) * 2)
+    assert mirror.bring("rank-0.log").read_text() == "hello\n"
+    left = sorted(each.name for each in mirror.directory.parent.iterdir())
+    assert len(left) <= 200
+    assert run.run_id in left
+    assert "00000000" not in left
+    for each in mirror.directory.parent.glob("000000*"):
+        each.rmdir()
+
+
 def test_sgpu_logs_shows_a_remote_run(ann: RemoteUser):
     run = ann.client.begin("for n in range(3): print(rank, n)", name="talks")
     followed = ann.sgpu("logs", run.run_id, "--follow")

@@ -125,7 +125,9 @@ class ClusterProcess:
         self._begin(self._forsake())
 
     async def _forsake(self) -> None:
-        for run_id in list(self._asked):
+        asked = list(self._asked)
+        self._asked.clear()
+        for run_id in asked:
             await self._drop(run_id)
         self._finish()
 
@@ -211,6 +213,7 @@ class ClusterProcess:
                 wait_s = min(2 * wait_s, _LOOK_S)
         except _RAYS as error:
             if self._asked.get(order.run_id) is order:
+                del self._asked[order.run_id]
                 self._say(LeaseFailed(run_id=order.run_id, why=str(error).strip().split("\n")[0]))
                 await self._drop(order.run_id)
         else:
@@ -226,7 +229,7 @@ class ClusterProcess:
             self._say(LeaseReady(run_id=order.run_id, parts=parts))
 
     async def _drop(self, run_id: str) -> None:
-        self._asked.pop(run_id, None)
+        # what was asked since then stays asked: it waits for its turn
         try:
             async with self._turns[run_id]:
                 await self._call(groups.remove, self._name(run_id))

@@ -63,8 +63,6 @@ class RayEngine(ManyNodes):
         UsageError: A setting can't be understood.
     """
 
-    far = False
-
     def __init__(self, settings: Settings) -> None:
         self._elastic = read_elastic(settings.ray_elastic)
         name = settings.pool or "local"

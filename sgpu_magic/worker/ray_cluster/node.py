@@ -21,6 +21,7 @@ import inspect
 import os
 import re
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -49,12 +50,16 @@ def main() -> None:
     """Be the node until standard input ends, or Ray's own processes do."""
     # an interrupt is the driver's
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _leave)
     processes.become_subreaper()
     words = os.fdopen(os.dup(1), "wb", buffering=0)
     # whatever Ray prints is no word of ours
     os.dup2(2, 1)
     order = start_words.decode(sys.stdin.buffer.readline())
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        os._exit(_ended(order))
+
+    signal.signal(signal.SIGTERM, leave)
     try:
         node, started = _start_patiently(order)
     except ImportError as error:
@@ -64,15 +69,14 @@ def main() -> None:
     else:
         _say(words, started)
         _watch(node, started.session_directory, words)
-    os._exit(_ended())
+    os._exit(_ended(order))
 
 
-def _leave(signum: int, frame: FrameType | None) -> None:
-    os._exit(_ended())
-
-
-def _ended() -> int:
+def _ended(order: StartNode) -> int:
     processes.kill_descendants()
+    # the agent does it too, when it is alive
+    for directory in (order.directory, order.spill_directory):
+        shutil.rmtree(directory, ignore_errors=True)
     return 0
 
 

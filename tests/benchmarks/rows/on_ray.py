@@ -1,0 +1,64 @@
+"""A Ray cluster: an all_reduce of four ranks by this package, by plain actors, and by `TorchTrainer`."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from tests.benchmarks.environment import ROOT, Bench
+from tests.benchmarks.measure import Check, MeasurementFailed, Row, Series, collect
+
+sys.path.append(str(ROOT / "tests"))
+
+from pool_client import PoolClient
+from ray_clusters import FakeCluster, ray_pool
+
+ALL_REDUCE = "import torch, torch.distributed as dist\none = torch.ones(1)\ndist.all_reduce(one)\none.item()"
+
+
+def all_reduce(bench: Bench) -> Row:
+    row = Row("all_reduce of 4 ranks on a Ray cluster, fresh ranks each time, value back")
+    row.notes.append(
+        "One fake node with four GPUs that do not exist, everything on this machine. Ours: from the submit at the pool "
+        "to the value, a placement group and fresh processes each time, its agent there already. Plain Ray: four new "
+        "actors with one GPU each, `init_process_group`, all_reduce, the values, the actors killed; a process that is "
+        "connected already. TorchTrainer: `fit()` of the same. No notebook in any of them."
+    )
+    cluster = FakeCluster((4,))
+    try:
+        with row.attempt(), ray_pool(cluster.address, ray_agent_idle_s="60") as pool:
+            client = PoolClient(pool.home)
+            try:
+                _ours(client)
+                row.ours = [collect("ours", lambda: _ours(client), bench.count(20, 3), pause_s=0.3)]
+            finally:
+                client.close()
+        for label, way in (("Ray actors + torch.distributed", "actors"), ("Ray TorchTrainer", "trainer")):
+            row.peers.append(_peer(bench, cluster.address, label, way))
+    finally:
+        cluster.close()
+    ours, actors = row.series(0), row.peers[0]
+    if ours.values and actors.values:
+        row.checks = [
+            Check("faster than plain actors", f"{actors.median / ours.median:.1f} times", ours.median < actors.median)
+        ]
+    return row
+
+
+def _ours(client: PoolClient) -> float:
+    began = time.perf_counter()
+    values = client.begin(ALL_REDUCE, ranks=4, device_type="a10").values
+    seconds = time.perf_counter() - began
+    if values != [4.0] * 4:
+        raise MeasurementFailed(f"wrong sums: {values!r}")
+    return seconds
+
+
+def _peer(bench: Bench, address: str, label: str, way: str) -> Series:
+    # of the cluster's own version of Ray
+    try:
+        count = str(bench.count(7, 2))
+        found = bench.script(bench.python, "ray_all_reduce.py", address, way, count, timeout_s=300)
+    except MeasurementFailed as reason:
+        return Series(label, (), failures=(str(reason),))
+    return Series(label, tuple(float(value) for value in found["seconds"]))  # type: ignore[union-attr]

@@ -1,0 +1,103 @@
+"""One real pool, several users: turns, priorities and quotas as its settings say, and what each of them is shown."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from homes import Home
+from pool_client import ClientRun, PoolClient
+from waiting import eventually
+
+from sgpu_magic.client.interpreter import this_owner
+from sgpu_magic.protocol.events import OutputWritten, QueueMoved, RanksStarted
+from sgpu_magic.protocol.states import RunState
+from sgpu_magic.render.status import status_text
+
+WAIT = "import threading\nprint('here', flush=True)\nthreading.Event().wait()"
+
+
+@pytest.fixture(scope="module")
+def home() -> Iterator[Home]:
+    settings = {
+        "SGPU_CPU_SLOTS": "2",
+        "SGPU_USER_PRIORITIES": "boss=5",
+        "SGPU_USER_QUOTAS": "guest:cpu=1",
+    }
+    home = Home(settings)
+    yield home
+    home.close()
+
+
+@pytest.fixture
+def client(home: Home) -> Iterator[PoolClient]:
+    client = PoolClient(home)
+    yield client
+    client.close()
+    home.check_leaks()
+
+
+def begin(client: PoolClient, user: str, body: str = WAIT, ranks: int = 2) -> ClientRun:
+    owner = msgspec.structs.replace(this_owner(), user=user)
+    return client.begin(body, ranks=ranks, owner=owner, name=f"{user}s")
+
+
+def states(client: PoolClient) -> dict[str, RunState]:
+    status = client.pool.status()
+    return {} if status is None else {run.run_id: run.state for run in status.runs}
+
+
+def test_the_one_run_of_another_user_is_next_and_priorities_come_before_turns(client: PoolClient) -> None:
+    first = begin(client, "alice")
+    first.wait_for(OutputWritten)
+    others = [begin(client, "alice", "pass") for _ in range(5)]
+    bob = begin(client, "bob", "pass")
+    boss = begin(client, "boss", "pass")
+
+    def places() -> dict[str, int | None]:
+        status = client.pool.status()
+        return {run.run_id: run.position for run in status.runs} if status is not None else {}
+
+    eventually(lambda: places().get(boss.run_id) == 1, 10)
+    assert places()[bob.run_id] == 2
+    assert [places()[run.run_id] for run in others] == [3, 4, 5, 6, 7]
+    status = client.pool.status()
+    assert status is not None
+    text = status_text(status)
+    assert "waiting: boss's boss" in text
+    assert " user " in text
+    first.run.cancel("over")
+    ended: list[str] = []
+
+    def note(run: ClientRun) -> None:
+        run.ended()
+        ended.append(run.run_id)
+
+    threads = [threading.Thread(target=note, args=(run,)) for run in (boss, bob, *others)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    status = client.pool.status()
+    assert status is not None
+    began = sorted((run for run in status.runs if run.run_id in ended), key=lambda run: run.started_at or 0.0)
+    assert [run.run_id for run in began][:2] == [boss.run_id, bob.run_id]
+
+
+def test_who_has_used_up_the_quota_is_told_so_and_begins_when_the_own_run_is_over(client: PoolClient) -> None:
+    first = begin(client, "guest", ranks=1)
+    first.wait_for(OutputWritten)
+    second = begin(client, "guest", "pass", ranks=1)
+    moved: QueueMoved = second.wait_for(QueueMoved)
+    assert moved.reason == (
+        "user guest may have 1 CPU slot at once (the pool's setting user_quotas): 1 is in use by run "
+        f"{first.run_id[:4]}, and it needs 1 CPU slot"
+    )
+    # the slot is free for everybody else
+    begin(client, "bob", "pass", ranks=1).ended()
+    assert states(client)[second.run_id] is RunState.QUEUED
+    first.run.cancel("over")
+    second.wait_for(RanksStarted)
+    assert second.ended().state is RunState.SUCCEEDED

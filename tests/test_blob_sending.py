@@ -1,0 +1,84 @@
+"""Packed variables cut into regions: what has not changed has the same digests, and regions make the whole again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sgpu_magic.client.blob_sender import pieces_of
+from sgpu_magic.payload import regions
+from sgpu_magic.payload.pack import Packed, pack_namespace
+from sgpu_magic.payload.regions import LARGE_BYTES, regions_of
+from sgpu_magic.payload.unpack import unpack
+from sgpu_magic.protocol.payloads import StoredPart
+from sgpu_magic.storage.joined import join_parts
+
+KEY = b"k" * 32
+
+
+def packed(names: Mapping[str, object]) -> Packed:
+    return pack_namespace(dict(names), {}, KEY)
+
+
+def digests(names: Mapping[str, object]) -> list[str]:
+    return [hashlib.blake2b(region.load()).hexdigest() for region in regions_of(packed(names))]
+
+
+def names_of(small: int = 1) -> dict[str, object]:
+    return {
+        "large": np.arange(300_000.0),
+        "tensor": torch.arange(400_000, dtype=torch.float32),
+        "several": [np.full(1000, number + small) for number in range(20)],
+        "empty": np.zeros(0),
+        "word": "word",
+    }
+
+
+@pytest.mark.parametrize("piece_bytes", [regions.PIECE_BYTES, 1_000_000])
+def test_regions_make_the_whole_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int):
+    monkeypatch.setattr(regions, "PIECE_BYTES", piece_bytes)
+    whole = packed(names_of())
+    parts: list[tuple[StoredPart, Path]] = []
+    for number, region in enumerate(regions_of(whole)):
+        blob = tmp_path / str(number)
+        blob.write_bytes(region.load())
+        assert blob.stat().st_size == region.size <= max(piece_bytes, LARGE_BYTES)
+        parts.append((StoredPart(digest="", offset=region.offset, size=region.size), blob))
+    target = tmp_path / "whole"
+    with open(target, "wb+") as file:
+        join_parts(file.fileno(), whole.total_bytes, parts)
+    assert target.read_bytes() == whole.to_bytes()
+    # what was signed is what arrives
+    unpack(memoryview(bytearray(target.read_bytes())), whole.layout, KEY, {})
+
+
+def test_only_what_has_changed_has_other_digests():
+    before, after = digests(names_of(1)), digests(names_of(2))
+    # the large ones are the same, the small ones together have changed
+    assert len(before) == len(after)
+    assert sum(one != other for one, other in zip(before, after, strict=True)) == 1
+    again = digests(names_of(1) | {"further": "x" * 50})
+    assert len(set(before) & set(again)) == len(before) - 1, "another variable changes the pickle's region only"
+
+
+def test_a_part_that_lies_outside_is_refused(tmp_path: Path):
+    blob = tmp_path / "blob"
+    blob.write_bytes(b"x" * 10)
+    for offset, size in ((95, 10), (-1, 5), (0, 11)):
+        with open(tmp_path / "whole", "wb+") as file, pytest.raises(OSError):
+            join_parts(file.fileno(), 100, [(StoredPart(digest="", offset=offset, size=size), blob)])
+
+
+def test_a_file_that_became_shorter_is_not_sent(tmp_path: Path):
+    file = tmp_path / "file"
+    file.write_bytes(b"x" * 100)
+    (piece,) = pieces_of(file, 100)
+    assert bytes(piece.load()) == b"x" * 100
+    file.write_bytes(b"x" * 50)
+    with pytest.raises(OSError, match="shorter"):
+        piece.load()

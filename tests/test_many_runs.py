@@ -1,0 +1,165 @@
+"""What an engine of many nodes orders of nodes that have not come yet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sgpu_magic.client.interpreter import this_owner
+from sgpu_magic.config import Settings
+from sgpu_magic.engines.many_nodes import ManyNodes
+from sgpu_magic.protocol.devices import Inventory, Lease, NodeShare, Placement
+from sgpu_magic.protocol.events import EventBody, RanksStarted, RunEnded
+from sgpu_magic.protocol.messages import PROTOCOL_VERSION
+from sgpu_magic.protocol.node_messages import AgentReady, EndRun, Launch, RanksGone, RunEvent, ToAgent
+from sgpu_magic.protocol.payloads import InlinePayload, PackedLayout, Payload
+from sgpu_magic.protocol.records import CellSource, Interpreter, RankContext, RunSpec
+from sgpu_magic.protocol.states import RunState
+
+RUN = "7f3a90c1"
+SHARES = (NodeShare(node="a", host="ml-1", ranks=2), NodeShare(node="b", host="ml-2", ranks=2))
+
+
+class Link:
+    """A `NodeChannel` that keeps what is ordered."""
+
+    def __init__(self, node: str) -> None:
+        self.node = node
+        self.orders: list[ToAgent] = []
+
+    def send(self, message: ToAgent, frames: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+        self.orders.append(message)
+
+    def close(self) -> None: ...
+
+    def kinds(self) -> list[type[Any]]:
+        return [type(order) for order in self.orders]
+
+
+class Service:
+    """An `EngineListener` that writes down what it hears."""
+
+    def __init__(self) -> None:
+        self.told: list[EventBody] = []
+        self.heard: list[str] = []
+
+    def run_happened(self, event: RunEvent, frames: Sequence[bytes]) -> None:
+        self.told.append(event.body)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: self.heard.append(name)
+
+
+class Engine(ManyNodes):
+    """Writes down which leases are free again."""
+
+    freed = 0
+
+    def lease_free(self, run_id: str, lease: Lease) -> None:
+        self.freed += 1
+
+
+def launch() -> Launch:
+    spec = RunSpec(
+        run_id=RUN,
+        name="cell",
+        cell=CellSource(body="", execution_count=1),
+        placement=Placement(ranks=4),
+        outputs=(),
+        owner=this_owner(),
+        timeout_s=60.0,
+    )
+    return Launch(
+        spec=spec,
+        interpreter=Interpreter(executable="python", key="k", variables={}),
+        context=RankContext(cwd="/", sys_path=(), umask=0o22, environ={}, key=bytes(32)),
+        payload=Payload(source=InlinePayload(), layout=PackedLayout(pickle_size=1, buffers=(), mac=b"")),
+        lease=Lease(lease_id="l", device_type="cpu", ranks=4, cpu_slots=4, shares=SHARES),
+        run_dir="/nowhere",
+    )
+
+
+def ready(node: str) -> AgentReady:
+    return AgentReady(pid=1, protocol_version=PROTOCOL_VERSION, inventory=Inventory(host=node, cpu_slots=2), runs=())
+
+
+async def engine_with(tmp_path: Path, *there: str) -> tuple[Engine, Service, dict[str, Link]]:
+    engine, service = Engine(replace(Settings(), state_dir=str(tmp_path)), "cluster"), Service()
+    links = {node: Link(node) for node in ("a", "b")}
+    for node in there:
+        engine.node_came(links[node], ready(node))
+    engine.start(service)
+    await asyncio.sleep(0)
+    return engine, service, links
+
+
+def test_each_part_is_launched_when_its_node_comes(tmp_path: Path):
+    async def scenario() -> None:
+        engine, service, links = await engine_with(tmp_path, "a")
+        engine.launch(launch(), (b"inline",))
+        assert "lease_granted" in service.heard
+        assert links["a"].kinds() == [Launch]
+        engine.node_came(links["b"], ready("b"))
+        (order,) = links["b"].orders
+        assert isinstance(order, Launch)
+        assert order.part is not None
+        assert (order.part.index, order.part.first_rank, order.part.ranks) == (1, 2, 2)
+
+    asyncio.run(scenario())
+
+
+def test_what_is_cancelled_is_not_launched_on_a_node_that_comes_later(tmp_path: Path):
+    async def scenario() -> None:
+        engine, service, links = await engine_with(tmp_path, "a")
+        engine.launch(launch(), ())
+        engine.end_run(RUN, RunState.CANCELLED, "enough")
+        assert links["a"].kinds() == [Launch, EndRun]
+        ended = RunEnded(state=RunState.CANCELLED, reason="enough")
+        engine.node_said("a", RunEvent(run_id=RUN, number=1, at=100.0, body=ended))
+        assert service.told == [ended]
+        engine.node_said("a", RanksGone(run_id=RUN))
+        assert "ranks_gone" in service.heard
+        assert engine.freed == 1
+        engine.node_came(links["b"], ready("b"))
+        assert Launch not in links["b"].kinds()
+
+    asyncio.run(scenario())
+
+
+def test_what_is_cancelled_before_any_node_came_is_over_at_once(tmp_path: Path):
+    async def scenario() -> None:
+        engine, service, links = await engine_with(tmp_path)
+        engine.launch(launch(), ())
+        engine.end_run(RUN, RunState.CANCELLED, "enough")
+        await asyncio.sleep(0)
+        assert service.told == [RunEnded(state=RunState.CANCELLED, reason="enough")]
+        assert service.heard[-1] == "ranks_gone"
+        assert engine.freed == 1
+        for node, link in links.items():
+            engine.node_came(link, ready(node))
+            assert Launch not in link.kinds()
+
+    asyncio.run(scenario())
+
+
+def test_a_launch_is_ordered_again_of_a_node_that_never_heard_it_and_never_twice(tmp_path: Path):
+    async def scenario() -> None:
+        engine, service, _ = await engine_with(tmp_path, "a", "b")
+        engine.launch(launch(), (b"inline",))
+        again = Link("b")
+        engine.node_came(again, ready("b"))
+        assert again.kinds() == [Launch]
+        for node in ("a", "b"):
+            engine.node_said(
+                node, RunEvent(run_id=RUN, number=1, at=100.0, body=RanksStarted(pids=(1, 2), warm="zygote"))
+            )
+        # from now on a node without the ranks has lost them
+        last = Link("b")
+        engine.node_came(last, ready("b"))
+        assert Launch not in last.kinds()
+        assert "runs_lost" in service.heard
+
+    asyncio.run(scenario())

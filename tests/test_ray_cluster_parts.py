@@ -1,0 +1,172 @@
+"""The parts of `@ray_launch` that need no Ray: its place on a node, its numbers, its variables, Ray Serve's refusal."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from test_place_here import launch as placed_launch
+
+from sgpu_magic.agent import ray_place
+from sgpu_magic.config import Settings
+from sgpu_magic.protocol.devices import Lease
+from sgpu_magic.protocol.ids import new_id
+from sgpu_magic.protocol.node_messages import Launch, Part
+from sgpu_magic.worker.ray_cluster import variables
+from sgpu_magic.worker.ray_cluster.driver import written_in
+from sgpu_magic.worker.ray_cluster.metrics import values_in
+
+METRICS = """# HELP ray_node_cpu_utilization of the node
+ray_node_cpu_utilization{Version="2.60.0",ip="10.0.0.1",IsHeadNode="true"} 12.5
+ray_node_mem_used{ip="10.0.0.1"} 2.5e+09
+ray_object_store_used_memory{Component="raylet"} 3.0e+06
+ray_tasks{Source="executor",State="RUNNING"} 2.0
+ray_tasks{Source="executor",State="RUNNING_IN_RAY_GET"} 1.0
+ray_tasks{Source="executor",State="FINISHED"} 40.0
+ray_tasks{Source="owner",State="RUNNING"} 9.0
+ray_actors{Source="executor",State="IDLE"} 3.0
+ray_actors{Source="executor",State="DEAD"} 5.0
+ray_resources{Name="GPU",State="USED"} 2.0
+ray_resources{Name="GPU",State="AVAILABLE"} 0.0
+ray_resources{Name="memory",State="USED"} 7.0
+ray_node_gpus_utilization NaN
+no metric at all
+"""
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    (tmp_path / "r").mkdir()
+    return Settings(state_dir=str(tmp_path / "s"), runtime_dir=str(tmp_path / "r"))
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Launch:
+    made = placed_launch(tmp_path, elsewhere=False)
+    spec = msgspec.structs.replace(made.spec, run_id=new_id(), ray=True)
+    return msgspec.structs.replace(made, spec=spec, run_dir=str(tmp_path / "run"))
+
+
+def test_the_nodes_numbers_are_read_from_prometheus_format():
+    assert values_in(METRICS) == {
+        "ray_cpu_utilization_percentage": 12.5,
+        "ray_memory_usage_megabytes": 2500.0,
+        "ray_object_store_megabytes": 3.0,
+        "ray_tasks_running": 3.0,
+        "ray_actors": 3.0,
+        "ray_gpus_in_use": 2.0,
+    }
+
+
+def test_its_directories_are_private_and_go(settings: Settings, launch: Launch):
+    made = ray_place.make(launch, settings)
+    for directory in (made.directory, made.disk_directory):
+        assert os.stat(directory).st_mode & 0o777 == 0o700
+    # what a run's attempt before has left is no obstacle
+    Path(made.directory, "session").mkdir()
+    assert ray_place.make(launch, settings) == made
+    assert not Path(made.directory, "session").exists()
+    ray_place.remove(launch.spec.run_id, settings, launch.run_dir)
+    assert not Path(made.directory).exists()
+    assert not Path(made.disk_directory).exists()
+
+
+def test_nodes_that_share_the_runs_directory_leave_each_others_alone(
+    settings: Settings, launch: Launch, tmp_path: Path
+):
+    (tmp_path / "r2").mkdir()
+    other = replace(settings, runtime_dir=str(tmp_path / "r2"))
+    first, second = ray_place.make(launch, settings), ray_place.make(launch, other)
+    assert {Path(first.disk_directory).parent, Path(second.disk_directory).parent} == {Path(launch.run_dir)}
+    assert first.disk_directory != second.disk_directory
+    ray_place.remove(launch.spec.run_id, other, launch.run_dir)
+    assert Path(first.disk_directory).is_dir()
+
+
+def test_a_sweep_leaves_what_goes_on_and_what_is_a_link(settings: Settings, launch: Launch, tmp_path: Path):
+    made = ray_place.make(launch, settings)
+    dead = settings.runtime_path / "ray-00000000"
+    dead.mkdir()
+    (tmp_path / "mine").mkdir()
+    (settings.runtime_path / "ray-11111111").symlink_to(tmp_path / "mine")
+    ray_place.sweep(settings, [launch.spec.run_id])
+    assert Path(made.directory).is_dir()
+    assert not dead.exists()
+    assert (tmp_path / "mine").is_dir()
+
+
+def test_sockets_have_short_paths_wherever_the_runtime_directory_is(settings: Settings, launch: Launch, tmp_path: Path):
+    deep = tmp_path / ("x" * 60)
+    deep.mkdir(parents=True)
+    found = ray_place.directory_of(launch.spec.run_id, replace(settings, runtime_dir=str(deep)))
+    assert len(f"{found}/r/session_2026-11-22_18-41-05_080720_1234567/sockets/dash_MetricsHead") <= 107
+
+
+def test_objects_take_what_is_asked_but_never_more_than_their_share(settings: Settings, launch: Launch):
+    few = ray_place.make(launch, replace(settings, ray_object_bytes=200_000_000)).object_store_bytes
+    many = ray_place.make(launch, replace(settings, ray_object_bytes=10**15)).object_store_bytes
+    assert few == 200_000_000
+    assert few < many < 0.31 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_simulated_devices_are_said_to_be_that(settings: Settings, launch: Launch):
+    lease = Lease(lease_id="l", device_type="a10", ranks=2, uuids=("SIM-1", "SIM-2"), simulated=True)
+    part = Part(index=1, nodes=2, first_rank=2, ranks=2, address="10.0.0.2")
+    made = ray_place.make(msgspec.structs.replace(launch, lease=lease, part=part), settings)
+    assert (made.simulated, made.gpus, made.address) == (True, 2, "10.0.0.2")
+    assert made.cpus >= 2
+
+
+def test_tasks_are_no_ranks_and_another_clusters_variables_are_not_theirs():
+    rank = {
+        "RANK": "0",
+        "MASTER_PORT": "1",
+        "RAY_ADDRESS": "ray://x:1",
+        "RAY_JOB_ID": "7",
+        "HOME": "/h",
+        "HF_TOKEN": "t",
+    }
+    ray = {"RAY_AUTH_MODE": "token"}
+    found = variables.of_processes(rank, ray, ["/code"], "/package")
+    assert found == {"HOME": "/h", "HF_TOKEN": "t", "RAY_AUTH_MODE": "token", "PYTHONPATH": "/code:/package"}
+
+
+def test_lines_of_workers_are_counted_without_rays_marks(tmp_path: Path):
+    (tmp_path / "worker-1-01000000-9.out").write_text(":job_id:01000000\n:actor_name:A\none\n\ntwo\nhalf")
+    (tmp_path / "worker-1-01000000-9.err").write_text(":job_id:01000000\noops\n")
+    (tmp_path / "raylet.out").write_text("no worker\n")
+    assert written_in(tmp_path) == 5
+
+
+SERVE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from sgpu_magic.worker.ray_cluster import serve_guard
+serve_guard.install()
+try:
+    from ray import serve
+    serve.run(object())
+except BaseException as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("init", "kind"),
+    [("from .api import run", "UsageError"), ("raise ImportError('no grpc_reflection')", "ImportError")],
+    ids=["installed", "without its packages"],
+)
+def test_serve_is_refused_in_a_sentence(tmp_path: Path, init: str, kind: str):
+    package = tmp_path / "ray" / "serve"
+    package.mkdir(parents=True)
+    (tmp_path / "ray" / "__init__.py").touch()
+    (package / "api.py").write_text("def run(app): print('served')\n")
+    (package / "__init__.py").write_text(f"{init}\n")
+    done = subprocess.run([sys.executable, "-c", SERVE, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith(f"{kind} Ray Serve can't be started in a @ray_launch run (rank 0): "), done
+    assert "served\n" not in done.stdout
