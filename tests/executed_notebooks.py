@@ -18,7 +18,7 @@ from kernels import plain
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = ROOT / "notebooks"
 FAILS = "raises-exception"
-_CELL_TIMEOUT_S = 60
+_CELL_TIMEOUT_S = 120
 
 
 @dataclass(frozen=True)

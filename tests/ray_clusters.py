@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from homes import Home
+from pool_client import set_environ
 from process_table import Process, below, is_alive, process_table
 from waiting import eventually
 
@@ -38,6 +39,7 @@ class FakeCluster:
 
     def __init__(self, gpus: tuple[int, ...] = (2, 2), cpus: int = 4, label: str = "A10G", resource: str = "") -> None:
         self.nodes: list[Any] = []
+        self._environ = dict(os.environ)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from ray.cluster_utils import Cluster
@@ -47,8 +49,6 @@ class FakeCluster:
         for count in gpus:
             self.add(count, cpus, label, resource)
         self.address: str = self._cluster.address
-        # not those of a home that a test is in
-        self._environ = dict(os.environ)
         self._looker: subprocess.Popen[str] | None = None
 
     def add(self, gpus: int, cpus: int = 4, label: str = "A10G", resource: str = "") -> Any:
@@ -65,7 +65,9 @@ class FakeCluster:
     def _add(self, **arguments: Any) -> Any:
         """Ray gives what a raylet starts 15 s to import what it needs, and then raises something that has no type."""
         for left in reversed(range(_STARTS)):
-            before = set(_ray_pids())
+            before, here = set(_ray_pids()), dict(os.environ)
+            # else the node would look like a part of the home that a test is in
+            set_environ(self._environ)
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
@@ -76,6 +78,8 @@ class FakeCluster:
                 for pid in set(_ray_pids()) - before:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
+            finally:
+                set_environ(here)
         raise AssertionError("not reached")
 
     def left_nothing(self, pool: str) -> None:
@@ -203,7 +207,7 @@ class RayPool:
             "SGPU_RAY_ADDRESS": address,
             "SGPU_RAY_SAME_FILES": "1",
             "SGPU_RAY_AGENT_IDLE_S": "3",
-            "SGPU_ADOPT_TIMEOUT_S": "20",
+            "SGPU_ADOPT_TIMEOUT_S": "90",
             "SGPU_RAY_NODE_LISTEN": "tcp://0.0.0.0:0",
             "SGPU_POOL": self.name,
             "RAY_USAGE_STATS_ENABLED": "0",

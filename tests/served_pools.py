@@ -28,6 +28,7 @@ from sgpu_magic.secure_sockets import KeyPair, new_key_pair, write_key_pair
 
 SGPU = str(Path(sys.executable).with_name("sgpu"))
 _START_S = 30
+_LAST_WORDS = "all ranks run as"
 _END_S = 20
 
 
@@ -114,6 +115,11 @@ class ServedPool:
         assert stdout is not None
         ready, _, _ = select.select([stdout], [], [], _START_S)
         self.words = stdout.readline() if ready else ""
+        line = self.words
+        while line and not line.startswith(_LAST_WORDS):
+            # they come at once
+            line = stdout.readline()
+            self.words += line
         if not self.words:
             self.kill()
             raise AssertionError(f"the pool did not start: {log.read_text()}")

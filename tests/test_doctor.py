@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 from kernels import Home, Kernel, eventually
+from listed_pools import list_nowhere, list_pools, listed
 from process_table import wait_gone
+from served_pools import served_pool
 
-from sgpu_magic.commands import place_checks, python_checks
-from sgpu_magic.commands.finding import Level
+from sgpu_magic.commands import place_checks, pools_checks, python_checks
+from sgpu_magic.commands.finding import Finding, Level
 from sgpu_magic.commands.python_checks import ProbeFacts
+from sgpu_magic.config import load_settings
 from tests import nvml_stub as nvml
 
 nvml_stub = nvml.nvml_stub
@@ -234,3 +237,75 @@ def test_the_state_directory_of_another_user(bare_home: Home):
 
     (found,) = place_checks.state_directory(Settings(state_dir=str(bare_home.state)))
     assert (found.level, "another user" in found.text) == (Level.PROBLEM, True)
+
+
+# ---------------------------------------------------------------- pools of other machines
+
+
+def said_of_pools(home: Home) -> dict[str, Finding]:
+    """What the doctor finds of the list, the key and the pools of a home, by name."""
+    return {found.name: found for found in pools_checks.listed_pools(load_settings(home.environ))}
+
+
+@pytest.fixture
+def user_home(bare_home: Home, monkeypatch: pytest.MonkeyPatch) -> Home:
+    """A home whose variables this process has."""
+    for name, value in bare_home.environ.items():
+        monkeypatch.setenv(name, value)
+    return bare_home
+
+
+def test_nothing_is_said_of_pools_where_none_is_listed(user_home: Home):
+    assert said_of_pools(user_home) == {}
+
+
+def test_listed_pools_are_looked_at(user_home: Home, monkeypatch: pytest.MonkeyPatch):
+    with served_pool({"SGPU_SIMULATE": "a10:2"}) as team:
+        list_pools(user_home, [("team", team, {})])
+        list_nowhere(user_home, "gone")
+        found = said_of_pools(user_home)
+        assert list(found) == ["key", "pool team", "pool gone"]
+        assert (found["key"].level, found["key"].text) == (Level.OK, str(user_home.path / "client.key"))
+        assert found["pool team"].level is Level.OK
+        assert found["pool team"].text == f"{team.entry.address} has 2 a10 (24.1 GB), 16 CPU slots"
+        assert found["pool gone"].level is Level.PROBLEM
+        assert found["pool gone"].text.startswith("the pool gone can't be reached: nothing answers at")
+        assert "firewall" in found["pool gone"].remedy
+        monkeypatch.setattr(pools_checks, "__version__", "0.0.9")
+        assert said_of_pools(user_home)["pool team"].level is Level.WARNING
+        assert "and here is 0.0.9" in said_of_pools(user_home)["pool team"].text
+        # a key that was made anew is let in nowhere
+        (user_home.path / "client.key").unlink()
+        found = said_of_pools(user_home)
+        assert found["key"].level is Level.PROBLEM
+        assert "`sgpu pool keygen`" in found["key"].remedy
+        assert found["pool team"].level is Level.PROBLEM
+
+
+def test_a_key_and_a_list_that_others_can_get_at(user_home: Home):
+    list_nowhere(user_home, "gone")
+    key = user_home.path / "client.key"
+    key.write_text("x")
+    key.chmod(0o644)
+    found = said_of_pools(user_home)["key"]
+    assert found.level is Level.PROBLEM
+    assert str(key) in f"{found.text} {found.remedy}"
+    listed(user_home).chmod(0o666)
+    found = said_of_pools(user_home)
+    assert list(found) == ["pools"]
+    assert found["pools"].level is Level.PROBLEM
+    assert "chmod 600" in f"{found['pools'].text} {found['pools'].remedy}"
+    listed(user_home).write_text("[team\n")
+    listed(user_home).chmod(0o600)
+    assert "line 1" in said_of_pools(user_home)["pools"].text
+
+
+@pytest.mark.parametrize(("version", "level"), [("2.49.1", Level.WARNING), ("2.50.0", Level.OK), ("2.60.0", Level.OK)])
+def test_a_ray_that_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, level: Level):
+    there = tmp_path / f"ray-{version}.dist-info"
+    there.mkdir()
+    (there / "METADATA").write_text(f"Metadata-Version: 2.1\nName: ray\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (found,) = pools_checks.ray_version()
+    assert (found.name, found.level) == ("ray", level)
+    assert version in found.text

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from sgpu_magic.client.interpreter import this_owner
 from sgpu_magic.config import Settings
+from sgpu_magic.engines.base import EngineListener
 from sgpu_magic.engines.many_nodes import ManyNodes
 from sgpu_magic.protocol.devices import Inventory, Lease, NodeShare, Placement
-from sgpu_magic.protocol.events import EventBody, RanksStarted, RunEnded
+from sgpu_magic.protocol.events import EventBody, RankFailed, RanksStarted, RunEnded
 from sgpu_magic.protocol.messages import PROTOCOL_VERSION
-from sgpu_magic.protocol.node_messages import AgentReady, EndRun, Launch, RanksGone, RunEvent, ToAgent
+from sgpu_magic.protocol.node_messages import AgentReady, EndRun, Launch, PeerFailed, RanksGone, RunEvent, ToAgent
 from sgpu_magic.protocol.payloads import InlinePayload, PackedLayout, Payload
-from sgpu_magic.protocol.records import CellSource, Interpreter, RankContext, RunSpec
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.protocol.records import CellSource, Failure, Interpreter, RankContext, RunSpec
+from sgpu_magic.protocol.states import FailureKind, RunState
 
 RUN = "7f3a90c1"
 SHARES = (NodeShare(node="a", host="ml-1", ranks=2), NodeShare(node="b", host="ml-2", ranks=2))
@@ -49,8 +50,11 @@ class Service:
     def run_happened(self, event: RunEvent, frames: Sequence[bytes]) -> None:
         self.told.append(event.body)
 
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_: self.heard.append(name)
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def hear(*_: object) -> None:
+            self.heard.append(name)
+
+        return hear
 
 
 class Engine(ManyNodes):
@@ -91,7 +95,7 @@ async def engine_with(tmp_path: Path, *there: str) -> tuple[Engine, Service, dic
     links = {node: Link(node) for node in ("a", "b")}
     for node in there:
         engine.node_came(links[node], ready(node))
-    engine.start(service)
+    engine.start(cast("EngineListener", service))
     await asyncio.sleep(0)
     return engine, service, links
 
@@ -161,5 +165,35 @@ def test_a_launch_is_ordered_again_of_a_node_that_never_heard_it_and_never_twice
         engine.node_came(last, ready("b"))
         assert Launch not in last.kinds()
         assert "runs_lost" in service.heard
+
+    asyncio.run(scenario())
+
+
+def failed(rank: int, *, victim: bool) -> RunEvent:
+    failure = Failure(kind=FailureKind.USER_CODE, message="x", rank=rank, at=100.0, is_consequence=victim)
+    return RunEvent(run_id=RUN, number=1, at=100.0, body=RankFailed(failure=failure))
+
+
+def test_who_only_lost_a_peer_lets_nobody_be_freed_before_the_cause_had_its_time(tmp_path: Path):
+    async def scenario() -> None:
+        engine, _, links = await engine_with(tmp_path, "a", "b")
+        engine.launch(launch(), ())
+        engine.node_said("a", failed(0, victim=True))
+        assert PeerFailed not in links["b"].kinds()
+        async with asyncio.timeout(5):
+            while PeerFailed not in links["b"].kinds():
+                await asyncio.sleep(0.01)
+        assert PeerFailed not in links["a"].kinds()
+
+    asyncio.run(scenario())
+
+
+def test_an_error_frees_those_on_other_nodes_at_once(tmp_path: Path):
+    async def scenario() -> None:
+        engine, _, links = await engine_with(tmp_path, "a", "b")
+        engine.launch(launch(), ())
+        engine.node_said("b", failed(3, victim=False))
+        assert links["a"].kinds() == [Launch, PeerFailed]
+        assert links["b"].kinds() == [Launch]
 
     asyncio.run(scenario())

@@ -26,7 +26,7 @@ from sgpu_magic.protocol.states import RunKind, RunState
 
 A, B, C, D, E = "aaaa0000", "bbbb0000", "cccc0000", "dddd0000", "eeee0000"
 TWO: Mapping[str, tuple[str, int]] = {"n1": ("h100", 8), "n2": ("h100", 8)}
-FOUR: Mapping[str, tuple[str, int]] = {name: ("h100", 8) for name in ("n1", "n2", "n3", "n4")}
+FOUR: Mapping[str, tuple[str, int]] = dict.fromkeys(("n1", "n2", "n3", "n4"), ("h100", 8))
 
 
 def driven(inventory: Inventory, **options: float) -> Driven:

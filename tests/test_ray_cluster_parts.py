@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import linecache
 import os
 import subprocess
 import sys
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from sgpu_magic.protocol.node_messages import Launch, Part
 from sgpu_magic.worker.ray_cluster import variables
 from sgpu_magic.worker.ray_cluster.driver import written_in
 from sgpu_magic.worker.ray_cluster.metrics import values_in
+from sgpu_magic.worker.ray_cluster.remote_error import with_frames
 
 METRICS = """# HELP ray_node_cpu_utilization of the node
 ray_node_cpu_utilization{Version="2.60.0",ip="10.0.0.1",IsHeadNode="true"} 12.5
@@ -170,3 +174,37 @@ def test_serve_is_refused_in_a_sentence(tmp_path: Path, init: str, kind: str):
     done = subprocess.run([sys.executable, "-c", SERVE, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith(f"{kind} Ray Serve can't be started in a @ray_launch run (rank 0): "), done
     assert "served\n" not in done.stdout
+
+
+TASK = """import math
+class Model:
+    def check(self, number):
+        if number:
+            raise ValueError(number)
+def outer():
+    Model().check(1)
+"""
+
+
+def test_a_tasks_frames_have_their_lines_again():
+    name = "/nowhere/ipykernel_1/12.py"
+    linecache.cache[name] = (len(TASK), None, TASK.splitlines(keepends=True), name)
+    try:
+        error = with_frames(
+            ValueError("no"), [(name, 7, "outer"), (name, 5, "Model.check"), ("/gone.py", 3, "<lambda>")]
+        )
+        frames = traceback.extract_tb(error.__traceback__)
+        assert [(frame.filename, frame.lineno, frame.name) for frame in frames] == [
+            (name, 7, "outer"),
+            (name, 5, "check"),
+            ("/gone.py", 3, "<lambda>"),
+        ]
+        # what IPython shows of a cell is looked for from where its function begins
+        assert error.__traceback__.tb_frame.f_code.co_firstlineno == 6
+        assert error.__traceback__.tb_next.tb_frame.f_code.co_firstlineno == 3
+        assert (
+            inspect.getsourcelines(error.__traceback__.tb_next.tb_frame)[0][-1]
+            == "            raise ValueError(number)\n"
+        )
+    finally:
+        del linecache.cache[name]

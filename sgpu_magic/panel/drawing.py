@@ -135,7 +135,7 @@ def away_picture(
         remedy=remedy,
         remedy_words=remedy_words,
         now=now,
-        about=f"{pool} · {_place_of(pool, '')}",
+        about=" · ".join(part for part in (pool, _place_of(pool, "")) if part),
         types=(),
         devices=(),
         cpu_slots=0,

@@ -190,6 +190,9 @@ class RemoteDoor:
         client = self._known.get((key, hello.instance))
         if client is None:
             if sum(each.user == authorized.user for each in self._known.values()) >= _MOST_OF_A_USER:
+                sys.stderr.write(
+                    f"sgpu: user {authorized.user} has {_MOST_OF_A_USER} notebooks here, and no more may be\n"
+                )
                 return None
             client = ConnectedClient(identity, hello.pid, same_host=False, instance=hello.instance, key=key)
             self._known[key, hello.instance] = client

@@ -160,6 +160,8 @@ def test_an_autoscaler_brings_what_is_asked_for(cluster: FakeCluster):
             run = client.begin(ALL_REDUCE, ranks=2, device_type="h100")
             eventually(lambda: "groups" in cluster.left(pool.name), 20, "Ray is not asked")
             node = cluster.add(2, label="H100")
+            run.wait_for(Placed)
+            run.wait_for(RanksStarted)
             assert run.ended().state is RunState.SUCCEEDED
             placed: Placed = run.wait_for(Placed)
             assert [share.node for share in placed.lease.shares] == [node.node_id]
@@ -227,6 +229,12 @@ def test_a_killed_node_is_named_and_the_run_goes_elsewhere(client: PoolClient, p
     assert again.lease.shares[0].node != share.node
     cluster.add(2)
     eventually(lambda: len(client.pool.status().inventory.devices) == 4, 20, "the new node is not seen")
+    # what was killed with its Ray could not clean up after itself; the next agent there does
+    left = pool.node_files()
+    assert client.begin("1", ranks=4, device_type="a10").ended().state is RunState.SUCCEEDED
+    eventually(
+        lambda: not any(name.endswith(share.node[:10]) for name in pool.node_files()), 10, lambda: f"{left} stays"
+    )
 
 
 def test_a_killed_service_finds_its_runs_again(cluster: FakeCluster):

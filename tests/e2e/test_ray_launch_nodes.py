@@ -11,7 +11,8 @@ from homes import Home
 from many_agents import ManyAgents
 from pool_client import ClientRun, PoolClient
 from process_table import listening
-from ray_traces import check_gone, ray_processes
+from ray_clusters import FakeCluster, RayPool
+from ray_traces import check_gone, directories, ray_processes
 from tracking_writers import Runs
 from waiting import eventually
 
@@ -112,15 +113,50 @@ def test_a_node_that_is_lost_ends_the_run_and_its_cluster(pool: ManyAgents, clie
     check_gone(pool.home)
 
 
+@pytest.mark.slow
+def test_in_a_pool_on_ray_the_outer_cluster_is_another_one():
+    cluster = FakeCluster((2,))
+    try:
+        pool = RayPool(cluster.address, {"SGPU_RAY_DASHBOARD": "false"})
+        try:
+            client = PoolClient(pool.home)
+            try:
+                body = (
+                    "import os, ray\nray.init(namespace='sgpu-outer')\n"
+                    "@ray.remote(num_gpus=1)\ndef one(): return 1\n"
+                    "[os.environ['RAY_ADDRESS'], len(ray.nodes()), ray.get([one.remote(), one.remote()]),\n"
+                    " ray.cluster_resources()['GPU'], len(ray.util.list_named_actors(all_namespaces=True))]"
+                )
+                run = client.begin(body, ranks=2, device_type="a10", ray=True)
+                eventually(lambda: _has_ended(run), PATIENCE_S, lambda: f"{run.events} {run.printed}")
+                assert _ended(run).state is RunState.SUCCEEDED, (run.events[-1], run.printed)
+                address, nodes, ones, gpus, actors = run.values[0]
+                assert address != cluster.address
+                assert (nodes, ones, gpus, actors) == (1, [1, 1], 2.0, 0)
+                eventually(lambda: not directories(pool.home), 20, lambda: f"{directories(pool.home)}")
+                # the pool's own cluster goes on: the next run is placed there
+                assert client.begin("1", ranks=1, device_type="a10").ended().state is RunState.SUCCEEDED
+            finally:
+                client.close()
+        finally:
+            pool.close()
+        assert cluster.left() == {}
+    finally:
+        cluster.close()
+
+
+def _has_ended(run: ClientRun) -> bool:
+    item = run.run.next_event(0.05)
+    if item is not None:
+        run.events.append(item[0].body)
+        if isinstance(item[0].body, RunEnded):
+            run._frames = item[1]
+    return any(isinstance(event, RunEnded) for event in run.events)
+
+
 def _wait_for_file(run: ClientRun, home: Home, path: str) -> None:
     def there() -> bool:
-        item = run.run.next_event(0.05)
-        if item is not None:
-            run.events.append(item[0].body)
-            if isinstance(item[0].body, RunEnded):
-                run._frames = item[1]
-        over = any(isinstance(event, RunEnded) for event in run.events)
-        assert not over, (run.events[-1].failure, run.printed)
+        assert not _has_ended(run), (run.events[-1].failure, run.printed)
         return os.path.exists(path)
 
     eventually(there, PATIENCE_S, lambda: f"{run.events} {run.printed} {ray_processes(home)}")

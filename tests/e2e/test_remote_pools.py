@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import io
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 from pool_client import ClientRun, PoolClient
-from served_pools import RemoteUser, ServedPool, served_pool
+from served_pools import SGPU, RemoteUser, ServedPool, served_pool
 from tcp_proxy import Proxy
 from waiting import eventually
 
@@ -69,6 +71,26 @@ def test_a_run_on_another_machine(served: ServedPool, ann: RemoteUser):
     assert status is not None
     assert status.pool == "team"
     assert [(row.run_id, row.user) for row in status.runs] == [(run.run_id, "ann")]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("team", "a pool named team runs on .* already"), ("other", "can't listen at tcp://127.0.0.1:.* in use")],
+)
+def test_a_pool_is_served_once(served: ServedPool, name: str, says: str):
+    done = subprocess.run(
+        [SGPU, "pool", "serve", "--listen", served.listen, "--name", name],
+        env=served.home.environ, capture_output=True, text=True, check=False, timeout=30,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert re.search(says, done.stderr)
+    assert done.stdout == ""
+
+
+def test_the_operator_is_told_who_runs_what_as_whom(served: ServedPool):
+    assert f"add it with: sgpu pool add team {served.entry.address} --key '{served.entry.key}'" in served.words
+    assert f"all ranks run as the one OS user {getpass.getuser()}" in served.words
+    assert "run one pool per user" in served.words
 
 
 # ---------------------------------------------------------------- a line that breaks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import fcntl
 import os
 import shutil
 import tempfile
@@ -23,6 +24,7 @@ from sgpu_magic.engines.ray.uplink import AgentOrder, Uplink
 _SHORT_PATH = 40
 _END_S = 20.0
 _LEAVE_S = 5.0
+_LOCK = "actor.lock"
 
 
 class Holder:
@@ -39,7 +41,7 @@ class Holder:
     def __init__(self, order: bytes, unpacked: str) -> None:
         self._order = msgspec.msgpack.decode(order, type=AgentOrder)
         self._unpacked = unpacked
-        self._base = _base(self._order)
+        self._base, self._lock = _base(self._order)
         settings = _settings_here(msgspec.json.decode(self._order.settings, type=Settings), self._base)
         self._order = msgspec.structs.replace(self._order, settings=msgspec.json.encode(settings))
         # what an agent that was killed leaves becomes ours, and is killed below
@@ -92,6 +94,7 @@ class Holder:
 
     def _leave_nothing(self) -> None:
         shutil.rmtree(self._base, ignore_errors=True)
+        os.close(self._lock)
         if self._unpacked:
             shutil.rmtree(self._unpacked, ignore_errors=True)
         if self._problem is None:
@@ -102,13 +105,32 @@ class Holder:
             ray.get_runtime_context().current_actor.__ray_terminate__.remote()
 
 
-def _base(order: AgentOrder) -> Path:
-    """The pool's directory on this node: private, and gone with the actor."""
-    folder = tempfile.gettempdir()
-    if len(folder) > _SHORT_PATH:
-        folder = "/tmp"
+def _base(order: AgentOrder) -> tuple[Path, int]:
+    """The pool's directory on this node: private, and gone with the actor. Returns it, and its lock's descriptor."""
+    folder = Path(tempfile.gettempdir())
+    if len(str(folder)) > _SHORT_PATH:
+        folder = Path("/tmp")
+    mine = f"sgpu-{os.getuid()}-"
     pool = order.namespace.removeprefix("sgpu-")[:24]
-    return private_dir(Path(folder, f"sgpu-{os.getuid()}-{pool}-{order.node[:10]}"))
+    base = folder / f"{mine}{pool}-{order.node[:10]}"
+    lock = _taken(private_dir(base) / _LOCK, wait=True)
+    for other in folder.glob(f"{mine}*-*/{_LOCK}"):
+        # of an actor that was killed with its agent, as when a node's Ray is: nobody was left to remove it
+        if other.parent != base and (left := _taken(other)) >= 0:
+            shutil.rmtree(other.parent, ignore_errors=True)
+            os.close(left)
+    return base, lock
+
+
+def _taken(path: Path, *, wait: bool = False) -> int:
+    """Take a lock that is held as long as its process lives. Returns its descriptor, -1 where another one has it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if wait else 0), 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        os.close(descriptor)
+        return -1
+    return descriptor
 
 
 def _settings_here(settings: Settings, base: Path) -> Settings:

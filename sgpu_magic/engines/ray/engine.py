@@ -18,7 +18,7 @@ from sgpu_magic.engines.node_door import NodeDoor, NodeLink
 from sgpu_magic.engines.ray.asking import request_of, why_not
 from sgpu_magic.engines.ray.door_keys import DoorState
 from sgpu_magic.engines.ray.driver_process import DriverProcess
-from sgpu_magic.engines.ray.inventory import inventory_of, read_elastic, shares_of
+from sgpu_magic.engines.ray.inventory import inventory_of, is_known, read_elastic, shares_of
 from sgpu_magic.engines.ray.messages import (
     AgentFailed,
     AgentStarts,
@@ -86,6 +86,8 @@ class RayEngine(ManyNodes):
         # what Ray was asked, and what for; those that are granted wait here for a node whose last agent is leaving
         self._asked: dict[str, tuple[AskLease, Launch, Sequence[bytes]]] = {}
         self._granted: dict[str, tuple[Launch, Sequence[bytes]]] = {}
+        # granted on nodes that nobody has looked at yet: seconds of the loop's clock, and what Ray said
+        self._early: dict[str, tuple[float, LeaseReady]] = {}
         # nodes that Ray has and that do not answer: cut off, or dead and Ray does not know it yet
         self._away: set[str] = set()
         self._door: NodeDoor | None = None
@@ -164,6 +166,13 @@ class RayEngine(ManyNodes):
         self._watch()
 
     def _ready(self, ready: LeaseReady) -> None:
+        since, _ = self._early.pop(ready.run_id, (self._loop.time(), ready))
+        known = all(part.node in self._facts and is_known(self._facts[part.node]) for part in ready.parts)
+        if ready.run_id in self._asked and not known and self._loop.time() - since < _LOOK_S:
+            # a node that has just come: which GPUs it has is seen in a moment
+            self._early[ready.run_id] = since, ready
+            self._watch()
+            return
         asked = self._asked.pop(ready.run_id, None)
         if asked is None:
             self._tell(DropLease(run_id=ready.run_id))
@@ -280,7 +289,9 @@ class RayEngine(ManyNodes):
         # until somebody has looked at the nodes the pool does not say what it has; one may be slow to answer
         self._seen_at = self._seen_at or self._loop.time()
         patient = self._loop.time() - self._seen_at < _LOOK_S
-        self._found = self._found or not any(_unknown(facts, patient) for facts in seen.nodes)
+        self._found = self._found or not patient or all(map(is_known, seen.nodes))
+        for _, ready in list(self._early.values()):
+            self._ready(ready)
         inventory = self.inventory()
         if inventory is not None and (inventory != self._known or self._asked_for_inventory):
             self._known, self._asked_for_inventory = inventory, False
@@ -344,7 +355,3 @@ class RayEngine(ManyNodes):
         busy = {node for run in self._runs.values() if not run.over for node in run.nodes}
         busy |= {share.node for launch, _ in self._granted.values() for share in launch.lease.shares}
         self._agents.retire(self._channels.keys(), busy, time.monotonic())
-
-
-def _unknown(facts: NodeFacts, patient: bool) -> bool:
-    return patient and not (facts.probed or facts.problem)

@@ -50,6 +50,11 @@ def type_of(facts: NodeFacts) -> str:
     return canonical_type("nvidia gpu")
 
 
+def is_known(facts: NodeFacts) -> bool:
+    """Whether somebody has looked at the node, or could not."""
+    return facts.probed or bool(facts.problem)
+
+
 def is_usable(facts: NodeFacts) -> bool:
     """Whether an agent can run there."""
     return facts.probed and not facts.lacks

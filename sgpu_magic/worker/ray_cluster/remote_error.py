@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import re
 import sys
@@ -42,10 +43,10 @@ def users_own(error: BaseException | None, shell: RankShell) -> BaseException | 
     text = str(vars(innermost).get("traceback_str") or innermost)
     own.__cause__, own.__suppress_context__ = None, True
     own.__traceback__ = None
-    with_frames = _with_frames(own, _frames(text))
-    with_frames.add_note(_note(text, error, shell))
-    shell.showtraceback((type(with_frames), with_frames, with_frames.__traceback__), running_compiled_code=True)
-    return with_frames
+    shown = with_frames(own, _frames(text))
+    shown.add_note(_note(text, error, shell))
+    shell.showtraceback((type(shown), shown, shown.__traceback__), running_compiled_code=True)
+    return shown
 
 
 def _frames(text: str) -> list[tuple[str, int, str]]:
@@ -56,27 +57,34 @@ def _frames(text: str) -> list[tuple[str, int, str]]:
     return [entry for entry in found if not entry[0].startswith((own, "python/ray/_raylet"))]
 
 
-def _with_frames(own: BaseException, frames: list[tuple[str, int, str]]) -> BaseException:
-    """Give the error a traceback of these frames, outermost first: each is made by code that raises in its line."""
+def with_frames(own: BaseException, frames: list[tuple[str, int, str]]) -> BaseException:
+    """Give the error a traceback of these frames, outermost first: each is of a function that raises in its line."""
     for file, line, name in reversed(frames):
-        function = _NOT_A_NAME.sub("_", name) or "task"
-        raising = "raise __sgpu_error__"
-        source = "\n" * (line - 1) + raising
-        code = compile(source, file, "exec")
-        code = code.replace(co_name=function, co_qualname=name)
-        namespace = {"__name__": "__ray_task__", "__sgpu_error__": own}
+        function = _NOT_A_NAME.sub("_", name.rpartition(".")[2]) or "task"
+        first = _begin_of(file, line, function)
+        source = "\n" * (first - 1) + f"def {function}():" + "\n" * (line - first) + " raise __sgpu_error__"
+        namespace: dict[str, Any] = {"__name__": "__ray_task__", "__sgpu_error__": own}
+        exec(compile(source, file, "exec"), namespace)
+        made: Any = namespace[function]
+        made.__code__ = made.__code__.replace(co_name=name.rpartition(".")[2], co_qualname=name)
         rest = own.__traceback__
         own.__traceback__ = None
         try:
-            exec(code, namespace)
+            made()
         except BaseException as raised:  # noqa: BLE001  it is the error itself
-            made = raised.__traceback__
             # the first frame is this function's
-            frame = made.tb_next if made is not None else None
+            frame = raised.__traceback__.tb_next if raised.__traceback__ is not None else None
             if frame is not None:
                 frame.tb_next = rest
             own.__traceback__ = frame
     return own
+
+
+def _begin_of(file: str, line: int, function: str) -> int:
+    """The line in which the function begins: from there its source is shown. The same line where it is not found."""
+    lines = linecache.getlines(file)
+    begin = re.compile(rf"\s*(async\s+)?def\s+{re.escape(function)}\b")
+    return next((number for number in range(min(line, len(lines)), 0, -1) if begin.match(lines[number - 1])), line)
 
 
 def _note(text: str, error: BaseException, shell: RankShell) -> str:

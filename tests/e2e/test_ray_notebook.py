@@ -1,0 +1,28 @@
+"""The notebook about Ray: it runs from top to bottom, and has its outputs."""
+
+from __future__ import annotations
+
+import nbformat
+import pytest
+from executed_notebooks import NOTEBOOKS, execute, saved
+from kernels import Home
+
+NOTEBOOK = NOTEBOOKS / "ray.ipynb"
+HOME_VARIABLES = {"SGPU_SIMULATE": "a10:2", "SGPU_STAND_IN": "cpu"}
+
+
+def test_its_saved_outputs_tell_what_it_does():
+    cells = [cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
+    told = ["".join(str(output) for output in cell.outputs) for cell in cells]
+    assert "squaring 3 on GPU" in told[1]
+    assert "[0, 1, 4, 9]" in told[2]
+    assert "0.1" in told[3]
+    assert "a rate of -1 learns nothing" in told[4]
+    assert "RayTaskError" not in told[4]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_it_runs_from_top_to_bottom(home: Home):
+    execute(NOTEBOOK, home)
+    assert saved(NOTEBOOK)
