@@ -20,6 +20,8 @@ from process_table import below, is_alive, process_table
 from waiting import eventually
 
 _START_S = 120.0
+_STARTS = 4
+_STARTED = b"Ray runtime started"
 RAY = str(Path(sys.executable).with_name("ray"))
 
 
@@ -32,6 +34,13 @@ def free_ports(count: int) -> list[int]:
     for each in sockets:
         each.close()
     return ports
+
+
+def _session(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
 
 
 class RayNode:
@@ -57,25 +66,40 @@ class RayNode:
     ) -> None:
         self.ip = ip
         self.log = log
-        # found by Ray itself they are waited for, and not for long on a machine that has much to do
-        grpc, listen, runtime_env, metrics = free_ports(4)
-        with open(log, "ab") as words:
-            self.process = subprocess.Popen(
-                [
-                    *inside, RAY, "start", "--block", "--disable-usage-stats", f"--node-ip-address={ip}",
-                    f"--dashboard-agent-grpc-port={grpc}", f"--dashboard-agent-listen-port={listen}",
-                    f"--runtime-env-agent-port={runtime_env}", f"--metrics-export-port={metrics}", "--num-cpus=4",
-                    f"--num-gpus={gpus}", "--object-store-memory=100000000", *arguments,
-                    *(["--labels=ray.io/accelerator-type=A10G"] if gpus else []),
-                ],
-                env=dict(environ), stdout=words, stderr=words, stdin=subprocess.DEVNULL, cwd="/",
-                start_new_session=True,
-            )  # fmt: skip
+        for left in reversed(range(_STARTS)):
+            # those that Ray finds itself are waited for, too
+            grpc, listen, runtime_env, metrics = free_ports(4)
+            said = log.stat().st_size if log.exists() else 0
+            with open(log, "ab") as words:
+                self.process = subprocess.Popen(
+                    [
+                        *inside, RAY, "start", "--block", "--disable-usage-stats", f"--node-ip-address={ip}",
+                        f"--dashboard-agent-grpc-port={grpc}", f"--dashboard-agent-listen-port={listen}",
+                        f"--runtime-env-agent-port={runtime_env}", f"--metrics-export-port={metrics}", "--num-cpus=4",
+                        f"--num-gpus={gpus}", "--object-store-memory=100000000", *arguments,
+                        *(["--labels=ray.io/accelerator-type=A10G"] if gpus else []),
+                    ],
+                    env=dict(environ), stdout=words, stderr=words, stdin=subprocess.DEVNULL, cwd="/",
+                    start_new_session=True,
+                )  # fmt: skip
+            if self._has_started(said):
+                return
+            # Ray gives what a raylet starts 15 s to import what it needs: a busy machine is too slow, once
+            self.kill()
+            assert left, log.read_text()[-3000:]
+
+    def _has_started(self, said: int) -> bool:
+        def over() -> bool:
+            return self.process.poll() is not None or _STARTED in self.log.read_bytes()[said:]
+
+        eventually(over, _START_S, lambda: self.log.read_text()[-3000:], poll_s=0.2)
+        return self.process.poll() is None
 
     def below(self) -> dict[int, str]:
-        """What it has started, with all below."""
+        """What it has started, with all below; the node is a session of its own, and its orphans are still of it."""
         table = process_table()
-        found = {self.process.pid} | below([self.process.pid], table)
+        found = {pid for pid in table if _session(pid) == self.process.pid}
+        found |= below({self.process.pid, *found}, table) | {self.process.pid}
         return {pid: str(table[pid]) for pid in found if pid in table and table[pid].state != "Z"}
 
     def kill(self) -> None:
@@ -90,7 +114,7 @@ class RayNode:
         left = self.below()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-            self.process.wait(30)
+            self.process.wait(60)
         eventually(
             lambda: not any(map(is_alive, left)), 30, lambda: str([name for pid, name in left.items() if is_alive(pid)])
         )
@@ -134,13 +158,8 @@ class RayHead:
             f"--ray-client-server-port={client}", f"--temp-dir={self.home / 'ray'}",
         ]  # fmt: skip
         self.node = RayNode(arguments, ip, self.home / "log", self.environ, gpus=gpus)
-        answers = self._answers if token else self._listens
-        eventually(answers, _START_S, lambda: (self.home / "log").read_text()[-3000:], poll_s=0.5)
-
-    def _listens(self) -> bool:
-        assert self.node.process.poll() is None, (self.home / "log").read_text()[-3000:]
-        # said at the end of its start
-        return "Ray runtime started" in (self.home / "log").read_text()
+        if token:
+            eventually(self._answers, _START_S, lambda: (self.home / "log").read_text()[-3000:], poll_s=0.5)
 
     def _answers(self) -> bool:
         assert self.node.process.poll() is None, (self.home / "log").read_text()[-3000:]

@@ -51,7 +51,12 @@ def object_files() -> set[str]:
 
 def directories(home: Home) -> list[str]:
     """Directories of Ray clusters in the home."""
-    found = [*home.runtime.glob("ray-*"), *(home.path / "tmp").glob("*ray*"), *home.state.rglob("runs/*/ray-*")]
+    found = [
+        *home.runtime.glob("ray-*"),
+        *(home.path / "tmp").glob("*ray*"),
+        *home.state.glob("ray/*"),
+        *home.state.glob("nodes/*/ray/*"),
+    ]
     return [str(path.relative_to(home.path)) for path in found]
 
 

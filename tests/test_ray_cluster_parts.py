@@ -75,32 +75,22 @@ def test_its_directories_are_private_and_go(settings: Settings, launch: Launch):
     Path(made.directory, "session").mkdir()
     assert ray_place.make(launch, settings) == made
     assert not Path(made.directory, "session").exists()
-    ray_place.remove(launch.spec.run_id, settings, launch.run_dir)
+    ray_place.remove(launch.spec.run_id, settings)
     assert not Path(made.directory).exists()
     assert not Path(made.disk_directory).exists()
 
 
-def test_nodes_that_share_the_runs_directory_leave_each_others_alone(
-    settings: Settings, launch: Launch, tmp_path: Path
-):
-    (tmp_path / "r2").mkdir()
-    other = replace(settings, runtime_dir=str(tmp_path / "r2"))
-    first, second = ray_place.make(launch, settings), ray_place.make(launch, other)
-    assert {Path(first.disk_directory).parent, Path(second.disk_directory).parent} == {Path(launch.run_dir)}
-    assert first.disk_directory != second.disk_directory
-    ray_place.remove(launch.spec.run_id, other, launch.run_dir)
-    assert Path(first.disk_directory).is_dir()
-
-
 def test_a_sweep_leaves_what_goes_on_and_what_is_a_link(settings: Settings, launch: Launch, tmp_path: Path):
     made = ray_place.make(launch, settings)
-    dead = settings.runtime_path / "ray-00000000"
-    dead.mkdir()
+    dead = [settings.runtime_path / "ray-00000000", settings.state_path / "ray" / "00000000"]
+    for directory in dead:
+        directory.mkdir()
     (tmp_path / "mine").mkdir()
     (settings.runtime_path / "ray-11111111").symlink_to(tmp_path / "mine")
     ray_place.sweep(settings, [launch.spec.run_id])
     assert Path(made.directory).is_dir()
-    assert not dead.exists()
+    assert Path(made.disk_directory).is_dir()
+    assert not any(directory.exists() for directory in dead)
     assert (tmp_path / "mine").is_dir()
 
 

@@ -173,7 +173,7 @@ class FreshRun(Execution):
             return
         leftovers.kill_leftovers(self.run_id, set(self.group.pids), self._launched_ticks)
         if self.launch.spec.ray:
-            ray_place.remove(self.run_id, self._settings, self.launch.run_dir)
+            ray_place.remove(self.run_id, self._settings)
         self.group.close()
         if self._meeting is not None:
             self._meeting.close()

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from sgpu_magic.agent.out_of_memory import memory_limit
-from sgpu_magic.config import Settings, host_name
+from sgpu_magic.config import Settings
 from sgpu_magic.protocol.ids import check_id
 from sgpu_magic.protocol.node_messages import Launch
 from sgpu_magic.protocol.rank_messages import PrivateRay
@@ -39,11 +39,12 @@ def make(launch: Launch, settings: Settings) -> PrivateRay:
     Raises:
         OSError: A directory can't be made.
     """
-    remove(launch.spec.run_id, settings, launch.run_dir)
+    remove(launch.spec.run_id, settings)
     directory = directory_of(launch.spec.run_id, settings)
     directory.mkdir(mode=0o700)
-    disk = Path(launch.run_dir) / _disk_name(settings)
-    disk.mkdir(mode=0o700, parents=True)
+    disk = settings.state_path / _DISK / launch.spec.run_id
+    disk.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    disk.mkdir(mode=0o700)
     part, lease = launch.part, launch.lease
     ranks = part.ranks if part is not None else launch.spec.placement.ranks
     gpus = ranks if lease.uuids else 0
@@ -74,35 +75,29 @@ def directory_of(run_id: str, settings: Settings) -> Path:
     return Path(tempfile.gettempdir()) / f"sgpu-{_PREFIX}{_own_mark(settings)}-{run_id[:_DIGITS]}"
 
 
-def remove(run_id: str, settings: Settings, run_dir: str = "") -> None:
+def remove(run_id: str, settings: Settings) -> None:
     """Remove what a run's Ray cluster has left on disk, if it had one. Its processes are dead."""
-    directory = directory_of(run_id, settings)
-    with contextlib.suppress(OSError):
-        # a link, or a directory of somebody else's, is left alone
-        if directory.lstat().st_uid == os.getuid() and not directory.is_symlink():
-            shutil.rmtree(directory, ignore_errors=True)
-    disk = Path(run_dir or settings.runs_path / run_id) / _disk_name(settings)
-    if disk.is_dir() and not disk.is_symlink():
-        shutil.rmtree(disk, ignore_errors=True)
+    check_id(run_id)
+    for directory in (directory_of(run_id, settings), settings.state_path / _DISK / run_id):
+        with contextlib.suppress(OSError):
+            # a link, or a directory of somebody else's, is left alone
+            if directory.lstat().st_uid == os.getuid() and not directory.is_symlink():
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 def sweep(settings: Settings, held: Collection[str]) -> None:
-    """Remove the socket directories of runs that nobody holds: their agent was killed.
+    """Remove the directories of runs that nobody holds: their agent was killed.
 
     Args:
         settings: Where they lie.
         held: Runs that go on.
     """
     keep = {directory_of(run_id, settings).name for run_id in held}
-    with contextlib.suppress(OSError):
-        for entry in settings.runtime_path.iterdir():
-            if entry.name.startswith(_PREFIX) and entry.name not in keep and not entry.is_symlink():
-                shutil.rmtree(entry, ignore_errors=True)
-
-
-def _disk_name(settings: Settings) -> str:
-    # several nodes of a run may share its directory, and an agent removes only its own
-    return f"{_DISK}-{host_name()}-{_own_mark(settings)}"
+    for place, prefix, kept in ((settings.runtime_path, _PREFIX, keep), (settings.state_path / _DISK, "", set(held))):
+        with contextlib.suppress(OSError):
+            for entry in place.iterdir():
+                if entry.name.startswith(prefix) and entry.name not in kept and not entry.is_symlink():
+                    shutil.rmtree(entry, ignore_errors=True)
 
 
 def _own_mark(settings: Settings) -> str:

@@ -305,7 +305,7 @@ class Agent:
         for run in self._runs.all():
             if not isinstance(run, SessionCell):
                 leftovers.kill_leftovers(run.run_id, set(run.pids))
-                ray_place.remove(run.run_id, self._settings, run.launch.run_dir)
+                ray_place.remove(run.run_id, self._settings)
         self._groups.close()
         self._environments.close()
         self._keeper.close()

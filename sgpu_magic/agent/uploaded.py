@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -29,6 +29,9 @@ from sgpu_magic.storage.joined import copy_blob
 _TIME = 946_684_800
 _AT_ONCE = 64
 _MOST_COPIES = 8
+
+# a copy's lock, and where it is
+_Found = tuple[int, Path] | None
 
 
 class Uploaded:
@@ -119,10 +122,12 @@ class Uploaded:
         return manifest
 
     async def _make(self, launch: Launch, digest: str, manifest: Manifest) -> None:
-        found = await call_in_background(lambda: self._found(digest, manifest), "sgpu-upload")
+        found = await _locked(lambda: self._found(digest, manifest))
         if found is None:
             blobs = await self._fetch(launch, manifest)
-            found = await call_in_background(lambda: self._made(digest, manifest, blobs), "sgpu-upload")
+            found = await _locked(lambda: self._made(digest, manifest, blobs))
+        if found is None:
+            raise BlobMissing("its copy on this node has gone")
         if digest in self._locks or digest not in self._users:
             # another run was first, or nobody wants it any more
             os.close(found[0])
@@ -144,7 +149,7 @@ class Uploaded:
 
     # ------------------------------------------------------------ in threads
 
-    def _found(self, digest: str, manifest: Manifest) -> tuple[int, Path] | None:
+    def _found(self, digest: str, manifest: Manifest) -> _Found:
         """Lock the copy that is there, unless somebody has written in it."""
         for path in self._paths(digest):
             descriptor = lock_shared(path)
@@ -156,7 +161,7 @@ class Uploaded:
                 remove_unused(path)
         return None
 
-    def _made(self, digest: str, manifest: Manifest, blobs: Mapping[str, Path]) -> tuple[int, Path]:
+    def _made(self, digest: str, manifest: Manifest, blobs: Mapping[str, Path]) -> _Found:
         private_dir(self._folder.parent)
         private_dir(self._folder)
         temporary = self._folder / f".{digest[:16]}-{os.getpid()}-{time.monotonic_ns()}.part"
@@ -179,6 +184,21 @@ class Uploaded:
 
     def _paths(self, digest: str) -> Sequence[Path]:
         return [self._folder / (f"{digest}-{number}" if number else digest) for number in range(_MOST_COPIES)]
+
+
+async def _locked(look: Callable[[], _Found]) -> _Found:
+    """What a thread finds; it lets go of that when nobody waits for it any more."""
+    looking = call_in_background(look, "sgpu-upload")
+    try:
+        return await asyncio.shield(looking)
+    except asyncio.CancelledError:
+        looking.add_done_callback(_let_go)
+        raise
+
+
+def _let_go(looking: asyncio.Future[_Found]) -> None:
+    if looking.exception() is None and (found := looking.result()) is not None:
+        os.close(found[0])
 
 
 def _blobs_of(file: UploadedFile) -> list[tuple[str, int]]:

@@ -112,6 +112,6 @@ def revoke(settings: Settings, name: str, who: str) -> str:
     path = served_settings(settings, checked_name(name)).state_path / CLIENTS
     keys = authorized_clients.revoke(path, who)
     return (
-        f"{who} may no longer use the pool {name}: {keys} key{'s' * (keys != 1)} removed, links are cut within seconds. "
-        "Runs that go on are not ended; `sgpu cancel` does that."
+        f"{who} may no longer use the pool {name}: {keys} key{'s' * (keys != 1)} removed, links are cut within "
+        "seconds. Runs that go on are not ended; an admin's `sgpu cancel` does that."
     )

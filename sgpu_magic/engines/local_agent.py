@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from sgpu_magic import processes
+from sgpu_magic.agent import ray_place
 from sgpu_magic.config import Settings
 from sgpu_magic.message_stream import MessageStream
 from sgpu_magic.protocol import codec
@@ -36,6 +37,7 @@ class LocalAgent:
     """
 
     def __init__(self, settings: Settings, warm: Warm | None = None, *, look: bool = True) -> None:
+        self._settings = settings
         found = _find(settings) if look else None
         self._stream: MessageStream[FromAgent] | None = None
         self._child: subprocess.Popen[bytes] | None = None
@@ -86,6 +88,8 @@ class LocalAgent:
             processes.kill_descendants()
             # reaped with the rest; without this its end is reported as lost
             self._child.poll()
+            # what was below it is dead, and so are its runs
+            ray_place.sweep(self._settings, ())
 
 
 def _find(settings: Settings) -> tuple[socket.socket, int] | None:

@@ -6,6 +6,7 @@ import math
 
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.protocol.ids import short
+from sgpu_magic.protocol.messages import Submit
 from sgpu_magic.protocol.records import RunSpec
 from sgpu_magic.protocol.states import RunKind
 
@@ -36,6 +37,19 @@ def unfit(spec: RunSpec) -> str:
     if spec.kind in (RunKind.PUSH, RunKind.PULL) and not spec.in_session:
         return "names are pushed to and pulled from a session's ranks. Connect first with %sgpu_connect."
     return ends_with_notebook(spec) if spec.detach else ""
+
+
+def unstartable(submit: Submit) -> str:
+    """Why no process can be started as this asks, "" when one can: the agent has other users' ranks too."""
+    variables = submit.interpreter.variables | submit.context.environ
+    words = [submit.interpreter.executable, submit.context.cwd, *submit.context.sys_path, *variables]
+    if any("\0" in word for word in (*words, *variables.values())) or not all(map(_can_be_set, variables)):
+        return "its environment variables, path or directory have a character that no process can be started with."
+    return ""
+
+
+def _can_be_set(variable: str) -> bool:
+    return bool(variable) and "=" not in variable
 
 
 def ends_with_notebook(spec: RunSpec) -> str:

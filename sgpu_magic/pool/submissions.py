@@ -11,7 +11,7 @@ import msgspec
 
 from sgpu_magic.engines.base import Engine
 from sgpu_magic.pool import stimuli as sched
-from sgpu_magic.pool.admission import unfit
+from sgpu_magic.pool.admission import unfit, unstartable
 from sgpu_magic.pool.byte_desk import ByteDesk, names_files
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.run_book import PoolRun, RunBook
@@ -80,7 +80,7 @@ class Submissions:
         elif (not client.same_host or self._engine.far) and names_files(submit):
             problem = "what it ships lies in files of the notebook's machine, which its ranks do not see."
         else:
-            problem = unfit(spec)
+            problem = unfit(spec) or unstartable(submit)
         if problem:
             self._server.refuse(client, submit.request, problem)
             return

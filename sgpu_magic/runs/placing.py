@@ -12,8 +12,7 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.protocol.devices import Placement
 from sgpu_magic.protocol.prices import read_prices
-from sgpu_magic.runs import job_defaults
-from sgpu_magic.runs.devices import STRATEGIES, check_spread, memory_bytes
+from sgpu_magic.runs.devices import STRATEGIES, check_spread
 
 CPU_RANKS = 2
 """Ranks on CPU of a run that does not say how many."""
@@ -61,24 +60,6 @@ class Found:
 def money_of(settings: Settings) -> Money:
     """Return what devices cost by the settings."""
     return Money(read_prices(settings.prices), read_prices(settings.reserved_prices), settings.currency)
-
-
-def with_job(devices: Devices) -> Devices:
-    """Return what is asked for, with the memory, nodes and placement of `sgpu run` where nothing was said of them.
-
-    They go with the job's own number and type of devices: what asks for others is spread by its own words.
-    """
-    job = job_defaults.of_process()
-    if not (job.nodes or job.placement or job.min_memory) or devices.ranks != (job.gpus or None):
-        return devices
-    if devices.device_type != (job.type or None):
-        return devices
-    return replace(
-        devices,
-        min_memory_bytes=devices.min_memory_bytes or memory_bytes("--min-memory", job.min_memory),
-        nodes=devices.nodes or job.nodes,
-        strategy=devices.strategy or job.placement,
-    )
 
 
 def check_pool(pools: Pools, name: str) -> None:

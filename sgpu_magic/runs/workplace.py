@@ -97,7 +97,7 @@ class Workplace:
 
     def find(self, name: str, devices: Devices) -> Found:
         """Return where a run goes; as `placing.find_place`."""
-        return placing.find_place(self.pools, self.current_settings(), name, placing.with_job(devices))
+        return placing.find_place(self.pools, self.current_settings(), name, devices)
 
     def pool_with(self, run: str, *, going_on: bool = False) -> Pool:
         """Return the pool that has a run, by the first digits of its id; as `finding.pool_with`."""

@@ -8,6 +8,9 @@ import pytest
 from contract_engines import ENGINES, PoolUnderTest
 from homes import Home
 from pool_client import PoolClient
+from waiting import eventually
+
+_RANKS = 4
 
 # on a Ray cluster each costs more: the others are slow ones there
 _CORE_ON_RAY = (
@@ -34,8 +37,18 @@ def module_pool(request: pytest.FixtureRequest) -> Iterator[PoolUnderTest]:
     home = Home()
     service = ENGINES[request.param](home)
     client = PoolClient(home)
+
+    def has_room() -> bool:
+        status = client.pool.status()
+        if status is None:
+            # the first run starts it
+            return True
+        inventory = status.inventory
+        return (len(inventory.devices) if inventory.devices else inventory.cpu_slots) >= _RANKS
+
     try:
-        client.begin("pass", ranks=4).ended()
+        eventually(has_room, 60, "not all nodes of the pool are there")
+        client.begin("pass", ranks=_RANKS).ended()
         yield PoolUnderTest(home, service, client)
     finally:
         client.close()

@@ -279,6 +279,7 @@ def test_a_run_stalls_only_where_all_its_nodes_do(cluster: Cluster):
     run.ended()
 
 
+@pytest.mark.slow
 def test_ranks_of_all_nodes_log_to_one_mlflow_run(cluster: Cluster, tmp_path: Path):
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     run = cluster.begin(

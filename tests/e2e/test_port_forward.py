@@ -167,6 +167,7 @@ def test_both_directions_and_half_closed(served: Served, forwarded: Callable[...
     assert back == sent + b"the end"
 
 
+@pytest.mark.slow
 def test_a_slow_reader_slows_its_writer(served: Served, forwarded: Callable[..., tuple], home: Home):
     """What nobody reads is not taken either: no more than the windows and the sockets hold is under way."""
     process, port = forwarded(served.run_id, served.web)
@@ -261,6 +262,7 @@ def asked(port: int, text: bytes) -> bytes:
         return connection.recv(100)
 
 
+@pytest.mark.slow
 def test_each_rank_of_far_nodes(forwarded: Callable[..., tuple], tmp_path: Path):
     """A rank's port is that of its node: here the nodes are one machine, and only the rank's process tells."""
     home = Home({"SGPU_SIMULATE": "a10:2"})

@@ -21,8 +21,11 @@ from sgpu_magic.client.pools_file import PoolEntry
 from sgpu_magic.engines.ray.deploy import job_options
 from sgpu_magic.engines.ray.jobs_api import JobsApi
 from sgpu_magic.errors import PoolError, UsageError
+from sgpu_magic.protocol.events import RanksStarted
 from sgpu_magic.protocol.states import RunState
 
+# a Ray cluster starts slowly on a machine that has much to do
+pytestmark = pytest.mark.timeout(400)
 _ADD = re.compile(r"sgpu pool add (?P<name>\S+) (?P<address>tcp://\S+) --key '(?P<key>[^']{40})'")
 
 
@@ -97,6 +100,7 @@ def test_a_pool_is_deployed_used_and_undeployed(head: RayHead):
         user.entry = replace(user.entry, name=match["name"], address=match["address"], key=match["key"])
         add_pool(user.entry, user.home.path / "pools.toml")
         run = user.client.begin("import os; os.environ['RANK']", ranks=2, device_type="a10")
+        run.wait_for(RanksStarted)
         assert run.ended().state is RunState.SUCCEEDED
         assert run.values == ["0", "1"]
 

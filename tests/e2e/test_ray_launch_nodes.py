@@ -68,6 +68,9 @@ def test_the_head_is_at_rank_0s_node_and_the_other_joins(pool: ManyAgents, clien
     _wait_for_file(run, pool.home, f"{go}-up")
     ports = listening(ray_processes(pool.home))
     assert ports
+    store = Runs(f"sqlite:///{pool.home.state}/mlflow/mlflow.db")
+    # Ray tells its numbers every ten seconds, and all there is to see here is that GPUs are given away
+    eventually(lambda: _gpus_in_use(store, run.run_id) == [2, 2], 90, lambda: f"{_gpus_in_use(store, run.run_id)}")
     go.touch()
     ended = _ended(run)
     assert ended.state is RunState.SUCCEEDED, (ended, run.printed)
@@ -79,6 +82,15 @@ def test_the_head_is_at_rank_0s_node_and_the_other_joins(pool: ManyAgents, clien
     assert any("runs on 2 nodes for this run alone" in _text(event) for event in run.events)
     check_gone(pool.home, ports)
     _check_metrics(pool.home, run.run_id)
+
+
+def _gpus_in_use(store: Runs, run_id: str) -> list[float]:
+    """The most that each node has told."""
+    (found,) = store.of(run_id) or [None]
+    if found is None:
+        return []
+    keys = [f"system/node{node}/ray_gpus_in_use" for node in (0, 1)]
+    return [max((value for _, value in store.history(found.info.run_id, key)), default=0.0) for key in keys]
 
 
 def _check_metrics(home: Home, run_id: str) -> None:
@@ -93,10 +105,8 @@ def _check_metrics(home: Home, run_id: str) -> None:
     metrics = store.one(run_id).data.metrics
     for node in (0, 1):
         prefix = f"system/node{node}/ray_"
-        found = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
-        assert {"cpu_utilization_percentage", "memory_usage_megabytes", "object_store_megabytes"} <= found.keys()
-        assert found["gpus_in_use"] == 2, found
-        assert found["actors"] >= 2, found
+        found = {key.removeprefix(prefix) for key in metrics if key.startswith(prefix)}
+        assert {"cpu_utilization_percentage", "memory_usage_megabytes", "object_store_megabytes", "actors"} <= found
 
 
 def test_a_node_that_is_lost_ends_the_run_and_its_cluster(pool: ManyAgents, client: PoolClient):

@@ -16,7 +16,8 @@ from waiting import eventually
 from sgpu_magic.protocol.events import AttemptFailed, Placed, RanksStarted
 from sgpu_magic.protocol.states import FailureKind, RunState
 
-pytestmark = pytest.mark.needs_root
+# a Ray cluster starts slowly on a machine that has much to do
+pytestmark = [pytest.mark.needs_root, pytest.mark.timeout(400)]
 # the promise; a machine that has much to do gets one more
 NAMED_S = 6
 

@@ -15,7 +15,7 @@ from waiting import eventually
 from sgpu_magic.client.pools_edits import add_pool
 from sgpu_magic.secure_sockets import new_key_pair, write_key_pair
 
-pytestmark = [pytest.mark.needs_root, pytest.mark.slow]
+pytestmark = [pytest.mark.needs_root, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def test_a_notebooks_cell_runs_on_a_ray_cluster_with_its_packages_and_variables(tmp_path: Path):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from odd_messages import odd_messages
 from process_table import descriptors, level
 from served_pools import RemoteUser, ServedPool
 from strangers import Bomb, Stranger, junk, say_raw, zmtp_greeting
@@ -23,6 +24,7 @@ from waiting import eventually
 
 from sgpu_magic.errors import KeyRefused, PoolError, UsageError
 from sgpu_magic.pool.doorkeeper import MOST_STRANGERS
+from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.devices import Placement
 from sgpu_magic.protocol.events import Event, OutputWritten, RunEnded
 from sgpu_magic.protocol.ids import new_id
@@ -30,6 +32,9 @@ from sgpu_magic.protocol.messages import (
     AskStatus,
     Attach,
     Cancel,
+    ClientMessage,
+    Goodbye,
+    Hello,
     PoolStatus,
     Refused,
     StopPool,
@@ -239,6 +244,30 @@ def test_a_payload_without_the_runs_signature_is_not_unpickled(
         answer = made.answer(20_000)
         assert answer is not None, told
         told += msgspec.json.encode(answer)
+
+
+def test_odd_messages_of_a_listed_user_harm_nobody(
+    served: ServedPool, ann: RemoteUser, eve: RemoteUser, mark: Path, stranger: Callable[..., Stranger]
+):
+    """Well formed, and full of what nobody would send; the other user's run goes on all the while."""
+    run = ann.client.begin(WAIT, ranks=1)
+    run.wait_for(OutputWritten)
+    made = stranger(served.entry.address, served.entry.key, eve.keys)
+    made.hello()
+    for data in odd_messages(ClientMessage, 800, seed=2):
+        if not isinstance(codec.client_messages.decode(data), Hello | Goodbye):
+            made.send(data, b"frame")
+    submit = submission(new_id(), InlinePayload())
+    for number, variables in enumerate(({"A": "\0"}, {"A\0": ""}, {"": "x"}, {"A=B": "x"}), 1000):
+        interpreter = msgspec.structs.replace(submit.interpreter, variables=variables)
+        made.say(msgspec.structs.replace(submit, request=number, interpreter=interpreter), b"")
+        while getattr(answer := made.answer(), "request", None) != number:
+            assert answer is not None, "no answer"
+        assert isinstance(answer, Refused)
+        assert "no process can be started" in answer.message
+    assert served.home.ledger()[run.run_id].state == "running"
+    run.run.cancel("enough")
+    assert run.ended().reason == "enough"
 
 
 @pytest.mark.parametrize("begun", [b"\x02", b"\x03", b"\x06"], ids=["frame", "more", "command"])

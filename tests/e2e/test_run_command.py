@@ -145,7 +145,9 @@ def test_a_script_runs_on_all_ranks(home: Home):
     assert "train.py" in run(home, "runs", "-n", "1")[1]
 
 
-@pytest.mark.parametrize("form", ["yaml", "json", "toml"])
+@pytest.mark.parametrize(
+    "form", ["yaml", pytest.param("json", marks=pytest.mark.slow), pytest.param("toml", marks=pytest.mark.slow)]
+)
 def test_job_files(home: Home, form: str):
     folder = home.work / f"jobs-{form}"
     folder.mkdir()
@@ -222,6 +224,7 @@ def test_an_option_that_means_nothing_is_code_2(home: Home):
     assert copy_in(out).cells[-1].outputs
 
 
+@pytest.mark.slow
 def test_no_room_is_code_3_and_is_tried_again(home: Home):
     saved(home, "full.ipynb", "%%distributed -n 4 --type a10\nimport time; time.sleep(100)")
     saved(home, "waits.ipynb", "%%distributed -n 2 --type a10 --wait 0\npass")
@@ -237,6 +240,7 @@ def test_no_room_is_code_3_and_is_tried_again(home: Home):
     assert first.returncode == 130
 
 
+@pytest.mark.slow
 def test_time_over_is_code_124(home: Home):
     saved(
         home,
@@ -271,6 +275,7 @@ def test_terminated_its_runs_end_first(home: Home):
     assert not home.rank_pids()
 
 
+@pytest.mark.slow
 def test_killed_it_leaves_nothing_behind(home: Home):
     """SIGKILL gives nobody a chance: the kernel sees that its parent is gone, and the pool that its owner is."""
     saved(
@@ -369,6 +374,7 @@ def test_detached_it_goes_on_without_its_shell(home: Home):
     assert "it succeeded" in run(home, "jobs", "stop", job)[2]
 
 
+@pytest.mark.slow
 def test_a_detached_job_can_be_stopped(home: Home):
     saved(home, "endless.ipynb", "%%distributed -n 2 --type cpu --name endless\nimport time; time.sleep(100)")
     code, out, _ = run(home, "run", "endless.ipynb", "--detach")

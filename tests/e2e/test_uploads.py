@@ -16,6 +16,7 @@ from served_pools import RemoteUser, ServedPool
 from sgpu_magic.client import blob_sender
 from sgpu_magic.client.along import Along
 from sgpu_magic.client.ignore_rules import IgnoreRules
+from sgpu_magic.client.known_digests import KnownDigests
 from sgpu_magic.client.upload_files import find_files
 from sgpu_magic.errors import UsageError
 from sgpu_magic.protocol.states import RunState
@@ -102,6 +103,32 @@ def test_links_that_lead_out_are_refused(data: Path, tmp_path: Path):
     os.mkfifo(data / "pipe")
     with pytest.raises(UsageError, match="is no file and no folder"):
         find_files(data)
+
+
+def test_what_has_not_changed_is_not_read_again(data: Path, tmp_path: Path):
+    path = data / "train/shard-00.bin"
+    long_ago = path.stat().st_mtime - 3600
+    # a file is only known when its times are old enough to tell a change
+    before = path.stat()
+    known = KnownDigests(tmp_path / "state", data)
+    known.keep({str(path): (before, ("a",))})
+    assert KnownDigests(tmp_path / "state", data).of(str(path), before) is None
+    os.utime(path, (long_ago, long_ago))
+    eventually(lambda: _kept(tmp_path / "state", data, path), 20)
+    status = path.stat()
+    assert KnownDigests(tmp_path / "state", data).of(str(path), status) == ("a",)
+    assert KnownDigests(tmp_path / "state", tmp_path).of(str(path), status) is None
+    # another content of the same size and time: the inode's own time tells
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+    os.utime(path, (long_ago, long_ago))
+    assert KnownDigests(tmp_path / "state", data).of(str(path), path.stat()) is None
+
+
+def _kept(state: Path, root: Path, path: Path) -> bool:
+    KnownDigests(state, root).keep({str(path): (path.stat(), ("a",))})
+    return KnownDigests(state, root).of(str(path), path.stat()) is not None
 
 
 # ------------------------------------------------------------ on this machine

@@ -105,17 +105,20 @@ def _none_of(values: list[str]) -> str:
     return f"!{values[0]}" if len(values) == 1 else f"!in({','.join(values)})"
 
 
-def why_not(order: AskLease, lease: Lease, nodes: Iterable[NodeFacts], ours: Mapping[str, int], coming: str) -> str:
+def why_not(order: AskLease, lease: Lease, nodes: Iterable[NodeFacts], leases: Iterable[Lease], coming: str) -> str:
     """Why Ray does not grant what was asked for, as a sentence without a full stop.
 
     Args:
         order: What was asked.
         lease: What the scheduler proposed.
         nodes: The cluster's, a moment ago.
-        ours: By node, GPUs (or CPUs of runs without) that runs of this pool hold.
+        leases: The pool's own.
         coming: What an autoscaler is bringing.
     """
     kind = CPU if lease.cpu_slots else lease.device_type
+    ours: Counter[str] = Counter()
+    for held in leases:
+        ours.update({share.node: share.ranks for share in held.shares if bool(share.uuids) == order.gpus})
     total: Counter[str] = Counter()
     free: Counter[str] = Counter()
     hosts: dict[str, str] = {}

@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 from sgpu_magic.errors import UsageError
 from sgpu_magic.secure_sockets import KeyPair, new_key_pair, read_key_pair, write_key_pair
 
+_ANYWHERE = ("0.0.0.0", "[::]", "*")
+
 
 class DoorState:
     """Files in a private directory.
@@ -24,7 +26,7 @@ class DoorState:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.pair = self._pair()
-        self._port = 0
+        self._host, self._port = "", 0
 
     def address(self, listen: str) -> str:
         """Where to listen: the setting, with the port of last time where it has none.
@@ -40,13 +42,15 @@ class DoorState:
 
     def keep_port(self, address: str) -> None:
         """Write down where it listens now."""
-        _, self._port = _split(address)
+        self._host, self._port = _split(address)
         draft = self.path / "door-port.part"
         draft.write_text(str(self._port))
         os.replace(draft, self.path / "door-port")
 
     def reached_at(self, host: str) -> str:
-        """The door's address for nodes, which reach this machine at `host`."""
+        """The door's address for nodes, which reach this machine at `host` unless it listens at one address only."""
+        if self._host not in _ANYWHERE:
+            return f"tcp://{self._host}:{self._port}"
         return f"tcp://[{host}]:{self._port}" if ":" in host else f"tcp://{host}:{self._port}"
 
     def _pair(self) -> KeyPair:

@@ -26,7 +26,6 @@ class DriverProcess:
         arguments: Of the process: Ray's address, the namespace, the prefix of names.
         log: Where Ray's words go.
         on_message: Called with what it says.
-        on_ended: Called when it has ended; it is started again by itself.
     """
 
     def __init__(
@@ -34,12 +33,10 @@ class DriverProcess:
         arguments: Sequence[str],
         log: Path,
         on_message: Callable[[FromCluster], None],
-        on_ended: Callable[[], None],
     ) -> None:
         self._arguments = tuple(arguments)
         self._log = log
         self._on_message = on_message
-        self._on_ended = on_ended
         self._loop = asyncio.get_running_loop()
         self._times = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -111,4 +108,3 @@ class DriverProcess:
         wait_s = _AGAIN_S[min(self._times, len(_AGAIN_S) - 1)]
         self._times += 1
         self._timer = self._loop.call_later(wait_s, self._start)
-        self._on_ended()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -44,8 +43,7 @@ from sgpu_magic.protocol.node_messages import AgentReady, FromAgent, Launch
 from sgpu_magic.secure_sockets import KeyPair
 
 # so often Ray is asked for its nodes while runs go on or wait, and else
-_BUSY_S = 1.0
-_IDLE_S = 5.0
+_BUSY_S, _IDLE_S = 1.0, 5.0
 _TEND_S = 1.0
 # so long a node is awaited that a look has not come back from, when the pool begins
 _LOOK_S = 15.0
@@ -78,8 +76,7 @@ class RayEngine(ManyNodes):
         self._facts: dict[str, NodeFacts] = {}
         self._coming = ""
         self._known: Inventory | None = None
-        self._asked_for_inventory = False
-        self._found = False
+        self._asked_for_inventory = self._found = False
         # seconds of the loop's clock, once the cluster was seen
         self._seen_at = 0.0
         self._tending: asyncio.TimerHandle | None = None
@@ -104,7 +101,7 @@ class RayEngine(ManyNodes):
         self._door.admit(self._keys.nodes)
         arguments = (settings.ray_address or "auto", self._namespace, self._prefix)
         log = settings.state_path / "ray.log"
-        self._driver = DriverProcess(arguments, log, self._cluster_said, self._driver_ended)
+        self._driver = DriverProcess(arguments, log, self._cluster_said)
         self._tending = self._loop.call_later(_TEND_S, self._tend)
         super().start(listener)
 
@@ -209,10 +206,7 @@ class RayEngine(ManyNodes):
         if any(kind == elastic for elastic, _ in self._elastic):
             # the group is the request to the autoscaler: it stays until the run is placed or withdrawn
             return
-        ours: Counter[str] = Counter()
-        for lease in self._leases.values():
-            ours.update({share.node: share.ranks for share in lease.shares if bool(share.uuids) == order.gpus})
-        why = why_not(order, launch.lease, self._facts.values(), ours, self._coming)
+        why = why_not(order, launch.lease, self._facts.values(), self._leases.values(), self._coming)
         self._tell(DropLease(run_id=waits.run_id))
         self._refuse_asked(launch, why)
 
@@ -246,7 +240,7 @@ class RayEngine(ManyNodes):
     def _connected(self, found: ClusterFound) -> None:
         if self._driver is not None:
             self._driver.well()
-        self._host, self._types = found.address, found.types
+        self._host, self._types, self._coming = found.address, found.types, ""
         self._agents.connected()
         for order, _, _ in self._asked.values():
             self._tell(order)
@@ -272,9 +266,6 @@ class RayEngine(ManyNodes):
                 f"the pool can't join the Ray cluster ({address}): {why}. Is it running, and does it have this "
                 f"Python's version of Ray? What Ray says is in {self._settings.state_path / 'ray.log'}."
             )
-
-    def _driver_ended(self) -> None:
-        self._coming = ""
 
     def _seen(self, seen: NodesSeen) -> None:
         alive = {facts.node: facts for facts in seen.nodes}
@@ -355,3 +346,5 @@ class RayEngine(ManyNodes):
         busy = {node for run in self._runs.values() if not run.over for node in run.nodes}
         busy |= {share.node for launch, _ in self._granted.values() for share in launch.lease.shares}
         self._agents.retire(self._channels.keys(), busy, time.monotonic())
+        for node in self._agents.late(time.monotonic()):
+            self.node_lost(node, f"its agent does not reach the pool at {self._state.reached_at(self._host)}")

@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import ssl
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -20,6 +21,8 @@ from sgpu_magic.errors import PoolError, UsageError
 # a head that is there answers in milliseconds
 _FIRST_S = 5.0
 _ANSWER_S = 60.0
+_AGAIN_S = 1.0
+_NOT_YET = "No available agent"
 _HEADERS = dict[str, str]
 T = TypeVar("T")
 
@@ -84,8 +87,16 @@ class JobsApi:
         return f"gcs://{name}"
 
     def submit(self, request: Mapping[str, object]) -> None:
-        """Submit a job: the fields of Ray's `JobSubmitRequest`."""
-        self._ask("POST", "/api/jobs/", json.dumps(request).encode())
+        """Submit a job: the fields of Ray's `JobSubmitRequest`. A cluster that has just started takes none yet."""
+        deadline = time.monotonic() + _ANSWER_S
+        while True:
+            try:
+                self._ask("POST", "/api/jobs/", json.dumps(request).encode())
+                return
+            except PoolError as error:
+                if _NOT_YET not in error.message or time.monotonic() > deadline:
+                    raise
+            time.sleep(_AGAIN_S)
 
     def jobs(self) -> list[Job]:
         return self._decoded(self._ask("GET", "/api/jobs/"), list[Job])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from sgpu_magic.engines.ray.messages import EndAgents, NodeFacts, StartAgent, To
 from sgpu_magic.engines.ray.uplink import AgentOrder
 from sgpu_magic.secure_sockets import KeyPair, new_key_pair
 
+# its actor is given up after a minute
+_COME_S = 90.0
 _Keys = dict[str, tuple[str, str]]
 
 
@@ -81,7 +84,8 @@ class NodeAgents:
         self._order = order
         self._send = send
         self._idle_s = idle_s
-        self._starting: set[str] = set()
+        # seconds of a monotonic clock
+        self._starting: dict[str, float] = {}
         self._leaving: set[str] = set()
         # seconds of the caller's clock
         self._idle_since: dict[str, float] = {}
@@ -100,17 +104,17 @@ class NodeAgents:
         """
         self._idle_since.pop(node.node, None)
         if node.node not in self._starting:
-            self._starting.add(node.node)
+            self._starting[node.node] = time.monotonic()
             pair = self._keys.of(node.node)
             self._send(StartAgent(order=self._order(node.node, pair), ship=node.version != package))
 
     def came(self, node: str) -> None:
         """Its agent has said its first word."""
-        self._starting.discard(node)
+        self._starting.pop(node, None)
 
     def gone(self, node: str) -> None:
         """Its agent is over, or could not be started."""
-        self._starting.discard(node)
+        self._starting.pop(node, None)
         self._leaving.discard(node)
         self._idle_since.pop(node, None)
 
@@ -129,6 +133,13 @@ class NodeAgents:
         if over:
             self._leaving.update(over)
             self._send(EndAgents(nodes=tuple(over)))
+
+    def late(self, now: float) -> list[str]:
+        """Nodes whose agents were ordered long ago and have not come; they count as gone."""
+        late = [node for node, since in self._starting.items() if now - since > _COME_S]
+        for node in late:
+            self.gone(node)
+        return late
 
     def connected(self) -> None:
         """The process that speaks to Ray is a new one: what was ordered may not have arrived."""

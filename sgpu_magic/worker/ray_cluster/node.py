@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import os
 import re
 import select
@@ -52,8 +53,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     processes.become_subreaper()
     words = os.fdopen(os.dup(1), "wb", buffering=0)
-    # whatever Ray prints is no word of ours
+    # whatever Ray prints is no word of ours, and how often it has looked for its raylet is nobody's
     os.dup2(2, 1)
+    logging.disable(logging.INFO)
     order = start_words.decode(sys.stdin.buffer.readline())
 
     def leave(signum: int, frame: FrameType | None) -> None:
