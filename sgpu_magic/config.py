@@ -86,7 +86,7 @@ class Settings:
         link_timeout_s: Seconds of silence after which a pool gives up a client on another machine and cancels those of
             its runs that are not detached, and after which a client gives up such a pool.
         listen: Where a served pool listens for clients of other machines, `tcp://0.0.0.0:8700`; "" does not.
-        ray_dashboard: `@ray_launch` runs have Ray's dashboard, which takes a gigabyte of memory and a few seconds to start.
+        ray_dashboard: `@ray_launch` runs have Ray's dashboard, which takes a gigabyte of memory and some seconds.
         ray_object_bytes: Most memory that the objects of a `@ray_launch` run take on a node, in bytes; 0 is the lease's
             share of 30 % of the node's memory, and more than 30 % it never is.
         blobs_bytes: Bytes that a user's uploads may take at a pool, for each user; the longest unused go first.
@@ -97,7 +97,7 @@ class Settings:
         ray_elastic: Devices of each type that Ray's autoscaler can bring at most, `a10:16,h100:64`; `cpu:32` CPUs.
         ray_node_listen: Where such a pool listens for its agents; port 0 is one that is free, and the same each time.
         ray_same_files: The nodes see the notebooks' files and run the same Pythons: nothing has to be built there.
-        user_priorities: Whose runs get devices first where several users share a pool, `alice=10,*=0`: the higher first.
+        user_priorities: Whose runs get devices first where several users share a pool, `alice=10,*=0`: the higher.
         user_quotas: Devices that a user may have at once, `alice=8,alice:h100=4,*=16`.
         fair_half_life_s: Seconds after which devices that a user had count half for the next turn.
         ray_select: How types are asked of Ray: by `label` (`ray.io/accelerator-type`), by `resource`

@@ -67,7 +67,15 @@ def test_every_public_function_says_what_it_takes_and_raises():
     from sgpu_magic.functions.decorator import DistributedFunction, Launcher
     from sgpu_magic.functions.sweep import Sweep, SweepResults
 
-    public: list[Any] = [distributed, sgpu_magic.map, sgpu_magic.connect, sgpu_magic.ray_launch, Run.from_id, Run.result, Run.logs]
+    public: list[Any] = [
+        distributed,
+        sgpu_magic.map,
+        sgpu_magic.connect,
+        sgpu_magic.ray_launch,
+        Run.from_id,
+        Run.result,
+        Run.logs,
+    ]
     for one in public:
         assert "Raises:" in one.__doc__, one
         assert "Args:" in one.__doc__, one

@@ -170,7 +170,8 @@ def test_the_parts_of_the_panel_are_apart():
     """A notebook's choice is below sessions, which it governs; what a server serves knows nothing of a kernel."""
     below = {"picture", "notebook", "choice", "packages", "chosen"}
     served = {
-        "picture", "drawing", "waiting", "usage", "places", "looking", "watcher", "all_pools", "device_rows", "orders", "messages",
+        "picture", "drawing", "waiting", "usage", "places", "looking", "watcher", "all_pools", "device_rows", "orders",
+        "messages",
     }  # fmt: skip
     wrong: list[str] = []
     for found in IMPORTS:

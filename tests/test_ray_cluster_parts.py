@@ -97,8 +97,14 @@ def test_a_sweep_leaves_what_goes_on_and_what_is_a_link(settings: Settings, laun
 def test_sockets_have_short_paths_wherever_the_runtime_directory_is(settings: Settings, launch: Launch, tmp_path: Path):
     deep = tmp_path / ("x" * 60)
     deep.mkdir(parents=True)
-    found = ray_place.directory_of(launch.spec.run_id, replace(settings, runtime_dir=str(deep)))
+    settings = replace(settings, runtime_dir=str(deep))
+    found = Path(ray_place.make(launch, settings).directory)
     assert len(f"{found}/r/session_2026-11-22_18-41-05_080720_1234567/sockets/dash_MetricsHead") <= 107
+    # and there too nothing stays of a run whose agent was killed
+    ray_place.sweep(settings, [launch.spec.run_id])
+    assert found.is_dir()
+    ray_place.sweep(settings, [])
+    assert not found.exists()
 
 
 def test_objects_take_what_is_asked_but_never_more_than_their_share(settings: Settings, launch: Launch):

@@ -93,7 +93,12 @@ def sweep(settings: Settings, held: Collection[str]) -> None:
         held: Runs that go on.
     """
     keep = {directory_of(run_id, settings).name for run_id in held}
-    for place, prefix, kept in ((settings.runtime_path, _PREFIX, keep), (settings.state_path / _DISK, "", set(held))):
+    places = (
+        (settings.runtime_path, _PREFIX, keep),
+        (Path(tempfile.gettempdir()), f"sgpu-{_PREFIX}{_own_mark(settings)}-", keep),
+        (settings.state_path / _DISK, "", set(held)),
+    )
+    for place, prefix, kept in places:
         with contextlib.suppress(OSError):
             for entry in place.iterdir():
                 if entry.name.startswith(prefix) and entry.name not in kept and not entry.is_symlink():

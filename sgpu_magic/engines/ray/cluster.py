@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -48,7 +49,20 @@ def connect(address: str, namespace: str) -> tuple[str, str]:
     ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
     # its functions and its class go to nodes that may not have our package
     ray.cloudpickle.register_pickle_by_value(on_node)
-    return ray.util.get_node_ip_address(), ray.__version__
+    return _own_address(str(ray.get_runtime_context().gcs_address)), ray.__version__
+
+
+def _own_address(gcs: str) -> str:
+    """This machine's address on the cluster's network: Ray's own guess is that of the way to the internet."""
+    host, _, port = gcs.rpartition(":")
+    host = host.strip("[]")
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as way:
+            # nothing is sent
+            way.connect((host, int(port)))
+            return str(way.getsockname()[0])
+    except (OSError, ValueError):
+        return str(ray.util.get_node_ip_address())
 
 
 def nodes(prefix: str, known: Mapping[str, NodeFacts]) -> tuple[NodeFacts, ...]:
