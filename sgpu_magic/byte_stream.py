@@ -1,4 +1,4 @@
-"""One end of a forwarded connection: a TCP socket here, messages to the other end. For asyncio, in one loop's thread."""
+"""One end of a forwarded connection: a TCP socket here, messages to the other end. All in one asyncio loop's thread."""
 
 from __future__ import annotations
 
