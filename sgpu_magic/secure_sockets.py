@@ -34,6 +34,8 @@ _CONNECT_MS = 3000
 _ZAP_DOMAIN = b"sgpu"
 _ZAP_VERSION = b"1.0"
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
+# ZeroMQ tells an IPv4 address as IPv6 does
+_MAPPED = re.compile(r"\[::ffff:([0-9.]+)\]")
 _Z85_KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 
@@ -201,6 +203,11 @@ def _set_limits(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TTL, _HEARTBEAT_TIMEOUT_MS)
+
+
+def bound_to(socket: zmq.Socket[bytes]) -> str:
+    """Return where a socket listens, `tcp://host:port`."""
+    return _MAPPED.sub(r"\1", socket.get_string(zmq.LAST_ENDPOINT))
 
 
 def sender_of(frame: zmq.Frame) -> str:

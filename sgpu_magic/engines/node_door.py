@@ -29,7 +29,7 @@ from sgpu_magic.protocol.node_link import (
 )
 from sgpu_magic.protocol.node_messages import FromAgent, ToAgent
 from sgpu_magic.protocol.record import Record
-from sgpu_magic.secure_sockets import Admission, KeyPair, secure_server, sender_of
+from sgpu_magic.secure_sockets import Admission, KeyPair, bound_to, secure_server, sender_of
 
 _from_node = msgspec.msgpack.Decoder[FromNode](FromNode)
 # silence is looked for more often than it is broken: a node is named within 5 s
@@ -124,7 +124,7 @@ class NodeDoor:
                 f"the pool can't listen for its nodes at {address}: {error.strerror}. "
                 "Set ray_node_listen (SGPU_RAY_NODE_LISTEN) to a free tcp://address:port of this machine."
             ) from None
-        self.address = bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()  # pyright: ignore[reportArgumentType]
+        self.address = bound_to(self._socket)
         self._drain_scheduled = False
         self._loop.add_reader(self._socket.fileno(), self._drain)
         self._tick_due = self._loop.time() + _TICK_S

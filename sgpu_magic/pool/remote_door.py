@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.messages import Cancel, ClientMessage, Detach, Hello, Ping, Pong, StopPool, Submit
 from sgpu_magic.protocol.record import Record
 from sgpu_magic.protocol.session_messages import RestartRanks
-from sgpu_magic.secure_sockets import Admission, KeyPair, secure_server, sender_of
+from sgpu_magic.secure_sockets import Admission, KeyPair, bound_to, secure_server, sender_of
 
 # what is done once, however often it is asked after a broken connection
 _ONCE = (Submit, Cancel, Detach, RestartRanks, StopPool)
@@ -39,7 +38,6 @@ _TURN_S = 0.01
 _MOST_OF_A_USER = 64
 _LONGEST_INSTANCE = 64
 _LOOK_S = 2.0
-_MAPPED = re.compile(r"\[::ffff:([0-9.]+)\]")
 _LINGER_MS = 1000
 
 Heard = Callable[[ConnectedClient, ClientMessage, Sequence[bytes]], None]
@@ -97,8 +95,7 @@ class RemoteDoor:
         secure_server(self._socket, listening.keys)
         self._doorkeeper = Doorkeeper(self._socket)
         self._socket.bind(listening.address)
-        # ZeroMQ tells an IPv4 address as IPv6 does
-        self.address = _MAPPED.sub(r"\1", self._socket.get_string(zmq.LAST_ENDPOINT))
+        self.address = bound_to(self._socket)
         self._loop.add_reader(self._socket.fileno(), self._drain)
         self._drain_scheduled = False
         self._timer = self._loop.call_later(self._look_s, self._look)

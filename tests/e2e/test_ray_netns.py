@@ -114,3 +114,6 @@ def test_a_dead_machine_is_named(client: PoolClient, pool: RayPool, cluster: Net
     assert failure is not None
     assert failure.kind is FailureKind.NODE_LOST
     eventually(lambda: not pool.rank_pids(), 20, "ranks of a lost run go on")
+    # its disk is gone with it; here that is the same for all machines
+    (files,) = [path for path in pool.node_files() if path.endswith(placed.lease.shares[1].node[:10])]
+    shutil.rmtree(files)
