@@ -341,7 +341,7 @@ def test_a_pool_that_nobody_has_is_told_in_a_sentence(server: JupyterServer, ope
     assert page.until_said() == {
         "kind": "said",
         "text": "There is no pool named 'team'. You have: local. "
-        "`sgpu pool add NAME tcp://host:port --key KEY` adds one.",
+        "`sgpu pool add` lists another one.",
         "ok": False,
     }
     page.order("watch")

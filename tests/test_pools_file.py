@@ -226,7 +226,7 @@ def test_types_and_prices_as_people_write_them():
 def test_an_unknown_name_is_told_with_those_that_are_near():
     assert unknown_pool("tema", ["team", "cloud"]).message == (
         "there is no pool named 'tema'. Did you mean team? You have: local, team, cloud. "
-        "`sgpu pool add NAME tcp://host:port --key KEY` adds one."
+        "`sgpu pool add` lists another one."
     )
     assert "Did you mean" not in unknown_pool("zzz", ["team"]).message
 

@@ -89,7 +89,7 @@ def unknown_pool(name: str, known: Iterable[str]) -> UsageError:
     mean = f" Did you mean {' or '.join(near)}?" if near else ""
     return UsageError(
         f"there is no pool named {name[:40]!r}.{mean} You have: {', '.join(names)}. "
-        "`sgpu pool add NAME tcp://host:port --key KEY` adds one."
+        "`sgpu pool add` lists another one."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -48,7 +49,8 @@ def module_pool(request: pytest.FixtureRequest) -> Iterator[PoolUnderTest]:
 
     try:
         eventually(has_room, 60, "not all nodes of the pool are there")
-        client.begin("pass", ranks=_RANKS).ended()
+        # what the service starts when it is first needed is there then
+        client.begin("blob = blob[::-1]", ranks=_RANKS, names={"blob": os.urandom(200_000)}, out=["blob:all"]).ended()
         yield PoolUnderTest(home, service, client)
     finally:
         client.close()

@@ -161,7 +161,7 @@ def test_a_time_out_shows_where_every_rank_was(pool: PoolUnderTest):
     run = pool.client.begin(
         f"{BARRIER}\nif rank != 2:\n    import threading; threading.Event().wait()\ndist.barrier()",
         ranks=RANKS,
-        timeout_s=2.0,
+        timeout_s=4.0,
     )
     ended = run.ended()
     assert ended.state is RunState.TIMED_OUT
