@@ -54,7 +54,8 @@ def directories(home: Home) -> list[str]:
     found = [
         *home.runtime.glob("ray-*"),
         *(home.path / "tmp").glob("*ray*"),
-        *home.state.glob("ray/*"),
+        # beside what a pool on Ray keeps of its door
+        *(path for path in home.state.glob("ray/*") if path.is_dir()),
         *home.state.glob("nodes/*/ray/*"),
     ]
     return [str(path.relative_to(home.path)) for path in found]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from kernels import Home, Kernel
 
-HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4,h100:8", "SGPU_STAND_IN": "cpu"}
+HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4,h100:8", "SGPU_STAND_IN": "cpu", "SGPU_RAY_DASHBOARD": "false"}
 
 POOL_VARIABLES = ("DATABRICKS_USE_RESERVED_GPU_POOL", "DATABRICKS_REMOTE_GPU_POOL_ID", "DATABRICKS_USE_POOL")
 
@@ -187,16 +187,19 @@ def test_enum_members_travel_by_name(kernel: Kernel):
     assert kernel.value("back == [(GPUType.H100, 'H100')] * 2 and back[0][0] is GPUType.H100") is True
 
 
-def test_ray_launch_is_one_paragraph(kernel: Kernel):
+@pytest.mark.timeout(300)
+def test_ray_launch_drives_a_cluster_on_the_leased_devices(kernel: Kernel):
     kernel.check(
         "from serverless_gpu.ray import ray_launch\n"
-        "@ray_launch(gpus=4, gpu_type='A10', remote=True)\n"
-        "def tune():\n"
-        "    return 1\n"
+        "@ray_launch(gpus=2, gpu_type='A10', remote=True)\n"
+        "def tune(times):\n"
+        "    import ray\n"
+        "    ray.init()\n"
+        "    return ray.cluster_resources()['GPU'] * times\n"
+        "tuned = tune.distributed(3)\n",
+        timeout_s=240,
     )
-    reply = kernel.run("tune.distributed()")
-    assert reply.ename == "UsageError"
-    assert "tune can't be launched: sgpu-magic does not start Ray clusters yet" in reply.traceback
+    assert kernel.value("tuned") == 6.0
 
 
 def test_a_program_without_a_notebook(home: Home, tmp_path):

@@ -69,8 +69,9 @@ def test_the_head_is_at_rank_0s_node_and_the_other_joins(pool: ManyAgents, clien
     ports = listening(ray_processes(pool.home))
     assert ports
     store = Runs(f"sqlite:///{pool.home.state}/mlflow/mlflow.db")
-    # Ray tells its numbers every ten seconds, and all there is to see here is that GPUs are given away
-    eventually(lambda: _gpus_in_use(store, run.run_id) == [2, 2], 90, lambda: f"{_gpus_in_use(store, run.run_id)}")
+    # Ray tells its numbers every ten seconds: an actor with a GPU for each of the node's ranks
+    expected = {"gpus_in_use": [2, 2], "actors": [2, 2]}
+    eventually(lambda: _most_told(store, run.run_id) == expected, 90, lambda: f"{_most_told(store, run.run_id)}")
     go.touch()
     ended = _ended(run)
     assert ended.state is RunState.SUCCEEDED, (ended, run.printed)
@@ -84,13 +85,17 @@ def test_the_head_is_at_rank_0s_node_and_the_other_joins(pool: ManyAgents, clien
     _check_metrics(pool.home, run.run_id)
 
 
-def _gpus_in_use(store: Runs, run_id: str) -> list[float]:
-    """The most that each node has told."""
+def _most_told(store: Runs, run_id: str) -> dict[str, list[float]]:
+    """The highest that each node has told."""
     (found,) = store.of(run_id) or [None]
     if found is None:
-        return []
-    keys = [f"system/node{node}/ray_gpus_in_use" for node in (0, 1)]
-    return [max((value for _, value in store.history(found.info.run_id, key)), default=0.0) for key in keys]
+        return {}
+
+    def most(node: int, name: str) -> float:
+        history = store.history(found.info.run_id, f"system/node{node}/ray_{name}")
+        return max((value for _, value in history), default=0.0)
+
+    return {name: [most(node, name) for node in (0, 1)] for name in ("gpus_in_use", "actors")}
 
 
 def _check_metrics(home: Home, run_id: str) -> None:
@@ -151,7 +156,7 @@ def test_in_a_pool_on_ray_the_outer_cluster_is_another_one():
                 client.close()
         finally:
             pool.close()
-        assert cluster.left() == {}
+        assert cluster.left(pool.name) == {}
     finally:
         cluster.close()
 
