@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import functools
 import os
 import shutil
 import stat
@@ -24,6 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,6 +136,8 @@ class Retention:
         self._sweep: asyncio.Task[None] | None = None
         self._again = False
         self._closing = threading.Event()
+        # one after the other; the loop's own threads would be several after a while
+        self._thread = ThreadPoolExecutor(1, "sgpu-retention")
 
     def schedule(self, *, soon: bool = True) -> None:
         """Look once for all calls until then. The first call comes when the pool knows which runs are live.
@@ -153,6 +157,7 @@ class Retention:
             self._timer.cancel()
         if self._sweep is not None:
             self._sweep.cancel()
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _look_in(self, seconds: float) -> None:
         due = self._loop.time() + seconds
@@ -178,15 +183,15 @@ class Retention:
 
     async def _look(self) -> None:
         settings = self._settings
-        run_in_thread = self._loop.run_in_executor
-        directories = await run_in_thread(None, _named, settings.runs_path, is_valid_id)
-        uploads = await run_in_thread(None, _stale_uploads, settings.state_path / "uploads", time.time())
+        run_in_thread = functools.partial(self._loop.run_in_executor, self._thread)
+        directories = await run_in_thread(_named, settings.runs_path, is_valid_id)
+        uploads = await run_in_thread(_stale_uploads, settings.state_path / "uploads", time.time())
         # asked before they are measured: what a run writes last tells when it ended
         ended = [path for path in directories if not self._is_live(path.name)]
         orphans = [path for path in uploads if not self._is_live(path.name.lstrip(".").partition(".")[0])]
-        runs = await run_in_thread(None, _measure_all, ended, frozenset(self._cells()))
+        runs = await run_in_thread(_measure_all, ended, frozenset(self._cells()))
         removals = choose_removals(runs, settings, time.time())
-        await run_in_thread(None, self._remove, removals, orphans)
+        await run_in_thread(self._remove, removals, orphans)
         if self._removed is not None:
             self._removed()
 

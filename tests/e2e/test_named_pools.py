@@ -84,8 +84,9 @@ def scene() -> Iterator[Scene]:
     kernel = Kernel(home)
     try:
         # linked to all of them once: what that takes is no leak
+        kernel.check("import os\nblob = os.urandom(2_000_000)")
         for pool in ("local", "team", "cloud"):
-            kernel.check(f"%%distributed -n 1 --type cpu --pool {pool} --ui none\nprint('x' * 200_000)")
+            kernel.check(f"%%distributed -n 1 --type cpu --pool {pool} --ui none\nprint('x' * 200_000, len(blob))")
         # with a live view, which is there only when a run takes a while
         kernel.check("%%distributed -n 1 --type cpu --pool local\nimport time; time.sleep(0.5)")
         yield Scene(home, keys, team, cloud, kernel)
