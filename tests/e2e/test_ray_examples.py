@@ -61,8 +61,8 @@ def test_data_maps_over_the_cluster(kernel: Kernel):
 def test_train_reduces_over_its_workers(kernel: Kernel):
     kernel.check(
         "%%ray_launch -n 2 --type a10 --out loss,total\n"
-        "import os, ray\n"
-        "from ray.train import RunConfig, ScalingConfig\n"
+        "import os, ray, tempfile\n"
+        "from ray.train import Checkpoint, RunConfig, ScalingConfig\n"
         "from ray.train.torch import TorchTrainer\n"
         "ray.init()\n"
         "def train():\n"
@@ -77,7 +77,10 @@ def test_train_reduces_over_its_workers(kernel: Kernel):
         "        optimizer.zero_grad(); loss.backward(); optimizer.step()\n"
         "    total = torch.tensor(float(train.get_context().get_world_rank() + 1))\n"
         "    dist.all_reduce(total)\n"
-        "    train.report({'loss': loss.item(), 'total': total.item()})\n"
+        "    with tempfile.TemporaryDirectory() as folder:\n"
+        "        torch.save(model.state_dict(), os.path.join(folder, 'model.pt'))\n"
+        "        kept = Checkpoint.from_directory(folder) if train.get_context().get_world_rank() == 0 else None\n"
+        "        train.report({'loss': loss.item(), 'total': total.item()}, checkpoint=kept)\n"
         "trainer = TorchTrainer(\n"
         "    train,\n"
         "    scaling_config=ScalingConfig(num_workers=2, use_gpu=False),\n"

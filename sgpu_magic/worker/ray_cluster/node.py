@@ -141,14 +141,17 @@ def _start(order: StartNode) -> tuple[Any, NodeStarted]:
         wanted["resources"] = {SIMULATED: order.gpus}
         wanted["env_vars"] = _no_gpus()
     if is_head:
+        port = _free_port(order.address)
+        # what tasks ask Ray about is asked here, and not of another cluster on this machine
+        os.environ["RAY_ADDRESS"] = f"[{order.address}]:{port}" if ":" in order.address else f"{order.address}:{port}"
         wanted |= {
-            "gcs_server_port": 0,
+            "gcs_server_port": port,
             "include_dashboard": order.dashboard and _has_dashboard(),
             "dashboard_host": "127.0.0.1",
-            "dashboard_port": _free_port(),
+            "dashboard_port": _free_port("127.0.0.1"),
         }
     else:
-        wanted["gcs_address"] = order.head
+        os.environ["RAY_ADDRESS"] = wanted["gcs_address"] = order.head
     # a version that does not know one has no such port or process
     known = inspect.signature(RayParams.__init__).parameters
     params = RayParams(**{name: value for name, value in wanted.items() if name in known})
@@ -182,10 +185,10 @@ def _has_dashboard() -> bool:
     return bool(utils.check_dashboard_dependencies_installed())
 
 
-def _free_port() -> int:
+def _free_port(address: str) -> int:
     """A port that is free now. 0 would do where Ray takes it for any; not every version does."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as sock:
+        sock.bind((address, 0))
         return int(sock.getsockname()[1])
 
 
