@@ -15,10 +15,23 @@ import nbformat
 import pytest
 from headless_notebooks import notebook
 from kernels import Home, eventually, plain
+from pool_client import PoolClient
 from served_pools import served_pool
+
+from sgpu_magic.protocol.states import RunState
 
 HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4", "SGPU_PRICES": "a10=1.20"}
 COMMAND = [sys.executable, "-m", "sgpu_magic.cli"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm(home: Home) -> None:
+    """The pool, its agent and its zygote are there, and what they take is no leak."""
+    client = PoolClient(home)
+    try:
+        assert client.begin("pass", ranks=2, device_type="a10").ended().state is RunState.SUCCEEDED
+    finally:
+        client.close()
 
 
 @pytest.fixture(autouse=True)
