@@ -98,6 +98,10 @@ class FakeCluster:
         actors, groups = self._ask({"left": pool})
         return {kind: names for kind, names in (("actors", actors), ("groups", groups)) if names}
 
+    def free_gpus(self) -> float:
+        """As Ray's scheduler sees it, which is a little later than a group's end."""
+        return self._ask({"free": True})
+
     def hold(self, bundles: list[dict[str, float]]) -> None:
         """Take devices, as another user of the cluster does."""
         self._ask({"hold": bundles})
@@ -133,6 +137,8 @@ for line in sys.stdin:
     elif "release" in question:
         while held:
             remove_placement_group(held.pop())
+    elif "free" in question:
+        answer = ray.available_resources().get("GPU", 0)
     else:
         pool = question["left"]
         named = ray.util.list_named_actors(all_namespaces=True)

@@ -98,12 +98,13 @@ class Proxy:
                     self._wake.recv(4096)
                     with self._lock:
                         drop, self._refusing = self._refusing, False
-                    if drop or self._closing:
+                    if drop:
                         self._drop_all()
                 elif key.fileobj is self._listener:
                     self._accept()
                 elif key.data is not None:
                     self._pass_on(key.fileobj, *key.data)  # type: ignore[arg-type]
+        self._drop_all()
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()

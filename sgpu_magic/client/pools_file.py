@@ -88,8 +88,7 @@ def unknown_pool(name: str, known: Iterable[str]) -> UsageError:
     near = difflib.get_close_matches(name.lower(), names, n=2)
     mean = f" Did you mean {' or '.join(near)}?" if near else ""
     return UsageError(
-        f"there is no pool named {name[:40]!r}.{mean} You have: {', '.join(names)}. "
-        "`sgpu pool add` lists another one."
+        f"there is no pool named {name[:40]!r}.{mean} You have: {', '.join(names)}. `sgpu pool add` lists another one."
     )
 
 

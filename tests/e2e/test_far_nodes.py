@@ -53,8 +53,11 @@ def _nothing_stays_on_nodes(home: Home, client: PoolClient) -> Iterator[None]:
 
 def left_on_nodes(home: Home) -> list[str]:
     """What lies in the nodes' own directories besides their logs and the blobs that they keep."""
-    found = (home.state / "nodes").glob("*/*/**/*")
-    return [str(path) for path in found if path.relative_to(home.state).parts[2] not in ("logs", "blob-cache")]
+    # not glob, which fails on what is removed while it looks
+    walked = os.walk(home.state / "nodes")
+    found = (Path(directory) / name for directory, folders, files in walked for name in (*folders, *files))
+    places = ((path, path.relative_to(home.state / "nodes").parts) for path in found)
+    return [str(path) for path, parts in places if len(parts) > 2 and parts[1] not in ("logs", "blob-cache")]
 
 
 def read_bytes(nodes: ManyAgents) -> int:

@@ -303,6 +303,7 @@ def test_what_was_recorded_can_not_be_played_again(served: ServedPool, ann: Remo
     victim.wait_for(OutputWritten)
     victim.run.cancel("it was asked once")
     assert victim.ended().state is RunState.CANCELLED
+    eventually(lambda: served.home.ledger()[victim.run_id].state == "cancelled", 10, "the ledger does not say so")
     client.close()
     line.close()
     recorded = b"".join(line.sent[0])
@@ -466,10 +467,10 @@ def test_another_users_run_is_left_alone(
 @as_root
 def test_another_os_user_gets_nothing(served: ServedPool, ann: RemoteUser, mark: Path):
     """As if the mode of the directories above were all that protects: they are open here."""
-    run = ann.client.begin("big = bytes(range(256)) * 10_000\n" + WAIT, ranks=1, names={"big": b"x" * 1_000_000})
-    run.wait_for(OutputWritten)
-    home, pool = served.home, served.pid
-    agent, rank = home.agent_pids()[0], home.rank_pids()[0]
+    body = "import os\nbig = bytes(range(256)) * 10_000\nprint(os.getpid(), flush=True)\n" + WAIT
+    run = ann.client.begin(body, ranks=1, names={"big": b"x" * 1_000_000})
+    rank = int(run.wait_for(OutputWritten).text.split()[0])
+    home, pool, agent = served.home, served.pid, served.home.agent_pids()[0]
     attempts = [
         f"socket.socket(socket.AF_UNIX).connect('{home.runtime}/pool.sock')",
         f"socket.socket(socket.AF_UNIX).connect('{home.runtime}/node.sock')",

@@ -43,8 +43,9 @@ total, where = 42, rank
 """
 BAD = """%%distributed -n 2 --name broken
 print('epoch 1')
-if rank == 1: raise ValueError('NaN in batch 118')
 import torch.distributed as dist
+dist.barrier()
+if rank == 1: raise ValueError('NaN in batch 118')
 dist.barrier()
 """
 ALL = (LOAD, GOOD, "print(total, where)", BAD)
