@@ -208,6 +208,7 @@ class RemoteUser:
         home: Theirs; its variables are what a kernel of theirs has.
         keys: Theirs.
         notices: What the pool wanted to be known.
+        sendings: What was said of long uploads.
     """
 
     def __init__(self, name: str, entry: PoolEntry) -> None:
@@ -218,6 +219,7 @@ class RemoteUser:
         write_key_pair(self.home.path / "client.key", self.keys)
         add_pool(entry, self.home.path / "pools.toml")
         self.notices: list[str] = []
+        self.sendings: list[str] = []
         self._client: PoolClient | None = None
 
     @property
@@ -236,7 +238,7 @@ class RemoteUser:
         try:
             set_environ(self.home.environ)
             entry = replace(self.entry, address=address or self.entry.address)
-            pool = Pool(load_settings(self.home.environ), self.notices.append, entry)
+            pool = Pool(load_settings(self.home.environ), self.notices.append, entry, self.sendings.append)
             set_environ(before)
             return PoolClient(self.home, pool)
         finally:

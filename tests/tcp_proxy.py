@@ -6,6 +6,7 @@ import contextlib
 import selectors
 import socket
 import threading
+import time
 
 
 class Proxy:
@@ -32,6 +33,7 @@ class Proxy:
         self._held = False
         self._answers_held = False
         self._refusing = False
+        self._bytes_per_s = 0
         self.connections = 0
         self.sent: list[list[bytes]] = []
         self._listener = self._listen(0)
@@ -57,6 +59,10 @@ class Proxy:
         """Pass nothing on any more, and end nothing: a line that swallows everything."""
         with self._lock:
             self._held = True
+
+    def slow(self, bytes_per_s: int) -> None:
+        """Pass on no more than so much of what the client says."""
+        self._bytes_per_s = bytes_per_s
 
     def hold_answers(self) -> None:
         """Pass on what the client says, and swallow what it is answered."""
@@ -130,6 +136,8 @@ class Proxy:
             if data:
                 if record is not None:
                     self.sent_bytes += len(data)
+                    if self._bytes_per_s:
+                        time.sleep(len(data) / self._bytes_per_s)
                     if self._keeps:
                         record.append(data)
                 if not (self._held or (self._answers_held and record is None)):

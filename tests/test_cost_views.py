@@ -12,7 +12,7 @@ from sgpu_magic.commands.runs import runs_table
 from sgpu_magic.live.snapshot import snapshot_of
 from sgpu_magic.protocol import events as ev
 from sgpu_magic.protocol.devices import Inventory, Lease
-from sgpu_magic.protocol.messages import BudgetState, PoolStatus, RunSummary
+from sgpu_magic.protocol.pool_status import BudgetState, PoolStatus, RunSummary
 from sgpu_magic.protocol.records import Failure
 from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
 from sgpu_magic.render.bundle import run_record

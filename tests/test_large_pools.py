@@ -12,7 +12,7 @@ from sgpu_magic.config import Settings
 from sgpu_magic.panel.drawing import pool_picture, rates_of
 from sgpu_magic.panel.waiting import Durations
 from sgpu_magic.protocol.devices import Inventory
-from sgpu_magic.protocol.messages import PoolStatus, RunSummary
+from sgpu_magic.protocol.pool_status import PoolStatus, RunSummary
 from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render.status import status_html, status_text
 from sgpu_magic.render.units import TIMES

@@ -21,7 +21,7 @@ from sgpu_magic.pool.later_ledger import LaterLedger
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.ledger_schema import MIGRATIONS, migrate
 from sgpu_magic.protocol.devices import Lease, Placement
-from sgpu_magic.protocol.messages import RunSummary
+from sgpu_magic.protocol.pool_status import RunSummary
 from sgpu_magic.protocol.records import CellSource, Owner, RunSpec
 from sgpu_magic.protocol.states import RunKind, RunState
 

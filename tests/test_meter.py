@@ -38,8 +38,8 @@ from sgpu_magic.pool.stimuli import (
     TimePassed,
 )
 from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.messages import RunSummary
 from sgpu_magic.protocol.metering import billed_s, cost_so_far, gpu_s_so_far, idle_seconds
+from sgpu_magic.protocol.pool_status import RunSummary
 from sgpu_magic.protocol.prices import Prices, format_money, read_prices
 from sgpu_magic.protocol.records import RunSpec
 from sgpu_magic.protocol.states import FailureKind, RunKind, RunState

@@ -19,7 +19,7 @@ from sgpu_magic.panel.usage import month_began, month_line, month_sums
 from sgpu_magic.panel.waiting import Durations
 from sgpu_magic.panel.watcher import changes
 from sgpu_magic.protocol.devices import Device, Inventory
-from sgpu_magic.protocol.messages import BudgetState, PoolStatus, RunSummary
+from sgpu_magic.protocol.pool_status import BudgetState, PoolStatus, RunSummary
 from sgpu_magic.protocol.prices import read_prices
 from sgpu_magic.protocol.states import RunKind, RunState
 

@@ -16,7 +16,7 @@ from sgpu_magic.panel.choice import Held
 from sgpu_magic.panel.notebook import Choice
 from sgpu_magic.panel.plan import Plan, plan
 from sgpu_magic.protocol.devices import Device, Inventory
-from sgpu_magic.protocol.messages import PoolStatus, RunSummary
+from sgpu_magic.protocol.pool_status import PoolStatus, RunSummary
 from sgpu_magic.protocol.states import RunState
 
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"

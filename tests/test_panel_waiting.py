@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgpu_magic.panel.waiting import Durations, Held, Queued, holders_of, queue_of, waits
-from sgpu_magic.protocol.messages import RunSummary
+from sgpu_magic.protocol.pool_status import RunSummary
 from sgpu_magic.protocol.states import RunKind, RunState
 
 NOW = 1_000_000.0

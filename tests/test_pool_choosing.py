@@ -20,7 +20,7 @@ from sgpu_magic.client.pools_file import PoolEntry
 from sgpu_magic.errors import CapacityError, UsageError
 from sgpu_magic.protocol.devices import Device, Inventory
 from sgpu_magic.protocol.ids import new_id
-from sgpu_magic.protocol.messages import PoolStatus, RunSummary
+from sgpu_magic.protocol.pool_status import PoolStatus, RunSummary
 from sgpu_magic.protocol.prices import read_prices
 from sgpu_magic.protocol.states import RunState
 from sgpu_magic.runs.devices import check_spread, in_pythons_words, memory_bytes, node_count, strategy_of

@@ -52,7 +52,7 @@ from sgpu_magic.live.rank_cards import rank_cards
 from sgpu_magic.protocol import events as ev
 from sgpu_magic.protocol.devices import Device, Inventory, NodeShare
 from sgpu_magic.protocol.measures import RankStack, StackFrame
-from sgpu_magic.protocol.messages import PoolStatus, RunSummary
+from sgpu_magic.protocol.pool_status import PoolStatus, RunSummary
 from sgpu_magic.protocol.records import CellSource, Failure, Shipped
 from sgpu_magic.protocol.states import FailureKind, RunState
 from sgpu_magic.render import ansi

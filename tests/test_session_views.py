@@ -45,7 +45,7 @@ from sgpu_magic.live.snapshot import snapshot_of
 from sgpu_magic.protocol import events as ev
 from sgpu_magic.protocol.devices import Device, Inventory
 from sgpu_magic.protocol.measures import TensorUse
-from sgpu_magic.protocol.messages import PoolStatus, RunSummary
+from sgpu_magic.protocol.pool_status import PoolStatus, RunSummary
 from sgpu_magic.protocol.records import Failure
 from sgpu_magic.protocol.states import OWNER_GONE, FailureKind, RunKind, RunState
 from sgpu_magic.render import ansi

@@ -26,7 +26,7 @@ from sgpu_magic.errors import UsageError
 from sgpu_magic.pool.ledger import Ledger, Metered
 from sgpu_magic.pool.ledger_schema import MIGRATIONS, migrate
 from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.messages import RunSummary
+from sgpu_magic.protocol.pool_status import RunSummary
 from sgpu_magic.protocol.prices import read_prices
 from sgpu_magic.protocol.records import Owner
 from sgpu_magic.protocol.states import RunKind, RunState

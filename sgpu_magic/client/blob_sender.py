@@ -70,7 +70,8 @@ class BlobSender:
 
     Args:
         link: To the pool.
-        on_progress: Called with how many bytes are at the pool now, whether they were sent or were there.
+        on_progress: Called with how many bytes are at the pool now, whether they were sent or were there; now and then
+            also while nothing is answered.
 
     Attributes:
         sent_bytes: What went over the link, chunks only.
@@ -140,7 +141,8 @@ class BlobSender:
             if held < piece.size:
                 # an answer was lost with the link, or somebody else sends the same
                 (held,) = self._ask([(digest, piece.size)])
-        self._progress(piece.size)
+        self._there += piece.size
+        self._tell(0)
 
     def _send_rest(self, data: memoryview, digest: str, begin: int) -> int:
         """Send all from `begin` on, and return how far the pool has got; less than all when it stopped answering."""
@@ -161,6 +163,7 @@ class BlobSender:
                     return taken
                 under_way.popleft()
                 taken = end
+                self._tell(taken)
                 slow = time.monotonic() - sent_at > _SLOW_S
                 self._window = max(1, self._window - 1) if slow else min(WINDOW, self._window + 1)
             return taken
@@ -178,11 +181,11 @@ class BlobSender:
                 self._link.give_up(request)
             if answer is not None and len(answer.bytes) == len(blobs):
                 return answer.bytes
+            self._tell(0)
 
-    def _progress(self, size: int) -> None:
-        self._there += size
+    def _tell(self, of_this_piece: int) -> None:
         if self._on_progress is not None:
-            self._on_progress(self._there)
+            self._on_progress(self._there + of_this_piece)
 
 
 def _answer(reply: Future[Reply], kind: type[A]) -> A | None:

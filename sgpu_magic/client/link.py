@@ -40,11 +40,11 @@ from sgpu_magic.protocol.messages import (
     Notice,
     Pong,
     PoolMessage,
-    PoolStatus,
     Refused,
     Stacks,
     Welcome,
 )
+from sgpu_magic.protocol.pool_status import PoolStatus
 from sgpu_magic.protocol.record import Record
 from sgpu_magic.protocol.session_messages import RankAnswered
 from sgpu_magic.secure_sockets import MAX_FRAME_BYTES

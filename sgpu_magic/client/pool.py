@@ -37,11 +37,11 @@ from sgpu_magic.protocol.messages import (
     Describe,
     Detach,
     KeepEnvironment,
-    PoolStatus,
     Stacks,
     StopPool,
     Warm,
 )
+from sgpu_magic.protocol.pool_status import PoolStatus
 from sgpu_magic.protocol.questions import RankAnswer, RankQuestion
 from sgpu_magic.protocol.records import Interpreter, RunSpec
 from sgpu_magic.protocol.session_messages import AskRank, RankAnswered, RestartRanks
@@ -59,13 +59,18 @@ class Pool:
         settings: Where the local pool lives.
         on_notice: Called in a thread of the link with what the pool wants to be known, "" when it takes that back.
         entry: A pool of another machine; None is the local one.
+        on_sending: Called about once a second with how much of a run's luggage is at the pool, "" when all is.
 
     Attributes:
         notice: The pool's last notice.
     """
 
     def __init__(
-        self, settings: Settings, on_notice: Callable[[str], None] | None = None, entry: PoolEntry | None = None
+        self,
+        settings: Settings,
+        on_notice: Callable[[str], None] | None = None,
+        entry: PoolEntry | None = None,
+        on_sending: Callable[[str], None] | None = None,
     ) -> None:
         self._home = settings
         self._settings = CurrentSettings(settings)
@@ -79,7 +84,7 @@ class Pool:
             if entry is None
             else FarConnection(settings, self._link_lost, self._noticed, entry)
         )
-        self._submitter = Submitter(self._connection, self._uploads, settings, self.name)
+        self._submitter = Submitter(self._connection, self._uploads, settings, self.name, on_sending)
 
     @property
     def settings(self) -> Settings:

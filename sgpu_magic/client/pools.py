@@ -16,7 +16,7 @@ from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry, pools_path, read_pools, unknown_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError
-from sgpu_magic.protocol.messages import PoolStatus
+from sgpu_magic.protocol.pool_status import PoolStatus
 
 PATIENCE_S = 2.0
 """Seconds in which a pool answers, or counts as one that can't be reached."""
@@ -47,14 +47,21 @@ class Pools:
     Args:
         settings: The process's.
         on_notice: Called in a link's thread with what a pool wants to be known, "" when it takes that back.
+        on_sending: As `Pool`'s.
 
     Attributes:
         local: This machine's own.
     """
 
-    def __init__(self, settings: Settings, on_notice: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        on_notice: Callable[[str], None] | None = None,
+        on_sending: Callable[[str], None] | None = None,
+    ) -> None:
         self._settings = settings
         self._on_notice = on_notice
+        self._on_sending = on_sending
         self.local = Pool(settings, on_notice)
         self._lock = threading.Lock()
         # by all that they were made of: one whose address was changed is another
@@ -187,7 +194,7 @@ class Pools:
             if known is not None:
                 # runs that it was given are followed to their end
                 self._replaced.append(known[1])
-            pool = Pool(self._settings, self._on_notice, entry)
+            pool = Pool(self._settings, self._on_notice, entry, self._on_sending)
             self._made[entry.name] = (entry, pool)
             return pool
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from sgpu_magic.client.interpreter import this_context, this_interpreter
 from sgpu_magic.client.link import PoolLink, PoolLost
 from sgpu_magic.client.mirror import mirror_path
 from sgpu_magic.client.run import Run
+from sgpu_magic.client.sending import Sending
 from sgpu_magic.client.upload_sender import send_uploads
 from sgpu_magic.client.uploads import Uploads, remove_upload
 from sgpu_magic.config import Settings
@@ -38,10 +40,19 @@ class Submitter:
         uploads: Where payloads lie.
         settings: Where runs have their directories.
         pool: The pool's name.
+        on_sending: As `Pool`'s.
     """
 
-    def __init__(self, connection: Connection, uploads: Uploads, settings: Settings, pool: str) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        uploads: Uploads,
+        settings: Settings,
+        pool: str,
+        on_sending: Callable[[str], None] | None = None,
+    ) -> None:
         self._pool = pool
+        self._on_sending = on_sending
         self._connection = connection
         self._uploads = uploads
         self._settings = settings
@@ -121,9 +132,10 @@ class Submitter:
     def _submit_once(
         self, link: PoolLink, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Along
     ) -> Run:
-        payload, frames = self._uploads.place(packed, spec.run_id, link, self._settings)
-        along = self._uploads.sent_along(along, link)
-        along, spec = self._folders_sent(along, link, spec)
+        with Sending(self._pool, link, self._on_sending) as sending:
+            payload, frames = self._uploads.place(packed, spec.run_id, link, self._settings, sending)
+            along = self._uploads.sent_along(along, link, sending)
+            along, spec = self._folders_sent(along, link, spec, sending)
         request, reply = link.new_request()
         events = link.follow(spec.run_id)
         accepted = False
@@ -154,11 +166,11 @@ class Submitter:
                 self._uploads.run_over(spec.run_id, accepted=False)
         return Run(spec, key, link, events, self.directory(link, spec.run_id), (message, frames))
 
-    def _folders_sent(self, along: Along, link: PoolLink, spec: RunSpec) -> tuple[Along, RunSpec]:
+    def _folders_sent(self, along: Along, link: PoolLink, spec: RunSpec, sending: Sending) -> tuple[Along, RunSpec]:
         """Bring uploads to a pool whose nodes do not see this machine's files; the run tells how much was sent."""
         if link.welcome.near or not along.uploads:
             return along, spec
-        sent = send_uploads(along.uploads, link, self._settings.state_path)
+        sent = send_uploads(along.uploads, link, self._settings.state_path, sending)
         shipped = msgspec.structs.replace(spec.shipped, notes=(*spec.shipped.notes, *sent.notes))
         return replace(along, uploads=sent.uploads), msgspec.structs.replace(spec, shipped=shipped)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +12,12 @@ from sgpu_magic.byte_sizes import format_bytes
 from sgpu_magic.client.blob_sender import BlobSender, Piece, pieces_of
 from sgpu_magic.client.known_digests import KnownDigests
 from sgpu_magic.client.link import PoolLink
+from sgpu_magic.client.sending import Sending
 from sgpu_magic.client.upload_files import FoundFile, FoundFiles, find_files
 from sgpu_magic.errors import UsageError
 from sgpu_magic.protocol.blobs import PIECE_BYTES
 from sgpu_magic.protocol.uploads import Manifest, Upload, UploadedFile, encoded
 
-# what takes longer is told of, again and again
-_TOLD_EVERY_S = 3.0
 _MOST_MANIFEST_BYTES = PIECE_BYTES
 
 
@@ -37,13 +34,14 @@ class SentUploads:
     notes: tuple[str, ...]
 
 
-def send_uploads(uploads: Iterable[Upload], link: PoolLink, state: Path) -> SentUploads:
+def send_uploads(uploads: Iterable[Upload], link: PoolLink, state: Path, sending: Sending) -> SentUploads:
     """Send what the pool lacks of them; what it has from an earlier run is not sent again.
 
     Args:
         uploads: With their paths on this machine.
         link: To the pool.
         state: The state directory, where digests are kept.
+        sending: Tells how far they are.
 
     Raises:
         UsageError: One can't go along, or the pool has no room.
@@ -53,18 +51,18 @@ def send_uploads(uploads: Iterable[Upload], link: PoolLink, state: Path) -> Sent
     sent: list[Upload] = []
     notes: list[str] = []
     for upload in uploads:
-        made, note = _send(upload, link, state)
+        made, note = _send(upload, link, state, sending)
         sent.append(made)
         notes.append(note)
     return SentUploads(tuple(sent), tuple(notes))
 
 
-def _send(upload: Upload, link: PoolLink, state: Path) -> tuple[Upload, str]:
+def _send(upload: Upload, link: PoolLink, state: Path, sending: Sending) -> tuple[Upload, str]:
     root = Path(upload.path)
     found = find_files(root)
     known = KnownDigests(state, root)
     total = sum(file.status.st_size for file in found.files)
-    sender = BlobSender(link, _Progress(upload.name, total).told)
+    sender = BlobSender(link, sending.part(upload.name, total))
     digests = iter(sender.send(_pieces(found.files, known)))
     by_file = {
         file.name: tuple(next(digests) for _ in range(0, file.status.st_size, PIECE_BYTES)) for file in found.files
@@ -95,25 +93,3 @@ def _manifest(found: FoundFiles, blobs: dict[str, tuple[str, ...]]) -> Manifest:
         for file in found.files
     )
     return Manifest(files=files, folders=found.folders, single=found.single)
-
-
-class _Progress:
-    """Tells how far an upload is when it takes long.
-
-    Args:
-        name: The upload's.
-        total: All its bytes.
-    """
-
-    def __init__(self, name: str, total: int) -> None:
-        self._name = name
-        self._total = total
-        self._told_at = time.monotonic()
-
-    def told(self, there: int) -> None:
-        now = time.monotonic()
-        if now - self._told_at < _TOLD_EVERY_S:
-            return
-        self._told_at = now
-        sys.stderr.write(f"uploading {self._name}: {format_bytes(there)} of {format_bytes(self._total)}\n")
-        sys.stderr.flush()

@@ -12,6 +12,7 @@ import msgspec
 from sgpu_magic.client.along import Along
 from sgpu_magic.client.blob_sender import BlobSender, Piece
 from sgpu_magic.client.link import PoolLink
+from sgpu_magic.client.sending import Sending
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.payload.buffers import INLINE_LIMIT, SharedBuffer, fits_memory, write_file
 from sgpu_magic.payload.pack import Packed
@@ -49,7 +50,9 @@ class Uploads:
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
 
-    def place(self, packed: Packed, run_id: str, link: PoolLink, settings: Settings) -> tuple[Payload, list[bytes]]:
+    def place(
+        self, packed: Packed, run_id: str, link: PoolLink, settings: Settings, sending: Sending
+    ) -> tuple[Payload, list[bytes]]:
         """Put the packed bytes where ranks can read them.
 
         Returns:
@@ -62,7 +65,7 @@ class Uploads:
         if packed.total_bytes <= INLINE_LIMIT:
             return Payload(source=InlinePayload(), layout=packed.layout), [packed.to_bytes()]
         if not link.welcome.near:
-            return Payload(source=_sent(packed, link), layout=packed.layout), []
+            return Payload(source=_sent(packed, link, sending), layout=packed.layout), []
         with self._lock:
             slot = self._reusable(packed.total_bytes, link)
             if slot is None:
@@ -77,7 +80,7 @@ class Uploads:
         source = SharedPayload(pid=os.getpid(), fd=slot.buffer.fd, size=packed.total_bytes)
         return Payload(source=source, layout=packed.layout), []
 
-    def sent_along(self, along: Along, link: PoolLink) -> Along:
+    def sent_along(self, along: Along, link: PoolLink, sending: Sending) -> Along:
         """Send a pool whose ranks are on other machines what it lacks of the code and the wheels that go along.
 
         Raises:
@@ -86,14 +89,14 @@ class Uploads:
         """
         if link.welcome.near:
             return along
-        sender = BlobSender(link)
+        wheels = along.environment.wheels if along.environment is not None else ()
+        total = sum(each.size for each in (*along.code, *wheels))
+        sender = BlobSender(link, sending.part("code and packages", total))
         code = tuple(msgspec.structs.replace(bundle, path="", blobs=_blobs_of(bundle, sender)) for bundle in along.code)
         environment = along.environment
-        if environment is not None and environment.wheels:
-            wheels = tuple(
-                msgspec.structs.replace(wheel, path="", blobs=_blobs_of(wheel, sender)) for wheel in environment.wheels
-            )
-            environment = msgspec.structs.replace(environment, wheels=wheels)
+        if environment is not None and wheels:
+            sent = tuple(msgspec.structs.replace(wheel, path="", blobs=_blobs_of(wheel, sender)) for wheel in wheels)
+            environment = msgspec.structs.replace(environment, wheels=sent)
         return replace(along, code=code, environment=environment)
 
     def submitted(self, run_id: str, link: PoolLink) -> None:
@@ -170,10 +173,11 @@ class Uploads:
                 self._restart_timer()
 
 
-def _sent(packed: Packed, link: PoolLink) -> StoredPayload:
+def _sent(packed: Packed, link: PoolLink, sending: Sending) -> StoredPayload:
     """Send a pool whose ranks are on other machines what it lacks of the packed bytes."""
     regions = list(regions_of(packed))
-    digests = BlobSender(link).send(Piece(region.size, region.load) for region in regions)
+    sender = BlobSender(link, sending.part("variables", packed.total_bytes))
+    digests = sender.send(Piece(region.size, region.load) for region in regions)
     parts = (
         StoredPart(digest=digest, offset=region.offset, size=region.size)
         for digest, region in zip(digests, regions, strict=True)

@@ -21,7 +21,7 @@ from sgpu_magic.commands.runs import check_prefix, find_directory, pool_of
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.protocol.ids import check_id
-from sgpu_magic.protocol.messages import RunSummary
+from sgpu_magic.protocol.pool_status import RunSummary
 from sgpu_magic.protocol.run_files import EVENTS, KEY, PAYLOAD, REQUIREMENTS
 from sgpu_magic.protocol.run_record import RUN_RECORD, UNDER_WAY, RunRecord
 

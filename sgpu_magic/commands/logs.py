@@ -13,7 +13,7 @@ from sgpu_magic.commands.files_of_run import FilesOfRun, files_of
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.messages import RunSummary
+from sgpu_magic.protocol.pool_status import RunSummary
 from sgpu_magic.render import ansi
 
 _READ_BYTES = 1 << 18

@@ -16,7 +16,7 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, SgpuError
 from sgpu_magic.protocol.device_types import CPU, memory_of
 from sgpu_magic.protocol.interconnects import interconnect_of
-from sgpu_magic.protocol.messages import PoolStatus
+from sgpu_magic.protocol.pool_status import PoolStatus
 from sgpu_magic.protocol.prices import format_money, read_prices
 from sgpu_magic.runs import pools_status
 

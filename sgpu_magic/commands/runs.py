@@ -18,8 +18,8 @@ from sgpu_magic.commands import ledger_file
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.protocol.ids import is_valid_id, short
-from sgpu_magic.protocol.messages import RunSummary
 from sgpu_magic.protocol.metering import cost_so_far
+from sgpu_magic.protocol.pool_status import RunSummary
 from sgpu_magic.protocol.prices import format_money
 from sgpu_magic.protocol.states import RunKind
 from sgpu_magic.render import ansi

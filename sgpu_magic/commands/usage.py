@@ -12,8 +12,8 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.protocol.device_types import CPU
 from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.messages import RunSummary
 from sgpu_magic.protocol.metering import cost_so_far, gpu_s_so_far, idle_seconds
+from sgpu_magic.protocol.pool_status import RunSummary
 from sgpu_magic.protocol.prices import HOUR_S, Prices, read_prices
 from sgpu_magic.protocol.states import RunKind
 

@@ -10,7 +10,7 @@ from sgpu_magic.commands import ledger_file
 from sgpu_magic.config import Settings
 from sgpu_magic.event_file import read_spec
 from sgpu_magic.protocol.ids import check_id
-from sgpu_magic.protocol.messages import RunSummary
+from sgpu_magic.protocol.pool_status import RunSummary
 from sgpu_magic.protocol.records import RunSpec
 from sgpu_magic.protocol.states import RunKind
 

@@ -7,7 +7,7 @@ from pathlib import PurePath
 
 from sgpu_magic.panel.picture import DevicePicture
 from sgpu_magic.protocol.devices import Device, Inventory
-from sgpu_magic.protocol.messages import RunSummary
+from sgpu_magic.protocol.pool_status import RunSummary
 from sgpu_magic.protocol.states import RunKind
 from sgpu_magic.render.pool_words import device_name, outside_words
 from sgpu_magic.render.run_names import run_name

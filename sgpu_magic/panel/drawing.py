@@ -23,7 +23,7 @@ from sgpu_magic.panel.picture import (
 from sgpu_magic.protocol import ids
 from sgpu_magic.protocol.device_types import CPU
 from sgpu_magic.protocol.devices import Device
-from sgpu_magic.protocol.messages import PoolStatus, RunSummary
+from sgpu_magic.protocol.pool_status import PoolStatus, RunSummary
 from sgpu_magic.protocol.prices import Prices, format_money, read_prices
 from sgpu_magic.protocol.states import RunKind, RunState
 from sgpu_magic.render.pool_words import (

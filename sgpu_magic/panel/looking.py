@@ -21,7 +21,7 @@ from sgpu_magic.panel.places import RunPlaces
 from sgpu_magic.panel.usage import MonthUsage
 from sgpu_magic.panel.waiting import Durations
 from sgpu_magic.protocol.address import address_file
-from sgpu_magic.protocol.messages import PoolStatus, RunSummary
+from sgpu_magic.protocol.pool_status import PoolStatus, RunSummary
 from sgpu_magic.render.units import format_span
 
 if TYPE_CHECKING:

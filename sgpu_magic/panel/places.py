@@ -11,7 +11,7 @@ import msgspec
 
 from sgpu_magic.panel.drawing import RunPlace
 from sgpu_magic.protocol.ids import is_valid_id
-from sgpu_magic.protocol.messages import RunSummary
+from sgpu_magic.protocol.pool_status import RunSummary
 from sgpu_magic.protocol.run_files import TRACKING
 
 # a page in MLflow may come so long after the run's end

@@ -18,7 +18,7 @@ from sgpu_magic.panel.installing import would_install
 from sgpu_magic.panel.notebook import Choice, PlanPicture
 from sgpu_magic.panel.packages import base_of, base_versions, env_version_of, missing, problem_of_base
 from sgpu_magic.protocol.device_types import CPU
-from sgpu_magic.protocol.messages import PoolStatus
+from sgpu_magic.protocol.pool_status import PoolStatus
 from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render.units import count_of
 from sgpu_magic.runs.placing import Devices

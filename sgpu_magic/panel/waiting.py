@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sgpu_magic.protocol.device_types import CPU
-from sgpu_magic.protocol.messages import RunSummary
+from sgpu_magic.protocol.pool_status import RunSummary
 from sgpu_magic.protocol.states import RunKind, RunState
 from sgpu_magic.render.pool_words import HOLDING
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sgpu_magic.pool.ledger import FINAL, Ledger, RowChanges
-from sgpu_magic.protocol.messages import RunSummary
+from sgpu_magic.protocol.pool_status import RunSummary
 from sgpu_magic.protocol.records import RunSpec
 from sgpu_magic.protocol.states import RunState
 

@@ -17,7 +17,7 @@ from typing import Any
 from sgpu_magic.pool.ledger_database import LedgerDatabase
 from sgpu_magic.protocol.devices import Lease
 from sgpu_magic.protocol.ids import check_id
-from sgpu_magic.protocol.messages import RunSummary
+from sgpu_magic.protocol.pool_status import RunSummary
 from sgpu_magic.protocol.records import RunSpec
 from sgpu_magic.protocol.states import RunKind, RunState
 

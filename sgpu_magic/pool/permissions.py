@@ -17,15 +17,14 @@ from sgpu_magic.protocol.messages import (
     ClientMessage,
     Describe,
     KeepEnvironment,
-    PoolStatus,
     ReclaimPayload,
     ResultsReceived,
-    RunSummary,
     StopPool,
     Submit,
     Unfollow,
     Warm,
 )
+from sgpu_magic.protocol.pool_status import PoolStatus, RunSummary
 from sgpu_magic.protocol.session_messages import AskRank, RestartRanks
 
 

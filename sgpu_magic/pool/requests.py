@@ -40,7 +40,6 @@ from sgpu_magic.protocol.messages import (
     Hello,
     KeepEnvironment,
     Ping,
-    PoolStatus,
     ReclaimPayload,
     ResultsReceived,
     Stacks,
@@ -50,6 +49,7 @@ from sgpu_magic.protocol.messages import (
     Warm,
     Welcome,
 )
+from sgpu_magic.protocol.pool_status import PoolStatus
 from sgpu_magic.protocol.records import CellSource
 from sgpu_magic.protocol.run_files import KEY
 from sgpu_magic.protocol.session_messages import AskRank, RestartRanks

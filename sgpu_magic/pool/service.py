@@ -40,16 +40,9 @@ from sgpu_magic.protocol.devices import Inventory, Lease
 from sgpu_magic.protocol.events import Noted, QueueMoved, StateChanged
 from sgpu_magic.protocol.forwarding import StreamMessage, StreamOpened
 from sgpu_magic.protocol.measures import RankStack
-from sgpu_magic.protocol.messages import (
-    PROTOCOL_VERSION,
-    AskStatus,
-    ClientMessage,
-    Hello,
-    Notice,
-    PoolStatus,
-    Welcome,
-)
+from sgpu_magic.protocol.messages import PROTOCOL_VERSION, AskStatus, ClientMessage, Hello, Notice, Welcome
 from sgpu_magic.protocol.node_messages import HeldRun, RunEvent
+from sgpu_magic.protocol.pool_status import PoolStatus
 from sgpu_magic.protocol.questions import RankAnswer
 from sgpu_magic.protocol.records import RunSpec
 from sgpu_magic.protocol.states import FailureKind, RunState

@@ -11,7 +11,8 @@ from sgpu_magic import __version__
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.scheduler import Scheduler
 from sgpu_magic.protocol.devices import Inventory
-from sgpu_magic.protocol.messages import AskStatus, BudgetState, PoolStatus, RunSummary
+from sgpu_magic.protocol.messages import AskStatus
+from sgpu_magic.protocol.pool_status import BudgetState, PoolStatus, RunSummary
 
 
 def pool_status(

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from sgpu_magic.protocol.device_types import CPU
 from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.messages import RunSummary
+from sgpu_magic.protocol.pool_status import RunSummary
 from sgpu_magic.protocol.prices import HOUR_S
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from sgpu_magic.protocol import ids
 from sgpu_magic.protocol.devices import Device
-from sgpu_magic.protocol.messages import PoolStatus, RunSummary
+from sgpu_magic.protocol.pool_status import PoolStatus, RunSummary
 from sgpu_magic.render.pool_words import device_holders
 from sgpu_magic.render.tables import Row
 from sgpu_magic.render.units import count_of

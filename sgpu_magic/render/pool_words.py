@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sgpu_magic.protocol.devices import Device
-from sgpu_magic.protocol.messages import PoolStatus, RunSummary
+from sgpu_magic.protocol.pool_status import PoolStatus, RunSummary
 from sgpu_magic.protocol.prices import format_money
 from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render import ansi

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from sgpu_magic.protocol import ids
 from sgpu_magic.protocol.devices import Device
-from sgpu_magic.protocol.messages import PoolStatus, RunSummary
 from sgpu_magic.protocol.metering import cost_so_far
+from sgpu_magic.protocol.pool_status import PoolStatus, RunSummary
 from sgpu_magic.protocol.prices import format_money
 from sgpu_magic.protocol.states import RunKind, RunState
 from sgpu_magic.render import nodes

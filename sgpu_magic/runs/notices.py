@@ -24,14 +24,15 @@ class NoticeBoard:
     def notice(self, text: str) -> None:
         """Show `text`, or take away what is shown when it is "". The link's thread calls this and goes on."""
         if self._shown and (text or self._display_id):
-            threading.Thread(target=self._show, args=(text,), name="sgpu-notice", daemon=True).start()
+            threading.Thread(target=self.show, args=(text,), name="sgpu-notice", daemon=True).start()
 
     def clear(self) -> None:
         """A run starts: whatever was said is no longer so."""
         if self._display_id:
-            self._show("")
+            self.show("")
 
-    def _show(self, text: str) -> None:
+    def show(self, text: str) -> None:
+        """As `notice`, in the thread that calls it."""
         # IPython declares no types here
         from IPython.display import publish_display_data  # pyright: ignore[reportUnknownVariableType]
 

@@ -22,6 +22,7 @@ from sgpu_magic.runs.following import Follower
 from sgpu_magic.runs.notices import NoticeBoard
 from sgpu_magic.runs.placing import Devices, Found
 from sgpu_magic.runs.restarts import watch_restarts
+from sgpu_magic.runs.sending_board import SendingBoard
 from sgpu_magic.runs.submission import Submission
 from sgpu_magic.runs.windows import RunWindows
 from sgpu_magic.widget.live_views import Buttons, LiveViews
@@ -50,7 +51,7 @@ class Workplace:
         self.settings = load_settings()
         self.is_notebook = kernel is not None
         self.notices = NoticeBoard(self.is_notebook)
-        self.pools = Pools(self.settings, self.notices.notice)
+        self.pools = Pools(self.settings, self.notices.notice, SendingBoard(self.is_notebook).show)
         self.pool = self.pools.local
         self.live_views = LiveViews(kernel)
         self.windows = RunWindows()

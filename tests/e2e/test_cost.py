@@ -17,7 +17,7 @@ from sgpu_magic.commands.ledger_file import recent_runs
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import CapacityError, SgpuError, UsageError
 from sgpu_magic.protocol.events import AttemptFailed, Noted, Placed
-from sgpu_magic.protocol.messages import RunSummary
+from sgpu_magic.protocol.pool_status import RunSummary
 from sgpu_magic.protocol.states import FailureKind, RunState
 
 # a device and second for 0.01

@@ -35,12 +35,12 @@ from sgpu_magic.protocol.messages import (
     ClientMessage,
     Goodbye,
     Hello,
-    PoolStatus,
     Refused,
     StopPool,
     Submit,
 )
 from sgpu_magic.protocol.payloads import FilePayload, InlinePayload, PackedLayout, Payload, PayloadSource, SharedPayload
+from sgpu_magic.protocol.pool_status import PoolStatus
 from sgpu_magic.protocol.records import CellSource, Interpreter, Owner, RankContext, RunSpec
 from sgpu_magic.protocol.states import RunState
 from sgpu_magic.secure_sockets import MAX_FRAME_BYTES, new_key_pair

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from served_pools import RemoteUser, ServedPool
 from tcp_proxy import Proxy
 from waiting import eventually
 
+from sgpu_magic.client import blob_sender, remote_wire
 from sgpu_magic.client.blob_sender import BlobSender, Piece
 from sgpu_magic.client.connection import wait_for
 from sgpu_magic.client.event_queue import FilePart
@@ -155,6 +157,45 @@ def test_an_upload_goes_on_where_the_line_broke(carl: PoolClient, line: Proxy):
     assert line.connections == 2
     # no more than what was under way when it broke is sent twice
     assert line.sent_bytes - before < 96 * MB + 20 * MB
+
+
+def test_a_long_upload_says_how_far_it_is(served: ServedPool, line: Proxy):
+    kernel = Kernel(served.user("dora", address=line.address).home)
+    try:
+        kernel.check("import numpy as np\nx = np.random.default_rng(5).random(4_000_000)")
+        kernel.check("%%distributed --gpus 1 --pool team\nprint('known')")
+        line.slow(12 * MB)
+        cell = kernel.start("%%distributed --gpus 1 --pool team\nprint(len(x))")
+        far = re.compile(r"sgpu: sending variables to team: [\d.]+ MB of 32\.0 MB are there$", re.MULTILINE)
+        cell.until(lambda: far.search(cell.reply.text), what="how far it is")
+        reply = cell.wait()
+        assert reply.lines(0) == ["4000000"], reply.story
+        assert "sending" not in reply.text
+    finally:
+        kernel.close()
+
+
+def test_an_upload_says_that_the_line_is_silent(served: ServedPool, line: Proxy, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(blob_sender, "_ANSWER_S", 0.3)
+    monkeypatch.setattr(remote_wire, "_SILENT_S", 0.5)
+    user = served.user("emil", address=line.address)
+    client = user.new_client()
+    array = data(8, 64)
+    assert client.begin("1", ranks=1).values == [1]
+    before = line.sent_bytes
+    runs: list[ClientRun] = []
+    sending = threading.Thread(
+        target=lambda: runs.append(client.begin("float(array.sum())", ranks=1, names={"array": array}))
+    )
+    sending.start()
+    eventually(lambda: line.sent_bytes - before > 20 * MB, 20, "the upload does not get on", poll_s=0.002)
+    line.hold()
+    eventually(lambda: any("the link has been silent for" in said for said in user.sendings), 20, user.sendings.__str__)
+    line.mend()
+    sending.join(60)
+    assert runs[0].values == [float(array.sum())]
+    assert user.sendings[-1] == ""
+    client.close()
 
 
 def test_a_notebook_on_a_pool_of_another_machine(ann: RemoteUser):

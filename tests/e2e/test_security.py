@@ -21,8 +21,9 @@ from kernels import Home, Kernel, descriptors, eventually
 from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.devices import Placement
 from sgpu_magic.protocol.ids import new_id
-from sgpu_magic.protocol.messages import AskStatus, Hello, PoolStatus, Refused, Submit, Welcome
+from sgpu_magic.protocol.messages import AskStatus, Hello, Refused, Submit, Welcome
 from sgpu_magic.protocol.payloads import FilePayload, InlinePayload, PackedLayout, Payload, PayloadSource
+from sgpu_magic.protocol.pool_status import PoolStatus
 from sgpu_magic.protocol.record import Record
 from sgpu_magic.protocol.records import CellSource, Interpreter, Owner, RankContext, RunSpec
 
