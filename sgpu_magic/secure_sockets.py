@@ -64,10 +64,6 @@ class Endpoint:
     address: str
     server_key: str = ""
 
-    @property
-    def is_local(self) -> bool:
-        return self.address.startswith("ipc://")
-
 
 # ---------------------------------------------------------------- keys and their files
 

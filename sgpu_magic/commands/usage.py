@@ -17,7 +17,6 @@ from sgpu_magic.protocol.pool_status import RunSummary
 from sgpu_magic.protocol.prices import HOUR_S, Prices, read_prices
 from sgpu_magic.protocol.states import RunKind
 
-GROUPS = ("day", "user", "session", "notebook", "type")
 _UNITS = {"s": 1.0, "m": 60.0, "h": HOUR_S, "d": 24 * HOUR_S, "w": 7 * 24 * HOUR_S}
 _SINCE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
 _POOL = "local"
@@ -81,7 +80,7 @@ def read_usage(settings: Settings, since: str, by: str) -> Usage:
     Args:
         settings: Where the ledger lies, and the reserved prices.
         since: A length of time: `7d`, `12h`.
-        by: One of `GROUPS`.
+        by: `day`, `user`, `session`, `notebook` or `type`.
 
     Raises:
         UsageError: `since` means nothing.
@@ -107,7 +106,7 @@ def usage(
         rows: The ledger's.
         since: Runs that ended before it do not count.
         now: Wall-clock time.
-        by: One of `GROUPS`.
+        by: `day`, `user`, `session`, `notebook` or `type`.
         reserved: Prices to compare with.
         currency: Of those.
     """

@@ -13,7 +13,6 @@ import msgspec
 
 from sgpu_magic.errors import UsageError
 
-SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 EXTRA = "Install what it needs: `pip install 'sgpu-magic[run]'`."
 _MOST_BYTES = 1_000_000
 
