@@ -167,8 +167,12 @@ class OpenNotebook:
         session.detach()
         return int(used)
 
-    def save(self) -> dict[str, Any]:
-        """Save the notebook and return what lies on the disk."""
+    def save(self, has: str = "") -> dict[str, Any]:
+        """Save the notebook and return what lies on the disk.
+
+        Args:
+            has: What is in it by now: the page itself may have been saving an earlier state when it was told to.
+        """
         path = self.server.home.work / self.name
         before = path.stat().st_mtime_ns
         self.page.keyboard.press("Escape")
@@ -180,9 +184,9 @@ class OpenNotebook:
                 found = json.loads(path.read_text())
             except ValueError:
                 return {}
-            return found if path.stat().st_mtime_ns != before else {}
+            return found if path.stat().st_mtime_ns != before and has in json.dumps(found) else {}
 
-        return eventually(saved, 20, "the notebook is not saved")
+        return eventually(saved, 20, lambda: f"the notebook is not saved: {path.read_text()}")
 
     def close(self) -> None:
         self._context.close()

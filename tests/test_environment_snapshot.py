@@ -199,6 +199,18 @@ def test_this_interpreters_own_is_what_uv_lists():
     assert ours == dict(line.split("==") for line in listed.splitlines())
 
 
+def test_what_a_package_brings_within_itself_is_not_installed(installed: Installed, tmp_path: Path):
+    """As Ray does: importing it puts a folder of its own on the path."""
+    vendored = tmp_path / "bundler" / "thirdparty"
+    vendored.mkdir(parents=True)
+    uv("pip", "install", "--quiet", "--python", installed.python, "--target", vendored, "six==1.16.0")
+    (tmp_path / "bundler" / "__init__.py").touch()
+    told = snapshot_of(installed.python, path=(vendored,))
+    assert by_name(told)["six"]["version"] == "1.17.0"
+    assert told["shadowed"] == []
+    assert told["digest"] == installed.told["digest"]
+
+
 def test_of_two_on_the_path_the_first_is_the_one(installed: Installed, tmp_path: Path):
     install_into = tmp_path / "before"
     uv("pip", "install", "--quiet", "--python", installed.python, "--target", install_into, "six==1.16.0")

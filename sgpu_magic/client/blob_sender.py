@@ -95,6 +95,8 @@ class BlobSender:
             SerializationError: A file can't be read.
         """
         digests: list[str] = []
+        # two files that are the same are asked for in one question, and both are lacking
+        sent: set[str] = set()
         hashing: deque[tuple[Piece, Future[str]]] = deque()
         waiting = iter(pieces)
         with ThreadPoolExecutor(_HASH_THREADS, "sgpu-hash") as threads:
@@ -111,7 +113,8 @@ class BlobSender:
                     found = [(piece, future.result()) for piece, future in ready]
                     held = self._ask([(digest, piece.size) for piece, digest in found])
                     for (piece, digest), bytes_ in zip(found, held, strict=True):
-                        self._send_piece(piece, digest, bytes_)
+                        self._send_piece(piece, digest, piece.size if digest in sent else bytes_)
+                        sent.add(digest)
                         digests.append(digest)
             except OSError as error:
                 raise _unreadable(error) from error

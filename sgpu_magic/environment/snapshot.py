@@ -131,14 +131,18 @@ def _changed_ns(folder: str) -> int:
 
 
 def _entries(path: list[str]) -> Iterator[str]:
-    """Entries where distributions may lie, each once. `""` is the directory of the moment."""
+    """Entries where distributions may lie, each once. `""` is the directory of the moment.
+
+    What lies within a package is a part of that package: `import ray` puts ray/thirdparty_files on the path.
+    """
     seen = {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
     for entry in path:
         try:
             real = os.path.realpath(entry or _current_directory())
         except OSError:
             continue
-        if real not in seen and os.path.isdir(real):
+        is_vendored = os.path.isfile(os.path.join(os.path.dirname(real), "__init__.py"))
+        if real not in seen and os.path.isdir(real) and not is_vendored:
             seen.add(real)
             yield real
 

@@ -106,6 +106,21 @@ class Packages:
         self._want(_own(snapshot))
         return snapshot.digest
 
+    def taken(self, digest: str, environment: Environment | None) -> None:
+        """A run was taken, perhaps by another pool service than the one that was there when it was made ready.
+
+        Args:
+            digest: The run's, "" when its packages were not known.
+            environment: What its node was told to build, None for what is installed here.
+        """
+        if not digest or self._is_told(digest):
+            return
+        snapshot = snapshots.kept_snapshot()
+        if environment is not None:
+            self._want(_ordered(environment))
+        elif snapshot is not None and snapshot.digest == digest:
+            self._want(_own(snapshot))
+
     def snapshot(self) -> Snapshot:
         """What is installed now; some 20 ms when that has changed."""
         return snapshots.take_snapshot()

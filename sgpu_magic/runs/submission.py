@@ -12,7 +12,7 @@ from sgpu_magic.errors import RunCancelled
 from sgpu_magic.payload.pack import Packed
 from sgpu_magic.protocol.messages import Describe
 from sgpu_magic.protocol.records import Interpreter, RunSpec
-from sgpu_magic.runs import git_state, job_defaults, tracked, travel
+from sgpu_magic.runs import git_state, job_defaults, packages, tracked, travel
 from sgpu_magic.runs.uploads import uploads_of
 
 
@@ -87,6 +87,7 @@ def submit(pool: Pool, submission: Submission) -> Run:
         run = pool.submit(spec, submission.packed, submission.key, luggage.environ, along)
     except KeyboardInterrupt:
         raise RunCancelled("interrupted before the pool had taken the run; nothing was started.") from None
+    packages.of(pool).taken(spec.environment, luggage.environment)
     if tracking is not None:
         _describe(pool, run, submission.stand)
     return run

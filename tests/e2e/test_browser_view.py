@@ -60,7 +60,7 @@ def test_a_run_is_seen_while_it_goes_on_and_kept_when_it_is_over(opened: Callabl
     expect(notebook.output(1)).to_contain_text("succeeded")
     expect(shown).to_have_count(0)
     notebook.picture("succeeded", notebook.output(1))
-    saved = notebook.save()
+    saved = notebook.save("over 3")
     outputs = saved["cells"][1]["outputs"]
     assert "over 3" in str(outputs)
     assert "widget-view" not in str(outputs)

@@ -24,6 +24,8 @@ def age(home: Home, run_id: str, days: float) -> None:
 
 def is_over(home: Home, run_id: str) -> bool:
     """Nothing is written into its directory any more."""
+    if not (home.run_dir(run_id) / "requirements.txt").exists():
+        return False
     record = json.loads((home.run_dir(run_id) / "run.json").read_bytes())
     return record["state"] == "succeeded" and record["payload_note"] != UNDER_WAY
 

@@ -241,19 +241,20 @@ def test_a_killed_node_is_named_and_the_run_goes_elsewhere(client: PoolClient, p
     )
 
 
-def test_a_killed_service_finds_its_runs_again(cluster: FakeCluster):
+def test_a_killed_service_finds_its_runs_again(cluster: FakeCluster, tmp_path: Path):
     with ray_pool(cluster.address) as pool:
         client = PoolClient(pool.home)
         try:
-            body = "import pathlib, time\nwhile not pathlib.Path('go').exists():\n    time.sleep(0.05)\n7"
+            go = tmp_path / "go"
+            body = f"import pathlib, time\nwhile not pathlib.Path({str(go)!r}).exists():\n    time.sleep(0.05)\n7"
             run = client.begin(body, ranks=4, device_type="a10")
             run.wait_for(RanksStarted)
             ranks = pool.rank_pids()
             pool.kill()
             pool.start()
             client.find_again(run.run)
-            for pid in ranks:
-                Path(f"/proc/{pid}/cwd/go").touch()
+            assert all(map(is_alive, ranks))
+            go.touch()
             assert run.values == [7] * 4
         finally:
             client.close()
