@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -87,3 +88,36 @@ def test_a_user_who_is_not_let_in_is_told_in_the_cell(served: ServedPool):
         assert mallory.keys.public in reply.evalue
     finally:
         kernel.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_minutes_without_a_line_cost_time_only():
+    """With the default patience of both sides."""
+    served = ServedPool({"SGPU_LINK_TIMEOUT_S": "900"})
+    line = Proxy(served.port, keeps=False)
+    kernel = Kernel(served.user("ann", address=line.address).home)
+    try:
+        cell = kernel.start(
+            "%%distributed --gpus 2 --pool team --out total:all\n"
+            "import time\n"
+            "total = 0\n"
+            "for n in range(620):\n"
+            "    print('line', n)\n"
+            "    total += 1\n"
+            "    time.sleep(1)\n"
+        )
+        cell.until_shown("line 5")
+        line.cut()
+        cut_at = time.monotonic()
+        cell.until(lambda: "has been silent for more than 5 min" in cell.reply.text, 400, "the view says so")
+        cell.until(lambda: time.monotonic() - cut_at > 600, 700, "ten minutes")
+        line.mend()
+        cell.until_shown("line 590", 30)
+        assert cell.wait().status == "ok", cell.reply.story
+        assert kernel.value("total") == [620, 620]
+        kernel.check("%sgpu_status")
+    finally:
+        kernel.close()
+        line.close()
+        served.close()
