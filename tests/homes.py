@@ -241,7 +241,9 @@ class Home:
             if level(pid)["libraries"] != before["libraries"]:
                 # the notebook has imported something that may have threads of its own
                 now = level(pid)
-                before = self._levels[pid] = now | {name: max(now[name], before[name]) for name in ("fds", "threads")}
+                before = self._levels[pid] = now | {
+                    name: max(now[name], before[name]) for name in ("fds", "most fds", "threads")
+                }
             if kind == "kernel":
                 before = before | {"memory files": before["memory files"] + self.uploads_kept}
             eventually(

@@ -282,8 +282,8 @@ def test_terminated_its_runs_end_first(home: Home):
     assert process.returncode == 143
     assert "stopped in cell 2; the notebook's runs were ended" in err
     made = copy_in(out)
-    # on a slow machine the kernel may not have heard yet that the pool has taken the run
-    assert re.search(r"\[1\] begun|RunCancelled: interrupted before the pool", text_of(made.cells[1]))
+    # on a slow machine the kernel may not have heard the lines yet, nor that the pool has taken the run
+    assert "RunCancelled" in text_of(made.cells[1])
     assert made.cells[2].execution_count is None
     eventually(lambda: home.ledger()[run_id].state == "cancelled", 20)
     eventually(lambda: not home.rank_pids(), 20)
