@@ -120,9 +120,10 @@ class RayEngine(ManyNodes):
     def inventory(self) -> Inventory | None:
         if not self._found:
             return None
-        usable = [facts for facts in self._facts.values() if not self._stale.has(facts.node)]
+        # one that is being cleaned of a run that was given up comes back: what needs it waits
+        away = {node for node in self._facts if node in self._away or self._stale.has(node)}
         return inventory_of(
-            self._name, usable, self._leases.values(), self._elastic, coming=self._coming, away=self._away
+            self._name, self._facts.values(), self._leases.values(), self._elastic, coming=self._coming, away=away
         )
 
     def close(self) -> None:
