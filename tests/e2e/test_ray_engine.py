@@ -253,7 +253,7 @@ def test_a_killed_service_finds_its_runs_again(cluster: FakeCluster, tmp_path: P
             pool.kill()
             pool.start()
             client.find_again(run.run)
-            assert all(map(is_alive, ranks))
+            assert all(map(is_alive, ranks)), f"{pool.rank_pids()} {run.events[1:]} {pool.log.read_text()[-2000:]}"
             go.touch()
             assert run.values == [7] * 4
         finally:

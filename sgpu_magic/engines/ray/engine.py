@@ -346,6 +346,8 @@ class RayEngine(ManyNodes):
         self._tending = self._loop.call_later(_TEND_S, self._tend)
         busy = {node for run in self._runs.values() if not run.over for node in run.nodes}
         busy |= {share.node for launch, _ in self._granted.values() for share in launch.lease.shares}
-        self._agents.retire(self._channels.keys(), busy, time.monotonic())
+        if self._settled:
+            # before that nobody knows what the agents of the last service hold
+            self._agents.retire(self._channels.keys(), busy, time.monotonic())
         for node in self._agents.late(time.monotonic()):
             self.node_lost(node, f"its agent does not reach the pool at {self._state.reached_at(self._host)}")
