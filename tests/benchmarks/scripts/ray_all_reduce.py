@@ -58,7 +58,7 @@ def trainer() -> float:
         result = TorchTrainer(
             loop,
             torch_config=TorchConfig(backend="gloo"),
-            scaling_config=ScalingConfig(num_workers=RANKS, use_gpu=True),
+            scaling_config=ScalingConfig(num_workers=RANKS, use_gpu=False),
             run_config=RunConfig(storage_path=folder),
         ).fit()
     return float(result.metrics["sum"])
