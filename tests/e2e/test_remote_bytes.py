@@ -76,6 +76,18 @@ def data(seed: int, megabytes: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     return np.random.default_rng(seed).random(megabytes * MB // 8)
 
 
+def sent_in_background(
+    client: PoolClient, array: np.ndarray[Any, np.dtype[np.float64]]
+) -> tuple[threading.Thread, list[ClientRun]]:
+    """Submit a run that sums the array; the list has the run when the thread has ended."""
+    runs: list[ClientRun] = []
+    sending = threading.Thread(
+        target=lambda: runs.append(client.begin("float(array.sum())", ranks=1, names={"array": array}))
+    )
+    sending.start()
+    return sending, runs
+
+
 def blobs_of(run: ClientRun) -> StoredPayload:
     """Where the payload of a run lies, as the client told the pool."""
     submission = run.run.submission
@@ -142,11 +154,7 @@ def test_an_upload_goes_on_where_the_line_broke(carl: PoolClient, line: Proxy):
     # the line is known, and what is sent from now on is the upload
     assert carl.begin("1", ranks=1).values == [1]
     before = line.sent_bytes
-    runs: list[ClientRun] = []
-    sending = threading.Thread(
-        target=lambda: runs.append(carl.begin("float(array.sum())", ranks=1, names={"array": array}))
-    )
-    sending.start()
+    sending, runs = sent_in_background(carl, array)
     eventually(lambda: line.sent_bytes - before > 40 * MB, 20, "the upload does not get on", poll_s=0.002)
     line.cut()
     at_cut = line.sent_bytes - before
@@ -183,11 +191,7 @@ def test_an_upload_says_that_the_line_is_silent(served: ServedPool, line: Proxy,
     array = data(8, 64)
     assert client.begin("1", ranks=1).values == [1]
     before = line.sent_bytes
-    runs: list[ClientRun] = []
-    sending = threading.Thread(
-        target=lambda: runs.append(client.begin("float(array.sum())", ranks=1, names={"array": array}))
-    )
-    sending.start()
+    sending, runs = sent_in_background(client, array)
     eventually(lambda: line.sent_bytes - before > 20 * MB, 20, "the upload does not get on", poll_s=0.002)
     line.hold()
     eventually(lambda: any("the link has been silent for" in said for said in user.sendings), 20, user.sendings.__str__)
