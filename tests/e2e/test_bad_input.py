@@ -26,11 +26,11 @@ def paragraph(reply: Reply) -> str:
 
 def refused(kernel: Kernel, code: str) -> str:
     """Run a cell that must be refused before anything starts, and return what is shown."""
-    runs, rows = kernel.home.runs, ledger(kernel.home)
+    runs, rows = set(kernel.home.runs), ledger(kernel.home)
     reply = kernel.run(code)
     shown = paragraph(reply)
     assert reply.text == "", f"something is shown beside the error: {reply.text}"
-    assert kernel.home.runs == runs, "a run directory was made"
+    assert set(kernel.home.runs) == runs, "a run directory was made"
     assert ledger(kernel.home) == rows, "the ledger has a row"
     assert "\n" not in shown, shown
     return shown
@@ -117,11 +117,11 @@ def test_empty_cell(kernel: Kernel, body: str):
 
 
 def test_cell_without_a_body(kernel: Kernel):
-    runs = kernel.home.runs
+    runs = set(kernel.home.runs)
     reply = kernel.run("%%distributed -n 2")
     assert reply.status == "error"
     assert "empty" in reply.text + reply.traceback
-    assert kernel.home.runs == runs
+    assert set(kernel.home.runs) == runs
 
 
 @pytest.mark.parametrize(
@@ -134,14 +134,14 @@ def test_cell_without_a_body(kernel: Kernel):
     ],
 )
 def test_cell_that_does_not_compile(kernel: Kernel, body: str, line: int, words: str):
-    runs = kernel.home.runs
+    runs = set(kernel.home.runs)
     reply = kernel.run(f"%%distributed -n 2\n{body}")
     shown = paragraph(reply)
     assert f"line {line}" in shown
     assert words in shown
     assert "SyntaxError" in shown or "IndentationError" in shown
     assert f"Cell In[{reply.execution_count}]" in shown
-    assert kernel.home.runs == runs
+    assert set(kernel.home.runs) == runs
     assert "interactiveshell" not in shown
 
 
