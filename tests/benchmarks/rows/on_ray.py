@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
+from importlib.metadata import version
 
-from tests.benchmarks.environment import ROOT, Bench
+from tests.benchmarks.environment import ROOT, SCRIPTS, Bench
 from tests.benchmarks.measure import Check, MeasurementFailed, Row, Series, collect
+from tests.benchmarks.processes import run_script
 
 sys.path.append(str(ROOT / "tests"))
 
@@ -19,8 +21,8 @@ ALL_REDUCE = "import torch, torch.distributed as dist\none = torch.ones(1)\ndist
 def all_reduce(bench: Bench) -> Row:
     row = Row("all_reduce of 4 ranks on a Ray cluster, fresh ranks each time, value back")
     row.notes.append(
-        "One fake node with four GPUs that do not exist, everything on this machine. Ours: from the submit at the pool "
-        "to the value, a placement group and fresh processes each time, its agent there already. Plain Ray: four new "
+        f"Ray {version('ray')}. One fake node with four GPUs that do not exist, everything on this machine. "
+        "Ours: from the submit at the pool to the value, a placement group and fresh processes each time, its agent there already. Plain Ray: four new "
         "actors with one GPU each, `init_process_group`, all_reduce, the values, the actors killed; a process that is "
         "connected already. TorchTrainer: `fit()` of the same on CPUs, for its workers "
         "ask torch for the GPUs that Ray counts. No notebook in any of them."
@@ -34,7 +36,7 @@ def all_reduce(bench: Bench) -> Row:
                 row.ours = [collect("ours", lambda: _ours(client), bench.count(20, 3), pause_s=0.3)]
             finally:
                 client.close()
-        for label, way in (("Ray actors + torch.distributed", "actors"), ("Ray TorchTrainer", "trainer")):
+        for label, way in (("plain Ray actors + torch.distributed", "actors"), ("Ray TorchTrainer", "trainer")):
             row.peers.append(_peer(bench, cluster.address, label, way))
     finally:
         cluster.close()
@@ -56,10 +58,10 @@ def _ours(client: PoolClient) -> float:
 
 
 def _peer(bench: Bench, address: str, label: str, way: str) -> Series:
-    # of the cluster's own version of Ray
+    # in the Python that has the cluster's version of Ray; `Bench.script` would end the cluster, too
+    command = [bench.python, SCRIPTS / "ray_all_reduce.py", address, way, str(bench.count(7, 2))]
     try:
-        count = str(bench.count(7, 2))
-        found = bench.script(bench.python, "ray_all_reduce.py", address, way, count, timeout_s=300)
+        found = run_script(command, timeout_s=300, environment=bench.environment(bench.new_folder()))
     except MeasurementFailed as reason:
         return Series(label, (), failures=(str(reason),))
     return Series(label, tuple(float(value) for value in found["seconds"]))  # type: ignore[union-attr]
