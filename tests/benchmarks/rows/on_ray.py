@@ -22,10 +22,10 @@ def all_reduce(bench: Bench) -> Row:
     row = Row("all_reduce of 4 ranks on a Ray cluster, fresh ranks each time, value back")
     row.notes.append(
         f"Ray {version('ray')}. One fake node with four GPUs that do not exist, everything on this machine. "
-        "Ours: from the submit at the pool to the value, a placement group and fresh processes each time, its agent there already. Plain Ray: four new "
-        "actors with one GPU each, `init_process_group`, all_reduce, the values, the actors killed; a process that is "
-        "connected already. TorchTrainer: `fit()` of the same on CPUs, for its workers "
-        "ask torch for the GPUs that Ray counts. No notebook in any of them."
+        "Ours: from the submit at the pool to the value, a placement group and fresh processes each time, its agent "
+        "there already. Plain Ray: four new actors with one GPU each, `init_process_group`, all_reduce, the values, "
+        "the actors killed; a process that is connected already. TorchTrainer: `fit()` of the same on CPUs, for its "
+        "workers ask torch for the GPUs that Ray counts. No notebook in any of them."
     )
     cluster = FakeCluster((4,), cpus=8)
     try:
