@@ -12,6 +12,8 @@
 # TESTS="tests/test_capture.py -k names"  what pytest gets
 
 SHELL := /bin/sh
+# an environment that happens to be active is not the one that is used
+unexport VIRTUAL_ENV
 VENV ?= .venv
 PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.11 python; do \
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && exit; done; echo python3)

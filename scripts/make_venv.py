@@ -38,13 +38,14 @@ def main(folder: Path) -> int:
     except PackageNotFoundError:
         return 0
     print(f"torch {torch.version} of {sys.executable} is used", flush=True)
-    borrow(torch, folder.absolute() / "borrowed", site_packages(python))
+    borrow(torch, folder.absolute() / "borrowed" / "site-packages", site_packages(python))
     return 0
 
 
 def borrow(package: Distribution, folder: Path, site: Path) -> None:
     """Link a package and what it requires into `folder`, and put that behind `site` on the path."""
-    folder.mkdir()
+    # by this name it counts as a place of packages, and not as somebody's own code
+    folder.mkdir(parents=True)
     for found in required(package):
         for file in found.files or ():
             top = Path(file.parts[0])

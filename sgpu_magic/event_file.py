@@ -30,6 +30,11 @@ class EventFile:
         self._path = directory / EVENTS
         self._taken_bytes = 0
 
+    @property
+    def taken_bytes(self) -> int:
+        """How many bytes the events have that were yielded."""
+        return self._taken_bytes
+
     def new_events(self) -> Iterator[tuple[Event, Sequence[bytes]]]:
         """Yield each event that is there and was not yielded before, with its raw frames.
 

@@ -6,11 +6,13 @@ import functools
 import os
 import re
 import shutil
+import site
 import sys
 import time
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from installed_venvs import (
     uv,
 )
 from packaging.pylock import Pylock
+from packaging.utils import canonicalize_name
 
 from sgpu_magic.environment import snapshot as snapshots
 from sgpu_magic.environment.digest import environment_digest, is_valid_digest
@@ -196,7 +199,10 @@ def test_each_is_classed_by_where_it_came_from(installed: Installed):
 def test_this_interpreters_own_is_what_uv_lists():
     ours = {found.key: found.version for found in snapshots.take_snapshot().distributions}
     listed = uv("pip", "list", "--python", sys.executable, "--format", "freeze")
-    assert ours == dict(line.split("==") for line in listed.splitlines())
+    # what a path file of this environment adds, such as the torch of another one, uv does not look at
+    others = [entry for entry in sys.path if entry.endswith("-packages") and entry not in site.getsitepackages()]
+    added = {canonicalize_name(each.name): each.version for each in distributions(path=others)}
+    assert ours == added | dict(line.split("==") for line in listed.splitlines())
 
 
 def test_what_a_package_brings_within_itself_is_not_installed(installed: Installed, tmp_path: Path):

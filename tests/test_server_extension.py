@@ -26,6 +26,7 @@ from waiting import eventually
 
 from sgpu_magic.config import Settings
 from sgpu_magic.event_file import EventFile
+from sgpu_magic.jupyter_server.elsewhere import Elsewhere
 from sgpu_magic.jupyter_server.followers import IDLE_S, Followers, RunNotHere
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.protocol.devices import Placement
@@ -452,7 +453,8 @@ def spec_of(run_id: str) -> RunSpec:
 
 def test_runs_that_nobody_looks_at_are_forgotten(tmp_path: Path):
     now = 100.0
-    followers = Followers(Settings(state_dir=str(tmp_path)), clock=lambda: now)
+    settings = Settings(state_dir=str(tmp_path))
+    followers = Followers(settings, Elsewhere(settings, IDLE_S), clock=lambda: now)
     log = RunLog(tmp_path / "runs" / "0123abcd", "0123abcd")
     log.append(Submitted(spec=spec_of("0123abcd")), 1.0)
     log.close()

@@ -93,14 +93,33 @@ class Mirror:
 
     def follow(self, name: str) -> None:
         """Bring what has come to a file that grows, such as a log. What can't be had now stays for the next time."""
-        with self._lock, contextlib.suppress(UsageError, PoolError, OSError):
+        with contextlib.suppress(UsageError, PoolError, OSError):
+            self.bring_more(name)
+
+    def bring_more(self, name: str, sure_bytes: int | None = None) -> None:
+        """As `follow`, and says why nothing can be had.
+
+        Args:
+            name: The file.
+            sure_bytes: Only so much of what is here is the same at the pool for sure; None is all.
+
+        Raises:
+            UsageError: The pool has no such run or file, or it can't be asked with this key or under this name.
+            PoolError: The pool does not answer.
+            OSError: It can't be written here.
+        """
+        with self._lock:
             # whether there is more, before a file is made for it
             begin = os.stat(self.directory.joinpath(*parts_of(name))).st_size if self._is_here(name) else 0
+            if sure_bytes is not None:
+                begin = min(begin, sure_bytes)
             if self._size(name, _LOG_PATIENCE_S) <= begin:
                 return
             self._make_folder(name)
             descriptor = open_below(self.directory, name, os.O_WRONLY | os.O_CREAT)
             try:
+                if sure_bytes is not None:
+                    os.ftruncate(descriptor, begin)
                 self._copy(name, descriptor, begin, _LOG_PATIENCE_S)
             finally:
                 os.close(descriptor)

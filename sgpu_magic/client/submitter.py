@@ -18,6 +18,7 @@ from sgpu_magic.client.link import PoolLink, PoolLost
 from sgpu_magic.client.mirror import mirror_path
 from sgpu_magic.client.run import Run
 from sgpu_magic.client.sending import Sending
+from sgpu_magic.client.sent_runs import note_sent
 from sgpu_magic.client.upload_sender import send_uploads
 from sgpu_magic.client.uploads import Uploads, remove_upload
 from sgpu_magic.config import Settings
@@ -61,6 +62,12 @@ class Submitter:
         self, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Along = _NOTHING
     ) -> Run:
         """Ship the payload and queue the run; as `Pool.submit`."""
+        run = self._submitted(spec, packed, key, environ, along)
+        if run.mirror is not None:
+            note_sent(self._settings, self._pool, run.spec)
+        return run
+
+    def _submitted(self, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Along) -> Run:
         try:
             return self._submit_once(self._connection.made(start=True), spec, packed, key, environ, along)
         except PoolLost:

@@ -17,6 +17,7 @@ from sgpu_magic.environment.need import needs_build
 from sgpu_magic.protocol.blobs import FetchBlob, StoreRunFile
 from sgpu_magic.protocol.devices import Inventory
 from sgpu_magic.protocol.environment import Environment
+from sgpu_magic.protocol.events import RanksStarted
 from sgpu_magic.protocol.forwarding import (
     OpenStream,
     StreamClosed,
@@ -57,7 +58,7 @@ from sgpu_magic.protocol.records import Interpreter
 from sgpu_magic.protocol.states import RunState
 from sgpu_magic.protocol.tracking import TrackedRun
 
-# an agent that dies this soon, this often in a row, will not live the next time either
+# an agent that dies this soon, this often in a row, and has never started a run, will not live the next time either
 _SHORT_LIFE_S = 5.0
 _SHORT_LIVES = 3
 
@@ -83,6 +84,7 @@ class LocalEngine:
         self._warm = warm
         self._agent = LocalAgent(settings, warm)
         self._agent_since = time.monotonic()
+        self._agent_has_worked = False
         self._short_lives = 0
 
     def start(self, listener: EngineListener) -> None:
@@ -166,6 +168,7 @@ class LocalEngine:
             case InventoryTaken():
                 listener.inventory_taken(self._with_locks(message.inventory))
             case RunEvent():
+                self._agent_has_worked |= isinstance(message.body, RanksStarted)
                 listener.run_happened(message, frames)
             case StacksTaken():
                 listener.stacks_taken(message.request, message.stacks)
@@ -221,8 +224,8 @@ class LocalEngine:
             leftovers.kill_leftovers(run_id, ())
             ray_place.remove(run_id, self._settings)
             self._release(run_id)
-        lived_s = time.monotonic() - self._agent_since
-        self._short_lives = self._short_lives + 1 if lived_s < _SHORT_LIFE_S else 0
+        worked = self._agent_has_worked or time.monotonic() - self._agent_since >= _SHORT_LIFE_S
+        self._short_lives = 0 if worked else self._short_lives + 1
         listener = self._listener
         if listener is None:
             return
@@ -236,6 +239,7 @@ class LocalEngine:
     def _replace_agent(self) -> None:
         self._agent = LocalAgent(self._settings, self._warm, look=False)
         self._agent_since = time.monotonic()
+        self._agent_has_worked = False
         self._agent.listen(self._said, self._agent_lost)
 
     def _release(self, run_id: str) -> None:

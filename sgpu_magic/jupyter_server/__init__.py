@@ -1,13 +1,15 @@
 """The Jupyter server's half: runs and their pool, while the notebook's kernel is busy or dead.
 
 owned           which runs a kernel has submitted
-followers       runs folded from their directories, shared by all pages that look at them
+followers       runs folded from their events, shared by all pages that look at them
+run_places      where such a run is: in this machine's own pool, or in that of another
+elsewhere       this machine's runs in the pools of others, and the links to those
 outputs         what a run's cell shows at the end
 handlers        the requests about runs
 outbox          what a page of the panel is still to be told
 panel_handlers  the environment panel's websocket and requests
 
-Reads run directories and asks the pool of the user that the server runs as, and nothing else.
+Reads run directories and asks the pools of the user that the server runs as, and nothing else.
 """
 
 from __future__ import annotations

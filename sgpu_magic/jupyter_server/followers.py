@@ -1,19 +1,18 @@
-"""Runs as the server sees them: each folded once from its directory, for all pages that look at it."""
+"""Runs as the server sees them: each folded once from its events, for all pages that look at it."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.commands import ledger_file
 from sgpu_magic.config import Settings
-from sgpu_magic.errors import PoolError
-from sgpu_magic.event_file import EventFile, read_spec
+from sgpu_magic.event_file import EventFile
+from sgpu_magic.jupyter_server.elsewhere import Elsewhere
 from sgpu_magic.jupyter_server.outputs import Output, cell_outputs, rich_outputs
+from sgpu_magic.jupyter_server.run_places import RunPlace, run_here
 from sgpu_magic.live.answers import Answers
 from sgpu_magic.live.feed import Feed
 from sgpu_magic.live.log_reader import LogReader
@@ -21,19 +20,16 @@ from sgpu_magic.live.messages import Answer, NewLines, Question
 from sgpu_magic.live.picture import Snapshot
 from sgpu_magic.protocol.events import Detached, DisplayPublished, Event, EventBody, Noted, OutputCleared, RunEnded
 from sgpu_magic.protocol.ids import is_valid_id, short
-from sgpu_magic.protocol.records import Failure, RunSpec
+from sgpu_magic.protocol.records import Failure
 from sgpu_magic.protocol.states import FailureKind, RunState
-from sgpu_magic.render.run_names import stop_words
 from sgpu_magic.render.view import RunView
 
 IDLE_S = 60.0
 """A run that nobody has asked about for so long is forgotten; its directory still has it."""
-# whether anybody can still be at it is asked of the ledger so often at most
-_LEDGER_EVERY_S = 2.0
 
 
 class RunNotHere(Exception):
-    """This machine has no such run; the text says so to a person."""
+    """This machine knows no such run; the text says so to a person."""
 
 
 class Known(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,30 +69,27 @@ class News(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Follower:
-    """One run, folded from its directory. Methods may be called by any thread, and may block.
+    """One run, folded from its events. Methods may be called by any thread, and may block.
 
     Args:
-        settings: Where the pool and the ledger are.
-        directory: The run's directory.
-        spec: What was submitted.
+        place: Where it is.
+        output_limit: As in the settings.
     """
 
-    def __init__(self, settings: Settings, directory: Path, spec: RunSpec) -> None:
-        self.spec = spec
-        self._settings = settings
-        self._directory = directory
-        self._view = RunView(spec, settings.output_limit, error_follows=True)
-        self._view.directory = str(directory)
+    def __init__(self, place: RunPlace, output_limit: int) -> None:
+        self.spec = spec = place.spec
+        self._place = place
+        self._view = RunView(spec, output_limit, place.pool, error_follows=True)
+        self._view.directory = str(place.directory) if place.bring is None else ""
         self._feed = Feed(self._view)
-        self._answers = Answers(self._view, self._feed, LogReader(directory), self._cancel, self._stacks)
-        self._file = EventFile(directory)
+        logs = LogReader(place.directory, place.bring)
+        self._answers = Answers(self._view, self._feed, logs, place.cancel, place.stacks)
+        self._file = EventFile(place.directory)
         self._lock = threading.Lock()
         self._snapshot: Snapshot | None = None
         self._seq = 0
         self._displays = 0
         self._returns = True
-        self._ended_elsewhere = 0
-        self._ledger_at = time.monotonic()
         if spec.detach:
             self._note_detached(spec.submitted_at)
 
@@ -151,7 +144,7 @@ class Follower:
         """
         with self._lock:
             self._catch_up()
-            return cell_outputs(self._view, self._directory, returns=self._returns) if self.is_final else None
+            return cell_outputs(self._view, self._place.directory, returns=self._returns) if self.is_final else None
 
     def displays(self) -> list[Output]:
         """Return what the ranks have displayed so far.
@@ -168,8 +161,11 @@ class Follower:
     def _catch_up(self) -> None:
         if not self.is_final:
             self._read()
-        if not self.is_final and time.monotonic() > self._ledger_at + _LEDGER_EVERY_S:
-            self._ledger_at = time.monotonic()
+        if not self.is_final and self._place.bring is not None:
+            self._place.bring_events(self._file.taken_bytes)
+            self._view.not_heard(self._place.silence)
+            self._read()
+        if not self.is_final:
             self._end_if_lost()
         self._snapshot = self._feed.snapshot(time.monotonic()) or self._snapshot
 
@@ -181,7 +177,9 @@ class Follower:
                     # as in the notebook: what comes after its end is not drawn
                     return
         except FileNotFoundError:
-            raise _not_here(self.spec.run_id) from None
+            # of a run elsewhere nothing was brought yet
+            if self._place.bring is None:
+                raise _not_here(self.spec.run_id) from None
 
     def _apply(self, event: Event, frames: Sequence[bytes]) -> None:
         self._seq = event.seq
@@ -198,18 +196,13 @@ class Follower:
         self._view.apply(self._event(Noted(text=text), at))
 
     def _end_if_lost(self) -> None:
-        """A run whose pool and agent were killed says nothing any more: end it here as its notebook would."""
-        try:
-            row = ledger_file.find_run(self._settings, self.spec.run_id)
-        except PoolError:
-            return
-        self._ended_elsewhere = self._ended_elsewhere + 1 if row is not None and row.state.is_final else 0
-        # the ledger may know of an end a moment before the run's directory has it
-        if self._ended_elsewhere < 2:
+        """A run that nobody is at any more says nothing: end it here as its notebook would."""
+        message = self._place.lost()
+        if not message:
             return
         self._read()
         if not self.is_final:
-            failure = Failure(kind=FailureKind.NODE_LOST, message=ledger_file.LOST, at=time.time())
+            failure = Failure(kind=FailureKind.NODE_LOST, message=message, at=time.time())
             elapsed = self._view.elapsed_s()
             ended = RunEnded(state=RunState.FAILED, failure=failure, running_s=elapsed, total_s=elapsed)
             self._apply(self._event(ended, time.time()), ())
@@ -217,34 +210,19 @@ class Follower:
     def _event(self, body: EventBody, at: float) -> Event:
         return Event(run_id=self.spec.run_id, seq=self._seq + 1, at=at, body=body)
 
-    def _cancel(self) -> str:
-        # the client's half is heavy, and few servers are ever asked
-        from sgpu_magic.client.pool import Pool
-
-        pool = Pool(self._settings)
-        try:
-            pressed, said = stop_words(self.spec)
-            pool.cancel(self.spec.run_id, pressed)
-            return said
-        finally:
-            pool.close()
-
-    def _stacks(self) -> Sequence[str]:
-        from sgpu_magic.commands.runs import stacks
-
-        return stacks(self._settings, self.spec.run_id).splitlines()
-
 
 class Followers:
     """The runs that somebody looks at. Methods may be called by any thread.
 
     Args:
-        settings: Where the runs lie.
+        settings: Where the runs of this machine's own pool lie.
+        elsewhere: Those in the pools of others.
         clock: Monotonic time in seconds.
     """
 
-    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, settings: Settings, elsewhere: Elsewhere, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
+        self._elsewhere = elsewhere
         self._clock = clock
         self._lock = threading.Lock()
         self._followers: dict[str, Follower] = {}
@@ -254,10 +232,10 @@ class Followers:
         return len(self._followers)
 
     def get(self, run_id: str) -> Follower:
-        """Return the follower of a run; it reads nothing but the run's first event yet.
+        """Return the follower of a run; it reads nothing but what was submitted yet.
 
         Raises:
-            RunNotHere: This machine has no such run.
+            RunNotHere: This machine knows no such run.
         """
         with self._lock:
             follower = self._followers.get(run_id)
@@ -278,16 +256,13 @@ class Followers:
             now = self._clock()
             for run_id in [run_id for run_id, at in self._asked_at.items() if now - at > IDLE_S]:
                 del self._followers[run_id], self._asked_at[run_id]
+        self._elsewhere.rest()
 
     def _new(self, run_id: str) -> Follower:
-        # ids become parts of paths: nothing else may pass
-        directory = self._settings.runs_path / run_id
-        if not is_valid_id(run_id) or directory.is_symlink():
+        place = run_here(self._settings, run_id) or self._elsewhere.run(run_id)
+        if place is None:
             raise _not_here(run_id)
-        spec = read_spec(directory)
-        if spec is None:
-            raise _not_here(run_id)
-        return Follower(self._settings, directory, spec)
+        return Follower(place, self._settings.output_limit)
 
 
 def _not_here(run_id: str) -> RunNotHere:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -20,7 +21,8 @@ from tornado.ioloop import PeriodicCallback
 
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import PoolError, UsageError
-from sgpu_magic.jupyter_server.followers import Follower, Followers, Known, RunNotHere
+from sgpu_magic.jupyter_server.elsewhere import Elsewhere
+from sgpu_magic.jupyter_server.followers import IDLE_S, Follower, Followers, Known, RunNotHere
 from sgpu_magic.jupyter_server.owned import OwnedRuns
 from sgpu_magic.live.messages import questions, to_json
 
@@ -41,8 +43,11 @@ def add_handlers(server_app: Any) -> None:
         server_app.log.warning("sgpu_magic: %s Runs can't be shown after a reload of the page.", error.message)
         return
     application = server_app.web_app
-    followers = Followers(settings)
-    shared = {"runs": OwnedRuns(settings), "followers": followers}
+    elsewhere = Elsewhere(settings, IDLE_S)
+    # the links' threads do nothing while the interpreter ends
+    atexit.register(elsewhere.close)
+    followers = Followers(settings, elsewhere)
+    shared = {"runs": OwnedRuns(settings, elsewhere), "followers": followers}
     base = application.settings["base_url"]
     application.add_handlers(
         ".*$",

@@ -9,10 +9,11 @@ import msgspec
 from sgpu_magic.commands import ledger_file
 from sgpu_magic.config import Settings
 from sgpu_magic.event_file import read_spec
+from sgpu_magic.jupyter_server.elsewhere import Elsewhere
 from sgpu_magic.protocol.ids import check_id
 from sgpu_magic.protocol.pool_status import RunSummary
 from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.states import RunKind
+from sgpu_magic.protocol.states import RunKind, RunState
 
 RECENT_S = 3600.0
 """Runs that ended longer ago belong to no page that was just loaded."""
@@ -47,11 +48,13 @@ class OwnedRuns:
     """Finds a kernel's runs; remembers what never changes of them. Methods may be called by any thread.
 
     Args:
-        settings: Where the runs lie.
+        settings: Where the runs of this machine's own pool lie.
+        elsewhere: Those in the pools of others.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, elsewhere: Elsewhere) -> None:
         self._settings = settings
+        self._elsewhere = elsewhere
         # replaced as a whole, never changed
         self._specs: dict[str, RunSpec] = {}
 
@@ -65,7 +68,14 @@ class OwnedRuns:
         recent = [run for run in ledger_file.recent_runs(self._settings, _LOOKED_AT) if _matters(run, now)]
         found = [(run, self._spec(run.run_id)) for run in reversed(recent)]
         self._specs = {run.run_id: spec for run, spec in found if spec is not None}
-        return [_owned(run, spec) for run, spec in found if spec is not None and spec.owner.kernel == kernel]
+        here = [_owned(run, spec) for run, spec in found if spec is not None and spec.owner.kernel == kernel]
+        # what its pool does not tell now goes on, as far as anybody knows
+        there = [
+            _owned(row, sent.spec)
+            for sent, row in self._elsewhere.of_kernel(kernel)
+            if row is None or _matters(row, now)
+        ]
+        return sorted([*here, *there], key=lambda run: run.began)
 
     def _spec(self, run_id: str) -> RunSpec | None:
         return self._specs.get(run_id) or read_spec(self._settings.runs_path / check_id(run_id))
@@ -78,14 +88,15 @@ def _matters(run: RunSummary, now: float) -> bool:
     return now - (run.ended_at or run.submitted_at) < RECENT_S
 
 
-def _owned(run: RunSummary, spec: RunSpec) -> OwnedRun:
+def _owned(run: RunSummary | None, spec: RunSpec) -> OwnedRun:
+    state = RunState.RUNNING if run is None else run.state
     return OwnedRun(
-        run_id=run.run_id,
+        run_id=spec.run_id,
         cell=spec.owner.cell,
-        state=str(run.state),
-        final=run.state.is_final,
-        began=run.submitted_at,
-        ended=run.ended_at,
+        state=str(state),
+        final=state.is_final,
+        began=spec.submitted_at,
+        ended=None if run is None else run.ended_at,
         execution_count=spec.cell.execution_count,
         blocks=spec.kind is not RunKind.SESSION,
     )

@@ -13,7 +13,9 @@ import pytest
 from browsers import ARTEFACTS, chromium, has_browser
 from homes import Home
 from jupyter_servers import JupyterServer, new_notebook
+from listed_pools import list_pools
 from playwright.sync_api import Browser, Page, expect
+from served_pools import served_pool
 from waiting import eventually
 
 pytestmark = [
@@ -22,13 +24,13 @@ pytestmark = [
 ]
 
 STEPS = """\
-%%distributed -n 2 --name {name}
+%%distributed -n 2 --name {name} {options}
 import os, time
 from IPython.display import HTML, display
 if rank == 1:
     display(HTML('<b>rich at once</b>'))
 step = 0
-while not os.path.exists({name!r}):
+while not os.path.exists({word!r}):
     print('step', step, flush=True)
     step += 1
     time.sleep(0.1)
@@ -41,13 +43,14 @@ CELL = 1
 class Notebook:
     """A notebook in a browser: its first cell loads the extension, its second runs until it is told to end."""
 
-    def __init__(self, browser: Browser, server: JupyterServer, name: str, in_lab: bool) -> None:
+    def __init__(self, browser: Browser, server: JupyterServer, name: str, in_lab: bool, options: str = "") -> None:
         self.name = name
         self.server = server
         self.home = server.home
         self.path = server.home.work / f"{name}.ipynb"
         self._in_lab = in_lab
-        new_notebook(self.path, "%load_ext sgpu_magic", STEPS.format(name=name), "print('another cell')")
+        steps = STEPS.format(name=name, options=options, word=str(self.home.work / name))
+        new_notebook(self.path, "%load_ext sgpu_magic", steps, "print('another cell')")
         self.page: Page = browser.new_page(viewport={"width": 1280, "height": 1000})
         self.open()
 
@@ -89,11 +92,11 @@ class Notebook:
 
         eventually(press, 60, f"cell {at} does not run")
 
-    def start(self) -> str:
-        """Run both cells and return the run's id once its view shows lines."""
+    def start(self, pool: Home | None = None) -> str:
+        """Run both cells and return the run's id once its view shows lines; `pool` is another one's home."""
         self.run(0, r"\[\d+\]")
         self.run(CELL, r"\[\*\]")
-        run_id = eventually(lambda: self.home.run_named(self.name), 30, "the run does not start")
+        run_id = eventually(lambda: (pool or self.home).run_named(self.name), 30, "the run does not start")
         expect(self.view).to_contain_text("step 5", timeout=30_000)
         return run_id
 
@@ -157,8 +160,8 @@ def opened(
     """Opens notebooks; on failure the pages' pictures are kept."""
     made: list[Notebook] = []
 
-    def make(name: str) -> Notebook:
-        made.append(Notebook(browser, server, f"{name}-{'lab' if in_lab else 'notebook'}", in_lab))
+    def make(name: str, options: str = "") -> Notebook:
+        made.append(Notebook(browser, server, f"{name}-{'lab' if in_lab else 'notebook'}", in_lab, options))
         return made[-1]
 
     yield make
@@ -222,6 +225,29 @@ def test_a_reloaded_page_has_the_live_view_again_and_the_outputs_at_the_end(
     # the kernel is free, and the page with it
     notebook.run(2, r"\[\d+\]")
     expect(notebook.page.locator(".jp-Notebook .jp-CodeCell").nth(2)).to_contain_text("another cell")
+
+
+def test_a_run_in_another_machines_pool_survives_a_reload_as_well(opened: Callable[..., Notebook], in_lab: bool):
+    if not in_lab:
+        pytest.skip("the server's half is the same")
+    with served_pool() as pool:
+        notebook = opened("far", "--pool team")
+        list_pools(notebook.home, [("team", pool, {})])
+        notebook.start(pool.home)
+        notebook.page.reload()
+        expect(notebook.view).to_contain_text("running", timeout=20_000)
+        step = len(re.findall(r"step", pool.home.log(pool.home.run_named(notebook.name), 0))) + 10
+        expect(notebook.view).to_contain_text(f"step {step}", timeout=10_000)
+        notebook.picture("live")
+        notebook.end_run()
+        output = notebook.cell.locator(".jp-OutputArea")
+        expect(output).to_contain_text("succeeded", timeout=20_000)
+        expect(output).to_contain_text("last words of 1")
+        notebook.picture("end")
+        saved = notebook.save()
+        assert saved[-1]["output_type"] == "execute_result"
+        # the kernel says goodbye to the pool before that ends
+        notebook.server.delete(f"api/kernels/{notebook.kernel}")
 
 
 @pytest.mark.slow

@@ -138,6 +138,17 @@ def test_a_kill_while_a_run_goes_on(kernel: Kernel, home: Home, which: str, erro
     assert home.pool_pid() == pool, "the pool service has to outlive its agent"
 
 
+def test_agents_that_are_killed_at_work_are_replaced_each_time(kernel: Kernel, home: Home):
+    """Only one that never gets a run to start is given up."""
+    for _ in range(4):
+        cell = begun(kernel, next(iter(WORK)))
+        kill(*victims(home, "agent"))
+        reply = cell.wait(10)
+        assert reply.evalue.count("the agent on this machine ended unexpectedly") == 1, reply.story
+        assert "in a row" not in reply.evalue
+    runs_again(kernel)
+
+
 def until_go(kernel: Kernel, ranks: int = 3, options: str = "") -> Cell:
     """Start a run that goes on until there is a file `go`, and wait until it prints."""
     cell = kernel.start(f"%%distributed -n {ranks} {options}\n{UNTIL_GO}")

@@ -24,6 +24,7 @@ from sgpu_magic.engines.ray.uplink import AgentOrder, Uplink
 _SHORT_PATH = 40
 _END_S = 20.0
 _LEAVE_S = 5.0
+_LOCKS = "locks"
 _LOCK = "actor.lock"
 
 
@@ -82,7 +83,7 @@ class Holder:
             self._leave_nothing()
 
     async def _hold(self) -> None:
-        uplink = self._uplink = Uplink(self._order)
+        uplink = self._uplink = Uplink(self._order, self._lock)
         self._started.set()
         try:
             await uplink.finished
@@ -113,24 +114,36 @@ def _base(order: AgentOrder) -> tuple[Path, int]:
     mine = f"sgpu-{os.getuid()}-"
     pool = order.namespace.removeprefix("sgpu-")[:24]
     base = folder / f"{mine}{pool}-{order.node[:10]}"
-    lock = _taken(private_dir(base) / _LOCK, wait=True)
-    for other in folder.glob(f"{mine}*-*/{_LOCK}"):
-        # of an actor that was killed with its agent, as when a node's Ray is: nobody was left to remove it
-        if other.parent != base and (left := _taken(other)) >= 0:
-            shutil.rmtree(other.parent, ignore_errors=True)
+    for other in folder.glob(f"{mine}*-*/{_LOCKS}/{_LOCK}"):
+        # of an actor that was killed with its agent: nobody was left to remove it
+        if other.parents[1] != base and (left := _taken(other)) >= 0:
+            shutil.rmtree(other.parents[1], ignore_errors=True)
             os.close(left)
-    return base, lock
+    while True:
+        private_dir(base)
+        lock = _taken(private_dir(base / _LOCKS) / _LOCK, wait=True)
+        if lock >= 0:
+            return base, lock
 
 
 def _taken(path: Path, *, wait: bool = False) -> int:
-    """Take a lock that is held as long as its process lives. Returns its descriptor, -1 where another one has it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if wait else 0), 0o600)
+    """Take a lock that is held as long as the actor or its agent lives.
+
+    Returns:
+        Its descriptor; -1 where another one has it, or has removed it meanwhile.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if wait else 0), 0o600)
+    except FileNotFoundError:
+        return -1
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            return descriptor
     except OSError:
-        os.close(descriptor)
-        return -1
-    return descriptor
+        pass
+    os.close(descriptor)
+    return -1
 
 
 def _settings_here(settings: Settings, base: Path) -> Settings:
@@ -140,7 +153,7 @@ def _settings_here(settings: Settings, base: Path) -> Settings:
         settings,
         state_dir=str(private_dir(base / "state")),
         runtime_dir=str(private_dir(base / "run")),
-        lock_dir=str(base / "locks"),
+        lock_dir=str(base / _LOCKS),
         environment_dir=environments,
         simulate="",
     )

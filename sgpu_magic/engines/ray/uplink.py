@@ -76,9 +76,10 @@ class Uplink:
 
     Args:
         order: What the pool said.
+        lock: A descriptor that the agent holds as well: who waits for it waits for the agent's end.
     """
 
-    def __init__(self, order: AgentOrder) -> None:
+    def __init__(self, order: AgentOrder, lock: int) -> None:
         self._order = order
         self._settings = msgspec.json.decode(order.settings, type=Settings)
         self._loop = asyncio.get_running_loop()
@@ -93,7 +94,7 @@ class Uplink:
         self._told_to_end = False
         self._agent: MessageStream[msgspec.Raw] | None = None
         self._sent = self._received = 0
-        ours, self._lifeline, self._child = _start(self._settings)
+        ours, self._lifeline, self._child = _start(self._settings, lock)
         self._first: socket.socket | None = ours
         self._heard_at = self._tick_due = self._loop.time()
         self._tick()
@@ -252,7 +253,7 @@ def _why(code: int) -> str:
     return f"its agent ended with exit code {code}"
 
 
-def _start(settings: Settings) -> tuple[socket.socket, int, subprocess.Popen[bytes]]:
+def _start(settings: Settings, lock: int) -> tuple[socket.socket, int, subprocess.Popen[bytes]]:
     """Start the agent. Returns our end of its socket, its lifeline and itself.
 
     The lifeline is a pipe that only this process holds: at its end the agent ends everything.
@@ -270,7 +271,7 @@ def _start(settings: Settings) -> tuple[socket.socket, int, subprocess.Popen[byt
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=words,
-            pass_fds=(theirs.fileno(), hears),
+            pass_fds=(theirs.fileno(), hears, lock),
             cwd="/",
             start_new_session=True,
             env={**environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": path},

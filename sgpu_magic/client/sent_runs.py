@@ -1,0 +1,82 @@
+"""Which runs this machine has given to the pools of others: who has lost sight of one finds its pool by that."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import msgspec
+
+from sgpu_magic.config import Settings, private_dir
+from sgpu_magic.errors import UsageError
+from sgpu_magic.protocol.ids import is_valid_id
+from sgpu_magic.protocol.records import RunSpec
+
+SENT = "sent"
+"""The folder in the state directory: a file for each run, `sent/<run>.msgpack`."""
+
+_ENDING = ".msgpack"
+_MOST = 500
+
+
+class SentRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of this machine in the pool of another.
+
+    Args:
+        pool: The pool's name here.
+        spec: What was submitted.
+    """
+
+    pool: str
+    spec: RunSpec
+
+
+_decoder = msgspec.msgpack.Decoder(SentRun)
+
+
+def note_sent(settings: Settings, pool: str, spec: RunSpec) -> None:
+    """Note that a pool has taken a run; the newest 500 are kept. Without room for the note the run goes on as well."""
+    with contextlib.suppress(OSError, UsageError):
+        private_dir(settings.state_path)
+        folder = private_dir(settings.state_path / SENT)
+        path = folder / f"{spec.run_id}{_ENDING}"
+        part = path.with_suffix(".part")
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(msgspec.msgpack.encode(SentRun(pool=pool, spec=spec)))
+        os.replace(part, path)
+        _keep_newest(folder)
+
+
+def sent_run(settings: Settings, run_id: str) -> SentRun | None:
+    """What was noted of a run, None where nothing was."""
+    if not is_valid_id(run_id):
+        return None
+    try:
+        return _decoder.decode(_folder(settings).joinpath(f"{run_id}{_ENDING}").read_bytes())
+    except (OSError, msgspec.DecodeError):
+        # of another version
+        return None
+
+
+def sent_run_ids(settings: Settings) -> list[str]:
+    """The runs that something is noted of, in no order."""
+    try:
+        names = os.listdir(_folder(settings))
+    except OSError:
+        return []
+    return [name.removesuffix(_ENDING) for name in names if name.endswith(_ENDING)]
+
+
+def _folder(settings: Settings) -> Path:
+    return settings.state_path / SENT
+
+
+def _keep_newest(folder: Path) -> None:
+    with os.scandir(folder) as entries:
+        found = list(entries)
+    if len(found) > _MOST:
+        oldest = sorted(found, key=lambda entry: entry.stat().st_mtime_ns)
+        for entry in oldest[: len(found) - _MOST]:
+            os.unlink(entry)

@@ -1,0 +1,188 @@
+"""Where a run is that the server looks at: in this machine's own pool, or in that of another."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sgpu_magic.client.pools_file import LOCAL
+from sgpu_magic.commands import ledger_file
+from sgpu_magic.config import Settings
+from sgpu_magic.errors import KeyRefused, PoolError, RunFileUnknown, RunUnknown, UsageError
+from sgpu_magic.event_file import read_spec
+from sgpu_magic.protocol.ids import is_valid_id
+from sgpu_magic.protocol.records import RunSpec
+from sgpu_magic.protocol.run_files import EVENTS
+from sgpu_magic.render.run_names import stop_words
+
+if TYPE_CHECKING:
+    from sgpu_magic.client.mirror import Mirror
+    from sgpu_magic.client.pool import Pool
+
+# whether anybody can still be at it is asked of the ledger so often at most
+_LEDGER_EVERY_S = 2.0
+# another machine's pool is asked for what is new so often at most, and one that can't be asked
+_BRING_EVERY_S = 0.4
+_BRING_AGAIN_S = 3.0
+# so often in a row a pool has to say that it has no such run: it may be about to write its first event
+_UNKNOWN_TIMES = 3
+
+
+class RunPlace(ABC):
+    """One run's directory, or what of it is brought here. Used by one thread at a time.
+
+    Args:
+        spec: What was submitted.
+        pool: The pool's name here.
+        directory: Where the run's files are, or come to, on this machine.
+
+    Attributes:
+        silence: Why the pool can't be asked now, "" when it can.
+        bring: Brings what has come to a file of that name; None where the directory has it.
+    """
+
+    def __init__(self, spec: RunSpec, pool: str, directory: Path) -> None:
+        self.spec = spec
+        self.pool = pool
+        self.directory = directory
+        self.silence = ""
+        self.bring: Callable[[str], None] | None = None
+
+    def bring_events(self, sure_bytes: int) -> None:
+        """Bring what the run has told since; of what is here, so many bytes are the same at the pool for sure."""
+        del sure_bytes
+
+    @abstractmethod
+    def lost(self) -> str:
+        """Return why nobody can be at the run any more, whatever its last event was; "" while somebody may be."""
+
+    @abstractmethod
+    def cancel(self) -> str:
+        """Cancel the run and return a sentence.
+
+        Raises:
+            UsageError: Its pool has no such run any more.
+            PoolError: Its pool can't be asked.
+        """
+
+    @abstractmethod
+    def stacks(self) -> Sequence[str]:
+        """Return where every rank is, as lines.
+
+        Raises:
+            UsageError: Its pool has no such run any more.
+            PoolError: Its pool can't be asked.
+        """
+
+
+class RunHere(RunPlace):
+    """A run of this machine's own pool.
+
+    Args:
+        settings: Where the pool and the ledger are.
+        spec: What was submitted.
+    """
+
+    def __init__(self, settings: Settings, spec: RunSpec) -> None:
+        super().__init__(spec, LOCAL, settings.runs_path / spec.run_id)
+        self._settings = settings
+        self._looked_at = time.monotonic()
+        self._over = 0
+
+    def lost(self) -> str:
+        """A run whose pool and agent were killed says nothing any more; the ledger knows whether that is so."""
+        if time.monotonic() <= self._looked_at + _LEDGER_EVERY_S:
+            return ""
+        self._looked_at = time.monotonic()
+        try:
+            row = ledger_file.find_run(self._settings, self.spec.run_id)
+        except PoolError:
+            return ""
+        # it may know of an end a moment before the run's directory has it
+        self._over = self._over + 1 if row is not None and row.state.is_final else 0
+        return ledger_file.LOST if self._over > 1 else ""
+
+    def cancel(self) -> str:
+        # the client's half is heavy, and few servers are ever asked
+        from sgpu_magic.client.pool import Pool
+
+        pool = Pool(self._settings)
+        try:
+            return _cancel(pool, self.spec)
+        finally:
+            pool.close()
+
+    def stacks(self) -> Sequence[str]:
+        from sgpu_magic.commands.runs import stacks
+
+        return stacks(self._settings, self.spec.run_id).splitlines()
+
+
+class RunElsewhere(RunPlace):
+    """A run in another machine's pool: its events and logs are brought to its mirror here.
+
+    Args:
+        spec: What was submitted.
+        mirror: Brings its files.
+        pool: Returns its pool, of the name that follows.
+        name: The pool's name here.
+    """
+
+    def __init__(self, spec: RunSpec, mirror: Mirror, pool: Callable[[], Pool], name: str) -> None:
+        super().__init__(spec, name, mirror.directory)
+        self.bring = mirror.follow
+        self._mirror = mirror
+        self._ask = pool
+        self._due = float("-inf")
+        self._unknown = 0
+
+    def bring_events(self, sure_bytes: int) -> None:
+        """See `RunPlace`. What a killed service had half written may be other bytes the next time."""
+        if time.monotonic() < self._due:
+            return
+        silence, pause_s = "", _BRING_EVERY_S
+        try:
+            self._mirror.bring_more(EVENTS, sure_bytes)
+        except (RunUnknown, RunFileUnknown):
+            self._unknown += 1
+        except (KeyRefused, UsageError) as error:
+            silence, pause_s = error.message, _BRING_AGAIN_S
+        except (PoolError, OSError):
+            silence = f"the pool {self.pool} can't be asked now; the run goes on there, and the view catches up"
+            pause_s = _BRING_AGAIN_S
+        else:
+            self._unknown = 0
+        self.silence = silence
+        self._due = time.monotonic() + pause_s
+
+    def lost(self) -> str:
+        if self._unknown < _UNKNOWN_TIMES:
+            return ""
+        return f"the pool {self.pool} does not have this run any more, so nothing is known of its end."
+
+    def cancel(self) -> str:
+        return _cancel(self._ask(), self.spec)
+
+    def stacks(self) -> Sequence[str]:
+        from sgpu_magic.render.stacks import stacks_text
+
+        answer = self._ask().stacks(self.spec.run_id)
+        return stacks_text(answer.run_id, answer.stacks, answer.cell).splitlines()
+
+
+def run_here(settings: Settings, run_id: str) -> RunHere | None:
+    """The run of that id in this machine's own pool, None when there is no directory of it."""
+    # ids become parts of paths: nothing else may pass
+    if not is_valid_id(run_id) or (settings.runs_path / run_id).is_symlink():
+        return None
+    spec = read_spec(settings.runs_path / run_id)
+    return None if spec is None else RunHere(settings, spec)
+
+
+def _cancel(pool: Pool, spec: RunSpec) -> str:
+    pressed, said = stop_words(spec)
+    pool.cancel(spec.run_id, pressed)
+    return said
