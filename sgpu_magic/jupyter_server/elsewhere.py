@@ -73,9 +73,9 @@ class Elsewhere:
         return self._with_rows(sent) if sent else []
 
     def rest(self) -> None:
-        """Close the links, if nobody needed one for long enough."""
-        if self._clock() - self._used_at > self._rest_s:
-            self.close()
+        """Close the links, if nobody needed one for long enough; nobody waits for that."""
+        if self.is_connected and self._clock() - self._used_at > self._rest_s:
+            threading.Thread(target=self.close, name="sgpu-rest", daemon=True).start()
 
     def close(self) -> None:
         """Close the links; the next question makes new ones."""

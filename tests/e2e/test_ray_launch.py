@@ -220,6 +220,7 @@ def _pid_of(home: Home, victim: str) -> int:
     return next(pid for pid in home.rank_pids() if pid != leader)
 
 
+@pytest.mark.slow
 def test_timeout_ends_it(kernel: Kernel, home: Home):
     reply = kernel.run(f"%%ray_launch -n 1 --type a10 --timeout 20s\n{STAY}", PATIENCE_S)
     assert reply.status == "error"
