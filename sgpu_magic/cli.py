@@ -74,7 +74,7 @@ def _run(options: argparse.Namespace) -> int:
         case "runs":
             from sgpu_magic.commands import runs
 
-            table, note = runs.recent(load_settings(), None if options.all else options.number)
+            table, note = runs.recent(load_settings(), None if options.all else options.number, options.pool)
             print(table)
             if note:
                 _note(note)
@@ -201,6 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     pool_options.add_types(commands)
 
     runs = commands.add_parser("runs", help="list the newest runs", allow_abbrev=False)
+    runs.add_argument("--pool", default="", metavar="NAME", help="of this pool only (default: all)")
     how_many = runs.add_mutually_exclusive_group()
     how_many.add_argument("-n", dest="number", type=_positive, default=_RECENT, metavar="N", help="how many (20)")
     how_many.add_argument("--all", action="store_true", help="all of them")

@@ -67,6 +67,7 @@ def _send(upload: Upload, link: PoolLink, state: Path, sending: Sending) -> tupl
     by_file = {
         file.name: tuple(next(digests) for _ in range(0, file.status.st_size, PIECE_BYTES)) for file in found.files
     }
+    lacked = sender.sent_bytes
     known.keep({file.path: (file.status, by_file[file.name]) for file in found.files})
     manifest = encoded(_manifest(found, by_file))
     if len(manifest) > _MOST_MANIFEST_BYTES:
@@ -75,8 +76,7 @@ def _send(upload: Upload, link: PoolLink, state: Path, sending: Sending) -> tupl
     made = msgspec.structs.replace(upload, path="", manifest=digest, manifest_size=len(manifest))
     count = "1 file" if len(found.files) == 1 else f"{len(found.files):,} files"
     return made, (
-        f"uploaded {upload.name}: {count}, {format_bytes(total)}, of which the pool lacked "
-        f"{format_bytes(sender.sent_bytes)}"
+        f"uploaded {upload.name}: {count}, {format_bytes(total)}, of which the pool lacked {format_bytes(lacked)}"
     )
 
 

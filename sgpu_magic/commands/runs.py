@@ -33,7 +33,7 @@ _MAX_FAILURE = 100
 _ALL = 1_000_000_000
 
 
-def recent(settings: Settings, limit: int | None) -> tuple[str, str]:
+def recent(settings: Settings, limit: int | None, name: str = "") -> tuple[str, str]:
     """Return the table of the newest runs, and a sentence about where it is from ("" when there is none).
 
     From the pool when one runs, else from the ledger's file.
@@ -41,17 +41,21 @@ def recent(settings: Settings, limit: int | None) -> tuple[str, str]:
     Args:
         settings: Where they lie.
         limit: How many; None for all.
+        name: Of this pool only; "" is all of them.
 
     Raises:
-        PoolError: The ledger can't be read.
+        PoolError: The ledger can't be read, or the one pool can't be asked.
+        UsageError: There is no pool of that name.
     """
+    if name not in ("", LOCAL):
+        return _of_one_pool(settings, limit, name), ""
     note = ""
     runs: Sequence[RunSummary] | None = None
     pools = Pools(settings)
     recent = _ALL if limit is None else limit
     elsewhere: list[Asked] = []
     try:
-        elsewhere = pools.asked(pools.entries(), local=False, recent=recent)
+        elsewhere = pools.asked(() if name else pools.entries(), local=False, recent=recent)
         answer = pools.local.status(recent=recent, start=False)
         runs = None if answer is None else answer.runs
     except PoolError as error:
@@ -64,6 +68,16 @@ def recent(settings: Settings, limit: int | None) -> tuple[str, str]:
         return runs_table(runs, time.time()), note
     silent = [f"{each.name} is left out: {each.problem}" for each in elsewhere if each.problem]
     return _of_all_pools(runs, elsewhere, limit), " ".join(filter(None, [note, *silent]))
+
+
+def _of_one_pool(settings: Settings, limit: int | None, name: str) -> str:
+    pools = Pools(settings)
+    try:
+        status = pools.named(name).status(_ALL if limit is None else limit)
+    finally:
+        pools.close()
+    runs = () if status is None else status.runs
+    return runs_table(runs[:limit], time.time(), {run.run_id: name for run in runs})
 
 
 def _of_all_pools(local: Sequence[RunSummary], elsewhere: Sequence[Asked], limit: int | None) -> str:

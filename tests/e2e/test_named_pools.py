@@ -228,6 +228,7 @@ def test_a_named_pool_that_can_not_be_reached_is_an_error_and_no_other_is_taken(
     reply = scene.kernel.run(f"%%distributed -n 1 --type a10 --pool {gone}\nrank")
     assert reply.ename == "PoolError"
     assert "the pool gone can't be reached: nothing answers at tcp://127.0.0.1:" in reply.evalue
+    assert "nothing answers at" in scene.refused("runs", "--pool", gone)
     assert "`sgpu pool serve`" in reply.evalue
     assert len(scene.cloud.home.runs) == before
 
@@ -280,6 +281,8 @@ def test_types_of_all_pools(scene: Scene):
 def test_a_runs_pool_is_found_by_its_id(scene: Scene):
     run = scene.long_run("-n 1 --type h100", "far")
     assert re.search(rf"^{run[:4]}\w* +cloud +far +1 . H100", scene.sgpu("runs"), re.MULTILINE)
+    assert re.search(rf"^{run[:4]}\w* +cloud ", scene.sgpu("runs", "--pool", "cloud"), re.MULTILINE)
+    assert run[:4] not in scene.sgpu("runs", "--pool", "team")
     assert scene.sgpu("logs", run[:8]) == "begun\n"
     assert "while True: time.sleep(0.05)" in scene.sgpu("stacks", run[:8])
     assert "while True: time.sleep(0.05)" in scene.kernel.check(f"%sgpu_stacks {run[:8]}").text
