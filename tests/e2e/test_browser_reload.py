@@ -13,10 +13,12 @@ import pytest
 from browsers import ARTEFACTS, chromium, has_browser
 from homes import Home
 from jupyter_servers import JupyterServer, new_notebook
-from listed_pools import list_pools
+from listed_pools import list_pools, listed
 from playwright.sync_api import Browser, Page, expect
 from served_pools import served_pool
 from waiting import eventually
+
+from sgpu_magic.client.pools_edits import remove_pool
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -246,8 +248,9 @@ def test_a_run_in_another_machines_pool_survives_a_reload_as_well(opened: Callab
         notebook.picture("end")
         saved = notebook.save()
         assert saved[-1]["output_type"] == "execute_result"
-        # the kernel says goodbye to the pool before that ends
+        # the kernel says goodbye to the pool before that ends; other tests' runs have one pool to go to
         notebook.server.delete(f"api/kernels/{notebook.kernel}")
+        remove_pool("team", listed(notebook.home))
 
 
 @pytest.mark.slow
