@@ -186,6 +186,7 @@ def test_a_run_that_its_pool_has_forgotten_is_over(
     assert "the pool team does not have this run any more" in json.dumps(page.snapshot)
 
 
+@pytest.mark.usefixtures("kernel")
 def test_links_that_nobody_needs_are_closed(place: Home, pool: ServedPool, monkeypatch: pytest.MonkeyPatch):
     for name, value in place.environ.items():
         monkeypatch.setenv(name, value)
