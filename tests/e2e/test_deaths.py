@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from culprits import Culprit
 from kernels import Kernel, Reply
 
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
@@ -123,9 +124,12 @@ def test_two_deaths_the_first_is_told_whole_and_the_other_in_a_line(kernel: Kern
 
 
 def test_sys_exit_with_a_code_names_the_rank(kernel: Kernel):
-    reply = kernel.run(
-        "%%distributed -n 2\nimport sys, torch.distributed as dist\nif rank == 1: sys.exit(3)\ndist.barrier()"
+    culprit = Culprit(kernel, "leaves")
+    culprit.start(
+        "-n 2",
+        f"import sys, torch.distributed as dist\nif rank == 1:\n    {culprit.waits}\n    sys.exit(3)\ndist.barrier()",
     )
+    reply = culprit.fails("rank 0 waits in barrier")
     assert "SystemExit" in reply.ename + reply.evalue
     assert "rank 1 of 2" in reply.traceback
     assert "rank 0 was released from barrier" in reply.traceback

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from culprits import Culprit
 from kernels import Kernel, Reply
 
 DISTRIBUTED = "get_ipython().run_cell_magic('distributed', '-n 2 --ui none', {body!r})"
@@ -21,15 +22,17 @@ def line_of(reply: Reply) -> int:
 
 
 def test_culprit_is_shown_not_the_victims_in_the_barrier(kernel: Kernel):
-    reply = kernel.run(
-        "%%distributed -n 4\n"
+    culprit = Culprit(kernel, "nan")
+    culprit.start(
+        "-n 4",
         "import torch.distributed as dist\n"
-        "dist.barrier()\n"
         "if rank == 2:\n"
+        f"    {culprit.waits}\n"
         "    raise ValueError('NaN in batch 118')\n"
         "dist.barrier()\n"
-        "print('ne' + 'ver')"
+        "print('ne' + 'ver')",
     )
+    reply = culprit.fails("ranks 0, 1, 3 wait in barrier")
     assert (reply.ename, reply.evalue) == ("ValueError", "NaN in batch 118")
     assert reply.seconds < 3
     assert "rank 2 of 4 on " in reply.traceback

@@ -1,0 +1,53 @@
+"""A culprit that fails when all others wait for it, and not before: what is said of them is the same each time."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+from kernels import Cell, Kernel, Reply
+from waiting import eventually
+
+from sgpu_magic.commands.runs import stacks
+from sgpu_magic.config import load_settings
+from sgpu_magic.errors import RunUnknown
+
+
+class Culprit:
+    """A cell whose culprit waits for a word.
+
+    Args:
+        kernel: Its kernel.
+        name: The run's name.
+    """
+
+    def __init__(self, kernel: Kernel, name: str) -> None:
+        self._kernel = kernel
+        self._name = name
+        self._word: Path = kernel.home.work / f"{name}.word"
+        self._cell: Cell | None = None
+        self.waits = f"while not __import__('os').path.exists({str(self._word)!r}): __import__('time').sleep(0.01)"
+        """The line before its failure."""
+
+    def start(self, options: str, body: str) -> None:
+        self._cell = self._kernel.start(f"%%distributed {options} --name {self._name}\n{body}")
+
+    def fails(self, when: str) -> Reply:
+        """Let it fail once the run's stacks say `when`; return the cell's reply, its seconds counted from then."""
+        home = self._kernel.home
+        run_id = eventually(lambda: home.run_named(self._name), 20, "it does not start")
+        settings = load_settings(home.environ)
+
+        def told() -> str:
+            with contextlib.suppress(RunUnknown):
+                return stacks(settings, run_id)
+            return ""
+
+        eventually(lambda: when in told(), 20, lambda: f"not yet {when!r}: {told()}")
+        self._word.touch()
+        struck = time.monotonic()
+        assert self._cell is not None
+        reply = self._cell.wait()
+        reply.seconds = time.monotonic() - struck
+        return reply
