@@ -22,6 +22,7 @@ from sgpu_magic.client.link import PoolLink, PoolLost
 from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.client.run import Run
+from sgpu_magic.client.sent_runs import note_end
 from sgpu_magic.client.submitter import Submitter
 from sgpu_magic.client.uploads import Uploads
 from sgpu_magic.config import CurrentSettings, Settings
@@ -140,6 +141,11 @@ class Pool:
         link = self._connection.alive
         if link is not None:
             link.send(message)
+
+    def heard_end(self, run_id: str, state: RunState, ended_at: float) -> None:
+        """A run's last event has come: who looks for it later need not ask another machine's pool."""
+        if self.entry is not None:
+            note_end(self._home, run_id, state, ended_at)
 
     def run_over(self, run_id: str) -> None:
         """The run ended: its memory may be used for the next one."""

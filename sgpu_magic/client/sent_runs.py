@@ -12,6 +12,7 @@ from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import UsageError
 from sgpu_magic.protocol.ids import is_valid_id
 from sgpu_magic.protocol.records import RunSpec
+from sgpu_magic.protocol.states import RunState
 
 SENT = "sent"
 """The folder in the state directory: a file for each run, `sent/<run>.msgpack`."""
@@ -26,10 +27,14 @@ class SentRun(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         pool: The pool's name here.
         spec: What was submitted.
+        state: As far as it was heard of, None when it was not.
+        ended_at: Seconds since the epoch, None as long as its end was not heard of.
     """
 
     pool: str
     spec: RunSpec
+    state: RunState | None = None
+    ended_at: float | None = None
 
 
 _decoder = msgspec.msgpack.Decoder(SentRun)
@@ -39,14 +44,17 @@ def note_sent(settings: Settings, pool: str, spec: RunSpec) -> None:
     """Note that a pool has taken a run; the newest 500 are kept. Without room for the note the run goes on as well."""
     with contextlib.suppress(OSError, UsageError):
         private_dir(settings.state_path)
-        folder = private_dir(settings.state_path / SENT)
-        path = folder / f"{spec.run_id}{_ENDING}"
-        part = path.with_suffix(".part")
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "wb") as file:
-            file.write(msgspec.msgpack.encode(SentRun(pool=pool, spec=spec)))
-        os.replace(part, path)
-        _keep_newest(folder)
+        private_dir(_folder(settings))
+        _write(settings, SentRun(pool=pool, spec=spec))
+        _keep_newest(_folder(settings))
+
+
+def note_end(settings: Settings, run_id: str, state: RunState, ended_at: float) -> None:
+    """Note how a run has ended, if anything is noted of it."""
+    sent = sent_run(settings, run_id)
+    if sent is not None and sent.ended_at is None:
+        with contextlib.suppress(OSError):
+            _write(settings, msgspec.structs.replace(sent, state=state, ended_at=ended_at))
 
 
 def sent_run(settings: Settings, run_id: str) -> SentRun | None:
@@ -71,6 +79,16 @@ def sent_run_ids(settings: Settings) -> list[str]:
 
 def _folder(settings: Settings) -> Path:
     return settings.state_path / SENT
+
+
+def _write(settings: Settings, sent: SentRun) -> None:
+    path = _folder(settings) / f"{sent.spec.run_id}{_ENDING}"
+    # a kernel and a Jupyter server may hear of an end at the same time
+    part = path.with_suffix(f".{os.getpid()}")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(msgspec.msgpack.encode(sent))
+    os.replace(part, path)
 
 
 def _keep_newest(folder: Path) -> None:

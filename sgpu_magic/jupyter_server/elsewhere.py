@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from sgpu_magic.client.sent_runs import SentRun, sent_run, sent_run_ids
+import msgspec
+
+from sgpu_magic.client.sent_runs import SentRun, note_end, sent_run, sent_run_ids
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.jupyter_server.run_places import RunElsewhere
@@ -37,8 +39,8 @@ class Elsewhere:
         self._lock = threading.Lock()
         self._pools: Pools | None = None
         self._used_at = clock()
-        # replaced as a whole, never changed
-        self._sent: dict[str, SentRun] = {}
+        # those that have ended; replaced as a whole, never changed
+        self._over: dict[str, SentRun] = {}
 
     @property
     def is_connected(self) -> bool:
@@ -58,19 +60,21 @@ class Elsewhere:
         mirror = Mirror(mirror_path(self._settings, sent.pool, run_id), run_id, lambda: pool().link())
         return RunElsewhere(sent.spec, mirror, pool, sent.pool)
 
-    def of_kernel(self, kernel: str) -> list[tuple[SentRun, RunSummary | None]]:
-        """A kernel's runs, each with what its pool says of it.
+    def of_kernel(self, kernel: str) -> list[SentRun]:
+        """A kernel's runs, as their pools say they are now; where a pool can't be asked, as was heard before.
 
-        That is None where the pool can't be asked; runs that a pool has forgotten are left out. Takes 2 s at most,
-        and asks nobody when the kernel has sent nothing.
+        Runs that a pool has forgotten are left out. Takes 2 s at most, and asks nobody whose runs all have ended.
         """
-        known = self._sent
-        read = {
-            run_id: known.get(run_id) or sent_run(self._settings, run_id) for run_id in sent_run_ids(self._settings)
-        }
-        self._sent = {run_id: sent for run_id, sent in read.items() if sent is not None}
-        sent = [each for each in self._sent.values() if each.spec.owner.kernel == kernel]
-        return self._with_rows(sent) if sent else []
+        known = self._over
+        read = [known.get(run_id) or sent_run(self._settings, run_id) for run_id in sent_run_ids(self._settings)]
+        sent = [each for each in read if each is not None]
+        self._over = {each.spec.run_id: each for each in sent if each.ended_at is not None}
+        mine = [each for each in sent if each.spec.owner.kernel == kernel]
+        open_ones = [each for each in mine if each.ended_at is None]
+        return [
+            *(each for each in mine if each.ended_at is not None),
+            *(self._as_pools_say(open_ones) if open_ones else ()),
+        ]
 
     def rest(self) -> None:
         """Close the links, if nobody needed one for long enough; nobody waits for that."""
@@ -95,7 +99,7 @@ class Elsewhere:
                 self._pools = Pools(self._settings)
             return self._pools
 
-    def _with_rows(self, sent: Sequence[SentRun]) -> list[tuple[SentRun, RunSummary | None]]:
+    def _as_pools_say(self, sent: Sequence[SentRun]) -> list[SentRun]:
         pools, names = self._ask(), {each.pool for each in sent}
         try:
             entries = [entry for entry in pools.entries() if entry.name in names]
@@ -105,4 +109,13 @@ class Elsewhere:
         answers = pools.asked(entries, local=False, recent=_NEWEST)
         rows = {row.run_id: row for answer in answers if answer.status is not None for row in answer.status.runs}
         silent = names - {answer.name for answer in answers if answer.status is not None}
-        return [(each, rows.get(each.spec.run_id)) for each in sent if each.spec.run_id in rows or each.pool in silent]
+        told = [each for each in sent if each.spec.run_id in rows or each.pool in silent]
+        return [self._as_row_says(each, rows.get(each.spec.run_id)) for each in told]
+
+    def _as_row_says(self, sent: SentRun, row: RunSummary | None) -> SentRun:
+        if row is None or not row.state.is_final:
+            return sent if row is None else msgspec.structs.replace(sent, state=row.state)
+        # nobody saw the end of a run whose pool was killed
+        ended_at = row.ended_at or row.submitted_at
+        note_end(self._settings, sent.spec.run_id, row.state, ended_at)
+        return msgspec.structs.replace(sent, state=row.state, ended_at=ended_at)

@@ -68,12 +68,16 @@ class OwnedRuns:
         recent = [run for run in ledger_file.recent_runs(self._settings, _LOOKED_AT) if _matters(run, now)]
         found = [(run, self._spec(run.run_id)) for run in reversed(recent)]
         self._specs = {run.run_id: spec for run, spec in found if spec is not None}
-        here = [_owned(run, spec) for run, spec in found if spec is not None and spec.owner.kernel == kernel]
-        # what its pool does not tell now goes on, as far as anybody knows
+        here = [
+            _owned(spec, run.state, run.ended_at)
+            for run, spec in found
+            if spec is not None and spec.owner.kernel == kernel
+        ]
+        # what nobody has heard of goes on, as far as anybody knows
         there = [
-            _owned(row, sent.spec)
-            for sent, row in self._elsewhere.of_kernel(kernel)
-            if row is None or _matters(row, now)
+            _owned(sent.spec, sent.state or RunState.RUNNING, sent.ended_at)
+            for sent in self._elsewhere.of_kernel(kernel)
+            if sent.ended_at is None or now - sent.ended_at < RECENT_S
         ]
         return sorted([*here, *there], key=lambda run: run.began)
 
@@ -88,15 +92,14 @@ def _matters(run: RunSummary, now: float) -> bool:
     return now - (run.ended_at or run.submitted_at) < RECENT_S
 
 
-def _owned(run: RunSummary | None, spec: RunSpec) -> OwnedRun:
-    state = RunState.RUNNING if run is None else run.state
+def _owned(spec: RunSpec, state: RunState, ended: float | None) -> OwnedRun:
     return OwnedRun(
         run_id=spec.run_id,
         cell=spec.owner.cell,
         state=str(state),
         final=state.is_final,
         began=spec.submitted_at,
-        ended=None if run is None else run.ended_at,
+        ended=ended,
         execution_count=spec.cell.execution_count,
         blocks=spec.kind is not RunKind.SESSION,
     )

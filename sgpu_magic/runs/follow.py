@@ -73,6 +73,8 @@ class Followed:
     def apply(self, event: Event, frames: Sequence[bytes]) -> None:
         """Fold an event into what is shown."""
         self.view.apply(event, frames)
+        if isinstance(event.body, RunEnded):
+            self.pool.heard_end(event.run_id, event.body.state, event.at)
         self.publisher.applied(event)
         if self.heard is not None:
             self.heard()
