@@ -171,7 +171,7 @@ for line in sys.stdin:
 def _rays() -> list[str]:
     """Raylets, and what else must not outlive a cluster, below this process."""
     table = process_table()
-    names = ("raylet", "gcs_server", "ray::", "sgpu_magic.agent")
+    names = ("raylet", "gcs_server", "ray::", "sgpu_magic.agent", "go_between")
     return [str(table[pid]) for pid in _ray_pids() if pid in table and any(name in str(table[pid]) for name in names)]
 
 

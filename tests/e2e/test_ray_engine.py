@@ -197,14 +197,20 @@ def test_a_dead_actor_ends_its_ranks(client: PoolClient, pool: RayPool):
     run.wait_for(RanksStarted)
     ranks = pool.rank_pids()
     table = process_table()
-    actor = next(table[pid].parent for pid in pool.agent_pids() if table[table[ranks[0]].parent].parent == pid)
+    agent = table[table[ranks[0]].parent].parent
+    between = table[agent].parent
+    actor = table[between].parent
     began = time.monotonic()
+    # as Ray does it when the raylet is gone: a worker kills its own children first
+    os.kill(actor, signal.SIGSTOP)
+    os.kill(between, signal.SIGKILL)
     os.kill(actor, signal.SIGKILL)
     failure = run.ended().failure
     assert time.monotonic() - began < NAMED_S
     assert failure is not None
     assert failure.kind is FailureKind.NODE_LOST
-    eventually(lambda: not any(map(is_alive, ranks)), 10, "ranks outlive their actor")
+    eventually(lambda: not any(map(is_alive, [agent, *ranks])), 10, "ranks outlive their actor")
+    eventually(lambda: not pool.node_files(), 10, lambda: f"files stay: {pool.node_files()}")
 
 
 def test_the_agents_leave_when_they_are_idle(client: PoolClient, pool: RayPool, cluster: FakeCluster):
@@ -231,14 +237,10 @@ def test_a_killed_node_is_named_and_the_run_goes_elsewhere(client: PoolClient, p
     assert run.ended().state is RunState.SUCCEEDED
     again: Placed = run.wait_for(Placed, 2)
     assert again.lease.shares[0].node != share.node
+    eventually(lambda: not any(name.endswith(share.node[:10]) for name in pool.node_files()), 20, "files stay there")
     cluster.add(2)
     eventually(lambda: len(client.pool.status().inventory.devices) == 4, 20, "the new node is not seen")
-    # what was killed with its Ray could not clean up after itself; the next agent there does
-    left = pool.node_files()
     assert client.begin("1", ranks=4, device_type="a10").ended().state is RunState.SUCCEEDED
-    eventually(
-        lambda: not any(name.endswith(share.node[:10]) for name in pool.node_files()), 10, lambda: f"{left} stays"
-    )
 
 
 def test_a_killed_service_finds_its_runs_again(cluster: FakeCluster, tmp_path: Path):

@@ -22,6 +22,7 @@ import msgspec
 import zmq
 
 from sgpu_magic.config import Settings
+from sgpu_magic.engines.ray import go_between
 from sgpu_magic.message_stream import MessageStream
 from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.address import agent_socket_file
@@ -267,7 +268,7 @@ def _start(settings: Settings, lock: int) -> tuple[socket.socket, int, subproces
     path = os.pathsep.join(dict.fromkeys([here, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]))
     with theirs, open(log, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as words:
         child = subprocess.Popen(
-            [sys.executable, "-m", "sgpu_magic.agent", str(theirs.fileno()), str(hears)],
+            [sys.executable, "-I", "-S", go_between.__file__, str(theirs.fileno()), str(hears)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=words,
