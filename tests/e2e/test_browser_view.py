@@ -89,8 +89,9 @@ def test_cancel_and_stacks_work_while_the_cell_blocks(opened: Callable[..., Open
 
 
 def test_a_rank_that_fails_stands_first(opened: Callable[..., OpenNotebook]):
-    cell = "%%distributed -n 4\nimport torch, torch.distributed as dist\nx = torch.ones(1)\n"
-    notebook = opened("failing", [f"{cell}if rank == 1:\n    raise ValueError('NaN in batch 118')\ndist.all_reduce(x)"])
+    cell = "%%distributed -n 4\nimport time, torch, torch.distributed as dist\nx = torch.ones(1)\nif rank == 1:\n"
+    fails = "    time.sleep(0.5)  # the others wait for it\n    raise ValueError('NaN in batch 118')\n"
+    notebook = opened("failing", [f"{cell}{fails}dist.all_reduce(x)"])
     notebook.run(1)
     text = notebook.output(1).inner_text()
     notebook.picture("failed", notebook.output(1))

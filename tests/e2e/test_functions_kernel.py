@@ -128,7 +128,7 @@ def test_a_timeout_ends_it(kernel: Kernel):
 
 
 def test_the_run_can_be_done_again_outside_the_notebook(kernel: Kernel):
-    kernel.check("@distributed(gpus=2, ui='none')\ndef again(x, rank):\n    print('rank', rank, 'has', x)")
+    kernel.check("@distributed(gpus=2, ui='none')\ndef again(x, rank):\n    print(f'rank {rank} has {x}')")
     reply = kernel.check(
         "run = again.distributed.submit([1, 2]); run.result()\n"
         "import subprocess, sys\n"

@@ -194,7 +194,9 @@ def test_interrupt_ends_driver_actors_and_cluster(kernel: Kernel, home: Home):
     assert kernel.check("%%distributed -n 2\nprint('next')").lines(1) == ["next"]
 
 
-@pytest.mark.parametrize("victim", ["raylet", "rank 0", pytest.param("rank 1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "victim", ["raylet", *(pytest.param(rank, marks=pytest.mark.slow) for rank in ("rank 0", "rank 1"))]
+)
 def test_what_dies_is_told_and_takes_the_cluster_with_it(kernel: Kernel, home: Home, victim: str):
     cell = kernel.start(f"%%ray_launch -n 2 --type a10\n{STAY}")
     cell.until(lambda: "actor up" in cell.reply.text or cell.idle, PATIENCE_S)
@@ -256,6 +258,7 @@ def test_nothing_stays_when_somebody_is_killed(new_home, who: str):
         kernel.close()
 
 
+@pytest.mark.slow
 def test_two_at_once_do_not_meet(kernel: Kernel):
     kernel.check(
         "from sgpu_magic import ray_launch\n"

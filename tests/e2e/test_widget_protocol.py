@@ -46,7 +46,10 @@ class Lab(Kernel):
         self.ways = ["control", *["subshell"][: self.has_subshells], *["shell"][: numbers >= (7, 4)]]
 
 
-@pytest.fixture(scope="module", params=["6.31.0", "7.3.0", "7.4.0"])
+VERSIONS = ("6.31.0", "7.3.0", "7.4.0")
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
 def lab(request: pytest.FixtureRequest, home: Home) -> Iterator[Lab]:
     """A warm kernel on this version of ipykernel, with the subshell that JupyterLab makes for widgets."""
     made = Lab(home, request.param)
@@ -322,6 +325,9 @@ def test_nbclient_and_papermill_save_no_widget(home: Home, monkeypatch: pytest.M
 # ---------------------------------------------------------------- nothing stays
 
 
+@pytest.mark.parametrize(
+    "lab", [*(pytest.param(old, marks=pytest.mark.slow) for old in VERSIONS[:-1]), VERSIONS[-1]], indirect=True
+)
 def test_a_hundred_runs_leave_nothing_behind(lab: Lab):
     run = "get_ipython().run_cell_magic('distributed', '-n 1', 'import time; time.sleep(0.11)')"
     ours = ("RunViewWidget", "Layout", "Feed", "WidgetPublisher", "RunView")
