@@ -116,12 +116,12 @@ class ClientRun:
         self._client = client
         self._frames: Sequence[bytes] = ()
 
-    def wait_for(self, kind: type[Any], count: int = 1) -> Any:
+    def wait_for(self, kind: type[Any], count: int = 1, within_s: float = PATIENCE_S) -> Any:
         """Return its first (or `count`th) event of a kind."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + within_s
         while len(found := [event for event in self.events if isinstance(event, kind)]) < count:
             left = deadline - time.monotonic()
-            assert left > 0, f"not within {PATIENCE_S:.0f} s: {kind.__name__} of {self.run_id}; {self.events}"
+            assert left > 0, f"not within {within_s:.0f} s: {kind.__name__} of {self.run_id}; {self.events}"
             item = self.run.next_event(left)
             if item is not None:
                 self.events.append(item[0].body)
@@ -131,9 +131,9 @@ class ClientRun:
                 self._client.find_again(self.run)
         return found[count - 1]
 
-    def ended(self) -> RunEnded:
+    def ended(self, within_s: float = PATIENCE_S) -> RunEnded:
         """Wait for its last word."""
-        ended: RunEnded = self.wait_for(RunEnded)
+        ended: RunEnded = self.wait_for(RunEnded, within_s=within_s)
         return ended
 
     @property

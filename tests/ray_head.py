@@ -104,9 +104,11 @@ class RayNode:
 
     def kill(self) -> None:
         """The machine is gone from one moment to the next."""
-        for pid in self.below():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        # nobody of them sees another one's end
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in self.below():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
         self.process.wait()
 
     def close(self) -> None:
