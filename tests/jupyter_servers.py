@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import nbformat
+from free_ports import free_port
 from homes import Home
 from waiting import eventually
 
@@ -51,7 +51,7 @@ class JupyterServer:
     ) -> None:
         self.home = home
         self.token = secrets.token_hex(8) if token is None else token
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}{base_url.rstrip('/')}"
         places = {} if command else _laid_out(home.path / "extensions")
         self._log = open(home.path / f"{application}.log", "ab")  # noqa: SIM115  closed with the server
@@ -153,12 +153,6 @@ def _laid_out(places: Path) -> dict[str, str]:
         "JUPYTER_PATH": str(places / "share" / "jupyter"),
         "JUPYTER_CONFIG_PATH": str(places / "etc" / "jupyter"),
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def _content(raw: bytes) -> Any:

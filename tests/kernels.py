@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from queue import Empty
 from typing import Any
 
+from free_ports import free_ports
 from front_end import WIDGET_MIME, FrontEnd, LiveView
 from homes import Home
 from jupyter_client.kernelspec import KernelSpec
@@ -57,6 +58,7 @@ __all__ = [
     "wait_gone",
 ]
 
+_PORTS = ("shell_port", "iopub_port", "stdin_port", "hb_port", "control_port")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -164,7 +166,8 @@ class Kernel:
     ) -> None:
         self.home = home
         self._greets = greets
-        self._manager = KernelManager()
+        ports = dict(zip(_PORTS, free_ports(len(_PORTS)), strict=True))
+        self._manager = KernelManager(cache_ports=False, **ports)
         self._manager._kernel_spec = KernelSpec(
             argv=[python, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
             language="python",
@@ -194,9 +197,15 @@ class Kernel:
     def _connect(self) -> None:
         self.client = self._manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
+        try:
+            self.client.wait_for_ready(timeout=60)
+        except RuntimeError as error:
+            raise AssertionError(f"{error}. It says: {self._said()}") from error
         self.front_end = FrontEnd(self.client, greets=self._greets)
         self.home.kernel_pids.add(self.pid)
+
+    def _said(self) -> str:
+        return (self.home.path / "kernel.log").read_text(errors="replace")[-2000:]
 
     @property
     def pid(self) -> int:

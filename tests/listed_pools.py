@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from free_ports import free_port
 from homes import Home
 from served_pools import ServedPool
 
@@ -38,8 +38,6 @@ def list_pools(home: Home, pools: Iterable[tuple[str, ServedPool, dict[str, Any]
 
 def list_nowhere(home: Home, name: str) -> PoolEntry:
     """List a pool where nothing listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        entry = PoolEntry(name, f"tcp://127.0.0.1:{free.getsockname()[1]}", new_key_pair().public)
+    entry = PoolEntry(name, f"tcp://127.0.0.1:{free_port()}", new_key_pair().public)
     add_pool(entry, listed(home))
     return entry

@@ -10,7 +10,6 @@ import contextlib
 import http.client
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
 from pathlib import Path
 
+from free_ports import free_port
 from waiting import eventually
 
 _SERVE = """
@@ -31,12 +31,6 @@ print("serving", flush=True)
 server.serve_forever()
 """
 START_S = 60.0
-
-
-def free_port() -> int:
-    with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
-        return made.getsockname()[1]
 
 
 class RestServer:

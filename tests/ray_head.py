@@ -7,7 +7,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from free_ports import free_ports
 from process_table import below, is_alive, process_table
 from waiting import eventually
 
@@ -23,17 +23,6 @@ _START_S = 120.0
 _STARTS = 4
 _STARTED = b"Ray runtime started"
 RAY = str(Path(sys.executable).with_name("ray"))
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody has at the moment."""
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [int(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def _session(pid: int) -> int:

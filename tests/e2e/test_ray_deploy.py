@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from free_ports import free_ports
 from homes import Home
 from process_table import process_table
-from ray_head import RayHead, free_ports
+from ray_head import RayHead
 from served_pools import SGPU, RemoteUser
 from waiting import eventually
 
