@@ -30,17 +30,28 @@ def is_over(home: Home, run_id: str) -> bool:
     return record["state"] == "succeeded" and record["payload_note"] != UNDER_WAY
 
 
+def changes(home: Home) -> dict[str, float]:
+    """When each file that there is has last changed, seconds since the epoch."""
+    runs = home.state / "runs"
+    return {str(path.relative_to(runs)): path.stat().st_mtime for path in runs.rglob("*")}
+
+
 def test_oldest_ended_runs_go_and_one_that_goes_on_stays(new_home: Callable[..., Home]):
     home = new_home({"SGPU_KEEP_RUNS": "2"})
+    # what a pool leaves that is killed while it removes a run's directory
+    half_removed = home.run_dir(".removing-0123abcd")
     kernel = Kernel(home)
     try:
         for number in range(4):
             kernel.check(f"%%distributed -n 1 --ui none\nprint('run', {number})")
         ended = home.runs
-        kernel.check("%%distributed -n 1 --ui none --detach\nimport time; time.sleep(60)")
-        (going,) = set(home.runs) - set(ended)
+        half_removed.mkdir()
+        kernel.check("%%distributed -n 1 --ui none --detach\nimport time; time.sleep(600)")
+        (going,) = set(home.runs) - {*ended, half_removed.name}
         eventually(lambda: home.rank_pids(), 10, "the rank that goes on")
         eventually(lambda: all(is_over(home, run_id) for run_id in ended), 10, "their last word is written down")
+        # a look at the disk in the same moment would find some of these runs old and others new
+        eventually(lambda: not half_removed.exists(), 30, "the pool has looked at the disk once")
         for days, run_id in zip((4, 3, 2, 1), ended, strict=True):
             age(home, run_id, days)
         age(home, going, 100)
@@ -48,7 +59,7 @@ def test_oldest_ended_runs_go_and_one_that_goes_on_stays(new_home: Callable[...,
         (last,) = set(home.runs) - {*ended, going}
         # the one that has just ended counts
         eventually(lambda: len(home.runs) <= 3, 30, lambda: f"the oldest three are removed; there are {home.runs}")
-        assert set(home.runs) == {ended[3], going, last}
+        assert set(home.runs) == {ended[3], going, last}, [ended, going, last, changes(home)]
         rows = kernel.check("%sgpu_status").text
         assert ended[0][:4] in rows, "what ran is still known"
         reply = kernel.run(f"%sgpu_attach {ended[0]}")
