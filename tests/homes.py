@@ -111,8 +111,13 @@ class Home:
     def runs(self) -> list[str]:
         """Ids of the runs that have a directory, oldest first."""
         folder = self.state / "runs"
-        found = list(folder.iterdir()) if folder.is_dir() else []
-        return [entry.name for entry in sorted(found, key=lambda entry: entry.stat().st_mtime_ns)]
+        changed: dict[str, int] = {}
+        for entry in folder.iterdir() if folder.is_dir() else ():
+            # a pool may be removing it, under a hidden name
+            with contextlib.suppress(FileNotFoundError):
+                if not entry.name.startswith("."):
+                    changed[entry.name] = entry.stat().st_mtime_ns
+        return sorted(changed, key=lambda name: changed[name])
 
     def run_dir(self, run_id: str) -> Path:
         return self.state / "runs" / run_id
