@@ -450,9 +450,12 @@ def many_runs(settings: Settings, count: int) -> list[ToldRun]:
 
 @pytest.mark.parametrize("count", [40, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
 def test_many_runs_are_one_each(settings: Settings, writer: WriterProcess, store: Runs, count: int):
-    runs = many_runs(settings, count)
+    first, *others = runs = many_runs(settings, count)
+    writer.track(first, Tracking(experiment=f"many {count}"))
+    # its store is open from now on
+    writer.until_done(first)
     before = len(os.listdir(f"/proc/{writer.pid}/fd"))
-    for run in runs:
+    for run in others:
         writer.track(run, Tracking(experiment=f"many {count}"))
     eventually(
         lambda: (writer.take(), all(run.complete for run in runs))[1],
