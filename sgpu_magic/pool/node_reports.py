@@ -14,7 +14,7 @@ from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.restarts import Restarts
 from sgpu_magic.pool.run_book import PoolRun, RunBook
 from sgpu_magic.pool.scheduler import Scheduler
-from sgpu_magic.protocol.events import EnvironmentMoved, PayloadReleased, RanksStarted, RunEnded
+from sgpu_magic.protocol.events import EnvironmentMoved, Noted, PayloadReleased, RanksStarted, RunEnded
 from sgpu_magic.protocol.node_messages import RunEvent
 from sgpu_magic.protocol.records import Failure
 from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
@@ -172,6 +172,10 @@ class NodeReports:
         scheduled = self._scheduler.run(run.run_id)
         stopping_as = None if scheduled is None else scheduled.stopping_as
         run.state = stopping_as or RunState.FAILED
+        if scheduled is not None and stopping_as is RunState.TIMED_OUT:
+            # that ended it, and its agent died before it could say so
+            self._book.tell(run, Noted(text=failure.message), failure.at)
+            failure = msgspec.structs.replace(failure, kind=FailureKind.TIMEOUT, message=scheduled.reason)
         self._book.end_without_ranks(run, run.state, failure.message, failure.kind, failure)
 
     def _confirm_later(self, run_id: str) -> None:

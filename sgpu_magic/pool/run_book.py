@@ -224,7 +224,7 @@ class RunBook:
         run.ended = True
         ended, meter = self.billing.ended(run, ended, now)
         self.tell(run, ended, now)
-        self._ledger.update(run.run_id, state=state, ended_at=now, failure=reason, meter=meter)
+        self._ledger.update(run.run_id, state=state, ended_at=now, failure=reason or None, meter=meter)
         self._close_log(run)
 
     def ranks_gone(self, run: PoolRun) -> None:

@@ -15,10 +15,12 @@ from pathlib import Path
 
 import pytest
 from kernels import Cell, Home, Kernel, eventually, is_alive, stop_process, wait_gone
+from strikes import events_of
 
 from sgpu_magic.pool.run_log import read_events
 from sgpu_magic.protocol.address import process_start
-from sgpu_magic.protocol.events import RanksStarted, RunEnded
+from sgpu_magic.protocol.events import RanksStarted, RunEnded, StateChanged
+from sgpu_magic.protocol.states import RunState
 
 # promise 4: nothing outlives its owner
 GONE_S = 5.0
@@ -136,6 +138,29 @@ def test_a_kill_while_a_run_goes_on(kernel: Kernel, home: Home, which: str, erro
     all_gone(doomed | {pid})
     runs_again(kernel)
     assert home.pool_pid() == pool, "the pool service has to outlive its agent"
+
+
+def test_a_run_whose_agent_dies_when_its_time_is_over_has_timed_out(kernel: Kernel, home: Home):
+    cell = kernel.start(f"%%distributed -n 2 --timeout 2 --name slow\n{SLEEP}")
+    cell.until_shown("[1] begun")
+    run_id = home.run_named("slow")
+    assert run_id is not None
+    (agent,) = home.agent_pids()
+    # it hears that the time is over and does nothing about it any more
+    os.kill(agent, signal.SIGSTOP)
+
+    def is_over() -> bool:
+        moves = [body.state for body in events_of(home, run_id) if isinstance(body, StateChanged)]
+        return RunState.CANCELLING in moves
+
+    eventually(is_over, 15, "its time is over")
+    os.kill(agent, signal.SIGKILL)
+    reply = cell.wait(15)
+    assert reply.ename == "RunTimeout", reply.story
+    assert "agent on this machine ended unexpectedly" in reply.text, reply.story
+    row = home.ledger()[run_id]
+    assert row.state == "timed out"
+    assert kernel.check("%%distributed -n 2\nprint('next')").lines(1) == ["next"]
 
 
 def test_agents_that_are_killed_at_work_are_replaced_each_time(kernel: Kernel, home: Home):

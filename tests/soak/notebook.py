@@ -112,7 +112,7 @@ class Notebook(threading.Thread):
             return
         # what it got back lies in memory files for as long as it has a name
         self._kernel.check("back = answer = None")
-        pid, before = self._kernel.pid, {name: self._level[name] for name in ("fds", "threads")}
+        pid, before = self._kernel.pid, {name: self._level[name] for name in ("fds", "most fds", "threads")}
         try:
             eventually(lambda: no_more(level(pid), before), 15, lambda: f"{before} -> {level(pid)}")
             eventually(
@@ -178,7 +178,7 @@ class Notebook(threading.Thread):
 
     def _strike(self, plan: Plan, cell: Cell, run_id: str) -> Reply | None:
         """Do what the plan says once the run has begun; return what an attached notebook shows."""
-        if not plan.how.strike or not self._has_begun(plan, cell, run_id):
+        if not plan.how.strike or not self._has_begun(plan, cell, run_id) or not self._ranks_are_told(run_id):
             return self._attach(run_id) if "attach" in plan.how.strike else None
         match plan.how.strike:
             case "interrupt":
@@ -209,6 +209,16 @@ class Notebook(threading.Thread):
 
         found = eventually(looked, _HANG_S, "the run's beginning")
         return found == "begun" and (not cell.idle or "--detach" in plan.how.options)
+
+    def _ranks_are_told(self, run_id: str) -> bool:
+        """Wait until the pool knows the ranks, which may print while it is being replaced. False when it is over."""
+
+        def looked() -> str:
+            if ranks_of(self._home, run_id):
+                return "told"
+            return "over" if any(isinstance(event, RunEnded) for event in events_of(self._home, run_id)) else ""
+
+        return eventually(looked, _HANG_S, "the run's ranks") == "told"
 
     def _is_cancelled(self, run_id: str) -> bool:
         try:
