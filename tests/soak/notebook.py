@@ -178,7 +178,7 @@ class Notebook(threading.Thread):
 
     def _strike(self, plan: Plan, cell: Cell, run_id: str) -> Reply | None:
         """Do what the plan says once the run has begun; return what an attached notebook shows."""
-        if not plan.how.strike or not self._has_begun(plan, cell, run_id) or not self._ranks_are_told(run_id):
+        if not plan.how.strike or not self._has_begun(plan, cell, run_id):
             return self._attach(run_id) if "attach" in plan.how.strike else None
         match plan.how.strike:
             case "interrupt":
@@ -199,26 +199,18 @@ class Notebook(threading.Thread):
         return None
 
     def _has_begun(self, plan: Plan, cell: Cell, run_id: str) -> bool:
-        """Wait until all ranks are at work. False when the run was over before: a strike hit it."""
+        """Wait until all ranks are at work, and known. False when the run was over before: a strike hit it."""
 
         def looked() -> str:
-            if all("begun" in self._home.log(run_id, rank) for rank in range(plan.ranks)):
+            # they may print while the pool that is to know of them is being replaced
+            is_known = bool(ranks_of(self._home, run_id))
+            if is_known and all("begun" in self._home.log(run_id, rank) for rank in range(plan.ranks)):
                 return "begun"
             over = any(isinstance(event, RunEnded) for event in events_of(self._home, run_id))
             return "over" if over else ""
 
         found = eventually(looked, _HANG_S, "the run's beginning")
         return found == "begun" and (not cell.idle or "--detach" in plan.how.options)
-
-    def _ranks_are_told(self, run_id: str) -> bool:
-        """Wait until the pool knows the ranks, which may print while it is being replaced. False when it is over."""
-
-        def looked() -> str:
-            if ranks_of(self._home, run_id):
-                return "told"
-            return "over" if any(isinstance(event, RunEnded) for event in events_of(self._home, run_id)) else ""
-
-        return eventually(looked, _HANG_S, "the run's ranks") == "told"
 
     def _is_cancelled(self, run_id: str) -> bool:
         try:
