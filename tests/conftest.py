@@ -9,34 +9,56 @@ import pytest
 from headless_notebooks import install_kernel
 from kernels import Home, Kernel
 from npm_packages import copy_front_end
+from shared_homes import SharedHomes, SharedKernel
 
 
-@pytest.fixture(scope="module")
-def home(request: pytest.FixtureRequest) -> Iterator[Home]:
-    """A pool's home for the module. Its `HOME_VARIABLES` are everybody's environment there."""
-    made = Home(getattr(request.module, "HOME_VARIABLES", None))
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # what takes longest comes first: the test processes end together
+    items.sort(key=lambda item: item.path.parent.name == "tests")
+
+
+@pytest.fixture(scope="session")
+def shared_homes() -> Iterator[SharedHomes]:
+    """The homes of this test process."""
+    made = SharedHomes()
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
-def module_kernel(home: Home) -> Iterator[Kernel]:
-    """The module's kernel; use `kernel`."""
-    made = Kernel(home)
-    try:
-        made.check("%%distributed -n 2 --ui none\npass")
-        # pyzmq has a thread of its own from the first large message on
-        made.check("print('x' * 200_000)")
-        home.check_leaks()
-        yield made
-    finally:
-        made.close()
+def home(request: pytest.FixtureRequest, shared_homes: SharedHomes) -> Iterator[Home]:
+    """A pool's home. Its `HOME_VARIABLES` are everybody's environment there.
+
+    Modules with the same variables share it; a module that needs one for itself says `OWN_HOME = True`.
+    """
+    variables = getattr(request.module, "HOME_VARIABLES", None)
+    if not getattr(request.module, "OWN_HOME", False):
+        yield shared_homes.get(variables)
+        return
+    made = Home(variables)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def module_kernel(home: Home, shared_homes: SharedHomes) -> Iterator[SharedKernel]:
+    """The home's kernel; use `kernel`."""
+    shared = shared_homes.kernel(home)
+    if shared is not None:
+        yield shared
+        shared.forget()
+        return
+    made = SharedKernel(home)
+    yield made
+    made.close()
 
 
 @pytest.fixture
-def kernel(module_kernel: Kernel) -> Kernel:
-    """A kernel with the extension loaded and a warm pool; the module's tests share it."""
-    return module_kernel
+def kernel(module_kernel: SharedKernel) -> Iterator[Kernel]:
+    """A kernel with the extension loaded and a warm pool; the tests share it."""
+    yield module_kernel.get()
+    module_kernel.restore()
 
 
 @pytest.fixture
@@ -86,9 +108,6 @@ def front_end(pytestconfig: pytest.Config) -> Path:
 def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """After every test that has a home: no process, thread, descriptor or memory file more than before."""
     yield
-    for name in ("home", "module_kernel"):
-        if name in request.fixturenames:
-            home = request.getfixturevalue("home")
-            # kernels of this one test may be dead already or are closed after this check
-            home.check_leaks()
-            return
+    if "home" in request.fixturenames:
+        # kernels of this one test may be dead already or are closed after this check
+        request.getfixturevalue("home").check_leaks()

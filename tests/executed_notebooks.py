@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import nbclient
-import nbformat
 import pytest
 from homes import Home
 from kernels import plain
+from lazy_modules import nbclient, nbformat
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = ROOT / "notebooks"

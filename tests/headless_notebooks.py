@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import jupyter_client
-import nbformat
 from homes import Home
+from lazy_modules import nbformat
 
 _KERNEL = "sgpu-test"
 

@@ -10,7 +10,8 @@ import signal
 import sqlite3
 import tempfile
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,6 +44,9 @@ _NOT_INHERITED = (
 _STAYS = {"pool.lock"}
 # so many looks, 20 ms apart, must find the same
 _SAME_LOOKS = 20
+# a process that is just being started may still look like the one that starts it
+_IS_ITSELF_S = 5
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Row(NamedTuple):
@@ -92,6 +96,8 @@ class Home:
         self._levels: dict[int, dict[str, int]] = {}
         # start times of all that was ever seen here: an orphan may have nothing else that tells where it is from
         self._seen: dict[int, int] = {}
+        # pid and start of what is not of here: it will not be
+        self._strangers: dict[int, int] = {}
         self._lock = threading.Lock()
 
     @property
@@ -111,13 +117,13 @@ class Home:
     def runs(self) -> list[str]:
         """Ids of the runs that have a directory, oldest first."""
         folder = self.state / "runs"
-        changed: dict[str, int] = {}
+        began: dict[str, int] = {}
         for entry in folder.iterdir() if folder.is_dir() else ():
             # a pool may be removing it, under a hidden name
             with contextlib.suppress(FileNotFoundError):
                 if not entry.name.startswith("."):
-                    changed[entry.name] = entry.stat().st_mtime_ns
-        return sorted(changed, key=lambda name: changed[name])
+                    began[entry.name] = _oldest_file(entry)
+        return sorted(began, key=lambda name: began[name])
 
     def run_dir(self, run_id: str) -> Path:
         return self.state / "runs" / run_id
@@ -160,9 +166,13 @@ class Home:
         That are those with its paths in their environment, command or output, all below them, and all that were
         seen here before, whose parents may be dead.
         """
-        table = process_table()
+        table = process_table(self._strangers)
         found = {pid for pid, process in table.items() if self._is_marked(process)}
         found |= below(found, table)
+        old = time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_PER_S - _IS_ITSELF_S * _TICKS_PER_S
+        self._strangers = {pid: process.start for pid, process in table.items() if process.start < old}
+        for pid in found:
+            self._strangers.pop(pid, None)
         with self._lock:
             found |= {pid for pid, start in self._seen.items() if pid in table and table[pid].start == start}
             # what has ended and belongs to the system's first process: when that one reaps it is its own affair
@@ -184,10 +194,10 @@ class Home:
 
     def agent_pids(self) -> list[int]:
         """Agents; one that was adopted is nobody's child here."""
-        return [pid for pid, process in self.processes().items() if _is_agent(process)]
+        return _those(_is_agent, self.processes())
 
     def zygote_pids(self) -> list[int]:
-        return [pid for pid, process in self.processes().items() if _is_zygote(process)]
+        return _those(_is_zygote, self.processes())
 
     def rank_pids(self) -> list[int]:
         """Ranks of runs, and their orphans.
@@ -203,7 +213,9 @@ class Home:
 
     def unexpected(self) -> dict[int, str]:
         """Processes that nobody needs while no run goes on: pid and what it is."""
-        processes = self.processes()
+        return self._unexpected_of(self.processes())
+
+    def _unexpected_of(self, processes: Mapping[int, Process]) -> dict[int, str]:
         pool = self.pool_pid()
         expected = {pid for pid in self.kernel_pids if pid in processes}
         if pool is not None:
@@ -228,9 +240,16 @@ class Home:
 
     def check_leaks(self) -> None:
         """Wait until nothing is left of what ran; fail if something stays."""
-        eventually(lambda: not self.unexpected(), 10, lambda: f"processes are left behind: {self.unexpected()}")
+        processes: dict[int, Process] = {}
+
+        def nothing_goes_on() -> bool:
+            nonlocal processes
+            processes = self.processes()
+            return not self._unexpected_of(processes)
+
+        eventually(nothing_goes_on, 10, lambda: f"processes are left behind: {self._unexpected_of(processes)}")
         pool = self.pool_pid()
-        agents = self.agent_pids()
+        agents = _those(_is_agent, processes)
         watched = [pid for pid in (pool, *agents, *self.kernel_pids) if pid is not None and is_alive(pid)]
         for pid in watched:
             kind = "pool" if pid == pool else "agent" if pid in agents else "kernel"
@@ -265,7 +284,7 @@ class Home:
                 lambda pid=pid: f"the agent holds memory files: {descriptors(pid)}",
             )
         first = None if self.pool_listens else pool
-        servants = [pid for pid in (first, *agents, *self.zygote_pids()) if pid is not None]
+        servants = [pid for pid in (first, *agents, *_those(_is_zygote, processes)) if pid is not None]
         eventually(
             lambda: not listening(servants),
             5,
@@ -294,6 +313,21 @@ class Home:
         log = self.state / "pool.log"
         text = log.read_text(errors="replace") if log.is_file() else ""
         return f"faults in the pool's log:\n{text[-4000:]}" if "Traceback (most recent call last)" in text else ""
+
+
+def _oldest_file(folder: Path) -> int:
+    """When the first file of its own came, in nanoseconds; a linked one may be older than the folder."""
+    times = [folder.stat().st_mtime_ns]
+    for entry in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found = entry.stat()
+            if entry.is_file() and found.st_nlink == 1:
+                times.append(found.st_mtime_ns)
+    return min(times)
+
+
+def _those(kind: Callable[[Process], bool], processes: Mapping[int, Process]) -> list[int]:
+    return [pid for pid, process in processes.items() if kind(process)]
 
 
 def _is_agent(process: Process) -> bool:

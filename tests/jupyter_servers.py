@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import nbformat
 from free_ports import free_port
 from homes import Home
+from lazy_modules import nbformat
 from waiting import eventually
 
 PACKAGE = Path(__file__).parent.parent / "sgpu_magic"

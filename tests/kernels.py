@@ -211,6 +211,10 @@ class Kernel:
     def pid(self) -> int:
         return self._manager.provisioner.pid
 
+    def is_alive(self) -> bool:
+        """Whether its process runs."""
+        return self.pid is not None and self._manager.is_alive()
+
     # ------------------------------------------------------------ cells
 
     def start(self, code: str, *, stop_on_error: bool = True, silent: bool = False) -> Cell:

@@ -85,6 +85,7 @@ class NodesHere(ManyNodes):
         for node in self._own_addresses:
             self._start(node, look=True)
         self._tell_pids()
+        self._reap()
 
     def inventory(self) -> Inventory | None:
         if self._came != set(self._agents):
@@ -124,7 +125,6 @@ class NodesHere(ManyNodes):
             self._came.discard(node)
             self.node_lost(node, "its agent has ended")
             self._tell_pids()
-            self._reap()
 
         agent.listen(said, lost)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from lazy_modules import torch
 
 from sgpu_magic.client.blob_sender import pieces_of
 from sgpu_magic.payload import regions

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -119,14 +120,12 @@ def imports_in(source: str, file: str) -> Iterator[Import]:
     yield from walk(ast.parse(source), True)
 
 
+@cache
 def all_imports() -> list[Import]:
     found: list[Import] = []
     for path in sorted(PACKAGE.rglob("*.py")):
         found += imports_in(path.read_text(), path.relative_to(PACKAGE).as_posix())
     return found
-
-
-IMPORTS = all_imports()
 
 
 def part_of(file: str) -> str:
@@ -163,7 +162,7 @@ def test_every_part_of_the_package_is_known_here():
 
 
 def test_imports_go_one_way():
-    assert wrong_way(IMPORTS) == []
+    assert wrong_way(all_imports()) == []
 
 
 def test_the_parts_of_the_panel_are_apart():
@@ -174,7 +173,7 @@ def test_the_parts_of_the_panel_are_apart():
         "messages",
     }  # fmt: skip
     wrong: list[str] = []
-    for found in IMPORTS:
+    for found in all_imports():
         top, part, module, *_ = [*found.module.split("."), "", ""]
         name = found.file.removeprefix("panel/").removesuffix(".py")
         if top != "sgpu_magic":
@@ -199,7 +198,7 @@ def test_the_parts_of_the_panel_are_apart():
 
 
 def test_each_heavy_package_has_its_owner():
-    assert strangers(IMPORTS) == []
+    assert strangers(all_imports()) == []
 
 
 def test_a_wrong_import_would_be_found():
@@ -214,7 +213,7 @@ def test_the_protocol_does_no_io():
     forbidden = {"socket", "zmq", "threading", "asyncio", "time", "subprocess", "multiprocessing"}
     assert [
         f"{found.place} imports {found.module}"
-        for found in IMPORTS
+        for found in all_imports()
         if found.file.startswith("protocol/") and found.module.split(".")[0] in forbidden
     ] == []
 
@@ -223,7 +222,7 @@ def test_nobody_imports_pickle_but_who_packs():
     unpacks = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing"}
     assert [
         f"{found.place} imports {found.module}"
-        for found in IMPORTS
+        for found in all_imports()
         if found.module.split(".")[0] in unpacks and part_of(found.file) not in ("payload", "worker")
     ] == []
 

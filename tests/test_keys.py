@@ -147,6 +147,8 @@ def test_a_key_is_one_users(clients: Path):
         f'ann = {{key = "{ANN}", admin = "yes"}}',
         f'"../ann" = "{ANN}"',
     ],
+    # the keys are new ones each time
+    ids=["broken", "short", "number", "twice", "unknown name", "admin as a text", "a path"],
 )
 def test_a_list_that_means_nothing_lets_in_nobody(clients: Path, text: str):
     authorize(clients, "ben", BEN)

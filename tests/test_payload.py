@@ -26,12 +26,12 @@ from textwrap import dedent
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lazy_modules import pandas as pd
+from lazy_modules import torch
 
 from sgpu_magic.errors import SerializationError, UsageError
 from sgpu_magic.payload import buffers

@@ -53,7 +53,7 @@ from sgpu_magic.protocol import events as ev
 from sgpu_magic.protocol.devices import Device, Inventory, NodeShare
 from sgpu_magic.protocol.measures import RankStack, StackFrame
 from sgpu_magic.protocol.pool_status import PoolStatus, RunSummary
-from sgpu_magic.protocol.records import CellSource, Failure, Shipped
+from sgpu_magic.protocol.records import CellSource, Failure, RunSpec, Shipped
 from sgpu_magic.protocol.states import FailureKind, RunState
 from sgpu_magic.render import ansi
 from sgpu_magic.render.bundle import RUN_MIME, mime_bundle
@@ -954,6 +954,68 @@ def test_a_name_the_notebook_has_gives_a_hint() -> None:
     assert hint in raised._render_traceback_()  # type: ignore[attr-defined]
     silent = remote_exception(failure, (), RUN_ID, 2, 1.0, NameError("name 'x' is not defined"), {"y"})
     assert hint not in silent._render_traceback_()  # type: ignore[attr-defined]
+
+
+def cuda_error(words: str, rank: int = 2) -> Failure:
+    message = (
+        f"CUDA error: {words}\nCUDA kernel errors might be asynchronously reported at some other API call, so the "
+        "stacktrace below might be incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+    )
+    return Failure(kind=FailureKind.USER_CODE, message=message, rank=rank, type_name="torch.AcceleratorError")
+
+
+def hint_of(failure: Failure, *others: Failure, spec: RunSpec | None = None) -> list[str]:
+    """What a failure's traceback says of a lost CUDA context."""
+    raised = remote_exception(failure, others, RUN_ID, 4, 1.0, RuntimeError("CUDA error"), spec=spec)
+    drawn: list[str] = raised._render_traceback_()  # type: ignore[attr-defined]
+    hints = [line for line in drawn if "CUDA context" in line]
+    assert all(hint in raised.__notes__[-1] for hint in hints)
+    return hints
+
+
+def spec_in_session(*, fresh: bool = False) -> RunSpec:
+    return msgspec.structs.replace(succeeded().view.spec, session="5e55", fresh=fresh)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["an illegal memory access was encountered", "device-side assert triggered", "unspecified launch failure"],
+)
+def test_a_cuda_error_that_destroys_the_context_is_told_as_such(words: str) -> None:
+    lost = "This error destroyed the CUDA context of rank 2: every further CUDA call in its process fails."
+    late = "CUDA reports errors late, so an earlier line may be the cause;"
+    again = "Fix the code and run it again: the next run gets new processes."
+    blocking = "with `--env CUDA_LAUNCH_BLOCKING=1` the line is exact."
+    assert hint_of(cuda_error(words)) == [f"{lost} {again} {late} {blocking}"]
+    restart = "`%sgpu_restart --rank 2` starts a new process in its place; what rank 2 had in GPU memory is lost."
+    blocking = "in a session connected with `%sgpu_connect --env CUDA_LAUNCH_BLOCKING=1` the line is exact."
+    assert hint_of(cuda_error(words), spec=spec_in_session()) == [f"{lost} {restart} {late} {blocking}"]
+    # its processes wait for it with their contexts made
+    assert hint_of(cuda_error(words), spec=spec_in_session(fresh=True)) == [f"{lost} {again} {late} {blocking}"]
+
+
+def test_ranks_that_met_the_same_cuda_error_are_restarted_together() -> None:
+    words = "device-side assert triggered"
+    (hint,) = hint_of(cuda_error(words), cuda_error(words, 0), *released(1, 3), spec=spec_in_session())
+    assert "CUDA context of ranks 0, 2: every further CUDA call in their processes fails." in hint
+    assert "`%sgpu_restart --rank 0,2` starts new processes in their place" in hint
+
+
+def test_a_fault_of_the_gpu_is_no_fault_of_the_code() -> None:
+    (hint,) = hint_of(cuda_error("uncorrectable ECC error encountered"))
+    assert "see `nvidia-smi -q` and the Xid lines in `dmesg`" in hint
+    assert "CUDA_LAUNCH_BLOCKING" not in hint
+
+
+def test_other_cuda_errors_leave_the_context() -> None:
+    assert hint_of(cuda_error("invalid device ordinal")) == hint_of(cuda_error("out of memory")) == []
+    said = Failure(kind=FailureKind.USER_CODE, message="no CUDA\nmisaligned address", rank=0, type_name="ValueError")
+    assert hint_of(said) == []
+    for message in (
+        "Triton Error [CUDA]: an illegal memory access was encountered",
+        "cudaErrorIllegalAddress: an illegal memory access was encountered",
+    ):
+        assert hint_of(msgspec.structs.replace(said, message=message))
 
 
 # ------------------------------------------------------------ status and units

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from lazy_modules import torch
 
 from sgpu_magic.capture.names import names_bound, names_in
 from sgpu_magic.errors import UsageError

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from sgpu_magic import errors
 from sgpu_magic.protocol import ids
 from sgpu_magic.protocol.measures import RankStack
-from sgpu_magic.protocol.records import CellSource, Failure
+from sgpu_magic.protocol.records import CellSource, Failure, RunSpec
 from sgpu_magic.protocol.states import FailureKind
+from sgpu_magic.render.cuda_errors import context_hint
 from sgpu_magic.render.failure import (
     death_sentence,
     error_line,
@@ -47,6 +48,7 @@ def remote_exception(
     cell: CellSource | None = None,
     last_output: str = "",
     stacks: Sequence[RankStack] = (),
+    spec: RunSpec | None = None,
 ) -> BaseException:
     """Return the exception to raise for a failed run.
 
@@ -61,6 +63,7 @@ def remote_exception(
         cell: The run's cell, for the lines in `failure.stack` and `stacks`.
         last_output: The culprit's last line of output, "" when it had none.
         stacks: Where the ranks were when the run's time was over.
+        spec: The run; None where it is not known.
 
     Returns:
         `exception` itself with `.rank`, `.run_id` and `.remote_traceback`, or one of `errors` with the same.
@@ -76,7 +79,7 @@ def remote_exception(
         "remote_traceback": remote_traceback or (stacks_text(run_id, stacks, source) if stacks else ""),
     }
     if failure.kind is FailureKind.USER_CODE:
-        hint = _name_hint(failure, notebook_names)
+        hint = _name_hint(failure, notebook_names) or context_hint(failure, others, spec)
         raised = exception if isinstance(exception, Exception) else None
         if raised is None:
             raised = errors.RemoteError(error_line(failure), type_name=failure.type_name or "Exception")

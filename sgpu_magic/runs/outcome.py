@@ -59,6 +59,7 @@ def deliver(
         cell=run.spec.cell,
         last_output=ansi.plain(last_output),
         stacks=ended.stacks,
+        spec=run.spec,
     ) from None
 
 

@@ -13,23 +13,11 @@ from waiting import eventually
 
 _RANKS = 4
 
-# on a Ray cluster each costs more: the others are slow ones there
-_CORE_ON_RAY = (
-    "all_ranks_are_one_group",
-    "torchruns_variables",
-    "results_of_all_ranks",
-    "what_was_captured",
-    "the_rank_that_failed",
-    "a_run_that_hangs",
-    "a_group_whose_worker_died",
-    "a_run_outlives_its_service",
-)
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # a cluster that starts beside other tests takes a minute
     for item in items:
-        on_ray = item.path.name == "test_contract.py" and "[ray" in item.name
-        if on_ray and not any(name in item.name for name in _CORE_ON_RAY):
+        if item.path.name == "test_contract.py" and "[ray" in item.name:
             item.add_marker(pytest.mark.slow)
 
 

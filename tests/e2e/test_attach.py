@@ -122,6 +122,7 @@ def test_results_that_a_notebook_has_had_are_there_for_the_next_one(
     kernel.check("big = None")
 
 
+@pytest.mark.slow
 def test_results_that_lie_nowhere_any_more_are_an_error_that_says_so(new_home: Callable[..., Home]):
     home = new_home({"SGPU_KEEP_RESULTS": "100000"})
     kernel = Kernel(home)
@@ -307,6 +308,7 @@ def test_runs_go_on_when_the_kernel_is_restarted_and_the_setting_says_so(
     assert first.value("value") == 10
 
 
+@pytest.mark.slow
 def test_runs_end_when_the_kernel_is_restarted_without_it(
     home: Home, kernel: Kernel, new_kernel: Callable[..., Kernel], word: Word
 ):
@@ -364,6 +366,7 @@ def test_a_cell_goes_on_when_its_pool_is_killed(new_home: Callable[..., Home]):
         kernel.close()
 
 
+@pytest.mark.slow
 def test_a_queued_cell_goes_on_when_its_pool_is_killed(new_home: Callable[..., Home]):
     home = new_home({"SGPU_CPU_SLOTS": "2"})
     holder, kernel = Kernel(home), Kernel(home)
@@ -388,6 +391,7 @@ def test_a_queued_cell_goes_on_when_its_pool_is_killed(new_home: Callable[..., H
         kernel.close()
 
 
+@pytest.mark.slow
 def test_an_interrupt_frees_a_cell_whose_pool_was_killed(new_home: Callable[..., Home]):
     home = new_home()
     kernel = Kernel(home)
@@ -408,6 +412,7 @@ def test_an_interrupt_frees_a_cell_whose_pool_was_killed(new_home: Callable[...,
 # ------------------------------------------------------------ notices
 
 
+@pytest.mark.slow
 def test_a_detached_run_outlives_its_kernel_and_its_pool_together(new_home: Callable[..., Home]):
     """Nobody is left who would start the next pool service: the agent does."""
     home = new_home()
@@ -444,6 +449,7 @@ def _log(home: Home, run_id: str) -> str:
     return path.read_text() if path.exists() else ""
 
 
+@pytest.mark.slow
 def test_a_notice_of_the_pool_is_shown_and_taken_back(new_home: Callable[..., Home]):
     home = new_home({"SGPU_POOL_IDLE_S": "8"})
     kernel = Kernel(home)

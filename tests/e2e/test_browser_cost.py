@@ -16,6 +16,7 @@ from playwright.sync_api import Locator, expect
 from stories import TRACKED
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not has_browser(), reason="needs Debian's chromium"),
     # a page of JupyterLab takes seconds to load on two cores
     pytest.mark.timeout(240),

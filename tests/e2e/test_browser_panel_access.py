@@ -19,6 +19,7 @@ from playwright.sync_api import Browser, expect
 from waiting import eventually
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not has_browser(), reason="needs Debian's chromium"),
     # the packages of the front end are installed first where they are not
     pytest.mark.timeout(500),

@@ -17,6 +17,7 @@ from served_pools import ServedPool
 from test_browser_panel import CONNECTED_MS, choose, disconnect, end_sessions, open_panel, session
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not has_browser(), reason="needs Debian's chromium"),
     # a page of JupyterLab takes seconds to load on two cores
     pytest.mark.timeout(240),

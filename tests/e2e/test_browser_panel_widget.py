@@ -14,6 +14,7 @@ from homes import Home
 from playwright.sync_api import Locator, expect
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not has_browser(), reason="needs Debian's chromium"),
     # a page of JupyterLab takes seconds to load on two cores
     pytest.mark.timeout(240),

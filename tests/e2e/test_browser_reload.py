@@ -143,7 +143,7 @@ def browser() -> Iterator[Browser]:
         yield made
 
 
-@pytest.fixture(scope="module", params=["jupyterlab", "notebook"])
+@pytest.fixture(scope="module", params=["jupyterlab", pytest.param("notebook", marks=pytest.mark.slow)])
 def server(place: Home, request: pytest.FixtureRequest) -> Iterator[JupyterServer]:
     made = JupyterServer(place, request.param, token="")
     yield made
@@ -229,6 +229,7 @@ def test_a_reloaded_page_has_the_live_view_again_and_the_outputs_at_the_end(
     expect(notebook.page.locator(".jp-Notebook .jp-CodeCell").nth(2)).to_contain_text("another cell")
 
 
+@pytest.mark.slow
 def test_a_run_in_another_machines_pool_survives_a_reload_as_well(opened: Callable[..., Notebook], in_lab: bool):
     if not in_lab:
         pytest.skip("the server's half is the same")
@@ -284,6 +285,7 @@ def test_a_page_that_was_not_saved_has_the_run_all_the_same(opened: Callable[[st
     expect(output).to_contain_text("succeeded")
 
 
+@pytest.mark.slow
 def test_a_notebook_that_is_closed_and_opened_again_has_its_run(opened: Callable[[str], Notebook], in_lab: bool):
     if not in_lab:
         pytest.skip("a notebook's tab is the browser's own here: closing it is leaving the page")

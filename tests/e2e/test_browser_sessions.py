@@ -50,6 +50,7 @@ PLAYED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_stories_are_drawn_as_told(opened: Callable[..., OpenNotebook], dark: bool) -> None:
     cells = [f"import story_player\nstory_player.play({name!r}, {GO}, {ended!r})" for name, ended, *_ in PLAYED]
@@ -166,6 +167,7 @@ def test_a_session_from_connect_to_the_disconnect_button(opened: Callable[..., O
     assert "session work ended after" in saved
 
 
+@pytest.mark.slow
 def test_a_session_is_there_again_after_the_page_was_reloaded(opened: Callable[..., OpenNotebook]) -> None:
     notebook = opened("reloaded", ["%sgpu_connect -n 2 --type cpu --name work", "%%distributed\nkept = rank"])
     notebook.run(1)
@@ -192,6 +194,7 @@ if rank == 1: torch.empty(10**15)
 dist.barrier()"""
 
 
+@pytest.mark.slow
 def test_an_allocation_that_fails_shows_what_held_the_memory(opened: Callable[..., OpenNotebook]) -> None:
     connect = "%sgpu_connect -n 2 --type cpu"
     again = "%%distributed\ncache.append(torch.ones(500, 500))\nprint(len(cache), 'blocks', flush=True)"

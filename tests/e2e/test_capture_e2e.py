@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import site
-import sysconfig
-from pathlib import Path
-
 import pytest
-from kernels import Kernel, eventually
+from kernels import Kernel
 
 
 def shipped(kernel: Kernel, body: str, line: str = "-n 1 --ui none") -> list[str]:
@@ -106,23 +101,7 @@ def test_edited_local_module_is_seen_by_the_next_run(kernel: Kernel):
     module.unlink()
 
 
-def test_changed_site_packages_give_a_new_zygote(kernel: Kernel):
-    kernel.check("%%distributed -n 1 --ui none\npass")
-    kernel.home.check_leaks()
-    before = set(kernel.home.zygote_pids())
-    directory = Path(sysconfig.get_paths()["purelib"])
-    assert str(directory) in site.getsitepackages()
-    status = directory.stat()
-    try:
-        # what every install does to the directory
-        os.utime(directory, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
-        kernel.check("%%distributed -n 1 --ui none\npass")
-        assert set(kernel.home.zygote_pids()) - before
-    finally:
-        os.utime(directory, ns=(status.st_atime_ns, status.st_mtime_ns))
-    eventually(lambda: len(kernel.home.zygote_pids()) <= 2, 10, "at most two idle zygotes are kept")
-
-
+@pytest.mark.slow
 def test_variables_read_at_import_give_a_new_zygote(kernel: Kernel):
     kernel.check("import os; os.environ['OMP_NUM_THREADS'] = '3'")
     kernel.check("%%distributed -n 1 --out threads --ui none\nimport torch\nthreads = torch.get_num_threads()")

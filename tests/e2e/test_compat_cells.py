@@ -38,6 +38,7 @@ def test_hello_world_returns_a_value_from_each_gpu(kernel: Kernel):
     assert "h100" in reply.text
 
 
+@pytest.mark.slow
 def test_rank_and_world_size_are_given_to_a_function_that_names_them(kernel: Kernel):
     kernel.check(
         "import torch\n"
@@ -187,6 +188,7 @@ def test_enum_members_travel_by_name(kernel: Kernel):
     assert kernel.value("back == [(GPUType.H100, 'H100')] * 2 and back[0][0] is GPUType.H100") is True
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ray_launch_drives_a_cluster_on_the_leased_devices(kernel: Kernel):
     kernel.check(

@@ -163,6 +163,7 @@ def test_options_that_change_nothing_are_named_once_in_the_run(kernel: Kernel):
     assert nothing not in kernel.check("%%distributed -n 1 --type cpu --ui text --torch node\npass").text
 
 
+@pytest.mark.slow
 def test_a_default_that_the_running_notebook_sets_counts_from_the_next_run(kernel: Kernel, home: Home):
     (home.work / "broken.txt").write_text("numpy==2.1.3\npandas==1.5.3\n")
     kernel.check("%%distributed -n 1 --type cpu\npass")
@@ -215,9 +216,9 @@ def test_packages_that_would_break_are_refused_before_anything_starts(kernel: Ke
         ("%%distributed --env-version nowhere.txt\npass", "there is no such file"),
         ("%sgpu_connect --profile", "put it on the %%distributed line"),
         ("import sgpu_magic\nsgpu_magic.distributed(torch='theirs')", "torch='theirs' is not possible"),
-        ("sgpu_magic.distributed(max_cost=-1)", "amount above 0"),
-        ("sgpu_magic.distributed(max_cost=True)", "amount above 0"),
-        ("sgpu_magic.connect(max_cost=0)", "amount above 0"),
+        ("import sgpu_magic\nsgpu_magic.distributed(max_cost=-1)", "amount above 0"),
+        ("import sgpu_magic\nsgpu_magic.distributed(max_cost=True)", "amount above 0"),
+        ("import sgpu_magic\nsgpu_magic.connect(max_cost=0)", "amount above 0"),
     ],
 )
 def test_an_option_that_means_nothing_is_refused(kernel: Kernel, cell: str, words: str):

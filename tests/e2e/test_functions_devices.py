@@ -29,6 +29,7 @@ def with_names(kernel: Kernel):
         kernel.check(SETUP)
 
 
+@pytest.mark.slow
 def test_the_type_is_a_text_or_an_enums_member(kernel: Kernel):
     assert kernel.value("lease(where.options(gpus=2, gpu_type='A10G'))") == ["a10", 2]
     assert kernel.value("lease(where.options(gpus=1, gpu_type=GPUType.H100))") == ["h100", 1]

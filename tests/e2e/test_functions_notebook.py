@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 
-import nbformat
 import pytest
 from executed_notebooks import NOTEBOOKS, Executed, execute, headings, saved
 from kernels import Home
+from lazy_modules import nbformat
 
 import sgpu_magic
 from sgpu_magic import Run
@@ -55,6 +55,7 @@ def test_everything_that_one_can_ask_is_told(cls: type):
     assert [name for name in (*own, *inherited) if not re.search(rf"\b{name}\b", told)] == []
 
 
+@pytest.mark.slow
 def test_it_runs_from_top_to_bottom(executed: Executed):
     for cell in executed.cells:
         assert bool(cell.errors) == cell.fails, f"{cell.source}\n{cell.text}"

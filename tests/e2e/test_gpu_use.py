@@ -175,6 +175,7 @@ def test_the_share_of_the_runs_own_processes_is_told(kernel: Kernel, machine: di
     run.go()
 
 
+@pytest.mark.slow
 def test_a_gpu_that_waits_for_the_data_loader_stands_out(kernel: Kernel, machine: dict[str, str], watch: Watch):
     change(machine, utilization_pct=60)
     code = (
@@ -204,6 +205,7 @@ def test_a_gpu_that_waits_for_the_data_loader_stands_out(kernel: Kernel, machine
     assert run.go().usage.idle_sentences == []
 
 
+@pytest.mark.slow
 def test_idle_gpus_with_one_cause_are_told_together(kernel: Kernel, machine: dict[str, str], watch: Watch):
     run = watch("%%distributed -n 4\nimport time\ntime.sleep(7)")
     view = run.until(lambda view: sum(usage.idle is not None for usage in view.usage.ranks.values()) == 4)
@@ -234,6 +236,7 @@ def test_a_gpu_that_falls_off_the_bus_is_named_once_and_the_run_goes_on(
     assert view.usage.ranks[3].mean_utilization_pct == pytest.approx(60)
 
 
+@pytest.mark.slow
 def test_a_driver_call_that_blocks_hangs_neither_the_run_nor_the_pool(
     kernel: Kernel, machine: dict[str, str], watch: Watch
 ):

@@ -72,6 +72,7 @@ def test_ranks_that_wait_are_told_of(kernel: Kernel):
     assert len(bodies(kernel.home, Stalled)) == 1
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_in_different_collectives(kernel: Kernel):
     reply = kernel.run(
         "%%distributed -n 3\n"
@@ -111,6 +112,7 @@ def test_a_run_that_moves_is_not_stalled(kernel: Kernel, late: str):
     assert bodies(kernel.home, Stalled) == []
 
 
+@pytest.mark.slow
 def test_looks_at_a_silent_run_do_not_cut_waits_in_c_short(kernel: Kernel):
     reply = kernel.check(
         "%%distributed -n 2\n" + ONE_IS_LATE.format(late="import ctypes; print('left', ctypes.CDLL(None).sleep(3))")
@@ -167,6 +169,7 @@ def test_rank_that_holds_the_interpreter_in_c_answers(kernel: Kernel):
     assert stack.collective is None
 
 
+@pytest.mark.slow
 def test_stopped_rank_is_looked_into_from_outside(kernel: Kernel):
     cell = kernel.start(
         "%%distributed -n 2 --timeout 1.2s\n"
@@ -205,6 +208,7 @@ def test_user_code_that_takes_every_signal_away_is_not_killed_by_the_question(ke
 # ---------------------------------------------------------------- the flight recorder
 
 
+@pytest.mark.slow
 def test_flight_recorder_that_the_user_has_switched_off(kernel: Kernel):
     kernel.check("import os; os.environ['TORCH_FR_BUFFER_SIZE'] = '0'")
     try:

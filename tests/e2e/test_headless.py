@@ -16,12 +16,10 @@ from collections.abc import Callable, Iterator
 from fcntl import ioctl
 from pathlib import Path
 
-import nbclient
-import nbformat
-import papermill
 import pytest
 from headless_notebooks import notebook
 from kernels import Home, plain
+from lazy_modules import nbclient, nbformat, papermill
 
 
 def text_of(cell: nbformat.NotebookNode) -> str:

@@ -71,6 +71,7 @@ def test_ranks_see_keyboard_interrupt_and_can_save(kernel: Kernel):
         path.unlink()
 
 
+@pytest.mark.slow
 def test_ranks_that_ignore_signals_free_the_cell_too(kernel: Kernel):
     cell = kernel.start(f"%%distributed -n 2\nprint('up', flush=True)\n{DEAF}")
     cell.until_shown("[0] up")

@@ -7,9 +7,12 @@ import os
 import time
 from collections.abc import Callable
 
+import pytest
 from kernels import Home, Kernel, eventually
 
 from sgpu_magic.protocol.run_record import UNDER_WAY
+
+pytestmark = pytest.mark.slow
 
 DAY_S = 24 * 3600.0
 

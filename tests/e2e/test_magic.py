@@ -306,6 +306,7 @@ def test_what_needs_a_keyboard_fails_at_once_naming_the_remedy(kernel: Kernel, l
     assert reply.seconds < 10
 
 
+@pytest.mark.slow
 def test_air_runs_outside_the_notebook(kernel: Kernel, home: Home):
     kernel.check("factor = 3")
     kernel.check("%%distributed -n 2 --ui none\nprint('product', factor * (rank + 1))")

@@ -141,6 +141,7 @@ def test_a_run_with_retries_is_placed_elsewhere(cluster: Cluster, tmp_path: Path
     assert run.ended().failure is None
 
 
+@pytest.mark.slow
 def test_a_run_that_has_no_other_node_waits_for_one_and_says_why(cluster: Cluster, tmp_path: Path):
     name = tmp_path / "again"
     run = cluster.begin(
@@ -187,6 +188,7 @@ def test_a_link_that_breaks_costs_nothing(cluster: Cluster, tmp_path: Path):
     assert pids_of(run) == pids
 
 
+@pytest.mark.slow
 def test_a_launch_that_was_lost_with_a_link_is_ordered_again(cluster: Cluster):
     cluster.service.order("cut", 1)
     run = cluster.begin("rank", ranks=6)

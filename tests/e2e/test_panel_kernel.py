@@ -145,7 +145,14 @@ def test_it_answers_quickly_while_a_cell_blocks_the_kernel(panel: Panel, blocked
     assert cell.wait().text.split() == ["up", "over"]
 
 
-@pytest.mark.parametrize("version", ["6.31.0", "7.3.0", "7.4.0"])
+@pytest.mark.parametrize(
+    "version",
+    [
+        pytest.param("6.31.0", marks=pytest.mark.slow),
+        pytest.param("7.3.0", marks=pytest.mark.slow),
+        "7.4.0",
+    ],
+)
 def test_it_answers_on_every_ipykernel(home: Home, new_kernel: Callable[..., Kernel], version: str):
     kernel = new_kernel(variables=variables_for(version))
     panel = Panel(kernel)

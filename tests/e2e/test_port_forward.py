@@ -290,6 +290,7 @@ def test_each_rank_of_far_nodes(forwarded: Callable[..., tuple], tmp_path: Path)
         home.close()
 
 
+@pytest.mark.slow
 def test_over_a_link_that_breaks(forwarded: Callable[..., tuple], tmp_path: Path):
     """A connection ends with the link: nothing is ever missing in the middle. New ones come with the next link."""
     with served_pool() as served:

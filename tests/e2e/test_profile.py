@@ -6,6 +6,7 @@ import gzip
 import json
 from typing import Any
 
+import pytest
 from kernels import Kernel, eventually
 
 # a rank that is stopped before its cell has begun leaves none: they meet first
@@ -49,6 +50,7 @@ def test_a_cell_that_fails_leaves_its_trace(kernel: Kernel):
     check(kernel)
 
 
+@pytest.mark.slow
 def test_a_cell_that_is_interrupted_leaves_its_trace(kernel: Kernel):
     cell = kernel.start(f"%%distributed -n 2 --profile\n{WORK}print('there', flush=True)\nimport time\ntime.sleep(60)")
     cell.until_shown("[1] there")
@@ -69,6 +71,7 @@ def test_cells_of_a_session_leave_theirs(kernel: Kernel):
         kernel.check("%sgpu_disconnect")
 
 
+@pytest.mark.slow
 def test_a_long_cell_is_traced_at_its_beginning(kernel: Kernel):
     body = (
         "from sgpu_magic.worker import profiling\n"

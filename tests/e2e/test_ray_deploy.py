@@ -26,7 +26,7 @@ from sgpu_magic.protocol.events import RanksStarted
 from sgpu_magic.protocol.states import RunState
 
 # a Ray cluster starts slowly on a machine that has much to do
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 _ADD = re.compile(r"sgpu pool add (?P<name>\S+) (?P<address>tcp://\S+) --key '(?P<key>[^']{40})'")
 
 

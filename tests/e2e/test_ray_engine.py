@@ -25,7 +25,7 @@ dist.all_reduce(t)
 int(t)
 """
 # a Ray cluster starts slowly on a machine that has much to do
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 SLEEP = "import time; time.sleep(600)"
 # the issue's promise is 5; a busy machine gets one more
 NAMED_S = 6

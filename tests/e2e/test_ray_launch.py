@@ -99,6 +99,7 @@ def test_a_cell_drives_its_own_cluster(kernel: Kernel, home: Home):
     kernel.check("del os.environ['RAY_ADDRESS']")
 
 
+@pytest.mark.slow
 def test_the_dashboard_is_on_loopback_and_asks_for_the_token(new_home):
     home: Home = new_home(HOME_VARIABLES | {"SGPU_RAY_DASHBOARD": "true"})
     kernel = Kernel(home)
@@ -147,6 +148,7 @@ def _status(url: str, token: str) -> int:
         return error.code
 
 
+@pytest.mark.slow
 def test_a_tasks_own_error_and_line_are_the_cells_and_serve_is_refused(kernel: Kernel):
     reply = kernel.run(
         "from sgpu_magic import ray_launch\n"
@@ -180,6 +182,7 @@ def test_a_tasks_own_error_and_line_are_the_cells_and_serve_is_refused(kernel: K
     assert re.search(r"serve: Ray Serve can't be started in a @ray_launch run \(rank 0\): .*", reply.text), reply.story
 
 
+@pytest.mark.slow
 def test_interrupt_ends_driver_actors_and_cluster(kernel: Kernel, home: Home):
     cell = kernel.start(f"%%ray_launch -n 2 --type a10\n{STAY}")
     cell.until(lambda: "actor up" in cell.reply.text or cell.idle, PATIENCE_S)
@@ -194,6 +197,7 @@ def test_interrupt_ends_driver_actors_and_cluster(kernel: Kernel, home: Home):
     assert kernel.check("%%distributed -n 2\nprint('next')").lines(1) == ["next"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "victim", ["raylet", *(pytest.param(rank, marks=pytest.mark.slow) for rank in ("rank 0", "rank 1"))]
 )

@@ -23,7 +23,7 @@ from sgpu_magic.protocol.tracking import Tracking
 from sgpu_magic.tracking import progress
 
 VARIABLES = {"SGPU_SIMULATE": "a10:2", "SGPU_STAND_IN": "cpu", "SGPU_RAY_DASHBOARD": "false", "SGPU_TRACK": "on"}
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 PATIENCE_S = 240.0
 
 WHERE = """

@@ -17,7 +17,7 @@ from sgpu_magic.protocol.events import AttemptFailed, Placed, RanksStarted
 from sgpu_magic.protocol.states import FailureKind, RunState
 
 # a Ray cluster starts slowly on a machine that has much to do
-pytestmark = [pytest.mark.needs_root, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.needs_root, pytest.mark.timeout(400)]
 # the promise; a machine that has much to do gets one more
 NAMED_S = 6
 # Ray's own servers find a node that was away again as TCP does: after about as long as it was away, and more

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import nbformat
 import pytest
 from executed_notebooks import NOTEBOOKS, execute, saved
 from kernels import Home
+from lazy_modules import nbformat
+
+pytestmark = pytest.mark.slow
 
 NOTEBOOK = NOTEBOOKS / "ray.ipynb"
 HOME_VARIABLES = {"SGPU_SIMULATE": "a10:2", "SGPU_STAND_IN": "cpu"}

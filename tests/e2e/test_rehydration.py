@@ -152,18 +152,11 @@ def test_what_travels_goes_over_the_kernels_own_place(client: PoolClient):
 def test_packages_are_made_while_the_run_waits(client: PoolClient, home: Home):
     holder = client.begin(along=Along(environment=tiny(1)), body="import time; time.sleep(60)", ranks=3)
     holder.wait_for(RanksStarted)
-    run = begin(client, tiny(3))
-    run.wait_for(QueueMoved)
     store = Store(home.state / "environments")
     before = len(store.names())
-    eventually(
-        lambda: (
-            len(store.names()) > before
-            or any("3.0" in str(p) for p in store.root.glob("*/venv/lib/*/site-packages/tinyone-3.0.dist-info"))
-        ),
-        20,
-        "an environment, built in the queue",
-    )
+    run = begin(client, tiny(3))
+    run.wait_for(QueueMoved)
+    eventually(lambda: len(store.names()) > before, 20, "an environment, built in the queue")
     assert states(run) == []
     holder.run.cancel("it was interrupted")
     assert run.ended().state is RunState.SUCCEEDED
@@ -172,6 +165,7 @@ def test_packages_are_made_while_the_run_waits(client: PoolClient, home: Home):
     assert run.printed[0].startswith("3.0 ")
 
 
+@pytest.mark.slow
 def test_a_run_that_leaves_the_queue_leaves_no_build(client: PoolClient, home: Home, index: SmallIndex):
     holder = client.begin(along=Along(environment=tiny(1)), body="import time; time.sleep(60)", ranks=3)
     holder.wait_for(RanksStarted)
@@ -264,6 +258,7 @@ def test_a_session_is_ended_while_its_packages_are_made(client: PoolClient, home
     nothing_is_begun(home)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mark", ["sgpu_magic.environment.build", "/bin/uv "])
 def test_a_build_that_is_killed(client: PoolClient, home: Home, index: SmallIndex, mark: str):
     version = 9 if mark == "/bin/uv " else 10
@@ -286,6 +281,7 @@ def test_a_build_that_is_killed(client: PoolClient, home: Home, index: SmallInde
     nothing_is_begun(home)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_the_pool_is_killed_while_its_packages_are_made(
     client: PoolClient, home: Home, index: SmallIndex
 ):
@@ -309,14 +305,16 @@ def client_again(client: PoolClient, run: ClientRun) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_group_that_is_started_again_has_its_packages(client: PoolClient):
     body = "import os, tinyone\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os._exit(3)\n" + SHOW
-    run = begin(client, tiny(2), body, retries=1)
+    run = begin(client, tiny(13), body, retries=1)
     assert run.ended().state is RunState.SUCCEEDED
     # gloo may have said on the first attempt that its peer has gone
     assert run.printed[0].splitlines()[-1].startswith("2.0 ")
 
 
+@pytest.mark.slow
 def test_the_agent_dies_while_it_builds(client: PoolClient, home: Home, index: SmallIndex):
     index.open.clear()
     asked = len(index.asked)

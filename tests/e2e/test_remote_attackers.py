@@ -279,6 +279,7 @@ def test_a_frame_that_says_it_is_huge_ends_its_connection(served: ServedPool, ma
     assert resident_mb(served.pid) < 500, before
 
 
+@pytest.mark.slow
 def test_a_frame_larger_than_allowed_ends_its_connection(
     served: ServedPool, ann: RemoteUser, eve: RemoteUser, mark: Path, stranger: Callable[..., Stranger]
 ):

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import torch
 from kernels import Kernel
+from lazy_modules import torch
 from pool_client import ClientRun, PoolClient, set_environ
 from served_pools import RemoteUser, ServedPool
 from tcp_proxy import Proxy
@@ -167,6 +167,7 @@ def test_an_upload_goes_on_where_the_line_broke(carl: PoolClient, line: Proxy):
     assert line.sent_bytes - before < 96 * MB + 20 * MB
 
 
+@pytest.mark.slow
 def test_a_long_upload_says_how_far_it_is(served: ServedPool, line: Proxy):
     kernel = Kernel(served.user("dora", address=line.address).home)
     try:
@@ -183,6 +184,7 @@ def test_a_long_upload_says_how_far_it_is(served: ServedPool, line: Proxy):
         kernel.close()
 
 
+@pytest.mark.slow
 def test_an_upload_says_that_the_line_is_silent(served: ServedPool, line: Proxy, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(blob_sender, "_ANSWER_S", 0.3)
     monkeypatch.setattr(remote_wire, "_SILENT_S", 0.5)

@@ -69,6 +69,7 @@ def test_a_detached_run_outlives_its_kernel_and_is_attached_to(served: ServedPoo
     assert kernel.value("z") == 7, reply.story
 
 
+@pytest.mark.slow
 def test_a_kernel_that_is_restarted_ends_its_run(served: ServedPool, kernel: Kernel):
     cell = kernel.start(
         "%%distributed -n 1 --pool team\nimport time\nprint('begun', flush=True)\nwhile True: time.sleep(0.01)"

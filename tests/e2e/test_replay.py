@@ -41,6 +41,7 @@ def settled(home: Home, name: str = "") -> str:
     return run_id
 
 
+@pytest.mark.slow
 def test_a_cell_runs_again_with_the_variables_that_it_had(kernel: Kernel, home: Home):
     kernel.check("import numpy as np\nweights, scale = np.arange(50_000.0), 3")
     kernel.check(
@@ -195,6 +196,7 @@ def other_python(tmp_path: Path) -> str:
     return str(folder / "bin" / "python")
 
 
+@pytest.mark.slow
 def test_a_replay_runs_in_the_python_that_the_run_had(home: Home, other_python: str):
     script = home.work / "with_tinypkg.py"
     script.write_text(

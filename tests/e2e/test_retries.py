@@ -97,8 +97,15 @@ def test_options_that_mean_nothing(kernel: Kernel):
     assert {"--grace", "--detach"} <= set(kernel.complete("%%distributed --"))
 
 
-@pytest.mark.parametrize("size", [3, 300_000])
-@pytest.mark.parametrize("which", ["pool", "agent", "pool, then the agent"])
+@pytest.mark.parametrize("size", [3, pytest.param(300_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "which",
+    [
+        pytest.param("pool", marks=pytest.mark.slow),
+        "agent",
+        pytest.param("pool, then the agent", marks=pytest.mark.slow),
+    ],
+)
 def test_a_group_is_started_again_when_what_held_it_was_killed(kernel: Kernel, home: Home, which: str, size: int):
     """The variables come from wherever they still are: the agent's memory, the notebook's, the run's directory."""
     kernel.check(f"import numpy as np\ndata = np.ones({size})")

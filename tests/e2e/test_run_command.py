@@ -11,10 +11,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import nbformat
 import pytest
 from headless_notebooks import notebook
 from kernels import Home, eventually, plain
+from lazy_modules import nbformat
 from pool_client import PoolClient
 from served_pools import served_pool
 
@@ -88,6 +88,7 @@ def text_of(cell: nbformat.NotebookNode) -> str:
 # ------------------------------------------------------------ what runs where
 
 
+@pytest.mark.slow
 def test_cells_get_what_the_command_says_and_what_they_say_wins(home: Home):
     source = saved(
         home,
@@ -119,6 +120,7 @@ def test_cells_get_what_the_command_says_and_what_they_say_wins(home: Home):
     assert source.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_notebook_without_our_cells_runs_on_the_ranks_as_a_whole(home: Home):
     saved(home, "plain.ipynb", "n = 2", "total = rank + n", "print('total', total, device.type)", parameters=0)
     code, out, err = run(
@@ -137,6 +139,7 @@ def test_a_notebook_without_our_cells_runs_on_the_ranks_as_a_whole(home: Home):
     assert "total 1 cpu" in text_of(made.cells[-1])
 
 
+@pytest.mark.slow
 def test_cells_here_stay_here_and_a_notebook_of_no_pool_needs_none(home: Home):
     saved(home, "here.ipynb", "import os\nprint('pid', os.getpid(), 'rank' in globals())")
     code, out, _ = run(home, "run", "here.ipynb", "-n", "2", "--cells", "here", "-v")
@@ -221,6 +224,7 @@ def test_a_failing_cell_is_code_1_and_the_copy_has_what_there_was(home: Home):
     assert "bad.ipynb: ended with code 1 in" in err
 
 
+@pytest.mark.slow
 def test_a_kernel_that_dies_is_code_1(home: Home):
     saved(home, "dies.ipynb", "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "after = 1")
     code, out, err = run(home, "run", "dies.ipynb")
@@ -267,6 +271,7 @@ def test_time_over_is_code_124(home: Home):
     eventually(lambda: home.ledger()[home.run_named("slow-one")].state == "cancelled")
 
 
+@pytest.mark.slow
 def test_terminated_its_runs_end_first(home: Home):
     saved(
         home,
@@ -359,6 +364,7 @@ def test_what_can_not_be_meant_is_code_2_and_leaves_no_copy(home: Home, argument
 # ------------------------------------------------------------ without the terminal
 
 
+@pytest.mark.slow
 def test_detached_it_goes_on_without_its_shell(home: Home):
     saved(
         home,
@@ -405,6 +411,7 @@ def test_a_detached_job_can_be_stopped(home: Home):
 # ------------------------------------------------------------ on another machine's pool
 
 
+@pytest.mark.slow
 def test_a_pool_of_another_machine(home: Home):
     """The notebook's kernel is here, its ranks and what it uploads are there; a pool that is down is worth a retry."""
     with served_pool() as served:

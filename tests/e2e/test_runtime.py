@@ -69,6 +69,7 @@ def test_every_attempt_finds_what_the_one_before_left(kernel: Kernel):
     assert reply.lines(1)[-1] == "2 restarts, 2 steps done before", reply.story
 
 
+@pytest.mark.slow
 def test_air_has_the_checkpoints_of_its_run(kernel: Kernel):
     _, directory = check_run(kernel, PRINT_IT)
     done = subprocess.run(

@@ -12,13 +12,10 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
-import nbclient
-import nbconvert
-import nbformat
-import papermill
 import pytest
 from headless_notebooks import notebook
 from kernels import Home, Kernel, plain
+from lazy_modules import nbclient, nbconvert, nbformat, papermill
 
 from sgpu_magic.config import host_name
 
@@ -226,6 +223,7 @@ def test_nbconvert_to_html(executed: Callable[..., nbformat.NotebookNode]) -> No
     assert "<b>loss</b>" not in page, "what ranks print stays text"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium to print with")
 def test_printed(executed: Callable[..., nbformat.NotebookNode], tmp_path: Path) -> None:
     pypdf = pytest.importorskip("pypdf")

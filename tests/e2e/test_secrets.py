@@ -37,7 +37,7 @@ def marks() -> Marks:
     return Marks()
 
 
-@pytest.fixture(scope="module", params=["here", "elsewhere"])
+@pytest.fixture(scope="module", params=["here", pytest.param("elsewhere", marks=pytest.mark.slow)])
 def secret_home(request: pytest.FixtureRequest, marks: Marks) -> Iterator[Home]:
     home = Home()
     nothing = home.path / "nothing.txt"

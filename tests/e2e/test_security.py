@@ -27,6 +27,9 @@ from sgpu_magic.protocol.pool_status import PoolStatus
 from sgpu_magic.protocol.record import Record
 from sgpu_magic.protocol.records import CellSource, Interpreter, Owner, RankContext, RunSpec
 
+# what a pool lets in and keeps is looked at whole
+OWN_HOME = True
+
 needs_root = pytest.mark.needs_root
 KEY = b"k" * 32
 

@@ -8,6 +8,8 @@ import pytest
 from executed_notebooks import NOTEBOOKS, Executed, execute, headings, introduction, saved
 from kernels import Home
 
+pytestmark = pytest.mark.slow
+
 NOTEBOOK = NOTEBOOKS / "sessions.ipynb"
 # on two cores; a reader waits for it
 MOST_SECONDS = 30

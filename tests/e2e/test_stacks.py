@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import pytest
 from kernels import Home, Kernel, eventually
 
 HOME_VARIABLES = {"SGPU_STALL_S": "1.5"}
@@ -94,6 +95,7 @@ def test_the_view_says_by_itself_that_ranks_wait_and_takes_it_back(kernel: Kerne
     assert reply.lines(0) == ["up", "through"]
 
 
+@pytest.mark.slow
 def test_a_time_limit_shows_where_the_ranks_were(kernel: Kernel):
     reply = kernel.run(f"%%distributed -n 2 --timeout 2s\n{ONE_IS_MISSING}")
     assert reply.ename == "RunTimeout"

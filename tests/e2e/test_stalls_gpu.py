@@ -37,6 +37,7 @@ def home(machine: dict[str, str]) -> Iterator[Home]:
     made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("busy", "told"), [(0, 1), (1, 0), (None, 1)], ids=["waiting", "late", "none"])
 def test_a_busy_gpu_is_progress_only_where_nobody_waits(
     kernel: Kernel, machine: dict[str, str], busy: int | None, told: int

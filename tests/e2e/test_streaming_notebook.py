@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from executed_notebooks import NOTEBOOKS, execute, saved
 from kernels import Home
+
+pytestmark = pytest.mark.slow
 
 NOTEBOOK = NOTEBOOKS / "streaming_data.ipynb"
 

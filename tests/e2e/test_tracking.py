@@ -67,6 +67,7 @@ def pool(new_home: Callable[..., Home]) -> Iterator[TrackedPool]:
 WAIT = "import time, os\nwhile not os.path.exists('{go}'): time.sleep(0.02)"
 
 
+@pytest.mark.slow
 def test_runs_sessions_and_what_was_never_started(pool: TrackedPool):
     go = pool.home.work / "go"
     session = pool.begin(kind=RunKind.SESSION, name="work")
@@ -103,6 +104,7 @@ def test_runs_sessions_and_what_was_never_started(pool: TrackedPool):
     assert len(pool.store.all()) == 5
 
 
+@pytest.mark.slow
 def test_a_killed_pool_and_a_killed_writer_leave_one_run(pool: TrackedPool):
     go = pool.home.work / "go"
     run = pool.begin(WAIT.format(go=go), detach=True)
@@ -155,6 +157,7 @@ def test_a_dead_server_costs_a_run_nothing_but_a_sentence(pool: TrackedPool):
     assert sum(isinstance(event, Noted) for event in longer.events) == 1
 
 
+@pytest.mark.slow
 def test_credentials_of_one_notebook_reach_no_other_server(pool: TrackedPool, tmp_path: Any):
     server = RestServer(tmp_path)
     gateways = [Gateway(server.port), Gateway(server.port)]
@@ -198,6 +201,7 @@ def test_credentials_of_one_notebook_reach_no_other_server(pool: TrackedPool, tm
         server.close()
 
 
+@pytest.mark.slow
 def test_the_address_of_the_default_store_is_public(pool: TrackedPool):
     import sgpu_magic
 

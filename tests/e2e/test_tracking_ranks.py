@@ -10,6 +10,8 @@ import pytest
 from kernels import Kernel, Reply, eventually
 
 HOME_VARIABLES = {"SGPU_TRACK": "on"}
+# runs of the whole store are counted
+OWN_HOME = True
 
 # what a notebook's reader would do, beside the notebook's own MLflow
 LOOK = """

@@ -17,7 +17,11 @@ from installed_venvs import REPOSITORY, install, make_venv, site_packages
 from jupyter_servers import JupyterServer, new_notebook
 from playwright.sync_api import expect
 
-pytestmark = [pytest.mark.skipif(not has_browser(), reason="needs Debian's chromium"), pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not has_browser(), reason="needs Debian's chromium"),
+    pytest.mark.timeout(240),
+]
 
 _NODE = {"node", "nodejs", "npm", "npx", "corepack", "yarn", "pnpm", "jlpm"}
 _COMMANDS = ("jupyter", "jupyter-lab", "jupyter-labextension", "jupyter-server")

@@ -7,13 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import nbclient
-import nbformat
-import papermill
 import pytest
 from front_end import WIDGET_MIME, LiveView
 from ipykernels import variables_for
 from kernels import Cell, Home, Kernel, Reply, eventually
+from lazy_modules import nbclient, nbformat, papermill
 
 HOME_VARIABLES = {"SGPU_STALL_S": "60"}
 STEPS = "import time\nfor i in range({0}): print('step', i, flush=True); time.sleep({1})\n"
@@ -46,7 +44,11 @@ class Lab(Kernel):
         self.ways = ["control", *["subshell"][: self.has_subshells], *["shell"][: numbers >= (7, 4)]]
 
 
-VERSIONS = ("6.31.0", "7.3.0", "7.4.0")
+VERSIONS = (
+    pytest.param("6.31.0", marks=pytest.mark.slow),
+    pytest.param("7.3.0", marks=pytest.mark.slow),
+    "7.4.0",
+)
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
@@ -138,6 +140,7 @@ def test_the_view_opens_after_100_ms_and_is_told_everything(lab: Lab):
     assert lab.value("len(__import__('ipywidgets').widgets.widget._instances)") == 0
 
 
+@pytest.mark.slow
 def test_two_runs_have_a_view_each(lab: Lab):
     for number in range(2):
         before = set(lab.front_end.views)
@@ -263,6 +266,7 @@ def test_a_front_end_that_does_not_draw_the_view_gets_html(home: Home, new_kerne
     assert kernel.value("len(get_ipython().kernel.comm_manager.comms)") == 0
 
 
+@pytest.mark.slow
 def test_a_front_end_that_can_only_ask_when_the_cell_is_over_keeps_its_view(
     home: Home, new_kernel: Callable[..., Kernel]
 ):
@@ -325,9 +329,7 @@ def test_nbclient_and_papermill_save_no_widget(home: Home, monkeypatch: pytest.M
 # ---------------------------------------------------------------- nothing stays
 
 
-@pytest.mark.parametrize(
-    "lab", [*(pytest.param(old, marks=pytest.mark.slow) for old in VERSIONS[:-1]), VERSIONS[-1]], indirect=True
-)
+@pytest.mark.slow
 def test_a_hundred_runs_leave_nothing_behind(lab: Lab):
     run = "get_ipython().run_cell_magic('distributed', '-n 1', 'import time; time.sleep(0.11)')"
     ours = ("RunViewWidget", "Layout", "Feed", "WidgetPublisher", "RunView")

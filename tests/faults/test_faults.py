@@ -18,10 +18,19 @@ HOME_VARIABLES = {
 }
 _FINAL = {"succeeded", "failed", "cancelled", "timed out"}
 
-# each waits for its time to be over; the two states that have least to do with ranks are left to `make test-all`
-_LONG = {("rank-stopped-until-the-timeout", "queued"), ("rank-stopped-until-the-timeout", "starting")}
+# `make test` has every fault while a run goes on, and each other state once
+_IN_SHORT = {
+    ("kernel-killed", "queued"),
+    ("pool-and-agent-killed", "starting"),
+    ("rank-killed", "stopping"),
+}
 CASES = [
-    pytest.param(fault, state, id=f"{fault}-while-{state}", marks=[pytest.mark.slow] if (fault, state) in _LONG else [])
+    pytest.param(
+        fault,
+        state,
+        id=f"{fault}-while-{state}",
+        marks=[] if state == "running" or (fault, state) in _IN_SHORT else [pytest.mark.slow],
+    )
     for fault in FAULTS
     for state in FAULTS[fault].expected
 ]

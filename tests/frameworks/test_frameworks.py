@@ -26,7 +26,8 @@ HOME_VARIABLES = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
-LIGHT = [pytest.param(name, id=name) for name in trainings.LIGHT]
+# `make test` has one training in each place
+LIGHT = [pytest.param(name, id=name, marks=[pytest.mark.slow] * (name != "own_group")) for name in trainings.LIGHT]
 HEAVY = [
     pytest.param(
         name,
@@ -89,6 +90,7 @@ def test_in_a_cell(kernel: Kernel, expected: Callable[[str], Path], name: str):
     check_like(kernel, expected(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LIGHT + HEAVY)
 def test_in_a_function(kernel: Kernel, expected: Callable[[str], Path], name: str):
     kernel.check(f"from sgpu_magic import distributed\n{source_of(name)}")
@@ -104,6 +106,7 @@ def session(kernel: Kernel) -> Iterator[Kernel]:
     kernel.check("%sgpu_disconnect")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LIGHT + HEAVY)
 def test_twice_in_a_session(session: Kernel, expected: Callable[[str], Path], name: str):
     for _ in range(2):
@@ -112,6 +115,7 @@ def test_twice_in_a_session(session: Kernel, expected: Callable[[str], Path], na
         check_like(session, expected(name))
 
 
+@pytest.mark.slow
 def test_one_after_the_other_in_a_session(session: Kernel, expected: Callable[[str], Path]):
     """The first of them destroys the ranks' group; the others find one again."""
     for name in trainings.LIGHT:
@@ -122,6 +126,7 @@ def test_one_after_the_other_in_a_session(session: Kernel, expected: Callable[[s
 # ---------------------------------------------------------------- what frameworks look at
 
 
+@pytest.mark.slow
 def test_the_variables_of_deepspeeds_launcher_are_set(kernel: Kernel):
     kernel.check(
         "%%distributed -n 2 --out set_here:all\n"

@@ -1,0 +1,27 @@
+"""Modules that take seconds to import: imported when a test first uses them, so that collecting does not wait."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+class LazyModule:
+    """Stands for a module, which is imported when one of its names is first asked for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("_", "pytest")):
+            # pytest asks everything in a module whether it is a test
+            raise AttributeError(name)
+        return getattr(importlib.import_module(self._name), name)
+
+
+nbclient = LazyModule("nbclient")
+nbconvert = LazyModule("nbconvert")
+nbformat = LazyModule("nbformat")
+pandas = LazyModule("pandas")
+papermill = LazyModule("papermill")
+torch = LazyModule("torch")

@@ -1,0 +1,142 @@
+"""Homes with a pool and a kernel that the modules of one test process share: each costs five seconds of processor.
+
+SharedHomes   one home for all modules with the same `HOME_VARIABLES`
+SharedKernel  its kernel, as it was before after each test
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from queue import Empty
+
+from kernels import Home, Kernel
+
+# further environments than the empty one that stay at the same time: each has a few hundred megabytes
+_KEPT = 1
+_REMEMBER = """
+import os, sys
+umask = os.umask(0o022)
+os.umask(umask)
+shell.remembered = dict(os.environ), list(sys.path), os.getcwd(), umask, set(shell.user_ns)
+"""
+_RESTORE = """
+import os, sys
+environ, path, cwd, umask, _ = shell.remembered
+for name in set(os.environ) - set(environ):
+    del os.environ[name]
+os.environ.update(environ)
+sys.path[:] = path
+os.chdir(cwd)
+os.umask(umask)
+"""
+_FORGET = """
+*_, names = shell.remembered
+for name in [name for name in shell.user_ns if not name.startswith("_") and name not in names]:
+    del shell.user_ns[name]
+"""
+
+
+class SharedKernel:
+    """A kernel with the extension loaded and a warm pool in a home.
+
+    Args:
+        home: Its home.
+    """
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._kernel: Kernel | None = None
+
+    def get(self) -> Kernel:
+        """The kernel; another one when a test has ended the last."""
+        if self._kernel is not None and not self._kernel.is_alive():
+            self.close()
+        if self._kernel is None:
+            made = self._kernel = Kernel(self._home)
+            made.check("%%distributed -n 2 --ui none\npass")
+            # pyzmq has a thread of its own from the first large message on
+            made.check("print('x' * 200_000)")
+            self._do(_REMEMBER)
+            self._home.check_leaks()
+        return self._kernel
+
+    def restore(self) -> None:
+        """Undo what a test has changed of the kernel's environment, import path and directory."""
+        self._do_if_it_can(_RESTORE)
+
+    def forget(self) -> None:
+        """Remove the names that a module's tests have set."""
+        self._do_if_it_can(_FORGET)
+
+    def close(self) -> None:
+        if self._kernel is not None:
+            kernel, self._kernel = self._kernel, None
+            kernel.close()
+
+    def _do_if_it_can(self, code: str) -> None:
+        if self._kernel is None or not self._kernel.is_alive():
+            return
+        try:
+            if self._kernel.value("hasattr(get_ipython(), 'remembered')"):
+                self._do(code)
+            else:
+                # a test has restarted it
+                self.close()
+        except Empty:
+            # it is busy with what a test has left
+            self.close()
+
+    def _do(self, code: str) -> None:
+        assert self._kernel is not None
+        # neither history nor output nor execution count knows of it
+        self._kernel.value(f"exec({code!r}, {{'shell': get_ipython()}})")
+
+
+class SharedHomes:
+    """One home for all modules with the same variables. The last ones stay until others are asked for."""
+
+    def __init__(self) -> None:
+        self._homes: dict[frozenset[tuple[str, str]], Home] = {}
+        self._kernels: dict[Home, SharedKernel] = {}
+
+    def get(self, variables: Mapping[str, str] | None) -> Home:
+        """The home with these variables, without anything that a failed test left in it."""
+        key = frozenset((variables or {}).items())
+        home = self._homes.pop(key, None)
+        if home is not None and home.unexpected():
+            # the test that left it has failed already
+            with contextlib.suppress(AssertionError):
+                self._close(home)
+            home = None
+        if home is None:
+            home = Home(variables)
+        others = [found for found in self._homes if found]
+        for old in others[: max(0, len(others) - _KEPT + 1)] if key else ():
+            self._close(self._homes.pop(old))
+        # the last one that was asked for is the last to go
+        self._homes[key] = home
+        return home
+
+    def kernel(self, home: Home) -> SharedKernel | None:
+        """The home's kernel, None where the home is not one of these."""
+        if home not in self._homes.values():
+            return None
+        return self._kernels.setdefault(home, SharedKernel(home))
+
+    def close(self) -> None:
+        """Close all and check that nothing is left of them."""
+        faults: list[BaseException] = []
+        for home in self._homes.values():
+            try:
+                self._close(home)
+            except AssertionError as error:
+                faults.append(error)
+        if faults:
+            raise ExceptionGroup("shared homes", faults)
+
+    def _close(self, home: Home) -> None:
+        kernel = self._kernels.pop(home, None)
+        if kernel is not None:
+            kernel.close()
+        home.close()
