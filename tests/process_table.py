@@ -194,6 +194,8 @@ def level(pid: int) -> dict[str, int]:
     links = list(descriptors(pid).values())
     watched = sum("pidfd" in link for link in links)
     memory = memory_files(pid)
+    # a notebook keeps the memory of its payloads for a minute, for the next ones
+    kept = sum(link == "/memfd:sgpu-payload (deleted)" for link in links)
     try:
         is_agent = b"sgpu_magic.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -203,7 +205,7 @@ def level(pid: int) -> dict[str, int]:
         "most fds": len(links) - (_FDS_PER_NEW_RANK if is_agent else _FDS_PER_CLIENT) * watched - memory,
         "threads": thread_count(pid),
         "libraries": library_count(pid),
-        "memory files": memory,
+        "memory files": memory - (0 if is_agent else kept),
     }
 
 
@@ -215,6 +217,6 @@ def memory_files(pid: int) -> int:
 
 def no_more(now: Mapping[str, int], before: Mapping[str, int]) -> bool:
     """Whether a process has kept its level."""
-    # a second zygote and a timer's thread come and go; a kernel keeps two memory files for a minute
+    # a second zygote and a timer's thread come and go
     limits = before | {"fds": before["most fds"]}
     return all(now[name] <= limits[name] + 2 for name in before if name != "most fds")

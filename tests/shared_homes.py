@@ -101,7 +101,7 @@ class SharedHomes:
         self._kernels: dict[Home, SharedKernel] = {}
 
     def get(self, variables: Mapping[str, str] | None) -> Home:
-        """The home with these variables, without anything that a failed test left in it."""
+        """The home with these variables for another module, without anything that a failed test left in it."""
         key = frozenset((variables or {}).items())
         home = self._homes.pop(key, None)
         if home is not None and home.unexpected():
@@ -111,6 +111,7 @@ class SharedHomes:
             home = None
         if home is None:
             home = Home(variables)
+        home.begin_module()
         others = [found for found in self._homes if found]
         for old in others[: max(0, len(others) - _KEPT + 1)] if key else ():
             self._close(self._homes.pop(old))

@@ -69,9 +69,10 @@ def holder(directory: Path, *uuids: str, uid: int = 0) -> Iterator[tuple[subproc
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """Where the locks go; other users can reach it."""
-    for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        if os.getuid() == 0:
-            parent.chmod(0o755)
+    if os.getuid() == 0:
+        for parent in (tmp_path, *tmp_path.parents):
+            if parent.name.startswith(("pytest-", "popen-", "test_")):
+                parent.chmod(0o755)
     return tmp_path / "locks"
 
 

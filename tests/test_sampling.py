@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import resource
@@ -625,40 +624,3 @@ REDUCE = StackFrame("/x/site-packages/torch/distributed/distributed_c10d.py", 20
 )
 def test_only_what_the_stack_shows_is_said(stack: RankStack, cause: str):
     assert waits_in(stack, NOTEBOOK) == cause
-
-
-# ---------------------------------------------------------------- the real driver
-
-
-@pytest.mark.needs_gpu
-def test_the_real_driver_tells_what_a_gpu_does():
-    from sgpu_magic.agent.gpus import Gpus
-    from sgpu_magic.agent.inventory import take_inventory
-
-    uuids = [device.uuid for device in take_inventory(simulate="", cpu_slots=1).devices]
-    if not uuids:
-        pytest.skip("needs a GPU")
-
-    async def read() -> dict[str, GpuReading]:
-        gpus = Gpus()
-        gpus.hold(uuids)
-        loop = asyncio.get_running_loop()
-        end = loop.time() + 20
-        found: dict[str, GpuReading] = {}
-        while len(found) < len(uuids) and loop.time() < end:
-            done: asyncio.Future[Any] = loop.create_future()
-            gpus.read(done.set_result)
-            found = dict(await done)
-        gpus.close()
-        return found
-
-    found = asyncio.run(read())
-    assert found.keys() == set(uuids)
-    for uuid, reading in found.items():
-        assert reading.problem == ""
-        assert reading.total_bytes is not None
-        assert reading.total_bytes > 1e9
-        assert reading.used_bytes is not None
-        if not uuid.startswith("MIG-"):
-            assert reading.temperature_c is not None
-            assert 0 < reading.temperature_c < 120

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from kernels import Cell, Home, Kernel, eventually, is_alive, stop_process, wait_gone
+from kernels import Cell, Home, Kernel, descriptors, eventually, is_alive, stop_process, wait_gone
 from strikes import events_of
 
 from sgpu_magic.pool.run_log import read_events
@@ -102,7 +102,13 @@ def others(home: Home) -> set[int]:
 
 
 def standby_ready(home: Home, ranks: int) -> None:
-    eventually(lambda: len(home.standby_pids()) == ranks, 15, "no standby group")
+    """Wait until a standby group is there and the agent watches each of its processes."""
+
+    def is_watched() -> bool:
+        watched = [link for pid in home.agent_pids() for link in descriptors(pid).values() if "pidfd" in link]
+        return len(home.standby_pids()) == ranks and len(watched) == ranks
+
+    eventually(is_watched, 15, "no standby group")
 
 
 def runs_again(kernel: Kernel) -> None:
@@ -158,7 +164,7 @@ def test_a_run_whose_agent_dies_when_its_time_is_over_has_timed_out(kernel: Kern
     reply = cell.wait(15)
     assert reply.ename == "RunTimeout", reply.story
     assert "agent on this machine ended unexpectedly" in reply.text, reply.story
-    row = home.ledger()[run_id]
+    row = eventually(lambda: home.ledger()[run_id].state == "timed out" and home.ledger()[run_id], 5, "its end is kept")
     assert row.state == "timed out"
     assert kernel.check("%%distributed -n 2\nprint('next')").lines(1) == ["next"]
 

@@ -741,7 +741,7 @@ def test_what_a_run_leaves(kernel: Kernel, home: Home):
     assert {entry.name for entry in directory.iterdir()} - {"requirements.txt"} == names
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     for entry in directory.iterdir():
-        assert stat.S_IMODE(entry.stat().st_mode) == 0o600, entry.name
+        assert not entry.stat().st_mode & 0o077, entry.name
     for folder in (home.state, home.state / "runs", home.state / "logs", home.runtime):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700, folder
     assert (directory / "cell.py").read_text().strip() == "print(word, rank)\nword = word.upper()"

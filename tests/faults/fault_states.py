@@ -106,8 +106,6 @@ class Stage:
 
     def __init__(self, home: Home) -> None:
         self.home = home
-        # each run that is cut short leaves one for a minute; the soak sees them go
-        home.uploads_kept = 50
         self._subject: Kernel | None = None
         self._spare: Kernel | None = None
         self._neighbour: Kernel | None = None

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,8 +13,11 @@ import pytest
 import real_gpus
 from figures import Figures
 from kernels import Home, Kernel, eventually
+from one_kernel import OneKernel
 
 from sgpu_magic.protocol.devices import Device
+
+_FIGURES = pytest.StashKey[str]()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -39,23 +43,18 @@ def home(request: pytest.FixtureRequest) -> Iterator[Home]:
 
 
 @pytest.fixture(scope="module")
-def module_kernel(home: Home) -> Iterator[Kernel]:
+def module_kernel(home: Home) -> Iterator[OneKernel]:
     """The module's kernel; use `kernel`."""
-    made = Kernel(home)
-    try:
-        made.check("%%distributed -n 1 --ui none\npass", 120)
-        # pyzmq has a thread of its own from the first large message on
-        made.check("print('x' * 200_000)")
-        home.check_leaks()
-        yield made
-    finally:
-        made.close()
+    made = OneKernel(home)
+    yield made
+    made.close()
 
 
 @pytest.fixture
-def kernel(module_kernel: Kernel) -> Kernel:
+def kernel(module_kernel: OneKernel) -> Iterator[Kernel]:
     """A kernel with the extension loaded and a warm pool; the module's tests share it. It never uses CUDA itself."""
-    return module_kernel
+    yield module_kernel.get()
+    module_kernel.settle()
 
 
 @pytest.fixture
@@ -89,18 +88,23 @@ def gpu_memory_is_given_back() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def figures(pytestconfig: pytest.Config) -> Iterator[Figures]:
-    """Takes what was measured; written to GPU.md when every row is there."""
+    """Takes what was measured; written to GPU.md when every row is there, and shown in any case."""
     made = Figures()
     yield made
-    said = made.write(Path(pytestconfig.rootpath, "tests", "benchmarks", "GPU.md"))
-    reporter = pytestconfig.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None:
-        reporter.write_line(f"\n{said}")
+    pytestconfig.stash[_FIGURES] = made.write(Path(pytestconfig.rootpath, "tests", "benchmarks", "GPU.md"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if said := config.stash.get(_FIGURES, ""):
+        terminalreporter.write_line(f"\n{said}")
 
 
 @pytest.fixture
 def go(home: Home) -> Iterator[Callable[[], None]]:
-    """Lets ranks that wait for the file `go` in their directory end: `go()`."""
+    """Lets ranks that wait for the file `go` in their directory end: `go()`. After a test none waits any more."""
     path = home.work / "go"
     yield path.touch
-    path.unlink(missing_ok=True)
+    path.touch()
+    with contextlib.suppress(AssertionError):
+        eventually(lambda: not home.rank_pids(), 10, "no rank waits")
+    path.unlink()

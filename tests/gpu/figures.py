@@ -11,6 +11,7 @@ from pathlib import Path
 
 import real_gpus
 
+from sgpu_magic.environment.cuda import driver_version
 from tests.benchmarks.measure import Series, show
 from tests.benchmarks.report import machine
 
@@ -106,8 +107,7 @@ def _text(series: Series, ours: Series | None) -> str:
 
 def _gpus() -> str:
     names = [device.name for device in real_gpus.at_start()]
-    driver = next((row[0] for row in real_gpus.smi("driver_version")), "?")
-    return f"{len(names)} {', '.join(sorted(set(names)))}, driver {driver}"
+    return f"{len(names)} {', '.join(sorted(set(names)))}, driver {driver_version() or '?'}"
 
 
 def _peers() -> str:

@@ -61,10 +61,9 @@ def test_a_gpu_that_another_program_uses_is_not_leased(kernel: Kernel, gpus: tup
         if foreign.pid in real_gpus.smi_processes():
             assert f"process {foreign.pid}" in reply.evalue
         # the remedy that it names
-        allowed = kernel.check(
-            f"%%distributed -n {every} --allow-busy\nimport torch\nprint(torch.ones(1, device=device))"
-        )
-        assert "cuda:0" in allowed.text
+        body = "import torch\nprint(torch.ones(1, device=device).device)"
+        allowed = kernel.check(f"%%distributed -n {every} --allow-busy\n{body}", 60)
+        assert allowed.lines(0) == ["cuda:0"]
         assert foreign.poll() is None
     eventually(lambda: "in use outside the pool" not in kernel.check("%sgpu_status").text, 15, "the pool's view")
 

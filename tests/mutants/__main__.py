@@ -24,9 +24,12 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+import msgspec
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = Path(__file__).with_name("mutants.toml")
@@ -36,15 +39,16 @@ _LIMIT_S = 120.0
 # for all named tests together, without any fault
 _CLEAN_LIMIT_S = 3600.0
 _NOT_SLOW = ("-m", "not slow")
-# of the caller's: where pytest, the compiler's cache and the temporary files of the copy are is decided here
+# the caller's options of pytest and of Python do not count here
 _NOT_INHERITED = ("PYTEST_", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTHONSAFEPATH", "VIRTUAL_ENV")
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py(?:::\S+)?)", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py.*?)(?: - .*)?$", re.MULTILINE)
 _KILL_PASSES = 5
 # pytest's exit statuses
 _PASSED, _TESTS_FAILED, _NOTHING_SELECTED = 0, 1, 5
 
 
-class Fault(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Fault:
     """One planted fault.
 
     Args:
@@ -103,8 +107,7 @@ class Outcome(NamedTuple):
 
 def read_faults(path: Path = FAULTS) -> list[Fault]:
     """Read the faults, in the order of the file."""
-    tables = tomllib.loads(path.read_text())["fault"]
-    return [Fault(**{**table, "tests": tuple(table["tests"])}) for table in tables]
+    return msgspec.convert(tomllib.loads(path.read_text())["fault"], list[Fault])
 
 
 class Tree:
@@ -118,6 +121,7 @@ class Tree:
         # short: the path of a socket below it ends at 108 bytes
         self.folder = Path(tempfile.mkdtemp(prefix="mut")).resolve()
         self.path = self.folder / "tree"
+        self.temporary = self.folder / "t"
 
     def __enter__(self) -> Tree:
         try:
@@ -137,7 +141,7 @@ class Tree:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     @contextlib.contextmanager
-    def planted(self, fault: Fault) -> Iterator[None]:
+    def planted(self, fault: Fault) -> Generator[None]:
         """Have the fault in the copy for as long as the block runs."""
         file = self.path / PACKAGE / fault.file
         source = file.read_text()
@@ -174,7 +178,7 @@ class Tree:
             seconds = time.monotonic() - began
             output.seek(0)
             text = output.read()
-        for left in (self.folder / "t").iterdir():
+        for left in self.temporary.iterdir():
             shutil.rmtree(left, ignore_errors=True)
         return Outcome(*_judge(code, text, limit_s), seconds, text)
 
@@ -194,7 +198,10 @@ class Tree:
             if source.is_symlink() or source.is_file():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, target, follow_symlinks=False)
-        (self.folder / "t").mkdir()
+        # some tests are other users for a moment, who pass through here as through /tmp
+        self.folder.chmod(0o711)
+        self.temporary.mkdir()
+        self.temporary.chmod(0o1777)
 
     def _check_imports(self) -> None:
         """Refuse to go on where Python imports another sgpu_magic, such as one that is installed in editable mode."""
@@ -215,7 +222,7 @@ class Tree:
     def _environ(self) -> dict[str, str]:
         environ = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)}
         path = os.pathsep.join(filter(None, (str(self.path), environ.get("PYTHONPATH", ""))))
-        return environ | {"PYTHONPATH": path, "TMPDIR": str(self.folder / "t")}
+        return environ | {"PYTHONPATH": path, "TMPDIR": str(self.temporary)}
 
     @staticmethod
     def _write(file: Path, source: str) -> None:
@@ -277,7 +284,9 @@ def _has_mark(pid: int, mark: str) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the faults, print a line for each and a summary; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutants", description="Plant faults and see which tests catch them."
+    )
     parser.add_argument("--all", action="store_true", help="run slow tests too, and faults that need them")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="run these faults")
     parser.add_argument("--list", action="store_true", help="show the faults and run nothing")
