@@ -175,6 +175,7 @@ for name, mine, build in (("4", 0, 0), ("ai-4", 0, 1), ("4", 1, 0)):
 """
 
 
+@pytest.mark.slow
 def test_a_base_is_pins_without_what_the_node_brings(tmp_path: Path):
     python = python_of_the_base(tmp_path / "venv")
     done = subprocess.run(

@@ -95,6 +95,7 @@ def newest_run(home: Home) -> str:
 # ------------------------------------------------------------ no pool
 
 
+@pytest.mark.slow
 def test_without_a_pool_everything_says_so_and_starts_none(bare_home: Home):
     assert "no local pool is running" in output_of(bare_home, "pool", "status")
     assert "no local pool is running" in output_of(bare_home, "pool", "stop")
@@ -178,7 +179,14 @@ def test_an_id_that_two_runs_begin_with_lists_them(bare_home: Home):
     assert output_of(bare_home, "logs", "7f3b") == "b\n"
 
 
-@pytest.mark.parametrize("line", [b"x" * 99 + b"\n", b"x" * 100, b"step\r"], ids=["lines", "no end", "bar"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(b"x" * 99 + b"\n", id="lines"),
+        pytest.param(b"x" * 100, id="no end", marks=pytest.mark.slow),
+        pytest.param(b"step\r", id="bar", marks=pytest.mark.slow),
+    ],
+)
 def test_a_large_log_is_streamed(bare_home: Home, line: bytes):
     size = 60_000_000
     kept_run(bare_home, "7f3a0001", {0: line * (size // len(line))})
@@ -298,6 +306,7 @@ def test_detach_frees_a_blocked_notebook(kernel: Kernel, home: Home):
     assert "RunUnknown" not in only_error(sgpu(home, "detach", "ffffffff"), 2)
 
 
+@pytest.mark.slow
 def test_runs_are_the_same_after_the_pool_is_stopped(new_home: Callable[..., Home]):
     home = new_home()
     kernel = Kernel(home)
@@ -319,7 +328,7 @@ def test_runs_are_the_same_after_the_pool_is_stopped(new_home: Callable[..., Hom
         kernel.close()
 
 
-@pytest.mark.parametrize("agent_dies", [False, True])
+@pytest.mark.parametrize("agent_dies", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_following_outlasts_the_pool_but_not_the_ranks(new_home: Callable[..., Home], agent_dies: bool):
     home = new_home()
     kernel = Kernel(home)

@@ -175,6 +175,7 @@ def test_a_slow_group_is_a_warning():
     assert (found.level, "5.0 s" in found.text) == (Level.WARNING, True)
 
 
+@pytest.mark.slow
 def test_a_gpu_and_a_torch_without_cuda(bare_home: Home, nvml_stub: Callable[..., dict[str, str]]):
     import torch
 
@@ -186,6 +187,7 @@ def test_a_gpu_and_a_torch_without_cuda(bare_home: Home, nvml_stub: Callable[...
     assert report.has("torch and gpu", "problem", "without CUDA", "installation page")
 
 
+@pytest.mark.slow
 def test_a_pool_that_lives_and_one_that_was_killed(new_home: Callable[..., Home]):
     home = new_home({"SGPU_SIMULATE": "a10:2"})
     kernel = Kernel(home)

@@ -125,7 +125,12 @@ def test_a_fresh_build_gives_the_committed_bytes(front_end: Path, tmp_path: Path
 
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(
-    "script", ["test", pytest.param("check", marks=pytest.mark.slow), pytest.param("lint", marks=pytest.mark.slow)]
+    "script",
+    [
+        pytest.param("test", marks=pytest.mark.slow),
+        pytest.param("check", marks=pytest.mark.slow),
+        pytest.param("lint", marks=pytest.mark.slow),
+    ],
 )
 def test_the_sources_pass_their_checks(front_end: Path, script: str) -> None:
     told = npm(front_end, "run", script)

@@ -85,6 +85,7 @@ def test_every_public_function_says_what_it_takes_and_raises():
                 assert inspect.getdoc(member), f"{cls.__name__}.{name} has no docstring"
 
 
+@pytest.mark.slow
 def test_a_program_with_types_is_understood_by_pyright():
     assert (Path(sgpu_magic.__file__).parent / "py.typed").exists()
     done = subprocess.run(

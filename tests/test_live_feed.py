@@ -108,6 +108,7 @@ def test_a_flood_of_400_000_lines_is_at_most_ten_small_messages_a_second(ranks: 
     assert [front.rows[number] for number in range(200_000, 200_020)] == run.all_lines()[200_000:200_020]
 
 
+@pytest.mark.slow
 def test_a_flood_that_nobody_is_told_of_costs_no_memory(tmp_path: Path) -> None:
     run = LiveRun(tmp_path)
     tracemalloc.start()

@@ -203,6 +203,7 @@ def test_a_line_that_grows_in_many_batches_costs_no_memory(tmp_path: Path) -> No
 # ------------------------------------------------------------ order
 
 
+@pytest.mark.slow
 def test_the_order_of_a_million_alternating_lines_is_small() -> None:
     order = LogOrder(4)
     bodies = [ev.OutputWritten(rank=rank, stream="stdout", text="x\n", start=0, end=2) for rank in range(4)]

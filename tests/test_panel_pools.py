@@ -129,6 +129,7 @@ def test_one_that_is_away_says_so_with_a_button_and_holds_up_no_other(
     assert [pool["name"] for pool in answer["pools"]["pools"]] == ["team", "gone", "local"]
 
 
+@pytest.mark.slow
 def test_one_that_is_killed_is_lost_and_found_again(team: ServedPool, open_page: Callable[..., ServedPage]):
     page = open_page("team")
     page.until_state("up")

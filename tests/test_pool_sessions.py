@@ -345,6 +345,7 @@ def test_lists_tell_sessions_from_cells(client: PoolClient, session: ClientSessi
 # ---------------------------------------------------------------- deaths
 
 
+@pytest.mark.slow
 def test_a_session_and_its_cell_outlive_a_killed_pool(new_home: Callable[..., Home]):
     home = new_home({})
     client = PoolClient(home)
@@ -372,6 +373,7 @@ def test_a_session_and_its_cell_outlive_a_killed_pool(new_home: Callable[..., Ho
         client.close()
 
 
+@pytest.mark.slow
 def test_cells_come_back_before_their_queued_session(new_home: Callable[..., Home]):
     """Both waited in the queue of a pool that was killed; the cell's thread is the first to come back."""
     home = new_home({"SGPU_SIMULATE": "a10:2"})
@@ -401,6 +403,7 @@ def test_cells_come_back_before_their_queued_session(new_home: Callable[..., Hom
         client.close()
 
 
+@pytest.mark.slow
 def test_a_killed_agent_ends_the_session_and_all_its_cells(new_home: Callable[..., Home]):
     home = new_home({})
     client = PoolClient(home)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from kernels import eventually
+from waiting import eventually
 
 from sgpu_magic.agent.out_of_memory import MemoryWatch, memory_limit, peak_memory
 from sgpu_magic.agent.process_use import ProcessTable
@@ -230,12 +231,18 @@ def test_a_fork_of_a_rank_tells_its_crash_on_stderr():
 @pytest.mark.skipif(not find_py_spy(), reason="needs py-spy")
 def test_py_spys_stack_of_a_stopped_process():
     with rank_like("time.sleep(60)") as (process, _):
-        process.send_signal(signal.SIGSTOP)
         command = [find_py_spy(), "dump", "--json", "--nonblocking", "--pid", str(process.pid)]
-        found = subprocess.run(command, capture_output=True, check=False)
-        if found.returncode:
-            pytest.skip(f"py-spy may not look into processes here: {found.stderr.decode()}")
-        assert functions(parse_py_spy(found.stdout, process.pid)) == [("inner", 8), ("outer", 10), ("<module>", 11)]
+
+        def stopped_stack() -> list[tuple[str, int]]:
+            process.send_signal(signal.SIGSTOP)
+            found = subprocess.run(command, capture_output=True, check=False)
+            process.send_signal(signal.SIGCONT)
+            if found.returncode:
+                pytest.skip(f"py-spy may not look into processes here: {found.stderr.decode()}")
+            return functions(parse_py_spy(found.stdout, process.pid))
+
+        # it may be stopped just before it sleeps
+        eventually(lambda: stopped_stack() == [("inner", 8), ("outer", 10), ("<module>", 11)], 10, stopped_stack)
         assert parse_py_spy(b"{}", process.pid) == ()
 
 

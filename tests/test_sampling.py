@@ -308,6 +308,7 @@ def test_a_lost_gpu_says_so_and_the_others_are_read_on(reader: Callable[..., Rea
     assert (found["lost"], found["utilization_pct"]) == (False, 5)
 
 
+@pytest.mark.slow
 def test_a_call_that_does_not_return_costs_only_its_device(reader: Callable[..., Reader]):
     one = reader([gpu(0, utilization_pct=10), gpu(1, utilization_pct=20), gpu(2, utilization_pct=30)])
     one.ask("hold", *UUIDS[:3])

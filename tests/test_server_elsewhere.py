@@ -155,6 +155,7 @@ def test_cancel_reaches_the_pool(server: JupyterServer, kernel: ServerKernel, pl
     same(server.get(f"{cell.path}/outputs").body["outputs"], kernels)
 
 
+@pytest.mark.slow
 def test_a_killed_pool_service_is_told_and_the_next_one_followed(
     server: JupyterServer, kernel: ServerKernel, place: Home, pool: ServedPool
 ):

@@ -364,6 +364,7 @@ def test_displays_are_told_of_and_given_while_the_run_goes_on(server: JupyterSer
     kernel.finish(message)
 
 
+@pytest.mark.slow
 def test_a_run_whose_pool_was_killed_is_over(server: JupyterServer, kernel: ServerKernel, place: Home):
     body = "import time\nprint('begun', flush=True)\ntime.sleep(600)"
     kernel.run(f"%%distributed -n 1 --detach --name orphan\n{body}")

@@ -189,6 +189,7 @@ def test_it_stays_within_its_limit_and_says_where_the_rest_is(ranks: int) -> Non
     assert f"sgpu logs 7f3a --rank {ranks - 1} · {DIRECTORY}/rank-{ranks - 1}.log" in text
 
 
+@pytest.mark.slow
 def test_with_little_room_the_ranks_that_stand_out_are_listed() -> None:
     run = Run(ranks=1000, limit=20_000).start("a10").sample(70, idle_ranks=(700,))
     failure = msgspec.structs.replace(value_error(), rank=900)

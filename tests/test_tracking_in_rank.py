@@ -396,6 +396,7 @@ def test_the_first_of_the_ranks_that_take_part_leads(ranks: Tracked):
     assert child != ranks.place.tracked.mlflow_run_id
 
 
+@pytest.mark.slow
 def test_what_the_user_sets_counts(new_ranks: Tracked, tmp_path: Path):
     ranks = new_ranks
     run_id = ranks.place.tracked.mlflow_run_id
@@ -457,6 +458,7 @@ with mlflow.start_run(run_name="x") as run:
         assert "sgpu sync" in remark
 
 
+@pytest.mark.slow
 def test_an_answer_that_does_not_come_is_given_up(new_ranks: Tracked):
     # the patience is 20 s: the test has less
     shorter = "from sgpu_magic.tracking import in_rank\nin_rank._PATIENCE_S = 0.5\n"

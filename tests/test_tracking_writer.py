@@ -192,6 +192,7 @@ def store(settings: Settings) -> Runs:
     return Runs(settings.default_store_uri)
 
 
+@pytest.mark.slow
 def test_a_run_is_all_there(settings: Settings, writer: WriterProcess, store: Runs):
     run = ToldRun(settings, parameters=(("lr", "0.1"),), environment="d1gest")
     (run.directory / "requirements.txt").write_text("numpy==2.0\n")
@@ -346,6 +347,7 @@ def test_a_deleted_run_is_let_go_with_a_sentence(settings: Settings, writer: Wri
     assert store.of(run.run_id) == []
 
 
+@pytest.mark.slow
 def test_a_killed_writer_is_gone_on_after_and_end_of_file_ends_it(settings: Settings, store: Runs):
     writer = WriterProcess(settings)
     runs = [ToldRun(settings) for _ in range(3)]
@@ -379,6 +381,7 @@ def test_a_killed_writer_is_gone_on_after_and_end_of_file_ends_it(settings: Sett
         writer.close()
 
 
+@pytest.mark.slow
 def test_two_pools_make_the_store_at_once_and_it_is_private(tmp_path: Path):
     settings = new_settings()
     writers = [WriterProcess(settings) for _ in range(2)]

@@ -134,6 +134,7 @@ WAYS_TO_BREAK = {
 }
 
 
+@pytest.mark.slow
 def test_models_and_groups_train_on_over_renewals(session: Session):
     session.run(SETUP)
     assert values(session, "check()") == GOOD
@@ -148,6 +149,7 @@ def test_models_and_groups_train_on_over_renewals(session: Session):
     assert values(session, made.partition("\n")[2]) == [1.0, 2.0, 2.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", ["model", "sharded"])
 def test_a_backward_pass_that_fails_half_way_leaves_the_models_usable(session: Session, wrapped: str):
     session.run(SETUP)

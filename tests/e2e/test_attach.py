@@ -109,6 +109,7 @@ def test_a_large_result_is_there_for_everybody_who_comes(kernel: Kernel, new_ker
     assert kernel.value("[int(each.sum()) for each in big]") == [300_000, 600_000]
 
 
+@pytest.mark.slow
 def test_results_that_a_notebook_has_had_are_there_for_the_next_one(
     kernel: Kernel, new_kernel: Callable[..., Kernel], home: Home
 ):
@@ -218,6 +219,7 @@ def test_what_can_not_be_attached_to(kernel: Kernel):
     assert kernel.run("%sgpu_detach ffff").ename == "RunUnknown"
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_pool_is_still_there(new_home: Callable[..., Home]):
     home = new_home()
     kernel = Kernel(home)
@@ -239,6 +241,7 @@ def test_a_run_of_an_earlier_pool_is_still_there(new_home: Callable[..., Home]):
 # ------------------------------------------------------------ let go
 
 
+@pytest.mark.slow
 def test_detaching_from_another_kernel_frees_the_cell(
     kernel: Kernel, new_kernel: Callable[..., Kernel], home: Home, word: Word
 ):
@@ -259,6 +262,7 @@ def test_detaching_from_another_kernel_frees_the_cell(
     assert kernel.value("value") == 9
 
 
+@pytest.mark.slow
 def test_a_detached_runs_memory_is_not_written_again(
     kernel: Kernel, new_kernel: Callable[..., Kernel], home: Home, word: Word
 ):

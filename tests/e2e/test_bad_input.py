@@ -229,6 +229,7 @@ def test_payload_bigger_than_the_disk(kernel: Kernel):
 # ---------------------------------------------------------------- pools
 
 
+@pytest.mark.slow
 def test_pool_of_another_version(new_home):
     """A pool that speaks a newer protocol: a real process whose welcome says so."""
     home = new_home()
@@ -262,6 +263,7 @@ def test_pool_of_another_version(new_home):
         kernel.close()
 
 
+@pytest.mark.slow
 def test_what_a_killed_pool_left_does_not_matter(new_home):
     home = new_home()
     kernel = Kernel(home)
@@ -277,6 +279,7 @@ def test_what_a_killed_pool_left_does_not_matter(new_home):
         kernel.close()
 
 
+@pytest.mark.slow
 def test_address_file_of_a_dead_pool_whose_pid_lives_again(new_home):
     home = new_home()
     (home.runtime / "pool.json").write_text(

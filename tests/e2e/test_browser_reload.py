@@ -180,6 +180,7 @@ def first_step(text: str) -> int:
     return min(int(step) for step in re.findall(r"step (\d+)", text))
 
 
+@pytest.mark.slow
 def test_a_reloaded_page_has_the_live_view_again_and_the_outputs_at_the_end(
     opened: Callable[[str], Notebook], in_lab: bool
 ):

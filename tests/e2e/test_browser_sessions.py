@@ -93,6 +93,7 @@ REAL = [
 ]
 
 
+@pytest.mark.slow
 def test_a_session_from_connect_to_the_disconnect_button(opened: Callable[..., OpenNotebook]) -> None:
     notebook = opened("session", REAL)
     notebook.run(1)

@@ -67,6 +67,7 @@ def test_a_run_is_seen_while_it_goes_on_and_kept_when_it_is_over(opened: Callabl
     assert "application/vnd.sgpu.run.v1+json" in str(outputs)
 
 
+@pytest.mark.slow
 def test_cancel_and_stacks_work_while_the_cell_blocks(opened: Callable[..., OpenNotebook]):
     notebook = opened("buttons", ["%%distributed -n 2\nimport time\ndef wait():\n    time.sleep(600)\nwait()"])
     notebook.start(1)

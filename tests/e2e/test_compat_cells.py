@@ -90,6 +90,7 @@ def test_types_from_the_enum_and_from_the_launcher_module(kernel: Kernel):
     assert kernel.value("result") == [[0.1, 2, 0, 0], [0.1, 2, 0, 1]]
 
 
+@pytest.mark.slow
 def test_a_training_that_makes_its_own_group(kernel: Kernel):
     """The documented multi-layer perceptron: setup, training, cleanup, with the backend that the device has."""
     kernel.check(

@@ -123,6 +123,7 @@ while not os.path.exists(stop): time.sleep(0.02)
 """
 
 
+@pytest.mark.slow
 def test_while_it_runs_and_where_it_stopped(served: ServedPool, ann: RemoteUser, tmp_path: Path):
     names = {"stop": str(tmp_path / "stop")}
     target = tmp_path / "target"
@@ -155,6 +156,7 @@ def test_while_it_runs_and_where_it_stopped(served: ServedPool, ann: RemoteUser,
     assert "no run" in cp(bob.home, f"{run.run_id[:8]}:out/deep/run.sh", "-", cwd=target, code=2)[1].lower()
 
 
+@pytest.mark.slow
 def test_the_nodes_of_ranks(tmp_path: Path):
     """Each far node's ranks have a working directory of their own, and it comes to the pool with their end."""
     home = Home({"SGPU_SIMULATE": "a10:2"})

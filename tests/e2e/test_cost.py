@@ -114,6 +114,7 @@ def test_a_run_is_billed_whole_seconds_of_its_devices(client: PoolClient) -> Non
     assert (on_cpu.gpu_s, on_cpu.cost) == (2.0, pytest.approx(0.002))
 
 
+@pytest.mark.slow
 def test_without_prices_nothing_is_said_of_money(clients: Callable[..., PoolClient]) -> None:
     client = clients(SGPU_PRICES="")
     run = client.begin("1", ranks=2, device_type="cpu")
@@ -202,6 +203,7 @@ def test_a_sessions_cost_limit_ends_it_with_what_runs_in_it(client: PoolClient) 
         session.begin("1", max_cost=3.0)
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept_across_runs_and_services(clients: Callable[..., PoolClient]) -> None:
     client = clients(SGPU_BUDGET="0.08", SGPU_BUDGET_DAYS="2", SGPU_ADOPT_TIMEOUT_S="20")
     first = client.begin(SLEEP.format(0.5), ranks=4, device_type="a10").ended()
@@ -232,6 +234,7 @@ def test_a_budget_is_kept_across_runs_and_services(clients: Callable[..., PoolCl
     assert client.begin("1", ranks=1, device_type="t4").ended().state is RunState.SUCCEEDED
 
 
+@pytest.mark.slow
 def test_a_run_that_was_lost_with_everything_is_billed_for_as_long_as_it_was_heard_of(
     clients: Callable[..., PoolClient],
 ) -> None:

@@ -179,6 +179,7 @@ def test_a_default_that_the_running_notebook_sets_counts_from_the_next_run(kerne
     kernel.check("%%distributed -n 1 --type cpu\npass")
 
 
+@pytest.mark.slow
 def test_a_run_has_the_packages_of_a_file_and_the_nodes_torch(kernel: Kernel, home: Home):
     (home.work / "small.txt").write_text("zipp==3.20.0\nidna\n")
     kernel.check(

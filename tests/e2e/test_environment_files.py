@@ -99,7 +99,7 @@ def test_a_run_in_a_kernel_that_does_not_know_yet_gets_its_files_too(home: Home,
     assert f"digest {known(kernel)}" in text.splitlines()[0]
 
 
-@pytest.mark.parametrize("installed", ["long ago", "just now"])
+@pytest.mark.parametrize("installed", ["long ago", pytest.param("just now", marks=pytest.mark.slow)])
 def test_a_script_that_ends_at_once_leaves_its_packages(home: Home, own_python: Path, installed: str):
     at = time.time() - (3600 if installed == "long ago" else 0)
     os.utime(site_packages(own_python), (at, at))
@@ -120,6 +120,7 @@ def test_a_script_that_ends_at_once_leaves_its_packages(home: Home, own_python: 
     eventually(lambda: home.ledger()[run_id].state == "succeeded", 30, "the run ends")
 
 
+@pytest.mark.slow
 def test_what_pip_installs_is_in_the_next_run(own_kernel: Kernel, home: Home, tmp_path: Path):
     before = known(own_kernel)
     own_kernel.check(RUN)
@@ -153,6 +154,7 @@ def test_the_next_pool_gets_them_too(home: Home, new_kernel: Callable[..., Kerne
     requirements_in(newest(home))
 
 
+@pytest.mark.slow
 def test_a_lock_file_comes_when_the_notebook_is_quiet(new_home: Callable[..., Home]):
     home = new_home({"SGPU_LOCK_ENVIRONMENTS": "on"})
     kernel = Kernel(home)

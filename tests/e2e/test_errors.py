@@ -264,6 +264,7 @@ def test_signal_death_is_told_with_its_name(kernel: Kernel, number: int, name: s
     assert kernel.check("%%distributed -n 2\nprint('next')").lines(0) == ["next"]
 
 
+@pytest.mark.slow
 def test_recursion_and_memory_errors_are_ordinary(kernel: Kernel):
     reply = kernel.run("%%distributed -n 1\ndef f(): return f()\nf()")
     assert reply.ename == "RecursionError"

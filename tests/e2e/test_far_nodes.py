@@ -122,6 +122,7 @@ if rank == 0:
 """
 
 
+@pytest.mark.slow
 def test_all_that_ranks_print_and_write_goes_to_the_pool(home: Home, client: PoolClient):
     run = client.begin(WRITE.format(nodes=str(home.state / "nodes")), ranks=4, nodes=2)
     assert run.ended().state is RunState.SUCCEEDED, run.ended()

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from kernels import Home, Kernel
 
+pytestmark = pytest.mark.slow
+
 DISK_MB = 4
 
 

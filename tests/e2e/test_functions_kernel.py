@@ -127,6 +127,7 @@ def test_a_timeout_ends_it(kernel: Kernel):
     assert reply.ename == "RunTimeout", reply.story
 
 
+@pytest.mark.slow
 def test_the_run_can_be_done_again_outside_the_notebook(kernel: Kernel):
     kernel.check("@distributed(gpus=2, ui='none')\ndef again(x, rank):\n    print(f'rank {rank} has {x}')")
     reply = kernel.check(

@@ -15,6 +15,8 @@ from sgpu_magic import Run
 from sgpu_magic.functions.options import Options, SharedOptions
 from sgpu_magic.functions.sweep import Sweep
 
+pytestmark = pytest.mark.slow
+
 NOTEBOOK = NOTEBOOKS / "python_api.ipynb"
 
 

@@ -470,6 +470,7 @@ def test_ctrl_c_cancels_a_script_and_ends_it(home: Home):
         (home.work / f"rank-{rank}-up").unlink()
 
 
+@pytest.mark.slow
 def test_it_goes_on_with_the_next_pool_when_the_pool_is_killed(home: Home):
     process = start(
         home,

@@ -165,8 +165,9 @@ def test_the_share_of_the_runs_own_processes_is_told(kernel: Kernel, machine: di
     (pid,) = [int(line.split()[1]) for line in log if line.startswith("pid ")]
     everybody = [nvml.StubProcess(pid, GB), nvml.StubProcess(1 << 22, 2 * GB)]
     uses = [(pid, 70), (1 << 22, 20)]
-    mine = gpu(0, utilization_pct=90, used_bytes=3 * GB, processes=everybody, uses=uses)
-    nvml.change(machine, [mine, *nvml.a10s(4)[1:]])
+    # whichever of them the rank has
+    nvml.change(machine, [gpu(index, utilization_pct=90, used_bytes=3 * GB, processes=everybody, uses=uses)
+                          for index in range(4)])  # fmt: skip
     run.until(lambda view: run.sample(0).own_bytes is not None)
     sample = run.sample(0)
     assert (sample.utilization_pct, sample.own_utilization_pct) == (90, 70)

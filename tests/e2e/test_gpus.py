@@ -174,6 +174,7 @@ def test_two_pools_never_share_a_device(two_pools: tuple[Kernel, Kernel], home: 
     eventually(lambda: second.run("%%distributed -n 4 --wait 0 --ui none\n1").status == "ok", 15, "the locks' release")
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_killed_pool_keep_their_devices(two_pools: tuple[Kernel, Kernel], home: Home):
     first, second = two_pools
     holding = first.start(
@@ -198,6 +199,7 @@ def test_the_ranks_of_a_killed_pool_keep_their_devices(two_pools: tuple[Kernel, 
         eventually(lambda k=kernel: k.run("%%distributed -n 4 --wait 0 --ui none\n1").status == "ok", 15, "the devices")
 
 
+@pytest.mark.slow
 def test_nothing_holds_a_device_when_pool_and_agent_are_killed(two_pools: tuple[Kernel, Kernel], home: Home):
     first, second = two_pools
     holding = first.start("%%distributed -n 4\nimport time\ntime.sleep(600)")

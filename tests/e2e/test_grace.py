@@ -153,6 +153,7 @@ def test_survivor_of_a_failure_has_no_grace_by_default(kernel: Kernel):
 # ---------------------------------------------------------------- what a rank has started
 
 
+@pytest.mark.slow
 def test_grandchildren_end_with_their_rank_and_strangers_do_not(kernel: Kernel):
     with subprocess.Popen(["sleep", "301"], start_new_session=True, env={"PATH": os.environ["PATH"]}) as stranger:
         try:
@@ -184,6 +185,7 @@ def test_grandchildren_end_with_their_rank_and_strangers_do_not(kernel: Kernel):
             stranger.kill()
 
 
+@pytest.mark.slow
 def test_killed_zygote_is_the_death_of_its_ranks(kernel: Kernel):
     cell = up(kernel, "%%distributed -n 2\nimport time\nprint('up', flush=True)\ntime.sleep(600)")
     ranks = kernel.home.rank_pids()

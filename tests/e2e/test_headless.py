@@ -74,6 +74,7 @@ def test_nbclient_fails_at_a_failed_rank(environment: Home):
     assert made.cells[2].execution_count is None
 
 
+@pytest.mark.slow
 def test_papermill_passes_parameters_and_fails_alike(environment: Home, tmp_path: Path):
     made = notebook(
         "n = 1", "%load_ext sgpu_magic", "%%distributed -n 2\nprint('n is', n)\nif n == 7: raise KeyError(n)"

@@ -120,7 +120,7 @@ def runs_again(kernel: Kernel) -> None:
 # ---------------------------------------------------------------- killed while a run goes on
 
 
-@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize("work", ["sleep", pytest.param("barrier", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("which", "error", "says"),
     [
@@ -146,6 +146,7 @@ def test_a_kill_while_a_run_goes_on(kernel: Kernel, home: Home, which: str, erro
     assert home.pool_pid() == pool, "the pool service has to outlive its agent"
 
 
+@pytest.mark.slow
 def test_a_run_whose_agent_dies_when_its_time_is_over_has_timed_out(kernel: Kernel, home: Home):
     cell = kernel.start(f"%%distributed -n 2 --timeout 2 --name slow\n{SLEEP}")
     cell.until_shown("[1] begun")
@@ -169,6 +170,7 @@ def test_a_run_whose_agent_dies_when_its_time_is_over_has_timed_out(kernel: Kern
     assert kernel.check("%%distributed -n 2\nprint('next')").lines(1) == ["next"]
 
 
+@pytest.mark.slow
 def test_agents_that_are_killed_at_work_are_replaced_each_time(kernel: Kernel, home: Home):
     """Only one that never gets a run to start is given up."""
     for _ in range(4):
@@ -222,6 +224,7 @@ def test_a_run_outlives_its_killed_pool(kernel: Kernel, home: Home, go_file: Pat
     runs_again(kernel)
 
 
+@pytest.mark.slow
 def test_a_run_whose_notebook_does_not_come_back_ends(home: Home, new_kernel: Callable[..., Kernel], go_file: Path):
     """The notebook lives but can't start another pool service: everything ends when the time is over."""
     kernel = new_kernel()
@@ -243,7 +246,7 @@ def test_a_run_whose_notebook_does_not_come_back_ends(home: Home, new_kernel: Ca
     runs_again(kernel)
 
 
-@pytest.mark.parametrize("comes", ["at once", "when a pool is there again"])
+@pytest.mark.parametrize("comes", ["at once", pytest.param("when a pool is there again", marks=pytest.mark.slow)])
 def test_a_detached_run_outlives_notebook_and_pool(
     home: Home, new_kernel: Callable[..., Kernel], go_file: Path, comes: str
 ):
@@ -273,8 +276,12 @@ def test_a_detached_run_outlives_notebook_and_pool(
     ("together", "says"),
     [
         (("pool", "agent"), "the pool service and the agent of its ranks ended unexpectedly"),
-        (("agent", "zygote"), "the agent on this machine ended unexpectedly"),
-        (("pool", "agent", "zygote"), "the pool service and the agent of its ranks ended unexpectedly"),
+        pytest.param(("agent", "zygote"), "the agent on this machine ended unexpectedly", marks=pytest.mark.slow),
+        pytest.param(
+            ("pool", "agent", "zygote"),
+            "the pool service and the agent of its ranks ended unexpectedly",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_several_killed_at_once(kernel: Kernel, home: Home, together: tuple[str, ...], says: str):
@@ -306,7 +313,7 @@ def test_a_kill_while_nothing_runs(kernel: Kernel, home: Home, which: str):
     assert (home.pool_pid() == pool) is (which != "pool")
 
 
-@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize("work", ["sleep", pytest.param("barrier", marks=pytest.mark.slow)])
 def test_a_killed_kernel_takes_its_run_along(home: Home, new_kernel: Callable[..., Kernel], work: str):
     kernel = new_kernel()
     begun(kernel, work)
@@ -320,6 +327,7 @@ def test_a_killed_kernel_takes_its_run_along(home: Home, new_kernel: Callable[..
     runs_again(new_kernel())
 
 
+@pytest.mark.slow
 def test_a_killed_kernel_while_nothing_runs(home: Home, new_kernel: Callable[..., Kernel]):
     kernel = new_kernel()
     kernel.check("import torch; big = torch.ones(1_000_000)")
@@ -360,6 +368,7 @@ def test_the_pool_starts_by_itself_and_is_shared(home: Home, new_kernel: Callabl
     assert os.getsid(pool or 0) != os.getsid(first.pid)
 
 
+@pytest.mark.slow
 def test_the_pool_outlives_kernels_and_restarts(home: Home, new_kernel: Callable[..., Kernel]):
     kernel = new_kernel()
     runs_again(kernel)
@@ -388,6 +397,7 @@ def test_unloading_ends_nothing_but_the_link(home: Home, new_kernel: Callable[..
     assert home.pool_pid() == pool
 
 
+@pytest.mark.slow
 def test_the_pool_ends_itself_when_nobody_needs_it(new_home: Callable[..., Home]):
     """After a warning, also while notebooks are open: idle ranks are not theirs to keep."""
     home = new_home({"SGPU_POOL_IDLE_S": "2"})
@@ -405,6 +415,7 @@ def test_the_pool_ends_itself_when_nobody_needs_it(new_home: Callable[..., Home]
         kernel.close()
 
 
+@pytest.mark.slow
 def test_a_pool_whose_starter_has_gone_meanwhile_serves_others(new_home: Callable[..., Home]):
     """A cell that is interrupted while it starts the pool no longer reads what the pool says."""
     home = new_home()
@@ -423,6 +434,7 @@ def test_a_pool_whose_starter_has_gone_meanwhile_serves_others(new_home: Callabl
         kernel.close()
 
 
+@pytest.mark.slow
 def test_what_a_killed_pool_left_is_in_nobodys_way(home: Home, new_kernel: Callable[..., Kernel]):
     runs_again(new_kernel())
     (pool,) = victims(home, "pool")
@@ -433,6 +445,7 @@ def test_what_a_killed_pool_left_is_in_nobodys_way(home: Home, new_kernel: Calla
     assert home.pool_pid() != pool
 
 
+@pytest.mark.slow
 def test_an_address_of_a_process_that_is_no_pool(home: Home, new_kernel: Callable[..., Kernel], stranger: int):
     runs_again(new_kernel())
     (pool,) = victims(home, "pool")
@@ -444,7 +457,15 @@ def test_an_address_of_a_process_that_is_no_pool(home: Home, new_kernel: Callabl
     assert is_alive(stranger)
 
 
-@pytest.mark.parametrize("junk", [b"", b"{", b"\xff\xfe", b'{"pid": "x"}'])
+@pytest.mark.parametrize(
+    "junk",
+    [
+        pytest.param(b"", marks=pytest.mark.slow),
+        b"{",
+        pytest.param(b"\xff\xfe", marks=pytest.mark.slow),
+        pytest.param(b'{"pid": "x"}', marks=pytest.mark.slow),
+    ],
+)
 def test_a_damaged_address_file(home: Home, new_kernel: Callable[..., Kernel], junk: bytes):
     runs_again(new_kernel())
     (pool,) = victims(home, "pool")
@@ -501,7 +522,7 @@ def other_version(home: Home) -> Iterator[Callable[[int, str], subprocess.Popen[
         process.communicate()
 
 
-@pytest.mark.parametrize("version", [0, 99])
+@pytest.mark.parametrize("version", [pytest.param(0, marks=pytest.mark.slow), 99])
 def test_an_idle_pool_of_another_version_is_replaced(
     kernel: Kernel, home: Home, other_version: Callable[[int, str], subprocess.Popen[str]], version: int
 ):
@@ -511,6 +532,7 @@ def test_an_idle_pool_of_another_version_is_replaced(
     assert home.pool_pid() not in (None, other.pid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [0, 99])
 def test_a_busy_pool_of_another_version_is_left_alone(
     kernel: Kernel, home: Home, other_version: Callable[[int, str], subprocess.Popen[str]], version: int
@@ -538,6 +560,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.slow
 def test_many_clients_at_the_same_moment_start_one_pool(new_home: Callable[..., Home]):
     home = new_home()
     for _ in range(10):
@@ -562,6 +585,7 @@ def test_many_clients_at_the_same_moment_start_one_pool(new_home: Callable[..., 
         all_gone(everything)
 
 
+@pytest.mark.slow
 def test_a_pool_that_is_asked_to_end_ends_its_run_and_says_so(kernel: Kernel, home: Home):
     cell = begun(kernel, "barrier")
     everything = others(home)
@@ -577,6 +601,7 @@ def test_a_pool_that_is_asked_to_end_ends_its_run_and_says_so(kernel: Kernel, ho
 # ---------------------------------------------------------------- the queue across kernels
 
 
+@pytest.mark.slow
 def test_first_come_first_served_across_kernels(new_home: Callable[..., Home]):
     home = new_home({"SGPU_SIMULATE": "a10:2"})
     kernels = [Kernel(home) for _ in range(3)]
@@ -642,7 +667,17 @@ def test_what_a_rank_started_ends_with_the_run(kernel: Kernel, children_file: Pa
     all_gone(children_of(children_file))
 
 
-@pytest.mark.parametrize("which", ["agent", "zygote", "rank", "kernel", "pool and agent", "kernel and pool"])
+@pytest.mark.parametrize(
+    "which",
+    [
+        pytest.param("agent", marks=pytest.mark.slow),
+        "zygote",
+        "rank",
+        "kernel",
+        pytest.param("pool and agent", marks=pytest.mark.slow),
+        pytest.param("kernel and pool", marks=pytest.mark.slow),
+    ],
+)
 def test_what_a_rank_started_ends_with_whoever_is_killed(
     home: Home, new_kernel: Callable[..., Kernel], children_file: Path, which: str
 ):
@@ -674,6 +709,7 @@ def test_what_a_rank_started_lives_on_when_the_pool_is_killed(
     all_gone(children)
 
 
+@pytest.mark.slow
 def test_a_child_without_any_mark_ends_with_the_pool(new_home: Callable[..., Home]):
     """A daemon that cleared its environment can't be told from others, but it never gets past the subreapers."""
     home = new_home()

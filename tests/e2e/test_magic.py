@@ -279,7 +279,10 @@ def test_second_init_process_group_is_accepted(kernel: Kernel):
     assert kernel.value("size") == 2
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize(
+    "method",
+    ["fork", pytest.param("forkserver", marks=pytest.mark.slow), pytest.param("spawn", marks=pytest.mark.slow)],
+)
 def test_notebook_dataset_in_dataloader_workers(kernel: Kernel, method: str):
     kernel.check(
         "import torch\n"

@@ -22,6 +22,8 @@ from tornado.httpclient import HTTPRequest
 from tornado.websocket import WebSocketClientConnection, websocket_connect
 from waiting import eventually
 
+pytestmark = pytest.mark.slow
+
 RANKS, LINES = 4, 100_000
 # as fast as they can, then at leisure, so that the end is seen live as well
 FLOOD = (

@@ -43,6 +43,7 @@ def namespaces() -> Iterator[tuple[str, ...]]:
         yield names
 
 
+@pytest.mark.slow
 @pytest.mark.needs_root
 def test_ranks_of_nodes_with_several_interfaces_meet_over_that_of_the_nodes_address(namespaces: tuple[str, ...]):
     home = Home({"SGPU_CPU_SLOTS": "2"})

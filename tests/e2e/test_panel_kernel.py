@@ -453,6 +453,7 @@ def test_packages_are_installed_into_the_notebooks_own_environment_and_removed_f
     assert "clipboardish" in names
 
 
+@pytest.mark.slow
 def test_while_packages_are_installed_the_panel_goes_on(
     home: Home, new_kernel: Callable[..., Kernel], scratch: str, index: SmallIndex
 ):
@@ -491,6 +492,7 @@ def test_while_packages_are_installed_the_panel_goes_on(
     panel.disconnect_all()
 
 
+@pytest.mark.slow
 def test_a_base_with_changes_is_what_the_ranks_have(new_home: Callable[..., Home], index: SmallIndex):
     home = new_home({"SGPU_INDEX_URL": index.url})
     base = home.work / "team.txt"

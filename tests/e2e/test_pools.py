@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from kernels import Kernel
 
 HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4,h100:2"}
@@ -86,6 +87,7 @@ def test_second_kernel_waits_its_turn_and_runs(kernel: Kernel, new_kernel):
     assert reply.lines(1) == ["my turn"]
 
 
+@pytest.mark.slow
 def test_a_later_run_that_fits_passes_one_that_does_not(kernel: Kernel, new_kernel):
     big, small = new_kernel(), new_kernel()
     first = held(kernel, "-n 3 --type a10", "go-2")

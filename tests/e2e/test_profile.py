@@ -44,6 +44,7 @@ def test_each_rank_leaves_a_trace_and_the_view_says_where(kernel: Kernel):
     assert not (kernel.home.run_dir(kernel.home.runs[-1]) / "profile").exists()
 
 
+@pytest.mark.slow
 def test_a_cell_that_fails_leaves_its_trace(kernel: Kernel):
     reply = kernel.run(f"%%distributed -n 2 --profile\n{WORK}1 / 0")
     assert reply.ename == "ZeroDivisionError"
@@ -60,6 +61,7 @@ def test_a_cell_that_is_interrupted_leaves_its_trace(kernel: Kernel):
     check(kernel)
 
 
+@pytest.mark.slow
 def test_cells_of_a_session_leave_theirs(kernel: Kernel):
     kernel.check("%sgpu_connect -n 2", 90)
     try:

@@ -44,6 +44,7 @@ def nothing_of_ray_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     eventually(lambda: not object_files() - before, 10, "an object store is left in /dev/shm")
 
 
+@pytest.mark.slow
 def test_a_cell_drives_its_own_cluster(kernel: Kernel, home: Home):
     kernel.check("import os\nos.environ['RAY_ADDRESS'] = 'ray://elsewhere.invalid:10001'\nnumbers = [1, 2, 3]")
     cell = kernel.start(

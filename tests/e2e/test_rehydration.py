@@ -103,6 +103,7 @@ def nothing_is_begun(home: Home) -> None:
     assert left == []
 
 
+@pytest.mark.slow
 def test_packages_are_made_once_and_then_there(client: PoolClient, home: Home):
     run = begin(client, tiny(2))
     assert run.ended().state is RunState.SUCCEEDED
@@ -181,6 +182,7 @@ def test_a_run_that_leaves_the_queue_leaves_no_build(client: PoolClient, home: H
     holder.ended()
 
 
+@pytest.mark.slow
 def test_a_run_is_cancelled_while_its_packages_are_made(client: PoolClient, home: Home, index: SmallIndex):
     index.open.clear()
     asked = len(index.asked)
@@ -232,6 +234,7 @@ def test_packages_that_can_not_be_had_are_an_environment_failure(client: PoolCli
     nothing_is_begun(home)
 
 
+@pytest.mark.slow
 def test_a_session_has_its_packages_and_fresh_runs_beside_it_too(client: PoolClient):
     session = client.connect(along=Along(environment=tiny(7)))
     try:

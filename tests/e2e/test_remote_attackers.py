@@ -162,6 +162,7 @@ def test_who_is_not_the_pool_is_not_spoken_to(served: ServedPool):
         false.client.pool.status()
 
 
+@pytest.mark.slow
 def test_what_listens_there_and_is_no_pool_is_told(served: ServedPool):
     with socket.create_server(("127.0.0.1", 0)) as other:
         lost = served.user("lost", listed=False, address=f"tcp://127.0.0.1:{other.getsockname()[1]}")
@@ -334,6 +335,7 @@ def test_what_was_recorded_can_not_be_played_again(served: ServedPool, ann: Remo
 # ---------------------------------------------------------------- too many, too much
 
 
+@pytest.mark.slow
 def test_strangers_who_only_stand_there_keep_nobody_out(served: ServedPool, ann: RemoteUser, mark: Path):
     works(ann)
     before = len(descriptors(served.pid))

@@ -132,6 +132,7 @@ def test_large_things_travel_both_ways(ann: RemoteUser):
     assert first["array2"][0] == 7.0, "what came back may be changed"  # type: ignore[index]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("megabytes", [64, pytest.param(1024, marks=pytest.mark.slow)])
 def test_what_has_not_changed_is_not_sent_again(carl: PoolClient, line: Proxy, megabytes: int):
     array = data(megabytes, megabytes)
@@ -149,6 +150,7 @@ def test_what_has_not_changed_is_not_sent_again(carl: PoolClient, line: Proxy, m
     assert line.sent_bytes - before < MB // 4
 
 
+@pytest.mark.slow
 def test_an_upload_goes_on_where_the_line_broke(carl: PoolClient, line: Proxy):
     array = data(7, 96)
     # the line is known, and what is sent from now on is the upload
@@ -337,6 +339,7 @@ def held(user: RemoteUser, question: Sequence[tuple[str, int]]) -> tuple[int, ..
 # ---------------------------------------------------------------- what a run leaves
 
 
+@pytest.mark.slow
 def test_logs_are_read_while_they_grow_and_afterwards(ann: RemoteUser, tmp_path: Path):
     go = tmp_path / "go"
     body = f"{PRINT}\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)\nprint('the end')"

@@ -37,6 +37,7 @@ def kernel(ann: RemoteUser) -> Iterator[Kernel]:
     made.close()
 
 
+@pytest.mark.slow
 def test_a_cell_goes_on_while_the_line_is_cut_and_is_shown_whole(served: ServedPool, line: Proxy, kernel: Kernel):
     kernel.check("x = 20")
     cell = kernel.start(

@@ -70,7 +70,7 @@ def test_a_run_on_another_machine(served: ServedPool, ann: RemoteUser):
     status = ann.client.pool.status()
     assert status is not None
     assert status.pool == "team"
-    assert [(row.run_id, row.user) for row in status.runs] == [(run.run_id, "ann")]
+    assert [row.user for row in status.runs if row.run_id == run.run_id] == ["ann"]
 
 
 @pytest.mark.parametrize(
@@ -110,6 +110,7 @@ def test_a_link_that_is_cut_costs_nothing_but_time(served: ServedPool, ann: Remo
     client.close()
 
 
+@pytest.mark.slow
 def test_many_cuts_in_one_run(ann: RemoteUser, line: Proxy):
     client = ann.new_client(line.address)
     run = client.begin(COUNT, ranks=2)
@@ -123,6 +124,7 @@ def test_many_cuts_in_one_run(ann: RemoteUser, line: Proxy):
     client.close()
 
 
+@pytest.mark.slow
 def test_a_line_that_swallows_everything_is_told_and_caught_up(
     served: ServedPool, ann: RemoteUser, line: Proxy, monkeypatch: pytest.MonkeyPatch
 ):
@@ -167,6 +169,7 @@ def test_a_question_whose_answer_was_lost_is_done_once(served: ServedPool, ann: 
     client.close()
 
 
+@pytest.mark.slow
 def test_a_cancel_while_the_line_is_cut_arrives_later(ann: RemoteUser, line: Proxy):
     client = ann.new_client(line.address)
     run = client.begin(WAIT, ranks=1)
@@ -198,6 +201,7 @@ def test_goodbye_ends_what_was_not_detached(ann: RemoteUser):
     other.close()
 
 
+@pytest.mark.slow
 def test_a_client_that_stays_away_too_long_is_gone_and_so_is_a_pool():
     timeouts = {"SGPU_LINK_TIMEOUT_S": "5", "SGPU_ADOPT_TIMEOUT_S": "2"}
     with served_pool(timeouts) as pool, contextlib.closing(Proxy(pool.port)) as line:
@@ -221,6 +225,7 @@ def test_a_client_that_stays_away_too_long_is_gone_and_so_is_a_pool():
 # ---------------------------------------------------------------- a pool that goes
 
 
+@pytest.mark.slow
 def test_a_pool_that_is_killed_and_started_again_has_its_runs():
     """The owner's process is on another machine: that there is none of its number here says nothing."""
     with served_pool() as pool:

@@ -131,7 +131,7 @@ def test_a_cell_of_a_session_runs_by_itself_and_says_what_is_missing(home: Home,
     assert "what earlier cells had set on its ranks is not here" in reply.text
 
 
-@pytest.mark.parametrize("where", ["alone", "session"])
+@pytest.mark.parametrize("where", ["alone", pytest.param("session", marks=pytest.mark.slow)])
 def test_a_run_can_be_replayed_at_once(home: Home, new_kernel: Callable[..., Kernel], where: str):
     kernel = new_kernel()
     kernel.check("import numpy as np\nlarge = np.ones(1_000_000)")
@@ -144,6 +144,7 @@ def test_a_run_can_be_replayed_at_once(home: Home, new_kernel: Callable[..., Ker
     assert "[0] sum 1000000.0" in reply.text
 
 
+@pytest.mark.slow
 def test_what_can_not_be_replayed_says_why(home: Home, kernel: Kernel, new_home: Callable[..., Home]):
     assert "no run on this machine has an id that begins with 'ffffffff'" in kernel.run("%sgpu_replay ffffffff").evalue
     assert "which run?" in kernel.run("%sgpu_replay").evalue

@@ -102,7 +102,7 @@ def test_options_that_mean_nothing(kernel: Kernel):
     "which",
     [
         pytest.param("pool", marks=pytest.mark.slow),
-        "agent",
+        pytest.param("agent", marks=pytest.mark.slow),
         pytest.param("pool, then the agent", marks=pytest.mark.slow),
     ],
 )

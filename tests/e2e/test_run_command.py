@@ -233,6 +233,7 @@ def test_a_kernel_that_dies_is_code_1(home: Home):
     assert copy_in(out).cells[1].execution_count is None
 
 
+@pytest.mark.slow
 def test_an_option_that_means_nothing_is_code_2(home: Home):
     saved(home, "typo.ipynb", "%%distributed --gpsu 2\npass")
     code, out, err = run(home, "run", "typo.ipynb")

@@ -174,6 +174,7 @@ def test_papermill(environment: Home, tmp_path: Path) -> None:
     compare(story_of(saved, environment), "papermill")
 
 
+@pytest.mark.slow
 def test_a_live_view_leaves_nothing_of_itself(
     environment: Home, executed: Callable[..., nbformat.NotebookNode]
 ) -> None:
@@ -204,6 +205,7 @@ def test_a_notebook_saved_in_mid_run_names_the_run_and_the_way_back(kernel: Kern
 # ---------------------------------------------------------------- as they are converted and printed
 
 
+@pytest.mark.slow
 def test_nbconvert_to_html(executed: Callable[..., nbformat.NotebookNode]) -> None:
     page = page_of(executed(*ALL))
     assert "widget-view" not in page

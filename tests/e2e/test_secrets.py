@@ -66,6 +66,7 @@ def notebook(secret_home: Home) -> Iterator[Kernel]:
     kernel.close()
 
 
+@pytest.mark.slow
 def test_secrets_are_nowhere(notebook: Kernel, secret_home: Home, marks: Marks):
     replies: list[Reply] = []
 

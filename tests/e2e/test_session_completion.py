@@ -88,6 +88,7 @@ def test_a_busy_rank_keeps_nobody_waiting(session: Kernel):
         session.check("open('go', 'w').close()\nheld.join()\nimport os; os.remove('go')\ndel held, threading")
 
 
+@pytest.mark.slow
 def test_the_kernel_has_its_own_completion_again_without_the_extension(kernel: Kernel, new_kernel):
     other = new_kernel()
     assert other.value("[name for name in ('do_complete', 'do_inspect') if name in get_ipython().kernel.__dict__]") == [

@@ -67,6 +67,7 @@ def test_connect_returns_at_once_with_the_handle(kernel: Kernel):
     assert "ended: it was disconnected" in kernel.check("s").result
 
 
+@pytest.mark.slow
 def test_the_handle_is_not_drawn_twice_below_its_cell(kernel: Kernel):
     reply = kernel.check("%sgpu_connect -n 2")
     assert reply.result == ""
@@ -410,6 +411,7 @@ def test_unloading_the_extension_ends_its_sessions(kernel: Kernel, new_kernel):
     assert "no session is connected" in other.run("%sgpu_disconnect").evalue
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeps", ["0", "1"])
 def test_a_restart_of_the_kernel_ends_its_sessions(kernel: Kernel, new_kernel, keeps: str):
     """Also where runs go on: what a session's ranks have is worth nothing without the notebook."""
@@ -436,6 +438,7 @@ def test_a_session_outlives_its_pool_service(session: Kernel):
     assert set(session.home.rank_pids()) == pids
 
 
+@pytest.mark.slow
 def test_a_session_ends_with_its_agent_and_the_next_cell_says_so(session: Kernel):
     (agent,) = session.home.agent_pids()
     os.kill(agent, signal.SIGKILL)

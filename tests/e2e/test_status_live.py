@@ -141,6 +141,7 @@ def test_status_tells_that_the_pool_is_gone(new_home: Callable[..., Home]) -> No
         kernel.close()
 
 
+@pytest.mark.slow
 def test_what_devices_do_is_shown_as_it_changes(
     new_home: Callable[..., Home], nvml_stub: Callable[..., dict[str, str]]
 ) -> None:

@@ -140,6 +140,7 @@ def test_what_a_stopped_pool_has_not_written_the_next_one_writes(pool: TrackedPo
     assert (found.info.status, found.data.tags["sgpu.state"]) == ("KILLED", "cancelled")
 
 
+@pytest.mark.slow
 def test_a_dead_server_costs_a_run_nothing_but_a_sentence(pool: TrackedPool):
     pool.begin("pass", tracking=None).ended()
     dead = Tracking(uri="http://127.0.0.1:9", experiment="nb")

@@ -91,6 +91,7 @@ def check_server_killed_and_back(server: RestServer, settings: Settings, writer:
     assert (len(writer.troubles(run)), len(writer.troubles(late))) == (1, 1)
 
 
+@pytest.mark.slow
 def test_a_server_is_killed_in_the_middle_and_comes_back(
     server: RestServer, settings: Settings, new_writer: Callable[[], WriterProcess]
 ):
@@ -110,6 +111,7 @@ def test_the_same_with_the_whole_server(settings: Settings, new_writer: Callable
     shutil.rmtree(tmp_path / "venv")
 
 
+@pytest.mark.slow
 def test_an_answer_that_comes_too_late_makes_no_second_run(
     gateway: Gateway, settings: Settings, new_writer: Callable[[], WriterProcess]
 ):
@@ -132,6 +134,7 @@ def test_an_answer_that_comes_too_late_makes_no_second_run(
     assert store.history(store.one(run.run_id).info.run_id, "loss") == [(0, 1.0)]
 
 
+@pytest.mark.slow
 def test_refused_credentials_are_a_sentence_and_errors_pass(
     gateway: Gateway, settings: Settings, new_writer: Callable[[], WriterProcess]
 ):

@@ -100,6 +100,7 @@ def test_a_path_entry_of_the_users_travels(notebook: Kernel):
     notebook.check(f"sys.path.remove({str(shelf)!r})")
 
 
+@pytest.mark.slow
 def test_variables_travel_by_the_list_the_setting_and_the_users_word(notebook: Kernel):
     notebook.check("%env SET_BY_MAGIC=a")
     notebook.check("import os; os.environ['SET_IN_CODE'] = 'b'")

@@ -33,6 +33,7 @@ def kernel(machines: TwoMachines) -> Iterator[Kernel]:
     made.close()
 
 
+@pytest.mark.slow
 def test_ranks_have_the_notebooks_packages_and_the_nodes_torch(machines: TwoMachines, kernel: Kernel):
     (machines.home.work / "helpers.py").write_text("def double(value):\n    return 2 * value\n")
     reply = kernel.check(

@@ -226,6 +226,7 @@ def test_it_is_for_reading_and_where_the_notebook_had_it(served: ServedPool, ann
     assert run.printed[0].split() == ["0o40500", "0o100400", "it", "runs"]
 
 
+@pytest.mark.slow
 def test_a_copy_that_somebody_changed_is_made_anew(served: ServedPool, ann: RemoteUser, data: Path):
     root, _ = listed(ann.client.begin(LISTED, ranks=1, along=Along(uploads=(upload(data),))))
     eventually(lambda: not served.home.rank_pids(), 20)
@@ -270,6 +271,7 @@ def test_no_name_leads_out(served: ServedPool, ann: RemoteUser, name: str):
     assert not Path("/tmp/escaped").exists()
 
 
+@pytest.mark.slow
 def test_far_nodes_get_it_once_each(data: Path):
     home = Home({"SGPU_SIMULATE": "a10:2"})
     nodes = ManyAgents(home, 2, far=True)

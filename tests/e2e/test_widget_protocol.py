@@ -249,6 +249,7 @@ def test_attach_shows_the_same_view(lab: Lab):
 # ---------------------------------------------------------------- front ends that can't
 
 
+@pytest.mark.slow
 def test_a_front_end_that_does_not_draw_the_view_gets_html(home: Home, new_kernel: Callable[..., Kernel]):
     kernel = new_kernel(greets=False)
     cell = kernel.start(f"%%distributed -n 2\n{STEPS.format(70, 0.1)}")
@@ -280,6 +281,7 @@ def test_a_front_end_that_can_only_ask_when_the_cell_is_over_keeps_its_view(
     assert_static(cell.wait())
 
 
+@pytest.mark.slow
 def test_without_anywidget_the_live_form_is_html(home: Home, new_kernel: Callable[..., Kernel]):
     (home.path / "broken").mkdir()
     (home.path / "broken" / "anywidget.py").write_text("raise ImportError('it is of another version')")
@@ -310,6 +312,7 @@ def test_a_kernel_that_nobody_watches_opens_no_view(lab: Lab):
         lab.client.allow_stdin = True
 
 
+@pytest.mark.slow
 def test_nbclient_and_papermill_save_no_widget(home: Home, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     for name, value in home.environ.items():
         monkeypatch.setenv(name, value)

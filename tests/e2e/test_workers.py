@@ -70,6 +70,7 @@ with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as file:
 """
 
 
+@pytest.mark.slow
 def test_torchruns_variables_exactly(kernel: Kernel, home: Home, tmp_path: Path):
     """What torchrun itself sets is taken as the truth."""
     script = tmp_path / "script.py"
@@ -335,6 +336,7 @@ def test_every_run_is_fresh(kernel: Kernel):
     assert out == [[False] * 5 + ["torch.float32"]] * 2
 
 
+@pytest.mark.slow
 def test_threads_share_the_cores_and_the_users_choice_wins(kernel: Kernel):
     cores = len(os.sched_getaffinity(0))
     code = "import os, torch; out = [torch.get_num_threads(), os.environ['OMP_NUM_THREADS']]"
@@ -601,6 +603,7 @@ def test_one_copy_for_all_ranks(kernel: Kernel, make: str, touch: str):
     assert grown < 300 * 1_000_000, f"{grown / 1e6:.0f} MB"
 
 
+@pytest.mark.slow
 def test_a_change_in_place_stays_on_its_rank(kernel: Kernel):
     kernel.check("import numpy, torch; big, other = torch.zeros(1_000_000), numpy.zeros(1_000_000)")
     code = """
@@ -674,6 +677,7 @@ def test_the_memory_file_is_used_again_and_the_payload_kept(new_kernel: Callable
     assert memory_files(kernel) == first
 
 
+@pytest.mark.slow
 def test_the_next_run_takes_the_memory_back(new_kernel: Callable[..., Kernel], home: Home):
     kernel = new_kernel()
     kernel.check("import torch; big = torch.arange(5_000_000)")
@@ -690,6 +694,7 @@ def test_the_next_run_takes_the_memory_back(new_kernel: Callable[..., Kernel], h
     assert f"payload.bin is not here: {note}" in (directory / "_air.py").read_text()
 
 
+@pytest.mark.slow
 def test_a_file_carries_the_payload_when_memory_is_short(new_kernel: Callable[..., Kernel], home: Home):
     kernel = new_kernel()
     kernel.check(
@@ -706,6 +711,7 @@ def test_a_file_carries_the_payload_when_memory_is_short(new_kernel: Callable[..
     eventually(lambda: not any(uploads.iterdir()), 5, lambda: f"left: {list(uploads.iterdir())}")
 
 
+@pytest.mark.slow
 def test_a_payload_larger_than_the_disk(new_kernel: Callable[..., Kernel], home: Home):
     kernel = new_kernel()
     kernel.check(

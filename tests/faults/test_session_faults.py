@@ -102,17 +102,19 @@ def test_a_cell_goes_on_while_the_pool_service_is_killed(connected: Connected):
     connected.disconnect()
 
 
-@pytest.mark.parametrize("role", ["agent", "zygote"])
+@pytest.mark.parametrize("role", ["agent", pytest.param("zygote", marks=pytest.mark.slow)])
 def test_who_holds_the_ranks_takes_the_session_along_and_the_next_cell_says_so(connected: Connected, role: str):
     kill(pid_of(connected.home, role))
     connected.is_lost()
 
 
+@pytest.mark.slow
 def test_pool_service_and_agent_killed_together_end_the_session(connected: Connected):
     kill(pid_of(connected.home, "pool"), pid_of(connected.home, "agent"))
     connected.is_lost()
 
 
+@pytest.mark.slow
 def test_a_killed_agent_ends_the_cell_that_runs(connected: Connected):
     cell, _ = connected.start_waiting()
     kill(pid_of(connected.home, "agent"))
@@ -149,6 +151,7 @@ def test_kernel_and_pool_service_killed_together_leave_nothing(connected: Connec
     eventually(lambda: not connected.home.agent_pids(), _SOON_S, "the agent's end")
 
 
+@pytest.mark.slow
 def test_the_pool_that_is_stopped_by_force_ends_the_session(connected: Connected):
     command(connected.home, "pool", "stop", "--force")
     connected.is_lost()

@@ -84,6 +84,7 @@ def check_like(kernel: Kernel, folder: Path) -> None:
     assert kernel.value("unlike") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LIGHT + HEAVY)
 def test_in_a_cell(kernel: Kernel, expected: Callable[[str], Path], name: str):
     kernel.check(f"%%distributed -n 2 --out got:all\n{source_of(name)}\ngot = {name}()", _TIMEOUT_S)
