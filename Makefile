@@ -1,6 +1,10 @@
 # make demo   set up and run notebooks/quickstart.ipynb without a front end
 # make lab    open it in JupyterLab
 # make test   set up and run the tests;  make test-all runs the slow ones too, with all frameworks installed
+# make test-gpu  what needs real GPUs, offline; PYTHON=... has a torch with CUDA, WHEELS=... what that Python lacks
+# make gpu-wheels  collect these wheels for another machine's Python; PY=3.12, WHEELS=wheels
+# make coverage  lines and branches that the tests of make test run, in all processes
+# make mutants  plant faults, one at a time, and see them caught
 # make frameworks  only trainings with each framework, against torchrun
 # make soak   500 random runs with random faults; SOAK_RUNS=100, SOAK_SEED=7 as variables
 # make bench  measure this package and its peers
@@ -24,6 +28,9 @@ TESTS ?=
 WORKERS ?= 3
 # a module stays in one process; a few modules alone need no further ones
 SPREAD = $(if $(TESTS),,--numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder)
+WHEELS ?=
+PY ?= 3.12
+MUTANTS ?=
 BENCH ?=
 LAB ?=
 
@@ -33,7 +40,7 @@ NOTEBOOK := notebooks/quickstart.ipynb
 OUT := build/demo
 CODE := sgpu_magic tests scripts
 
-.PHONY: demo lab test test-all frameworks soak bench lint format front-end clean help
+.PHONY: demo lab test test-all test-gpu gpu-wheels coverage mutants frameworks soak bench lint format front-end clean help
 
 help:
 	@sed -n 's/^# \{0,1\}//p;t;q' Makefile
@@ -49,6 +56,18 @@ test: $(VENV)/.ready-test
 
 test-all: $(VENV)/.ready-test-frameworks
 	$(BIN)/python -m pytest $(SPREAD) $(TESTS)
+
+test-gpu:
+	@$(PYTHON) -I scripts/test_gpu.py $(if $(WHEELS),--wheels $(WHEELS)) $(TESTS)
+
+gpu-wheels: $(VENV)/.ready-test
+	@$(BIN)/python scripts/gpu_wheels.py $(PY) $(or $(WHEELS),wheels)
+
+coverage: $(VENV)/.ready-test
+	@$(BIN)/python scripts/measure_coverage.py
+
+mutants: $(VENV)/.ready-test
+	@$(BIN)/python -m tests.mutants $(MUTANTS)
 
 frameworks: $(VENV)/.ready-test-frameworks
 	$(BIN)/python -m pytest tests/frameworks $(TESTS)

@@ -116,6 +116,8 @@ class OpenNotebook:
         before = prompt.inner_text()
 
         def press() -> bool:
+            for dialog in self.page.locator(".jp-Dialog").all():
+                raise AssertionError(f"a dialog is in the way: {dialog.inner_text()} {self.picture('dialog')}")
             editor.click()
             self.page.keyboard.press("Control+Enter")
             try:

@@ -46,6 +46,8 @@ _STAYS = {"pool.lock"}
 _SAME_LOOKS = 20
 # a process that is just being started may still look like the one that starts it
 _IS_ITSELF_S = 5
+# what libraries open once in a notebook: a callback's memory of ctypes, a pipe for child processes
+_LIBRARIES_KEEP = 5
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -277,9 +279,10 @@ class Home:
                 before = self._levels[pid] = now | {
                     name: max(now[name], before[name]) for name in ("fds", "most fds", "threads")
                 }
+            slack = _LIBRARIES_KEEP if kind == "kernel" else 2
             try:
                 eventually(
-                    lambda pid=pid, before=before: no_more(level(pid), before),
+                    lambda pid=pid, before=before, slack=slack: no_more(level(pid), before, slack),
                     10,
                     lambda pid=pid, before=before, kind=kind: (
                         f"the {kind} ({pid}) grew: {before} -> {level(pid)}; {sorted(descriptors(pid).values())}"
@@ -295,13 +298,18 @@ class Home:
                 10,
                 lambda pid=pid: f"the agent holds memory files: {descriptors(pid)}",
             )
-        first = None if self.pool_listens else pool
-        servants = [pid for pid in (first, *agents, *_those(_is_zygote, processes)) if pid is not None]
-        eventually(
-            lambda: not listening(servants),
-            5,
-            lambda: f"the pool, the agent or a zygote listens: {listening(servants)}",
-        )
+        found: dict[int, str] = {}
+
+        def nobody_listens() -> bool:
+            nonlocal processes, found
+            first = None if self.pool_listens else pool
+            servants = [first, *_those(_is_agent, processes), *_those(_is_zygote, processes)]
+            found = listening([pid for pid in servants if pid is not None])
+            # a rank that was just forked still looked like its zygote
+            processes = self.processes() if found else processes
+            return not found
+
+        eventually(nobody_listens, 5, lambda: f"the pool, the agent or a zygote listens: {found}")
 
     def close(self) -> None:
         """Stop the pool and check that everything of this home is gone, then remove its directories."""

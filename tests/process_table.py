@@ -215,8 +215,13 @@ def memory_files(pid: int) -> int:
     return sum(link.startswith("/memfd:sgpu") and not link.startswith("/memfd:sgpu-stack") for link in links)
 
 
-def no_more(now: Mapping[str, int], before: Mapping[str, int]) -> bool:
-    """Whether a process has kept its level."""
-    # a second zygote and a timer's thread come and go
+def no_more(now: Mapping[str, int], before: Mapping[str, int], slack: int = 2) -> bool:
+    """Whether a process has kept its level.
+
+    Args:
+        now: `level` of the process.
+        before: Its level before.
+        slack: What may come and go: a second zygote, a timer's thread.
+    """
     limits = before | {"fds": before["most fds"]}
-    return all(now[name] <= limits[name] + 2 for name in before if name != "most fds")
+    return all(now[name] <= limits[name] + slack for name in before if name != "most fds")

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from kernels import eventually
-from waiting import eventually
 
 from sgpu_magic.agent.out_of_memory import MemoryWatch, memory_limit, peak_memory
 from sgpu_magic.agent.process_use import ProcessTable

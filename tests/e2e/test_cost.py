@@ -144,7 +144,7 @@ def test_a_cost_limit_warns_and_stops_with_term_and_grace(client: PoolClient) ->
     }
     # the grace is on the meter as well
     assert 0.04 <= (ended.cost or 0) <= 0.1
-    assert row(client, run.run_id).state is RunState.TIMED_OUT
+    assert final_row(client, run.run_id).state is RunState.TIMED_OUT
 
 
 def test_a_cost_limit_that_is_not_reached_changes_nothing(client: PoolClient) -> None:

@@ -386,7 +386,7 @@ def test_a_handle_is_there_at_once_and_tells_how_it_stands(kernel: Kernel):
         "    print('step 2', end='')\n    return rank"
     )
     reply = kernel.check(
-        "run = steps.distributed.submit(os.path.abspath('go'))\nprint(run.done(), repr(run).split()[2])"
+        "run = steps.distributed.submit(os.path.abspath('go-on'))\nprint(run.done(), repr(run).split()[2])"
     )
     assert reply.streams.strip() == "False steps:"
     # nothing is shown that was not asked for
@@ -395,11 +395,11 @@ def test_a_handle_is_there_at_once_and_tells_how_it_stands(kernel: Kernel):
     eventually(lambda: kernel.value("str(run.state)") == "running", 10)
     assert kernel.value("(run.running(), run.cancelled())") == [True, False]
     assert kernel.run("run.result(timeout=0.05)").ename == "TimeoutError"
-    kernel.check("open('go', 'w').close()")
+    kernel.check("open('go-on', 'w').close()")
     assert kernel.value("(run.result(timeout=10), str(run.state), run.done())") == [[0, 1], "succeeded", True]
     assert kernel.value("run.logs()") == "[0] step 1 of 0\n[0] step 2\n[1] step 1 of 1\n[1] step 2\n"
     assert kernel.run("run.logs(rank=2)").ename == "IndexError"
-    kernel.check("os.unlink('go')")
+    kernel.check("os.unlink('go-on')")
 
 
 def test_events_are_all_there_from_the_first_to_the_last(kernel: Kernel):

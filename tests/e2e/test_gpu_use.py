@@ -115,6 +115,7 @@ def watch(kernel: Kernel, machine: dict[str, str], home: Home) -> Iterator[Watch
         if not run.cell.idle:
             run.cell.wait(30)
     (home.work / "go").unlink()
+    eventually(lambda: "4 A10" in kernel.check("%sgpu_status").text, 20, "the pool knows of the idle GPUs again")
 
 
 def has_samples(view: RunView, ranks: int = 1) -> bool:

@@ -40,6 +40,8 @@ def started(kernel: Kernel, home: Home, gate: Path) -> Callable[[str], str]:
         kernel.check(WAITS.format(name=name, gate=str(gate)))
         run_id = home.run_named(name)
         eventually(lambda: "waits 1" in home.log(run_id, 1), 30, "the ranks")
+        # a rank may print before the pool knows of all of them
+        eventually(lambda: home.ledger()[run_id].state == "running", 10, "the pool knows of the ranks")
         return run_id
 
     return start
