@@ -55,8 +55,10 @@ def module_kernel(home: Home, shared_homes: SharedHomes) -> Iterator[SharedKerne
 
 
 @pytest.fixture
-def kernel(module_kernel: SharedKernel) -> Iterator[Kernel]:
+def kernel(home: Home, module_kernel: SharedKernel) -> Iterator[Kernel]:
     """A kernel with the extension loaded and a warm pool; the tests share it."""
+    # what runs wait for in many tests
+    (home.work / "go").unlink(missing_ok=True)
     yield module_kernel.get()
     module_kernel.restore()
 

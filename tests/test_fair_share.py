@@ -7,7 +7,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from simulated_cluster import Driven, cluster, spec
 
+from sgpu_magic.pool.fair_share import FairShare
+from sgpu_magic.pool.scheduled_run import ScheduledRun
 from sgpu_magic.pool.scheduler import Scheduler
+from sgpu_magic.pool.stock import Line
+from sgpu_magic.protocol.devices import Lease
 from sgpu_magic.protocol.records import RunSpec
 from sgpu_magic.protocol.user_limits import read_limits, read_priorities, read_quotas
 
@@ -80,6 +84,16 @@ def test_what_was_used_lately_counts_and_is_forgotten_with_time() -> None:
 
     assert next_after(0.0) == "bob0001"
     assert next_after(10 * 3600.0) == "alice0001"
+
+
+def test_what_was_used_counts_half_after_the_half_life() -> None:
+    share = FairShare(half_life_s=3600.0)
+    run = ScheduledRun(spec("alice0000", 4, user="alice"), 0.0)
+    lease = Lease(lease_id="l", device_type="h100", ranks=4, uuids=("GPU-0", "GPU-1", "GPU-2", "GPU-3"))
+    share.took(run, lease, 0.0)
+    share.gave_back(run, lease, 3600.0)
+    assert share.share(Line("h100"), "alice", 3600.0) == pytest.approx(2.0)
+    assert share.share(Line("h100"), "alice", 7200.0) == pytest.approx(1.0)
 
 
 def test_devices_of_another_type_are_another_matter() -> None:

@@ -44,6 +44,13 @@ def test_a_run_takes_the_node_where_the_least_is_left_over() -> None:
     assert pool.parts(C) == [("n2", 8)]
 
 
+def test_what_is_left_of_a_node_is_used_before_an_empty_one() -> None:
+    pool = driven(cluster(TWO))
+    pool.submit(spec(A, 5), spec(B, 2), spec(C, 8))
+    assert pool.parts(B) == [("n1", 2)]
+    assert pool.parts(C) == [("n2", 8)]
+
+
 def test_a_packed_run_takes_few_nodes_and_its_largest_part_has_the_first_ranks() -> None:
     pool = driven(cluster(FOUR))
     pool.submit(spec(A, 6), spec(B, 4), spec(C, 18))

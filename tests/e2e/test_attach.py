@@ -165,6 +165,17 @@ def test_a_cancelled_run_is_cancelled_here_too(kernel: Kernel, home: Home, word:
     assert "it was interrupted" in reply.evalue
 
 
+def test_without_a_run_the_one_that_goes_on_is_shown_although_a_newer_one_has_ended(
+    kernel: Kernel, home: Home, word: Word
+):
+    submit_detached(kernel, word.body)
+    kernel.check("%%distributed -n 1\npass")
+    cell = kernel.start("%sgpu_attach")
+    cell.until_shown("[0] first 0")
+    word.give()
+    assert cell.wait().lines(1) == ["first 1", "last 1"]
+
+
 def test_two_kernels_follow_one_run_live(kernel: Kernel, new_kernel: Callable[..., Kernel], word: Word):
     other = new_kernel()
     run = submit_detached(kernel, f"{word.body}value = 7", "--out value")
@@ -239,6 +250,30 @@ def test_a_run_of_an_earlier_pool_is_still_there(new_home: Callable[..., Home]):
 
 
 # ------------------------------------------------------------ let go
+
+
+@pytest.mark.slow
+def test_a_run_that_was_detached_later_outlives_its_kernel_and_its_pool_together(
+    new_home: Callable[..., Home],
+):
+    home = new_home()
+    first, other = Kernel(home), Kernel(home)
+    try:
+        word = Word(home, "word")
+        _, run_id = started(first, word.body)
+        other.check(f"%sgpu_detach {run_id}")
+        pool = home.pool_pid()
+        assert pool is not None
+        os.kill(pool, signal.SIGKILL)
+        first.kill()
+        wait_gone(pool)
+        cell = other.start(f"%sgpu_attach {run_id}")
+        cell.until_shown("[1] first 1")
+        word.give()
+        assert cell.wait().lines(1) == ["first 1", "last 1"]
+    finally:
+        first.close()
+        other.close()
 
 
 @pytest.mark.slow

@@ -277,6 +277,8 @@ def test_a_payload_without_the_runs_signature_is_not_unpickled(
     source: PayloadSource = InlinePayload()
     if way == "file":
         (tmp_path / "payload").write_bytes(bomb)
+        # it becomes the run's
+        (tmp_path / "payload").chmod(0o600)
         source = FilePayload(path=str(tmp_path / "payload"), size=len(bomb))
     dealer.hello()
     dealer.say(submission(home, run_id, source, layout), bomb)

@@ -1,0 +1,30 @@
+"""How a notebook's failed cell becomes the exit code of `sgpu run`."""
+
+from __future__ import annotations
+
+import pytest
+
+from sgpu_magic.errors import GUIDE
+from sgpu_magic.headless.outcome import ExitCode, code_of
+
+# as IPython sends them: ours end with the section that helps
+OURS = ["UsageError: no", f'See "The cell or an option is wrong" in {GUIDE}.\n']
+SOMEBODYS = [f"See {GUIDE}.", "UsageError: no"]
+
+
+@pytest.mark.parametrize(
+    ("name", "traceback", "code"),
+    [
+        ("UsageError", OURS, ExitCode.USAGE),
+        ("RunUnknown", OURS, ExitCode.USAGE),
+        ("CapacityError", OURS, ExitCode.POOL),
+        ("NodeLost", OURS, ExitCode.POOL),
+        ("RunTimeout", OURS, ExitCode.TIMED_OUT),
+        ("ZeroDivisionError", OURS, ExitCode.FAILED),
+        # of the same name, but not ours
+        ("UsageError", SOMEBODYS, ExitCode.FAILED),
+        ("PoolError", [], ExitCode.FAILED),
+    ],
+)
+def test_an_error_is_a_code(name: str, traceback: list[str], code: ExitCode) -> None:
+    assert code_of(name, traceback) is code
