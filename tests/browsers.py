@@ -116,8 +116,7 @@ class OpenNotebook:
         before = prompt.inner_text()
 
         def press() -> bool:
-            for dialog in self.page.locator(".jp-Dialog").all():
-                raise AssertionError(f"a dialog is in the way: {dialog.inner_text()} {self.picture('dialog')}")
+            self._choose_kernel()
             editor.click()
             self.page.keyboard.press("Control+Enter")
             try:
@@ -127,6 +126,13 @@ class OpenNotebook:
             return True
 
         eventually(press, 60, f"cell {number} does not run")
+
+    def _choose_kernel(self) -> None:
+        """JupyterLab asks for a notebook's kernel when it does not know all kernels in time."""
+        for dialog in self.page.locator(".jp-Dialog").all():
+            asked = dialog.inner_text()
+            assert asked.startswith("Select Kernel"), f"a dialog is in the way: {asked} {self.picture('dialog')}"
+            dialog.get_by_role("button", name="Select Kernel").or_(dialog.locator("button.jp-mod-accept")).first.click()
 
     def run(self, number: int, timeout_s: float = 60.0) -> str:
         """Run a cell, wait for its end and return the text below it."""
