@@ -30,7 +30,9 @@ def home(machine: dict[str, str]) -> Iterator[Home]:
 
 
 @pytest.fixture(autouse=True)
-def idle_gpus(machine: dict[str, str]) -> Iterator[None]:
+def idle_gpus(kernel: Kernel, machine: dict[str, str]) -> Iterator[None]:
+    # the pool may still see what the test before has changed
+    eventually(lambda: "in use outside" not in kernel.check("%sgpu_status").text, 10, "idle devices")
     yield
     nvml.change(machine, nvml.a10s(4))
 
@@ -111,8 +113,7 @@ def test_a_foreign_process_keeps_a_device_out(
     kernel: Kernel, machine: dict[str, str], foreign: subprocess.Popen[bytes]
 ):
     change(machine, processes=[nvml.StubProcess(foreign.pid, 1 << 20)])
-    seen_busy(kernel, 1)
-    assert str(foreign.pid) in kernel.check("%sgpu_status").text
+    eventually(lambda: str(foreign.pid) in kernel.check("%sgpu_status").text, 10, "the pool's view")
     reply = kernel.run("%%distributed -n 4 --wait 0\n1")
     assert (reply.status, reply.ename) == ("error", "CapacityError"), reply.story
     assert "--allow-busy" in reply.evalue
@@ -125,7 +126,6 @@ def test_a_foreign_process_keeps_a_device_out(
 
 def test_a_run_follows_at_once_on_the_devices_of_the_one_before(kernel: Kernel):
     """A run that is over holds nothing as a user sees it, though its ranks take a moment to leave."""
-    eventually(lambda: "in use outside" not in kernel.check("%sgpu_status").text, 10, "idle devices")
     for _ in range(5):
         assert len(ranks_on(kernel, "-n 4 --wait 0")) == 4
 

@@ -198,9 +198,9 @@ def test_a_launch_that_was_lost_with_a_link_is_ordered_again(cluster: Cluster):
 
 
 def test_a_cancel_reaches_a_node_that_was_away(cluster: Cluster):
-    cluster.service.order("cut", 0)
     run = cluster.begin(WAIT, ranks=6)
-    run.wait_for(Placed)
+    run.wait_for(OutputWritten, 6)
+    cluster.service.order("cut", 0)
     run.run.cancel("the test")
     cluster.service.order("bring", 0)
     ended = run.ended()

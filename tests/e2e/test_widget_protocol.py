@@ -98,12 +98,14 @@ def no_cell_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def test_a_quick_run_opens_no_view(lab: Lab):
-    for _ in range(20):
-        before = len(lab.front_end.views)
+    before = len(lab.front_end.views)
+    # on a busy machine no run takes less than 100 ms
+    lab.check("import sgpu_magic.render.publisher as publisher\nfirst_after_s = publisher.FIRST_AFTER_S")
+    lab.check("publisher.FIRST_AFTER_S = 30")
+    try:
         reply = lab.check("%%distributed -n 2\nprint('quick')")
-        if reply.seconds < 0.1:
-            break
-    assert reply.seconds < 0.1, "no run was quick: the machine is busy"
+    finally:
+        lab.check("publisher.FIRST_AFTER_S = first_after_s")
     assert len(lab.front_end.views) == before
     assert not [kind for kind in reply.messages if kind.startswith("comm_")]
     assert_static(reply)
