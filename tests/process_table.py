@@ -150,6 +150,17 @@ def descriptors(pid: int) -> dict[int, str]:
     return found
 
 
+def watched_pids(pid: int) -> set[int]:
+    """Living processes that the process has a pidfd of."""
+    found: set[int] = set()
+    for fd, link in descriptors(pid).items():
+        if "pidfd" in link:
+            with contextlib.suppress(OSError):
+                lines = Path(f"/proc/{pid}/fdinfo/{fd}").read_text().splitlines()
+                found |= {int(line.split()[1]) for line in lines if line.startswith("Pid:")}
+    return found - {-1}
+
+
 def thread_count(pid: int) -> int:
     try:
         return len(os.listdir(f"/proc/{pid}/task"))

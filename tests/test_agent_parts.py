@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sgpu_magic.agent.group import Group
 from sgpu_magic.agent.keeper import Keeper, KeepJob
 from sgpu_magic.agent.leftovers import RUN_VARIABLE, kill_leftovers
 from sgpu_magic.agent.output import RankOutput
@@ -28,6 +29,7 @@ from sgpu_magic.protocol.events import OutputWritten
 from sgpu_magic.protocol.output_marks import STDERR_BEGIN, STDERR_END
 from sgpu_magic.protocol.records import Failure
 from sgpu_magic.protocol.states import FailureKind
+from sgpu_magic.protocol.zygote_messages import Fork
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -452,3 +454,33 @@ def test_the_keeper_goes_on_after_a_failure(keeper: Keeper, tmp_path: Path):
     keeper.keep(KeepJob(memory_file(b"b"), 1, tmp_path / "payload.bin", kept))
     assert failed.wait()[0] is False
     assert kept.wait() == (True, "")
+
+
+# ---------------------------------------------------------------- a standby group
+
+
+class NothingForked:
+    """Takes orders to fork and leaves the forking to the test."""
+
+    def fork(self, order: Fork, descriptors: list[int], listener: Group) -> None: ...
+
+    def forget(self, group_id: str) -> None: ...
+
+
+@linux_only
+def test_a_rank_that_was_reaped_before_it_could_be_watched_is_dead(tmp_path: Path):
+    with subprocess.Popen(["true"]) as ended, subprocess.Popen(["cat"], stdin=subprocess.PIPE) as alive:
+        ended.wait()
+
+        async def dead_after(pid: int) -> bool:
+            group = Group(NothingForked(), 1, False, 1000, tmp_path)  # pyright: ignore[reportArgumentType]
+            try:
+                group.forked(0, pid)
+                return group.has_dead_rank()
+            finally:
+                group.close()
+
+        assert asyncio.run(dead_after(ended.pid))
+        assert not asyncio.run(dead_after(alive.pid))
+        assert alive.stdin is not None
+        alive.stdin.close()

@@ -847,9 +847,10 @@ def test_the_search_ends_soon_on_big_and_circular_things(notebook: Notebook) -> 
         big[0]["self"] = big
         big.append({"x": {"y": threading.Lock()}})
     """)
-    begin = time.monotonic()
+    # of the processor: the machine may have other work
+    begin = time.thread_time()
     message = why(notebook, "big")
-    assert time.monotonic() - begin < 4
+    assert time.thread_time() - begin < 4
     assert "a _thread.lock" in message
 
 

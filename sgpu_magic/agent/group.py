@@ -46,6 +46,8 @@ class RankProcess:
         self.stack_file = stack_file
         self.pid: int | None = None
         self.pidfd: int | None = None
+        # it had been reaped before the agent could watch it; the zygote has yet to report its status
+        self.is_reaped = False
         self.exit_status: int | None = None
         self.peak_bytes = 0
         self.stream: MessageStream[FromRank] | None = None
@@ -209,7 +211,7 @@ class Group:
 
     def has_dead_rank(self) -> bool:
         """Whether a rank has ended, also when the zygote has not yet told so."""
-        if self.broken:
+        if self.broken or any(process.is_reaped for process in self.ranks):
             return True
         poll = select.poll()
         for process in self.ranks:
@@ -230,8 +232,13 @@ class Group:
         process = self.rank(rank)
         process.pid = pid
         if hasattr(os, "pidfd_open"):
-            with contextlib.suppress(OSError):
+            try:
                 process.pidfd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                process.is_reaped = True
+            except OSError:
+                # no descriptors left: the zygote alone reports its end
+                pass
         self._order_done()
 
     def fork_refused(self, rank: int, message: str) -> None:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from kernels import Cell, Home, Kernel, descriptors, eventually, is_alive, stop_process, wait_gone
+from kernels import Cell, Home, Kernel, eventually, is_alive, stop_process, wait_gone
+from process_table import watched_pids
 from strikes import events_of
 
 from sgpu_magic.pool.run_log import read_events
@@ -105,8 +106,10 @@ def standby_ready(home: Home, ranks: int) -> None:
     """Wait until a standby group is there and the agent watches each of its processes."""
 
     def is_watched() -> bool:
-        watched = [link for pid in home.agent_pids() for link in descriptors(pid).values() if "pidfd" in link]
-        return len(home.standby_pids()) == ranks and len(watched) == ranks
+        # those of the run before may be watched still
+        watched = {pid for agent in home.agent_pids() for pid in watched_pids(agent)}
+        standby = home.standby_pids()
+        return len(standby) == ranks and watched == set(standby)
 
     eventually(is_watched, 15, "no standby group")
 
