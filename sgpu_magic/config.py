@@ -75,7 +75,8 @@ class Settings:
         code_limit_bytes: More does not travel.
         lock_environments: `pylock.toml` is made for each environment that runs had; else `requirements.txt` alone.
         index_url: Where uv looks packages up and fetches them, passed on as its own; "" is uv's and pip's own choice.
-        track: Runs become MLflow runs.
+        track: Which runs become MLflow runs: "auto" (that last over 5 s, fail, are profiled, use MLflow or are asked
+            for), "all" or "off".
         tracking_uri: Store for runs whose notebook names none; "" is SQLite in the state directory.
         prices: Price of one device for an hour by type, `a10=1.20,h100=4.50`; of one pool `team/h100=3.90`. In the file
             a table does as well.
@@ -141,7 +142,7 @@ class Settings:
     code_limit_bytes: int = 250_000_000
     lock_environments: bool = True
     index_url: str = ""
-    track: bool = True
+    track: str = "auto"
     tracking_uri: str = ""
     prices: str = ""
     reserved_prices: str = ""
@@ -235,14 +236,11 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
                 f"the settings file {file} has {name!r}, which is no setting. There are: {', '.join(known)}."
             )
         kind = str(known[name])
-        values[name] = _prices(name, value, str(file)) if name in _PRICES else _convert(name, kind, value, str(file))
+        values[name] = _read(name, name, kind, value, str(file))
     for name, kind in known.items():
         variable = f"SGPU_{name.upper()}"
         if environ.get(variable, "") != "":
-            value, where = environ[variable], "the environment"
-            values[name] = (
-                _prices(variable, value, where) if name in _PRICES else _convert(variable, str(kind), value, where)
-            )
+            values[name] = _read(name, variable, str(kind), environ[variable], "the environment")
     _check_money(values)
     _check_users(values)
     return Settings(**values)  # pyright: ignore[reportArgumentType]
@@ -279,6 +277,26 @@ class CurrentSettings:
 
     def _variables(self) -> list[str | None]:
         return [os.environ.get(name) for name in self._VARIABLES]
+
+
+def _read(setting: str, name: str, kind: str, value: object, where: str) -> object:
+    """Read a setting that is given as `name` in `where`."""
+    if setting in _PRICES:
+        return _prices(name, value, where)
+    if setting == "track":
+        return _track(name, value, where)
+    return _convert(name, kind, value, where)
+
+
+def _track(name: str, value: object, where: str) -> str:
+    """Read which runs are tracked; true and false, of earlier versions, are all and none."""
+    text = str(value).lower()
+    if text in ("auto", "all"):
+        return text
+    try:
+        return "all" if _convert(name, "bool", value, where) else "off"
+    except UsageError:
+        raise UsageError(f"{name} in {where} is {value!r}; it can be auto, all or off.") from None
 
 
 def _convert(name: str, kind: str, value: object, where: str) -> object:

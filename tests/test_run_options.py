@@ -80,10 +80,10 @@ def test_settings_of_runs_follow_the_environment(monkeypatch: pytest.MonkeyPatch
     # where the pool lives, and what it reads for itself, stays
     monkeypatch.setenv("SGPU_STATE_DIR", "/elsewhere")
     monkeypatch.setenv("SGPU_GRACE_S", "1")
-    assert pool.settings == dataclasses.replace(given, env_version="4", track=False, variables="")
+    assert pool.settings == dataclasses.replace(given, env_version="4", track="off", variables="")
     monkeypatch.setenv("SGPU_VARIABLES", "OTHER_*")
     monkeypatch.setenv("SGPU_TRACK", "")
-    assert (pool.settings.variables, pool.settings.track, pool.settings.env_version) == ("OTHER_*", True, "4")
+    assert (pool.settings.variables, pool.settings.track, pool.settings.env_version) == ("OTHER_*", "auto", "4")
     # the file's value is there again when the variable is gone
     (tmp_path / "config.toml").write_text('env_version = "ai-4"\n')
     monkeypatch.delenv("SGPU_ENV_VERSION")
@@ -92,7 +92,9 @@ def test_settings_of_runs_follow_the_environment(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UsageError, match="SGPU_TRACK in the environment is 'perhaps'"):
         _ = pool.settings
     monkeypatch.setenv("SGPU_TRACK", "no")
-    assert not pool.settings.track
+    assert pool.settings.track == "off"
+    monkeypatch.setenv("SGPU_TRACK", "on")
+    assert pool.settings.track == "all"
 
 
 @pytest.mark.parametrize("cost", ["0", "-1", "nan", "inf", "much", ""])

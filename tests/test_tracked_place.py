@@ -57,14 +57,14 @@ def place(
 
 
 def test_by_default_it_is_the_default_store_and_the_notebooks_name():
-    assert place() == Tracking(experiment="train")
-    assert place(notebook="deep/er.v2.ipynb") == Tracking(experiment="er.v2")
+    assert place() == Tracking(experiment="train", if_it_matters=True)
+    assert place(notebook="deep/er.v2.ipynb") == Tracking(experiment="er.v2", if_it_matters=True)
 
 
 def test_the_setting_and_the_wish_turn_it_off_and_on():
-    off = dataclasses.replace(Settings(), track=False)
+    off, every = (dataclasses.replace(Settings(), track=track) for track in ("off", "all"))
     assert place(settings=off) is None
-    assert place(settings=off, track=True) is not None
+    assert place(settings=off, track=True) == place(settings=every) == Tracking(experiment="train")
     assert place(track=False) is None
     assert place(kind=RunKind.PUSH) is None
     assert place(kind=RunKind.PULL) is None

@@ -40,6 +40,7 @@ from sgpu_magic.protocol.messages import (
     KeepEnvironment,
     Stacks,
     StopPool,
+    TrackRun,
     Warm,
 )
 from sgpu_magic.protocol.pool_status import PoolStatus
@@ -136,7 +137,7 @@ class Pool:
         """What stands for the link to the pool: another one when its service is. None while there is no link."""
         return self._connection.alive
 
-    def tell(self, message: KeepEnvironment | Describe) -> None:
+    def tell(self, message: KeepEnvironment | Describe | TrackRun) -> None:
         """Tell the pool something that nobody waits for; lost when there is no pool."""
         link = self._connection.alive
         if link is not None:

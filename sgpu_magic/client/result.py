@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import overload
 
@@ -15,6 +16,8 @@ from sgpu_magic.protocol.run_files import TRACKING
 
 _TEXT_LIMIT = 60
 _REPR_LIMIT = 200
+_TRACKED_S = 10.0
+_LOOK_S = 0.1
 
 
 class RunResult:
@@ -42,6 +45,7 @@ class RunResult:
         values: Sequence[object],
         directory: Path,
         mirror: Mirror | None = None,
+        ask_tracked: Callable[[], None] | None = None,
     ) -> None:
         # of a Ray cluster's ranks one drives, and the others only hold their devices
         results = ended.results[:1] if spec.ray else ended.results
@@ -62,10 +66,22 @@ class RunResult:
         self._only = spec.only
         self._mlflow_run_id = ""
         self._mirror = mirror
+        self._ask_tracked = ask_tracked
 
     @property
     def mlflow_run_id(self) -> str:
-        """The run's id in MLflow; "" until it is there, a second or so after the run began, and where it is not."""
+        """The run's id in MLflow; "" where it is not tracked, or its store does not answer within 10 s.
+
+        To ask makes it an MLflow run, which `track = "auto"` does not make of every run: that takes some seconds.
+        """
+        if not self._look_for_mlflow_run() and self._ask_tracked is not None:
+            self._ask_tracked()
+            until = time.monotonic() + _TRACKED_S
+            while not self._look_for_mlflow_run() and time.monotonic() < until:
+                time.sleep(_LOOK_S)
+        return self._mlflow_run_id
+
+    def _look_for_mlflow_run(self) -> str:
         if not self._mlflow_run_id and self._mirror is not None:
             self._mirror.bring_if_there(TRACKING)
         self._mlflow_run_id = self._mlflow_run_id or mlflow_run_id(self.directory)
@@ -73,7 +89,7 @@ class RunResult:
 
     def __getstate__(self) -> dict[str, object]:
         # on a rank, or in another kernel, there is no link to the pool
-        return {**self.__dict__, "_mirror": None}
+        return {**self.__dict__, "_mirror": None, "_ask_tracked": None}
 
     def __len__(self) -> int:
         return len(self.values)

@@ -36,6 +36,7 @@ class Run:
         last_seq: Number of the last event that was taken.
         owned: This process has submitted it.
         pool: The name of the pool that has it.
+        ask_tracked: Asks the pool to make it an MLflow run; None where it is not to be one.
         mirror: Brings files of its directory from a pool of another machine; None where that is this machine's.
     """
 
@@ -55,6 +56,7 @@ class Run:
         self.owned = submission is not None
         self.submission = submission
         self.pool = "local"
+        self.ask_tracked: Callable[[], None] | None = None
         self.mirror = None if link.welcome.same_host else Mirror(directory, spec.run_id, lambda: self._link)
         self._key = key
         self._link = link

@@ -72,7 +72,8 @@ def _left(settings: Settings, run: str) -> list[Left]:
     found = progress.load(directory)
     if found is None:
         raise UsageError(
-            f"run {short(directory.name)} is not tracked: it was submitted with --no-track or SGPU_TRACK=off."
+            f"run {short(directory.name)} is not tracked: it was submitted with --no-track or SGPU_TRACK=off, or it "
+            "ended well within 5 seconds without using MLflow. SGPU_TRACK=all tracks every run."
         )
     return [] if found.complete else [(directory, found)]
 

@@ -96,9 +96,15 @@ class Run(Future[list[R]], Generic[R]):
 
     @property
     def mlflow_run_id(self) -> str:
-        """The run's id in MLflow; "" until it is there, a second or so after the run began, and where it is not."""
+        """The run's id in MLflow; "" until it is there, and where it is not tracked.
+
+        To ask makes it an MLflow run, which `track = "auto"` does not make of every run: ask again a second later.
+        """
         tracked = self._followed.view.tracked
-        return tracked.mlflow_run_id if tracked is not None else mlflow_run_id(self.directory)
+        found = tracked.mlflow_run_id if tracked is not None else mlflow_run_id(self.directory)
+        if not found and self._followed.run.ask_tracked is not None:
+            self._followed.run.ask_tracked()
+        return found
 
     def running(self) -> bool:
         """Whether it has its devices and has not ended."""

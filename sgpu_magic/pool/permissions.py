@@ -21,6 +21,7 @@ from sgpu_magic.protocol.messages import (
     ResultsReceived,
     StopPool,
     Submit,
+    TrackRun,
     Unfollow,
     Warm,
 )
@@ -64,7 +65,13 @@ class Permissions:
                 text = f"there is no session {short(message.session)} of yours in this pool."
                 self._server.refuse(client, message.request, text, "SessionError")
                 return None
-            case Describe(run_id=run) | Unfollow(run_id=run) | ReclaimPayload(run_id=run) | ResultsReceived(run_id=run):
+            case (
+                Describe(run_id=run)
+                | TrackRun(run_id=run)
+                | Unfollow(run_id=run)
+                | ReclaimPayload(run_id=run)
+                | ResultsReceived(run_id=run)
+            ):
                 return message if self.may_see(client, run) else None
             case _:
                 return message

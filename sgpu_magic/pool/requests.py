@@ -45,6 +45,7 @@ from sgpu_magic.protocol.messages import (
     Stacks,
     StopPool,
     Submit,
+    TrackRun,
     Unfollow,
     Warm,
     Welcome,
@@ -62,6 +63,7 @@ class Core(Placing, Protocol):
     def welcome(self, client: ConnectedClient) -> Welcome: ...
     def status(self, question: AskStatus) -> PoolStatus: ...
     def stop_soon(self) -> None: ...
+    def track(self, message: TrackRun) -> None: ...
 
     @property
     def settled(self) -> bool:
@@ -118,6 +120,8 @@ class Requests:
                 run = self._book.speaker(message.run_id)
                 if run is not None:
                     self._book.tell(run, Described(tags=message.tags), time.time())
+            case TrackRun():
+                self._core.track(message)
             case KeepEnvironment():
                 self._kept_environments.keep(message)
             case Cancel():

@@ -40,7 +40,7 @@ from sgpu_magic.protocol.devices import Inventory, Lease
 from sgpu_magic.protocol.events import Noted, QueueMoved, StateChanged
 from sgpu_magic.protocol.forwarding import StreamMessage, StreamOpened
 from sgpu_magic.protocol.measures import RankStack
-from sgpu_magic.protocol.messages import PROTOCOL_VERSION, AskStatus, ClientMessage, Hello, Notice, Welcome
+from sgpu_magic.protocol.messages import PROTOCOL_VERSION, AskStatus, ClientMessage, Hello, Notice, TrackRun, Welcome
 from sgpu_magic.protocol.node_messages import HeldRun, RunEvent
 from sgpu_magic.protocol.pool_status import PoolStatus
 from sgpu_magic.protocol.questions import RankAnswer
@@ -173,6 +173,9 @@ class PoolService:
             service=self._service_id,
             pool=self._settings.pool or "local",
         )
+
+    def track(self, message: TrackRun) -> None:
+        self._tracker.wanted(message.run_id, message.tracking)
 
     def status(self, question: AskStatus) -> PoolStatus:
         return pool_status(

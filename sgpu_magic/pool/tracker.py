@@ -20,6 +20,8 @@ from sgpu_magic.engines.base import Engine
 from sgpu_magic.pool.run_book import PoolRun, RunBook
 from sgpu_magic.pool.tracker_process import TrackerProcess
 from sgpu_magic.protocol.events import Noted, Tracked
+from sgpu_magic.protocol.ids import is_valid_id
+from sgpu_magic.protocol.states import RunState
 from sgpu_magic.protocol.tracking import (
     FromTracker,
     Track,
@@ -35,6 +37,8 @@ from sgpu_magic.tracking.progress import Progress, without_user
 # after the first run that needs it: launches come in bursts, and their results first
 _LATER_S = 1.0
 _LEFTOVERS_S = 15.0
+# with `track = "auto"`; a run that has ended sooner, and well, is one of many tries
+_MATTERS_S = 5.0
 _CLOSE_S = 1.5
 # these say what is written, not where and by whom
 _OF_A_RUN = {"MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_NAME"}
@@ -54,6 +58,8 @@ class _Entry:
         known: Its place, None until known.
         problem: Why it has none, "" while nothing is in the way.
         done: All of it is written.
+        maybe: The run, as long as it is not known whether it matters (`track = "auto"`).
+        begun: Monotonic time at which it was first seen with its devices, None before.
     """
 
     order: Track
@@ -62,6 +68,8 @@ class _Entry:
     known: TrackedRun | None = None
     problem: str = ""
     done: bool = False
+    maybe: PoolRun | None = None
+    begun: float | None = None
 
 
 class Tracker:
@@ -95,9 +103,23 @@ class Tracker:
         directory = self._book.directory(run.run_id)
         parent = run.spec.session
         order = Track(run_id=run.run_id, run_dir=str(directory), tracking=tracking, parent_run=parent)
-        self._entries[run.run_id] = _Entry(order)
-        if self._timer is None:
-            self._timer = self._loop.call_later(_LATER_S, self._send_all)
+        decided = not tracking.if_it_matters or run.spec.profile
+        self._entries[run.run_id] = _Entry(order, maybe=None if decided else run)
+        self._send_later()
+
+    def wanted(self, run_id: str, tracking: Tracking) -> None:
+        """Somebody asked for the run's id in MLflow: whatever it was, it becomes an MLflow run."""
+        entry = self._entries.get(run_id)
+        if entry is not None:
+            entry.maybe = None
+            if not entry.sent:
+                self._send(entry)
+            return
+        directory = self._book.directory(run_id)
+        if is_valid_id(run_id) and directory.is_dir() and progress.load(directory) is None:
+            # it ended before, and did not matter
+            entry = self._entries[run_id] = _Entry(Track(run_id=run_id, run_dir=str(directory), tracking=tracking))
+            self._send(entry)
 
     def asked(self, run_id: str) -> None:
         """A rank waits for the run's place."""
@@ -108,6 +130,7 @@ class Tracker:
             self._engine.tracking_known(run_id, entry.known, entry.problem)
         elif not entry.asked:
             entry.asked = True
+            entry.maybe = None
             if entry.sent:
                 process = self._process(entry.order.tracking)
                 if entry.order.parent_run:
@@ -121,6 +144,8 @@ class Tracker:
         """The run's ranks are gone."""
         entry = self._entries.get(run_id)
         if entry is None or not entry.sent:
+            if entry is not None and not self._matters(entry, over=True):
+                del self._entries[run_id]
             return
         if entry.done:
             del self._entries[run_id]
@@ -138,7 +163,7 @@ class Tracker:
             if timer is not None:
                 timer.cancel()
         for entry in self._entries.values():
-            if not entry.sent:
+            if not entry.sent and entry.maybe is None:
                 self._write_opening(entry)
         until = time.monotonic() + _CLOSE_S
         for process in self._processes.values():
@@ -147,14 +172,37 @@ class Tracker:
 
     # ------------------------------------------------------------ to the writers
 
+    def _send_later(self) -> None:
+        if self._timer is None:
+            self._timer = self._loop.call_later(_LATER_S, self._send_all)
+
     def _send_all(self) -> None:
         self._timer = None
         for entry in list(self._entries.values()):
-            if not entry.sent:
+            if entry.sent:
+                continue
+            if self._matters(entry):
                 self._send(entry)
+            else:
+                self._send_later()
+
+    def _matters(self, entry: _Entry, *, over: bool = False) -> bool:
+        """Whether the run is to be in MLflow by now: it lasts, or it has failed."""
+        run = entry.maybe
+        if run is None:
+            return True
+        now = self._loop.time()
+        if entry.begun is None and run.placed_at is not None:
+            entry.begun = now
+        lasts = entry.begun is not None and now - entry.begun >= _MATTERS_S
+        failed = over and run.placed_at is not None and run.state not in (RunState.SUCCEEDED, RunState.CANCELLED)
+        if lasts or failed or run.state in (RunState.FAILED, RunState.TIMED_OUT):
+            entry.maybe = None
+            self._send_later()
+        return entry.maybe is None
 
     def _send(self, entry: _Entry) -> None:
-        entry.sent = True
+        entry.sent, entry.maybe = True, None
         session = self._entries.get(entry.order.parent_run)
         if session is not None and not session.sent:
             # its MLflow run is the parent: a cell may ask before the session's own turn has come

@@ -164,7 +164,7 @@ class TrackerProcess:
         self._said(message)
 
     def _lost(self) -> None:
-        """It ended: after ten idle minutes, or because it was killed."""
+        """It ended: after an idle minute, or because it was killed."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

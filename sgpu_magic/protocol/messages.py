@@ -109,6 +109,13 @@ class Describe(Record, frozen=True, tag="describe", kw_only=True):
     tags: tuple[tuple[str, str], ...]
 
 
+class TrackRun(Record, frozen=True, tag="track-run", kw_only=True):
+    """Make this run an MLflow run, although nothing else would: its id there was asked for."""
+
+    run_id: str
+    tracking: Tracking
+
+
 class Cancel(Record, frozen=True, tag="cancel", kw_only=True):
     """Stop a run by the one stop path. `run` may be a unique prefix of its id.
 
@@ -199,6 +206,7 @@ ClientMessage = (
     | Submit
     | KeepEnvironment
     | Describe
+    | TrackRun
     | Cancel
     | RestartRanks
     | AskRank

@@ -64,6 +64,8 @@ class Tracking(Record, frozen=True, kw_only=True):
         experiment_id: Its id, where the notebook's own MLflow tells it.
         parent: The MLflow run that is the parent, "" for none.
         variables: `MLFLOW_*` and what the artifact store needs, for the tracking process.
+        if_it_matters: Only when the run lasts over 5 s, fails, is profiled, uses MLflow or is asked for
+            (`track = "auto"`).
     """
 
     uri: str = ""
@@ -72,6 +74,7 @@ class Tracking(Record, frozen=True, kw_only=True):
     experiment_id: str = ""
     parent: str = ""
     variables: dict[str, str] = {}
+    if_it_matters: bool = False
 
 
 class MetricPoint(Record, frozen=True, array_like=True):

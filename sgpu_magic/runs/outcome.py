@@ -75,10 +75,11 @@ def _result(
     if run.spec.kind is RunKind.CALL:
         # one value from each rank, and no name that it would be stored under
         values = [next(iter(rank.names.values()), None) for rank in returned]
-        return RunResult(run.spec, ended, values, run.directory, run.mirror)
+        return RunResult(run.spec, ended, values, run.directory, run.mirror, run.ask_tracked)
     for output in run.spec.outputs:
         if output.all_ranks:
             into[output.name] = [values.names[output.name] for values in returned]
         else:
             into[output.name] = returned[0].names[output.name]
-    return RunResult(run.spec, ended, [values.value for values in returned], run.directory, run.mirror)
+    values = [rank.value for rank in returned]
+    return RunResult(run.spec, ended, values, run.directory, run.mirror, run.ask_tracked)

@@ -10,7 +10,7 @@ from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.run import Run
 from sgpu_magic.errors import RunCancelled
 from sgpu_magic.payload.pack import Packed
-from sgpu_magic.protocol.messages import Describe
+from sgpu_magic.protocol.messages import Describe, TrackRun
 from sgpu_magic.protocol.records import Interpreter, RunSpec
 from sgpu_magic.runs import git_state, job_defaults, packages, tracked, travel
 from sgpu_magic.runs.uploads import uploads_of
@@ -89,6 +89,7 @@ def submit(pool: Pool, submission: Submission) -> Run:
         raise RunCancelled("interrupted before the pool had taken the run; nothing was started.") from None
     packages.of(pool).taken(spec.environment, luggage.environment)
     if tracking is not None:
+        run.ask_tracked = lambda: pool.tell(TrackRun(run_id=run.run_id, tracking=tracking))
         _describe(pool, run, submission.stand)
     return run
 

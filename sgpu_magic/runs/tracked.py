@@ -31,8 +31,9 @@ _FALLBACK_NAME = "notebook"
 
 def place_of(settings: Settings, spec: RunSpec, submission: Submission) -> tuple[RunSpec, Tracking | None]:
     """Return the run's spec with what tracking adds to it, and where it is tracked; None where it is not."""
-    track = submission.wishes.track
-    if spec.kind in _NO_RUNS or not (settings.track if track is None else track):
+    asked = submission.wishes.track
+    track = settings.track if asked is None else "all" if asked else "off"
+    if spec.kind in _NO_RUNS or track == "off":
         return spec, None
     environ = submission.environ
     own = _own_place(environ, given=_URI in submission.given)
@@ -51,6 +52,8 @@ def place_of(settings: Settings, spec: RunSpec, submission: Submission) -> tuple
         experiment_id=experiment_id,
         parent=own.parent or environ.get("MLFLOW_RUN_ID", ""),
         variables={name: environ[name] for name in environ if name.startswith(STORE_VARIABLES)},
+        # a notebook in whose own MLflow run this is uses MLflow
+        if_it_matters=track == "auto" and not own.parent,
     )
     return msgspec.structs.replace(spec, tracked=True), tracking
 

@@ -20,7 +20,7 @@ from sgpu_magic.tracking.client import Store, StoreTroubled
 from sgpu_magic.tracking.writer import Busy, RunWriter
 
 INTERVAL_S = 1.0
-IDLE_S = 600.0
+IDLE_S = 60.0
 _FIRST_RETRY_S = 2.0
 _LAST_RETRY_S = 60.0
 _MAX_REST_S = 0.2
@@ -65,7 +65,7 @@ class Desk:
 
     @property
     def idle(self) -> bool:
-        """Nothing has been there to be written for ten minutes."""
+        """Nothing has been there to be written for a minute."""
         return not self._runs and time.monotonic() - self._used_at > IDLE_S
 
     def track(self, order: Track) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from homes import Home
+from kernels import Kernel
 from mlflow_servers import Gateway, RestServer
 from pool_client import ClientRun, PoolClient
 from process_table import is_alive, stop_process
@@ -18,6 +19,7 @@ from waiting import eventually
 
 from sgpu_magic.client.along import Along
 from sgpu_magic.protocol.events import Noted, RanksStarted, Tracked
+from sgpu_magic.protocol.messages import TrackRun
 from sgpu_magic.protocol.states import RunKind, RunState
 from sgpu_magic.protocol.tracking import Tracking
 from sgpu_magic.tracking import progress
@@ -234,3 +236,42 @@ def test_of_what_eight_ranks_log_themselves_nothing_is_lost(pool: TrackedPool):
         assert pool.store.history(found.info.run_id, f"loss/rank{rank}") == expected
     assert len(pool.store.history(found.info.run_id, "loss")) == 1600
     assert len(pool.store.all()) == 1
+
+
+USES_MLFLOW = "import mlflow\nmlflow.log_param('lr', 0.1)"
+
+
+def test_only_what_matters_is_tracked_by_itself(new_home: Callable[..., Home]):
+    pool = TrackedPool(new_home({"SGPU_TRACK": "auto"}))
+    auto = Tracking(experiment="nb", if_it_matters=True)
+    try:
+        short = pool.begin("print(1)", tracking=auto)
+        assert short.ended().state is RunState.SUCCEEDED
+        failed, uses = pool.begin("1 / 0", tracking=auto), pool.begin(USES_MLFLOW, tracking=auto)
+        long = pool.begin(WAIT.format(go=pool.home.work / "go"), tracking=auto)
+        assert pool.complete(failed).info.status == "FAILED"
+        assert pool.complete(uses).data.params["lr"] == "0.1"
+        long.wait_for(Tracked)
+        (pool.home.work / "go").touch()
+        assert pool.complete(long).info.status == "FINISHED"
+        assert not (pool.home.run_dir(short.run_id) / progress.TRACKING).exists()
+        pool.client.pool.tell(TrackRun(run_id=short.run_id, tracking=auto))
+        assert pool.complete(short).info.status == "FINISHED"
+        assert len(pool.store.all()) == 4
+    finally:
+        pool.client.close()
+
+
+@pytest.mark.slow
+def test_asking_for_its_mlflow_run_makes_a_short_run_one(new_home: Callable[..., Home]):
+    home = new_home({"SGPU_TRACK": "auto"})
+    kernel = Kernel(home)
+    try:
+        kernel.check("%load_ext sgpu_magic")
+        kernel.check("%%distributed -n 2\nrank")
+        asked = kernel.check("result = _\nresult.mlflow_run_id").result
+        kernel.check("%%distributed -n 2\nrank")
+        found = Runs(f"sqlite:///{home.state}/mlflow/mlflow.db").all("notebook")
+        assert [run.info.run_id for run in found] == [asked.strip("'")]
+    finally:
+        kernel.close()
