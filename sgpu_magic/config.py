@@ -78,6 +78,8 @@ class Settings:
         track: Which runs become MLflow runs: "auto" (that last over 5 s, fail, are profiled, use MLflow or are asked
             for), "all" or "off".
         tracking_uri: Store for runs whose notebook names none; "" is SQLite in the state directory.
+        keep_tracked: MLflow runs of the default store stay when the runs' directories are removed. Without it those
+            stay in which the user's code has logged something.
         prices: Price of one device for an hour by type, `a10=1.20,h100=4.50`; of one pool `team/h100=3.90`. In the file
             a table does as well.
         reserved_prices: The same for reserved devices, to compare with.
@@ -144,6 +146,7 @@ class Settings:
     index_url: str = ""
     track: str = "auto"
     tracking_uri: str = ""
+    keep_tracked: bool = False
     prices: str = ""
     reserved_prices: str = ""
     currency: str = "USD"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sqlite3
 import stat
 import tempfile
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tracking_writers import Runs, ToldRun, WriterProcess
+from tracking_writers import Runs, ToldRun, WriterProcess, quiet_mlflow
 from waiting import eventually
 
 from sgpu_magic.config import Settings
@@ -123,7 +124,7 @@ def test_the_first_value_of_a_parameter_counts_and_others_are_tags():
         fold.apply(ev.Event(run_id="a", seq=rank + 1, at=0, body=ev.MetricsLogged(rank=rank, params=(("lr", value),))))
     batch = fold.take()
     assert batch.params == {"lr": "0.1"}
-    assert batch.tags == {"sgpu.param.lr": "0.2"}
+    assert batch.tags == {"sgpu.logged": "true", "sgpu.param.lr": "0.2"}
 
 
 def test_no_credentials_stand_in_a_run_directory():
@@ -482,3 +483,31 @@ def test_the_record_of_a_run_has_the_store_and_no_credentials(settings: Settings
     assert found.uri == ""
     assert found.tracked is not None
     assert Progress(uri="x").tracked is None
+
+
+def test_what_is_removed_leaves_the_default_store_unless_the_user_has_logged_something():
+    settings = new_settings()
+    writer = WriterProcess(settings)
+    try:
+        kept, removed, logged = runs = [ToldRun(settings) for _ in range(3)]
+        logged.metric(0, "loss", 0.5)
+        for run in runs:
+            run.end()
+            writer.track(run)
+        writer.until_done(*runs)
+        found = {run.run_id: Runs(settings.default_store_uri).one(run.run_id).info for run in runs}
+        for run in (removed, logged):
+            shutil.rmtree(settings.runs_path / run.run_id)
+        with quiet_mlflow():
+            from sgpu_magic.tracking.client import Store
+
+            store = Store(settings, Tracking())
+            assert (store.prune(), store.prune()) == (1, 0)
+        assert Runs(settings.default_store_uri).of(removed.run_id) == []
+        assert all(len(Runs(settings.default_store_uri).of(run.run_id)) == 1 for run in (kept, logged))
+        folders = {run_id: Path(info.artifact_uri.removeprefix("file://")) for run_id, info in found.items()}
+        assert [folders[run.run_id].parent.exists() for run in runs] == [True, False, True]
+        assert writer.end() == ""
+    finally:
+        writer.close()
+        remove(settings)

@@ -111,6 +111,7 @@ def _work(desk: Desk, inbox: Inbox) -> None:
             case _:
                 desk.close()
                 return
+    desk.prune()
 
 
 def _import(*, urgent: bool) -> None:

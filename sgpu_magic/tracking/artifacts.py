@@ -27,6 +27,8 @@ MAX_BYTES = 200_000_000
 """A larger file stays where it is."""
 
 _PLAIN = ("cell.py", "requirements.txt", "pylock.toml")
+OWN_NAMES = frozenset((*_PLAIN, "run.json", "run.html", "logs", "profile"))
+"""At the top of a run's artifacts; others are the user's."""
 _OWN = "artifacts"
 # what run.json has for this machine only
 _LEFT_OUT = ("payload_layout",)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import requests
 from mlflow import MlflowClient
@@ -19,10 +20,12 @@ from mlflow.exceptions import MlflowException
 
 from sgpu_magic.config import Settings
 from sgpu_magic.environment.secrets import find_secrets, without_secrets
+from sgpu_magic.protocol.ids import is_valid_id
 from sgpu_magic.protocol.tracking import TrackedRun, Tracking
 from sgpu_magic.tracking import store
+from sgpu_magic.tracking.artifacts import OWN_NAMES
 from sgpu_magic.tracking.progress import without_user
-from sgpu_magic.tracking.runs import RUN_TAG, Batch, in_chunks
+from sgpu_magic.tracking.runs import LOGGED_TAG, RUN_TAG, Batch, in_chunks
 
 # of one request, which MLflow's servers take up to 1,000 things and a megabyte (mlflow.utils.validation)
 _METRICS, _NAMES = 800, 50
@@ -136,6 +139,35 @@ class Store:
         with self._translated():
             self.client.delete_run(mlflow_run_id)
 
+    def prune(self) -> int:
+        """Delete the default store's runs whose directories are gone; return how many.
+
+        Those stay that hold what the user's code has logged, a model or any other artifact among it.
+
+        Raises:
+            StoreTroubled: The store does not work.
+        """
+        with self._translated():
+            experiments = [found.experiment_id for found in self.client.search_experiments(ViewType.ACTIVE_ONLY)]
+            gone: dict[str, Path] = {}
+            token: str | None = None
+            while experiments and token != "":
+                page = self.client.search_runs(experiments, "", ViewType.ACTIVE_ONLY, page_token=token)
+                gone |= {run.info.run_id: _artifacts(run) for run in page if self._holds_nothing_more(run)}
+                token = page.token or ""
+            if gone:
+                store.remove_runs(self._settings, gone)
+            return len(gone)
+
+    def _holds_nothing_more(self, run: Any) -> bool:
+        """Whether the run's directory is gone, and all that MLflow has of it came from there."""
+        run_id, tags = run.data.tags.get(RUN_TAG, ""), run.data.tags
+        if not is_valid_id(run_id) or LOGGED_TAG in tags or run.info.end_time is None:
+            return False
+        artifacts = _artifacts(run)
+        there = {entry.name for entry in artifacts.iterdir()} if artifacts.is_dir() else set[str]()
+        return not (self._settings.runs_path / run_id).exists() and there <= OWN_NAMES
+
     def where(self, made: Any, experiment: str) -> TrackedRun:
         """Return what others are told of a run."""
         info = made.info
@@ -222,6 +254,11 @@ class Store:
 
     def _said(self, text: str) -> str:
         return without_secrets(" ".join(text.split()), self._secrets)[:_TEXT_LENGTH]
+
+
+def _artifacts(run: Any) -> Path:
+    """Where the artifacts of a run of the default store lie."""
+    return Path(unquote(urlsplit(run.info.artifact_uri or "").path))
 
 
 def _plain(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -111,6 +112,13 @@ class Desk:
         # many short cells in a row: it takes half of a core at most
         ended = time.monotonic()
         self._rest_until = ended + min(ended - now, _MAX_REST_S)
+
+    def prune(self) -> None:
+        """Let go of what the default store has of runs that are removed; there is nothing else to do."""
+        if self._store.is_default and not self._settings.keep_tracked:
+            # the next process tries again
+            with contextlib.suppress(StoreTroubled):
+                self._store.prune()
 
     def close(self) -> None:
         """Write what there is, once; the process is ended when that takes long."""

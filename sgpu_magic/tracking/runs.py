@@ -28,6 +28,8 @@ from sgpu_magic.render.run_names import run_name
 from sgpu_magic.tracking.system_metrics import SystemMetrics
 
 RUN_TAG = "sgpu.run_id"
+LOGGED_TAG = "sgpu.logged"
+"""The user's code has logged something."""
 NAME_TAG = "mlflow.runName"
 PARENT_TAG = "mlflow.parentRunId"
 
@@ -157,6 +159,7 @@ class RunFold:
         self._tags(opening_tags(spec, self._pool))
 
     def _logged(self, body: MetricsLogged) -> None:
+        self._tags({LOGGED_TAG: "true"})
         for point in body.metrics:
             name = key(point.key)
             self.batch.metrics.append(

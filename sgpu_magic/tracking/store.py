@@ -10,12 +10,14 @@ import contextlib
 import fcntl
 import logging
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from sgpu_magic.config import Settings, load_settings, private_dir
 from sgpu_magic.errors import PoolError
@@ -108,6 +110,26 @@ def make(settings: Settings) -> None:
             _make(file, private_dir(artifacts_path(settings)))
     finally:
         os.close(lock)
+
+
+def remove_runs(settings: Settings, artifacts: Mapping[str, Path]) -> None:
+    """Remove runs from the default store for good, as `mlflow gc` does, which takes seconds to import.
+
+    Args:
+        settings: Where the store is.
+        artifacts: By the runs' ids in MLflow, the directories of their artifacts.
+    """
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    database: Any = SqlAlchemyStore(settings.default_store_uri, artifacts_path(settings).as_uri())
+    try:
+        for mlflow_run_id, folder in artifacts.items():
+            database.delete_run(mlflow_run_id)
+            database._hard_delete_run(mlflow_run_id)
+            if folder.is_relative_to(artifacts_path(settings)):
+                shutil.rmtree(folder.parent, ignore_errors=True)
+    finally:
+        database.engine.dispose()
 
 
 def _make(file: Path, artifacts: Path) -> None:
