@@ -226,6 +226,11 @@ def memory_files(pid: int) -> int:
     return sum(link.startswith("/memfd:sgpu") and not link.startswith("/memfd:sgpu-stack") for link in links)
 
 
+def resident_bytes(pid: int | None) -> int:
+    """Memory that a process holds."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def no_more(now: Mapping[str, int], before: Mapping[str, int], slack: int = 2) -> bool:
     """Whether a process has kept its level.
 

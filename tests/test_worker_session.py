@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hostile_exceptions import HOSTILE, LOOPS
 from ranks import Session, Zygote
 from waiting import eventually
 
@@ -599,3 +600,120 @@ def test_a_rank_ends_with_its_agent(zygote: Zygote):
     session.ranks[0].link.close()
     assert zygote.wait(session.ranks[0].pid) == 1
     session.leave()
+
+
+# ---------------------------------------------------------------- tracebacks that IPython shows before it goes on
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files for `%run`."""
+    made = tmp_path_factory.mktemp("files")
+    notebook = {
+        "nbformat": 4,
+        "nbformat_minor": 5,
+        "metadata": {},
+        "cells": [
+            {
+                "cell_type": "code",
+                "id": "a",
+                "metadata": {},
+                "outputs": [],
+                "execution_count": 1,
+                "source": "x = 1\n1/0",
+            }
+        ],
+    }
+    (made / "bad.py").write_text("x = 1\n1/0\n")
+    (made / "ends.py").write_text("import sys\nsys.exit(0)\n")
+    (made / "gives_up.py").write_text("import sys\nsys.exit(3)\n")
+    (made / "bad.ipynb").write_text(json.dumps(notebook))
+    return made
+
+
+@pytest.fixture(scope="module")
+def single(zygote: Zygote, files: Path) -> Iterator[Session]:
+    """One rank for the cells of several tests."""
+    made = Session(zygote, 1, cwd=str(files))
+    yield made.connect()
+    made.leave()
+
+
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [
+        ("%run bad.py\nprint('never')", "bad.py:2"),
+        ("x = 0\n%run -i bad.py\nprint('never')", "bad.py:2"),
+        ("%run bad.ipynb\nprint('never')", ":2"),
+        ("%run -p bad.py", "bad.py:2"),
+        ("%%time\nx = 1\n1/0", "File <timed exec>:2"),
+        ("%timeit 1/0", "line 2"),
+        ("%%capture\nx = 1\n1/0", "line 2"),
+        ("try:\n    %run bad.py\nexcept Exception:\n    pass", "bad.py:2"),
+    ],
+)
+def test_a_traceback_in_the_middle_of_a_cell_is_its_failure(single: Session, body: str, place: str):
+    single.execute(body)
+    failure = single.failure(0).failure
+    assert failure.type_name == "builtins.ZeroDivisionError"
+    assert place in failure.traceback_text
+    assert "shell.py" not in failure.traceback_text
+    assert failure.line is not None
+    assert "never" not in single.ranks[0].printed
+
+
+def test_an_exit_under_run_means_what_it_means_in_ipython(single: Session):
+    assert values(single, "%run ends.py\n5") == [5]
+    assert values(single, "%run -e gives_up.py\n6") == [6]
+    single.execute("%run gives_up.py")
+    failure = single.failure(0).failure
+    assert (failure.type_name, failure.message) == ("builtins.SystemExit", "3")
+
+
+def test_a_display_that_fails_is_shown_and_the_cell_goes_on(single: Session):
+    single.run("class Odd:\n    def _repr_html_(self): return {}['no html']\ndisplay(Odd())\nprint('went on')")
+    eventually(lambda: "went on" in single.ranks[0].printed, 5, "the print after the display")
+    assert "no html" in single.ranks[0].printed
+
+
+# ---------------------------------------------------------------- exceptions that do harm when they are described
+
+
+@pytest.mark.parametrize("name", ["__str___exits", "has_5000_causes", "has_300_MB", "has_surrogates_all_over"])
+def test_a_hostile_exception_ends_no_rank(single: Session, name: str):
+    describes(single, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HOSTILE)
+def test_every_hostile_exception_ends_no_rank(single: Session, name: str):
+    describes(single, name)
+
+
+def describes(session: Session, name: str) -> None:
+    session.run("keep = 7")
+    session.execute(HOSTILE[name])
+    failed = session.failure(0)
+    failure = failed.failure
+    assert "E" in failure.type_name or failure.type_name.startswith("?.")
+    assert failure.traceback_text
+    assert len(failure.message) < 11_000
+    assert len(failure.traceback_text) < 45_000
+    assert len(failure.traceback_ansi) < 130_000
+    if "300_MB" in name and "pickles" not in name:
+        kept = Path(session.scratch.name, "error-0.txt")
+        assert str(kept) in failure.traceback_text
+        assert kept.stat().st_size > 300_000_000
+        kept.unlink()
+    assert values(session, "keep") == [7]
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_an_interrupt_ends_a_loop_in_an_exceptions_text(single: Session, name: str):
+    single.run("keep = 8")
+    single.execute(LOOPS[name].replace("while True", "print('round', flush=True)\n        while True"))
+    eventually(lambda: "round" in single.ranks[0].printed, 10, "the loop")
+    single.ranks[0].interrupt()
+    assert single.failure(0, deadline_s=5).failure.type_name == "__main__.E"
+    single.ranks[0]._text = b""
+    assert values(single, "keep") == [8]

@@ -212,7 +212,8 @@ class Run:
             return None
         try:
             error = unpack.unpack(memoryview(bytearray(frames[0])), layout, self._key, namespace)
-        except SerializationError:
+        except (SerializationError, SystemExit):
+            # rebuilding it runs its class's code
             return None
         return error if isinstance(error, BaseException) else None
 

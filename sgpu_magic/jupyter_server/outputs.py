@@ -85,6 +85,7 @@ def _failure(view: RunView, ended: RunEnded, failure: Failure) -> Output:
         last_output=ansi.plain(last_output),
         stacks=ended.stacks,
         spec=view.spec,
+        output_limit=view.output_limit,
     )
     if failure.kind is FailureKind.USER_CODE:
         return _error(last_part(failure.type_name) or type(error).__name__, error, failure.message)

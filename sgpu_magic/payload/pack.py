@@ -9,6 +9,7 @@ import io
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from sgpu_magic.errors import SerializationError
 from sgpu_magic.payload import culprit
@@ -87,24 +88,41 @@ def pack_namespace(
     return packing.result(key)
 
 
-def pack_object(obj: object, namespace: dict[str, object], key: bytes) -> Packed:
+class _Bounded(io.BytesIO):
+    """A stream that takes no more than `most_bytes`."""
+
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__()
+        self._left = most_bytes
+
+    def write(self, data: Any, /) -> int:
+        self._left -= len(data)
+        if self._left < 0:
+            raise SerializationError("the object is larger than it may be.")
+        return super().write(data)
+
+
+def pack_object(obj: object, namespace: dict[str, object], key: bytes, *, most_bytes: int | None = None) -> Packed:
     """Pack one value, for results and exceptions: functions carry their globals by name only.
 
     Args:
         obj: The value; `{"names": {...}, "value": ...}` is told apart in messages.
         namespace: Globals of the functions that map onto the other side's namespace.
         key: The run's key.
+        most_bytes: Of the stream; a larger object fails early, without a word about its culprit.
 
     Raises:
         SerializationError: It can't be pickled; names the path to the culprit and the remedy.
     """
-    stream = io.BytesIO()
+    stream = io.BytesIO() if most_bytes is None else _Bounded(most_bytes)
     buffers: list[memoryview] = []
     pickler = NamespacePickler(stream, namespace, buffers, returning=True)
     try:
         with collector_paused():
             pickler.dump(obj)
     except Exception as error:  # __reduce__ and __getstate__ of any class run here
+        if most_bytes is not None:
+            raise
         raise SerializationError(culprit.explain_result(obj, pickler.last, error)) from error
     return _packed(stream.getvalue(), buffers, key, (), {}, pickler)
 

@@ -20,6 +20,7 @@ from sgpu_magic.render.failure import (
     other_lines,
     timeout_sentence,
 )
+from sgpu_magic.render.failure_form import cut_lines
 from sgpu_magic.render.stacks import group_lines, group_stacks, stack_lines, stacks_text, verdict
 from sgpu_magic.render.units import format_seconds
 
@@ -49,6 +50,7 @@ def remote_exception(
     last_output: str = "",
     stacks: Sequence[RankStack] = (),
     spec: RunSpec | None = None,
+    output_limit: int = 200_000,
 ) -> BaseException:
     """Return the exception to raise for a failed run.
 
@@ -64,6 +66,7 @@ def remote_exception(
         last_output: The culprit's last line of output, "" when it had none.
         stacks: Where the ranks were when the run's time was over.
         spec: The run; None where it is not known.
+        output_limit: Characters of the traceback that are shown; the rest of it is left out.
 
     Returns:
         `exception` itself with `.rank`, `.run_id` and `.remote_traceback`, or one of `errors` with the same.
@@ -71,6 +74,7 @@ def remote_exception(
     """
     run = f"run {ids.short(run_id)}"
     source = cell or CellSource(body="")
+    plain = "\n".join(cut_lines(failure.traceback_text.strip("\n").split("\n"), output_limit))
     remote_traceback = failure.traceback_text or "\n".join(stack_lines(failure.stack, source))
     more = " · ".join(other_lines(others, failure.rank))
     attributes: dict[str, object] = {
@@ -85,17 +89,20 @@ def remote_exception(
             raised = errors.RemoteError(error_line(failure), type_name=failure.type_name or "Exception")
         where = f"rank {failure.rank} of {ranks}" if failure.rank is not None else f"{ranks} ranks"
         heading = f"{where} on {failure.host} · {run}" if failure.host else f"{where} · {run}"
-        trace = (failure.traceback_ansi or failure.traceback_text or error_line(failure)).strip("\n")
+        # colours are never cut in the middle
+        coloured = failure.traceback_ansi.strip("\n") if len(failure.traceback_ansi) <= output_limit else ""
+        trace = coloured or plain or error_line(failure)
         lines = (heading, trace, hint, more)
         # outside IPython the notes are all that a plain traceback shows of the rank
-        note = "\n".join(filter(None, (heading, failure.traceback_text.strip("\n"), hint, more)))
-        attributes["__notes__"] = [*getattr(raised, "__notes__", ()), note]
+        note = "\n".join(filter(None, (heading, plain, hint, more)))
+        known = getattr(raised, "__notes__", None)
+        attributes["__notes__"] = [*known, note] if isinstance(known, list) else [note]
     else:
         words = last_words(failure, cell, last_output) if failure.kind is FailureKind.WORKER_DIED else []
         words += [*map(_one_line, group_lines(group_stacks(stacks, source))), *verdict(stacks, source)]
         message = _message(failure, seconds, ranks, words, more, run)
         raised = _for_kind(failure.kind, message)
-        trace = failure.traceback_text.strip("\n") if failure.kind is FailureKind.INTERNAL else ""
+        trace = plain if failure.kind is FailureKind.INTERNAL else ""
         lines = (trace, f"{type(raised).__name__}: {message}")
     lines = (*lines, errors.see(errors.section_of(failure.kind, out_of_memory=failure.out_of_memory)))
     attributes["_render_traceback_"] = _Drawing(tuple(line for line in lines if line))

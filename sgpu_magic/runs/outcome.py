@@ -60,6 +60,7 @@ def deliver(
         last_output=ansi.plain(last_output),
         stacks=ended.stacks,
         spec=run.spec,
+        output_limit=view.output_limit,
     ) from None
 
 

@@ -12,12 +12,12 @@ broken_models     DDP and FSDP models whose iteration was cut off
 shell       IPython in the rank
 cell_run    one order to execute: prepare, run, tell
 execute     the cell itself, and how it failed
-results     what it brings back
-aftermath   nothing of a failure holds memory
+results     what it brings back, and the names that cells have set
+asking      the user's objects about themselves, whatever their classes do
+failures    an exception described, and let go of
 memory      what held it when there was none left
 edited_modules    the user's own modules, edited since their import
 questions   completion and inspection while no cell runs
-namespace   the names that cells have set
 output      stdout and stderr at descriptor level
 trace       its stack, for those outside and for after its death
 flight_recorder   the collective that it is in

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.payload import unpack
@@ -14,7 +15,7 @@ from sgpu_magic.protocol.rank_messages import Execute, Joined, Remarked
 from sgpu_magic.protocol.record import Record
 from sgpu_magic.protocol.states import RunKind
 from sgpu_magic.tracking import in_rank
-from sgpu_magic.worker import aftermath, execute, interrupts, rendezvous, results
+from sgpu_magic.worker import asking, execute, interrupts, rendezvous, results
 from sgpu_magic.worker.helper import Order
 from sgpu_magic.worker.results import Reply
 from sgpu_magic.worker.shell import hook_of
@@ -44,7 +45,8 @@ class CellRun:
         self._say = say
         self.was_out_of_memory = False
         self.groups: list[object] = []
-        self._shell.begin_cell(self._rank == min(message.only, default=0))
+        whole = Path(message.run_dir, f"error-{self._rank}.txt")
+        self._shell.begin_cell(self._rank == min(message.only, default=0), whole)
 
     def run(self) -> Reply:
         """Do it all; every error becomes the reply."""
@@ -75,7 +77,6 @@ class CellRun:
             text = hook.last_text if hook.last_value is not None else ""
             return self._finished(packed, text, problem, seconds)
         except SgpuError as error:
-            self._shell.traceback_lines = []
             return self.failed(error)
 
     def _run_cell(self) -> tuple[BaseException | None, float]:
@@ -101,10 +102,11 @@ class CellRun:
         interrupts.refuse()
         # interrupted before it was looked at
         self.leave_payload()
-        failure = execute.describe(error, self._shell, self._rank)
-        self.was_out_of_memory = failure.out_of_memory
-        reply = results.failed(failure, error, self._message.context.key)
-        aftermath.forget(self._shell, error)
+        with asking.interruptible():
+            failure = execute.describe(error, self._shell, self._rank)
+            self.was_out_of_memory = failure.out_of_memory
+            reply = results.failed(failure, error, self._shell, self._message.context.key)
+        self._shell.forget_failure()
         if self._message.kind is RunKind.CALL:
             results.forget_call(self._shell, self._message)
         return reply
@@ -135,7 +137,7 @@ class CellRun:
 
     def _finished(self, packed: results.Packed | None, text: str, problem: str, seconds: float) -> Reply:
         reply = results.finished(packed, self._rank, self._message.run_dir, text=text, problem=problem, seconds=seconds)
-        aftermath.forget(self._shell, None)
+        self._shell.forget_failure()
         return reply
 
     def _prepare(self) -> None:

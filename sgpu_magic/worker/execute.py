@@ -20,9 +20,9 @@ from sgpu_magic.protocol.measures import RankMemory
 from sgpu_magic.protocol.rank_messages import Execute
 from sgpu_magic.protocol.records import Failure
 from sgpu_magic.protocol.states import FailureKind
-from sgpu_magic.worker import memory
+from sgpu_magic.worker import asking, failures, memory
 from sgpu_magic.worker.results import pack_names
-from sgpu_magic.worker.shell import RankShell, hook_of, is_peer_lost, message_of, source_of
+from sgpu_magic.worker.shell import RankShell, hook_of, source_of
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -34,7 +34,7 @@ def warm_up(shell: RankShell) -> None:
     shell.reset(new_session=True)
     # `reset` takes these too, and multiprocessing reads them
     shell.user_ns.update(dict.fromkeys(("__spec__", "__loader__", "__package__", "__doc__")))
-    shell.traceback_lines = []
+    shell.begin_cell(is_first=True)
     # multiprocessing asks for it before it starts a child that is not forked
     shell.user_module.__spec__ = None
 
@@ -69,10 +69,10 @@ def run_cell(shell: RankShell, order: Execute) -> tuple[BaseException | None, fl
     begin = time.perf_counter()
     outcome = shell.run_cell(source_of(order.cell), store_history=False)
     seconds = time.perf_counter() - begin
-    error = outcome.error_before_exec or outcome.error_in_exec
-    if isinstance(error, SystemExit) and not error.code:
-        error = None
-    return error, seconds
+    error = outcome.error_in_exec if outcome.error_before_exec is None else outcome.error_before_exec
+    if shell.shown is not None:
+        error = shell.shown.error
+    return (None if error is not None and asking.is_exit(error) else error), seconds
 
 
 def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
@@ -80,29 +80,37 @@ def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
 
     Of an allocation that failed, what held the memory; of a rank that its peers or the user ended, how much it held.
     """
-    ansi = "\n".join(shell.traceback_lines)
+    shown = shell.shown
+    if shown is None or shown.error is not error:
+        shown = shell.shown = failures.look_at(error, shell.whole)
+    message = failures.message_of(shown)
+    ansi = "\n".join(shown.lines)
+    text = shell.whole.cut(_ANSI.sub("", ansi), failures.TRACEBACK_CHARS, "traceback")
     kind = FailureKind.USER_CODE
-    if isinstance(error, SerializationError):
+    if asking.is_a(error, SerializationError):
         kind = FailureKind.SERIALIZATION
-    elif isinstance(error, EnvironmentFailed):
+    elif asking.is_a(error, EnvironmentFailed):
         kind = FailureKind.ENVIRONMENT
-    line, where = _position(error.__traceback__, shell)
-    out_of_memory = memory.is_out_of_memory(error)
-    is_consequence = is_peer_lost(error)
+    entry = asking.traceback_of(error)
+    line, where = _position(entry, shell)
+    if line is None:
+        line, _ = _position(shell.unwound, shell)
+    out_of_memory = memory.is_out_of_memory(error, message)
+    is_consequence = failures.is_peer_lost(error, shown.message)
     held: RankMemory | None = None
     if out_of_memory:
-        held = memory.take_stock(error, shell)
-    elif is_consequence or shell.released or isinstance(error, KeyboardInterrupt):
+        held = memory.take_stock(error, entry, shell)
+    elif is_consequence or shell.released or asking.is_a(error, KeyboardInterrupt):
         held = memory.measure("cuda" if torch.cuda.is_initialized() else "cpu")
     return Failure(
         kind=kind,
-        message=message_of(error),
+        message=message,
         rank=rank,
         host=socket.gethostname(),
         at=shell.failed_at or time.time(),
-        type_name=f"{type(error).__module__}.{type(error).__qualname__}",
-        traceback_text=_ANSI.sub("", ansi),
-        traceback_ansi=ansi,
+        type_name=shown.type_name,
+        traceback_text=text,
+        traceback_ansi=shell.whole.cut(ansi, failures.ANSI_CHARS, ""),
         line=line,
         where=where,
         is_consequence=is_consequence,

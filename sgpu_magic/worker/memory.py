@@ -16,6 +16,7 @@ import torch
 
 from sgpu_magic.payload.buffers import memory_available_bytes
 from sgpu_magic.protocol.measures import RankMemory, TensorUse
+from sgpu_magic.worker.asking import is_a
 from sgpu_magic.worker.shell import RankShell
 
 _LARGEST = 8
@@ -27,11 +28,11 @@ _MODULE_LEVEL = "<module>"
 _TENSOR_PROBLEMS = (RuntimeError, NotImplementedError, AttributeError, ValueError)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException, message: str) -> bool:
     """Whether an allocation failed, on a GPU or on the CPU."""
-    if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
+    if is_a(error, MemoryError, torch.cuda.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and _CPU_REFUSED in str(error)
+    return is_a(error, RuntimeError) and _CPU_REFUSED in message
 
 
 def measure(device: str) -> RankMemory | None:
@@ -60,14 +61,15 @@ def measure(device: str) -> RankMemory | None:
     return None
 
 
-def take_stock(error: BaseException, shell: RankShell) -> RankMemory | None:
+def take_stock(error: BaseException, traceback: types.TracebackType | None, shell: RankShell) -> RankMemory | None:
     """Return what held the memory, with the largest tensors; before the error's frames are freed.
 
     Args:
         error: The failed allocation.
+        traceback: Its frames.
         shell: Whose names tell what a tensor is.
     """
-    device = "cuda" if isinstance(error, torch.cuda.OutOfMemoryError) else "cpu"
+    device = "cuda" if is_a(error, torch.cuda.OutOfMemoryError) else "cpu"
     found = measure(device)
     if found is None:
         return None
@@ -75,7 +77,7 @@ def take_stock(error: BaseException, shell: RankShell) -> RankMemory | None:
 
     # a Python that has no memory left for this tells what it can
     with contextlib.suppress(MemoryError):
-        return msgspec.structs.replace(found, largest=_largest(device, _names(error.__traceback__, shell)))
+        return msgspec.structs.replace(found, largest=_largest(device, _names(traceback, shell)))
     return found
 
 

@@ -16,7 +16,7 @@ from IPython.core.completer import provisionalcompleter
 from IPython.utils.tokenutil import token_at_cursor
 
 from sgpu_magic.protocol.questions import Match, RankAnswer, RankQuestion
-from sgpu_magic.worker.namespace import names_set
+from sgpu_magic.worker.results import names_set
 from sgpu_magic.worker.shell import RankShell
 
 _LIMIT_S = 0.1

@@ -145,7 +145,9 @@ class _Life:
                 interrupts.refuse()
         except KeyboardInterrupt as error:
             interrupts.refuse()
-            reply = run.failed(error)
+            # it may have failed already
+            shown = self._shell.shown
+            reply = run.failed(error if shown is None else shown.error)
         in_rank.end()
         self._tell(reply)
         if run.was_out_of_memory:

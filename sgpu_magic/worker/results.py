@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,8 +22,7 @@ from sgpu_magic.protocol.rank_messages import Execute, Failed, Finished
 from sgpu_magic.protocol.record import Record
 from sgpu_magic.protocol.records import Failure, OutputName, RankResult
 from sgpu_magic.protocol.states import RunKind
-from sgpu_magic.worker import rendezvous
-from sgpu_magic.worker.namespace import names_set
+from sgpu_magic.worker import asking, rendezvous
 from sgpu_magic.worker.shell import RankShell, hook_of
 
 CALLABLE = "__sgpu_call__"
@@ -30,6 +30,12 @@ CALLABLE = "__sgpu_call__"
 
 _VALUE_LIMIT_BYTES = 100_000_000
 _NAMES_SHOWN = 5
+
+GIVEN = ("rank", "local_rank", "world_size", "device")
+"""Names that are set on every rank before its first cell."""
+
+# what IPython keeps of outputs, and what a run of this package sets for itself
+_INTERNAL = re.compile(r"_+\d*|_i\d*|_ii|_iii|_oh|_ih|_dh|__.*__|__sgpu_.*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +57,12 @@ class Reply:
         return () if self.buffer is None else (self.buffer.fd,)
 
 
-def failed(failure: Failure, error: BaseException, key: bytes) -> Reply:
-    """Tell of a failure, with the exception itself where that can be pickled and is small."""
-    packed = pack_exception(error, key)
+def failed(failure: Failure, error: BaseException, shell: RankShell, key: bytes) -> Reply:
+    """Tell of a failure, with the exception itself where that can be pickled, is small and has a text of its own."""
     grouped = rendezvous.is_grouped()
+    packed = None
+    if shell.shown is not None and not shell.shown.is_odd:
+        packed = asking.ask(pack_exception, error, key, default=None)
     if packed is None or packed.total_bytes > buffers.INLINE_LIMIT:
         return Reply(Failed(failure=failure, grouped=grouped))
     failure = msgspec.structs.replace(failure, exception=packed.layout)
@@ -129,6 +137,16 @@ def pack_result(shell: RankShell, order: Execute, rank: int) -> tuple[Packed | N
     return packed, ""
 
 
+def names_set(shell: RankShell) -> list[str]:
+    """Names that cells have set or that came along with them, in the order in which they came."""
+    hidden: dict[str, object] = shell.user_ns_hidden
+    return [
+        name
+        for name, value in shell.user_ns.items()
+        if name not in GIVEN and not _INTERNAL.fullmatch(name) and not (name in hidden and hidden[name] is value)
+    ]
+
+
 def _missing(output: OutputName, shell: RankShell, order: Execute, rank: int) -> str:
     if order.kind is not RunKind.PULL:
         return (
@@ -186,9 +204,6 @@ def pack_names(names: dict[str, object], value: object, rank: int, key: bytes, o
         raise
 
 
-def pack_exception(error: BaseException, key: bytes) -> Packed | None:
-    """Pack the exception itself, None when it can't be pickled: its type, message and traceback travel anyway."""
-    try:
-        return pack_object(error, sys.modules["__main__"].__dict__, key)
-    except Exception:  # noqa: BLE001  user code's __reduce__ may raise anything; the failure record tells the story
-        return None
+def pack_exception(error: BaseException, key: bytes) -> Packed:
+    """Pack the exception itself. Its type, message and traceback travel anyway."""
+    return pack_object(error, sys.modules["__main__"].__dict__, key, most_bytes=buffers.INLINE_LIMIT)

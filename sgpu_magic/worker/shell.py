@@ -5,22 +5,23 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
+import inspect
 import json
 import linecache
-import os
-import re
-import signal
 import sys
 import threading
 import time
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
+from IPython.core.error import UsageError as IPythonUsageError
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
@@ -28,17 +29,23 @@ from traitlets.config import Config
 from sgpu_magic.protocol.rank_messages import Cleared, Displayed
 from sgpu_magic.protocol.record import Record
 from sgpu_magic.protocol.records import CellSource
-from sgpu_magic.worker import output
+from sgpu_magic.worker import asking, failures, output
+from sgpu_magic.worker.failures import Shown, WholeTexts
 
 Report = Callable[[Record], None]
 _PLAIN = "text/plain"
-# torch 2.6 to 2.13
-_PEER_LOST = re.compile(
-    r"connectFullMesh failed|"
-    r"Connection (closed|reset) by peer|Broken pipe|gloo/transport|remote process exited|NCCL communicator was aborted"
-    r"|process group .*(aborted|shut down)",
-    re.IGNORECASE,
-)
+# in `IPython.core`: what of it ends a cell when it shows a traceback; the rest shows one and means no end
+_ENDING = ("IPython.core.interactiveshell", "IPython.core.magics.", "sgpu_magic.")
+_NOT_ENDING = ("excepthook", "tb")
+_EXIT = "An exception has occurred, use %tb to see the full traceback.\n"
+_LAST = ("last_exc", "last_type", "last_value", "last_traceback")
+
+
+class CellEnded(BaseException):
+    """Ends a cell in whose middle IPython has shown a traceback and would go on, as `%run` does.
+
+    No `Exception`: the user's code around the magic does not see one in a notebook either.
+    """
 
 
 def _discard(message: Record) -> None:
@@ -114,7 +121,13 @@ class RankShell(InteractiveShell):
 
     display_pub_class = Type(RankDisplayPublisher)
     displayhook_class = Type(RankDisplayHook)
-    traceback_lines: list[str] = []
+
+    # the cell's failure, and where the cell was when it ended in the middle of a magic
+    shown: Shown | None = None
+    unwound: types.TracebackType | None = None
+    whole = WholeTexts()
+    # results of the cells that run, the outer ones first
+    _running: list[Any] = []
 
     # called when the cell has raised, before its traceback is drawn
     report_raised: Callable[[], None] = staticmethod(_do_nothing)
@@ -122,14 +135,33 @@ class RankShell(InteractiveShell):
     released: bool = False
     is_first: bool = True
 
-    def begin_cell(self, is_first: bool) -> None:
+    def begin_cell(self, is_first: bool, whole: Path | None = None) -> None:
         """Forget what the last cell has left.
 
         Args:
             is_first: Of the ranks that take part this is the one that speaks for all.
+            whole: The file for texts of a failure that are too long to show.
         """
-        self.failed_at, self.traceback_lines = 0.0, []
+        self.failed_at, self.shown, self.unwound = 0.0, None, None
         self.is_first = is_first
+        self.whole = WholeTexts(whole)
+        self._running.clear()
+
+    def forget_failure(self) -> None:
+        """Let go of the last cell's value, and of its error with all frames."""
+        hook_of(self).last_value = None
+        # it holds the value, or the error
+        self.last_execution_result = None
+        shown, self.shown, self.unwound = self.shown, None, None
+        if shown is None:
+            return
+        failures.drop_tracebacks(shown.stand_in)
+        failures.drop_tracebacks(shown.error)
+        for name in _LAST:
+            with contextlib.suppress(AttributeError):
+                delattr(sys, name)
+        self.InteractiveTB.tb = None
+        self.SyntaxTB.last_syntax_error = None
 
     def _inspect(self, *args: Any, **kwargs: Any) -> Any:
         """`obj?` and its like: what one rank shows is enough."""
@@ -137,33 +169,111 @@ class RankShell(InteractiveShell):
             return super()._inspect(*args, **kwargs)  # pyright: ignore[reportUnknownVariableType]
         return None
 
-    def showtraceback(self, *args: Any, **kwargs: Any) -> None:
-        """Note the time first: drawing a traceback takes up to 0.1 s, and the earliest failure is the one shown.
-
-        A rank that a peer's failure took down is told of in one line: its traceback is not drawn at all, which
-        would only keep the culprit's waiting.
-        """
-        self.failed_at = time.time()
-        error = sys.exc_info()[1]
-        _leave_own_frames_out(error)
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        # a rank that was released from a collective is interrupted next; its error must be told all the same
-        previous = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
+    async def run_code(self, code_obj: Any, result: Any = None, *, async_: bool = False) -> bool:
+        self._running.append(result)
         try:
-            # IPython prints groups itself, past every hook
-            plain = self.released or isinstance(error, BaseExceptionGroup)
-            if error is not None and (plain or is_peer_lost(error)):
-                self.traceback_lines = traceback.format_exception(error)
-            else:
-                if in_main_thread:
-                    self.report_raised()
-                super().showtraceback(*args, **kwargs)
+            return await super().run_code(code_obj, result, async_=async_)
         finally:
-            if in_main_thread:
-                signal.signal(signal.SIGINT, previous)
+            self._running.pop()
 
-    def _showtraceback(self, etype: object, evalue: object, stb: list[str] | str) -> None:
-        self.traceback_lines = [stb] if isinstance(stb, str) else list(stb)
+    def run_cell(self, *args: Any, **kwargs: Any) -> Any:
+        """A cell within a cell, as of `%run` and `%%capture`, ends both when it fails."""
+        result = super().run_cell(*args, **kwargs)
+        if self._running and self.shown is not None:
+            raise CellEnded
+        return result
+
+    def showtraceback(
+        self,
+        exc_tuple: tuple[type[BaseException], BaseException, Any] | None = None,
+        filename: str | None = None,
+        tb_offset: int | None = None,
+        exception_only: bool = False,
+        running_compiled_code: bool = False,
+    ) -> None:
+        """Show an exception: as the cell's failure where IPython ends something with it, else as output."""
+        error = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
+        if error is None:
+            error = getattr(sys, "last_value", None)
+        if error is None:
+            sys.stderr.write("No traceback available to show.\n")
+            return
+        frame = inspect.currentframe()
+        caller = frame.f_back if frame is not None else None
+        module = asking.text_of(caller.f_globals.get("__name__")) if caller is not None else ""
+        self._show(
+            error,
+            ends=(module or "").startswith(_ENDING) and caller is not None and caller.f_code.co_name not in _NOT_ENDING,
+            tb_offset=tb_offset,
+            exception_only=exception_only,
+            has_frames=running_compiled_code or not asking.is_a(error, SyntaxError),
+        )
+
+    def showsyntaxerror(self, filename: str | None = None, running_compiled_code: bool = False) -> None:
+        error = sys.exc_info()[1]
+        if error is not None:
+            self._show(error, ends=True, has_frames=running_compiled_code)
+
+    def _show(
+        self,
+        error: BaseException,
+        *,
+        ends: bool,
+        tb_offset: int | None = None,
+        exception_only: bool = False,
+        has_frames: bool = True,
+    ) -> None:
+        """Note the time first: drawing a traceback takes up to 0.1 s, and the earliest failure is the one shown."""
+        now = time.time()
+        in_middle = any(result is None or result.error_in_exec is not error for result in self._running)
+        if asking.is_a(error, CellEnded):
+            self.unwound = asking.traceback_of(error)
+        elif not (ends and asking.is_exit(error)):
+            in_main_thread = threading.current_thread() is threading.main_thread()
+            is_failure = ends and in_main_thread
+            with asking.interruptible():
+                failures.leave_own_frames_out(error)
+                shown = failures.look_at(error, self.whole)
+                is_victim = self.released or failures.is_peer_lost(error, shown.message)
+                if is_failure and not is_victim:
+                    self.report_raised()
+                shown.lines = self._draw(shown, tb_offset, exception_only, has_frames, plainly=is_victim)
+            if not is_failure:
+                sys.stderr.write("\n".join(shown.lines) + "\n")
+                return
+            # the first failure is the cell's; code that goes on past the end of its cell only follows it
+            if self.shown is None:
+                self.failed_at, self.shown = now, shown
+        if in_middle and self.shown is not None:
+            raise CellEnded from None
+
+    def _draw(
+        self, shown: Shown, tb_offset: int | None, exception_only: bool, has_frames: bool, *, plainly: bool
+    ) -> list[str]:
+        """A rank that a peer's failure took down is told of in one line: to draw its traceback would only keep the
+        culprit's waiting.
+        """
+        error, kind = shown.stand_in, type(shown.stand_in)
+        entry = error.__traceback__
+        if asking.is_a(shown.error, IPythonUsageError):
+            sys.stderr.write(f"UsageError: {shown.message}\n")
+            return []
+        try:
+            # IPython can't draw groups
+            if plainly or shown.has_group:
+                return traceback.format_exception(error)
+            if issubclass(kind, SyntaxError):
+                elist: Any = traceback.extract_tb(entry) if has_frames else []
+                drawn: Any = self.SyntaxTB.structured_traceback(kind, error, elist)
+            elif exception_only:
+                drawn = [_EXIT, *self.InteractiveTB.get_exception_only(kind, error)]
+            else:
+                drawn = shown.drawing
+                if drawn is None:
+                    drawn = self.InteractiveTB.structured_traceback(kind, error, entry, tb_offset=tb_offset)
+            return [drawn] if isinstance(drawn, str) else [str(line) for line in drawn]
+        except BaseException:  # noqa: BLE001  the sources on the way are the user's too, as a module's loader is
+            return [f"{shown.type_name}: {shown.message}"]
 
     def enable_gui(self, gui: str | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """A rank has no event loop for windows; inline figures need none."""
@@ -174,41 +284,6 @@ class RankShell(InteractiveShell):
             linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
             if execution_count is not None:
                 self.compile._filename_map[name] = execution_count  # pyright: ignore[reportPrivateUsage]
-
-
-def _leave_own_frames_out(error: BaseException | None) -> None:
-    """End the traceback where the cell called into this package, as `input()` in a rank does.
-
-    A function's call begins with the function's own frame: those before it are no code of the user's.
-    """
-    last, before, entry = None, None, error.__traceback__ if error is not None else None
-    while entry is not None:
-        module = entry.tb_frame.f_globals.get("__name__", "")
-        if module == "sgpu_magic.payload.call" and before is not None and entry.tb_next is not None:
-            before.tb_next = entry.tb_next
-        before = last
-        if module.startswith("sgpu_magic.worker.interaction"):
-            if last is not None:
-                last.tb_next = None
-            return
-        last, entry = entry, entry.tb_next
-
-
-def is_peer_lost(error: BaseException) -> bool:
-    """Whether this is how the loss of a peer shows in gloo and NCCL: always a consequence, never the cause."""
-    return isinstance(error, RuntimeError) and (_PEER_LOST.search(str(error)) is not None or _is_revoked(error))
-
-
-def _is_revoked(error: BaseException) -> bool:
-    """`rendezvous.revoke_store` has freed the rank."""
-    return type(error).__name__ == "DistStoreError" and str(error) == os.strerror(errno.ENXIO)
-
-
-def message_of(error: BaseException) -> str:
-    """The error's own text, where that says something."""
-    if _is_revoked(error):
-        return "released while it waited for a peer that did not come"
-    return str(error)
 
 
 def hook_of(shell: RankShell) -> RankDisplayHook:

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import NoReturn
 
 from sgpu_magic.protocol.stack_area import AREA_BYTES, HEADER, LENGTH, STACK_SIGNAL, TEXT_BYTES, half_offset
+from sgpu_magic.worker import asking
 
 _MAX_FRAMES = 200
 # kept of a deep stack: what it is in, and above that the notebook's own frames
@@ -43,12 +44,17 @@ def install(descriptor: int) -> Sampler:
 
 
 def _sample_before_exit(sampler: Sampler) -> None:
-    """`os._exit` leaves at once: the sample before it would be of an earlier line."""
+    """`os._exit` leaves at once: the sample before it would be of an earlier line.
+
+    From the text of an exception it does not leave: that is no part of the cell.
+    """
     leave, rank = os._exit, os.getpid()
 
     @functools.wraps(leave)
     def _exit(status: int) -> NoReturn:
         if os.getpid() == rank and threading.current_thread() is threading.main_thread():
+            if asking.is_asking():
+                raise SystemExit(status)
             sampler.sample()
         leave(status)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
 from culprits import Culprit
+from hostile_exceptions import HOSTILE
 from kernels import Kernel, Reply
+from process_table import resident_bytes
 
 DISTRIBUTED = "get_ipython().run_cell_magic('distributed', '-n 2 --ui none', {body!r})"
 
@@ -72,6 +75,62 @@ def test_two_ranks_fail_the_first_is_shown_the_other_is_a_line(kernel: Kernel):
     assert reply.ename == "KeyError"
     assert "of rank 1" in reply.evalue
     assert [line for line in reply.traceback.splitlines() if line.startswith("rank 0: KeyError")], reply.traceback
+
+
+def test_an_exception_under_run_is_the_ranks_failure_and_the_others_are_released(kernel: Kernel):
+    (kernel.home.work / "bad.py").write_text("step = 7\nraise ValueError(f'NaN in step {step}')\n")
+    culprit = Culprit(kernel, "run-magic")
+    culprit.start(
+        "-n 2",
+        "import torch.distributed as dist\n"
+        "if rank == 1:\n"
+        f"    {culprit.waits}\n"
+        "    get_ipython().run_line_magic('run', 'bad.py')\n"
+        "dist.barrier()",
+    )
+    reply = culprit.fails("rank 0 waits in barrier")
+    assert (reply.ename, reply.evalue) == ("ValueError", "NaN in step 7")
+    assert "bad.py:2" in reply.traceback
+    assert re.search(r"^rank 0 was released from barrier \(line 6\)", reply.traceback, re.MULTILINE)
+    assert reply.seconds < 3
+
+
+# ---------------------------------------------------------------- exceptions that do harm when they are described
+
+
+def test_hostile_exceptions_fail_their_cells_and_nothing_else(kernel: Kernel):
+    for name in ("concatenates_a_number", "__str___exits", "has_notes_5", "pickles_as_an_exit"):
+        reply = kernel.run(f"%%distributed -n 2\n{HOSTILE[name]}")
+        assert (reply.status, reply.ename) in (("error", "RemoteError"), ("error", "ValueError")), (name, reply.story)
+        assert "raise " in reply.traceback, name
+        assert "exit code" not in reply.evalue, name
+
+
+def test_300_MB_of_text_stay_in_a_file_of_the_run(kernel: Kernel):
+    (agent,) = kernel.home.agent_pids()
+    before = resident_bytes(agent) + resident_bytes(kernel.home.pool_pid())
+    reply = kernel.run(f"%%distributed -n 1\n{HOSTILE['has_300_MB']}")
+    assert reply.ename == "RemoteError"
+    path = re.search(r"the whole text is in (\S+)", reply.traceback)
+    assert path, reply.traceback[-2000:]
+    assert os.stat(path[1]).st_size > 300_000_000
+    os.unlink(path[1])
+    assert len(reply.traceback) + len(reply.text) < 200_000
+    assert resident_bytes(agent) + resident_bytes(kernel.home.pool_pid()) < before + 50_000_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_hundred_hostile_exceptions_in_cells(kernel: Kernel):
+    (agent,) = kernel.home.agent_pids()
+    before = resident_bytes(agent) + resident_bytes(kernel.home.pool_pid())
+    for name, source in HOSTILE.items():
+        reply = kernel.run(f"%%distributed -n 2\nkeep = 7\n{source}")
+        assert reply.status == "error", (name, reply.story)
+        assert reply.ename != "WorkerDied", (name, reply.evalue)
+        assert len(reply.traceback) + len(reply.text) < 400_000, name
+    assert resident_bytes(agent) + resident_bytes(kernel.home.pool_pid()) < before + 100_000_000
+    assert kernel.check("%%distributed -n 2\nprint('next')").lines(1) == ["next"]
 
 
 # ---------------------------------------------------------------- types

@@ -11,6 +11,7 @@ import re
 import sys
 from typing import Any
 
+from sgpu_magic.worker.asking import is_a
 from sgpu_magic.worker.shell import RankShell
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+?)\s*$', re.MULTILINE)
@@ -30,7 +31,7 @@ def users_own(error: BaseException | None, shell: RankShell) -> BaseException | 
         shell: The rank's; its traceback is drawn anew.
     """
     exceptions: Any = sys.modules.get("ray.exceptions")
-    if error is None or exceptions is None or not isinstance(error, exceptions.RayTaskError):
+    if error is None or exceptions is None or not is_a(error, exceptions.RayTaskError):
         return error
     innermost: Any = error
     while isinstance(innermost.cause, exceptions.RayTaskError):
@@ -45,6 +46,7 @@ def users_own(error: BaseException | None, shell: RankShell) -> BaseException | 
     own.__traceback__ = None
     shown = with_frames(own, _frames(text))
     shown.add_note(_note(text, error, shell))
+    shell.shown = None
     shell.showtraceback((type(shown), shown, shown.__traceback__), running_compiled_code=True)
     return shown
 
