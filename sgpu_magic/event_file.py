@@ -7,12 +7,12 @@ from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.protocol.codec import FrameReader
+from sgpu_magic.protocol.codec import Decoder, FrameReader
 from sgpu_magic.protocol.events import Event, Submitted
 from sgpu_magic.protocol.records import RunSpec
 from sgpu_magic.protocol.run_files import EVENTS
 
-_decoder = msgspec.msgpack.Decoder(Event)
+_decoder = Decoder[Event](Event)
 _READ_BYTES = 1 << 20
 
 

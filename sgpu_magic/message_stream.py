@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from sgpu_magic.protocol.codec import FrameReader, frame
+from sgpu_magic.protocol.codec import Decoder, FrameReader, frame
 from sgpu_magic.protocol.record import Record
 
 M = TypeVar("M")
@@ -36,7 +36,7 @@ class MessageStream(Generic[M]):
     def __init__(
         self,
         sock: socket.socket,
-        decoder: msgspec.msgpack.Decoder[M],
+        decoder: Decoder[M] | msgspec.msgpack.Decoder[M],
         on_message: Callable[[M, Sequence[bytes]], None],
         on_closed: Callable[[], None],
         *,

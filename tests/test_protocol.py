@@ -64,7 +64,7 @@ MODULES = (
 )
 GOLDEN = Path(__file__).parent / "golden" / "protocol_shapes.txt"
 
-UNIONS: dict[str, tuple[Any, msgspec.msgpack.Decoder[Any]]] = {
+UNIONS: dict[str, tuple[Any, codec.Decoder[Any]]] = {
     "client -> pool": (messages.ClientMessage, codec.client_messages),
     "pool -> client": (messages.PoolMessage, codec.pool_messages),
     "pool -> agent": (node_messages.ToAgent, codec.to_agent),
@@ -75,7 +75,7 @@ UNIONS: dict[str, tuple[Any, msgspec.msgpack.Decoder[Any]]] = {
     "rank -> agent": (rank_messages.FromRank, codec.from_rank),
     "pool -> tracker": (tracking.ToTracker, codec.to_tracker),
     "tracker -> pool": (tracking.FromTracker, codec.from_tracker),
-    "event bodies": (events.EventBody, msgspec.msgpack.Decoder(events.EventBody)),
+    "event bodies": (events.EventBody, codec.Decoder(events.EventBody)),
 }
 
 
@@ -194,6 +194,20 @@ def test_every_message_comes_back_as_it_was(link: str, record: type[Record], dat
     back = UNIONS[link][1].decode(codec.encode(message))
     assert back == message
     assert type(back) is record
+
+
+odd_texts = st.text(st.sampled_from("aé\ud800\udce9\udfff\U0010f7fe\U0010f7ff\U0010f800\U0010ffff"))
+
+
+@settings(deadline=None)
+@given(text=odd_texts, other=odd_texts)
+def test_texts_that_are_not_utf_8_arrive_as_they_were(text: str, other: str):
+    context = records.RankContext(cwd=text, sys_path=(other, "/tmp"), umask=0o22, environ={text: other}, key=b"k\xff")
+    message = rank_messages.Prepare(context=context, device="cpu", rank_variables={"RANK": "0"})
+    assert codec.to_rank.decode(codec.encode(message)) == message
+    shown = codec.printable(message)
+    assert shown.context.cwd == text.encode("utf-8", "backslashreplace").decode()
+    shown.context.environ[other] = ""
 
 
 def test_a_message_of_another_link_is_refused():

@@ -12,6 +12,7 @@ import msgspec
 
 from sgpu_magic import __version__
 from sgpu_magic.config import host_name
+from sgpu_magic.protocol.codec import printable
 from sgpu_magic.protocol.ids import check_id
 from sgpu_magic.protocol.node_messages import Launch
 from sgpu_magic.protocol.run_files import KEY, PAYLOAD
@@ -110,4 +111,4 @@ class RunDirectory:
             ).encode(),
         )
         # last: who reads here that the run is over finds everything else as it stays
-        self.write(RUN_RECORD, msgspec.json.format(msgspec.json.encode(record), indent=2))
+        self.write(RUN_RECORD, msgspec.json.format(msgspec.json.encode(printable(record)), indent=2))

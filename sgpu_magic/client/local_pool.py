@@ -14,6 +14,7 @@ import msgspec
 
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import PoolError
+from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.address import (
     MAX_SOCKET_PATH_BYTES,
     PoolAddress,
@@ -69,7 +70,7 @@ def start_pool(settings: Settings, warm: Warm | None = None) -> None:
             cwd="/",
             start_new_session=True,
         )
-    answer = _first_line(process, msgspec.msgpack.encode(warm) if warm else b"")
+    answer = _first_line(process, codec.encode(warm) if warm else b"")
     if answer is None:
         raise PoolError(
             f"the local pool did not start within {_START_TIMEOUT_S:.0f} s. Its log is {log_path}; `sgpu doctor` "

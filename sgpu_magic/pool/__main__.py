@@ -46,12 +46,11 @@ def main() -> None:
 
 
 def _run(settings: Settings, presence: PoolPresence, first_order: bytes) -> None:
-    import msgspec
-
     from sgpu_magic.engines.local import LocalEngine
+    from sgpu_magic.protocol.codec import Decoder
     from sgpu_magic.protocol.messages import Warm
 
-    warm = msgspec.msgpack.decode(first_order, type=Warm) if first_order else None
+    warm = Decoder[Warm](Warm).decode(first_order) if first_order else None
     engine = LocalEngine(settings, warm)
     # only now what takes longer to import: the zygote is on its way
 

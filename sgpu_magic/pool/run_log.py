@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.event_file import EventFile
-from sgpu_magic.protocol.codec import FrameReader, frame
+from sgpu_magic.protocol.codec import Decoder, FrameReader, frame
 from sgpu_magic.protocol.events import AttemptFailed, Event, EventBody, PayloadReleased, RunEnded
 from sgpu_magic.protocol.node_messages import RunEvent
 from sgpu_magic.protocol.run_files import EVENTS
 
-_decoder = msgspec.msgpack.Decoder(Event)
+_decoder = Decoder[Event](Event)
 _READ_BYTES = 1 << 20
 
 

@@ -2,13 +2,18 @@
 
 On ZeroMQ a message is `[msgpack, raw frame, raw frame ...]`. On a stream socket the same parts are preceded by
 one header: part count (u32), then each part's size (u64), little endian.
+
+Names of files and variables of the environment need not be UTF-8: Python decodes them with lone surrogates
+(`os.fsdecode`), which msgpack has no place for. They travel as an escape character and a character of the private use
+area, and arrive as they were.
 """
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
@@ -24,22 +29,98 @@ _U32 = struct.Struct("<I")
 MAX_PARTS = 4096
 MAX_PART_BYTES = 4 << 30
 
-M = TypeVar("M")
+_ESCAPE = "\U0010f7ff"
+_ESCAPE_BYTES = _ESCAPE.encode()
+# from here on to the last character there is
+_PRIVATE = 0x10F800
+_TO_ESCAPE = re.compile(f"[\ud800-\udfff{_ESCAPE}]")
+_ESCAPED = re.compile(f"{_ESCAPE}([{_ESCAPE}-\U0010ffff])")
 
-client_messages = msgspec.msgpack.Decoder[ClientMessage](ClientMessage)
-pool_messages = msgspec.msgpack.Decoder[PoolMessage](PoolMessage)
-to_agent = msgspec.msgpack.Decoder[ToAgent](ToAgent)
-from_agent = msgspec.msgpack.Decoder[FromAgent](FromAgent)
-to_zygote = msgspec.msgpack.Decoder[ToZygote](ToZygote)
-from_zygote = msgspec.msgpack.Decoder[FromZygote](FromZygote)
-to_rank = msgspec.msgpack.Decoder[ToRank](ToRank)
-from_rank = msgspec.msgpack.Decoder[FromRank](FromRank)
-to_tracker = msgspec.msgpack.Decoder[ToTracker](ToTracker)
-from_tracker = msgspec.msgpack.Decoder[FromTracker](FromTracker)
+M = TypeVar("M")
+R = TypeVar("R", bound=Record)
+
+
+class Decoder(Generic[M]):
+    """Decodes messages of one type.
+
+    Args:
+        type: A record, or a union of records.
+    """
+
+    def __init__(self, type: Any) -> None:
+        self._type = type
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(type)
+
+    def decode(self, data: bytes | memoryview) -> M:
+        """Return the message.
+
+        Raises:
+            msgspec.DecodeError: It is no msgpack, or does not have its declared shape.
+        """
+        if _ESCAPE_BYTES not in bytes(data):
+            return self._decoder.decode(data)
+        return msgspec.convert(_with_texts(msgspec.msgpack.decode(data), _unescaped), self._type)
+
+
+client_messages = Decoder[ClientMessage](ClientMessage)
+pool_messages = Decoder[PoolMessage](PoolMessage)
+to_agent = Decoder[ToAgent](ToAgent)
+from_agent = Decoder[FromAgent](FromAgent)
+to_zygote = Decoder[ToZygote](ToZygote)
+from_zygote = Decoder[FromZygote](FromZygote)
+to_rank = Decoder[ToRank](ToRank)
+from_rank = Decoder[FromRank](FromRank)
+to_tracker = Decoder[ToTracker](ToTracker)
+from_tracker = Decoder[FromTracker](FromTracker)
 
 
 def encode(message: Record) -> bytes:
-    return _encoder.encode(message)
+    try:
+        data = _encoder.encode(message)
+        if _ESCAPE_BYTES not in data:
+            return data
+    except UnicodeEncodeError:
+        pass
+    return _encoder.encode(_with_texts(msgspec.to_builtins(message, builtin_types=_BINARY), _escaped))
+
+
+def printable(record: R) -> R:
+    """Return the record with lone surrogates written out as `\\udce9`: people read it, programs store it."""
+    try:
+        _encoder.encode(record)
+    except UnicodeEncodeError:
+        plain = _with_texts(msgspec.to_builtins(record, builtin_types=_BINARY), _written_out)
+        return msgspec.convert(plain, type(record))
+    return record
+
+
+_BINARY = (bytes, bytearray, memoryview)
+
+
+def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """The same with each text changed; keys of dictionaries are texts too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        items = cast("dict[Any, Any]", value).items()
+        return {_with_texts(key, change): _with_texts(one, change) for key, one in items}
+    if isinstance(value, list | tuple):
+        return [_with_texts(one, change) for one in cast("list[Any]", value)]
+    return value
+
+
+def _escaped(text: str) -> str:
+    return _TO_ESCAPE.sub(
+        lambda found: _ESCAPE + (_ESCAPE if found[0] == _ESCAPE else chr(ord(found[0]) - 0xD800 + _PRIVATE)), text
+    )
+
+
+def _unescaped(text: str) -> str:
+    return _ESCAPED.sub(lambda found: _ESCAPE if found[1] == _ESCAPE else chr(ord(found[1]) - _PRIVATE + 0xD800), text)
+
+
+def _written_out(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def frame(message: Record, blobs: Iterable[bytes] = ()) -> bytes:
@@ -56,7 +137,7 @@ class FrameReader(Generic[M]):
         decoder: The decoder of this direction's union.
     """
 
-    def __init__(self, decoder: msgspec.msgpack.Decoder[M]) -> None:
+    def __init__(self, decoder: Decoder[M] | msgspec.msgpack.Decoder[M]) -> None:
         self._decoder = decoder
         self._pending = bytearray()
 

@@ -10,6 +10,7 @@ from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.run import Run
 from sgpu_magic.errors import RunCancelled
 from sgpu_magic.payload.pack import Packed
+from sgpu_magic.protocol.codec import printable
 from sgpu_magic.protocol.messages import Describe, TrackRun
 from sgpu_magic.protocol.records import Interpreter, RunSpec
 from sgpu_magic.runs import git_state, job_defaults, packages, tracked, travel
@@ -73,7 +74,7 @@ def submit(pool: Pool, submission: Submission) -> Run:
     try:
         settings = pool.settings
         luggage = travel.pack_up(pool, settings, submission)
-        spec, tracking = tracked.place_of(settings, job_defaults.limited(luggage.spec), submission)
+        spec, tracking = tracked.place_of(settings, job_defaults.limited(printable(luggage.spec)), submission)
         along = Along(
             luggage.environment,
             luggage.code,

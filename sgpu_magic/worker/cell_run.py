@@ -16,6 +16,7 @@ from sgpu_magic.protocol.record import Record
 from sgpu_magic.protocol.states import RunKind
 from sgpu_magic.tracking import in_rank
 from sgpu_magic.worker import asking, execute, interrupts, rendezvous, results
+from sgpu_magic.worker.asking import encodable
 from sgpu_magic.worker.helper import Order
 from sgpu_magic.worker.results import Reply
 from sgpu_magic.worker.shell import hook_of
@@ -74,7 +75,7 @@ class CellRun:
         try:
             packed, problem = results.pack_result(self._shell, self._message, self._rank)
             hook = hook_of(self._shell)
-            text = hook.last_text if hook.last_value is not None else ""
+            text = encodable(hook.last_text) if hook.last_value is not None else ""
             return self._finished(packed, text, problem, seconds)
         except SgpuError as error:
             return self.failed(error)

@@ -9,9 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
-import msgspec
-
-from sgpu_magic.protocol.codec import FrameReader, frame
+from sgpu_magic.protocol.codec import Decoder, FrameReader, frame
 from sgpu_magic.protocol.record import Record
 
 M = TypeVar("M")
@@ -27,7 +25,7 @@ class Link(Generic[M]):
         decoder: The decoder of what arrives.
     """
 
-    def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[M]) -> None:
+    def __init__(self, sock: socket.socket, decoder: Decoder[M]) -> None:
         self._socket = sock
         self._reader = FrameReader(decoder)
         self._arrived: deque[tuple[M, Sequence[bytes]]] = deque()

@@ -335,7 +335,8 @@ def source_of(cell: CellSource) -> str:
 
 
 def _to_json(value: Mapping[str, object]) -> bytes:
-    return json.dumps(value, default=_encode_binary).encode()
+    # what is no UTF-8 has no place in JSON either
+    return json.dumps(value, default=_encode_binary, ensure_ascii=False).encode("utf-8", "replace")
 
 
 def _encode_binary(value: object) -> str:

@@ -158,3 +158,28 @@ def test_a_cell_that_only_defines_says_so_or_runs(kernel: Kernel):
     reply = kernel.check("%%distributed -n 2\ndef train():\n    print('never called')")
     assert "never called" not in reply.text
     assert "train · 2 ranks" in reply.text
+
+
+def test_texts_that_are_not_utf_8_go_to_the_ranks_and_back(kernel: Kernel):
+    kernel.check(
+        "import os, sys\n"
+        "odd = os.fsdecode(b'caf\\xe9')\n"
+        "os.environ['ODD'] = odd\n"
+        "os.makedirs(odd, exist_ok=True)\n"
+        "open(f'{odd}/{odd}.txt', 'w').close()\n"
+        "os.chdir(odd)\n"
+        "sys.path.append(odd)"
+    )
+    try:
+        kernel.check(
+            "%%distributed -n 2 --out got --env QUERY=$odd\n"
+            "import os, sys\n"
+            "print(odd)\n"
+            "got = [odd, os.environ['ODD'], os.environ['QUERY'], sys.path[-1]]\n"
+            "got += [os.path.basename(os.getcwd()), os.listdir()[0].removesuffix('.txt')]"
+        )
+        assert kernel.value("[one == odd for one in got]") == [True] * 6
+        reply = kernel.run("%%distributed -n 1\nopen(odd)")
+        assert (reply.ename, "caf\\udce9" in reply.evalue) == ("FileNotFoundError", True)
+    finally:
+        kernel.check("os.chdir('..')\nsys.path.remove(odd)\ndel os.environ['ODD']")
