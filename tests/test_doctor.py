@@ -19,6 +19,7 @@ from sgpu_magic.commands import place_checks, pools_checks, python_checks
 from sgpu_magic.commands.finding import Finding, Level
 from sgpu_magic.commands.python_checks import ProbeFacts
 from sgpu_magic.config import load_settings
+from sgpu_magic.storage.disk_room import mount_of
 from tests import nvml_stub as nvml
 
 nvml_stub = nvml.nvml_stub
@@ -228,7 +229,7 @@ def test_a_home_on_a_network(tmp_path: Path):
         "/home/local/x": "tmpfs",
         "/mnt/two words/x": "nfs",
     }
-    assert {path: place_checks.filesystem_type(Path(path), mounts) for path in kinds} == kinds
+    assert {path: mount_of(Path(path), mounts)[1] for path in kinds} == kinds
 
 
 def test_the_state_directory_of_another_user(bare_home: Home):

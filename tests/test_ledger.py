@@ -358,6 +358,45 @@ def test_a_write_that_fails_is_told_and_does_not_raise(ledger: Ledger, path: Pat
     assert ledger.unfinished() == ["0000000a"]
 
 
+def test_what_the_database_does_not_take_is_told_at_once_and_written_later(path: Path) -> None:
+    async def go() -> None:
+        book = LaterLedger(path)
+        book.record(spec("0000000a"), RunState.QUEUED)
+        other = sqlite3.connect(path, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        book.update("0000000a", state=RunState.SUCCEEDED, ended_at=7.0)
+        book.record(spec("0000000b"), RunState.QUEUED)
+        book.update("0000000b", state=RunState.RUNNING, lease=Lease("cpu", ("u",), 2))
+        told = [(row.run_id, row.state, row.uuids) for row in book.recent(9)]
+        assert told == [("0000000b", RunState.RUNNING, ("u",)), ("0000000a", RunState.SUCCEEDED, ())]
+        assert (book.has("0000000b"), book.find("0000000")) == (True, ["0000000b", "0000000a"])
+        assert "can't be used" in book.problem
+        other.execute("ROLLBACK")
+        other.close()
+        with contextlib.closing(sqlite3.connect(path)) as reader:
+            query = "SELECT run_id, state FROM runs ORDER BY seq"
+            deadline = time.monotonic() + 10
+            while reader.execute(query).fetchall() != [("0000000a", "succeeded"), ("0000000b", "running")]:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.02)
+        assert book.problem == ""
+        book.close()
+
+    asyncio.run(go())
+
+
+def test_its_log_of_changes_stays_small(path: Path) -> None:
+    book = Ledger(path)
+    log = path.with_name("ledger.sqlite3-wal")
+    for number in range(1200):
+        book.record(spec(f"{number:08x}"), RunState.QUEUED)
+    assert log.stat().st_size > 2_000_000
+    book.checkpoint()
+    assert log.stat().st_size == 0
+    assert len(book.recent(5000)) == 1200
+    book.close()
+
+
 def test_a_ledger_that_can_not_be_made_names_the_remedy(path: Path) -> None:
     path.mkdir(parents=True)
     with pytest.raises(PoolError, match="SGPU_STATE_DIR"):

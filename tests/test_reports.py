@@ -10,10 +10,11 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from small_disks import small_disk
 
 from sgpu_magic.agent import reports
 from sgpu_magic.agent.reports import Reports
-from sgpu_magic.event_file import read_spec
+from sgpu_magic.event_file import EventFile, read_spec
 from sgpu_magic.pool.run_log import RunLog, read_events
 from sgpu_magic.protocol.devices import Placement
 from sgpu_magic.protocol.events import AttemptFailed, EventBody, Noted, OutputWritten, RunEnded, Submitted
@@ -193,6 +194,77 @@ def test_a_log_says_how_far_its_run_had_come(tmp_path: Path):
     assert ended.ended is not None
     assert ended.ended.state is RunState.FAILED
     assert ended.failed_attempt is None, "an ended run is not started again"
+
+
+@pytest.mark.needs_root
+def test_a_log_keeps_what_a_full_disk_does_not_take_and_writes_it_later(tmp_path: Path):
+    (tmp_path / "disk").mkdir()
+    with small_disk(tmp_path / "disk", "tmpfs", megabytes=1) as disk:
+        log = log_with(disk.path / "run", 1)
+        disk.fill()
+        # what fits into the last page is written; half an event never is
+        for number in range(2, 102):
+            append(log, Noted(text=f"{number} {'x' * 100}"), 3.0, number)
+        assert log.problem == "No space left on device"
+        assert len(log.unwritten) > 50
+        assert log.number == 101
+        assert log.written[0] == 101 - len(log.unwritten)
+        assert len(texts(log.directory)) == log.written[0], "half an event is in the file"
+        log.close()
+        disk.make_room()
+        assert log.write()
+        assert (log.problem, log.written) == ("", {0: 101})
+        assert [event.seq for event, _ in read_events(log.directory)] == list(range(1, 103))
+        descriptors = os.listdir("/proc/self/fd")
+        assert not any(os.path.realpath(f"/proc/self/fd/{fd}") == str(log.directory / EVENTS) for fd in descriptors)
+
+
+def test_what_a_log_keeps_in_memory_is_bounded(tmp_path: Path):
+    (tmp_path / "run").touch()
+    log = RunLog(tmp_path / "run", RUN)
+    assert log.problem == "File exists"
+    log.append(Submitted(spec=SPEC), 1.0)
+    text = "x" * 99_999 + "\n"
+    for number in range(1, 401):
+        body = OutputWritten(rank=0, stream="stdout", text=text, start=(number - 1) * 100_000, end=number * 100_000)
+        append(log, body, 2.0, number)
+    bodies = [event.body for event, _ in log.unwritten]
+    outputs = [body for body in bodies if isinstance(body, OutputWritten)]
+    assert len(outputs) == 400
+    assert sum(len(body.text) for body in outputs) < 17_000_000
+    assert outputs[-1].text == text, "the newest are whole"
+    assert {(body.skipped_bytes, body.skipped_lines) for body in outputs if not body.text} == {(100_000, 1)}
+    (tmp_path / "run").unlink()
+    assert log.write(), "the directory is made as soon as it can be"
+    assert read_spec(tmp_path / "run") == SPEC
+    log.close()
+
+
+def test_a_damaged_log_is_cut_off_at_its_last_whole_event(tmp_path: Path):
+    log_with(tmp_path, 3).close()
+    path = tmp_path / EVENTS
+    whole = path.read_bytes()
+    for garbage in (whole[-20:] * 30, b"\x00" * 500, b"\xff" * 500, whole[:12] + b"\xc1" * 400):
+        path.write_bytes(whole + garbage)
+        log = RunLog(tmp_path, RUN)
+        assert (log.seq, log.number, path.read_bytes()) == (4, 3, whole)
+        append(log, Noted(text="on"), 3.0, 4)
+        assert (log.problem, texts(tmp_path)) == ("", ["1", "2", "3", "on"])
+        log.close()
+
+
+def test_a_log_knows_where_an_event_lies(tmp_path: Path):
+    log = log_with(tmp_path, 1)
+    for number in range(2, 60):
+        append(log, Noted(text="x" * 50_000), 2.0, number)
+    again = RunLog(tmp_path, RUN)
+    for known in (log, again):
+        assert known.offset_before(0) == 0
+        assert 0 < known.offset_before(59) <= known.bytes
+        for after in (10, 40, 60):
+            events = EventFile(tmp_path, known.offset_before(after)).new_events()
+            assert after - 8 < next(events)[0].seq <= after + 1
+        known.close()
 
 
 def test_a_log_that_is_none_has_no_spec(tmp_path: Path):

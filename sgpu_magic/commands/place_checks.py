@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import shutil
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -23,6 +22,8 @@ from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.protocol.address import MAX_SOCKET_PATH_BYTES, address_file, socket_file
 from sgpu_magic.protocol.messages import PROTOCOL_VERSION
 from sgpu_magic.render.units import count_of
+from sgpu_magic.storage.disk_room import disk_room
+from sgpu_magic.storage.disk_room import remedy as remedy_for_disk
 
 # SGPU_RUN_ID marks a run's processes, SGPU_JOB the notebook of `sgpu run`
 _OTHER_VARIABLES = ("SGPU_CONFIG", "SGPU_JOB", "SGPU_RUN_ID")
@@ -69,11 +70,17 @@ def state_directory(settings: Settings) -> Iterator[Finding]:
     path = settings.state_path
     base = _nearest(path)
     remedy = "Make it yours and writable, or set SGPU_STATE_DIR to a directory on a local disk that is."
-    why = _not_usable(path) or _not_writable(base)
-    if why:
+    if why := _not_usable(path):
         yield problem("state directory", f"{path} {why}", remedy)
         return
-    kind = filesystem_type(base)
+    room = disk_room(base)
+    if not room.takes_a_run:
+        yield problem("disk", f"no run can be recorded in {path}: {room}", remedy_for_disk(settings.runs_path))
+        return
+    if why := _not_writable(base):
+        yield problem("state directory", f"{path} {why}", remedy)
+        return
+    kind = room.kind
     if kind in _NETWORK_TYPES or kind.startswith("fuse."):
         yield warning(
             "state directory",
@@ -82,14 +89,12 @@ def state_directory(settings: Settings) -> Iterator[Finding]:
         )
     else:
         yield ok("state directory", f"{path}" + (f" ({kind})" if kind else ""))
-    free = shutil.disk_usage(base).free
-    text = f"{format_bytes(free)} free for logs and payloads"
-    if free < _HARDLY_ANY_BYTES:
-        yield problem("disk", text, f"Free space there; old runs in {settings.runs_path} can be removed.")
-    elif free < _LITTLE_BYTES:
-        yield warning("disk", text, f"Free space there; old runs in {settings.runs_path} can be removed.")
+    if room.free_bytes < _LITTLE_BYTES:
+        text = f"{format_bytes(room.free_bytes)} free for logs and payloads"
+        say = problem if room.free_bytes < _HARDLY_ANY_BYTES else warning
+        yield say("disk", text, f"Free space there; old runs in {settings.runs_path} can be removed.")
     else:
-        yield ok("disk", text)
+        yield ok("disk", f"{format_bytes(room.free_bytes)} free for logs and payloads")
     if aside := sorted(path.glob("ledger.sqlite3.*-[0-9]*")):
         yield warning("ledger", f"{aside[-1]} could not be used and was moved aside", "Remove it when nobody needs it.")
 
@@ -147,26 +152,6 @@ def pool(settings: Settings) -> Iterator[Finding]:
     else:
         # this command is one of them
         yield ok("pool", f"{text}, {count_of(max(0, status.clients - 1), 'client')}")
-
-
-def filesystem_type(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    """The type of the file system that `path` lies on, "" when the system does not tell."""
-    try:
-        lines = mounts.read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    found, longest = "", -1
-    target = path.resolve()
-    for line in lines:
-        parts = line.split(" ")
-        if len(parts) < 3:
-            continue
-        # blanks and the like are written as octal escapes, fstab(5)
-        point = parts[1].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
-        # of two on one point the later one is seen
-        if target.is_relative_to(point) and len(point) >= longest:
-            found, longest = parts[2], len(point)
-    return found
 
 
 def _nearest(path: Path) -> Path:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sgpu_magic.pool.ledger_database import LedgerDatabase
+from sgpu_magic.pool.ledger_database import LedgerDatabase, Statement
 from sgpu_magic.protocol.devices import Lease
 from sgpu_magic.protocol.ids import check_id
 from sgpu_magic.protocol.pool_status import RunSummary
@@ -25,11 +25,12 @@ _COLUMNS = (
     "run_id, name, ranks, device_type, simulated, state, submitted_at, started_at, ended_at, failure, uuids, "
     "owner_pid, notebook, kind, session, kernel, user, metered_at, hourly, currency, gpu_s, cost, idle_s"
 )
+_NAMES = tuple(_COLUMNS.split(", "))
 FINAL = tuple(state.value for state in RunState if state.is_final)
 _PREFIX = re.compile(r"[0-9a-f]{1,8}")
 
-RowChanges = dict[str, str | int | float]
-"""New values by column; columns that are not in it stay."""
+RowChanges = dict[str, Any]
+"""Values (str, int, float, None) by column; columns that are not in it stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,27 +69,7 @@ class Ledger:
         Raises:
             ValueError: Its id is none, or is in the ledger already.
         """
-        try:
-            self._database.run(
-                "INSERT INTO runs (run_id, name, ranks, device_type, state, submitted_at, owner_pid, notebook, kind, "
-                "session, kernel, user) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    check_id(spec.run_id),
-                    spec.name,
-                    spec.placement.ranks,
-                    spec.placement.device_type,
-                    state.value,
-                    spec.submitted_at,
-                    spec.owner.pid,
-                    spec.owner.notebook,
-                    spec.kind.value,
-                    spec.session,
-                    spec.owner.kernel,
-                    spec.owner.user,
-                ),
-            )
-        except sqlite3.IntegrityError as error:
-            raise ValueError(f"run {spec.run_id} is in the ledger already") from error
+        self._insert(new_row(spec, state))
 
     def update(
         self,
@@ -136,15 +117,13 @@ class Ledger:
         Raises:
             ValueError: `run_id` is no run id.
         """
-        rows = self._database.run(f"SELECT {_COLUMNS} FROM runs WHERE run_id = ?", (check_id(run_id),))
-        return _summary(rows[0]) if rows else None
+        return next(iter(self.summaries([check_id(run_id)])), None)
 
     def summaries(self, run_ids: Sequence[str]) -> list[RunSummary]:
         """The rows of these runs, in this order, without those that the ledger does not have."""
         sql = f"SELECT {_COLUMNS} FROM runs WHERE run_id IN (SELECT value FROM json_each(?))"
-        found = (_summary(row) for row in self._database.run(sql, (json.dumps([*run_ids]),)))
-        by_id = {row.run_id: row for row in found}
-        return [by_id[run_id] for run_id in run_ids if run_id in by_id]
+        by_id = {row["run_id"]: row for row in self._rows(sql, json.dumps([*run_ids]))}
+        return [summary_of(by_id[run_id]) for run_id in run_ids if run_id in by_id]
 
     def find(self, prefix: str) -> list[str]:
         """The ids that begin with `prefix`, newest first.
@@ -156,22 +135,22 @@ class Ledger:
             raise ValueError(f"{prefix[:40]!r} does not begin a run id: 1 to 8 hexadecimal digits do")
         # "g" sorts after every hexadecimal digit; a range uses the id's index where LIKE would not
         sql = "SELECT run_id FROM runs WHERE run_id >= ? AND run_id < ? ORDER BY seq DESC"
-        return [row[0] for row in self._database.run(sql, (prefix, prefix + "g"))]
+        return [row[0] for row in self._database.rows(sql, (prefix, prefix + "g"))]
 
     def recent(self, limit: int) -> list[RunSummary]:
         """The runs submitted last, newest first."""
-        rows = self._database.run(f"SELECT {_COLUMNS} FROM runs ORDER BY seq DESC LIMIT ?", (max(0, limit),))
-        return [_summary(row) for row in rows]
+        rows = self._rows(f"SELECT {_COLUMNS} FROM runs ORDER BY seq DESC LIMIT ?", max(0, limit))
+        return [summary_of(row) for row in rows]
 
     def unfinished(self) -> list[str]:
         """The runs that are in no final state, oldest first: after a start, those a dead service left."""
         marks = ", ".join("?" * len(FINAL))
-        rows = self._database.run(f"SELECT run_id FROM runs WHERE state NOT IN ({marks}) ORDER BY seq", FINAL)
+        rows = self._database.rows(f"SELECT run_id FROM runs WHERE state NOT IN ({marks}) ORDER BY seq", FINAL)
         return [row[0] for row in rows]
 
     def cells(self) -> list[str]:
         """The runs that ran in sessions, oldest first."""
-        return [row[0] for row in self._database.run("SELECT run_id FROM runs WHERE session != '' ORDER BY seq")]
+        return [row[0] for row in self._database.rows("SELECT run_id FROM runs WHERE session != '' ORDER BY seq")]
 
     def cell_times(self, session: str) -> list[tuple[float, float | None]]:
         """When each cell of a session began and ended, None for one that goes on; those that never began are left out.
@@ -180,14 +159,14 @@ class Ledger:
             ValueError: `session` is no run id.
         """
         sql = "SELECT started_at, ended_at FROM runs WHERE session = ? AND session != '' AND started_at IS NOT NULL"
-        return [(began, ended) for began, ended in self._database.run(sql, (check_id(session),))]
+        return [(began, ended) for began, ended in self._database.rows(sql, (check_id(session),))]
 
     def costs_since(self, since: float, currency: str) -> list[tuple[float, float]]:
         """When runs ended after `since` (seconds since the epoch), and what each cost, oldest first."""
         sql = (
             "SELECT ended_at, cost FROM runs WHERE cost IS NOT NULL AND ended_at > ? AND currency = ? ORDER BY ended_at"
         )
-        return [(ended, cost) for ended, cost in self._database.run(sql, (since, currency))]
+        return [(ended, cost) for ended, cost in self._database.rows(sql, (since, currency))]
 
     def has(self, run_id: str) -> bool:
         """Whether the run was recorded.
@@ -195,42 +174,78 @@ class Ledger:
         Raises:
             ValueError: `run_id` is no run id.
         """
-        return bool(self._database.run("SELECT 1 FROM runs WHERE run_id = ?", (check_id(run_id),)))
+        return bool(self._database.rows("SELECT 1 FROM runs WHERE run_id = ?", (check_id(run_id),)))
 
     def close(self) -> None:
         """Write everything into the one file and close it."""
         self._database.close()
 
-    def _change(self, run_id: str, changes: RowChanges) -> None:
-        """Write new values of a row's columns."""
-        if changes:
-            columns = ", ".join(f"{column} = ?" for column in changes)
-            self._database.run(f"UPDATE runs SET {columns} WHERE run_id = ?", (*changes.values(), run_id))
+    def checkpoint(self) -> None:
+        """Bring all changes into the one file, if there are many. It waits for the disk."""
+        self._database.checkpoint()
+
+    def _rows(self, sql: str, *values: str | int) -> list[RowChanges]:
+        return [dict(zip(_NAMES, row, strict=True)) for row in self._database.rows(sql, values)]
+
+    def _insert(self, row: RowChanges) -> bool:
+        """Write a new row. False when the database does not take it.
+
+        Raises:
+            ValueError: It is there already.
+        """
+        try:
+            return self._database.write(insertion(row))
+        except sqlite3.IntegrityError as error:
+            raise ValueError(f"run {row['run_id']} is in the ledger already") from error
+
+    def _change(self, run_id: str, changes: RowChanges) -> bool:
+        """Write new values of a row's columns. False when the database does not take them."""
+        return not changes or self._database.write(update(run_id, changes))
 
 
-def _summary(row: Sequence[Any]) -> RunSummary:
-    return RunSummary(
-        run_id=row[0],
-        name=row[1],
-        ranks=row[2],
-        device_type=row[3],
-        simulated=bool(row[4]),
-        state=RunState(row[5]),
-        submitted_at=row[6],
-        started_at=row[7],
-        ended_at=row[8],
-        failure=row[9],
-        uuids=tuple(json.loads(row[10])),
-        owner_pid=row[11],
-        notebook=row[12],
-        kind=RunKind(row[13]),
-        session=row[14],
-        kernel=row[15],
-        user=row[16],
-        metered_at=row[17],
-        hourly=row[18],
-        currency=row[19],
-        gpu_s=row[20],
-        cost=row[21],
-        idle_s=row[22],
+def new_row(spec: RunSpec, state: RunState) -> RowChanges:
+    """A new run's row.
+
+    Raises:
+        ValueError: Its id is none.
+    """
+    return {
+        "run_id": check_id(spec.run_id),
+        "name": spec.name,
+        "ranks": spec.placement.ranks,
+        "device_type": spec.placement.device_type,
+        "state": state.value,
+        "submitted_at": spec.submitted_at,
+        "owner_pid": spec.owner.pid,
+        "notebook": spec.owner.notebook,
+        "kind": spec.kind.value,
+        "session": spec.session,
+        "kernel": spec.owner.kernel,
+        "user": spec.owner.user,
+    }
+
+
+def insertion(row: RowChanges, *, or_not: bool = False) -> Statement:
+    """The statement that adds a row; `or_not`: that does nothing where the run has one."""
+    return (
+        f"INSERT {'OR IGNORE ' if or_not else ''}INTO runs ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})",
+        tuple(row.values()),
     )
+
+
+def update(run_id: str, changes: RowChanges) -> Statement:
+    """The statement that changes a row."""
+    columns = ", ".join(f"{column} = ?" for column in changes)
+    return f"UPDATE runs SET {columns} WHERE run_id = ?", (*changes.values(), run_id)
+
+
+def summary_of(row: RowChanges) -> RunSummary:
+    """What a row says; columns that it lacks have their defaults."""
+    values: dict[str, Any] = {name: value for name, value in row.items() if name in _NAMES}
+    values |= {
+        "simulated": bool(row.get("simulated")),
+        "state": RunState(row["state"]),
+        "uuids": tuple(json.loads(values.get("uuids") or "[]")),
+        "kind": RunKind(row["kind"]),
+    }
+    return RunSummary(**values)

@@ -5,15 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sgpu_magic.config import private_dir
 from sgpu_magic.errors import PoolError
 from sgpu_magic.pool.ledger_schema import MIGRATIONS, NewerSchema, migrate
 
+T = TypeVar("T")
+Statement = tuple[str, Sequence[str | int | float]]
+"""SQL and its values."""
+
 _FILES = ("", "-wal", "-shm")
+# what stays of the log of changes
+_LOG_BYTES = 1 << 20
 
 
 class LedgerDatabase:
@@ -33,41 +39,63 @@ class LedgerDatabase:
     def __init__(self, path: Path) -> None:
         self.problem = ""
         self._path = path
+        self._unusable = f"the pool's ledger {path} can't be used: "
         private_dir(path.parent)
         self._connection = self._open()
 
-    def run(self, sql: str, values: Sequence[str | int | float] = ()) -> list[Any]:
-        """Run one statement. Returns its rows, none when the database can't be used.
+    def rows(self, sql: str, values: Sequence[str | int | float] = ()) -> list[Any]:
+        """Run a query. Returns its rows, none when the database can't be used."""
+        return self._tried(lambda: self._connection.execute(sql, values).fetchall()) or []
+
+    def write(self, *statements: Statement) -> bool:
+        """Run statements in one transaction. False when the database did not take them: nothing is changed then.
 
         Raises:
             sqlite3.IntegrityError: A row like this is there already.
         """
+        return self._tried(lambda: self._written(statements)) or False
+
+    def checkpoint(self) -> None:
+        """Bring what was written into the one file. It waits for the disk."""
+        if os.path.exists(log := f"{self._path}-wal") and os.stat(log).st_size > _LOG_BYTES:
+            self.rows("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def _written(self, statements: Sequence[Statement]) -> bool:
+        if len(statements) == 1:
+            self._connection.execute(*statements[0])
+            return True
+        self._connection.execute("BEGIN")
+        try:
+            for sql, values in statements:
+                self._connection.execute(sql, values)
+            self._connection.execute("COMMIT")
+        except sqlite3.Error:
+            # a full disk has rolled it back by itself
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            raise
+        return True
+
+    def _tried(self, call: Callable[[], T]) -> T | None:
         for _ in range(2):
             try:
-                return self._connection.execute(sql, values).fetchall()
+                done = call()
             except sqlite3.IntegrityError:
                 raise
             except sqlite3.DatabaseError as error:
                 if not _is_damage(error):
-                    self.problem = f"the pool's ledger {self._path} can't be used: {error}"
-                    return []
+                    self.problem = f"{self._unusable}{error}"
+                    return None
                 # damage that the start did not see: the next round asks the new, empty ledger
                 with contextlib.suppress(sqlite3.Error):
                     self._connection.close()
                 self._set_aside(_SetAside("damaged", f"is damaged ({error})"))
                 self._connection = self._open()
-        return []
-
-    @contextlib.contextmanager
-    def together(self) -> Generator[None]:
-        """Run what is run within in one transaction: one commit for all of it."""
-        self.run("BEGIN")
-        try:
-            yield
-        finally:
-            # a database that was found damaged meanwhile is another one now
-            if self._connection.in_transaction:
-                self.run("COMMIT")
+            else:
+                if self.problem.startswith(self._unusable):
+                    self.problem = ""
+                return done
+        return None
 
     def close(self) -> None:
         """Write everything into the one file and close it."""
@@ -120,6 +148,7 @@ def _connect(path: Path) -> sqlite3.Connection:
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
         database.execute("PRAGMA wal_autocheckpoint = 4000")
+        database.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
         if unclean and (found := database.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise _SetAside("damaged", f"is damaged ({found})")
         migrate(database, MIGRATIONS)

@@ -178,6 +178,10 @@ class NodeReports:
             failure = msgspec.structs.replace(failure, kind=FailureKind.TIMEOUT, message=scheduled.reason)
         self._book.end_without_ranks(run, run.state, failure.message, failure.kind, failure)
 
+    def written(self, run: PoolRun) -> None:
+        """Events that the disk had not taken are on it."""
+        self._confirm_later(run.run_id)
+
     def _confirm_later(self, run_id: str) -> None:
         if not self._unconfirmed:
             self._loop.call_later(_CONFIRM_S, self._confirm)
@@ -187,7 +191,7 @@ class NodeReports:
         for run_id in self._unconfirmed:
             run = self._book.speaker(run_id)
             if run is not None and run.log is not None:
-                self._engine.events_kept(run_id, run.log.numbers)
+                self._engine.events_kept(run_id, run.log.written)
         self._unconfirmed.clear()
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +25,10 @@ from sgpu_magic.protocol.payloads import InlinePayload, SharedPayload
 from sgpu_magic.protocol.record import Record
 from sgpu_magic.protocol.records import Failure, RunSpec
 from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.storage.disk_room import disk_room, why_no_run
+
+# a disk that took nothing is tried again after so long
+_WRITE_AGAIN_S = 1.0
 
 Send = Callable[[ConnectedClient, Record, Sequence[bytes]], None]
 
@@ -120,6 +127,7 @@ class RunBook:
 
     Attributes:
         on_forgotten: Called with the id of each run that goes on no longer.
+        on_written: Called with each run whose events are on disk again after they were not for a while.
     """
 
     def __init__(self, ledger: Ledger, runs_path: Path, send: Send, billing: Billing) -> None:
@@ -128,9 +136,12 @@ class RunBook:
         self._runs_path = runs_path
         self._send = send
         self.on_forgotten: Callable[[str], None] = lambda _: None
+        self.on_written: Callable[[PoolRun], None] = lambda _: None
         self._going: dict[str, PoolRun] = {}
         # the ranks are gone, but the payload's memory is still being copied
         self._copying: dict[str, PoolRun] = {}
+        # events of these are in memory only, also after their ends
+        self._behind: dict[str, PoolRun] = {}
 
     @property
     def going(self) -> list[PoolRun]:
@@ -142,7 +153,7 @@ class RunBook:
 
     def speaker(self, run_id: str) -> PoolRun | None:
         """The run that an event is about, also after its ranks are gone."""
-        return self._going.get(run_id) or self._copying.get(run_id)
+        return self._going.get(run_id) or self._copying.get(run_id) or self._behind.get(run_id)
 
     def directory(self, run_id: str) -> Path:
         return self._runs_path / run_id
@@ -156,20 +167,33 @@ class RunBook:
             run.let_payload_go()
             self.on_forgotten(run_id)
 
-    def accept(self, run: PoolRun) -> None:
-        """Write a new run down and tell its client. Once."""
+    def why_not_recorded(self) -> str:
+        """Why a new run can't be recorded, with the remedy; "" when it can."""
+        return why_no_run(self._runs_path)
+
+    def accept(self, run: PoolRun) -> str:
+        """Write a new run down and tell its client. Once. Returns why it can't be recorded, "" when it is."""
         if run.log is not None:
-            return
-        run.log = RunLog(self.directory(run.run_id), run.run_id)
-        if run.log.seq and self._ledger.has(run.run_id):
+            return ""
+        log = RunLog(self.directory(run.run_id), run.run_id)
+        known = bool(log.seq)
+        submitted = None if known else log.append(Submitted(spec=run.spec), run.spec.submitted_at)
+        if log.unwritten:
+            why = why_no_run(self._runs_path, log.problem)
+            # nothing of it stays where something can be removed
+            shutil.rmtree(log.directory, ignore_errors=True)
+            return why
+        run.log = log
+        if known and self._ledger.has(run.run_id):
             # submitted again to this service after the last one was killed with the run in its queue
             self._ledger.update(run.run_id, state=RunState.QUEUED)
         else:
             self._ledger.record(run.spec, RunState.QUEUED)
         if run.owner is not None:
             self._send(run.owner, Accepted(request=run.submit.request, run_id=run.run_id), ())
-        if not run.log.seq:
-            self.tell(run, Submitted(spec=run.spec), run.spec.submitted_at)
+            if submitted is not None:
+                self._send(run.owner, submitted, ())
+        return ""
 
     def tell(
         self,
@@ -185,9 +209,31 @@ class RunBook:
         event = run.log.append(body, at, frames, told)
         for client in run.followers:
             self._send(client, event, frames)
-        if run.log.problem:
-            problem, run.log.problem = run.log.problem, ""
-            self.tell(run, Noted(text=problem), at)
+        self._look_after(run)
+
+    def _look_after(self, run: PoolRun) -> None:
+        """Write what the disk has not taken as soon as it does; say so when that begins and when it is over."""
+        log = run.log
+        if log is None or not log.unwritten or run.run_id in self._behind:
+            return
+        self._behind[run.run_id] = run
+        text = (
+            f"the events of this run can't be written to {log.directory}: {log.problem}. They are kept in memory until "
+            f"the disk takes them again, and the run goes on. {_room_in_words(self._runs_path)}"
+        )
+        self.tell(run, Noted(text=text), time.time())
+        if len(self._behind) == 1:
+            asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, self._write_again)
+
+    def _write_again(self) -> None:
+        for run in list(self._behind.values()):
+            if run.log is not None and run.log.write():
+                del self._behind[run.run_id]
+                if not run.ended:
+                    self.tell(run, Noted(text="the disk takes the events of this run again"), time.time())
+                self.on_written(run)
+        if self._behind:
+            asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, self._write_again)
 
     def move(self, run: PoolRun, state: RunState) -> None:
         run.state = state
@@ -262,3 +308,10 @@ class RunBook:
     def _close_log(self, run: PoolRun) -> None:
         if run.log is not None:
             run.log.close()
+
+
+def _room_in_words(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        text = str(disk_room(path))
+        return f"{text[0].upper()}{text[1:]}."
+    return ""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,16 +13,36 @@ import msgspec
 
 from sgpu_magic.event_file import EventFile
 from sgpu_magic.protocol.codec import Decoder, FrameReader, frame
-from sgpu_magic.protocol.events import AttemptFailed, Event, EventBody, PayloadReleased, RunEnded
+from sgpu_magic.protocol.events import (
+    AttemptFailed,
+    DisplayPublished,
+    Event,
+    EventBody,
+    MetricsLogged,
+    Noted,
+    OutputWritten,
+    PayloadReleased,
+    RunEnded,
+    Sampled,
+)
 from sgpu_magic.protocol.node_messages import RunEvent
 from sgpu_magic.protocol.run_files import EVENTS
 
 _decoder = Decoder[Event](Event)
 _READ_BYTES = 1 << 20
+# what a run may have in memory while its disk takes nothing
+_MOST_UNWRITTEN_BYTES = 16 << 20
+# an event costs at least this much
+_LEAST_BYTES = 200
+# a place in the file is remembered once in so many bytes
+_MARK_BYTES = 1 << 18
 
 
 class RunLog:
     """Appends to `events.msgpack` of a run's directory, also to what an earlier service wrote there.
+
+    Events that the disk does not take stay in memory until it does. They are bounded: of the oldest, output is cut to
+    its size (the text lies in the rank's log), and displays, samples and metrics are replaced by a note.
 
     Args:
         directory: The run's directory, made here.
@@ -29,34 +52,65 @@ class RunLog:
         seq: Number of the newest event.
         at: When that was, seconds since the epoch; 0 before the first.
         numbers: By part of the run the agent's number of its newest event that is here, joined with others' or not.
+        written: The same of the newest event that is on disk.
         ended: The run's last word; None while there is none.
         failed_attempt: The newest attempt that failed and has no successor yet; None when there is none.
         payload_released: Nobody reads the payload's memory any more.
-        problem: Why events are no longer kept, until somebody has taken it; "" while they are.
+        problem: Why events are in memory only, or what was wrong with the file; "" while nothing is.
     """
 
     def __init__(self, directory: Path, run_id: str) -> None:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.directory = directory
         self.problem = ""
         self.seq = 0
         self.at = 0.0
         self.numbers: dict[int, int] = {}
+        self.written: dict[int, int] = {}
         self.ended: RunEnded | None = None
         self.failed_attempt: AttemptFailed | None = None
         self.payload_released = False
         self._run_id = run_id
-        self._file = os.open(directory / EVENTS, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        if os.fstat(self._file).st_size:
-            self._continue()
+        self._closing = False
+        self._file = -1
+        # of the whole events in the file
+        self._bytes = 0
+        # (number of an event, offset after it)
+        self._marks: list[tuple[int, int]] = [(0, 0)]
+        self._unwritten: deque[tuple[Event, Sequence[bytes]]] = deque()
+        self._unwritten_bytes = 0
+        # so many of the oldest are as small as they can be
+        self._cut = 0
+        try:
+            self._open()
+        except OSError as error:
+            self._failed(error)
+            with contextlib.suppress(OSError), open(directory / EVENTS, "rb") as file:
+                self._continue(file.fileno())
+        else:
+            self._continue(self._file)
 
     @property
     def number(self) -> int:
         """The highest of `numbers`."""
         return max(self.numbers.values(), default=0)
 
+    @property
+    def unwritten(self) -> Sequence[tuple[Event, Sequence[bytes]]]:
+        """Events that the disk has not taken, oldest first."""
+        return self._unwritten
+
+    @property
+    def bytes(self) -> int:
+        """Size of the events on disk."""
+        return self._bytes
+
+    def offset_before(self, after: int) -> int:
+        """Return an offset in the file before which no event has a number above `after`."""
+        at = bisect.bisect_right(self._marks, after, key=lambda mark: mark[0]) - 1
+        return self._marks[at][1]
+
     def append(self, body: EventBody, at: float, frames: Sequence[bytes] = (), told: RunEvent | None = None) -> Event:
-        """Give the event its number and keep it. A full disk is noted in `problem` and stops the keeping only.
+        """Give the event its number and keep it.
 
         Args:
             told: As an agent has told it; None for an event of the service.
@@ -66,24 +120,80 @@ class RunLog:
         if told is not None:
             event = msgspec.structs.replace(event, number=told.number, part=told.part, joined=told.joined)
         self._count(event)
-        if self._file >= 0:
-            try:
-                os.write(self._file, frame(event, frames))
-            except OSError as error:
-                self.problem = f"events of this run are no longer kept: {error.strerror}"
-                self.close()
+        self._unwritten.append((event, frames))
+        self._unwritten_bytes += _size(event, frames)
+        if not self.write() and self._unwritten_bytes > _MOST_UNWRITTEN_BYTES:
+            self._cut_oldest()
         return event
 
+    def write(self) -> bool:
+        """Write what is in memory only. Returns whether all of it is on disk now."""
+        try:
+            if self._unwritten and self._file < 0:
+                self._open()
+            while self._unwritten:
+                event, frames = self._unwritten[0]
+                self._write_whole(frame(event, frames))
+                self._unwritten.popleft()
+                self._unwritten_bytes -= _size(event, frames)
+                self._cut = max(0, self._cut - 1)
+                _count_number(self.written, event)
+                self._mark(event.seq)
+        except OSError as error:
+            self._failed(error)
+            return False
+        self.problem = ""
+        if self._closing and self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        return True
+
     def close(self) -> None:
+        """Nothing comes any more; what is in memory only waits for a `write` that succeeds."""
+        self._closing = True
+        self.write()
+
+    def _open(self) -> None:
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._file = os.open(self.directory / EVENTS, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def _write_whole(self, data: bytes) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(self._file, view) :]
+        except OSError:
+            # the next event is not to follow half of this one
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._bytes)
+            raise
+        self._bytes += len(data)
+
+    def _failed(self, error: OSError) -> None:
+        self.problem = error.strerror or str(error)
         if self._file >= 0:
+            # it may have been removed: the next attempt begins with the directory
             os.close(self._file)
             self._file = -1
 
+    def _cut_oldest(self) -> None:
+        for at in range(self._cut, len(self._unwritten)):
+            if self._unwritten_bytes <= _MOST_UNWRITTEN_BYTES // 2:
+                break
+            event, frames = self._unwritten[at]
+            small = msgspec.structs.replace(event, body=_without_bulk(event.body))
+            kept = frames if small.body is event.body else ()
+            self._unwritten_bytes += _size(small, kept) - _size(event, frames)
+            self._unwritten[at] = small, kept
+            self._cut = at + 1
+
+    def _mark(self, seq: int) -> None:
+        if self._bytes - self._marks[-1][1] >= _MARK_BYTES:
+            self._marks.append((seq, self._bytes))
+
     def _count(self, event: Event) -> None:
         self.at = event.at
-        for part, number in ((event.part, event.number), *event.joined):
-            if number > self.numbers.get(part, 0):
-                self.numbers[part] = number
+        _count_number(self.numbers, event)
         if isinstance(event.body, RunEnded):
             self.ended = event.body
             self.failed_attempt = None
@@ -92,16 +202,59 @@ class RunLog:
         elif isinstance(event.body, PayloadReleased):
             self.payload_released = True
 
-    def _continue(self) -> None:
+    def _continue(self, file: int) -> None:
         """Go on where a killed service stopped, which may have been in the middle of an event."""
         reader = FrameReader(_decoder)
         size = 0
-        while chunk := os.pread(self._file, _READ_BYTES, size):
-            size += len(chunk)
-            for event, _ in reader.feed(chunk):
-                self.seq = event.seq
-                self._count(event)
-        os.ftruncate(self._file, size - reader.incomplete_bytes)
+        try:
+            while chunk := os.pread(file, _READ_BYTES, size):
+                size += len(chunk)
+                for event, _ in reader.feed(chunk):
+                    self._bytes = size - reader.incomplete_bytes
+                    self.seq = event.seq
+                    self._count(event)
+                    self._mark(event.seq)
+        except (ValueError, msgspec.DecodeError) as error:
+            self.problem = f"{self.directory / EVENTS} is damaged after event {self.seq} and was cut off there: {error}"
+        self.written = dict(self.numbers)
+        if self._bytes < size and file == self._file:
+            os.ftruncate(file, self._bytes)
+
+
+def _count_number(numbers: dict[int, int], event: Event) -> None:
+    for part, number in ((event.part, event.number), *event.joined):
+        if number > numbers.get(part, 0):
+            numbers[part] = number
+
+
+def _size(event: Event, frames: Sequence[bytes]) -> int:
+    match event.body:
+        case OutputWritten(text=text):
+            size = len(text)
+        case DisplayPublished(bundle=bundle):
+            size = len(bundle)
+        case Sampled(samples=samples):
+            size = _LEAST_BYTES * len(samples)
+        case MetricsLogged(metrics=metrics):
+            size = _LEAST_BYTES * len(metrics)
+        case _:
+            size = 0
+    return size + _LEAST_BYTES + sum(map(len, frames))
+
+
+def _without_bulk(body: EventBody) -> EventBody:
+    match body:
+        case OutputWritten(text=text):
+            lines = body.skipped_lines + text.count("\n")
+            return msgspec.structs.replace(body, text="", skipped_bytes=body.end - body.start, skipped_lines=lines)
+        case DisplayPublished(rank=rank):
+            return Noted(text=f"a display of rank {rank} is not kept: the pool's disk was full for too long")
+        case MetricsLogged(rank=rank):
+            return Noted(text=f"metrics of rank {rank} are not kept: the pool's disk was full for too long")
+        case Sampled():
+            return Noted(text="a sample of the ranks is not kept: the pool's disk was full for too long")
+        case _:
+            return body
 
 
 def read_events(directory: Path, after: int = 0) -> Iterator[tuple[Event, Sequence[bytes]]]:

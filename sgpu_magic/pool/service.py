@@ -104,7 +104,8 @@ class PoolService:
         self._requests = Requests(self, self._server, engine, self._book, self._ledger, self._kept, self._bytes_desk)
         self._tracker = Tracker(settings, self._book, engine, self._is_live)
         self._book.on_forgotten = self._forgotten
-        self._retention = Retention(settings, self._is_live, self._ledger.cells, removed=self._kept.remove_unlinked)
+        self._book.on_written = self._reports.written
+        self._retention = Retention(settings, self._is_live, self._ledger.cells, removed=self._looked_after)
         idle_s = settings.pool_idle_s if listening is None else math.inf
         self._idleness = Idleness(idle_s, lambda: bool(self._book.going), self._notify, self.stop)
         engine.start(self)
@@ -287,17 +288,17 @@ class PoolService:
                 self._book.forget(instruction.run_id)
                 if run.owner is not None:
                     self._server.refuse(run.owner, run.submit.request, message, error)
+            case sched.LaunchRun(lease=lease) if not self._accept(run):
+                pass
             case sched.LaunchRun(lease=lease) if run.spec.in_session:
                 # its ranks wait for it: everything else can be done while they work
                 self._launches.order(run, lease)
-                self._accept(run)
                 self._launches.launched(run, lease, self._stock.inventory)
             case sched.LaunchRun(lease=lease):
-                self._accept(run)
                 self._launches.launch(run, lease, self._stock.inventory)
             case sched.TellQueue(position=position, reason=reason):
-                self._accept(run)
-                self._book.tell(run, QueueMoved(position=position, reason=reason), time.time())
+                if self._accept(run):
+                    self._book.tell(run, QueueMoved(position=position, reason=reason), time.time())
             case sched.MoveRun(state=state, reason=reason):
                 self._book.move(run, state)
                 if state is not RunState.STARTING or not run.spec.in_session:
@@ -312,16 +313,31 @@ class PoolService:
                 self._book.end_without_ranks(run, state, reason, kind)
                 self._book.forget(instruction.run_id)
 
-    def _accept(self, run: PoolRun) -> None:
+    def _accept(self, run: PoolRun) -> bool:
+        """Whether the run is recorded; else it was refused."""
         self._succession.submitted(run.run_id)
-        self._book.accept(run)
+        why = self._book.accept(run)
+        if why:
+            self._requests.submissions.unprepare(run)
+            self._book.forget(run.run_id)
+            if run.owner is not None:
+                self._server.refuse(run.owner, run.submit.request, why, "PoolError")
+            self._loop.call_soon(self.feed, sched.RunOver(run.run_id, RunState.FAILED, time.monotonic()))
+            return False
         self._tracker.follow(run)
+        return True
 
     # ------------------------------------------------------------ within
 
     def _forgotten(self, run_id: str) -> None:
         self._tracker.over(run_id)
         self._bytes_desk.let_go(run_id)
+
+    def _looked_after(self) -> None:
+        self._kept.remove_unlinked()
+        if not self._book.going:
+            # it waits for the disk
+            self._ledger.checkpoint()
 
     def _is_live(self, run_id: str) -> bool:
         return self._book.speaker(run_id) is not None or run_id in self._succession.resubmittable

@@ -84,6 +84,9 @@ class Submissions:
         if problem:
             self._server.refuse(client, submit.request, problem)
             return
+        if not again and (problem := self._book.why_not_recorded()):
+            self._server.refuse(client, submit.request, problem, "PoolError")
+            return
         if spec.session and not self._has_session(client, submit, frames):
             return
         spec = msgspec.structs.replace(spec, submitted_at=time.time() if again is None else again.submitted_at)

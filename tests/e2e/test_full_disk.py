@@ -2,37 +2,106 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
 import pytest
-from kernels import Home, Kernel
+from kernels import Home, Kernel, eventually
+from small_disks import SmallDisk, small_disk
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.needs_root
 
-DISK_MB = 4
+TRAINS = (
+    "%%distributed -n 2 --out total\n"
+    "import os, time, torch, torch.distributed as dist\n"
+    "total = torch.zeros(1)\n"
+    "print('trains', flush=True)\n"
+    "while not os.path.exists('go on'):\n"
+    "    total += dist.get_world_size()\n"
+    "    time.sleep(0.05)\n"
+    "print('last line')\n"
+)
 
 
 @pytest.fixture
 def full_home(new_home: Callable[..., Home]) -> Iterator[Home]:
     """A home whose runs lie on a disk of 4 MB."""
-    if sys.platform != "linux" or shutil.which("mount") is None:
-        pytest.skip("needs mount(8)")
     home = new_home()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m,mode=0700", "sgpu-test", str(home.state)]
-    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    if mounted.returncode:
-        home.close()
-        pytest.skip(f"may not mount: {mounted.stderr.strip()}")
-    try:
+    with small_disk(home.state, "tmpfs", megabytes=4):
         yield home
-    finally:
-        # the pool's logs lie there until its end
-        subprocess.run(["umount", "-l", str(home.state)], check=True)
 
 
+def fill(disk: SmallDisk) -> str:
+    disk.fill()
+    return " and "
+
+
+def use_up_inodes(disk: SmallDisk) -> str:
+    disk.use_up_inodes()
+    return " and 0 inodes free"
+
+
+def make_read_only(disk: SmallDisk) -> str:
+    disk.freeze(True)
+    return " is read-only"
+
+
+def make_room(disk: SmallDisk) -> None:
+    disk.freeze(False)
+    disk.make_room()
+
+
+@pytest.mark.parametrize(
+    ("kind", "spoil"),
+    [
+        ("ext4", fill),
+        pytest.param("ext4", use_up_inodes, marks=pytest.mark.slow),
+        pytest.param("tmpfs", use_up_inodes, marks=pytest.mark.slow),
+        pytest.param("ext4", make_read_only, marks=pytest.mark.slow),
+    ],
+)
+def test_a_disk_that_takes_nothing_costs_others_nothing(
+    new_home: Callable[..., Home], kind: str, spoil: Callable[[SmallDisk], str]
+):
+    home = new_home()
+    with small_disk(home.state, kind, inodes=600) as disk:
+        trains, submits = Kernel(home), Kernel(home)
+        try:
+            submits.check("%sgpu_connect -n 2 --name work")
+            cell = trains.start(TRAINS)
+            cell.until_shown("trains", 30)
+            pool = home.pool_pid()
+            says = spoil(disk)
+            for body in ("%%distributed -n 2 --fresh\nprint('never')", "%%distributed --session work\nprint('never')"):
+                reply = submits.run(body)
+                assert (reply.status, reply.ename) == ("error", "PoolError"), reply.story
+                for word in ("can't record the run", str(home.state), kind, says, "SGPU_STATE_DIR"):
+                    assert word in reply.evalue, reply.story
+            doctor = subprocess.run(
+                [sys.executable, "-m", "sgpu_magic.cli", "doctor"],
+                env=home.environ, capture_output=True, text=True, timeout=60, check=False,
+            )  # fmt: skip
+            line = next(line for line in doctor.stdout.splitlines() if "no run can be recorded" in line)
+            assert (doctor.returncode != 0, says in line, "disk" in line) == (True, True, True), doctor.stdout
+            (home.work / "go on").touch()
+            reply = cell.wait(30)
+            assert reply.status == "ok", reply.story
+            assert [reply.lines(rank)[-1] for rank in (0, 1)] == ["last line", "last line"]
+            assert trains.value("total.item() > 0") is True
+            make_room(disk)
+            reply = submits.run("%%distributed --session work\nprint('after')")
+            assert reply.status == "ok", reply.story
+            assert home.pool_pid() == pool
+            states = lambda: sorted(row.state for row in home.ledger().values())  # noqa: E731
+            eventually(lambda: states() == ["running", "succeeded", "succeeded"], 5, lambda: str(states()))
+            assert "Traceback" not in (home.state / "pool.log").read_text()
+        finally:
+            trains.close()
+            submits.close()
+
+
+@pytest.mark.slow
 def test_training_goes_on_and_returns_when_the_disk_is_full(full_home: Home):
     kernel = Kernel(full_home)
     try:

@@ -1,0 +1,112 @@
+"""What a disk still takes: free bytes and inodes, and the words for one that takes no run."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from sgpu_magic.byte_sizes import format_bytes
+
+# a run of two ranks that prints a little leaves 160 kB in 16 files
+RUN_BYTES = 256_000
+RUN_INODES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRoom:
+    """The file system under a directory.
+
+    Args:
+        path: The directory, or its nearest parent that exists.
+        mount: Where the file system is mounted.
+        kind: Its type, such as `ext4`; "" when the system does not tell.
+        free_bytes: What this process may still write there.
+        free_inodes: How many files it may still make there; None without a limit.
+        writable: Whether it may write there at all.
+    """
+
+    path: Path
+    mount: str
+    kind: str
+    free_bytes: int
+    free_inodes: int | None
+    writable: bool
+
+    @property
+    def takes_a_run(self) -> bool:
+        inodes = self.free_inodes
+        return self.writable and self.free_bytes >= RUN_BYTES and (inodes is None or inodes >= RUN_INODES)
+
+    def __str__(self) -> str:
+        kind = f"{self.kind} " if self.kind else ""
+        if not self.writable:
+            return f"{self.path} on the {kind}disk at {self.mount} is read-only"
+        inodes = "" if self.free_inodes is None else f" and {self.free_inodes:,} inodes"
+        return f"the {kind}disk at {self.mount} has {format_bytes(self.free_bytes)}{inodes} free"
+
+
+def disk_room(path: Path) -> DiskRoom:
+    """Look at the file system under `path`.
+
+    Raises:
+        OSError: It can't be looked at.
+    """
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    status = os.statvfs(path)
+    mount, kind = mount_of(path)
+    blocks, inodes = status.f_bavail, status.f_favail
+    if os.geteuid() == 0:
+        # root may have what is reserved for it, but not what ext4 keeps for itself (ext4_calculate_resv_clusters)
+        own = min(status.f_blocks // 50, 4096) if kind == "ext4" else 0
+        blocks, inodes = max(blocks, status.f_bfree - own), status.f_ffree
+    # a file system that makes inodes as it needs them says that it has none
+    limited = status.f_files > 0
+    writable = os.access(path, os.W_OK | os.X_OK)
+    return DiskRoom(path, mount, kind, blocks * status.f_frsize, inodes if limited else None, writable)
+
+
+def why_no_run(runs_path: Path, problem: str = "") -> str:
+    """Say why a run can't be recorded and what helps; "" when it can.
+
+    Args:
+        runs_path: Where runs have their directories.
+        problem: What the system said when it was tried; "" before.
+    """
+    try:
+        room = disk_room(runs_path)
+    except OSError as error:
+        room, problem = None, problem or error.strerror or str(error)
+    if not problem and room is not None and room.takes_a_run:
+        return ""
+    why = "; ".join(str(part) for part in (problem, room) if part)
+    return f"the pool can't record the run in {runs_path}: {why}. {remedy(runs_path)}"
+
+
+def remedy(runs_path: Path) -> str:
+    """What to do about a disk that takes no run."""
+    return (
+        f"Free room there (directories of old runs in {runs_path} can be removed) or make it writable, and run the "
+        "cell again; or stop the pool (`sgpu pool stop`) and set SGPU_STATE_DIR to a directory on another disk."
+    )
+
+
+def mount_of(path: Path, mounts: Path = Path("/proc/mounts")) -> tuple[str, str]:
+    """Return where the file system that `path` lies on is mounted, and its type, "" when the system does not tell."""
+    try:
+        lines = mounts.read_text(errors="replace").splitlines()
+    except OSError:
+        return "/", ""
+    mount, found, longest = "/", "", -1
+    target = path.resolve()
+    for line in lines:
+        parts = line.split(" ")
+        if len(parts) < 3:
+            continue
+        # blanks and the like are written as octal escapes, fstab(5)
+        point = parts[1].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
+        # of two on one point the later one is seen
+        if target.is_relative_to(point) and len(point) >= longest:
+            mount, found, longest = point, parts[2], len(point)
+    return mount, found
