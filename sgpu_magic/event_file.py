@@ -24,11 +24,12 @@ class EventFile:
 
     Args:
         directory: The run's directory.
+        taken_bytes: Where the first reading begins; an event begins there.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, taken_bytes: int = 0) -> None:
         self._path = directory / EVENTS
-        self._taken_bytes = 0
+        self._taken_bytes = taken_bytes
 
     @property
     def taken_bytes(self) -> int:

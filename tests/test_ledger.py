@@ -366,7 +366,9 @@ def test_what_the_database_does_not_take_is_told_at_once_and_written_later(path:
         other.execute("BEGIN IMMEDIATE")
         book.update("0000000a", state=RunState.SUCCEEDED, ended_at=7.0)
         book.record(spec("0000000b"), RunState.QUEUED)
-        book.update("0000000b", state=RunState.RUNNING, lease=Lease("cpu", ("u",), 2))
+        book.update(
+            "0000000b", state=RunState.RUNNING, lease=Lease(lease_id="l", device_type="cpu", ranks=2, uuids=("u",))
+        )
         told = [(row.run_id, row.state, row.uuids) for row in book.recent(9)]
         assert told == [("0000000b", RunState.RUNNING, ("u",)), ("0000000a", RunState.SUCCEEDED, ())]
         assert (book.has("0000000b"), book.find("0000000")) == (True, ["0000000b", "0000000a"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import subprocess
 import sys
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,7 @@ def _run(settings: Settings, presence: PoolPresence, first_order: bytes) -> None
     # only now what takes longer to import: the zygote is on its way
 
     async def serve() -> None:
+        from sgpu_magic.pool.guard import ServiceFault
         from sgpu_magic.pool.service import PoolService
 
         service = PoolService(settings, presence, engine)
@@ -66,6 +68,13 @@ def _run(settings: Settings, presence: PoolPresence, first_order: bytes) -> None
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         try:
             await service.finished
+        except ServiceFault:
+            if service.leave():
+                # a client may be first, and a detached run has none
+                command = [sys.executable, "-m", "sgpu_magic.pool"]
+                subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+            # as if it were killed: nothing that goes on is ended
+            os._exit(1)
         finally:
             service.close()
 

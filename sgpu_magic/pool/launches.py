@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable
 
@@ -17,6 +18,8 @@ from sgpu_magic.protocol.node_messages import Launch
 from sgpu_magic.protocol.states import RunState
 from sgpu_magic.storage.blob_store import store_name
 
+Guarded = Callable[[str, Callable[[], None]], None]
+
 # the files of a run's environment come into its directory when its ranks have started
 _LINK_LATER_S = 0.1
 
@@ -30,6 +33,7 @@ class Launches:
         kept_environments: What describes the runs' packages.
         scheduler: Knows which lease a run has.
         feed: Tells the scheduler.
+        guarded: Makes a call for a run, which pays for its faults.
     """
 
     def __init__(
@@ -39,7 +43,9 @@ class Launches:
         kept_environments: KeptEnvironments,
         scheduler: Scheduler,
         feed: Callable[[sched.Stimulus], None],
+        guarded: Guarded,
     ) -> None:
+        self._guarded = guarded
         self._engine = engine
         self._book = book
         self._kept_environments = kept_environments
@@ -63,7 +69,7 @@ class Launches:
             return
         if not self._engine.grants_later:
             self.launched(run, lease, inventory)
-            self._loop.call_soon(self._begin, run)
+            self._loop.call_soon(self._guarded, run.run_id, functools.partial(self._begin, run))
 
     def granted(self, run: PoolRun, lease: Lease, inventory: Inventory | None) -> None:
         """The engine has its devices, which the scheduler had only proposed; its ranks are being started."""
@@ -73,12 +79,13 @@ class Launches:
         self.launched(run, lease, inventory)
         # on the loop: the engine may say so while it is asked to launch
         self._loop.call_soon(self._feed, sched.LeaseGranted(run.run_id, lease, time.monotonic()))
-        self._loop.call_soon(self._begin, run)
+        self._loop.call_soon(self._guarded, run.run_id, functools.partial(self._begin, run))
 
     def launched(self, run: PoolRun, lease: Lease, inventory: Inventory | None) -> None:
         """Write down that its group was ordered."""
         run.placed_at = time.time()
-        self._loop.call_later(_LINK_LATER_S, self._kept_environments.link, run.spec.environment, run.run_id)
+        link = functools.partial(self._kept_environments.link, run.spec.environment, run.run_id)
+        self._loop.call_later(_LINK_LATER_S, self._guarded, run.run_id, link)
         if not run.spec.retries:
             # what was only needed to launch, and may be secret or large
             run.frames = ()
@@ -110,6 +117,7 @@ class Launches:
             store=store_name(submit.spec.owner.user) if needed_blobs(submit) else "",
         )
         self._engine.launch(launch, run.frames)
+        run.ordered = True
 
     def relaunch(self, run: PoolRun) -> str:
         """Start the run's group again on its lease. Returns why that is not possible, "" when it is done."""
@@ -129,6 +137,7 @@ class Launches:
     def requeue(self, run: PoolRun, why: str) -> None:
         """Its node was lost, and its lease is given back: it waits for another one."""
         run.placed_at = None
+        run.ordered = False
         self._book.billing.paused(run, time.time())
         self._loop.call_soon(self._feed, sched.RunRequeued(run.run_id, why, time.monotonic()))
 

@@ -53,7 +53,11 @@ class LedgerDatabase:
         Raises:
             sqlite3.IntegrityError: A row like this is there already.
         """
-        return self._tried(lambda: self._written(statements)) or False
+        if not self._tried(lambda: self._written(statements)):
+            return False
+        if self.problem.startswith(self._unusable):
+            self.problem = ""
+        return True
 
     def checkpoint(self) -> None:
         """Bring what was written into the one file. It waits for the disk."""
@@ -79,7 +83,7 @@ class LedgerDatabase:
     def _tried(self, call: Callable[[], T]) -> T | None:
         for _ in range(2):
             try:
-                done = call()
+                return call()
             except sqlite3.IntegrityError:
                 raise
             except sqlite3.DatabaseError as error:
@@ -91,10 +95,6 @@ class LedgerDatabase:
                     self._connection.close()
                 self._set_aside(_SetAside("damaged", f"is damaged ({error})"))
                 self._connection = self._open()
-            else:
-                if self.problem.startswith(self._unusable):
-                    self.problem = ""
-                return done
         return None
 
     def close(self) -> None:

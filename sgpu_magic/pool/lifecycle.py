@@ -65,6 +65,12 @@ class PoolPresence:
             stream.write(msgspec.json.encode(address))
         os.replace(temporary, file)
 
+    def hand_over(self) -> None:
+        """Make way for the next pool, which finds the agent by its socket."""
+        with contextlib.suppress(OSError):
+            address_file(self._runtime).unlink()
+        os.close(self._lock)
+
     def withdraw(self) -> None:
         """No new client shall find the pool; those that wait for its end see the lock go last."""
         with contextlib.suppress(OSError):

@@ -58,6 +58,11 @@ class NodeReports:
         if run is None or run.log is None or event.number <= run.log.numbers.get(event.part, 0):
             # one that was kept before the service was started again
             return
+        if run.ended and not isinstance(event.body, PayloadReleased):
+            # its last word was said here, since something had gone wrong
+            run.log.skip(event)
+            self._confirm_later(run.run_id)
+            return
         at, body = event.at, event.body
         now = time.monotonic()
         self._confirm_later(run.run_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -115,7 +116,7 @@ class Requests:
             case Warm():
                 self._engine.warm(message)
             case Submit():
-                self._when_settled(lambda: self._submit(client, message, frames))
+                self._when_settled(client, message, lambda: self._submit(client, message, frames))
             case Describe():
                 run = self._book.speaker(message.run_id)
                 if run is not None:
@@ -126,13 +127,13 @@ class Requests:
                 self._kept_environments.keep(message)
             case Cancel():
                 # never before the run that it means
-                self._when_settled(lambda: self._cancel(client, message))
+                self._when_settled(client, message, lambda: self._cancel(client, message))
             case RestartRanks():
-                self._when_settled(lambda: self.sessions.restart(client, message))
+                self._when_settled(client, message, lambda: self.sessions.restart(client, message))
             case AskRank():
                 self.sessions.ask(client, message)
             case Attach():
-                self._when_settled(lambda: self._attach(client, message))
+                self._when_settled(client, message, lambda: self._attach(client, message))
             case Unfollow():
                 run = self._book.speaker(message.run_id)
                 if run is not None and client in run.watchers:
@@ -146,7 +147,8 @@ class Requests:
             case ResultsReceived():
                 self._results_received(message.run_id)
             case AskStatus():
-                self._core.with_fresh_inventory(lambda: self._tell_status(client, message))
+                tell = functools.partial(self._tell_status, client, message)
+                self._core.with_fresh_inventory(functools.partial(self._core.answer, client, message, tell))
             case AskBlobs() | PutBlob() | ReadRunFile() | ListRunFiles():
                 self._bytes_desk.heard(client, message, frames)
             case OpenStream():
@@ -301,9 +303,9 @@ class Requests:
     def _tell_status(self, client: ConnectedClient, message: AskStatus) -> None:
         self._server.send(client, self._permissions.shown(client, self._core.status(message)))
 
-    def _when_settled(self, call: Callable[[], None]) -> None:
+    def _when_settled(self, client: ConnectedClient, message: ClientMessage, call: Callable[[], None]) -> None:
         """Once it is known which runs of an earlier service go on."""
         if self._core.settled:
             call()
         else:
-            self._core.with_fresh_inventory(call)
+            self._core.with_fresh_inventory(functools.partial(self._core.answer, client, message, call))

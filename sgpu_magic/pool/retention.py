@@ -24,6 +24,7 @@ import stat
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -177,9 +178,11 @@ class Retention:
         self._sweep = None
         if sweep.cancelled():
             return
-        # a fault of this module is told as any other of the pool's
-        sweep.result()
-        self._look_in(self._delay_s if self._again else _INTERVAL_S)
+        error = sweep.exception()
+        if error is not None:
+            # no run needs what is done here
+            self._say("".join(traceback.format_exception(error)))
+        self._look_in(self._delay_s if self._again and error is None else _INTERVAL_S)
 
     async def _look(self) -> None:
         settings = self._settings
@@ -204,7 +207,7 @@ class Retention:
             if self._closing.is_set():
                 return
             if remove_directory(runs, run_id):
-                sys.stderr.write(f"the directory of run {short(run_id)} was removed: it is beyond {why}\n")
+                self._say(f"the directory of run {short(run_id)} was removed: it is beyond {why}\n")
         for path in uploads:
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -213,6 +216,11 @@ class Retention:
         for log in (state / "pool.log", *zygote_logs):
             cap_log(log, _LOG_BYTES)
         _remove_old(zygote_logs, time.time() - self._settings.keep_days * _DAY_S)
+
+    def _say(self, text: str) -> None:
+        # the log may lie on the disk that is full
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)
 
 
 def remove_directory(runs_path: Path, run_id: str) -> bool:

@@ -47,6 +47,7 @@ class PoolRun:
         placed_at: Wall-clock time of its lease; None before.
         attempt: How often its group was started again.
         restarting: The group failed, and is started again as soon as its ranks are gone.
+        ordered: Its ranks were ordered from the engine, which says when they are gone.
         ended: Its last word was said.
         adopted: An earlier service launched it; its notebook has not come back yet.
         lost_node: Why ranks of it were lost with their node; "" when none were, or since it waits for another.
@@ -67,6 +68,7 @@ class PoolRun:
     placed_at: float | None = None
     attempt: int = 0
     restarting: bool = False
+    ordered: bool = False
     ended: bool = False
     adopted: bool = False
     lost_node: str = ""

@@ -126,6 +126,13 @@ class RunLog:
             self._cut_oldest()
         return event
 
+    def skip(self, told: RunEvent) -> None:
+        """Count an agent's event that nobody needs any more."""
+        event = Event(run_id=self._run_id, seq=self.seq, at=told.at, body=told.body)
+        event = msgspec.structs.replace(event, number=told.number, part=told.part, joined=told.joined)
+        _count_number(self.numbers, event)
+        _count_number(self.written, event)
+
     def write(self) -> bool:
         """Write what is in memory only. Returns whether all of it is on disk now."""
         try:

@@ -108,6 +108,10 @@ class Scheduler:
         """By run that waits, its place in the order in which they would begin and what it waits for, as it is now."""
         return self._words.now()
 
+    def drop(self, run_id: str) -> None:
+        """Forget a run that the pool could not take."""
+        self._table.drop(run_id)
+
     def run(self, run_id: str) -> ScheduledRun | None:
         return self._runs.get(run_id)
 

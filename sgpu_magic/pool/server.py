@@ -17,7 +17,7 @@ import zmq
 from sgpu_magic.pool.clients import ConnectedClient
 from sgpu_magic.pool.remote_door import Listening, RemoteDoor
 from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.messages import ClientMessage, Hello, Refused
+from sgpu_magic.protocol.messages import ClientMessage, Hello, Notice, Refused
 from sgpu_magic.protocol.record import Record
 
 _NO_PIDFD_POLL_S = 1.0
@@ -76,6 +76,11 @@ class Server:
         if not self._drain_scheduled:
             self._drain_scheduled = True
             self._loop.call_soon(self._drain)
+
+    def notify(self, text: str) -> None:
+        """Tell every client a sentence; "" takes it back."""
+        for client in self.clients:
+            self.send(client, Notice(text=text))
 
     def refuse(self, client: ConnectedClient, request: int, message: str, error: str = "UsageError") -> None:
         """Tell a client that its request is not taken. `error` names the class in `errors`."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import math
 import os
 import secrets
@@ -19,7 +21,9 @@ from sgpu_magic.pool.billing import Billing
 from sgpu_magic.pool.budget_of_pool import budget_of, budget_state
 from sgpu_magic.pool.byte_desk import ByteDesk
 from sgpu_magic.pool.fresh_inventory import FreshInventory
+from sgpu_magic.pool.guard import Guard, ServiceFault
 from sgpu_magic.pool.idleness import Idleness
+from sgpu_magic.pool.instructions import Instructions
 from sgpu_magic.pool.kept_environments import KeptEnvironments
 from sgpu_magic.pool.later_ledger import LaterLedger
 from sgpu_magic.pool.launches import Launches
@@ -37,10 +41,17 @@ from sgpu_magic.pool.status import pool_status
 from sgpu_magic.pool.succession import Succession
 from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.protocol.devices import Inventory, Lease
-from sgpu_magic.protocol.events import Noted, QueueMoved, StateChanged
 from sgpu_magic.protocol.forwarding import StreamMessage, StreamOpened
 from sgpu_magic.protocol.measures import RankStack
-from sgpu_magic.protocol.messages import PROTOCOL_VERSION, AskStatus, ClientMessage, Hello, Notice, TrackRun, Welcome
+from sgpu_magic.protocol.messages import (
+    PROTOCOL_VERSION,
+    AskStatus,
+    ClientMessage,
+    Goodbye,
+    Hello,
+    TrackRun,
+    Welcome,
+)
 from sgpu_magic.protocol.node_messages import HeldRun, RunEvent
 from sgpu_magic.protocol.pool_status import PoolStatus
 from sgpu_magic.protocol.questions import RankAnswer
@@ -50,6 +61,8 @@ from sgpu_magic.protocol.user_limits import read_limits
 
 _QUEUE_REFRESH_S = 5.0
 _ANSWER_FIRST_S = 0.05
+# a service that lives no longer meets the same fault again: no other one is started for it
+_SHORT_LIFE_S = 5.0
 
 
 class PoolService:
@@ -81,9 +94,8 @@ class PoolService:
         )
         self._stock = FreshInventory(engine.take_inventory)
         self._deadline: asyncio.TimerHandle | None = None
-        self._log_path = settings.state_path / "pool.log"
-        self._fault = ""
         self._started_at = time.time()
+        self._begun_at = time.monotonic()
         self.finished = self._loop.create_future()
         # set once the engine knows its nodes: until then every request waits
         self.ready = asyncio.Event()
@@ -91,30 +103,43 @@ class PoolService:
         self.broken_why = ""
         self._loop.set_exception_handler(self._broken)
         self._service_id = secrets.token_hex(8)
-        self._server = Server(presence.socket_path, self._heard, self._client_gone, listening)
+        self._server = Server(presence.socket_path, self._heard, self._gone, listening)
         self._book = RunBook(self._ledger, settings.runs_path, self._server.send, Billing(self._ledger, tariff))
+        self._guard = Guard(self._server, self._book, settings.state_path / "pool.log")
         self._kept = KeptEnvironments(settings.state_path / "environment-files", settings.runs_path)
-        self._launches = Launches(engine, self._book, self._kept, self._scheduler, self.feed)
+        self._launches = Launches(engine, self._book, self._kept, self._scheduler, self.feed, self._guard.for_run)
         self._restarts = Restarts(self._book, self._launches.relaunch, self._launches.requeue)
         self._reports = NodeReports(self._ledger, self._book, engine, self._restarts, self._scheduler, self.feed)
         self._succession = Succession(
-            self._ledger, self._book, engine, self._restarts, self.feed, settings.adopt_timeout_s
+            self._ledger, self._book, engine, self._restarts, self.feed, settings.adopt_timeout_s, self._guard.for_run
         )
         self._bytes_desk = ByteDesk(settings, self._server, self._book, self._ledger, joins_payloads=engine.far)
         self._requests = Requests(self, self._server, engine, self._book, self._ledger, self._kept, self._bytes_desk)
         self._tracker = Tracker(settings, self._book, engine, self._is_live)
+        self._instructions = Instructions(
+            self._server,
+            engine,
+            self._book,
+            self._launches,
+            self._restarts,
+            self._succession,
+            self._requests.submissions,
+            self._tracker,
+            self._stock,
+            self.feed,
+        )
+        self._guard.end = self._instructions.end_of_fault
         self._book.on_forgotten = self._forgotten
         self._book.on_written = self._reports.written
         self._retention = Retention(settings, self._is_live, self._ledger.cells, removed=self._looked_after)
         idle_s = settings.pool_idle_s if listening is None else math.inf
-        self._idleness = Idleness(idle_s, lambda: bool(self._book.going), self._notify, self.stop)
+        self._idleness = Idleness(idle_s, lambda: bool(self._book.going), self._server.notify, self.stop)
         engine.start(self)
         for number in (signal.SIGTERM, signal.SIGHUP):
             self._loop.add_signal_handler(number, self.stop)
 
     @property
     def address(self) -> str:
-        """Where clients of other machines come in, "" where none do."""
         return self._server.address
 
     def stop(self) -> None:
@@ -124,13 +149,25 @@ class PoolService:
     def stop_soon(self) -> None:
         self._loop.call_later(_ANSWER_FIRST_S, self.stop)
 
+    def answer(self, client: ConnectedClient, message: ClientMessage, call: Callable[[], None]) -> None:
+        self._guard.for_client(client, message, call)
+
     def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A fault of this program in a callback: say it in the log and end, so that no cell waits for ever."""
-        loop.default_exception_handler(context)
+        """A fault that belongs to no run: leave all ranks to the next service."""
         error = context.get("exception")
-        what = f"a fault in the pool service ({type(error).__name__}: {error})"
-        self.broken_why = self._fault = f"{what}; its log is {self._log_path}"
-        self.stop()
+        if error is None:
+            loop.default_exception_handler(context)
+        else:
+            self._guard.log("it leaves, and the next one takes its runs over", error)
+            if not self.finished.done():
+                self.finished.set_exception(ServiceFault(str(error)))
+
+    def leave(self) -> bool:
+        """Make way for the next service, with all ranks going on. Returns whether it may be started at once."""
+        with contextlib.suppress(Exception):
+            self._ledger.close()
+        self._presence.hand_over()
+        return time.monotonic() - self._begun_at > _SHORT_LIFE_S
 
     def close(self) -> None:
         """Withdraw, tell the clients of runs that end with the pool, end the ranks."""
@@ -138,8 +175,7 @@ class PoolService:
         self._retention.close()
         for run in self._book.going:
             if run.log is not None and not run.ended:
-                state = RunState.FAILED if self._fault else RunState.CANCELLED
-                self._book.end_without_ranks(run, state, self._fault or "the pool was stopped", FailureKind.INTERNAL)
+                self._book.end_without_ranks(run, RunState.CANCELLED, "the pool was stopped", FailureKind.INTERNAL)
         self._bytes_desk.close()
         self._server.close()
         self._engine.close()
@@ -152,14 +188,10 @@ class PoolService:
     def _heard(self, client: ConnectedClient, message: ClientMessage, frames: Sequence[bytes]) -> None:
         if not isinstance(message, Hello | AskStatus):
             self._idleness.touched()
-        self._requests.heard(client, message, frames)
+        self.answer(client, message, lambda: self._requests.heard(client, message, frames))
 
-    def _client_gone(self, client: ConnectedClient) -> None:
-        self._requests.client_gone(client)
-
-    def _notify(self, text: str) -> None:
-        for client in self._server.clients:
-            self._server.send(client, Notice(text=text))
+    def _gone(self, client: ConnectedClient) -> None:
+        self.answer(client, Goodbye(), lambda: self._requests.client_gone(client))
 
     def welcome(self, client: ConnectedClient) -> Welcome:
         return Welcome(
@@ -205,11 +237,14 @@ class PoolService:
         if not self._succession.done:
             self._succession.take_over(held)
             for run in self._book.going:
-                self._tracker.follow(run)
-                self._bytes_desk.hold(run.submit)
+                self._guard.for_run(run.run_id, functools.partial(self._goes_on, run))
             self._tracker.look_for_leftovers()
             self._retention.schedule()
         self.inventory_taken(inventory)
+
+    def _goes_on(self, run: PoolRun) -> None:
+        self._tracker.follow(run)
+        self._bytes_desk.hold(run.submit)
 
     def inventory_taken(self, inventory: Inventory) -> None:
         waiting = self._stock.taken(inventory)
@@ -219,35 +254,35 @@ class PoolService:
             call()
 
     def run_happened(self, event: RunEvent, frames: Sequence[bytes]) -> None:
-        self._reports.run_happened(event, frames)
+        self._guard.for_run(event.run_id, lambda: self._reports.run_happened(event, frames))
 
     def ranks_gone(self, run_id: str) -> None:
         run = self._book.get(run_id)
-        self._requests.ranks_gone(run_id)
         self._idleness.touched()
-        self._reports.ranks_gone(run_id)
+        self._guard.for_run(run_id, lambda: self._requests.ranks_gone(run_id))
+        self._guard.for_run(run_id, lambda: self._reports.ranks_gone(run_id), gone=True)
         self._retention.schedule(soon=run is None or not run.spec.in_session)
 
     def stacks_taken(self, request: int, stacks: tuple[RankStack, ...]) -> None:
-        self._requests.stacks_taken(request, stacks)
+        self._guard.for_nobody(lambda: self._requests.stacks_taken(request, stacks))
 
     def session_ranks_restarted(self, request: int, session: str, problem: str) -> None:
         self._idleness.touched()
-        self._requests.sessions.restarted(request, session, problem)
+        self._guard.for_run(session, lambda: self._requests.sessions.restarted(request, session, problem))
 
     def answered(self, request: int, answer: RankAnswer) -> None:
-        self._requests.sessions.answered(request, answer)
+        self._guard.for_nobody(lambda: self._requests.sessions.answered(request, answer))
 
     def forwarded(self, message: StreamOpened | StreamMessage, frames: Sequence[bytes]) -> None:
-        self._requests.forwarding.from_node(message, frames)
+        self._guard.for_nobody(lambda: self._requests.forwarding.from_node(message, frames))
 
     def tracking_asked(self, run_id: str) -> None:
-        self._tracker.asked(run_id)
+        self._guard.for_run(run_id, lambda: self._tracker.asked(run_id))
 
     def lease_granted(self, run_id: str, lease: Lease) -> None:
         run = self._book.get(run_id)
         if run is not None:
-            self._launches.granted(run, lease, self._stock.inventory)
+            self._guard.for_run(run_id, lambda: self._launches.granted(run, lease, self._stock.inventory))
 
     def lease_refused(self, run_id: str, uuids: tuple[str, ...], why: str) -> None:
         # on the loop: the engine may say so while it is asked to launch
@@ -274,60 +309,16 @@ class PoolService:
     # ------------------------------------------------------------ what the scheduler says
 
     def feed(self, stimulus: sched.Stimulus) -> None:
-        for instruction in self._scheduler.handle(stimulus):
-            self._obey(instruction)
+        try:
+            instructions = self._scheduler.handle(stimulus)
+        except Exception:
+            if isinstance(stimulus, sched.RunSubmitted):
+                # it is refused, and the others go on without it
+                self._scheduler.drop(stimulus.spec.run_id)
+            raise
+        for instruction in instructions:
+            self._guard.for_run(instruction.run_id, functools.partial(self._instructions.obey, instruction))
         self._set_deadline()
-
-    def _obey(self, instruction: sched.Instruction) -> None:
-        run = self._book.get(instruction.run_id)
-        if run is None:
-            return
-        match instruction:
-            case sched.RefuseRun(error=error, message=message):
-                self._requests.submissions.unprepare(run)
-                self._book.forget(instruction.run_id)
-                if run.owner is not None:
-                    self._server.refuse(run.owner, run.submit.request, message, error)
-            case sched.LaunchRun(lease=lease) if not self._accept(run):
-                pass
-            case sched.LaunchRun(lease=lease) if run.spec.in_session:
-                # its ranks wait for it: everything else can be done while they work
-                self._launches.order(run, lease)
-                self._launches.launched(run, lease, self._stock.inventory)
-            case sched.LaunchRun(lease=lease):
-                self._launches.launch(run, lease, self._stock.inventory)
-            case sched.TellQueue(position=position, reason=reason):
-                if self._accept(run):
-                    self._book.tell(run, QueueMoved(position=position, reason=reason), time.time())
-            case sched.MoveRun(state=state, reason=reason):
-                self._book.move(run, state)
-                if state is not RunState.STARTING or not run.spec.in_session:
-                    self._book.tell(run, StateChanged(state=state, reason=reason), time.time())
-            case sched.Remark(text=text):
-                self._book.tell(run, Noted(text=text), time.time())
-            case sched.StopRun(state=state, reason=reason):
-                self._engine.end_run(instruction.run_id, state, reason)
-            case sched.EndRun(state=state, reason=reason):
-                self._requests.submissions.unprepare(run)
-                kind = instruction.kind if state is RunState.FAILED else FailureKind.TIMEOUT
-                self._book.end_without_ranks(run, state, reason, kind)
-                self._book.forget(instruction.run_id)
-
-    def _accept(self, run: PoolRun) -> bool:
-        """Whether the run is recorded; else it was refused."""
-        self._succession.submitted(run.run_id)
-        why = self._book.accept(run)
-        if why:
-            self._requests.submissions.unprepare(run)
-            self._book.forget(run.run_id)
-            if run.owner is not None:
-                self._server.refuse(run.owner, run.submit.request, why, "PoolError")
-            self._loop.call_soon(self.feed, sched.RunOver(run.run_id, RunState.FAILED, time.monotonic()))
-            return False
-        self._tracker.follow(run)
-        return True
-
-    # ------------------------------------------------------------ within
 
     def _forgotten(self, run_id: str) -> None:
         self._tracker.over(run_id)

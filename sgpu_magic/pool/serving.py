@@ -23,6 +23,7 @@ from sgpu_magic.config import Settings
 from sgpu_magic.engines.choose import engine_settings, make_engine
 from sgpu_magic.errors import PoolError, SgpuError
 from sgpu_magic.pool.authorized_clients import AuthorizedClients
+from sgpu_magic.pool.guard import ServiceFault
 from sgpu_magic.pool.lifecycle import AlreadyRunning, PoolPresence
 from sgpu_magic.pool.remote_door import Listening
 from sgpu_magic.pool.service import PoolService
@@ -94,6 +95,12 @@ async def _serve(engine_name: str, settings: Settings, presence: PoolPresence) -
     saying = asyncio.create_task(_say_when_ready(settings, engine_name, service, listening))
     try:
         await service.finished
+    except ServiceFault:
+        if not service.leave():
+            os._exit(1)
+        # in this process's place, so that who watches it sees no end; its descriptors are closed by that
+        sys.stderr.flush()
+        os.execv(sys.executable, [sys.executable, "-m", "sgpu_magic.pool.serving", engine_name])
     finally:
         saying.cancel()
         service.close()

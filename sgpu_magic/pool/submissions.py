@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -17,7 +18,7 @@ from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.run_book import PoolRun, RunBook
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.protocol.ids import is_valid_id
-from sgpu_magic.protocol.messages import Submit
+from sgpu_magic.protocol.messages import ClientMessage, Submit
 from sgpu_magic.protocol.records import RunSpec
 from sgpu_magic.protocol.states import RunState
 
@@ -30,6 +31,10 @@ class Placing(Protocol):
 
     def feed(self, stimulus: sched.Stimulus) -> None: ...
     def with_fresh_inventory(self, call: Callable[[], None]) -> None: ...
+
+    def answer(self, client: ConnectedClient, message: ClientMessage, call: Callable[[], None]) -> None:
+        """Make a call for a client's message, which pays for its faults."""
+        ...
 
     @property
     def resubmittable(self) -> Mapping[str, RunSpec]:
@@ -103,7 +108,8 @@ class Submissions:
             # it takes no device
             self._placing.feed(sched.RunSubmitted(spec, time.monotonic()))
         else:
-            self._placing.with_fresh_inventory(lambda: self._placing.feed(sched.RunSubmitted(spec, time.monotonic())))
+            fed = lambda: self._placing.feed(sched.RunSubmitted(spec, time.monotonic()))  # noqa: E731
+            self._placing.with_fresh_inventory(functools.partial(self._placing.answer, client, submit, fed))
             self._prepare(run)
 
     def unprepare(self, run: PoolRun) -> None:
@@ -131,7 +137,8 @@ class Submissions:
             return True
         if session is not None or submit.spec.session in self._placing.resubmittable:
             # it waited in the queue of a service that was killed, and is submitted again as well
-            self._loop.call_later(_LOOK_AGAIN_S, self._look_again, client, submit, frames)
+            again = functools.partial(self._look_again, client, submit, frames)
+            self._loop.call_later(_LOOK_AGAIN_S, self._placing.answer, client, submit, again)
         else:
             self._server.refuse(client, submit.request, self._no_session(submit.spec.session), "SessionError")
         return False

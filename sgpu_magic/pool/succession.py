@@ -7,6 +7,7 @@ others the ledger says that they were lost, and their logs stay.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Sequence
 
@@ -15,6 +16,7 @@ import msgspec
 from sgpu_magic.engines.base import Engine
 from sgpu_magic.event_file import read_spec
 from sgpu_magic.pool import stimuli as sched
+from sgpu_magic.pool.launches import Guarded
 from sgpu_magic.pool.ledger import Ledger, Metered
 from sgpu_magic.pool.restarts import Restarts
 from sgpu_magic.pool.run_book import PoolRun, RunBook
@@ -43,6 +45,7 @@ class Succession:
         restarts: Goes on with groups that were about to be started again.
         feed: Tells the scheduler.
         timeout_s: Seconds for which a notebook may take to come back to its run.
+        guarded: Makes a call for a run, which pays for its faults.
 
     Attributes:
         done: What was left is known.
@@ -57,7 +60,9 @@ class Succession:
         restarts: Restarts,
         feed: Callable[[sched.Stimulus], None],
         timeout_s: float,
+        guarded: Guarded,
     ) -> None:
+        self._guarded = guarded
         self._ledger = ledger
         self._book = book
         self._engine = engine
@@ -75,11 +80,11 @@ class Succession:
         self.done = True
         # a session before the cells in it
         for one in sorted(held, key=lambda one: bool(one.launch.spec.session)):
-            self._adopt(one)
+            self._guarded(one.launch.spec.run_id, functools.partial(self._adopt, one))
         adopted = {one.launch.spec.run_id for one in held}
         for run_id in self._unfinished:
             if run_id not in adopted:
-                self._judge(run_id)
+                self._guarded(run_id, functools.partial(self._judge, run_id))
         if held or self.resubmittable:
             self._look()
 
@@ -105,7 +110,7 @@ class Succession:
         run.log = RunLog(self._book.directory(run.run_id), run.run_id)
         run.placed_at = time.time() - held.started_s
         run.attempt = launch.attempt
-        run.adopted = True
+        run.ordered = run.adopted = True
         ended = run.log.ended
         run.ended = ended is not None
         # a group's end is not the run's before a service has heard of it: it may have to be started again

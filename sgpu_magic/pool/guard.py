@@ -1,0 +1,85 @@
+"""A fault of the pool service costs at most the run, or the client's answer, that it belongs to.
+
+Whatever a client or a node says is taken in within one of these calls. A fault outside of them belongs to nobody: the
+service leaves, and the next one takes its runs over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from sgpu_magic.pool.run_book import PoolRun, RunBook
+from sgpu_magic.pool.server import ConnectedClient, Server
+from sgpu_magic.protocol.messages import ClientMessage, Submit
+
+
+class ServiceFault(Exception):
+    """The service has a fault that belongs to no run."""
+
+
+class Guard:
+    """Makes calls whose faults are somebody's.
+
+    Args:
+        server: Where the clients are connected.
+        book: The runs.
+        log_path: Where faults are written.
+
+    Attributes:
+        end: Ends a run of a fault, given a sentence, and whether its ranks are gone.
+    """
+
+    def __init__(self, server: Server, book: RunBook, log_path: Path) -> None:
+        self._server = server
+        self._book = book
+        self._log_path = log_path
+        self.end: Callable[[PoolRun, str, bool], None] = lambda _run, _why, _gone: None
+
+    def for_run(self, run_id: str, call: Callable[[], None], *, gone: bool = False) -> None:
+        """Make a call for a run, which ends of a fault.
+
+        Args:
+            run_id: The run.
+            call: The call.
+            gone: Its ranks are gone.
+        """
+        run = self._book.get(run_id)
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001
+            self.log(f"run {run_id} ends of it", error)
+            run = self._book.get(run_id) or run
+            if run is not None:
+                self.end(run, self._words_of(error), gone)
+
+    def for_client(self, client: ConnectedClient, message: ClientMessage, call: Callable[[], None]) -> None:
+        """Make a call for a client's message. A fault costs the answer; a run that was to begin ends."""
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001
+            self.log(f"a message of process {client.pid} was dropped ({type(message).__name__})", error)
+            run = self._book.get(message.spec.run_id) if isinstance(message, Submit) else None
+            if run is not None and run.owner is client:
+                self.end(run, self._words_of(error), False)
+            elif request := getattr(message, "request", 0):
+                self._server.refuse(client, request, self._words_of(error), "InternalError")
+
+    def for_nobody(self, call: Callable[[], None]) -> None:
+        """Pass an answer of a node on. A fault costs this answer, which is waited for with a deadline."""
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001
+            self.log("an answer of a node was dropped", error)
+
+    def log(self, what: str, error: BaseException) -> None:
+        """Write a fault into the service's log."""
+        # it may lie on a disk that is full
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"a fault in the pool service: {what}\n{''.join(traceback.format_exception(error))}")
+
+    def _words_of(self, error: Exception) -> str:
+        return f"a fault in the pool service ({type(error).__name__}: {error}); its log is {self._log_path}"

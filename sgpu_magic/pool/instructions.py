@@ -1,0 +1,140 @@
+"""Does what the scheduler says, one instruction after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from sgpu_magic.engines.base import Engine
+from sgpu_magic.pool import stimuli as sched
+from sgpu_magic.pool.fresh_inventory import FreshInventory
+from sgpu_magic.pool.launches import Launches
+from sgpu_magic.pool.restarts import Restarts
+from sgpu_magic.pool.run_book import PoolRun, RunBook
+from sgpu_magic.pool.server import Server
+from sgpu_magic.pool.submissions import Submissions
+from sgpu_magic.pool.succession import Succession
+from sgpu_magic.pool.tracker import Tracker
+from sgpu_magic.protocol.events import Noted, QueueMoved, StateChanged
+from sgpu_magic.protocol.states import FailureKind, RunState
+
+
+class Instructions:
+    """Of one service.
+
+    Args:
+        server: Where the clients are connected.
+        engine: Where the ranks are.
+        book: The runs.
+        launches: Starts their groups.
+        restarts: Knows which are started again.
+        succession: Has runs that wait to be submitted again.
+        submissions: Had their packages prepared.
+        tracker: Follows them.
+        stock: What the nodes have.
+        feed: Tells the scheduler.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        engine: Engine,
+        book: RunBook,
+        launches: Launches,
+        restarts: Restarts,
+        succession: Succession,
+        submissions: Submissions,
+        tracker: Tracker,
+        stock: FreshInventory,
+        feed: Callable[[sched.Stimulus], None],
+    ) -> None:
+        self._server = server
+        self._engine = engine
+        self._book = book
+        self._launches = launches
+        self._restarts = restarts
+        self._succession = succession
+        self._submissions = submissions
+        self._tracker = tracker
+        self._stock = stock
+        self._feed = feed
+        self._loop = asyncio.get_running_loop()
+
+    def obey(self, instruction: sched.Instruction) -> None:
+        """Do one."""
+        run = self._book.get(instruction.run_id)
+        if run is None:
+            return
+        match instruction:
+            case sched.RefuseRun(error=error, message=message):
+                self._refuse(run, message, error)
+            case sched.LaunchRun(lease=lease) if self._accept(run):
+                if run.spec.in_session:
+                    # its ranks wait for it: everything else can be done while they work
+                    self._launches.order(run, lease)
+                    self._launches.launched(run, lease, self._stock.inventory)
+                else:
+                    self._launches.launch(run, lease, self._stock.inventory)
+            case sched.TellQueue(position=position, reason=reason) if self._accept(run):
+                self._book.tell(run, QueueMoved(position=position, reason=reason), time.time())
+            case sched.MoveRun(state=state, reason=reason):
+                self._book.move(run, state)
+                if state is not RunState.STARTING or not run.spec.in_session:
+                    self._book.tell(run, StateChanged(state=state, reason=reason), time.time())
+            case sched.Remark(text=text):
+                self._book.tell(run, Noted(text=text), time.time())
+            case sched.StopRun(state=state, reason=reason):
+                self._engine.end_run(instruction.run_id, state, reason)
+            case sched.EndRun(state=state, reason=reason):
+                self._submissions.unprepare(run)
+                kind = instruction.kind if state is RunState.FAILED else FailureKind.TIMEOUT
+                self._book.end_without_ranks(run, state, reason, kind)
+                self._book.forget(instruction.run_id)
+            case sched.LaunchRun() | sched.TellQueue():
+                # it could not be recorded, and was refused
+                pass
+
+    def end_of_fault(self, run: PoolRun, why: str, gone: bool) -> None:
+        """Let a run end of a fault of the service; what it has elsewhere ends behind it.
+
+        Args:
+            run: The run.
+            why: A sentence.
+            gone: Its ranks are gone.
+        """
+        now = time.monotonic()
+        if run.log is None:
+            self._succession.submitted(run.run_id)
+            self._refuse(run, why, "InternalError")
+        elif not run.ended:
+            self._book.end_without_ranks(run, RunState.FAILED, why, FailureKind.INTERNAL)
+        run.state = run.state if run.state.is_final else RunState.FAILED
+        self._restarts.give_up(run)
+        if run.ordered and not gone:
+            self._engine.end_run(run.run_id, run.state, why)
+            self._loop.call_soon(self._feed, sched.RunMoved(run.run_id, run.state, now, why))
+            return
+        if not gone:
+            self._submissions.unprepare(run)
+        self._book.forget(run.run_id)
+        self._loop.call_soon(self._feed, sched.RunOver(run.run_id, run.state, now))
+
+    # ------------------------------------------------------------ within
+
+    def _accept(self, run: PoolRun) -> bool:
+        """Whether the run is recorded; else it was refused."""
+        self._succession.submitted(run.run_id)
+        why = self._book.accept(run)
+        if why:
+            self._refuse(run, why, "PoolError")
+            self._loop.call_soon(self._feed, sched.RunOver(run.run_id, RunState.FAILED, time.monotonic()))
+            return False
+        self._tracker.follow(run)
+        return True
+
+    def _refuse(self, run: PoolRun, message: str, error: str) -> None:
+        self._submissions.unprepare(run)
+        self._book.forget(run.run_id)
+        if run.owner is not None:
+            self._server.refuse(run.owner, run.submit.request, message, error)

@@ -1,0 +1,207 @@
+"""A fault of the pool service costs at most the run or answer that it belongs to; else the next service takes over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from homes import Home
+from planted_faults import Plants
+from pool_client import ClientRun, PoolClient
+from waiting import eventually
+
+from sgpu_magic.errors import InternalError
+from sgpu_magic.protocol.events import OutputWritten, RanksStarted, RunEnded
+from sgpu_magic.protocol.states import FailureKind, RunState
+
+WAITS = "import os, time\nprint('here', flush=True)\nwhile not os.path.exists({go!r}): time.sleep(0.01)\nprint('done')"
+SAYS = "a fault in the pool service (RuntimeError: planted)"
+
+
+@dataclass
+class Scene:
+    """A pool with a run that goes on beside the one that is struck.
+
+    Attributes:
+        bystander: It ends when `let_go` is called.
+        victim: The run that was begun for the fault, None where none is.
+    """
+
+    home: Home
+    client: PoolClient
+    plants: Plants
+    bystander: ClientRun
+    victim: ClientRun | None = None
+
+    def begin(self, name: str) -> ClientRun:
+        run = self.client.begin(WAITS.format(go=str(self.home.work / name)), ranks=1)
+        run.wait_for(OutputWritten)
+        return run
+
+    def let_go(self, name: str) -> None:
+        (self.home.work / name).touch()
+
+
+# ---------------------------------------------------------------- what is done, and what it costs
+
+
+def running(scene: Scene, method: str) -> None:
+    """A fault in what a run that goes on says is that run's end."""
+    scene.victim = scene.begin("victim")
+    scene.plants.arm(method, scene.victim.run_id)
+    scene.let_go("victim")
+    _ended_of_it(scene.victim)
+
+
+def over(scene: Scene, method: str) -> None:
+    """The run has ended; only its devices are still to be given back."""
+    scene.victim = scene.begin("victim")
+    scene.plants.arm(method, scene.victim.run_id)
+    scene.let_go("victim")
+    assert scene.victim.ended().state is RunState.SUCCEEDED
+
+
+def starting(scene: Scene, method: str) -> None:
+    """The run is refused, or ends at once."""
+    scene.plants.arm(method)
+    said = ""
+    try:
+        scene.victim = scene.client.begin("print(1)", ranks=1)
+    except InternalError as error:
+        said = error.message
+    if scene.victim is not None:
+        _ended_of_it(scene.victim)
+    else:
+        assert SAYS in said
+
+
+def harmless(scene: Scene, method: str) -> None:
+    """What fails is no run's."""
+    scene.plants.arm(method)
+    scene.victim = scene.client.begin("print(1)", ranks=1)
+    assert scene.victim.ended().state is RunState.SUCCEEDED
+
+
+def asked(scene: Scene, method: str) -> None:
+    """Who asked hears of it."""
+    ask: dict[str, Callable[[], object]] = {
+        "_attach": lambda: scene.client.pool.attach(scene.bystander.run_id),
+        "_cancel": lambda: scene.client.pool.cancel(scene.bystander.run_id, "test"),
+        "_detach": lambda: scene.client.pool.detach(scene.bystander.run_id),
+        "_ask_stacks": lambda: scene.client.pool.stacks(scene.bystander.run_id),
+        "_tell_status": scene.client.pool.status,
+    }
+    scene.plants.arm(method)
+    with pytest.raises(InternalError, match="planted"):
+        ask[method.rpartition(".")[2]]()
+
+
+def unasked(scene: Scene, method: str) -> None:
+    """Another client says something, or goes: nobody hears of it."""
+    other = PoolClient(scene.home)
+    other.pool.status()
+    scene.plants.arm(method)
+    other.close()
+
+
+def leaves(scene: Scene, method: str) -> None:
+    """It belongs to no run: the next service takes all of them over."""
+    old = scene.home.pool_pid()
+    scene.plants.arm(method)
+    session = scene.client.connect(1) if "ledger" in method else None
+    if session is not None:
+        session.begin("1 + 1")
+    scene.plants.struck(method)
+    for run in [scene.bystander, *([] if session is None else [session.run])]:
+        scene.client.find_again(run.run)
+    eventually(lambda: scene.home.pool_pid() not in (None, old), 20, "no other service came")
+    assert scene.client.begin("print(1)", ranks=1).ended().state is RunState.SUCCEEDED
+    if session is not None:
+        session.end()
+
+
+PLANTS: list[tuple[str, Callable[[Scene, str], None]]] = [
+    ("node_reports:NodeReports.run_happened", running),
+    ("run_book:RunBook.tell", running),
+    ("billing:Billing.ended", running),
+    ("node_reports:NodeReports.ranks_gone", over),
+    ("run_book:RunBook.ranks_gone", over),
+    ("submissions:Submissions.submit", starting),
+    ("scheduler:Scheduler._submit", starting),
+    ("run_book:RunBook.accept", starting),
+    ("run_book:RunBook.placed", starting),
+    ("run_book:RunBook.move", starting),
+    ("launches:Launches.order", starting),
+    ("launches:Launches._begin", starting),
+    ("tracker:Tracker.follow", starting),
+    ("requests:Requests._attach", asked),
+    ("requests:Requests._cancel", asked),
+    ("requests:Requests._detach", asked),
+    ("requests:Requests._ask_stacks", asked),
+    ("requests:Requests._tell_status", asked),
+    ("requests:Requests.client_gone", unasked),
+    ("node_reports:NodeReports._confirm", leaves),
+    ("later_ledger:LaterLedger._write_due", leaves),
+]
+_IN_SHORT = {
+    "node_reports:NodeReports.run_happened",
+    "launches:Launches.order",
+    "requests:Requests._attach",
+    "node_reports:NodeReports._confirm",
+}
+
+
+def _ended_of_it(run: ClientRun) -> None:
+    ended = run.ended()
+    assert (ended.state, ended.failure and ended.failure.kind) == (RunState.FAILED, FailureKind.INTERNAL)
+    assert ended.failure is not None
+    assert SAYS in ended.failure.message
+    assert "its log is" in ended.failure.message
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Home, PoolClient, Plants]]:
+    plants = Plants(Path(tmp_path_factory.mktemp("plants")), [method for method, _ in PLANTS])
+    home = Home({"PYTHONPATH": str(plants.folder), "SGPU_CPU_SLOTS": "8"})
+    client = PoolClient(home)
+    yield home, client, plants
+    client.close()
+    log = home.state / "pool.log"
+    # the planted ones were meant
+    log.write_text(log.read_text().replace("Traceback (most recent call last)", "a planted fault"))
+    home.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "cost"),
+    [
+        pytest.param(method, cost, id=method, marks=[] if method in _IN_SHORT else [pytest.mark.slow])
+        for method, cost in PLANTS
+    ],
+)
+def test_a_fault_costs_at_most_what_it_belongs_to(
+    scene: tuple[Home, PoolClient, Plants], method: str, cost: Callable[[Scene, str], None]
+):
+    home, client, plants = scene
+    for name in ("victim", "bystander"):
+        (home.work / name).unlink(missing_ok=True)
+    bystander = client.begin(WAITS.format(go=str(home.work / "bystander")), ranks=1)
+    bystander.wait_for(OutputWritten)
+    pool, agents = home.pool_pid(), home.agent_pids()
+    stage = Scene(home, client, plants, bystander)
+    cost(stage, method)
+    plants.struck(method)
+    if cost is not leaves:
+        assert home.pool_pid() == pool
+    assert home.agent_pids() == agents
+    stage.let_go("bystander")
+    ended = bystander.ended()
+    assert (ended.state, bystander.printed[0]) == (RunState.SUCCEEDED, "here\ndone\n")
+    assert len([event for event in bystander.events if isinstance(event, RanksStarted | RunEnded)]) == 2
+    # its devices are free again
+    eventually(lambda: client.pool.status().cpu_slots_free == 8, 10, lambda: str(client.pool.status()))
+    after = client.begin("print('after')", ranks=8)
+    assert after.ended().state is RunState.SUCCEEDED
+    eventually(lambda: client.pool.status().cpu_slots_free == 8, 10, lambda: str(client.pool.status()))
