@@ -56,6 +56,8 @@ class ByteStream:
         self._over = False
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._outwards()), loop.create_task(self._inwards())]
+        for task in self._tasks:
+            task.add_done_callback(self._done)
         self._ended = 0
 
     def heard(self, message: StreamMessage, frames: Sequence[bytes]) -> None:
@@ -123,6 +125,12 @@ class ByteStream:
             self.close("")
             return
         self._one_ended()
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self.close("the connection met a fault of sgpu-magic")
+            raise error
 
     def _one_ended(self) -> None:
         self._ended += 1

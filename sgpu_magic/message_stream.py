@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextvars
+import errno
 import os
 import socket
 from collections import deque
@@ -17,13 +19,17 @@ from sgpu_magic.protocol.record import Record
 
 M = TypeVar("M")
 _CHUNK_BYTES = 1 << 18
-_MAX_DESCRIPTORS = 16
+# SCM_MAX_FD: the kernel takes no more with one piece
+_MAX_DESCRIPTORS = 253
 # what is larger than this fills a socket's buffer by itself
 _JOINED_BYTES = 1 << 17
 
 
 class MessageStream(Generic[M]):
     """Calls back for every message and once when the other side is gone. Used from the loop's thread only.
+
+    A message that can't be decoded, or whose callback raises, goes to the loop's exception handler, and the next one
+    follows.
 
     Args:
         sock: A connected Unix stream socket; the stream owns it.
@@ -52,6 +58,8 @@ class MessageStream(Generic[M]):
         self._unsent: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._closed = False
         self._gathers = gathers
+        # what is sent later is sent on behalf of who made the stream, whoever's callback asks for it
+        self._context = contextvars.copy_context()
         self._loop.add_reader(sock, self._readable)
 
     def send(self, message: Record, blobs: Iterable[bytes] = (), descriptors: Sequence[int] = ()) -> None:
@@ -59,15 +67,25 @@ class MessageStream(Generic[M]):
         if self._closed:
             return
         was_empty = not self._unsent
-        copies = tuple(os.dup(descriptor) for descriptor in descriptors)
-        self._unsent.append((memoryview(frame(message, blobs)), copies))
+        data = memoryview(frame(message, blobs))
+        copies = _copies(descriptors)
+        while len(copies) > _MAX_DESCRIPTORS:
+            self._unsent.append((data[:1], copies[:_MAX_DESCRIPTORS]))
+            data, copies = data[1:], copies[_MAX_DESCRIPTORS:]
+        self._unsent.append((data, copies))
         if was_empty and self._gathers:
-            self._loop.call_soon(self._write)
+            self._loop.call_soon(self._write, context=self._context)
         elif was_empty:
             self._write()
 
     def take_descriptors(self, count: int) -> list[int]:
-        """Return the next `count` descriptors that came along; the caller owns them."""
+        """Return the next `count` descriptors that came along; the caller owns them.
+
+        Raises:
+            OSError: They did not fit into this process's table of open files.
+        """
+        if len(self._descriptors) < count:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return [self._descriptors.popleft() for _ in range(count)]
 
     def close(self) -> None:
@@ -99,7 +117,7 @@ class MessageStream(Generic[M]):
             try:
                 sent = self._socket.sendmsg([data], ancillary)
             except BlockingIOError:
-                self._loop.add_writer(self._socket, self._write)
+                self._context.run(self._loop.add_writer, self._socket, self._write)
                 return
             except OSError:
                 self._lost()
@@ -133,10 +151,25 @@ class MessageStream(Generic[M]):
         if not data:
             self._lost()
             return
-        for message, frames in self._reader.feed(data):
-            if self._closed:
+        while not self._closed:
+            try:
+                for message, frames in self._reader.feed(data):
+                    if self._closed:
+                        return
+                    try:
+                        self._on_message(message, frames)
+                    except Exception as error:  # noqa: BLE001  one message's guard: those after it are still to come
+                        self._report("The callback of a message raised an exception", error)
                 return
-            self._on_message(message, frames)
+            except msgspec.DecodeError as error:
+                self._report("A message can't be decoded", error)
+                data = b""
+            except ValueError as error:
+                self._report("The stream is damaged", error)
+                self._lost()
+
+    def _report(self, text: str, error: Exception) -> None:
+        self._loop.call_exception_handler({"message": text, "exception": error})
 
     def _lost(self) -> None:
         if not self._closed:
@@ -144,6 +177,17 @@ class MessageStream(Generic[M]):
             self._gathers = False
             self.close()
             self._on_closed()
+
+
+def _copies(descriptors: Sequence[int]) -> tuple[int, ...]:
+    copies: list[int] = []
+    try:
+        for descriptor in descriptors:
+            copies.append(os.dup(descriptor))
+    except OSError:
+        _close_all(copies)
+        raise
+    return tuple(copies)
 
 
 def _close_all(descriptors: Sequence[int]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import planted_faults
 
 from sgpu_magic.client.interpreter import this_context, this_interpreter, this_owner
 from sgpu_magic.config import Settings
@@ -22,6 +23,7 @@ from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.devices import Lease, Placement
 from sgpu_magic.protocol.events import OutputWritten, RanksStarted, RunEnded
 from sgpu_magic.protocol.ids import new_id
+from sgpu_magic.protocol.measures import RankStack
 from sgpu_magic.protocol.node_messages import (
     AgentReady,
     Answered,
@@ -34,6 +36,8 @@ from sgpu_magic.protocol.node_messages import (
     RestartSessionRanks,
     RunEvent,
     SessionRanksRestarted,
+    StacksTaken,
+    TakeStacks,
 )
 from sgpu_magic.protocol.payloads import InlinePayload, Payload
 from sgpu_magic.protocol.questions import RankAnswer, RankQuestion
@@ -49,19 +53,24 @@ _PATIENCE_S = 30.0
 class AgentProcess:
     """One agent, its zygote and its ranks, in directories of their own.
 
+    Args:
+        planted: The file that arms a fault in it (see `planted_faults`); None plants none.
+        options: Of the pool.
+
     Attributes:
         events: What happened, by run, in order.
         gone: Runs whose ranks are gone, or idle again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, planted: Path | None = None, **options: Any) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="sga"))
         (self.path / "run").mkdir(mode=0o700)
-        settings = Settings(state_dir=str(self.path / "state"), runtime_dir=str(self.path / "run"))
+        settings = Settings(state_dir=str(self.path / "state"), runtime_dir=str(self.path / "run"), **options)
+        program = ["-m", "sgpu_magic.agent"] if planted is None else [str(Path(planted_faults.__file__)), str(planted)]
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "sgpu_magic.agent", str(theirs.fileno())],
+                [sys.executable, *program, str(theirs.fileno())],
                 stdin=subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
@@ -88,7 +97,7 @@ class AgentProcess:
         **spec: Any,
     ) -> str:
         """Order a run and return its id."""
-        run_id = new_id()
+        run_id = spec.pop("run_id", "") or new_id()
         packed = pack_namespace(dict(names or {}), {}, _KEY)
         launch = Launch(
             spec=RunSpec(
@@ -131,6 +140,10 @@ class AgentProcess:
     def ask(self, session: str, question: RankQuestion) -> RankAnswer:
         self._link.send(Question(request=2, session=session, question=question))
         return self._until(lambda: self._take(Answered), "an answer").answer
+
+    def take_stacks(self, run_id: str) -> tuple[RankStack, ...]:
+        self._link.send(TakeStacks(request=3, run_id=run_id))
+        return self._until(lambda: self._take(StacksTaken), "stacks").stacks
 
     # ------------------------------------------------------------ what happens
 

@@ -1,86 +1,77 @@
-"""Faults in the pool service: a method that raises once, when the test says so.
+"""An agent with faults planted in its callbacks: `python planted_faults.py ARMED FD`, else as `-m sgpu_magic.agent FD`.
 
-The service is a process of its own, so what plants them is a `sitecustomize` on its PYTHONPATH. A fault waits in a
-file of the method's name, which has the id of the run whose call is to raise, or nothing for any call.
+The file ARMED holds `CALLBACK once RUN` or `CALLBACK always RUN`: the callback raises when it works for the run, or for
+whatever where RUN is `-`. The file goes when the fault has struck, for `always` when the test removes it.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import sys
+from collections.abc import Callable
 from pathlib import Path
-
-from waiting import eventually
-
-_SITE = """
-import functools, importlib.abc, importlib.util, os, sys
-from pathlib import Path
-
-FOLDER = Path(__file__).parent
-PLANTS = {plants!r}
+from typing import Any
 
 
-def fault(owner, name, path):
-    old = getattr(owner, name)
+class Planted(RuntimeError):
+    """The fault."""
 
-    @functools.wraps(old)
-    def new(*args, **named):
+
+def arm(armed: Path, callback: str, run: str = "-", mode: str = "once") -> None:
+    """Let a callback of the agent raise."""
+    part = armed.with_suffix(".part")
+    part.write_text(f"{callback} {mode} {run}")
+    part.replace(armed)
+
+
+def plant(armed: Path, callbacks: tuple[str, ...]) -> None:
+    """Replace each callback (`module:Class.method` or `module:function`, below `sgpu_magic.agent`)."""
+    for callback in callbacks:
+        module_name, _, path = callback.partition(":")
+        *parents, name = path.split(".")
+        owner: Any = importlib.import_module(f"sgpu_magic.agent.{module_name}")
+        for parent in parents:
+            owner = getattr(owner, parent)
+        setattr(owner, name, _planted(armed, callback, getattr(owner, name)))
+
+
+def _planted(armed: Path, callback: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def with_fault(*args: Any, **kwargs: Any) -> Any:
         try:
-            wanted = path.read_text()
-        except OSError:
-            return old(*args, **named)
-        if not wanted or any(wanted == getattr(arg, "run_id", arg) for arg in args[1:]):
-            path.unlink()
-            raise RuntimeError("planted")
-        return old(*args, **named)
+            name, mode, run = armed.read_text().split()
+        except FileNotFoundError:
+            return plain(*args, **kwargs)
+        if name == callback and (run == "-" or run in map(_run_of, args)):
+            if mode == "once":
+                armed.unlink()
+            raise Planted(f"planted in {callback}")
+        return plain(*args, **kwargs)
 
-    setattr(owner, name, new)
-
-
-class Planter(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name not in PLANTS:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        sys.meta_path.insert(0, self)
-        execute = spec.loader.exec_module
-
-        def plant(module):
-            execute(module)
-            for qualified in PLANTS[name]:
-                owner, method = qualified.split(".")
-                fault(getattr(module, owner), method, FOLDER / qualified)
-
-        spec.loader.exec_module = plant
-        return spec
+    return with_fault
 
 
-sys.meta_path.insert(0, Planter())
-"""
+def _run_of(part: Any, depth: int = 3) -> str:
+    """The run that a part of the agent, or a message, belongs to; "" when it tells none."""
+    if isinstance(part, str):
+        return part
+    for name in ("run_id", "_run_id"):
+        if isinstance(found := getattr(part, name, None), str):
+            return found
+    if depth:
+        for name in ("launch", "_launch", "spec", "listener", "_crew", "_group", "_emit", "__self__"):
+            if (inner := getattr(part, name, None)) is not None and (found := _run_of(inner, depth - 1)):
+                return found
+    return ""
 
 
-class Plants:
-    """Methods of the pool service that can be made to raise.
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    from planted_table import CALLBACKS
 
-    Args:
-        folder: Empty; goes on the PYTHONPATH of the home.
-        methods: Each as `module:Class.method`, the module below `sgpu_magic.pool`.
-    """
+    from sgpu_magic.agent.__main__ import main
 
-    def __init__(self, folder: Path, methods: list[str]) -> None:
-        self.folder = folder
-        plants: dict[str, list[str]] = {}
-        for method in methods:
-            module, qualified = method.split(":")
-            plants.setdefault(f"sgpu_magic.pool.{module}", []).append(qualified)
-        (folder / "sitecustomize.py").write_text(_SITE.format(plants=plants))
-
-    def arm(self, method: str, run_id: str = "") -> None:
-        """Let the next call raise, or the next that concerns a run."""
-        path = self.folder / method.split(":")[1]
-        path.with_suffix(".part").write_text(run_id)
-        path.with_suffix(".part").replace(path)
-
-    def struck(self, method: str) -> None:
-        """Wait until it has raised."""
-        path = self.folder / method.split(":")[1]
-        eventually(lambda: not path.exists(), 10, f"{method} was not called")
+    sys.path.pop(0)
+    plant(Path(sys.argv.pop(1)), CALLBACKS)
+    main()

@@ -14,6 +14,7 @@ leftovers       what a run's processes left behind
 run_directory   what a run leaves on disk
 run_memory      payload and results in memory; keeper copies them to disk in the background
 inventory       the devices; device_users who uses them; nvml all that is known of NVML
+faults          what a callback raises costs the run that it works for, no other
 sampling        samples all runs every second: process_use from /proc, gpus from NVML (in a thread, gpu_reading)
 run_watch       what is watched of one run: run_sampler, idle_gpus (idle_watch is pure), stall_watch (progress)
 """

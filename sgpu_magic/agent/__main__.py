@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -17,13 +18,16 @@ def main() -> None:
     # the pool's terminal is not ours: Ctrl-C in it must not reach the ranks past the stop path
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     become_subreaper()
-    from sgpu_magic.agent import service
+    import msgspec
 
-    settings = service.decode_settings(sys.stdin.buffer.read())
+    from sgpu_magic.agent import service
+    from sgpu_magic.config import Settings
+
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=Settings)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     lifeline = int(sys.argv[2]) if len(sys.argv) > 2 else -1
-    service.run(socket.socket(fileno=int(sys.argv[1])), settings, lifeline)
+    asyncio.run(service.run(socket.socket(fileno=int(sys.argv[1])), settings, lifeline))
     kill_descendants()
     if lifeline >= 0:
         # whoever held the pipe may be dead: nobody else removes what was made for this agent alone

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from sgpu_magic.agent import faults
 from sgpu_magic.agent.building import Building
 from sgpu_magic.config import Settings, host_name
 from sgpu_magic.environment.base_layer import layer_tag
@@ -214,9 +215,11 @@ class Environments:
         log = Path(settings.state_path, "logs", "environment-builds.log")
         try:
             self._store.folder(name)
-            wanted.building = Building(
-                order, log, lambda news: self._heard(name, wanted, news), lambda: self._ended(name, wanted)
-            )
+            # others than who asked first may wait for it by then
+            with faults.charging(lambda error: self._fail(name, wanted, f"the agent met a fault: {error!r}.")):
+                wanted.building = Building(
+                    order, log, lambda news: self._heard(name, wanted, news), lambda: self._ended(name, wanted)
+                )
         except ValueError as error:
             self._loop.call_soon(self._fail, name, wanted, f"{error}; the notebook's client has to be repaired.")
         except OSError as error:

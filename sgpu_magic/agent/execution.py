@@ -228,7 +228,7 @@ class Execution(NodeRun):
             self._watch.is_ending()
             self._blame.peer_failed()
 
-    def _fail_whole(self, kind: FailureKind, message: str) -> None:
+    def fail_whole(self, kind: FailureKind, message: str) -> None:
         """The run failed as a whole; no rank is to blame."""
         self._gathering.add_failure(self._failure_now(kind, message))
         self._end(self._ending_as or RunState.FAILED)
@@ -242,8 +242,6 @@ class Execution(NodeRun):
         for process in self.crew.ranks:
             process.output.drain(last=True)
         self._watch.end()
-        self._ended = True
-        self._final_state = state
         now = time.monotonic()
         started = self._started_at or now
         ended, frames = self._gathering.last_word(
@@ -258,8 +256,14 @@ class Execution(NodeRun):
         )
         if not ended.results:
             self.belongings.close_results()
+        self._ended = True
+        self._final_state = state
         self._say(ended, frames)
         self._after_end()
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._watch.end()
 
     @property
     def _unstopped(self) -> tuple[int, ...]:

@@ -16,13 +16,13 @@ import re
 import secrets
 import shutil
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
+from sgpu_magic.agent import faults
 from sgpu_magic.agent.background_call import call_in_background
 from sgpu_magic.agent.reports import Send
 from sgpu_magic.config import Settings
@@ -63,6 +63,9 @@ class _FarRun:
     held: deque[Callable[[], None]] | None = None
     logs: asyncio.Task[None] | None = None
     ending: asyncio.Task[None] | None = None
+    leaving: asyncio.Task[None] | None = None
+    # why files of it did not come to the pool, by name
+    left: dict[str, str] = field(default_factory=dict[str, str])
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -82,7 +85,6 @@ class FarRuns:
         self._under_way: dict[int, tuple[StoreRunFile, bytes, asyncio.Future[str]]] = {}
         self._turns = asyncio.Semaphore(WINDOW)
         self._runs: dict[str, _FarRun] = {}
-        self._ending: set[asyncio.Task[None]] = set()
 
     def placed(self, launch: Launch) -> Launch:
         """The launch with a directory of this node's, and its files on their way from now on."""
@@ -90,7 +92,7 @@ class FarRuns:
             return launch
         directory = self._runs_path / launch.spec.run_id
         run = self._runs[launch.spec.run_id] = _FarRun(launch, directory)
-        run.logs = asyncio.ensure_future(self._follow_logs(run))
+        run.logs = faults.in_background(self._follow_logs(run))
         return msgspec.structs.replace(launch, run_dir=str(directory))
 
     def as_ordered(self, launch: Launch) -> Launch:
@@ -119,7 +121,7 @@ class FarRuns:
             run.held.append(lambda: say(body))
         elif isinstance(body, RunEnded):
             run.held = deque([lambda: say(body)])
-            run.ending = self._in_background(self._end(run, say))
+            run.ending = faults.in_background(self._end(run, say))
         else:
             say(body)
 
@@ -135,7 +137,7 @@ class FarRuns:
         if run is None:
             say()
         else:
-            self._in_background(self._leave(run, say, note))
+            run.leaving = faults.in_background(self._leave(run, say, note))
 
     def stored(self, answer: RunFileStored) -> None:
         """The pool has written a part."""
@@ -151,20 +153,12 @@ class FarRuns:
     def close(self) -> None:
         """The agent ends."""
         for run in self._runs.values():
-            for task in (run.logs, *run.results):
+            for task in (run.logs, run.ending, run.leaving, *run.results):
                 if task is not None:
                     task.cancel()
             shutil.rmtree(run.directory, ignore_errors=True)
-        for task in self._ending:
-            task.cancel()
 
     # ------------------------------------------------------------ within
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(work)
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
-        return task
 
     async def _follow_logs(self, run: _FarRun) -> None:
         while True:
@@ -176,17 +170,28 @@ class FarRuns:
         async with run.lock:
             try:
                 names = [name for name in os.listdir(run.directory) if _LOG.fullmatch(name)]
-            except FileNotFoundError:
-                # it is not made yet
+            except OSError:
+                # it is not made yet, or lies on a disk that can't be read: then each of its files says so at the end
                 return
             for name in names:
-                descriptor = open_below(run.directory, name)
+                run.left.pop(name, None)
                 try:
-                    begin, end = run.sent_bytes.get(name, 0), os.fstat(descriptor).st_size
-                    if end > begin and not await self._send_part(run, name, descriptor, begin, end, None):
-                        run.sent_bytes[name] = end
-                finally:
-                    os.close(descriptor)
+                    problem = await self._send_log(run, name)
+                except OSError as error:
+                    problem = error.strerror or str(error)
+                if problem:
+                    run.left[name] = problem
+
+    async def _send_log(self, run: _FarRun, name: str) -> str:
+        descriptor = open_below(run.directory, name)
+        try:
+            begin, end = run.sent_bytes.get(name, 0), os.fstat(descriptor).st_size
+            problem = await self._send_part(run, name, descriptor, begin, end, None) if end > begin else ""
+            if not problem:
+                run.sent_bytes[name] = end
+            return problem
+        finally:
+            os.close(descriptor)
 
     async def _send_result(self, run: _FarRun, name: str, descriptor: int) -> None:
         try:
@@ -197,38 +202,46 @@ class FarRuns:
             raise OSError(problem)
 
     async def _end(self, run: _FarRun, say: Callable[[EventBody], None]) -> None:
-        await self._send_logs(run)
-        problems = [str(each) for each in await asyncio.gather(*run.results, return_exceptions=True) if each]
-        if problems:
-            say(Noted(text=f"what ranks returned could not be brought to the pool: {problems[0]}"))
-        held, run.held = run.held, None
-        for each in held or ():
-            each()
+        try:
+            await self._send_logs(run)
+            problems = [str(each) for each in await asyncio.gather(*run.results, return_exceptions=True) if each]
+            if problems:
+                say(Noted(text=f"what ranks returned could not be brought to the pool: {problems[0]}"))
+        finally:
+            # whatever was lost, the run's last word is not
+            held, run.held = run.held, None
+            for each in held or ():
+                each()
 
     async def _leave(self, run: _FarRun, say: Callable[[], None], note: Callable[[str], None]) -> None:
-        if run.logs is not None:
-            run.logs.cancel()
-        if run.ending is not None:
-            await run.ending
-        await self._send_logs(run)
-        left: list[str] = []
-        for file in await self._files(run):
-            problem = await self._send_file(run, file)
-            if problem:
-                left.append(f"{file.name} ({problem})")
-        if left:
-            more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
-            note(f"files of the run were not brought to the pool and are gone: {', '.join(left[:_NAMED])}{more}")
-        await call_in_background(lambda: shutil.rmtree(run.directory, ignore_errors=True), "sgpu-remove")
-        if self._runs.get(run.launch.spec.run_id) is run:
-            del self._runs[run.launch.spec.run_id]
-        say()
+        try:
+            if run.logs is not None:
+                run.logs.cancel()
+            if run.ending is not None:
+                await asyncio.wait([run.ending])
+            await self._send_logs(run)
+            for file in await self._files(run):
+                problem = await self._send_file(run, file)
+                if problem:
+                    run.left[file.name] = problem
+            await call_in_background(lambda: shutil.rmtree(run.directory, ignore_errors=True), "sgpu-remove")
+        finally:
+            if run.left:
+                named = ", ".join(f"{name} ({problem})" for name, problem in [*run.left.items()][:_NAMED])
+                more = f" and {len(run.left) - _NAMED} more" if len(run.left) > _NAMED else ""
+                note(f"files of the run were not brought to the pool and are gone: {named}{more}")
+            if self._runs.get(run.launch.spec.run_id) is run:
+                del self._runs[run.launch.spec.run_id]
+            say()
 
     async def _files(self, run: _FarRun) -> list[RunFile]:
         def look() -> list[RunFile]:
             try:
                 return list_below(run.directory)[0]
             except FileNotFoundError:
+                return []
+            except OSError as error:
+                run.left["its directory"] = error.strerror or str(error)
                 return []
 
         part = run.launch.part
@@ -245,17 +258,16 @@ class FarRuns:
     async def _send_file(self, run: _FarRun, file: RunFile) -> str:
         if file.size > self._most_bytes:
             return f"it has {file.size / 1e9:,.1f} GB, more than the setting run_files_bytes allows"
+        name = _name_at_pool(run.launch, file.name)
         try:
             descriptor = open_below(run.directory, file.name)
+            try:
+                size = os.fstat(descriptor).st_size
+                return await self._send_whole(run, name, descriptor, size, executable=file.executable)
+            finally:
+                os.close(descriptor)
         except OSError as error:
             return error.strerror or str(error)
-        try:
-            name = _name_at_pool(run.launch, file.name)
-            return await self._send_whole(
-                run, name, descriptor, os.fstat(descriptor).st_size, executable=file.executable
-            )
-        finally:
-            os.close(descriptor)
 
     async def _send_whole(
         self, run: _FarRun, name: str, descriptor: int, size: int, *, executable: bool = False

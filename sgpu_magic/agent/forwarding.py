@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from sgpu_magic.agent import faults
 from sgpu_magic.agent.background_call import call_in_background
 from sgpu_magic.agent.listening import address_of
 from sgpu_magic.agent.node_run import NodeRun
@@ -31,7 +32,7 @@ class Forwarding:
 
     def opens(self, message: OpenStream) -> None:
         """Connect, if the port is the run's; the answer follows."""
-        task = asyncio.get_running_loop().create_task(self._open(message))
+        task = faults.in_background(self._open(message))
         self._opening[message.stream] = task
         task.add_done_callback(lambda _: self._opening.pop(message.stream, None))
 

@@ -76,7 +76,7 @@ class FreshRun(Execution):
             self._could_not_start(error)
 
     def _could_not_start(self, error: OSError) -> None:
-        self._fail_whole(FailureKind.INTERNAL, f"the run could not be started on {self._host}: {error}.")
+        self.fail_whole(FailureKind.INTERNAL, f"the run could not be started on {self._host}: {error}.")
 
     # ------------------------------------------------------------ from the run's other nodes
 
@@ -118,7 +118,7 @@ class FreshRun(Execution):
         self._finish_if_gone()
 
     def group_broken(self, kind: FailureKind, message: str) -> None:
-        self._fail_whole(kind, message)
+        self.fail_whole(kind, message)
         self._finish_if_gone()
 
     # ------------------------------------------------------------ stop path

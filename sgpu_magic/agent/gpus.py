@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
+from sgpu_magic.agent import faults
 from sgpu_magic.agent.gpu_reading import GpuReader, GpuReading
 
 Done = Callable[[Mapping[str, GpuReading]], None]
@@ -50,6 +51,7 @@ class Gpus:
         if not self._held:
             done({})
             return
+        done = faults.bound(done)
         if self._question is not None and self._question.listeners:
             self._question.listeners.append(done)
             return
@@ -61,7 +63,8 @@ class Gpus:
             self._question = _Question(self._loop.time())
             self._thread.ask(wanted)
         self._question.listeners.append(done)
-        self._loop.call_later(_PATIENCE_S, self._answer, self._question)
+        with faults.charging(None):
+            self._loop.call_later(_PATIENCE_S, self._answer, self._question)
 
     def close(self) -> None:
         """Close NVML when the thread's call of now has returned."""

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from sgpu_magic.agent import faults
 from sgpu_magic.agent.output import RankOutput
 from sgpu_magic.agent.stacks import StackFile
 from sgpu_magic.agent.zygotes import Zygote
@@ -35,6 +36,7 @@ class GroupListener(Protocol):
     def rank_exited(self, rank: int, status: int) -> None: ...
     def rank_log_ended(self, rank: int, problem: str) -> None: ...
     def group_broken(self, kind: FailureKind, message: str) -> None: ...
+    def faulted(self, error: Exception) -> None: ...
 
 
 class RankProcess:
@@ -55,6 +57,14 @@ class RankProcess:
     @property
     def alive(self) -> bool:
         return self.pid is not None and self.exit_status is None
+
+    def is_dead(self) -> bool:
+        """Whether it has ended, also when the zygote has not yet told so."""
+        if self.exit_status is not None or self.pidfd is None:
+            return not self.alive
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         """Free what the agent holds of it; the process must be gone or about to go."""
@@ -153,10 +163,18 @@ class Group:
         self._whole_bytes = whole_bytes
         self._scratch = scratch
         self._unforked = ranks
+        self.ranks: list[RankProcess] = []
         self._store = GroupStore(scratch)
-        self.ranks = [self._make(rank) for rank in range(first_rank, first_rank + ranks)]
-        for process in self.ranks:
-            self._order(process)
+        try:
+            with faults.charging(self.faulted):
+                for rank in range(first_rank, first_rank + ranks):
+                    self.ranks.append(self._make(rank))
+                for process in self.ranks:
+                    self._order(process)
+        except BaseException:
+            # those that are forked already exit when their sockets close
+            self.close()
+            raise
 
     def rank(self, number: int) -> RankProcess:
         """The process that is rank `number` now."""
@@ -178,10 +196,11 @@ class Group:
         self._store.close()
         self._store, self._rehearse, self.join_early = store, False, False
         self._unforked += len(numbers)
-        for number in numbers:
-            self.rank(number).close()
-            self.ranks[number - self._first_rank] = self._make(number)
-            self._order(self.rank(number))
+        with faults.charging(self.faulted):
+            for number in numbers:
+                self.rank(number).close()
+                self.ranks[number - self._first_rank] = self._make(number)
+                self._order(self.rank(number))
 
     def leave(self) -> None:
         """Let every rank exit. One that has executed nothing exits at end of file."""
@@ -213,11 +232,11 @@ class Group:
         """Whether a rank has ended, also when the zygote has not yet told so."""
         if self.broken or any(process.is_reaped for process in self.ranks):
             return True
-        poll = select.poll()
-        for process in self.ranks:
-            if process.pidfd is not None:
-                poll.register(process.pidfd, select.POLLIN)
-        return bool(poll.poll(0))
+        return any(process.pidfd is not None and process.is_dead() for process in self.ranks)
+
+    def is_dead(self) -> bool:
+        """Whether every rank has ended, also when it went unheard how."""
+        return all(process.is_dead() for process in self.ranks)
 
     def close(self) -> None:
         """Free what the agent holds; the ranks must be gone or about to go."""
@@ -253,6 +272,13 @@ class Group:
                     self.listener.rank_exited(process.rank, status)
                 else:
                     self.broken = self.broken or f"a standby rank ended with status {status}"
+
+    def faulted(self, error: Exception) -> None:
+        """A callback that worked for its ranks raised an exception."""
+        if self.listener is not None:
+            self.listener.faulted(error)
+        else:
+            self.broken = self.broken or f"the agent met a fault: {error!r}"
 
     def zygote_lost(self, kind: FailureKind, message: str) -> None:
         self._unforked = 0

@@ -114,7 +114,7 @@ class Groups:
             is_idle = not key and self._loop.time() - standby.wanted_at > self._settings.standby_idle_s
             if standby.broken or is_idle:
                 self._drop_standby(key)
-        for group in [group for group in self._departing if group.gone]:
+        for group in [group for group in self._departing if group.is_dead()]:
             group.close()
             self._departing.remove(group)
         self._zygotes.retire()

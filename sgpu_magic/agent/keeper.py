@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import threading
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _CHUNK_BYTES = 16 << 20
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -53,9 +55,17 @@ class Keeper:
             # per thread on Linux
             os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
         while (job := self._jobs.get()) is not None:
-            kept, why = _copy(job)
-            os.close(job.source)
-            job.done(kept, why)
+            try:
+                try:
+                    kept, why = _copy(job)
+                finally:
+                    os.close(job.source)
+            except Exception as error:  # noqa: BLE001  one job's guard: the next ones are of other runs
+                _log.exception("A fault of sgpu-magic: %s was not kept", job.target)
+                kept, why = False, f"the agent met a fault: {error!r}"
+            # the loop is closed when the agent ends
+            with contextlib.suppress(RuntimeError):
+                job.done(kept, why)
 
 
 def _copy(job: KeepJob) -> tuple[bool, str]:

@@ -150,8 +150,10 @@ class Launches:
                 run = Session(launch, frames, group, warm, self._here)
             else:
                 run = FreshRun(launch, frames, group, warm, self._here, predecessor)
-        except (OSError, ValueError) as error:
+        except BaseException as error:
             self._groups.dismiss(group)
+            if not isinstance(error, OSError | ValueError):
+                raise
             self.refuse(launch, f"the run's directory can't be made: {error}")
             return
         self._runs.add(run)

@@ -37,6 +37,10 @@ class NodeRunListener(Protocol):
     def happened(self, run_id: str, body: EventBody, frames: Sequence[bytes]) -> None: ...
     def run_gone(self, run: NodeRun) -> None: ...
 
+    def faulted(self, run_id: str, error: Exception) -> None:
+        """A callback that worked for the run raised an exception."""
+        ...
+
     def master_bound(self, bound: MasterBound) -> None:
         """The ranks of a run of several nodes meet here."""
         ...
@@ -127,6 +131,19 @@ class NodeRun(abc.ABC):
         """It was asked to end."""
 
     @abc.abstractmethod
+    def fail_whole(self, kind: FailureKind, message: str) -> None:
+        """The run fails as a whole; no rank is to blame."""
+
+    def faulted(self, error: Exception) -> None:
+        """A callback that worked for the run raised an exception."""
+        self._listener.faulted(self.run_id, error)
+
+    def abandon(self) -> None:
+        """A fault keeps it from ending: nothing of it is pending any more, nothing more is said."""
+        self._ended = True
+        self._ranks_gone()
+
+    @abc.abstractmethod
     def kill(self) -> None:
         """KILL the ranks that were asked to end and have not."""
 
@@ -135,20 +152,17 @@ class NodeRun(abc.ABC):
         spec = msgspec.structs.replace(self.launch.spec, detach=True)
         self.launch = msgspec.structs.replace(self.launch, spec=spec)
 
-    @abc.abstractmethod
-    def tracking_known(self, message: TrackingKnown) -> None:
+    def tracking_known(self, message: TrackingKnown) -> None:  # noqa: B027  most runs do nothing
         """The pool service has told the run's place in MLflow, or that it has none."""
 
-    @abc.abstractmethod
-    def adopted(self) -> None:
+    def adopted(self) -> None:  # noqa: B027  most runs do nothing
         """Another pool service has taken the run over."""
 
     @abc.abstractmethod
     def give_payload_up(self) -> None:
         """The notebook wants its memory file back."""
 
-    @abc.abstractmethod
-    def results_received(self) -> None:
+    def results_received(self) -> None:  # noqa: B027  most runs do nothing
         """The notebook holds the results itself."""
 
     @abc.abstractmethod

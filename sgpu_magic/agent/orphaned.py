@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Collection
 
+from sgpu_magic.agent import faults
 from sgpu_magic.agent.node_run import NodeRun
 from sgpu_magic.agent.successor import Successor
 from sgpu_magic.processes import may_be_alive
@@ -65,18 +66,21 @@ class Orphaned:
             self._timer = None
 
     def _look(self) -> None:
-        self._timer = None
+        # whatever happens now, the agent does not stay for ever
+        self._timer = self._loop.call_later(_LOOK_S, self._look)
         wanted = False
         for execution in self._executions():
             spec = execution.launch.spec
             if spec.detach or may_be_alive(spec.owner.pid, spec.owner.host):
                 wanted |= not execution.gone or execution.belongings.in_memory or self._has_news(execution.run_id)
             elif not execution.ended:
-                execution.end_as(RunState.CANCELLED, OWNER_GONE)
+                with faults.guarded(execution.faulted):
+                    execution.end_as(RunState.CANCELLED, OWNER_GONE)
         still_there = any(not execution.gone for execution in self._executions())
         if not still_there and not any(execution.launch.spec.detach for execution in self._executions()):
             self._until = min(self._until, self._loop.time() + _OVER_S)
         if self._loop.time() > self._until or not (wanted or still_there):
+            self.over()
             self._end()
         else:
             successor = self._successor
@@ -85,7 +89,6 @@ class Orphaned:
                 # a system without room for a process: the timeout ends what nobody can fetch
                 with contextlib.suppress(OSError):
                     successor.start()
-            self._timer = self._loop.call_later(_LOOK_S, self._look)
 
     def _is_needed(self) -> bool:
         return any(execution.launch.spec.detach and not execution.gone for execution in self._executions())

@@ -11,6 +11,7 @@ import asyncio
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
+from sgpu_magic.agent import faults
 from sgpu_magic.agent.arrivals import Arrivals, travels_by_blobs
 from sgpu_magic.agent.background_call import call_in_background
 from sgpu_magic.agent.blob_cache import BlobMissing
@@ -19,7 +20,7 @@ from sgpu_magic.agent.node_run import NodeRun, Surroundings
 from sgpu_magic.environment.store import Built
 from sgpu_magic.protocol.events import EnvironmentMoved, RunEnded
 from sgpu_magic.protocol.measures import RankStack
-from sgpu_magic.protocol.node_messages import Launch, MasterKnown, PartsOver, PeerFailed, TrackingKnown
+from sgpu_magic.protocol.node_messages import Launch, MasterKnown, PartsOver, PeerFailed
 from sgpu_magic.protocol.payloads import StoredPayload
 from sgpu_magic.protocol.records import Failure
 from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
@@ -69,7 +70,7 @@ class PreparingRun(NodeRun):
 
     def start(self) -> None:
         if travels_by_blobs(self.launch):
-            self._arriving = self._loop.create_task(self._arrive())
+            self._arriving = faults.in_background(self._arrive())
         else:
             self._begin()
 
@@ -93,16 +94,19 @@ class PreparingRun(NodeRun):
     # ------------------------------------------------------------ from the environments (Waiter)
 
     def environment_moved(self, moved: EnvironmentMoved) -> None:
-        if not self._ended:
-            self._say(moved)
+        with faults.guarded(self.faulted):
+            if not self._ended:
+                self._say(moved)
 
     def environment_ready(self, built: Built, moved: EnvironmentMoved) -> None:
-        if not self._ended:
-            self._unpack_code(built, moved)
+        with faults.guarded(self.faulted):
+            if not self._ended:
+                self._unpack_code(built, moved)
 
     def environment_failed(self, message: str) -> None:
-        if not self._ended:
-            self._fail(message)
+        with faults.guarded(self.faulted):
+            if not self._ended:
+                self._fail(message)
 
     # ------------------------------------------------------------ within
 
@@ -152,8 +156,13 @@ class PreparingRun(NodeRun):
         self._go_on(self, built, code)
         self._arrivals.over(self.run_id)
 
+    def fail_whole(self, kind: FailureKind, message: str) -> None:
+        """Nothing more is prepared."""
+        if not self._ended:
+            self._end(RunState.FAILED, "", self._failure_now(kind, message))
+
     def _fail(self, message: str, kind: FailureKind = FailureKind.ENVIRONMENT) -> None:
-        self._end(RunState.FAILED, "", self._failure_now(kind, message))
+        self.fail_whole(kind, message)
 
     def _end(self, state: RunState, reason: str, failure: Failure | None = None) -> None:
         self._ended = True
@@ -187,19 +196,10 @@ class PreparingRun(NodeRun):
         if self._gone:
             self.belongings.give_payload_up()
 
-    def results_received(self) -> None:
-        """It has none."""
-
-    def tracking_known(self, message: TrackingKnown) -> None:
-        """It has no ranks that ask."""
-
     def heard_of_others(self, message: MasterKnown | PeerFailed | PartsOver) -> None:
         """Something of the run's other nodes."""
         if isinstance(message, PeerFailed) and not self._ended:
             self._end(RunState.FAILED, "")
-
-    def adopted(self) -> None:
-        """It waits for nothing that a pool service would have been asked."""
 
     def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
         problem = "it is not started yet: the run's packages are being made ready"

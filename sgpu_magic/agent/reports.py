@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from sgpu_magic.protocol.events import EventBody, OutputWritten, PayloadReleased
+from sgpu_magic.protocol.events import EventBody, OutputWritten, PayloadReleased, RunEnded
 from sgpu_magic.protocol.node_messages import MasterBound, RanksGone, RunEvent, TrackingAsked
 from sgpu_magic.protocol.record import Record
 
@@ -36,12 +36,14 @@ class _Told:
         number: Of its newest event.
         unkept: Events that no service has confirmed, oldest first.
         adopted: The service of now knows the run, so events go on at once.
+        ended: Its last word was said.
         gone: Its ranks are gone.
     """
 
     number: int = 0
     unkept: deque[tuple[RunEvent, Sequence[bytes]]] = field(default_factory=deque[tuple[RunEvent, Sequence[bytes]]])
     adopted: bool = True
+    ended: bool = False
     gone: bool = False
 
 
@@ -61,6 +63,7 @@ class Reports:
         """Number an event, keep it, send it."""
         told = self._runs.setdefault(run_id, _Told())
         told.number += 1
+        told.ended = told.ended or isinstance(body, RunEnded)
         event = RunEvent(run_id=run_id, number=told.number, at=time.time(), body=body)
         self._bytes += _size(event)
         if self._bytes > _KEPT_BYTES:
@@ -76,7 +79,7 @@ class Reports:
             number: Of its newest event, which may have been another agent's.
         """
         told = self._runs.setdefault(run_id, _Told())
-        told.gone = False
+        told.ended = told.gone = False
         told.number = max(told.number, number)
 
     def gone(self, run_id: str) -> None:
@@ -129,6 +132,16 @@ class Reports:
         """Whether a service has yet to hear something of the run, other than what became of its payload."""
         told = self._runs.get(run_id)
         return told is not None and any(not isinstance(event.body, PayloadReleased) for event, _ in told.unkept)
+
+    def has_ended(self, run_id: str) -> bool:
+        """Whether the run's last word was said, or nothing is known of the run."""
+        told = self._runs.get(run_id)
+        return told is None or told.ended
+
+    def is_gone(self, run_id: str) -> bool:
+        """Whether its ranks are gone, or nothing is known of the run."""
+        told = self._runs.get(run_id)
+        return told is None or told.gone
 
     def forget(self, run_id: str) -> None:
         """Nothing more will happen to the run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import os
 from collections.abc import Callable
@@ -44,6 +45,8 @@ class RunMemory:
         self._job: KeepJob | None = None
         self._results: dict[int, int] = {}
         self._loop = asyncio.get_running_loop()
+        # the keeper's thread has none of its own
+        self._context = contextvars.copy_context()
 
     def open_payload(self) -> None:
         """Hold the payload, so that it outlives the notebook.
@@ -174,7 +177,7 @@ class RunMemory:
     def _result_copied_in_thread(self, rank: int, kept: bool, why: str) -> None:
         # whoever comes now finds it in the run's directory
         if kept:
-            self._loop.call_soon_threadsafe(self._close_result, rank)
+            self._loop.call_soon_threadsafe(self._close_result, rank, context=self._context)
 
     def _close_result(self, rank: int) -> None:
         descriptor = self._results.pop(rank, -1)
@@ -182,7 +185,7 @@ class RunMemory:
             os.close(descriptor)
 
     def _copied_in_thread(self, kept: bool, why: str) -> None:
-        self._loop.call_soon_threadsafe(self._payload_done, kept, why)
+        self._loop.call_soon_threadsafe(self._payload_done, kept, why, context=self._context)
 
     def _payload_done(self, kept: bool, why: str) -> None:
         if not self._released:

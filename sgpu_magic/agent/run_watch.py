@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from sgpu_magic.agent import faults
 from sgpu_magic.agent.crew import Crew
 from sgpu_magic.agent.idle_gpus import IdleGpus
 from sgpu_magic.agent.run_sampler import RunSampler
@@ -13,7 +14,7 @@ from sgpu_magic.agent.stacks import NotebookFrames
 from sgpu_magic.agent.stall_watch import StallWatch
 from sgpu_magic.config import Settings
 from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.events import EventBody
+from sgpu_magic.protocol.events import EventBody, Noted
 
 
 class RunWatch:
@@ -42,6 +43,7 @@ class RunWatch:
         settings: Settings,
         say: Callable[[EventBody], None],
     ) -> None:
+        self._say = say
         self.taker = StackTaker(crew, notebook, has_reported)
         self._sampling = sampling
         self._idle = IdleGpus(self.taker, notebook, settings.idle_gpu_s, say)
@@ -59,8 +61,16 @@ class RunWatch:
 
     def start(self) -> None:
         """The ranks are there."""
-        self._stalls.start()
-        self._sampling.begin(self._sampler)
+        with faults.charging(self._faulted):
+            self._stalls.start()
+            self._sampling.begin(self._sampler)
+
+    def _faulted(self, error: Exception) -> None:
+        """A fault of who only watches costs the watch, not the run."""
+        self.is_ending()
+        with faults.guarded(None):
+            self._sampling.end(self._sampler)
+        self._say(Noted(text=f"the run is not watched any more, as the agent met a fault: {error!r}"))
 
     def wrote(self) -> None:
         """A rank has printed something."""

@@ -9,6 +9,7 @@ import asyncio
 import functools
 from collections.abc import Mapping
 
+from sgpu_magic.agent import faults
 from sgpu_magic.agent.gpu_reading import GpuReading
 from sgpu_magic.agent.gpus import Gpus
 from sgpu_magic.agent.out_of_memory import memory_limit
@@ -33,7 +34,8 @@ class Sampling:
         self.gpus = Gpus()
         self._loop = asyncio.get_running_loop()
         self._settling: dict[RunSampler, asyncio.TimerHandle] = {}
-        self._runs: list[RunSampler] = []
+        # and who takes a fault of its sampler
+        self._runs: dict[RunSampler, faults.OnFault | None] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, run: RunSampler) -> None:
@@ -45,9 +47,9 @@ class Sampling:
         if (timer := self._settling.pop(run, None)) is not None:
             timer.cancel()
         elif run in self._runs:
-            self._runs.remove(run)
-            run.tell()
+            del self._runs[run]
             self.gpus.release(run.gpus)
+            run.tell()
         if not self._runs and self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -68,21 +70,21 @@ class Sampling:
         del self._settling[run]
         now = self._loop.time()
         run.begin(now, self.processes.trees(run.pids), self._memory_bytes)
-        self._runs.append(run)
+        self._runs[run] = faults.charged()
         self.gpus.hold(run.gpus)
         if run.gpus:
             # opening NVML may take long; what it tells now is of before the run
             self.gpus.read(lambda _: None)
         if self._timer is None:
-            self._timer = self._loop.call_later(_INTERVAL_S - _SETTLED_S, self._tick)
+            with faults.charging(None):
+                self._timer = self._loop.call_later(_INTERVAL_S - _SETTLED_S, self._tick)
 
     def _tick(self) -> None:
         # a fixed step from now: after a pause there is one sample of the whole time, not many
         self._timer = self._loop.call_later(_INTERVAL_S, self._tick)
         now = self._loop.time()
         trees = self.processes.trees([pid for run in self._runs for pid in run.pids])
-        for run in [run for run in self._runs if not run.gpus]:
-            run.sample(now, trees, {})
+        self._sample([run for run in self._runs if not run.gpus], now, trees, {})
         with_gpus = [run for run in self._runs if run.gpus]
         if with_gpus:
             self.gpus.read(lambda readings: self._sample(with_gpus, now, trees, readings))
@@ -96,4 +98,5 @@ class Sampling:
     ) -> None:
         for run in runs:
             if run in self._runs:
-                run.sample(now, trees, readings)
+                with faults.guarded(self._runs[run]):
+                    run.sample(now, trees, readings)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import socket
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import msgspec
-
-from sgpu_magic.agent import leftovers, ray_place
+from sgpu_magic.agent import faults, leftovers, ray_place
 from sgpu_magic.agent.arrivals import Arrivals
 from sgpu_magic.agent.blob_cache import BlobCache
 from sgpu_magic.agent.code_bundles import CodeBundles
@@ -68,6 +66,8 @@ from sgpu_magic.protocol.questions import RankAnswer
 from sgpu_magic.protocol.record import Record
 
 _HOUSEKEEPING_S = 5.0
+# pauses before an introduction that failed is tried again
+_INTRODUCED_AGAIN_S = (0.1, 2.0)
 _OfOthers = MasterKnown | PeerFailed | PartsOver
 
 
@@ -89,13 +89,14 @@ class Agent:
         self._groups = Groups(settings)
         self._keeper = Keeper()
         self._sampling = Sampling()
-        self._background: set[asyncio.Task[None]] = set()
         self._reports = Reports(self._send)
         self._code = CodeBundles(settings)
         self._blobs = BlobCache(settings, self._send)
         self._uploaded = Uploaded(settings, self._blobs)
         self._far = FarRuns(settings, self._send)
-        self._runs = HeldRuns(self._groups, self._reports, lambda: self._pool is not None, self._drop, self._far)
+        # the pool starts this process with its own standard error
+        log = settings.state_path / "pool.log" if lifeline < 0 else None
+        self._runs = HeldRuns(self._groups, self._reports, lambda: self._pool is not None, self._drop, self._far, log)
         self._here = Surroundings(self._keeper, settings, self._sampling, self._runs, self._far)
         self._forwarding = Forwarding(self._runs.get, self._send)
         self._environments = Environments(settings, self._groups.zygote_keys)
@@ -135,46 +136,50 @@ class Agent:
         self._code.release(run_id)
         self._uploaded.release(run_id)
 
-    def broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A fault of this program in a callback: say it in the log and end, so that no cell waits for ever."""
-        loop.default_exception_handler(context)
-        self._finish()
-
     def begin(self) -> None:
         """Tell the pool what this node has, as soon as the driver has told."""
-        self._in_background(self._introduce())
+        faults.in_background(self._introduce())
 
     async def _introduce(self) -> None:
-        await self._introduction.ready()
-        # whoever listens there knows from now on who we are
-        self._blobs.service_came()
-        self._far.service_came()
+        for pause_s in (*_INTRODUCED_AGAIN_S, None):
+            try:
+                await self._introduction.ready()
+                # whoever listens there knows from now on who we are
+                self._blobs.service_came()
+                self._far.service_came()
+                return
+            except Exception as error:  # noqa: BLE001  the pool waits for it
+                faults.report(error)
+            if pause_s is not None:
+                await asyncio.sleep(pause_s)
+        self._finish()
 
     # ------------------------------------------------------------ the pool comes and goes
 
     def _connect(self, sock: socket.socket) -> None:
-        self._pool = MessageStream[ToAgent](sock, codec.to_agent, self._obey, self._pool_lost, gathers=True)
+        self._pool = MessageStream[ToAgent](sock, codec.to_agent, self._heard, self._pool_lost, gathers=True)
 
     def _pool_came(self, sock: socket.socket) -> None:
         """A service was started again. Only one has the pool's lock, so the old one is dead."""
         if self._pool is not None:
             self._pool.close()
-            self._forwarding.close()
-            self._reports.service_lost()
-            self._environments.leave_queue()
+            self._leave_pool()
         self._orphaned.over()
         self._connect(sock)
         self.begin()
 
     def _pool_lost(self) -> None:
-        self._pool = None
-        self._forwarding.close()
-        self._reports.service_lost()
-        self._environments.leave_queue()
+        self._leave_pool()
         if self._runs:
             self._orphaned.begin()
         else:
             self._finish()
+
+    def _leave_pool(self) -> None:
+        self._pool = None
+        for leave in (self._forwarding.close, self._reports.service_lost, self._environments.leave_queue):
+            with faults.guarded(None):
+                leave()
 
     def _finish(self) -> None:
         if not self.finished.done():
@@ -184,28 +189,45 @@ class Agent:
         if self._pool is not None:
             self._pool.send(message, frames, descriptors)
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        self._background.add(task := self._loop.create_task(work))
-        task.add_done_callback(self._background.discard)
-
     # ------------------------------------------------------------ from the pool
+
+    def _heard(self, message: ToAgent, frames: Sequence[bytes]) -> None:
+        with faults.guarded(self._charged(message)):
+            self._obey(message, frames)
+
+    def _charged(self, message: ToAgent) -> faults.OnFault | None:
+        """Who takes a fault: the run that the message is about, or who asks."""
+        words = self._runs.words_of
+        match message:
+            case Launch(spec=spec):
+                return functools.partial(self._runs.faulted, spec.run_id)
+            case Question(request=request):
+                return lambda error: self._send(Answered(request=request, answer=RankAnswer(problem=words(error))))
+            case RestartSessionRanks(request=request, session=run_id):
+                return lambda error: self._tell_restarted(request, run_id, words(error))
+            case OpenStream(stream=stream):
+                return lambda error: self._send(StreamClosed(stream=stream, problem=words(error)))
+            case _:
+                run_id = getattr(message, "run_id", "")
+                return functools.partial(self._runs.faulted, run_id) if run_id else None
 
     def _obey(self, message: ToAgent, frames: Sequence[bytes]) -> None:
         match message:
             case Launch():
+                self._reports.begin(message.spec.run_id, message.number)
                 self._launch(message, frames)
-            case WarmZygote() if self._settings.environments != "auto":
+            case WarmZygote() if self._settings.environments == "auto":
+                self._groups.warm(message.interpreter, 0 if self._runs.busy else message.ranks)
+            case WarmZygote():
                 # the notebook's Python is none of this node's
                 pass
-            case WarmZygote():
-                self._groups.warm(message.interpreter, 0 if self._runs.busy else message.ranks)
             case BuildEnvironment():
                 self._environments.prepare(message.run_id, message.environment)
             case TrackingKnown(run_id=run_id):
                 if (run := self._runs.get(run_id)) is not None:
                     run.tracking_known(message)
             case TakeInventory():
-                self._in_background(self._introduction.inventory_again())
+                faults.in_background(self._introduction.inventory_again())
             case EventsKept():
                 self._reports.kept(message.run_id, message.number)
             case Adopt():
@@ -271,15 +293,15 @@ class Agent:
         run_id = launch.spec.run_id
         if launch.locks and self._pool is not None:
             self._runs.hold_locks(run_id, self._pool.take_descriptors(launch.locks))
-        self._reports.begin(run_id, launch.number)
         self._launches.launch(self._far.placed(launch), frames)
 
     # ------------------------------------------------------------ housekeeping
 
     def _keep_house(self) -> None:
-        self._groups.tend()
-        self._environments.tend()
         self._housekeeping = self._loop.call_later(_HOUSEKEEPING_S, self._keep_house)
+        for tend in (self._groups.tend, self._environments.tend):
+            with faults.guarded(None):
+                tend()
 
     def _reap(self) -> None:
         """Zygotes are our children; as a subreaper we also get what a dead zygote leaves."""
@@ -297,40 +319,30 @@ class Agent:
         self._housekeeping.cancel()
         # the loop closes what it is told of signals by before it lets go of them, and many children end now
         self._loop.remove_signal_handler(signal.SIGCHLD)
-        self._orphaned.over()
-        self._forwarding.close()
-        self._door.close()
-        if self._pool is not None:
-            self._pool.close()
+        with faults.guarded(None):
+            self._orphaned.over()
+            self._forwarding.close()
+            self._door.close()
+            if self._pool is not None:
+                self._pool.close()
         for run in self._runs.all():
             if not isinstance(run, SessionCell):
-                leftovers.kill_leftovers(run.run_id, set(run.pids))
-                ray_place.remove(run.run_id, self._settings)
-        self._groups.close()
-        self._environments.close()
-        self._keeper.close()
-        self._far.close()
-        self._sampling.close()
-        self._code.close()
+                with faults.guarded(None):
+                    leftovers.kill_leftovers(run.run_id, set(run.pids))
+                    ray_place.remove(run.run_id, self._settings)
+        for part in (self._groups, self._environments, self._keeper, self._far, self._sampling, self._code):
+            with faults.guarded(None):
+                part.close()
 
 
-def run(sock: socket.socket, settings: Settings, lifeline: int = -1) -> None:
+async def run(sock: socket.socket, settings: Settings, lifeline: int = -1) -> None:
     """Be the agent until the pool service is gone."""
     raise_open_files_limit()
-    asyncio.run(_run(sock, settings, lifeline))
-
-
-async def _run(sock: socket.socket, settings: Settings, lifeline: int) -> None:
     (settings.state_path / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
+    asyncio.get_running_loop().set_exception_handler(faults.take)
     agent = Agent(sock, settings, lifeline)
-    asyncio.get_running_loop().set_exception_handler(agent.broken)
     try:
         agent.begin()
         await agent.finished
     finally:
         agent.close()
-
-
-def decode_settings(text: bytes) -> Settings:
-    """The settings as the pool passes them on standard input: JSON."""
-    return msgspec.json.decode(text, type=Settings)

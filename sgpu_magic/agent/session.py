@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-from sgpu_magic.agent import leftovers
+from sgpu_magic.agent import faults, leftovers
 from sgpu_magic.agent.cell_orders import prepare
 from sgpu_magic.agent.crew import Crew
 from sgpu_magic.agent.deaths import Coroner
@@ -26,7 +26,7 @@ from sgpu_magic.agent.session_news import SessionNews
 from sgpu_magic.agent.stacks import NotebookFrames
 from sgpu_magic.protocol.events import Noted, OutputWritten, RanksStarted, RunEnded
 from sgpu_magic.protocol.measures import RankStack
-from sgpu_magic.protocol.node_messages import Launch, TrackingKnown
+from sgpu_magic.protocol.node_messages import Launch
 from sgpu_magic.protocol.questions import RankAnswer, RankQuestion
 from sgpu_magic.protocol.rank_messages import (
     Cleared,
@@ -90,7 +90,7 @@ class Session(NodeRun):
         try:
             prepare(self.launch, self.group, self._crew.numbers, stays=True)
         except OSError as error:
-            self._fail(FailureKind.INTERNAL, f"the session could not be started on {self._host}: {error}.")
+            self.fail_whole(FailureKind.INTERNAL, f"the session could not be started on {self._host}: {error}.")
             return
         if self.group.broken:
             self.group_broken(self.group.broken_kind, self.group.broken)
@@ -122,10 +122,11 @@ class Session(NodeRun):
             )
         if self._cell is not None or self._care.busy:
             raise SessionRefuses(f"session {self.launch.spec.name} is busy with another cell. Run it again.")
-        self._cell = SessionCell(launch, frames, self, self._here, predecessor)
-        self._logs.lend(self._cell.crew.numbers)
+        cell = SessionCell(launch, frames, self, self._here, predecessor)
+        self._logs.lend(cell.crew.numbers)
         self._news.began(launch.spec.name)
-        return self._cell
+        self._cell = cell
+        return cell
 
     def cell_over(self, cell: SessionCell) -> None:
         self._cell = None
@@ -223,7 +224,7 @@ class Session(NodeRun):
     def group_broken(self, kind: FailureKind, message: str) -> None:
         if self._cell is not None:
             self._cell.group_broken(kind, message)
-        self._fail(kind, message)
+        self.fail_whole(kind, message)
         self._finish_if_gone()
 
     def _take_joined(self, rank: int) -> None:
@@ -234,7 +235,9 @@ class Session(NodeRun):
         if len(self._joined) == len(self.group.ranks) and self._connected_at is None and self._ending_as is None:
             self._connected_at = time.monotonic()
             self._say(RanksStarted(pids=tuple(self.group.pids), warm=self._warm))
-            self._here.sampling.begin(self._sampler)
+            # what only watches costs no session
+            with faults.charging(lambda error: self._here.sampling.end(self._sampler)):
+                self._here.sampling.begin(self._sampler)
 
     # ------------------------------------------------------------ end (NodeRun)
 
@@ -256,7 +259,18 @@ class Session(NodeRun):
         for process in self.group.ranks:
             process.signal(signal.SIGKILL, whole_session=True)
 
-    def _fail(self, kind: FailureKind, message: str) -> None:
+    def faulted(self, error: Exception) -> None:
+        """What strikes the ranks in a cell strikes the cell; the session goes on when it can."""
+        if self._cell is not None and not self._cell.gone:
+            self._cell.faulted(error)
+        else:
+            super().faulted(error)
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._here.sampling.end(self._sampler)
+
+    def fail_whole(self, kind: FailureKind, message: str) -> None:
         if self._ending_as is None:
             self._failure = self._failure_now(kind, message)
             self.end_as(RunState.FAILED, "")
@@ -323,17 +337,8 @@ class Session(NodeRun):
     def detach(self) -> None:
         """A session ends with its notebook whatever anybody wants."""
 
-    def tracking_known(self, message: TrackingKnown) -> None:
-        """Its cells have places of their own, and only they ask."""
-
-    def adopted(self) -> None:
-        """It waits for nothing that a pool service would have been asked."""
-
     def give_payload_up(self) -> None:
         self.belongings.give_payload_up()
-
-    def results_received(self) -> None:
-        """It has none."""
 
     def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
         """Look where the cell's ranks are; the others are idle."""

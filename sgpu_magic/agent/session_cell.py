@@ -73,7 +73,7 @@ class SessionCell(Execution):
         try:
             self.belongings.open_payload()
         except OSError as error:
-            self._fail_whole(FailureKind.INTERNAL, f"the cell could not be started on {self._host}: {error}.")
+            self.fail_whole(FailureKind.INTERNAL, f"the cell could not be started on {self._host}: {error}.")
             self._settle()
             return
         # everything else can wait until the ranks are at work: nothing of theirs is read before this returns
@@ -102,9 +102,15 @@ class SessionCell(Execution):
 
     def group_broken(self, kind: FailureKind, message: str) -> None:
         """The ranks are lost, and the session with them."""
-        self._fail_whole(kind, message)
+        self.fail_whole(kind, message)
 
     # ------------------------------------------------------------ stop path
+
+    def fail_whole(self, kind: FailureKind, message: str) -> None:
+        super().fail_whole(kind, message)
+        # ranks that still run the cell keep the session busy
+        if self._started_at is not None and not self._gathering.complete and not self._stop.begun:
+            self._stop.begin(0.0, interrupt_first=True, waited=lambda: None)
 
     def _begin_stop(self) -> None:
         self._stop.begin(0.0, interrupt_first=True, waited=lambda: self._later(_UNSTOPPED_S, self._tell_unstopped))
@@ -165,9 +171,11 @@ class SessionCell(Execution):
         if self._gone:
             return
         self._ranks_gone()
-        self._session.cell_over(self)
-        self._listener.run_gone(self)
-        self._loop.call_later(_WRITE_DELAY_S, self._write_down)
+        try:
+            self._session.cell_over(self)
+        finally:
+            self._listener.run_gone(self)
+            self._loop.call_later(_WRITE_DELAY_S, self._write_down)
 
     def _write_down(self) -> None:
         self.belongings.describe(self._final_state)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from sgpu_magic.agent import faults
 from sgpu_magic.agent.background_call import call_in_background
 from sgpu_magic.agent.crew import Crew
 from sgpu_magic.agent.group import RankProcess
@@ -65,6 +66,7 @@ class StackTaker:
             gently: Send no signal, which may cut a wait in C code short: take what each rank has sampled itself. Of
                 one whose C code does not give the interpreter away that is where it was before.
         """
+        done = faults.bound(done)
         if self._taking is not None:
             if self._taking.gently and not gently:
                 self._next.append(done)
@@ -72,11 +74,17 @@ class StackTaker:
                 self._taking.listeners.append(done)
             return
         taking = self._taking = _Taking(next(self._numbers), self._loop.time() + _PATIENCE_S, [done], gently)
-        for process in self._crew.ranks:
-            problem = self._ask(process, taking)
-            if problem:
-                taking.problems[process.rank] = problem
-        self._loop.call_later(_POLL_S, self._look, taking)
+        with faults.guarded(functools.partial(self._faulted, taking)):
+            for process in self._crew.ranks:
+                problem = self._ask(process, taking)
+                if problem:
+                    taking.problems[process.rank] = problem
+            self._loop.call_later(_POLL_S, self._look, taking)
+
+    def _faulted(self, taking: _Taking, error: Exception) -> None:
+        """Who waits for the stacks may be the end of the run."""
+        problem = f"the agent met a fault: {error!r}"
+        self._answer(taking, tuple(RankStack(rank=rank, problem=problem) for rank in self._crew.numbers))
 
     def answered(self, rank: int, message: Collectives) -> None:
         """A rank has looked into its flight recorder."""
@@ -147,9 +155,13 @@ class StackTaker:
             elif not frames and not problem:
                 problem = "it is not in its cell: it gets ready, or it hands its result over"
             stacks.append(RankStack(rank=rank, frames=frames, collective=taking.collectives.get(rank), problem=problem))
+        self._answer(taking, tuple(stacks))
+
+    def _answer(self, taking: _Taking, stacks: tuple[RankStack, ...]) -> None:
         self._taking = None
-        for done in taking.listeners:
-            done(tuple(stacks))
+        listeners, taking.listeners = taking.listeners, []
+        for done in listeners:
+            done(stacks)
         waiting, self._next = self._next, []
         for done in waiting:
             self.take(done)

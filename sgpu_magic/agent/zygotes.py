@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from sgpu_magic.agent import faults
 from sgpu_magic.message_stream import MessageStream
 from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.messages import PROTOCOL_VERSION
@@ -47,6 +48,7 @@ class ForkListener(Protocol):
     def fork_refused(self, rank: int, message: str) -> None: ...
     def exited(self, pid: int, status: int, peak_bytes: int) -> None: ...
     def zygote_lost(self, kind: FailureKind, message: str) -> None: ...
+    def faulted(self, error: Exception) -> None: ...
 
 
 class Zygote:
@@ -80,7 +82,8 @@ class Zygote:
             )
         # ranks have the notebook's limit of open files, not the agent's
         _restore_open_files_limit(self.process.pid)
-        self.stream = MessageStream[FromZygote](ours, codec.from_zygote, self._message, self._closed)
+        with faults.charging(None):
+            self.stream = MessageStream[FromZygote](ours, codec.from_zygote, self._message, self._closed)
 
     @property
     def idle(self) -> bool:
@@ -116,13 +119,17 @@ class Zygote:
             case Forked() if message.group_id in self._groups:
                 listener = self._groups[message.group_id]
                 self._group_of[message.pid] = listener
-                listener.forked(message.rank, message.pid)
+                with faults.guarded(listener.faulted):
+                    listener.forked(message.rank, message.pid)
             case ForkRefused() if message.group_id in self._groups:
-                self._groups[message.group_id].fork_refused(message.rank, message.message)
+                listener = self._groups[message.group_id]
+                with faults.guarded(listener.faulted):
+                    listener.fork_refused(message.rank, message.message)
             case Exited():
                 listener = self._group_of.pop(message.pid, None)
                 if listener is not None:
-                    listener.exited(message.pid, message.status, message.peak_bytes)
+                    with faults.guarded(listener.faulted):
+                        listener.exited(message.pid, message.status, message.peak_bytes)
             case _:
                 pass
 
@@ -142,7 +149,8 @@ class Zygote:
         else:
             text = f"the ranks' Python could not be started: {where} says: {_last_line(self._log)}"
         for listener in list(self._groups.values()):
-            listener.zygote_lost(kind, text)
+            with faults.guarded(listener.faulted):
+                listener.zygote_lost(kind, text)
         self._groups.clear()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from homes import Home
-from planted_faults import Plants
+from pool_faults import Plants
 from pool_client import ClientRun, PoolClient
 from waiting import eventually
 

@@ -1,0 +1,95 @@
+"""A fault of this program costs at most the run that the callback works for.
+
+Callbacks, timers and tasks inherit the context in which they were scheduled (`contextvars`), and that context holds
+who takes a fault: a run, a group of ranks, one of a run's watches. A fault that belongs to none of them is logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Generator
+from contextvars import ContextVar
+from typing import Any, ParamSpec, TypeVar
+
+OnFault = Callable[[Exception], None]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_charged: ContextVar[OnFault | None] = ContextVar("charged", default=None)
+# the loop holds its tasks weakly
+_tasks: set[asyncio.Task[Any]] = set()
+
+
+@contextlib.contextmanager
+def charging(who: OnFault | None) -> Generator[None]:
+    """Charge what is scheduled within to `who`; None only logs. Exceptions pass."""
+    token = _charged.set(who)
+    try:
+        yield
+    finally:
+        _charged.reset(token)
+
+
+@contextlib.contextmanager
+def guarded(who: OnFault | None) -> Generator[None]:
+    """As `charging`; an exception ends the block and goes to `who`."""
+    with charging(who):
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  one message's or one run's guard
+            report(error)
+
+
+def bound(call: Callable[P, None]) -> Callable[P, None]:
+    """Return `call`, to be made by somebody else: its faults are charged as those of the present code."""
+    who = _charged.get()
+
+    def guarded_call(*args: P.args, **kwargs: P.kwargs) -> None:
+        with guarded(who):
+            call(*args, **kwargs)
+
+    return guarded_call
+
+
+def charged() -> OnFault | None:
+    """Who takes a fault of the present code."""
+    return _charged.get()
+
+
+def report(error: BaseException) -> None:
+    """Log a fault and charge it."""
+    loop = asyncio.get_running_loop()
+    loop.call_exception_handler({"message": "A fault of sgpu-magic in the agent", "exception": error})
+
+
+def in_background(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Start a task whose fault is reported when it happens."""
+    task = asyncio.get_running_loop().create_task(work)
+    _tasks.add(task)
+    task.add_done_callback(_done)
+    return task
+
+
+def _done(task: asyncio.Task[Any]) -> None:
+    _tasks.discard(task)
+    if not task.cancelled() and (error := task.exception()) is not None:
+        report(error)
+
+
+def take(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """The loop's exception handler."""
+    loop.default_exception_handler(context)
+    error, handle = context.get("exception"), context.get("handle")
+    if not isinstance(error, Exception) or "future" in context or "task" in context:
+        # found by the garbage collector, in anybody's context
+        return
+    # Python 3.12 calls this in the context of the callback, 3.11 does not
+    of_callback = getattr(handle, "_context", None)
+    who = _charged.get() if of_callback is None else of_callback.get(_charged)
+    if who is None:
+        return
+    try:
+        who(error)
+    except Exception as second:  # noqa: BLE001  the handler's own guard
+        loop.default_exception_handler({"message": "A fault of a run could not be charged to it", "exception": second})

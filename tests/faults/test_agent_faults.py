@@ -1,0 +1,208 @@
+"""A fault in a callback of the agent costs at most the run that the callback works for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from agent_process import AgentProcess
+from planted_faults import arm
+from planted_table import (
+    AFTER,
+    ASKED,
+    AT_ITS_END,
+    CELLS,
+    FAILING,
+    FRESH,
+    OF_SESSION,
+    SESSIONS,
+    SPARED,
+    STACKS,
+    TOLD,
+    UNNAMED,
+    WATCHING,
+)
+from process_table import is_alive
+from waiting import eventually
+
+from sgpu_magic.protocol.events import RanksStarted, RunEnded
+from sgpu_magic.protocol.ids import new_id
+from sgpu_magic.protocol.questions import RankQuestion
+from sgpu_magic.protocol.records import OutputName
+from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
+
+BESIDE = """
+import os, time
+import torch, torch.distributed as dist
+print('beside')
+while not os.path.exists(over):
+    time.sleep(0.05)
+total = torch.ones(1)
+dist.all_reduce(total)
+print('whole', int(total))
+"""
+VICTIM = "import torch.distributed as dist\nprint('a line')\ndist.barrier()\nvalue = rank"
+UNTIL_STRUCK = "import os, time\nwhile os.path.exists(armed): time.sleep(0.05)"
+FAILS = "import torch.distributed as dist\nif rank == 0: 1 / 0\ndist.barrier()"
+
+
+@pytest.fixture(scope="module")
+def armed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("planted") / "armed"
+
+
+@pytest.fixture(scope="module")
+def agent(armed: Path) -> Iterator[AgentProcess]:
+    """An agent with one run that goes on beside all that happens, and ends right."""
+    made = AgentProcess(armed)
+    over = armed.with_name("over")
+    beside = made.launch(BESIDE, ranks=2, names={"over": str(over)}, name="beside")
+    made.wait_for(beside, RanksStarted)
+    yield made
+    over.touch()
+    ended = made.wait_for(beside, RunEnded)
+    assert ended.state is RunState.SUCCEEDED, ended
+    assert made.printed(beside) == dict.fromkeys((0, 1), "beside\nwhole 2\n")
+    assert {type(event).__name__ for event in made.events[beside]} <= {
+        *("RanksStarted", "OutputWritten", "Sampled", "Stalled", "RunEnded", "PayloadReleased"),
+    }
+    made.close()
+    eventually(lambda: not is_alive(made.process.pid), what="the agent's end")
+
+
+@pytest.fixture
+def strike(agent: AgentProcess, armed: Path) -> Iterator[Callable[..., str]]:
+    """Arms a fault; returns the id of the run that it is for."""
+
+    def strike(callback: str, run_id: str = "", mode: str = "once") -> str:
+        run_id = run_id or new_id()
+        arm(armed, callback, run_id, mode)
+        return run_id
+
+    yield strike
+    armed.unlink(missing_ok=True)
+
+
+def assert_over(agent: AgentProcess, run_id: str, callback: str) -> RunEnded:
+    """The run is over, and says why when it failed; it has no process, and the agent runs the next one."""
+    ended = agent.wait_for(run_id, RunEnded)
+    agent.wait_until_gone(run_id)
+    pids = [pid for event in agent.events[run_id] if isinstance(event, RanksStarted) for pid in event.pids]
+    eventually(lambda: not any(map(is_alive, pids)), what="the end of the ranks")
+    following = agent.launch(VICTIM, ranks=2)
+    assert agent.wait_for(following, RunEnded).state is RunState.SUCCEEDED
+    agent.wait_until_gone(following)
+    assert [event for event in agent.events[run_id] if isinstance(event, RunEnded)] == [ended]
+    return ended
+
+
+def assert_says(ended: RunEnded, callback: str) -> None:
+    assert ended.state is RunState.FAILED
+    assert ended.failure is not None
+    assert ended.failure.kind is FailureKind.INTERNAL
+    assert f"met a fault of sgpu-magic: Planted: planted in {callback}" in ended.failure.message
+    assert "pool.log" in ended.failure.message
+
+
+@pytest.mark.parametrize("callback", FRESH)
+def test_a_fault_in_a_runs_callback_ends_that_run(agent: AgentProcess, strike: Callable[..., str], callback: str):
+    run_id = new_id()
+    strike(callback, "-" if callback in UNNAMED else run_id)
+    agent.launch(VICTIM, ranks=2, outputs=(OutputName(name="value"),), run_id=run_id)
+    assert_says(assert_over(agent, run_id, callback), callback)
+
+
+@pytest.mark.parametrize("callback", AFTER)
+def test_a_fault_after_the_last_word_leaves_no_process(agent: AgentProcess, strike: Callable[..., str], callback: str):
+    run_id = agent.launch(VICTIM, ranks=2, run_id=strike(callback))
+    assert assert_over(agent, run_id, callback).state is RunState.SUCCEEDED
+
+
+@pytest.mark.parametrize("callback", WATCHING)
+def test_a_fault_of_what_watches_a_run_spares_it(
+    agent: AgentProcess, strike: Callable[..., str], armed: Path, callback: str
+):
+    run_id = new_id()
+    strike(callback, "-" if callback in UNNAMED else run_id)
+    agent.launch(UNTIL_STRUCK, ranks=2, names={"armed": str(armed)}, run_id=run_id)
+    assert assert_over(agent, run_id, callback).state is RunState.SUCCEEDED
+
+
+@pytest.mark.parametrize("callback", SPARED)
+def test_a_fault_beside_a_run_spares_it(agent: AgentProcess, strike: Callable[..., str], armed: Path, callback: str):
+    strike(callback, "-")
+    run_id = agent.launch(VICTIM, ranks=2)
+    assert assert_over(agent, run_id, callback).state is RunState.SUCCEEDED
+    eventually(lambda: not armed.exists(), 10, "the fault")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("callback", [name for name in (*FRESH, *AFTER) if name not in TOLD])
+def test_a_fault_that_stays_ends_the_run_all_the_same(agent: AgentProcess, strike: Callable[..., str], callback: str):
+    run_id = agent.launch(VICTIM, ranks=2, outputs=(OutputName(name="value"),), run_id=strike(callback, mode="always"))
+    agent.wait_until_gone(run_id)
+    assert_over(agent, run_id, callback)
+
+
+@pytest.mark.parametrize("callback", FAILING)
+def test_a_fault_while_a_run_fails(agent: AgentProcess, strike: Callable[..., str], callback: str):
+    run_id = agent.launch(FAILS, ranks=2, run_id=strike(callback))
+    assert assert_over(agent, run_id, callback).state is RunState.FAILED
+
+
+@pytest.mark.parametrize("callback", CELLS)
+def test_a_fault_in_a_cells_callback_ends_the_cell(agent: AgentProcess, strike: Callable[..., str], callback: str):
+    session = agent.connect(2)
+    run_id = new_id()
+    strike(callback, session.run_id if callback in OF_SESSION else run_id)
+    session.begin(VICTIM, run_id=run_id)
+    ended = agent.wait_for(run_id, RunEnded)
+    agent.wait_until_gone(run_id)
+    if ended.state is RunState.FAILED:
+        assert_says(ended, callback)
+    if session.run_id not in agent.gone:
+        # it is as good as before, or it ends
+        following = session.begin(VICTIM)
+        agent.wait_for(following, RunEnded)
+        agent.end_run(session.run_id)
+    assert_over(agent, session.run_id, callback)
+
+
+@pytest.mark.parametrize("callback", SESSIONS)
+def test_a_fault_in_a_sessions_callback_ends_the_session(
+    agent: AgentProcess, strike: Callable[..., str], callback: str
+):
+    run_id = agent.launch(ranks=2, kind=RunKind.SESSION, name="work", run_id=strike(callback))
+    if callback in AT_ITS_END:
+        agent.wait_for(run_id, RanksStarted)
+        agent.end_run(run_id)
+    assert_over(agent, run_id, callback)
+
+
+@pytest.mark.parametrize("callback", ASKED)
+def test_who_asks_is_told_of_a_fault(agent: AgentProcess, strike: Callable[..., str], callback: str):
+    session = agent.connect(2)
+    strike(callback, "-")
+    if callback.endswith("restart"):
+        problem = agent.restart(session.run_id, (1,))
+    else:
+        problem = agent.ask(session.run_id, RankQuestion(rank=0, what="complete", code="no", cursor=1)).problem
+    # a rank's own answer is lost with the session
+    assert f"Planted: planted in {callback}" in problem or problem == "rank 0 has died"
+    if session.run_id not in agent.gone:
+        agent.end_run(session.run_id)
+    assert_over(agent, session.run_id, callback)
+
+
+@pytest.mark.parametrize("callback", STACKS)
+def test_stacks_that_can_not_be_taken_cost_no_run(agent: AgentProcess, strike: Callable[..., str], callback: str):
+    run_id = agent.launch("input_ = __import__('time').sleep(60)", ranks=2)
+    agent.wait_for(run_id, RanksStarted)
+    strike(callback, "-")
+    stacks = agent.take_stacks(run_id)
+    assert [stack.rank for stack in stacks] == [0, 1]
+    assert all(f"planted in {callback}" in stack.problem for stack in stacks)
+    assert len(agent.take_stacks(run_id)[0].frames) > 0
+    agent.end_run(run_id)
+    assert assert_over(agent, run_id, callback).state is RunState.CANCELLED

@@ -1,0 +1,86 @@
+"""Faults in the pool service: a method that raises once, when the test says so.
+
+The service is a process of its own, so what plants them is a `sitecustomize` on its PYTHONPATH. A fault waits in a
+file of the method's name, which has the id of the run whose call is to raise, or nothing for any call.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from waiting import eventually
+
+_SITE = """
+import functools, importlib.abc, importlib.util, os, sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+PLANTS = {plants!r}
+
+
+def fault(owner, name, path):
+    old = getattr(owner, name)
+
+    @functools.wraps(old)
+    def new(*args, **named):
+        try:
+            wanted = path.read_text()
+        except OSError:
+            return old(*args, **named)
+        if not wanted or any(wanted == getattr(arg, "run_id", arg) for arg in args[1:]):
+            path.unlink()
+            raise RuntimeError("planted")
+        return old(*args, **named)
+
+    setattr(owner, name, new)
+
+
+class Planter(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name not in PLANTS:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        sys.meta_path.insert(0, self)
+        execute = spec.loader.exec_module
+
+        def plant(module):
+            execute(module)
+            for qualified in PLANTS[name]:
+                owner, method = qualified.split(".")
+                fault(getattr(module, owner), method, FOLDER / qualified)
+
+        spec.loader.exec_module = plant
+        return spec
+
+
+sys.meta_path.insert(0, Planter())
+"""
+
+
+class Plants:
+    """Methods of the pool service that can be made to raise.
+
+    Args:
+        folder: Empty; goes on the PYTHONPATH of the home.
+        methods: Each as `module:Class.method`, the module below `sgpu_magic.pool`.
+    """
+
+    def __init__(self, folder: Path, methods: list[str]) -> None:
+        self.folder = folder
+        plants: dict[str, list[str]] = {}
+        for method in methods:
+            module, qualified = method.split(":")
+            plants.setdefault(f"sgpu_magic.pool.{module}", []).append(qualified)
+        (folder / "sitecustomize.py").write_text(_SITE.format(plants=plants))
+
+    def arm(self, method: str, run_id: str = "") -> None:
+        """Let the next call raise, or the next that concerns a run."""
+        path = self.folder / method.split(":")[1]
+        path.with_suffix(".part").write_text(run_id)
+        path.with_suffix(".part").replace(path)
+
+    def struck(self, method: str) -> None:
+        """Wait until it has raised."""
+        path = self.folder / method.split(":")[1]
+        eventually(lambda: not path.exists(), 10, f"{method} was not called")
