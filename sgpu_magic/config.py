@@ -28,6 +28,18 @@ SEVEN_DAYS_S = 7 * 24 * 3600.0
 _MAX_BUDGET_DAYS = 3660
 # these may be tables in the file
 _PRICES = ("prices", "reserved_prices")
+# what a pool has and allows, read when it starts: a notebook that states other values wants a pool with those
+POOL_SETTINGS = (
+    "simulate",
+    "cpu_slots",
+    "prices",
+    "reserved_prices",
+    "currency",
+    "budget",
+    "budget_days",
+    "environment_dir",
+    "environment_limit",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,10 +255,15 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     for name, kind in known.items():
         variable = f"SGPU_{name.upper()}"
         if environ.get(variable, "") != "":
-            values[name] = _read(name, variable, str(kind), environ[variable], "the environment")
+            values[name] = _read(name, variable, str(kind), _unquoted(environ[variable]), "the environment")
     _check_money(values)
     _check_users(values)
     return Settings(**values)  # pyright: ignore[reportArgumentType]
+
+
+def pool_settings(settings: Settings) -> dict[str, str]:
+    """Return by name the settings that a pool reads when it starts."""
+    return {name: str(getattr(settings, name)) for name in POOL_SETTINGS}
 
 
 class CurrentSettings:
@@ -300,6 +317,11 @@ def _track(name: str, value: object, where: str) -> str:
         return "all" if _convert(name, "bool", value, where) else "off"
     except UsageError:
         raise UsageError(f"{name} in {where} is {value!r}; it can be auto, all or off.") from None
+
+
+def _unquoted(value: str) -> str:
+    """Take off the quotes that a shell would: `%env NAME="value"` keeps them."""
+    return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'" else value
 
 
 def _convert(name: str, kind: str, value: object, where: str) -> object:

@@ -181,8 +181,9 @@ def test_devices_with_less_memory_are_not_taken() -> None:
         ),
         (
             spec(A, 2, "l4"),
-            "this pool has no l4. It has: 16 h100, cpu (8 slots). Leave --type out to use what is there, choose "
-            "another pool with --pool, or run the ranks on CPU instead with SGPU_STAND_IN=cpu.",
+            "this pool has no l4. It has: 16 h100, cpu (8 slots). Run the ranks on CPU in its place with "
+            "SGPU_STAND_IN=cpu, leave --type out to use what is there, or choose another pool with --pool. "
+            "`%env NAME=VALUE` sets a variable in a notebook.",
         ),
         (
             spec(A, 9, "cpu"),

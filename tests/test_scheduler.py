@@ -166,15 +166,15 @@ def test_a_type_that_the_pool_lacks_is_refused_with_what_it_has() -> None:
     refused = refusal(submit(Scheduler(node()), spec(A, 2, "h100")))
     assert refused.error == "UsageError"
     assert refused.message == (
-        "this pool has no h100. It has: cpu (16 slots). Leave --type out to use what is there, choose "
-        "another pool with --pool, run the ranks on CPU instead with SGPU_STAND_IN=cpu, or declare simulated "
-        'devices with SGPU_SIMULATE="h100:8" to try things out.'
+        "this pool has no h100. It has: cpu (16 slots). Run the ranks on CPU in its place with SGPU_STAND_IN=cpu, "
+        "leave --type out to use what is there, simulate devices on this machine's pool with SGPU_SIMULATE=h100:8, or "
+        "choose another pool with --pool. `%env NAME=VALUE` sets a variable in a notebook."
     )
     pool = node(*gpus(4), *gpus(8, "a100", simulated=True), problem="the driver is too old.")
     message = refusal(submit(Scheduler(pool), spec(A, 12, "h100"))).message
     assert "It has: 4 a10, 8 a100 (simulated), cpu (16 slots). " in message
-    assert "Its GPUs could not be read: the driver is too old. Leave" in message
-    assert 'SGPU_SIMULATE="h100:12"' in message
+    assert "Its GPUs could not be read: the driver is too old. Run the" in message
+    assert "SGPU_SIMULATE=h100:12," in message
 
 
 def test_a_pool_without_cpu_slots_has_no_cpu() -> None:

@@ -13,19 +13,25 @@ from concurrent.futures import Future
 
 from sgpu_magic.client.interpreter import this_interpreter
 from sgpu_magic.client.keys import own_key_path, own_keys
-from sgpu_magic.client.link import PoolLink, Reply, this_hello
-from sgpu_magic.client.local_pool import find_pool, start_pool
+from sgpu_magic.client.link import PoolLink, PoolLost, Reply, this_hello
+from sgpu_magic.client.local_pool import find_pool, start_pool, stated_settings
 from sgpu_magic.client.local_wire import LocalWire
 from sgpu_magic.client.pools_file import PoolEntry
 from sgpu_magic.client.remote_wire import RemoteWire
 from sgpu_magic.config import Settings, is_linux
 from sgpu_magic.errors import PoolError, PoolVersionError
 from sgpu_magic.protocol.address import PoolAddress, process_start, socket_file
-from sgpu_magic.protocol.messages import PROTOCOL_VERSION, Goodbye, Warm
+from sgpu_magic.protocol.ids import short
+from sgpu_magic.protocol.messages import PROTOCOL_VERSION, AskStatus, Goodbye, StopPool, Warm
+from sgpu_magic.protocol.pool_status import PoolStatus
 from sgpu_magic.secure_sockets import Endpoint
 
 REPLY_TIMEOUT_S = 15.0
 _OLD_POOL_EXIT_S = 10.0
+# ranks that were asked to end have the default grace of 5 s
+_RANKS_LEAVE_S = 6.0
+_RANKS_PAUSE_S = 0.02
+_MOST_NAMED = 3
 
 
 class Connection(ABC):
@@ -84,6 +90,10 @@ class Connection(ABC):
             PoolError: It can't be reached or started.
         """
 
+    def settings_applied(self) -> str:
+        """Have a pool with the settings that this process states; as `Pool.apply_settings`."""
+        return ""
+
     def close(self) -> None:
         """Say goodbye."""
         with self._lock:
@@ -110,6 +120,27 @@ class LocalConnection(Connection):
             link = self.made(start=True)
         if not fresh:
             link.send(Warm(interpreter=this_interpreter()))
+
+    def settings_applied(self) -> str:
+        stated = stated_settings()
+        if not stated:
+            return ""
+        link = self.made(start=True)
+        has = dict(link.welcome.settings)
+        other = [name for name, value in stated.items() if has.get(name, value) != value]
+        if not other:
+            return ""
+        if going := _stopped_unless_used(link):
+            changed = " and ".join(f"SGPU_{name.upper()}={has[name]!r} and not {stated[name]!r}" for name in other)
+            return (
+                f"The local pool still has {changed}, because it is in use: {', '.join(going[:_MOST_NAMED])}. The "
+                "first run after that restarts it with the new settings; `sgpu pool stop --force` ends the pool and "
+                "its runs now."
+            )
+        wait_for_exit(link.pid)
+        link.lost.wait(REPLY_TIMEOUT_S)
+        self.made(start=True)
+        return ""
 
     def _made_anew(self, start: bool) -> PoolLink:
         address = find_pool(self._settings)
@@ -198,6 +229,38 @@ def with_known_version(link: PoolLink) -> PoolLink:
         + "Wait for its runs and restart it with `sgpu pool stop`, or end them too with `sgpu pool stop --force`; "
         "the next run starts a pool of this version."
     )
+
+
+def ask_to_stop(link: PoolLink, *, force: bool = False) -> None:
+    """Have the pool stop.
+
+    Raises:
+        PoolError: Runs go on there and `force` is not set, or it does not answer.
+    """
+    request, reply = link.new_request()
+    link.send(StopPool(request=request, force=force))
+    wait_for(reply, link=link)
+
+
+def _stopped_unless_used(link: PoolLink) -> list[str]:
+    """Stop the pool; else return what goes on there. The ranks of a run that has just ended are waited for."""
+    deadline = time.monotonic() + _RANKS_LEAVE_S
+    while True:
+        try:
+            ask_to_stop(link)
+        except PoolLost:
+            return []
+        except PoolError:
+            request, reply = link.new_request()
+            link.send(AskStatus(request=request, recent=1))
+            status = wait_for(reply, link=link)
+            runs = status.runs if isinstance(status, PoolStatus) else ()
+            going = [f"run {short(run.run_id)} ({run.name})" for run in runs if not run.state.is_final]
+            if going or time.monotonic() > deadline:
+                return going or ["ranks of runs that have ended"]
+            time.sleep(_RANKS_PAUSE_S)
+        else:
+            return []
 
 
 def _found(settings: Settings) -> PoolAddress:

@@ -8,11 +8,12 @@ import select
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.config import Settings, private_dir
+from sgpu_magic.config import Settings, config_path, load_settings, pool_settings, private_dir
 from sgpu_magic.errors import PoolError
 from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.address import (
@@ -78,6 +79,22 @@ def start_pool(settings: Settings, warm: Warm | None = None) -> None:
         )
     if answer.strip() not in (b"ready", b"already running"):
         raise PoolError(f"the local pool could not be started: {_last_line(log_path)} Its log is {log_path}.")
+
+
+def stated_settings() -> dict[str, str]:
+    """Return those of a pool's settings that a variable of this process or the settings' file names.
+
+    Raises:
+        UsageError: As `load_settings`.
+    """
+    file = config_path()
+    settings = load_settings()
+    in_file = tomllib.loads(file.read_text()) if file.is_file() else {}
+    return {
+        name: value
+        for name, value in pool_settings(settings).items()
+        if name in in_file or f"SGPU_{name.upper()}" in os.environ
+    }
 
 
 def _first_line(process: subprocess.Popen[bytes], order: bytes) -> bytes | None:

@@ -15,6 +15,7 @@ from sgpu_magic.client.connection import (
     Connection,
     FarConnection,
     LocalConnection,
+    ask_to_stop,
     wait_for,
     wait_for_exit,
 )
@@ -26,7 +27,7 @@ from sgpu_magic.client.sent_runs import note_end
 from sgpu_magic.client.submitter import Submitter
 from sgpu_magic.client.uploads import Uploads
 from sgpu_magic.config import CurrentSettings, Settings
-from sgpu_magic.errors import PoolError, SessionError, SgpuError
+from sgpu_magic.errors import CapacityError, PoolError, SessionError, SgpuError, UsageError
 from sgpu_magic.payload.pack import Packed
 from sgpu_magic.protocol.messages import (
     Accepted,
@@ -39,7 +40,6 @@ from sgpu_magic.protocol.messages import (
     Detach,
     KeepEnvironment,
     Stacks,
-    StopPool,
     TrackRun,
     Warm,
 )
@@ -81,6 +81,7 @@ class Pool:
         self.entry = entry
         self.name = LOCAL if entry is None else entry.name
         self._uploads = Uploads()
+        self._kept_settings = ""
         self._connection: Connection = (
             LocalConnection(settings, self._link_lost, self._noticed)
             if entry is None
@@ -119,9 +120,27 @@ class Pool:
             UsageError: The pool refuses the run, or there is no room for its payload.
             CapacityError: There is no room now and the run was not to wait.
         """
-        run = self._submitter.submit(spec, packed, key, environ, along)
+        try:
+            run = self._submitter.submit(spec, packed, key, environ, along)
+        except (UsageError, CapacityError) as error:
+            if not self._kept_settings:
+                raise
+            raise type(error)(f"{error.message} {self._kept_settings}") from None
         run.pool = self.name
         return run
+
+    def apply_settings(self) -> str:
+        """Have a local pool with the settings that this process states; one that nobody uses is restarted for them.
+
+        Returns:
+            Why the pool keeps others, and what to do; "" when it has them.
+
+        Raises:
+            PoolError: It can't be reached or started.
+            UsageError: A variable has a value that means nothing.
+        """
+        self._kept_settings = self._connection.settings_applied()
+        return self._kept_settings
 
     @property
     def sees_client(self) -> bool:
@@ -328,20 +347,14 @@ class Pool:
             PoolError: Runs are going on and `force` is not set, or it does not end.
         """
         if self.entry is not None:
-            link = self._connection.made(start=False)
-            request, reply = link.new_request()
-            link.send(StopPool(request=request, force=force))
-            wait_for(reply, link=link)
+            ask_to_stop(self._connection.made(start=False), force=force)
             self.close()
             return True
         address = find_pool(self._home)
         if address is None:
             return False
         try:
-            link = self._connection.made(start=False)
-            request, reply = link.new_request()
-            link.send(StopPool(request=request, force=force))
-            wait_for(reply)
+            ask_to_stop(self._connection.made(start=False), force=force)
         except PoolLost:
             pass
         except PoolError:

@@ -160,14 +160,17 @@ def check_memory(asked: Asked, wanted: Wanted) -> None:
     needs = format_bytes(wanted.min_memory_bytes)
     if kind == CPU:
         raise CapacityError(f"--min-memory {needs} is of GPUs' memory, and ranks on cpu have none. Leave it out.")
-    fitting, every = counts(asked.status, wanted.min_memory_bytes).get(kind), counts(asked.status).get(kind)
+    with_memory = counts(asked.status, wanted.min_memory_bytes)
+    fitting, every = with_memory.get(kind), counts(asked.status).get(kind)
     ranks = wanted.ranks or 1
     if every is not None and (fitting is None or fitting.total < ranks):
         there = 0 if fitting is None else fitting.total
+        others = any(count.total >= ranks for other, count in with_memory.items() if other != CPU)
+        leave = "Leave --type out to take any type with so much, or ask" if others else "Ask"
         raise CapacityError(
             f"the pool {asked.name} has {every.total} {kind} with {format_bytes(every.memory_bytes)} of memory or "
             f"more, and {there} of them {'has' if there == 1 else 'have'} {needs}; {ranks} are asked for. It has: "
-            f"{has_words(asked.status)}. Leave --type out to take any type with so much, or ask for less."
+            f"{has_words(asked.status)}. {leave} for less with --min-memory."
         )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sgpu_magic import __version__
-from sgpu_magic.config import Settings
+from sgpu_magic.config import Settings, pool_settings
 from sgpu_magic.engines.base import Engine
 from sgpu_magic.pool import stimuli as sched
 from sgpu_magic.pool.billing import Billing
@@ -205,6 +205,7 @@ class PoolService:
             user=client.user,
             service=self._service_id,
             pool=self._settings.pool or "local",
+            settings=() if self._settings.listen else tuple(pool_settings(self._settings).items()),
         )
 
     def track(self, message: TrackRun) -> None:

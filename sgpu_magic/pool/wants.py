@@ -259,16 +259,17 @@ def _on_cpu(placement: Placement, stock: Stock, device_type: str, *, simulated: 
 def _lacking(placement: Placement, stock: Stock) -> Refusal:
     asked, inventory = placement.device_type, stock.inventory
     problem = f" Its GPUs could not be read: {inventory.problem.rstrip('.')}." if inventory.problem else ""
-    ways = ["Leave --type out to use what is there", "choose another pool with --pool"]
+    ways = ["leave --type out to use what is there", "choose another pool with --pool"]
     if asked != CPU:
         if inventory.cpu_slots > 0:
-            ways.append("run the ranks on CPU instead with SGPU_STAND_IN=cpu")
+            ways.insert(0, "run the ranks on CPU in its place with SGPU_STAND_IN=cpu")
         if not stock.many:
-            simulate = f'SGPU_SIMULATE="{asked}:{max(8, placement.ranks)}"'
-            ways.append(f"or declare simulated devices with {simulate} to try things out")
-    if asked == CPU or stock.many:
-        ways[-1] = f"or {ways[-1]}"
+            simulate = f"SGPU_SIMULATE={asked}:{max(8, placement.ranks)}"
+            ways.insert(-1, f"simulate devices on this machine's pool with {simulate}")
+    ways[-1] = f"or {ways[-1]}"
+    ways[0] = ways[0][0].upper() + ways[0][1:]
+    set_so = " `%env NAME=VALUE` sets a variable in a notebook." if asked != CPU else ""
     return Refusal(
         "UsageError",
-        f"this pool has no {asked}. It has: {stock.describe()}.{problem} {', '.join(ways)}.",
+        f"this pool has no {asked}. It has: {stock.describe()}.{problem} {', '.join(ways)}.{set_so}",
     )

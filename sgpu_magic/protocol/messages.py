@@ -247,6 +247,7 @@ class Welcome(Record, frozen=True, tag="welcome", kw_only=True):
         user: Who the client is to the pool.
         service: Another one for each life of the pool's process.
         pool: The pool's own name.
+        settings: (name, value) of a local pool's settings that it has read when it started.
     """
 
     protocol_version: int
@@ -260,6 +261,7 @@ class Welcome(Record, frozen=True, tag="welcome", kw_only=True):
     user: str = ""
     service: str = ""
     pool: str = "local"
+    settings: tuple[tuple[str, str], ...] = ()
 
 
 class Accepted(Record, frozen=True, tag="accepted", kw_only=True):

@@ -29,6 +29,13 @@ _HARDWARE_WORDS = (
 )
 _DESTROYS_CONTEXT = re.compile(rf"cuda[^\n]*({'|'.join(map(re.escape, (*_WORDS, *_HARDWARE_WORDS)))})", re.IGNORECASE)
 _FROM_HARDWARE = re.compile("|".join(map(re.escape, _HARDWARE_WORDS)), re.IGNORECASE)
+# torch built without CUDA, and with it on a machine without a GPU
+_NO_CUDA = (
+    "Torch not compiled with CUDA enabled",
+    "Found no NVIDIA driver on your system",
+    "No CUDA GPUs are available",
+    "Cannot access accelerator device when none is available",
+)
 # the text is in the first line, and a message may have any length
 _MOST_CHARS = 4_000
 
@@ -36,6 +43,16 @@ _MOST_CHARS = 4_000
 def destroys_context(failure: Failure) -> bool:
     """Whether the failure is a CUDA error after which its process can't use its GPU any more."""
     return _DESTROYS_CONTEXT.search(failure.message[:_MOST_CHARS]) is not None
+
+
+def no_cuda_hint(failure: Failure) -> str:
+    """Return what helps code that asks for CUDA on ranks without a GPU, "" for any other failure."""
+    if failure.rank is None or not any(words in failure.message[:_MOST_CHARS] for words in _NO_CUDA):
+        return ""
+    return (
+        "This rank has no GPU, so it is on CPU. In a cell, use `device`, the rank's own device, in place of "
+        '"cuda": `.to(device)` runs on either.'
+    )
 
 
 def context_hint(failure: Failure, others: Iterable[Failure], spec: RunSpec | None) -> str:

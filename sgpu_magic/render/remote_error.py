@@ -11,7 +11,7 @@ from sgpu_magic.protocol import ids
 from sgpu_magic.protocol.measures import RankStack
 from sgpu_magic.protocol.records import CellSource, Failure, RunSpec
 from sgpu_magic.protocol.states import FailureKind
-from sgpu_magic.render.cuda_errors import context_hint
+from sgpu_magic.render.cuda_errors import context_hint, no_cuda_hint
 from sgpu_magic.render.failure import (
     death_sentence,
     error_line,
@@ -83,7 +83,7 @@ def remote_exception(
         "remote_traceback": remote_traceback or (stacks_text(run_id, stacks, source) if stacks else ""),
     }
     if failure.kind is FailureKind.USER_CODE:
-        hint = _name_hint(failure, notebook_names) or context_hint(failure, others, spec)
+        hint = _name_hint(failure, notebook_names) or no_cuda_hint(failure) or context_hint(failure, others, spec)
         raised = exception if isinstance(exception, Exception) else None
         if raised is None:
             raised = errors.RemoteError(error_line(failure), type_name=failure.type_name or "Exception")

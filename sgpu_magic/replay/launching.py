@@ -56,8 +56,10 @@ def prepare_replay(place: Workplace, recorded: Recorded, options: ReplayOptions)
 
     Raises:
         UsageError: A variable that the run was given is not set here.
+        PoolError: The pool can't be reached or started.
     """
     spec = recorded.spec
+    kept_settings = place.pool.apply_settings()
     missing = [name for name in spec.env_names if name not in os.environ and name not in options.variables]
     if missing:
         listed, first = ", ".join(missing), missing[0]
@@ -72,6 +74,7 @@ def prepare_replay(place: Workplace, recorded: Recorded, options: ReplayOptions)
     notes = [f"a replay of run {short(spec.run_id)}", *differences(then, now), *_gone_variables(spec)]
     if spec.session:
         notes.append("it ran in a session: what earlier cells had set on its ranks is not here")
+    notes += filter(None, [kept_settings])
     again = _spec_again(place, spec, options, tuple(notes))
     if chosen.interpreter is not None:
         again = msgspec.structs.replace(again, environment=chosen.digest)

@@ -49,7 +49,7 @@ class Found:
     Args:
         pool: Its pool.
         placement: What it asks for there.
-        notes: Why it goes there, for its view: one sentence when it named no pool and there are several, else none.
+        notes: Sentences for its view: why it goes there, and which settings the pool does not have.
     """
 
     pool: Pool
@@ -94,6 +94,7 @@ def find_place(pools: Pools, settings: Settings, name: str, devices: Devices) ->
         choice = _chosen(pools, settings, entries, devices, name)
         name = choice.name
     pool = pools.named(name or LOCAL)
+    kept_settings = pool.apply_settings()
     entry = next((each for each in entries if each.name == name), None)
     device_type = devices.device_type
     if choice is not None and choice.device_type is not None:
@@ -111,7 +112,8 @@ def find_place(pools: Pools, settings: Settings, name: str, devices: Devices) ->
         strategy=devices.strategy or STRATEGIES[0],
         min_memory_bytes=devices.min_memory_bytes,
     )
-    return Found(pool, placement, () if choice is None else (f"pool {choice.name}: {choice.why}",))
+    notes = () if choice is None else (f"pool {choice.name}: {choice.why}",)
+    return Found(pool, placement, (*notes, *filter(None, [kept_settings])))
 
 
 def default_ranks(pool: Pool, entry: PoolEntry | None, device_type: str | None) -> int:

@@ -1,0 +1,112 @@
+"""Remedies that errors name are followed in the notebook that has read them: the next cell works."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+from kernels import Kernel, Reply, eventually
+
+OWN_HOME = True
+
+_SETTING = re.compile(r"\b(SGPU_[A-Z_]+=\S+?)[,.]?(?=\s)")
+_OPTION = re.compile(r"(?<=[Uu]se )--(gpus|type) (\w+)|(?<=with )--(gpus|type) (\w+)")
+_LEFT_OUT = re.compile(r"[Ll]eave --(\w+) out")
+_COMMAND = re.compile(r"`sgpu ([^`]+)`")
+
+
+def remedies(error: str, cell: str) -> list[tuple[str, str]]:
+    """The remedies that an error names, each as a cell to run first ("" for none) and what the failed cell becomes."""
+    found = [(f"%env {setting}", cell) for setting in _SETTING.findall(error)]
+    for match in _OPTION.finditer(error):
+        name, value = (text for text in match.groups() if text)
+        without = re.sub(rf" --{name} \w+", "", cell)
+        found.append(("", without.replace("%%distributed", f"%%distributed --{name} {value}")))
+    found += [("", re.sub(rf"--{name} \w+ ?", "", cell)) for name in _LEFT_OUT.findall(error)]
+    # the kernel's own environment need not be on PATH
+    return found + [(f"!{sys.executable} -m sgpu_magic.cli {words}", cell) for words in _COMMAND.findall(error)]
+
+
+def refused(kernel: Kernel, cell: str) -> str:
+    reply = kernel.run(cell)
+    assert reply.status == "error", reply.story
+    return " ".join(reply.evalue.split())
+
+
+def ran(reply: Reply, ranks: int, device: str) -> None:
+    assert reply.status == "ok", reply.story
+    assert [reply.lines(rank) for rank in range(ranks)] == [[device]] * ranks, reply.story
+
+
+@pytest.fixture
+def plain_pool(kernel: Kernel) -> Kernel:
+    """A kernel and a pool without simulated devices that is up."""
+    kernel.check("%env SGPU_SIMULATE=")
+    kernel.check("%%distributed -n 1\npass")
+    return kernel
+
+
+def test_each_remedy_for_a_missing_type_works_in_the_same_notebook(plain_pool: Kernel):
+    kernel = plain_pool
+    cell = "%%distributed --gpus 4 --type a10\nprint(device)"
+    error = refused(kernel, cell)
+    named = remedies(error, cell)
+    assert [first for first, _ in named] == ["%env SGPU_STAND_IN=cpu", "%env SGPU_SIMULATE=a10:8", ""], error
+    for first, then in named:
+        refused(kernel, cell)
+        kernel.check(first)
+        ran(kernel.run(then), 4, "cpu")
+        kernel.check("%env SGPU_STAND_IN=\n%env SGPU_SIMULATE=")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", ["--gpus 8 --type a10", "--gpus 8", "--gpus 4 --type h100", "--gpus 2 --type a10 --min-memory 40GB"]
+)
+def test_each_remedy_for_too_few_devices_works_in_the_same_notebook(plain_pool: Kernel, options: str):
+    kernel = plain_pool
+    kernel.check('%env SGPU_SIMULATE="a10:4,h100:2"')
+    cell = f"%%distributed {options}\nprint(device)"
+    error = refused(kernel, cell)
+    named = remedies(error, cell)
+    assert named, error
+    for first, then in named:
+        kernel.check(first)
+        reply = kernel.run(then)
+        assert reply.status == "ok", f"{error}\n{then}\n{reply.story}"
+
+
+@pytest.mark.slow
+def test_a_pool_in_use_keeps_its_settings_and_the_error_names_the_command(plain_pool: Kernel, new_kernel):
+    kernel = plain_pool
+    other = new_kernel()
+    going = other.start(
+        "%%distributed -n 1 --name steady\nimport time, os\nwhile not os.path.exists('go'): time.sleep(0.02)"
+    )
+    eventually(lambda: kernel.home.run_named("steady"))
+    kernel.check("%env SGPU_SIMULATE=a10:8")
+    cell = "%%distributed --gpus 4 --type a10\nprint(device)"
+    error = refused(kernel, cell)
+    assert "still has SGPU_SIMULATE='' and not 'a10:8', because it is in use" in error
+    assert "(steady)" in error, error
+    reply = kernel.check("%%distributed -n 1\nprint(device)")
+    assert "still has SGPU_SIMULATE='' and not 'a10:8'" in reply.text
+    (first, then) = remedies(error, cell)[-1]
+    assert first.endswith("pool stop --force")
+    kernel.check(first)
+    assert going.wait().status == "error"
+    ran(kernel.run(then), 4, "cpu")
+
+
+def test_code_for_cuda_on_ranks_that_stand_in_says_what_runs_on_both(plain_pool: Kernel):
+    kernel = plain_pool
+    kernel.check("%env SGPU_STAND_IN=cpu")
+    reply = kernel.run("%%distributed --gpus 2 --type a10\nimport torch\nprint(torch.ones(2).to('cuda').sum().item())")
+    assert reply.status == "error"
+    assert "use `device`" in reply.traceback, reply.story
+    ran(
+        kernel.run("%%distributed --gpus 2 --type a10\nimport torch\nprint(torch.ones(2).to(device).sum().item())"),
+        2,
+        "2.0",
+    )
