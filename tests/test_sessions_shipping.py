@@ -187,6 +187,24 @@ def test_a_restarted_rank_lacks_all_and_gets_what_was_shipped(notebook: Notebook
     assert notebook.reads("cfg").before == (((1,), ("cfg",)),)
 
 
+def test_a_value_that_differs_between_ranks_is_told_once(notebook: Notebook):
+    notebook.run("lr = 1")
+    notebook.reads("lr", stores=["lr"])
+    notebook.shipping.restarted((1,))
+    plan = notebook.reads("lr")
+    assert plan.before == (((1,), ("lr",)),)
+    (note,) = plan.notes
+    assert note.startswith("`lr` differs between ranks: rank 1 got the notebook's value, ranks 0, 2, 3 kept what")
+    assert notebook.reads("lr").notes == ()
+
+
+def test_a_value_that_was_pushed_is_had_from_a_rank_that_stays(notebook: Notebook):
+    notebook.shipping.set_on_ranks(["lr", "seed"], {}, ALL, pushed=True)
+    notebook.reads(stores=["seed"])
+    assert notebook.shipping.pushed_names({0, 1}) == {2: ["lr"]}
+    assert notebook.shipping.pushed_names(ALL) == {}
+
+
 def test_what_did_not_arrive_goes_again(notebook: Notebook):
     notebook.run("cfg = 1")
     plan = notebook.reads("cfg")

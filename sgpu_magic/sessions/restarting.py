@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+from typing import TYPE_CHECKING, Any
 
+from sgpu_magic.errors import SerializationError, UsageError
+from sgpu_magic.protocol.records import OutputName
 from sgpu_magic.sessions.rank_lists import format_ranks
 from sgpu_magic.sessions.running import names_on, push
 
@@ -25,6 +28,7 @@ def restart(session: Session, only: tuple[int, ...]) -> str:
     """
     place, ranks = session.place, session.ranks_of(only)
     lost = _names_lost(session, ranks)
+    pushed = _pushed_values(session, ranks)
     session.pool.restart_ranks(session.run_id, only)
     again: set[str] = set()
     for names, some in session.shipping.restarted(ranks).items():
@@ -32,14 +36,28 @@ def restart(session: Session, only: tuple[int, ...]) -> str:
         if there:
             push(session, there, some if len(some) < session.ranks else ())
             again.update(there)
+    if pushed:
+        session.push(**pushed, ranks=ranks)
     one = len(ranks) == 1
     what = f"{format_ranks(ranks)} of session {session.name} {'is a new process' if one else 'are new processes'}"
     sent = f"sent again from the notebook: {_listed(again)}" if again else "the notebook had shipped nothing"
-    gone = sorted(lost - again)
+    if pushed:
+        sent += f"; from another rank: {_listed(set(pushed))}"
+    gone = sorted(lost - again - set(pushed))
     if not gone:
         return f"{what}; {sent}; no name that a cell had set was lost."
     again_on = f" with --ranks {','.join(map(str, only))}" if only else ""
     return f"{what}; {sent}; lost, as cells had set it there: {_listed(gone)}. Run those cells again{again_on}."
+
+
+def _pushed_values(session: Session, ranks: tuple[int, ...]) -> dict[str, Any]:
+    """Return what was pushed to these ranks, as a rank has it that stays. What can't be had from there is lost."""
+    found: dict[str, Any] = {}
+    for rank, names in session.shipping.pushed_names({*ranks, *session.dead}).items():
+        for name in names:
+            with contextlib.suppress(UsageError, SerializationError):
+                session.pull_into(found, (OutputName(name),), (rank,), "none")
+    return found
 
 
 def _names_lost(session: Session, ranks: tuple[int, ...]) -> frozenset[str]:

@@ -146,7 +146,7 @@ class Session(Lifetime):
         self.checked()
         only = self.only(ranks)
         running.run_in(self, lambda: cells.prepare_push(self, names, values, only), "auto" if names else "none")
-        self.shipping.set_on_ranks(values, self.place.namespace, self.ranks_of(only))
+        self.shipping.set_on_ranks(values, self.place.namespace, self.ranks_of(only), pushed=True)
 
     def pull(self, *names: str, ranks: Iterable[int] | int | str | None = None) -> Any:
         """Return the value of a name on its lowest rank, or with `"x:all"` the list of all ranks' values.

@@ -14,6 +14,7 @@ from types import ModuleType
 
 from sgpu_magic.payload.code_names import is_ipythons
 from sgpu_magic.payload.digest import Fingerprint
+from sgpu_magic.sessions.rank_lists import format_ranks
 
 # the notebook had no such name
 _ABSENT = b""
@@ -28,11 +29,13 @@ class _Held:
 
     Args:
         digest: Of the notebook's value when the rank got it or set its own; None when that could not be pickled.
-        own: A cell on the rank has set it.
+        own: A cell on the rank has set it, or `Session.push` with a value.
+        pushed: It was `Session.push`.
     """
 
     digest: bytes | None
     own: bool
+    pushed: bool = False
 
 
 Assigned = Mapping[str, dict[int, _Held]]
@@ -113,7 +116,8 @@ class Shipping:
             for name in names:
                 if name in prints:
                     self._set(name, ranks, _Held(prints[name].digest, own=False))
-                self._noted.discard(name)
+                if not any(held.own for held in self._held.get(name, {}).values()):
+                    self._noted.discard(name)
 
     def not_arrived(self, names: Iterable[str], ranks: Iterable[int]) -> None:
         """What was sent did not get there."""
@@ -163,13 +167,25 @@ class Shipping:
             for name, held in before.items():
                 self._held.setdefault(name, held)
 
-    def set_on_ranks(self, names: Iterable[str], namespace: dict[str, object], ranks: Iterable[int]) -> None:
+    def set_on_ranks(
+        self, names: Iterable[str], namespace: dict[str, object], ranks: Iterable[int], *, pushed: bool = False
+    ) -> None:
         """The ranks have values of their own, or the notebook has got theirs: what it has is no newer."""
         older = {name: _digest(name, {}, namespace) for name in names}
         with self._lock:
             for name, digest in older.items():
-                self._set(name, ranks, _Held(digest, own=True))
+                self._set(name, ranks, _Held(digest, own=True, pushed=pushed))
                 self._noted.add(name)
+
+    def pushed_names(self, ranks: Collection[int]) -> dict[int, list[str]]:
+        """Return which values that were pushed to these ranks another rank has as well, by that rank."""
+        found: dict[int, list[str]] = {}
+        with self._lock:
+            for name, held in self._held.items():
+                others = sorted(rank for rank in held if rank not in ranks and held[rank].pushed)
+                if others and any(held[rank].pushed for rank in ranks if rank in held):
+                    found.setdefault(others[0], []).append(name)
+        return found
 
     def restarted(self, ranks: Collection[int]) -> dict[tuple[str, ...], tuple[int, ...]]:
         """Forget what these ranks had; return what the notebook had shipped to them: names, and the ranks they lack."""
@@ -222,14 +238,22 @@ class Shipping:
     def _own_values(
         self, lacking: Mapping[str, tuple[int, ...]], namespace: Mapping[str, object], ranks: tuple[int, ...]
     ) -> list[str]:
-        """Say once of each name that the ranks have another value than the notebook."""
+        """Say once of each name that the ranks, or some of them, have another value than the notebook."""
         notes: list[str] = []
         for name, some in lacking.items():
             held = self._held.get(name, {})
-            is_own = any(held[rank].own for rank in ranks if rank in held)
-            if some or not is_own or name in self._noted or isinstance(namespace.get(name), ModuleType):
+            own = tuple(rank for rank in ranks if rank in held and held[rank].own and rank not in some)
+            if not own or name in self._noted or isinstance(namespace.get(name), ModuleType):
                 continue
             self._noted.add(name)
+            if some:
+                new = format_ranks(some)
+                notes.append(
+                    f"`{name}` differs between ranks: {new} got the notebook's value, {format_ranks(own)} kept what was "
+                    f"set there. Run the cell that sets it on {new} too, or send the notebook's value to all with "
+                    f"%sgpu_push {name}"
+                )
+                continue
             notes.append(
                 f"`{name}` is the ranks' own, set by a cell there; the notebook has another: assign it anew, or "
                 f"%sgpu_push {name}, to ship that"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 
 import pytest
 from kernels import Kernel, Reply, eventually
@@ -78,7 +79,9 @@ def test_each_remedy_for_too_few_devices_works_in_the_same_notebook(plain_pool: 
 
 
 @pytest.mark.slow
-def test_a_pool_in_use_keeps_its_settings_and_the_error_names_the_command(plain_pool: Kernel, new_kernel):
+def test_a_pool_in_use_keeps_its_settings_and_the_error_names_the_command(
+    plain_pool: Kernel, new_kernel: Callable[..., Kernel]
+):
     kernel = plain_pool
     other = new_kernel()
     going = other.start(

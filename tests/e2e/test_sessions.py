@@ -277,6 +277,17 @@ def test_a_dead_rank_is_refused_and_restarted(session: Kernel):
     assert by_rank(session.check("%%rank 0\nprint(x)"))[0] == ["5"]
 
 
+def test_a_restarted_rank_has_what_was_pushed_and_what_cells_set_is_named_where_it_differs(session: Kernel):
+    session.check("lr = 0.1")
+    session.check("%%distributed\nprint(lr)\nlr = 0.01")
+    session.check("s.push(steps=7)")
+    told = session.check("%sgpu_restart --rank 1").text
+    assert "from another rank: steps; lost, as cells had set it there: lr" in told
+    reply = session.check("%%distributed\nprint(steps, lr)")
+    assert by_rank(reply) == [["7 0.01"], ["7 0.1"], ["7 0.01"], ["7 0.01"]]
+    assert "`lr` differs between ranks: rank 1 got the notebook's value, ranks 0, 2, 3 kept" in reply.text
+
+
 def test_all_ranks_are_restarted(session: Kernel):
     session.check("%%distributed\nx = 1")
     before = set(session.home.rank_pids())
