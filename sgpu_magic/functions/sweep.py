@@ -135,7 +135,9 @@ def map(
         best, lr = max((accuracy, lr) for lr, accuracy in sweep.pairs)
 
     Only as many runs are with the pool as its devices can take, and two more, so that `items` may be long, or a
-    generator. A progress bar is shown meanwhile. An interrupt cancels what runs and raises.
+    generator. A progress bar is shown meanwhile. While the pool does not answer, further items wait. An interrupt
+    cancels what runs and raises; whatever `map` raises before its end has the results so far as `.results`, and as
+    a `Sweep` of the items that were over as `.sweep`.
 
     Args:
         fn: Called with one item; `rank`, `world_size` ... are filled in as for `@distributed`, whose function may be
@@ -168,9 +170,20 @@ def map(
     completed = sweeping.tasks(items, at_once)
     if not in_order:
         return SweepResults(completed, return_exceptions)
-    with frames_left_out:
-        tasks = sorted(completed, key=lambda task: task.index)
-    return Sweep([task.item for task in tasks], tasks, return_exceptions=return_exceptions)
+    tasks: list[Task[T, R]] = []
+    try:
+        with frames_left_out:
+            tasks.extend(completed)
+    except BaseException as error:
+        over = _sweep_of([*tasks, *sweeping.late], return_exceptions)
+        vars(error).update(sweep=over, results=over.results)
+        raise
+    return _sweep_of(tasks, return_exceptions)
+
+
+def _sweep_of(tasks: Iterable[Task[T, R]], return_exceptions: bool) -> Sweep[T, R]:
+    ordered = sorted(tasks, key=lambda task: task.index)
+    return Sweep([task.item for task in ordered], ordered, return_exceptions=return_exceptions)
 
 
 class SweepResults(Iterator[R], Generic[R]):

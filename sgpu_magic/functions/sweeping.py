@@ -5,14 +5,14 @@ from __future__ import annotations
 import queue
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 from sgpu_magic.client.pool_choosing import KINDS
 from sgpu_magic.client.pools_file import LOCAL
-from sgpu_magic.errors import RunCancelled, SerializationError
+from sgpu_magic.errors import KeyRefused, PoolError, PoolVersionError, RunCancelled, SerializationError
 from sgpu_magic.functions import launch
 from sgpu_magic.functions.handle import Run
 from sgpu_magic.functions.options import CallOptions
@@ -28,6 +28,9 @@ R = TypeVar("R")
 _TICK_S = 0.1
 # runs that wait in the pool's queue beside those that have devices: a device that gets free has the next one at once
 _AHEAD = 2
+# a pool that can't be reached is tried again for so long; one of another machine for the setting `link_timeout_s`
+_LOCAL_PATIENCE_S = 60.0
+_TRY_AGAIN_S = 1.0
 # an interrupted sweep is free after this whatever its ranks do
 _CANCEL_PATIENCE_S = 2.5
 
@@ -60,7 +63,11 @@ class Task(Generic[T, R]):
 
 
 class Sweeping(Generic[T, R]):
-    """A sweep that goes on."""
+    """A sweep that goes on.
+
+    Attributes:
+        late: Tasks that were over when the sweep was interrupted, and were not yielded.
+    """
 
     def __init__(
         self, place: Workplace, function: Callable[..., object], options: CallOptions, total: int | None
@@ -75,30 +82,43 @@ class Sweeping(Generic[T, R]):
         self._out: dict[str, Task[T, R]] = {}
         self._failures: list[str] = []
         self._done = self._failed = 0
+        self.late: list[Task[T, R]] = []
+        # an item that the pool could not be given, since when, why, and when it is tried again
+        self._unsent: Task[T, R] | None = None
+        self._unreached_since = self._try_at = 0.0
+        self._unreached = ""
 
     def tasks(self, items: Iterable[T], at_once: int | None) -> Generator[Task[T, R]]:
         """Yield each item's task when it is over."""
         bound = at_once or self._bound()
         progress = SweepProgress(sys.stdout, is_notebook=self._place.is_notebook, ui=self._options.ui)
-        waiting = enumerate(items)
+        waiting: Iterator[Task[T, R]] = (Task(*numbered) for numbered in enumerate(items))
         ending = "stopped"
         try:
             more = True
-            while more or self._out:
-                while more and len(self._out) < bound:
-                    started = next(waiting, None)
-                    more = started is not None
-                    if started is not None and (task := self._start(Task(*started))).error is not None:
+            while more or self._out or self._unsent is not None:
+                while len(self._out) < bound and (more or self._unsent is not None):
+                    task = self._unsent or next(waiting, None)
+                    if task is None:
+                        more = False
+                    elif task is self._unsent and time.monotonic() < self._try_at:
+                        break
+                    elif self._start(task).error is not None:
                         yield self._over(task)
                 now = time.monotonic()
                 if progress.is_due(now):
-                    progress.show(self._picture(), now)
-                if self._out and (task := self._next()) is not None:
+                    progress.show(self._picture(self._unreached), now)
+                if (self._out or self._unsent is not None) and (task := self._next()) is not None:
                     yield self._over(task)
             ending = ""
         except KeyboardInterrupt as error:
             ending = "interrupted"
-            told = f"the sweep was interrupted when {self._done} of its items were done; the others' runs are stopped."
+            while not self._ended.empty() and (task := self._next()) is not None:
+                self.late.append(self._over(task))
+            told = (
+                f"the sweep was interrupted when {self._done} of its items were done; the others' runs are stopped. "
+                "Their results are in the exception's .results, `sys.last_value.results` in the next cell."
+            )
             raise RunCancelled(told) from error
         finally:
             if self._out:
@@ -141,9 +161,32 @@ class Sweeping(Generic[T, R]):
             # of one item among others that can be sent
             task.error = error
             return task
-        run = task.run = cast("Run[R]", launch.submitted(self._place, submission))
+        except PoolError as error:
+            return self._kept(task, error)
+        try:
+            run = task.run = cast("Run[R]", launch.submitted(self._place, submission))
+        except PoolError as error:
+            return self._kept(task, error)
+        self._unsent, self._unreached_since, self._unreached = None, 0.0, ""
         self._out[run.run_id] = task
         run.add_done_callback(cast("Callable[[object], object]", self._ended.put))
+        return task
+
+    def _kept(self, task: Task[T, R], error: PoolError) -> Task[T, R]:
+        """Keep an item for a later try: a pool that was reached before may come back.
+
+        Raises:
+            PoolError: It has not for too long, or it never was reached.
+        """
+        now = time.monotonic()
+        if not (self._done or self._failed or self._out) or isinstance(error, PoolVersionError | KeyRefused):
+            raise error
+        self._unreached_since = self._unreached_since or now
+        is_local = self._place.wanted_pool(self._options.pool) in ("", LOCAL)
+        if now - self._unreached_since > (_LOCAL_PATIENCE_S if is_local else self._place.settings.link_timeout_s):
+            raise error
+        self._unsent, self._try_at = task, now + _TRY_AGAIN_S
+        self._unreached = "the pool does not answer, further items wait"
         return task
 
     def _next(self) -> Task[T, R] | None:

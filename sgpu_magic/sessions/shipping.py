@@ -249,8 +249,8 @@ class Shipping:
             if some:
                 new = format_ranks(some)
                 notes.append(
-                    f"`{name}` differs between ranks: {new} got the notebook's value, {format_ranks(own)} kept what was "
-                    f"set there. Run the cell that sets it on {new} too, or send the notebook's value to all with "
+                    f"`{name}` differs between ranks: {new} got the notebook's value, {format_ranks(own)} kept what "
+                    f"was set there. Run the cell that sets it on {new} too, or send the notebook's value to all with "
                     f"%sgpu_push {name}"
                 )
                 continue

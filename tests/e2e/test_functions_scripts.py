@@ -356,27 +356,57 @@ def test_what_can_never_be_sent_ends_a_sweep_at_once_and_one_bad_item_does_not(h
     assert lines == ["SerializationError", "TypeError", "UsageError", "[1, 1] ['SerializationError'] None"]
 
 
+def test_a_sweep_goes_on_when_the_pool_is_killed(home: Home):
+    process = start(
+        home,
+        """
+        def trial(i):
+            open(f"at-{i}", "w").close()
+            while i == 1 and not os.path.exists("go"):
+                time.sleep(0.01)
+            return i
+
+        print(map(trial, range(4), at_once=1, ui="none").results)
+        """,
+    )
+    eventually((home.work / "at-1").exists, 30)
+    pool = home.pool_pid()
+    assert pool is not None
+    os.kill(pool, signal.SIGKILL)
+    (home.work / "go").touch()
+    out, err = process.communicate(timeout=60)
+    assert "[0, 1, 2, 3]" in out, err
+    for file in [*home.work.glob("at-*"), home.work / "go"]:
+        file.unlink()
+
+
 def test_an_interrupt_ends_a_sweep_and_all_its_runs(home: Home):
     process = start(
         home,
         """
         def forever(i):
             open(f"up-{i}", "w").close()
-            time.sleep(60)
+            time.sleep(60 * bool(i))
+            return "done"
 
-        map(forever, range(10), at_once=2, name="swept")
+        try:
+            map(forever, range(10), at_once=2, name="swept")
+        except KeyboardInterrupt as interrupted:
+            print(interrupted.results, interrupted.sweep.items)
+            raise
         """,
     )
-    eventually(lambda: (home.work / "up-1").exists() and (home.work / "up-0").exists(), 30)
+    eventually(lambda: (home.work / "up-1").exists() and (home.work / "up-2").exists(), 30)
     process.send_signal(signal.SIGINT)
     began = time.monotonic()
     out, err = process.communicate(timeout=20)
     assert time.monotonic() - began < 5
     assert "RunCancelled" in err
+    assert "['done'] [0]" in out
     assert "of 10 done · interrupted" in out
     eventually(lambda: not home.rank_pids(), 10)
     states = [row.state for row in home.ledger().values() if row.name.startswith("swept")]
-    assert states == ["cancelled", "cancelled"]
+    assert states == ["succeeded", "cancelled", "cancelled"]
     for file in home.work.glob("up-*"):
         file.unlink()
 

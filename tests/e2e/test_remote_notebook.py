@@ -57,6 +57,30 @@ def test_a_cell_goes_on_while_the_line_is_cut_and_is_shown_whole(served: ServedP
     assert served.home.ledger()[run_id].state == "succeeded"
 
 
+@pytest.mark.slow
+def test_a_sweep_goes_on_after_a_gap_that_is_longer_than_the_wait_for_an_answer(
+    ann: RemoteUser, line: Proxy, kernel: Kernel
+):
+    kernel.check(
+        "import os, time, sgpu_magic\n"
+        "def items():\n"
+        "    for item in range(4):\n"
+        "        if item == 2:\n"
+        "            open('at', 'w').close()\n"
+        "            while not os.path.exists('cut'): time.sleep(0.01)\n"
+        "        yield -item"
+    )
+    cell = kernel.start("sweep = sgpu_magic.map(abs, items(), pool='team', gpu_type='cpu', at_once=1)")
+    cell.until((ann.home.work / "at").exists)
+    line.cut()
+    (ann.home.work / "cut").touch()
+    cell.until_shown("the pool does not answer, further items wait", 30)
+    line.mend()
+    reply = cell.wait(90)
+    assert reply.status == "ok", reply.story
+    assert kernel.value("sweep.results") == [0, 1, 2, 3]
+
+
 def test_a_detached_run_outlives_its_kernel_and_is_attached_to(served: ServedPool, kernel: Kernel):
     kernel.check(
         "%%distributed -n 1 --pool team --detach --out z\nimport time, pathlib\n"
