@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from sgpu_magic.client.along import Along, Stand
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.run import Run
-from sgpu_magic.errors import RunCancelled
+from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.payload.pack import Packed
 from sgpu_magic.protocol.codec import printable
+from sgpu_magic.protocol.ids import short
 from sgpu_magic.protocol.messages import Describe, TrackRun
 from sgpu_magic.protocol.records import Interpreter, RunSpec
 from sgpu_magic.runs import git_state, job_defaults, packages, tracked, travel
@@ -68,9 +69,18 @@ def submit(pool: Pool, submission: Submission) -> Run:
     """Hand a run over to its pool, with the packages, code and variables that it needs there.
 
     Raises:
+        UsageError: This process belongs to a rank of a run.
         RunCancelled: Interrupted before the pool had taken it.
         SgpuError: As `Pool.submit`.
     """
+    if parent := os.environ.get("SGPU_RUN_ID", ""):
+        # each rank would submit one, and all would wait for devices that the run itself holds
+        raise UsageError(
+            f"rank {os.environ.get('RANK', '0')} of run {short(parent)} asks for run {submission.spec.name}, and a run "
+            "can't start another: it could wait for devices that it holds itself. Submit it from the notebook or from "
+            "a program that runs once (`sgpu run` does that with a script that has @distributed functions); on a rank "
+            "call the function itself, without `.distributed`."
+        )
     try:
         settings = pool.settings
         luggage = travel.pack_up(pool, settings, submission)
