@@ -40,7 +40,7 @@ def _row(record: JobRecord, now: float) -> tuple[str, ...]:
         f"{record.done}/{record.cells}",
         time.strftime("%Y-%m-%d %H:%M", time.localtime(record.started_at)),
         since,
-        record.copy,
+        record.copy or "-",
     )
 
 
@@ -56,8 +56,8 @@ def show_log(settings: Settings, job: str, out: TextIO) -> None:
         out.write(path.read_text(encoding="utf-8", errors="replace"))
     except OSError:
         raise UsageError(
-            f"job {short(record.job_id)} was not started with --detach, so what it said went to its terminal. Its "
-            f"executed copy is {record.copy}."
+            f"job {short(record.job_id)} was not started with --detach, so what it said went to its terminal."
+            f"{f' Its executed copy is {record.copy}.' if record.copy else ''}"
         ) from None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ import msgspec
 from sgpu_magic.commands.run_options import script_arguments
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.headless import detached, records
+from sgpu_magic.headless import detached, formats, records
 from sgpu_magic.headless.job import Job, Options, copy_of, job_from
 from sgpu_magic.headless.job_file import EXTRA, read_mapping, read_yaml
 from sgpu_magic.headless.outcome import ExitCode
@@ -48,7 +47,7 @@ def run(settings: Settings, values: argparse.Namespace, out: TextIO, err: TextIO
     record = records.JobRecord(
         job_id=values.job_id or new_id(),
         source=str(job.source),
-        copy=values.copy or str(copy_of(job)),
+        copy=values.copy or ("" if continued else str(copy_of(job) or "")),
         started_at=time.time(),
         detached=continued,
     )
@@ -59,10 +58,12 @@ def run(settings: Settings, values: argparse.Namespace, out: TextIO, err: TextIO
     records.write(settings, record)
     code = ExitCode.FAILED
     try:
-        code, record = _attempts(settings, job, record, out if values.verbose else None, err)
+        code, record = _attempts(settings, job, record, out if values.verbose or job.is_script else None, err)
     finally:
         records.write(settings, records.ended(record, code))
-    print(record.copy, file=out)
+    if record.copy:
+        # a script's standard output is its own
+        print(record.copy, file=err if job.is_script else out)
     return code
 
 
@@ -131,11 +132,7 @@ def _check_kernel(job: Job) -> None:
     name = job.kernel
     if job.is_script and not name:
         return
-    if not name:
-        try:
-            name = str(json.loads(job.source.read_bytes()).get("metadata", {}).get("kernelspec", {}).get("name", ""))
-        except (ValueError, AttributeError):
-            raise UsageError(f"{job.source} is no notebook: it is not the JSON of one.") from None
+    name = name or formats.kernel_name(job.source, job.form)
     # it comes with nbclient
     specs: Any = importlib.import_module("jupyter_client.kernelspec")
     manager = specs.KernelSpecManager()
@@ -167,9 +164,10 @@ def _attempts(
     left, pause_s = job.retries, _RETRY_AFTER_S
     while True:
         began = time.monotonic()
-        code = NotebookRun(job, Path(record.copy), err, out, told).run()
+        code = NotebookRun(job, Path(record.copy) if record.copy else None, out, err, told).run()
         took = format_seconds(time.monotonic() - began)
-        how = "every cell ran" if code is ExitCode.OK else f"ended with code {int(code)}"
+        ran = "it succeeded" if job.is_script else "every cell ran"
+        how = ran if code is ExitCode.OK else f"ended with code {int(code)}"
         print(f"{job.source.name}: {how} in {took}", file=err, flush=True)
         if code is not ExitCode.POOL or left == 0:
             return code, record
@@ -186,10 +184,10 @@ def _detach(settings: Settings, record: records.JobRecord, words: Sequence[str],
     rest = [word for word in own[:at] if word != "--detach"]
     started = detached.start(settings, record, [*rest, "--job-id", record.job_id, "--copy", record.copy, *own[at:]])
     shown = short(started.job_id)
+    copy = f"executed copy: {started.copy}\n" if started.copy else ""
     print(
         f"job {shown} goes on without this terminal: process {started.pid}\n"
-        f"executed copy: {started.copy}\n"
-        f"log: {records.folder_of(settings, record.job_id) / records.LOG}\n"
+        f"{copy}log: {records.folder_of(settings, record.job_id) / records.LOG}\n"
         f"`sgpu jobs` lists it, `sgpu jobs log {shown}` shows what it said, `sgpu jobs stop {shown}` ends it.",
         file=out,
     )

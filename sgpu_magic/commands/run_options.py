@@ -9,14 +9,17 @@ from typing import Any
 # what these modules define is repeated in short: a command that only parses loads none of them
 _ABOUT = """Execute a notebook to its end and keep the executed copy.
 
-TARGET is a notebook (.ipynb), a script (.py), or a job file (.yaml, .json, .toml) that names one.
+TARGET is a notebook, a script (.py), or a job file (.yaml, .json, .toml) that names one. A notebook is an .ipynb file,
+or a .py file in Databricks' source form or with percent cells (# %%); with jupytext any text form of its (.md, .Rmd).
 
 what runs where:
   The notebook's kernel runs on this machine. Its %%distributed cells, sessions and @distributed functions run on
   the pool; what they do not say themselves is taken from --pool, --gpus, --type and so on.
   A notebook that has none of these, run with --gpus or --type, runs on the pool as a whole: a session of that many
   ranks is connected, and every cell runs on all of them (as after %sgpu_auto on). --cells ranks or here says it
-  explicitly. A script runs on all ranks, as one cell; what stands behind -- are its arguments.
+  explicitly. A script runs on all ranks; what stands behind -- are its arguments (a .py file with percent cells that
+  is given arguments runs as a script). A script with @distributed functions runs once, and they on the ranks.
+  What a script prints goes to standard output as it comes; it leaves an executed copy only with --output.
 """
 _CODES = """exit codes:
   0    every cell ran
@@ -70,13 +73,17 @@ def add_run(commands: Any, positive: Callable[[str], int]) -> None:
     add("--env", action="append", default=[], metavar="KEY=VALUE", help="a variable of the notebook and its ranks")
     add("--upload", action="append", default=[], metavar="PATH", help="a folder or file that the ranks find")
     add(
-        "-o", "--output", default="", metavar="COPY", help="the executed copy (default: NAME.DATE-TIME.ipynb beside it)"
+        "-o",
+        "--output",
+        default="",
+        metavar="COPY",
+        help="the executed copy (default: NAME.DATE-TIME.ipynb beside it; none of a script)",
     )
     add("--timeout", metavar="90s|30m|2h", help="longest time for all of it (default: none)")
     add("--retries", type=int, metavar="N", help="run it again after code 3, up to N times (default: 0)")
     add("--kernel", default="", metavar="NAME", help="the Jupyter kernel (default: the notebook's)")
     add("--cells", default="", choices=("auto", "ranks", "here"), help="where plain cells run (auto)")
-    add("-v", "--verbose", action="store_true", help="also print what the cells print")
+    add("-v", "--verbose", action="store_true", help="also print what a notebook's cells print")
     add("--detach", action="store_true", help="return at once; it goes on without this terminal")
     add("--job-id", default="", help=argparse.SUPPRESS)
     add("--copy", default="", help=argparse.SUPPRESS)

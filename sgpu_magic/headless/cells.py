@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from typing import Any
 
+from sgpu_magic.headless.formats import submits_runs
 from sgpu_magic.headless.job import Job
 from sgpu_magic.headless.parameters import INJECTED_TAG, TAG, declared, has_tag, source_of
 
@@ -52,10 +54,31 @@ def prepared(notebook: Any, job: Job) -> list[str]:
     return notes
 
 
-def as_notebook(source: str, job: Job) -> str:
-    """Return a script as a cell for the ranks."""
-    arguments = [job.source.name, *job.arguments]
-    return f"%%distributed --name {shlex.quote(job.source.name)}\nimport sys; sys.argv = {arguments!r}\n{source}"
+def as_cell(source: str, job: Job) -> str:
+    """Return a script as a cell: for the ranks, or for the kernel when it submits runs of its own."""
+    lines = f"{source.rstrip()}\n".splitlines(keepends=True)
+    at = _after_future_imports(source)
+    arguments = [str(job.source), *job.arguments]
+    lines.insert(at, f"import sys; sys.argv, __file__ = {arguments!r}, {str(job.source)!r}\n")
+    on_pool = job.cells == "ranks" or (job.cells == "auto" and not submits_runs(source))
+    magic = f"%%distributed --name {shlex.quote(job.source.name)}\n" if on_pool else ""
+    # a program's last line is no value to bring back
+    return f"{magic}{''.join(lines)}pass\n"
+
+
+def _after_future_imports(source: str) -> int:
+    """Return the number of the first line that is neither the docstring nor an import from `__future__`."""
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        return 0
+    last = [
+        each
+        for at, each in enumerate(body)
+        if (isinstance(each, ast.ImportFrom) and each.module == "__future__")
+        or (at == 0 and isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
+    ]
+    return (last[-1].end_lineno or 0) if last else 0
 
 
 def on_ranks(sources: list[str], job: Job) -> bool:

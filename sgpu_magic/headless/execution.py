@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
 import shutil
 import signal
@@ -18,11 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+import msgspec
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
-from sgpu_magic.headless import cells
+from sgpu_magic.headless import cells, formats
 from sgpu_magic.headless.job import Job
 from sgpu_magic.headless.outcome import ExitCode, code_of
 from sgpu_magic.render import ansi
@@ -44,16 +44,17 @@ class NotebookRun:
 
     Args:
         job: What is run.
-        copy: Where the executed copy goes.
-        err: Takes a line per cell.
+        copy: Where the executed copy goes; None keeps none.
         out: Takes what cells print, None for nowhere.
+        err: Takes a line per cell, and what a script writes to its standard error.
         told: Called with how many cells are done and how many there are.
     """
 
-    def __init__(self, job: Job, copy: Path, err: TextIO, out: TextIO | None, told: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, job: Job, copy: Path | None, out: TextIO | None, err: TextIO, told: Callable[[int, int], None]
+    ) -> None:
         self._job = job
         self._copy = copy
-        self._mode = stat.S_IMODE(copy.stat().st_mode)
         self._err = err
         self._out = out
         self._told = told
@@ -77,6 +78,8 @@ class NotebookRun:
         client = _Client(
             notebook,
             self._out,
+            self._err if self._job.is_script else None,
+            kept=self._copy is not None,
             kernel_name=self._job.kernel or notebook.metadata.get("kernelspec", {}).get("name", "python3"),
             timeout=None,
             coalesce_streams=True,
@@ -146,11 +149,12 @@ class NotebookRun:
         self._told(0, len(code_cells))
         for number, at in enumerate(code_cells, 1):
             cell = self._notebook.cells[at]
-            self._say(f"[{number}/{len(code_cells)}] {_title(cell.source)} ... ")
+            self._say_of_cell(f"[{number}/{len(code_cells)}] {_title(cell.source)} ... ")
             began = time.monotonic()
             code = await self._cell(client, cell, at)
-            self._say(f"{'' if code is ExitCode.OK else 'failed after '}{format_seconds(time.monotonic() - began)}\n")
-            client.print_displays(cell)
+            took = format_seconds(time.monotonic() - began)
+            self._say_of_cell(f"{'' if code is ExitCode.OK else 'failed after '}{took}\n")
+            client.print_displays(cell, values=not self._job.is_script)
             self._save()
             if code is not ExitCode.OK:
                 self._tell_failure(cell, number, code)
@@ -204,7 +208,8 @@ class NotebookRun:
 
     def _environ(self) -> dict[str, str]:
         environ = {**os.environ, **self._job.variables}
-        environ[VARIABLE] = as_variable(self._job.defaults)
+        given = self._job.defaults
+        environ[VARIABLE] = as_variable(msgspec.structs.replace(given, ui="streams") if self._job.is_script else given)
         # who the runs belong to, as Jupyter tells a kernel
         environ["JPY_SESSION_NAME"] = str(self._job.source)
         if self._job.pool:
@@ -222,13 +227,15 @@ class NotebookRun:
 
     def _save(self) -> None:
         """Write the copy under another name first: nobody ever finds half of one."""
+        if self._copy is None:
+            return
         text = nbformat.writes(self._notebook)
         folder = self._copy.parent
         try:
             handle, path = tempfile.mkstemp(prefix=f".{self._copy.name}.", dir=folder)
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(text)
-            os.chmod(path, self._mode)
+            os.chmod(path, stat.S_IMODE(self._copy.stat().st_mode))
             os.replace(path, self._copy)
         except OSError as error:
             self._say(f"note: the executed copy {self._copy} can't be written now: {error.strerror}.\n")
@@ -240,7 +247,7 @@ class NotebookRun:
             "environment_variables": {},
             "parameters": dict(self._job.parameters),
             "input_path": str(self._job.source),
-            "output_path": str(self._copy),
+            "output_path": str(self._copy or ""),
             "start_time": _now(),
             "end_time": None,
             "duration": None,
@@ -259,25 +266,44 @@ class NotebookRun:
         self._err.write(text)
         self._err.flush()
 
+    def _say_of_cell(self, text: str) -> None:
+        """Say how far a notebook is; a script is one cell, whose lines are shown as they come."""
+        if not self._job.is_script:
+            self._say(text)
+
     def _tell_failure(self, cell: Any, number: int, code: ExitCode) -> None:
         if code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
-            self._say(f"stopped in cell {number}; the notebook's runs were ended.\n")
+            stopped = "stopped; its runs" if self._job.is_script else f"stopped in cell {number}; the notebook's runs"
+            self._say(f"{stopped} were ended.\n")
             return
         if self._job.timeout_s is not None and self._stopped is not None and self._stopped.done():
-            self._say(f"the time of {format_seconds(self._job.timeout_s)} was over in cell {number}.\n")
-        text = _text(cell)
+            where = "" if self._job.is_script else f" in cell {number}"
+            self._say(f"the time of {format_seconds(self._job.timeout_s)} was over{where}.\n")
+        # what a script has printed is there already
+        text = "\n".join(_traceback(cell)) if self._job.is_script else _text(cell)
         lines = text.splitlines()
         if len(lines) > _SHOWN_LINES:
-            self._say(f"... {len(lines) - _SHOWN_LINES} lines more are in {self._copy}\n")
+            where = f" are in {self._copy}" if self._copy is not None else ""
+            self._say(f"... {len(lines) - _SHOWN_LINES} lines more{where}\n")
         self._say("".join(f"{line}\n" for line in lines[-_SHOWN_LINES:]))
 
 
 class _Client(NotebookClient):
-    """nbclient's, which also passes on what cells print."""
+    """nbclient's, which also passes on what cells print.
 
-    def __init__(self, notebook: Any, out: TextIO | None, **options: Any) -> None:
+    Args:
+        notebook: The notebook.
+        out: Takes it; None for nowhere.
+        err: Takes what goes to standard error; None where both go to one place.
+        kept: Somebody reads the outputs afterwards.
+        options: nbclient's.
+    """
+
+    def __init__(self, notebook: Any, out: TextIO | None, err: TextIO | None, *, kept: bool, **options: Any) -> None:
         super().__init__(notebook, **options)
         self._printed = out
+        self._errors = err or out
+        self._kept = kept
 
     @property
     def manager(self) -> Any:
@@ -285,14 +311,20 @@ class _Client(NotebookClient):
         return self.km
 
     def process_message(self, msg: Any, cell: Any, cell_index: int) -> Any:
-        if self._printed is not None and msg["msg_type"] == "stream":
-            self._printed.write(ansi.plain(msg["content"]["text"]))
-            self._printed.flush()
+        if msg["msg_type"] == "stream":
+            to = self._errors if msg["content"]["name"] == "stderr" else self._printed
+            if to is not None:
+                to.write(ansi.plain(msg["content"]["text"]))
+                to.flush()
+            if not self._kept:
+                return None
         return super().process_message(msg, cell, cell_index)
 
-    def print_displays(self, cell: Any) -> None:
-        """Print what the cell shows besides, in its last form: a run's view among it."""
+    def print_displays(self, cell: Any, *, values: bool) -> None:
+        """Print what the cell shows besides, in its last form: a run's view among it; a program has no value."""
         for output in cell.outputs:
+            if output.output_type == "execute_result" and not values:
+                continue
             text = str(output.get("data", {}).get("text/plain", ""))
             if self._printed is not None and text:
                 self._printed.write(f"{ansi.plain(text)}\n")
@@ -300,11 +332,10 @@ class _Client(NotebookClient):
 
 
 def _read(job: Job) -> Any:
-    text = job.source.read_text(encoding="utf-8")
     if not job.is_script:
-        return nbformat.read(io.StringIO(text), as_version=4)
-    made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cells.as_notebook(text, job))])
-    return made
+        return formats.read_notebook(job.source, job.form)
+    cell = cells.as_cell(job.source.read_text(encoding="utf-8"), job)
+    return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
 
 
 def _short_folder() -> str:

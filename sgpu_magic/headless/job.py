@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.headless.accelerators import read_accelerator
-from sgpu_magic.headless.job_file import JobFile, read_job_file
+from sgpu_magic.headless.formats import NOTEBOOK, SUFFIXES, Form, form_of
+from sgpu_magic.headless.job_file import JobFile, read_accelerator, read_job_file
 from sgpu_magic.headless.parameters import check_values
 from sgpu_magic.protocol.device_types import canonical_type
 from sgpu_magic.runs.devices import check_spread, memory_bytes
@@ -23,7 +23,6 @@ from sgpu_magic.runs.wishes import max_cost_from
 
 CELLS = ("auto", "ranks", "here")
 PLACEMENTS = ("pack", "strict_pack", "spread")
-NOTEBOOK, SCRIPT = ".ipynb", ".py"
 _MOST_RANKS = 4096
 _MOST_RETRIES = 100
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -35,8 +34,9 @@ class Job:
 
     Args:
         source: The file.
+        form: How it is read.
         arguments: A script's own.
-        output: The executed copy; None for a name of its own beside the source.
+        output: The executed copy; None for a name of its own beside the source, of a script for none.
         parameters: Set in the notebook.
         defaults: What its cells are given where they say nothing.
         pool: The pool's name, "" for the settings'.
@@ -48,6 +48,7 @@ class Job:
     """
 
     source: Path
+    form: Form = Form.IPYNB
     arguments: tuple[str, ...] = ()
     output: Path | None = None
     parameters: Mapping[str, object] = field(default_factory=dict[str, object])
@@ -61,7 +62,7 @@ class Job:
 
     @property
     def is_script(self) -> bool:
-        return self.source.suffix == SCRIPT
+        return self.form is Form.SCRIPT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,27 +99,33 @@ def job_from(target: str, options: Options, arguments: tuple[str, ...] = ()) -> 
         UsageError: Something can't be meant.
     """
     path = Path(target)
-    if path.suffix in (NOTEBOOK, SCRIPT):
+    if path.suffix.lower() in SUFFIXES:
         return _job(_existing(path), JobFile(), options, Path(), "the command", arguments)
     file = read_job_file(path)
     if not file.notebook:
         raise UsageError(f"{path} names no notebook: add `notebook: NAME.ipynb`.")
     folder = path.parent
     source = folder / os.path.expanduser(file.notebook)
-    if source.suffix not in (NOTEBOOK, SCRIPT):
-        raise UsageError(f"{path}: {file.notebook!r} is no notebook and no script; their names end in .ipynb or .py.")
+    if source.suffix.lower() not in SUFFIXES:
+        raise UsageError(
+            f"{path}: {file.notebook!r} is no notebook and no script; their names end in {', '.join(SUFFIXES)}."
+        )
     return _job(_existing(source), file, options, folder, str(path), arguments)
 
 
 def _job(source: Path, file: JobFile, options: Options, folder: Path, where: str, arguments: tuple[str, ...]) -> Job:
     parameters = {**file.parameters, **options.parameters}
     check_values(where, parameters)
-    if source.suffix == SCRIPT and parameters:
+    form = form_of(source)
+    if form is Form.PERCENT and arguments:
+        # cells of an editor in a program that takes arguments
+        form = Form.SCRIPT
+    if form is Form.SCRIPT and parameters:
         raise UsageError(
             f"{source} is a script, and parameters are a notebook's. Give it arguments of its own: `sgpu run "
             f"{source.name} -- --lr 0.1`."
         )
-    if source.suffix != SCRIPT and arguments:
+    if form is not Form.SCRIPT and arguments:
         raise UsageError(f"{source} is a notebook and takes no arguments. Give it parameters: -p NAME=VALUE.")
     cells = options.cells or file.cells or "auto"
     if cells not in CELLS:
@@ -133,6 +140,7 @@ def _job(source: Path, file: JobFile, options: Options, folder: Path, where: str
     output = options.output or (str(folder / os.path.expanduser(file.output)) if file.output else "")
     return Job(
         source=source,
+        form=form,
         arguments=arguments,
         output=Path(output).absolute() if output else None,
         parameters=parameters,
@@ -223,12 +231,14 @@ def _text(value: str | int | float | bool) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def copy_of(job: Job) -> Path:
-    """Make the executed copy's file, still empty, and return its path.
+def copy_of(job: Job) -> Path | None:
+    """Make the executed copy's file, still empty, and return its path; None for a script that asks for none.
 
     Raises:
         UsageError: It can't be made.
     """
+    if job.is_script and job.output is None:
+        return None
     stamp = time.strftime("%Y%m%d-%H%M%S")
     try:
         if job.output is not None:

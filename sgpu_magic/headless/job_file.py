@@ -1,10 +1,11 @@
-"""Job files: `job.yaml`, `job.json` and `job.toml` of one shape."""
+"""Job files: `job.yaml`, `job.json` and `job.toml` of one shape, and Databricks' names of what a job runs on."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ from typing import Any
 import msgspec
 
 from sgpu_magic.errors import UsageError
+from sgpu_magic.protocol.device_types import canonical_type
 
 EXTRA = "Install what it needs: `pip install 'sgpu-magic[run]'`."
 _MOST_BYTES = 1_000_000
+_ACCELERATOR = re.compile(r"GPU_([1-9][0-9]{0,3})x([A-Za-z0-9][A-Za-z0-9_-]*)", re.IGNORECASE)
+_MOST_ACCELERATORS = 4096
 
 
 class JobFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,6 +128,30 @@ def read_yaml(text: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
+
+
+def read_accelerator(name: str, where: str) -> tuple[int, str]:
+    """Read `GPU_8xH100`.
+
+    Args:
+        name: The text.
+        where: What it was given for, for the refusal.
+
+    Returns:
+        How many of which type, canonical.
+
+    Raises:
+        UsageError: It is none of these names.
+    """
+    found = _ACCELERATOR.fullmatch(name.strip())
+    if found is None or int(found[1]) > _MOST_ACCELERATORS:
+        raise UsageError(
+            f"{where}: {name!r} is no accelerator; write how many of which type, as in GPU_1xA10 or GPU_8xH100."
+        )
+    try:
+        return int(found[1]), canonical_type(found[2])
+    except ValueError as error:
+        raise UsageError(f"{where}: {error}") from None
 
 
 def _decoded(path: Path, text: str) -> Any:

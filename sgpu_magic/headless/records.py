@@ -26,7 +26,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         job_id: Its id, made as a run's.
         source: The notebook or script.
-        copy: The executed copy.
+        copy: The executed copy, "" for none.
         pid: The process that executes it, 0 before there is one.
         process_start: Tells that process from another that got its pid.
         started_at: Seconds since the epoch.

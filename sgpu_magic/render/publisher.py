@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Protocol, TextIO
 
 from sgpu_magic.protocol.events import Event
@@ -46,7 +47,7 @@ class SilentPublisher:
 
 
 def publisher_for(ui: str, view: RunView, stream: TextIO, notebook: bool) -> Publisher:
-    """Return the publisher of `--ui`: `none`, `text`, or what suits the place (`auto`, `widget`).
+    """Return the publisher of `--ui`: `none`, `text`, `streams`, or what suits the place (`auto`, `widget`).
 
     Args:
         ui: The option's value.
@@ -56,6 +57,8 @@ def publisher_for(ui: str, view: RunView, stream: TextIO, notebook: bool) -> Pub
     """
     if ui == "none":
         return SilentPublisher()
+    if ui == "streams":
+        return TerminalPublisher(view, stream, sys.stderr)
     if ui == "text" or not notebook:
         return TerminalPublisher(view, stream)
     return NotebookPublisher(view)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import unicodedata
-from typing import TextIO
+from itertools import groupby
+from operator import attrgetter
+from typing import NamedTuple, TextIO
 
 from sgpu_magic.protocol.events import Event
 from sgpu_magic.render import ansi
@@ -21,6 +23,13 @@ REDRAW_S = 0.1
 HEADER_AFTER_S = 0.1
 
 
+class _Line(NamedTuple):
+    """A line to write, and whether a rank has printed it to its standard output."""
+
+    text: str
+    is_output: bool = False
+
+
 class TerminalPublisher:
     """Writes a run to a text stream.
 
@@ -31,11 +40,14 @@ class TerminalPublisher:
     Args:
         view: The run.
         stream: A terminal, a file, a notebook's stdout.
+        errors: Takes what ranks write to standard error and what is said about the run, where `stream` is for what
+            they print alone; None where both go to one place.
     """
 
-    def __init__(self, view: RunView, stream: TextIO) -> None:
+    def __init__(self, view: RunView, stream: TextIO, errors: TextIO | None = None) -> None:
         self._view = view
         self._stream = stream
+        self._errors = errors
         self._is_terminal = stream.isatty()
         self._live: list[str] = []
         self._live_at = 0.0
@@ -63,24 +75,28 @@ class TerminalPublisher:
         self._began = now if self._began is None else self._began
         self._finished = final
         lines = self._new_lines(now, final)
+        if self._errors is not None:
+            _write_apart(lines, self._stream, self._errors)
+            return
         live = [] if final or not self._is_terminal else self._live_lines()
         redraw = bool(lines) or final or (live != self._live and now - self._live_at >= REDRAW_S)
         if not redraw:
             return
         erase = f"\x1b[{len(self._live)}A\r\x1b[J" if self._live else ""
-        text = "".join(f"{line}\n" for line in lines)
+        text = "".join(f"{line.text}\n" for line in lines)
         self._stream.write(erase + text + "".join(f"{line}\n" for line in live))
         self._stream.flush()
         self._live, self._live_at = live, now
 
-    def _new_lines(self, now: float, final: bool) -> list[str]:
+    def _new_lines(self, now: float, final: bool) -> list[_Line]:
         began = now if self._began is None else self._began
         view = self._view
         fresh = self._pending + _fresh_lines(view)
         self._pending = []
         if is_quiet(view):
-            return [summary_line(view)] if final else []
+            return [_Line(summary_line(view))] if final else []
         lines: list[str] = []
+        after: list[str] = []
         placed = view.lease is not None
         if not self._has_header and (placed or fresh or final):
             self._has_header = True
@@ -93,16 +109,16 @@ class TerminalPublisher:
             self._notes = len(notes)
             lines.extend(self._session_lines())
         draw = ansi.colours_only if self._is_terminal else ansi.plain
-        lines.extend(draw(line) for line in fresh)
+        printed = [line._replace(text=draw(line.text)) for line in fresh]
         if not final and not self._is_terminal:
-            lines.extend(self._stall_lines())
+            after.extend(self._stall_lines())
         if final:
             if not view.is_final:
-                lines.extend(f"[{rank}] {ansi.plain(text)}" for rank, text in view.live_lines.items())
-            lines.extend(memory_lines(view, view.failure))
-            lines.extend(ending_stacks(view))
-            lines.append(summary_line(view))
-        return lines
+                after.extend(f"[{rank}] {ansi.plain(text)}" for rank, text in view.live_lines.items())
+            after.extend(memory_lines(view, view.failure))
+            after.extend(ending_stacks(view))
+            after.append(summary_line(view))
+        return [*map(_Line, lines), *printed, *map(_Line, after)]
 
     def _session_lines(self) -> list[str]:
         """Return that its link is silent, and which ranks of a session are dead, when that has changed."""
@@ -163,15 +179,22 @@ def _fit(line: str, columns: int) -> str:
     return line
 
 
-def _fresh_lines(view: RunView) -> list[str]:
+def _fresh_lines(view: RunView) -> list[_Line]:
     """Return the lines that were finished since the last call, prefixed `[0] `; displays as their text."""
-    lines: list[str] = []
+    lines: list[_Line] = []
     for item in view.take_items():
         match item:
-            case LineItem(rank=rank, text=text):
-                lines.append(f"[{rank}] {text}")
+            case LineItem(rank=rank, stream=stream, text=text):
+                lines.append(_Line(f"[{rank}] {text}", stream == "stdout"))
             case DisplayItem(rank=rank):
-                lines.extend(f"[{rank}] {line}" for line in display_text(item).split("\n"))
+                lines.extend(_Line(f"[{rank}] {line}", True) for line in display_text(item).split("\n"))
             case GapItem():
-                lines.extend(gap_lines(item, view.short_id))
+                lines.extend(map(_Line, gap_lines(item, view.short_id)))
     return lines
+
+
+def _write_apart(lines: list[_Line], out: TextIO, errors: TextIO) -> None:
+    for is_output, group in groupby(lines, key=attrgetter("is_output")):
+        stream = out if is_output else errors
+        stream.write("".join(f"{line.text}\n" for line in group))
+        stream.flush()

@@ -29,6 +29,7 @@ class JobDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         placement: As in `--placement`, "" for none given.
         min_memory: As in `--min-memory`, "" for none given.
         upload: Folders and files, as in `--upload`.
+        ui: How runs are shown that do not say it, "" for what suits the place.
     """
 
     gpus: int = 0
@@ -39,6 +40,7 @@ class JobDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     placement: str = ""
     min_memory: str = ""
     upload: tuple[str, ...] = ()
+    ui: str = ""
 
 
 def of_process() -> JobDefaults:

@@ -17,7 +17,7 @@ from sgpu_magic.render.publisher import SilentPublisher
 from sgpu_magic.render.run_names import stop_words
 from sgpu_magic.render.stacks import stacks_text
 from sgpu_magic.render.view import RunView
-from sgpu_magic.runs import finding, follow, packages, placing
+from sgpu_magic.runs import finding, follow, job_defaults, packages, placing
 from sgpu_magic.runs.following import Follower
 from sgpu_magic.runs.notices import NoticeBoard
 from sgpu_magic.runs.placing import Devices, Found
@@ -118,6 +118,8 @@ class Workplace:
         """
         view = RunView(run.spec, self.current_settings().output_limit, pool=run.pool, error_follows=error_follows)
         view.directory = "" if run.mirror is not None else str(run.directory)
+        if ui == "auto":
+            ui = job_defaults.of_process().ui or ui
         publisher = self.live_views.publisher_for(ui, view, sys.stdout, self._buttons(run))
         return follow.Followed(run, view, publisher, self.pool_of(run))
 

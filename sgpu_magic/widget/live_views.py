@@ -55,7 +55,7 @@ class LiveViews:
             self._importing.start()
 
     def publisher_for(self, ui: str, view: RunView, stream: TextIO, buttons: Buttons) -> Publisher:
-        """Return the publisher of `--ui`: `none`, `text`, `widget`, or what suits the place (`auto`).
+        """Return the publisher of `--ui`: `none`, `text`, `streams`, `widget`, or what suits the place (`auto`).
 
         Args:
             ui: The option's value.
@@ -64,7 +64,7 @@ class LiveViews:
             buttons: What the view's buttons do.
         """
         channels = self._channels if not is_quiet(view) else None
-        if channels is None or ui in ("none", "text") or not (ui == "widget" or self.is_watched):
+        if channels is None or ui in ("none", "text", "streams") or not (ui == "widget" or self.is_watched):
             return publisher_for(ui, view, stream, notebook=self._kernel is not None)
         feed = Feed(view)
         answers = Answers(view, feed, LogReader(buttons.directory, buttons.bring), buttons.cancel, buttons.stacks)

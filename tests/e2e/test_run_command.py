@@ -154,11 +154,89 @@ def test_cells_here_stay_here_and_a_notebook_of_no_pool_needs_none(home: Home):
 def test_a_script_runs_on_all_ranks(home: Home):
     (home.work / "train.py").write_text(
         "import sys\nif __name__ == '__main__':\n    print('rank', rank, sys.argv[1:])\n"
+        "    print('from rank', rank, file=sys.stderr)\n"
     )
-    code, out, err = run(home, "run", "train.py", "-n", "2", "--type", "a10", "-v", "--", "--lr", "0.1")
+    before = set(home.work.iterdir())
+    code, out, err = run(home, "run", "train.py", "-n", "2", "--type", "a10", "--", "--lr", "0.1")
     assert code == 0, err
-    assert "[1] rank 1 ['--lr', '0.1']" in out
+    assert sorted(out.splitlines()) == ["[0] rank 0 ['--lr', '0.1']", "[1] rank 1 ['--lr', '0.1']"]
+    assert "[1] from rank 1" in err
+    assert "train.py: it succeeded in" in err
+    assert set(home.work.iterdir()) == before
     assert "train.py" in run(home, "runs", "-n", "1")[1]
+
+
+@pytest.mark.slow
+def test_a_script_is_shown_as_it_runs_and_copied_when_asked(home: Home):
+    (home.work / "wait.py").write_text(
+        '"""Words."""\nfrom __future__ import annotations\nimport os, sys, time\nprint("begun", os.path.basename('
+        '__file__))\nwhile not os.path.exists("go"):\n    time.sleep(0.02)\nassert rank == 0, "bad batch"\n'
+    )
+    (home.work / "go").unlink(missing_ok=True)
+    process = start(home, "run", "wait.py", "-n", "2", "--type", "cpu", "-o", "wait-copy.ipynb")
+    assert process.stdout is not None
+    assert sorted(process.stdout.readline() for _ in range(2)) == ["[0] begun wait.py\n", "[1] begun wait.py\n"]
+    assert process.poll() is None
+    (home.work / "go").touch()
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (1, "")
+    assert "AssertionError: bad batch" in err
+    assert err.splitlines()[-1] == str(home.work / "wait-copy.ipynb")
+    made = nbformat.read(home.work / "wait-copy.ipynb", as_version=4)
+    assert "[1] begun wait.py" in text_of(made.cells[-1])
+    (home.work / "go").unlink()
+
+
+def test_a_script_with_functions_for_the_ranks_runs_once(home: Home):
+    (home.work / "driver.py").write_text(
+        "import sys\nfrom sgpu_magic import distributed\n\n"
+        "@distributed\ndef train(lr):\n    from sgpu_magic import runtime\n    print('train', lr)\n"
+        "    return runtime.get_world_size()\n\nprint('sizes', train.distributed(0.1), sys.argv[1:])\n"
+    )
+    before = set(home.runs)
+    code, out, err = run(home, "run", "driver.py", "-n", "2", "--type", "a10", "--", "x")
+    assert code == 0, err
+    assert sorted(out.splitlines()) == ["[0] train 0.1", "[1] train 0.1", "sizes [2, 2] ['x']"]
+    assert len(set(home.runs) - before) == 1
+
+
+def test_a_rank_submits_no_run(home: Home):
+    """It would wait for devices that its own run holds, and every rank would do the same."""
+    (home.work / "nested.py").write_text(
+        "import importlib\nlaunch = importlib.import_module('sgpu_magic').distributed\n"
+        "def f(): return 1\nprint(launch(f, gpus=2, gpu_type='a10').distributed())\n"
+    )
+    code, _, err = run(home, "run", "nested.py", "-n", "4", "--type", "a10")
+    assert code == 2, err
+    assert re.search(r"UsageError: rank \d of run [0-9a-f]{4} asks for run f, and a run can't start another", err)
+    # what a rank starts is of the run too
+    (home.work / "inner.ipynb").unlink(missing_ok=True)
+    saved(home, "inner.ipynb", "%%distributed -n 1 --type cpu\npass")
+    (home.work / "outer.py").write_text(
+        "import subprocess, sys\n"
+        "sys.exit(subprocess.run([sys.executable, '-m', 'sgpu_magic.cli', 'run', 'inner.ipynb']).returncode)\n"
+    )
+    code, _, err = run(home, "run", "outer.py", "-n", "1", "--type", "cpu")
+    assert code == 1, err
+    assert "a run can't start another" in err
+
+
+def test_a_notebook_as_text_runs_as_a_notebook(home: Home):
+    (home.work / "other.py").write_text("# Databricks notebook source\nn = 40\n")
+    (home.work / "words.py").write_text(
+        "# Databricks notebook source\n# MAGIC %md\n# MAGIC # Words\n\n# COMMAND ----------\n\n"
+        "# MAGIC %pip --version\n\n# COMMAND ----------\n\n# MAGIC %run ./other\n\n# COMMAND ----------\n\n"
+        "# MAGIC %sh\n# MAGIC echo from a shell; false\n\n# COMMAND ----------\n\n"
+        "# MAGIC %%distributed\n# MAGIC print('total', n + rank)\n"
+    )
+    code, out, err = run(home, "run", "words.py", "-n", "2", "--type", "a10", "-p", "lr=1")
+    assert code == 0, err
+    assert re.search(r"words\.\d{8}-\d{6}\.ipynb$", out.strip())
+    texts = [text_of(cell) for cell in copy_in(out).cells if cell.cell_type == "code"]
+    assert any(text.startswith("pip ") for text in texts)
+    assert any("from a shell" in text for text in texts)
+    assert "[1] total 41" in texts[-1]
+    assert "every cell ran" in err
 
 
 @pytest.mark.parametrize(
