@@ -12,7 +12,7 @@ from typing import NoReturn, TextIO
 from sgpu_magic import __version__
 from sgpu_magic.commands import pool_options, run_options, serving_options
 from sgpu_magic.config import load_settings
-from sgpu_magic.errors import SgpuError, UsageError, see
+from sgpu_magic.errors import SgpuError, UsageError
 
 _OK, _FAILED, _USAGE = 0, 1, 2
 _INTERRUPTED = 128 + signal.SIGINT
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _NOBODY_READS
     except SgpuError as error:
-        print(f"sgpu: {error.message}\n{see(error.section)}", file=sys.stderr)
+        print(f"sgpu: {error.message}\nSee `sgpu help {error.topic}`.", file=sys.stderr)
         return _USAGE if isinstance(error, UsageError) else _FAILED
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -159,6 +159,10 @@ def _run(options: argparse.Namespace) -> int:
             from sgpu_magic.commands import pools
 
             print(pools.types(load_settings(), options.pool))
+        case "help":
+            from sgpu_magic.render import help_pages
+
+            print(help_pages.plain(help_pages.page(options.topic)))
         case "doctor":
             from sgpu_magic import doctor
 
@@ -263,6 +267,9 @@ def _parser() -> argparse.ArgumentParser:
     groups = ("day", "user", "session", "notebook", "type")
     usage.add_argument("--by", choices=groups, default="day", help="what the rows are (day)")
     usage.add_argument("--format", choices=("table", "csv", "json"), default="table", help="(table)")
+
+    page = commands.add_parser("help", help="show the page about an error, or list them all", allow_abbrev=False)
+    page.add_argument("topic", metavar="TOPIC", nargs="?", default="", help="as an error names it (default: list)")
 
     commands.add_parser("doctor", help="say what is wrong with this machine's set-up", allow_abbrev=False)
     return parser

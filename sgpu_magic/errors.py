@@ -23,28 +23,29 @@
 An exception that user code raised on a rank is raised in the notebook as its own type where that type
 exists here, with the three attributes of `RunFailed` set on it; see `render.remote_error`.
 
-Each class has a `section` of the troubleshooting notebook, and names it where it is shown.
+Each class has a `topic`, a page in the folder `help`, and names what shows it.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import ClassVar
 
 from sgpu_magic.protocol.states import FailureKind
 
-GUIDE = "notebooks/troubleshooting.ipynb"
-OUT_OF_MEMORY = "Out of memory"
-"""The guide's section about allocations that failed, by whatever exception."""
+OUT_OF_MEMORY = "memory"
+"""The page about allocations that failed, by whatever exception."""
 
 
-def see(section: str) -> str:
-    """Return the line that sends a reader to a section of the troubleshooting notebook."""
-    return f'See "{section}" in {GUIDE}.'
+def see(topic: str) -> str:
+    """Return the line that names what shows a page of help: the magic where it is loaded, else the command."""
+    loaded = "sgpu_magic.magics" in sys.modules
+    return f"See `%sgpu_help {topic}`." if loaded else f"See `sgpu help {topic}` in a shell."
 
 
-def section_of(kind: FailureKind, *, out_of_memory: bool = False) -> str:
-    """Return the section about runs that failed like this."""
-    return OUT_OF_MEMORY if out_of_memory else _ERRORS[kind].section
+def topic_of(kind: FailureKind, *, out_of_memory: bool = False) -> str:
+    """Return the page about runs that failed like this."""
+    return OUT_OF_MEMORY if out_of_memory else _ERRORS[kind].topic
 
 
 class SgpuError(Exception):
@@ -54,10 +55,10 @@ class SgpuError(Exception):
     not in this package's lines.
 
     Attributes:
-        section: Heading in the troubleshooting notebook.
+        topic: Page of help.
     """
 
-    section: ClassVar[str] = "A fault of sgpu-magic"
+    topic: ClassVar[str] = "internal"
 
     @property
     def message(self) -> str:
@@ -65,13 +66,13 @@ class SgpuError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """IPython's hook for exceptions that draw themselves (`InteractiveShell.showtraceback`)."""
-        return [f"{type(self).__name__}: {self.message}", see(self.section)]
+        return [f"{type(self).__name__}: {self.message}", see(self.topic)]
 
 
 class UsageError(SgpuError):
     """An option, a name or a cell that can't mean anything."""
 
-    section = "The cell or an option is wrong"
+    topic = "usage"
 
 
 class CellSyntaxError(UsageError):
@@ -88,7 +89,7 @@ class CellSyntaxError(UsageError):
         self._lines = [text for text in (place and f"  {place}", excerpt, f"SyntaxError: {message}") if text]
 
     def _render_traceback_(self) -> list[str]:
-        return [*self._lines, see(self.section)]
+        return [*self._lines, see(self.topic)]
 
 
 class RunUnknown(UsageError):
@@ -102,25 +103,25 @@ class RunFileUnknown(UsageError):
 class CapacityError(SgpuError):
     """The pool can't place the run: it lacks the devices, or the queue's time is over."""
 
-    section = "There is no room"
+    topic = "room"
 
 
 class SerializationError(SgpuError):
     """A value can't be pickled on its way to or from the ranks."""
 
-    section = "A value can't travel"
+    topic = "values"
 
 
 class EnvironmentFailed(SgpuError):
     """The Python that the ranks were to run in could not be started."""
 
-    section = "The ranks' Python does not start"
+    topic = "environment"
 
 
 class PoolError(SgpuError):
     """The pool can't be started or reached."""
 
-    section = "The pool can't be reached"
+    topic = "pool"
 
 
 class PoolVersionError(PoolError):
@@ -134,7 +135,7 @@ class KeyRefused(PoolError):
 class SessionError(SgpuError):
     """There is no such session, it has ended, or a rank of it is dead."""
 
-    section = "A session can't take the cell"
+    topic = "session"
 
 
 class RunFailed(SgpuError):
@@ -160,7 +161,7 @@ class RemoteError(RunFailed):
         type_name: The exception's qualified type name on the rank.
     """
 
-    section = "Your code raised"
+    topic = "exception"
 
     def __init__(
         self,
@@ -178,31 +179,31 @@ class RemoteError(RunFailed):
 class WorkerDied(RunFailed):
     """A rank's process ended without saying so: a signal, `os._exit`, or a crash in C."""
 
-    section = "A rank died"
+    topic = "rank-died"
 
 
 class NodeLost(RunFailed):
     """The agent that held the ranks, or its machine, went away."""
 
-    section = "The node was lost"
+    topic = "node-lost"
 
 
 class RunTimeout(RunFailed):
     """The run's time limit ended it."""
 
-    section = "The time was over"
+    topic = "timeout"
 
 
 class InternalError(RunFailed):
     """A fault of sgpu-magic itself; the message says what to report."""
 
-    section = "A fault of sgpu-magic"
+    topic = "internal"
 
 
 class RunCancelled(SgpuError, KeyboardInterrupt):
     """The run was cancelled. Also a KeyboardInterrupt, so that Run All stops as it does for a plain cell."""
 
-    section = "The run was cancelled"
+    topic = "cancelled"
 
     def __init__(self, message: str, *, run_id: str = "") -> None:
         super().__init__(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -40,11 +41,11 @@ def output_of(home: Home, *arguments: str) -> str:
 
 
 def only_error(result: tuple[int, str, str], code: int) -> str:
-    """The one paragraph of a failed command, above the pointer to its section."""
+    """The one paragraph of a failed command, above the pointer to its page of help."""
     assert (result[0], result[1]) == (code, "")
     assert result[2].startswith("sgpu: ")
     paragraph, pointer = result[2].splitlines()
-    assert pointer.startswith('See "')
+    assert re.fullmatch(r"See `sgpu help [a-z-]+`\.", pointer)
     return paragraph
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from sgpu_magic.errors import GUIDE
+from sgpu_magic.errors import see
 from sgpu_magic.headless.outcome import ExitCode, code_of
 
-# as IPython sends them: ours end with the section that helps
-OURS = ["UsageError: no", f'See "The cell or an option is wrong" in {GUIDE}.\n']
-SOMEBODYS = [f"See {GUIDE}.", "UsageError: no"]
+# as IPython sends them: ours end with the page that helps
+OURS = ["UsageError: no", f"{see('usage')}\n"]
+SOMEBODYS = [see("usage"), "UsageError: no"]
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,8 @@ class NotebookRun:
             self._say(f"the time of {format_seconds(self._job.timeout_s)} was over{where}.\n")
         # what a script has printed is there already
         text = "\n".join(_traceback(cell)) if self._job.is_script else _text(cell)
-        lines = text.splitlines()
+        # the notebook's page of help, as the shell has it
+        lines = text.replace("`%sgpu_help ", "`sgpu help ").splitlines()
         if len(lines) > _SHOWN_LINES:
             where = f" are in {self._copy}" if self._copy is not None else ""
             self._say(f"... {len(lines) - _SHOWN_LINES} lines more{where}\n")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
+import re
 import signal
 from collections.abc import Sequence
 
-from sgpu_magic.errors import GUIDE
-
+# as `errors.see` has it
+_OURS = re.compile(r"See `%?sgpu[ _]help [a-z-]+`")
 _USAGE = frozenset(("UsageError", "RunUnknown"))
 # none of the notebook's own doing: another time it may be different
 _WORTH_A_RETRY = frozenset(
@@ -32,9 +33,9 @@ def code_of(name: str, traceback: Sequence[str]) -> ExitCode:
 
     Args:
         name: The exception's type.
-        traceback: As the kernel sent it: an error of ours ends with the line that names the guide.
+        traceback: As the kernel sent it: an error of ours ends with the line that names its page of help.
     """
-    is_ours = bool(traceback) and traceback[-1].rstrip().endswith(f"{GUIDE}.")
+    is_ours = bool(traceback) and _OURS.match(traceback[-1]) is not None
     if is_ours and name in _USAGE:
         return ExitCode.USAGE
     if is_ours and name in _WORTH_A_RETRY:

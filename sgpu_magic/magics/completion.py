@@ -24,6 +24,7 @@ from sgpu_magic.magics.arguments import NO_SESSION, RAY, RETRY_CHOICES, parser
 from sgpu_magic.magics.parsing import UI_CHOICES, Parser
 from sgpu_magic.protocol.device_types import KNOWN_TYPES
 from sgpu_magic.protocol.ids import is_valid_id, short
+from sgpu_magic.render import help_pages
 from sgpu_magic.runs.devices import STRATEGIES
 from sgpu_magic.runs.wishes import TORCH_CHOICES
 from sgpu_magic.sessions import registry, running
@@ -31,6 +32,7 @@ from sgpu_magic.sessions import registry, running
 _CELL = re.compile(r"\s*%%?(?P<magic>distributed|rank|ray_launch)\s")
 _LINE = re.compile(r"\s*(?:[\w,\s]+=\s*)?%?(?P<magic>sgpu_(?:connect|disconnect|pull|push|restart|auto|env))\s")
 _TAKES_RUN = re.compile(r"\s*%?sgpu_(?:attach|detach|stacks|status)\s+(?P<word>[\w.-]*)$")
+_TAKES_TOPIC = re.compile(r"\s*%?sgpu_help\s+(?P<word>[\w-]*)$")
 _MAX_RUNS = 50
 _VALUES = {
     "--type": ("any", "cpu", *KNOWN_TYPES),
@@ -72,6 +74,11 @@ def install(shell: InteractiveShell) -> None:
                 ordered=True,
                 suppress=True,
             )
+        takes_topic = _TAKES_TOPIC.match(before)
+        if takes_topic is not None:
+            word = takes_topic["word"]
+            pages = [SimpleCompletion(text=each) for each in help_pages.topics() if each.startswith(word)]
+            return SimpleMatcherResult(completions=pages, matched_fragment=word, suppress=True)
         line = (_CELL.match(before) if context.cursor_line == 0 else None) or _LINE.match(before)
         if line is None:
             return SimpleMatcherResult(completions=[], suppress=False)

@@ -15,6 +15,7 @@ from sgpu_magic.magics.auto import AutoMode
 from sgpu_magic.magics.choosing import session_for, with_notebooks_choice
 from sgpu_magic.magics.status import StatusBoard
 from sgpu_magic.magics.warmth import Warmth
+from sgpu_magic.render import help_pages
 from sgpu_magic.render.stacks import stacks_html, stacks_text
 from sgpu_magic.runs import follow
 from sgpu_magic.runs.submission import let_go, submit
@@ -142,7 +143,7 @@ class DistributedMagics(Magics):
             return
         answer = self.place.pool_with(options.run, going_on=True).stacks(options.run, start=True)
         told = (answer.run_id, answer.stacks, answer.cell)
-        self._publish(stacks_text(*told), stacks_html(*told))
+        self._publish(stacks_text(*told), {"text/html": stacks_html(*told)})
 
     @line_magic
     def sgpu_status(self, line: str = "") -> None:
@@ -160,6 +161,12 @@ class DistributedMagics(Magics):
         else:
             print(self._board.text(options.pool))  # noqa: T201
 
+    @line_magic
+    def sgpu_help(self, line: str = "") -> None:
+        """Show the page about an error: `%sgpu_help [TOPIC]`; without TOPIC the list of all."""
+        markdown = help_pages.page(line.strip())
+        self._publish(help_pages.plain(markdown), {"text/markdown": markdown})
+
     def _detach(self, run: str) -> str:
         """Let a run go on, of all of this notebook's pools where none is named."""
         pools = [self.place.pool_with(run, going_on=True)] if run else self.place.pools.connected() or [self.place.pool]
@@ -172,11 +179,11 @@ class DistributedMagics(Magics):
         parser = line_arguments.run_parser(magic, about, ui=ui, sessions=sessions)
         return line_arguments.read_run(parser, line, _session_run if sessions else lambda name: "")
 
-    def _publish(self, text: str, html: str) -> None:
+    def _publish(self, text: str, rich: dict[str, str]) -> None:
         from IPython.display import publish_display_data
 
         if self.place.is_notebook:
-            publish_display_data({"text/plain": text, "text/html": html})
+            publish_display_data({"text/plain": text, **rich})
         else:
             print(text)  # noqa: T201
 

@@ -104,7 +104,7 @@ def remote_exception(
         raised = _for_kind(failure.kind, message)
         trace = plain if failure.kind is FailureKind.INTERNAL else ""
         lines = (trace, f"{type(raised).__name__}: {message}")
-    lines = (*lines, errors.see(errors.section_of(failure.kind, out_of_memory=failure.out_of_memory)))
+    lines = (*lines, errors.see(errors.topic_of(failure.kind, out_of_memory=failure.out_of_memory)))
     attributes["_render_traceback_"] = _Drawing(tuple(line for line in lines if line))
     return _dressed(raised, attributes)
 

@@ -14,10 +14,10 @@ from kernels import Home, Kernel, Reply, eventually, stop_process, wait_gone
 
 
 def paragraph(reply: Reply) -> str:
-    """The one paragraph that is shown above the pointer to its section; fails when a frame of a traceback is."""
+    """The one paragraph that is shown above the pointer to its page of help; fails when a frame of a traceback is."""
     assert reply.status == "error", reply.story
     shown, _, pointer = reply.traceback.strip().rpartition("\n")
-    assert pointer.startswith('See "'), reply.traceback
+    assert pointer.startswith("See `%sgpu_help "), reply.traceback
     assert "sgpu_magic/" not in shown, shown
     assert "Traceback" not in shown, shown
     assert "\n\n" not in shown, shown

@@ -1,22 +1,32 @@
-"""The troubleshooting notebook: it has a section for every error, really provokes them, and each names its section."""
+"""The pages of help, and the notebook that provokes every error: it has a section for each page."""
 
 from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 from executed_notebooks import ROOT, Executed, execute, headings, introduction, saved
-from kernels import Home
+from kernels import Home, Kernel
 
 from sgpu_magic import errors
 from sgpu_magic.protocol.states import FailureKind
+from sgpu_magic.render import help_pages
 
-NOTEBOOK = ROOT / errors.GUIDE
+NOTEBOOK = ROOT / "notebooks/troubleshooting.ipynb"
 # on two cores; a reader waits for it
 MOST_SECONDS = 90
 # no error names it: a run that hangs raises nothing
-HANGS = "A run hangs"
+HANGS = "hang"
+
+
+def title(topic: str) -> str:
+    return help_pages.page(topic).splitlines()[0].removeprefix("# ")
 
 
 def error_classes() -> list[type[errors.SgpuError]]:
@@ -36,24 +46,63 @@ def executed(home: Home) -> Executed:
 
 @pytest.mark.parametrize("kind", FailureKind)
 def test_every_failure_kind_has_a_section(kind: FailureKind):
-    assert errors.section_of(kind) in headings(NOTEBOOK)
+    assert title(errors.topic_of(kind)) in headings(NOTEBOOK)
 
 
 @pytest.mark.parametrize("cls", error_classes())
-def test_every_error_has_a_section_and_names_it(cls: type[errors.SgpuError]):
-    assert cls.section in headings(NOTEBOOK)
+def test_every_error_has_a_page_and_names_it(cls: type[errors.SgpuError], monkeypatch: pytest.MonkeyPatch):
+    assert title(cls.topic) in headings(NOTEBOOK)
+    assert help_pages.page(cls.__name__) == help_pages.page(cls.topic)
+    monkeypatch.setitem(sys.modules, "sgpu_magic.magics", ModuleType("loaded"))
     error = cls("what happened", type_name="E") if cls is errors.RemoteError else cls("what happened")
-    assert error._render_traceback_()[-1] == f'See "{cls.section}" in notebooks/troubleshooting.ipynb.'
+    assert error._render_traceback_()[-1] == f"See `%sgpu_help {cls.topic}`."
+    monkeypatch.delitem(sys.modules, "sgpu_magic.magics")
+    assert error._render_traceback_()[-1] == f"See `sgpu help {cls.topic}` in a shell."
     assert str(error) == "what happened"
 
 
 def test_every_section_is_some_errors_and_the_table_leads_to_all():
-    assert set(headings(NOTEBOOK)) == {cls.section for cls in error_classes()} | {HANGS, errors.OUT_OF_MEMORY}
+    assert set(help_pages.topics()) == {cls.topic for cls in error_classes()} | {HANGS, errors.OUT_OF_MEMORY}
+    assert sorted(headings(NOTEBOOK)) == sorted(map(title, help_pages.topics()))
     assert len(headings(NOTEBOOK)) == len(set(headings(NOTEBOOK)))
     table = introduction(NOTEBOOK)
     links = re.findall(r"\[([^\]]+)\]\(#([^)]+)\)", table)
     assert sorted(title for title, _ in links) == sorted(headings(NOTEBOOK))
     assert all(anchor == title.replace(" ", "-") for title, anchor in links)
+
+
+def test_the_wheel_has_the_pages(tmp_path: Path):
+    built = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert built.returncode == 0, built.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        for topic in help_pages.topics():
+            assert packed.read(f"sgpu_magic/help/{topic}.md").decode() == help_pages.page(topic)
+
+
+def test_help_is_shown_as_markdown_and_in_a_shell_as_text(kernel: Kernel):
+    shown = kernel.check("%sgpu_help rank-died").displays[-1]
+    assert shown["text/markdown"] == help_pages.page("rank-died")
+    assert "%sgpu_help" in kernel.run("%sgpu_help nowhere").traceback
+    home = kernel.home
+    said = subprocess.run(
+        [sys.executable, "-m", "sgpu_magic.cli", "help", "rank-died"],
+        env=home.environ,
+        cwd=home.work,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert (said.returncode, said.stderr) == (0, "")
+    assert said.stdout.startswith("A rank died\n===========\n\nWhat you see. A `WorkerDied`")
+    assert "SIGSEGV, SIGBUS   a crash in C or CUDA code" in said.stdout
+    assert said.stdout.rstrip("\n") == shown["text/plain"]
 
 
 # ---------------------------------------------------------------- the run
@@ -67,7 +116,9 @@ def test_cells_that_are_to_fail_do_and_name_their_section(executed: Executed):
     for cell in executed.cells:
         if cell.fails:
             assert len(cell.errors) == 1, f"{cell.source}\n{cell.text}"
-            assert cell.text.splitlines()[-1] == f'See "{cell.section}" in {errors.GUIDE}.', cell.text
+            named = re.fullmatch(r"See `%sgpu_help ([a-z-]+)`\.", cell.text.splitlines()[-1])
+            assert named is not None, cell.text
+            assert title(named[1]) == cell.section
         else:
             assert not cell.errors, f"{cell.source}\n{cell.text}"
             assert "this never runs" not in cell.text
@@ -89,7 +140,7 @@ def test_every_section_shows_what_it_is_about(executed: Executed):
         "The run was cancelled": "RunCancelled",
         "The pool can't be reached": "PoolError",
     }
-    assert set(headings(NOTEBOOK)) - raised.keys() == {HANGS, "A fault of sgpu-magic"}
+    assert set(headings(NOTEBOOK)) - raised.keys() == {title(HANGS), "A fault of sgpu-magic"}
 
 
 def test_saved_outputs_are_those_of_this_version_and_of_no_machine(executed: Executed):
@@ -116,7 +167,7 @@ def test_saved_outputs_are_those_of_this_version_and_of_no_machine(executed: Exe
         ("A rank died", ["SIGSEGV", "ctypes.string_at(0)", "[0] step 3", "attempt 2 of 2"]),
         ("The node was lost", ["the agent", "[1] here again"]),
         ("The time was over", ["time limit of 2 s", "rank 1 is in load_batch", "rank 1 has not come to barrier"]),
-        (HANGS, ["rank 1 has not come to barrier", "time.sleep(6)", "[0] at last"]),
+        ("A run hangs", ["rank 1 has not come to barrier", "time.sleep(6)", "[0] at last"]),
         ("The run was cancelled", ["it was interrupted"]),
         ("The pool can't be reached", ["SGPU_RUNTIME_DIR"]),
         ("A fault of sgpu-magic", ["torch", "runtime directory"]),

@@ -47,7 +47,7 @@ def test_out_of_memory_tells_what_held_it(kernel: Kernel):
     assert re.search(r"line 6, in fill", reply.traceback), reply.traceback
     assert "memory when it failed" in reply.text
     assert "first (in fill, line 6)" in reply.text
-    assert 'See "Out of memory"' in reply.traceback
+    assert "See `%sgpu_help memory`." in reply.traceback
     works(kernel)
 
 
