@@ -196,6 +196,8 @@ class Kernel:
 
     def _connect(self) -> None:
         self.client = self._manager.client()
+        # as JupyterLab, and no console, which names no cell
+        self.client.session.metadata = {"cellId": "a-cell"}
         self.client.start_channels()
         try:
             self.client.wait_for_ready(timeout=60)

@@ -38,7 +38,6 @@ class Workplace:
         settings: As they were when it was made; where the pool lives stays.
         pools: All pools that may be used, each connected to when first needed.
         pool: This machine's own of them; it is started when first needed.
-        is_notebook: A front end that draws HTML is there: any Jupyter kernel, no terminal.
         windows: Views of runs that no cell waits for.
         follower: Runs that a program follows while it does something else.
         detached: Runs that this process has submitted and that go on without it.
@@ -49,15 +48,19 @@ class Workplace:
         kernel = getattr(shell, "kernel", None)
         self.shell = shell
         self.settings = load_settings()
-        self.is_notebook = kernel is not None
-        self.notices = NoticeBoard(self.is_notebook)
-        self.pools = Pools(self.settings, self.notices.notice, SendingBoard(self.is_notebook).show)
+        self.notices = NoticeBoard(kernel is not None)
+        self.pools = Pools(self.settings, self.notices.notice, SendingBoard(kernel is not None).show)
         self.pool = self.pools.local
         self.live_views = LiveViews(kernel)
         self.windows = RunWindows()
         self.detached: set[str] = set()
         self.follower = Follower()
         self.restarts = watch_restarts(kernel, self.pools, detaches=self.settings.detach_on_restart)
+
+    @property
+    def is_notebook(self) -> bool:
+        """Whether a front end draws HTML for the cell that runs: a Jupyter kernel's, but for consoles."""
+        return getattr(self.shell, "kernel", None) is not None and not self.live_views.is_console
 
     @property
     def namespace(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -17,6 +18,11 @@ from sgpu_magic.render.quiet import is_quiet
 from sgpu_magic.render.view import RunView
 from sgpu_magic.widget.channels import Channels, Taker
 from sgpu_magic.widget.widget_publisher import Surroundings, WidgetPublisher
+
+# as `jupyter_client.session.Session.msg_id` makes them
+_CLIENTS_ID = re.compile(r"[0-9a-f-]+_\d+_\d+")
+# JupyterLab's, Notebook's and VS Code's word, and that of server-side execution
+_CELL_IDS = frozenset(("cellId", "cell_id"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +70,14 @@ class LiveViews:
             buttons: What the view's buttons do.
         """
         channels = self._channels if not is_quiet(view) else None
-        if channels is None or ui in ("none", "text", "streams") or not (ui == "widget" or self.is_watched):
-            return publisher_for(ui, view, stream, notebook=self._kernel is not None)
+        draws = self._kernel is not None and not self.is_console
+        if (
+            channels is None
+            or ui in ("none", "text", "streams")
+            or not draws
+            or not (ui == "widget" or self.is_watched)
+        ):
+            return publisher_for(ui, view, stream, notebook=draws)
         feed = Feed(view)
         answers = Answers(view, feed, LogReader(buttons.directory, buttons.bring), buttons.cancel, buttons.stacks)
         expects_hello = channels.serve_every_comm or not self._has_no_subshells
@@ -89,7 +101,25 @@ class LiveViews:
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody may be looking: headless kernels (nbclient, papermill) are asked for no input."""
+        """Whether a notebook may be open: headless kernels (nbclient, papermill) are asked for no input."""
+        return self._takes_input and not self.is_console
+
+    @property
+    def is_console(self) -> bool:
+        """Whether the cell comes from a console, which prints displays as they come and ignores their updates.
+
+        Jupyter Console, qtconsole and Spyder are clients by `jupyter_client`, whose message ids end in their process
+        id and a count. A notebook's front end has ids of its own, and names the cell in the request's metadata.
+        """
+        if not self._takes_input:
+            return False
+        parent: dict[str, Any] = self._kernel.get_parent("shell")
+        names_cell = not _CELL_IDS.isdisjoint(parent.get("metadata", {}))
+        return not names_cell and _CLIENTS_ID.fullmatch(parent.get("header", {}).get("msg_id", "")) is not None
+
+    @property
+    def _takes_input(self) -> bool:
+        """Whether the front end of the cell that runs can ask a person."""
         if self._channels is None:
             return False
         return bool(self._kernel.get_parent("shell").get("content", {}).get("allow_stdin"))

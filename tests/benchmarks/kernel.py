@@ -117,6 +117,8 @@ class BenchKernel:
         )
         self._client = BlockingKernelClient(connection_file=connection_file)
         self._client.load_connection_file()
+        # as JupyterLab, and no console, which names no cell
+        self._client.session.metadata = {"cellId": "a-cell"}
         self._client.start_channels()
         try:
             self._client.wait_for_ready(timeout=60)

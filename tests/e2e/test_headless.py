@@ -92,16 +92,19 @@ def test_papermill_passes_parameters_and_fails_alike(environment: Home, tmp_path
 # ---------------------------------------------------------------- IPython in a terminal
 
 
-class Terminal:
-    """IPython behind a pseudo-terminal, as a person has it."""
+IPYTHON = ["IPython", "--no-banner", "--no-confirm-exit", "--colors=NoColor", "--simple-prompt"]
+CONSOLE = ["jupyter_console", "--no-confirm-exit", "--simple-prompt"]
 
-    def __init__(self, home: Home) -> None:
+
+class Terminal:
+    """IPython or Jupyter Console behind a pseudo-terminal, as a person has it."""
+
+    def __init__(self, home: Home, command: list[str]) -> None:
         self.text = ""
         pid, self._fd = pty.fork()
         if pid == 0:
             os.chdir(home.work)
-            command = [sys.executable, "-m", "IPython", "--no-banner", "--no-confirm-exit", "--colors=NoColor"]
-            os.execve(sys.executable, [*command, "--simple-prompt"], home.environ | {"TERM": "xterm"})
+            os.execve(sys.executable, [sys.executable, "-m", *command], home.environ | {"TERM": "xterm"})
         self.pid = pid
         home.kernel_pids.add(pid)
         ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
@@ -135,15 +138,21 @@ class Terminal:
         os.close(self._fd)
 
 
-@pytest.fixture
-def terminal(home: Home) -> Iterator[Terminal]:
-    made = Terminal(home)
-    made.run("", r"In \[1\]: ")
-    made.run("%load_ext sgpu_magic\n", r"In \[2\]: ")
+@contextlib.contextmanager
+def opened(home: Home, command: list[str]) -> Iterator[Terminal]:
+    made = Terminal(home, command)
+    made.run("", r"In ?\[1\]: ")
+    made.run("%load_ext sgpu_magic\n", r"In ?\[2\]: ")
     yield made
     made.close()
     home.kernel_pids.discard(made.pid)
     home.check_leaks()
+
+
+@pytest.fixture
+def terminal(home: Home) -> Iterator[Terminal]:
+    with opened(home, IPYTHON) as made:
+        yield made
 
 
 def cell(body: str, options: str = "-n 2") -> str:
@@ -161,6 +170,26 @@ def test_terminal_shows_lines_summary_value_and_error(terminal: Terminal):
     text = terminal.run("%sgpu_status\n", r"In \[5\]: ")
     assert "cpu slots" in text
     assert "failed" in text
+
+
+def test_jupyter_console_shows_every_line_and_the_end(home: Home):
+    with opened(home, CONSOLE) as console:
+        # longer than the instant after which a notebook opens its live view
+        (home.work / "go").unlink(missing_ok=True)
+        waits = "import os, time\nwhile not os.path.exists('go'): time.sleep(0.02)\n"
+        body = f"for i in range(300): print('step', i)\n{waits}print('end', rank)\nrank * 2"
+        console.run(cell(body), r"\[1\] step 299\n")
+        (home.work / "go").touch()
+        text = console.wait_for(lambda: re.search(r"In ?\[3\]: ", console.text), 60, "the prompt")
+        for part in ("2 ranks on local", "[0] step 0\n", "[1] step 150\n", "[0] end 0", "[1] end 1", "succeeded in"):
+            assert part in text, text
+        assert "when this was saved" not in text
+        assert "[0, 2]" in text
+        text = console.run(
+            cell("import time\ntime.sleep(0.3)\nif rank == 1: raise ValueError('bad batch')"), r"In ?\[4\]: "
+        )
+        for part in ("rank 1 of 2", "ValueError: bad batch", "failed"):
+            assert part in text, text
 
 
 def test_terminal_control_c_frees_the_prompt(terminal: Terminal):
