@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from homes import Home
-from pool_faults import Plants
 from pool_client import ClientRun, PoolClient
+from pool_faults import Plants
 from waiting import eventually
 
 from sgpu_magic.errors import InternalError
