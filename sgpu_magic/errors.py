@@ -38,8 +38,11 @@ OUT_OF_MEMORY = "memory"
 
 
 def see(topic: str) -> str:
-    """Return the line that names what shows a page of help: the magic where it is loaded, else the command."""
-    loaded = "sgpu_magic.magics" in sys.modules
+    """Return the line that names what shows a page of help: the magic in a notebook, else the command.
+
+    The Jupyter server draws what a kernel has shown.
+    """
+    loaded = "sgpu_magic.magics" in sys.modules or "sgpu_magic.jupyter_server" in sys.modules
     return f"See `%sgpu_help {topic}`." if loaded else f"See `sgpu help {topic}` in a shell."
 
 

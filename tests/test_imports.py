@@ -45,9 +45,10 @@ MAY_USE: dict[str, set[str]] = {
     "functions": BY_HAND | {"panel", "runs", "sessions"},
     "compat": {"client", "functions", "runtime"},
     "replay": BY_HAND | {"runs"},
-    "magics": BY_HAND | {"live", "panel", "widget", "runs", "sessions", "replay", "commands"},
+    "magics": BY_HAND | {"live", "panel", "widget", "runs", "sessions", "replay", "commands", "help"},
     # the command looks at everything that a person may want to see from a shell
-    "cli": {"commands", "doctor"},
+    "cli": {"commands", "doctor", "help"},
+    "help": {"render"},
     "doctor": {"commands", "render"},
     "commands": BY_HAND | {"agent", "engines", "headless", "runs", "replay", "tracking", "pool"},
     "headless": {"render", "runs"},

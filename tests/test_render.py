@@ -882,7 +882,7 @@ def test_the_users_own_exception_is_raised(original: Exception) -> None:
     assert "\x1b[31m" in drawn[1]
     assert drawn[-2:] == [
         "ranks 0, 2, 3 were released from all_reduce (line 15)",
-        "See `sgpu help exception` in a shell.",
+        errors.see("exception"),
     ]
 
 
@@ -934,7 +934,7 @@ def test_other_failures_have_their_own_class(kind: FailureKind, cls: type[errors
     assert (raised.rank, raised.run_id) == (2, RUN_ID)  # type: ignore[attr-defined]
     assert raised._render_traceback_() == [
         f"{cls.__name__}: {raised}",
-        f"See `sgpu help {cls.topic}` in a shell.",
+        errors.see(cls.topic),
     ]
     assert "the reason and the remedy" in str(raised)
     assert "\n" not in str(raised)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
+from sgpu_magic import help as help_pages
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import RunCancelled
 from sgpu_magic.magics import arguments, cell, line_arguments
@@ -15,7 +16,6 @@ from sgpu_magic.magics.auto import AutoMode
 from sgpu_magic.magics.choosing import session_for, with_notebooks_choice
 from sgpu_magic.magics.status import StatusBoard
 from sgpu_magic.magics.warmth import Warmth
-from sgpu_magic.render import help_pages
 from sgpu_magic.render.stacks import stacks_html, stacks_text
 from sgpu_magic.runs import follow
 from sgpu_magic.runs.submission import let_go, submit

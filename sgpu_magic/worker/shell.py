@@ -233,9 +233,13 @@ class RankShell(InteractiveShell):
             is_failure = ends and in_main_thread
             with asking.interruptible():
                 failures.leave_own_frames_out(error)
+                # to ask for its text may take long; only a RuntimeError's tells whether a peer was lost
+                may_be_victim = self.released or asking.is_a(error, RuntimeError)
+                if is_failure and not may_be_victim:
+                    self.report_raised()
                 shown = failures.look_at(error, self.whole)
                 is_victim = self.released or failures.is_peer_lost(error, shown.message)
-                if is_failure and not is_victim:
+                if is_failure and may_be_victim and not is_victim:
                     self.report_raised()
                 shown.lines = self._draw(shown, tb_offset, exception_only, has_frames, plainly=is_victim)
             if not is_failure:

@@ -15,8 +15,8 @@ from executed_notebooks import ROOT, Executed, execute, headings, introduction, 
 from kernels import Home, Kernel
 
 from sgpu_magic import errors
+from sgpu_magic import help as help_pages
 from sgpu_magic.protocol.states import FailureKind
-from sgpu_magic.render import help_pages
 
 NOTEBOOK = ROOT / "notebooks/troubleshooting.ipynb"
 # on two cores; a reader waits for it
@@ -56,7 +56,8 @@ def test_every_error_has_a_page_and_names_it(cls: type[errors.SgpuError], monkey
     monkeypatch.setitem(sys.modules, "sgpu_magic.magics", ModuleType("loaded"))
     error = cls("what happened", type_name="E") if cls is errors.RemoteError else cls("what happened")
     assert error._render_traceback_()[-1] == f"See `%sgpu_help {cls.topic}`."
-    monkeypatch.delitem(sys.modules, "sgpu_magic.magics")
+    for name in ("sgpu_magic.magics", "sgpu_magic.jupyter_server"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     assert error._render_traceback_()[-1] == f"See `sgpu help {cls.topic}` in a shell."
     assert str(error) == "what happened"
 

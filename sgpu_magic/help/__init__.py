@@ -1,4 +1,4 @@
-"""The pages of help that errors name: Markdown files of the folder `help`, as they are or as plain text."""
+"""The pages of help that errors name: Markdown files beside this one, as they are or as plain text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RULE = re.compile(r"[|\-: ]+")
 
 def topics() -> list[str]:
     """Return the names of all pages."""
-    names = (each.name for each in (resources.files("sgpu_magic") / "help").iterdir())
+    names = (each.name for each in resources.files(__name__).iterdir())
     return sorted(name.removesuffix(_ENDING) for name in names if name.endswith(_ENDING))
 
 
@@ -54,7 +54,7 @@ def plain(markdown: str) -> str:
 
 
 def _read(topic: str) -> str:
-    return (resources.files("sgpu_magic") / "help" / f"{topic}{_ENDING}").read_text(encoding="utf-8")
+    return (resources.files(__name__) / f"{topic}{_ENDING}").read_text(encoding="utf-8")
 
 
 def _aligned(table: str) -> str:
