@@ -225,7 +225,6 @@ class Session:
             "GROUP_WORLD_SIZE": "1",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self.master_port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
 
     def prepare(self, *, stays: bool = True, only: Sequence[int] = (), renewal: bool = False) -> None:

@@ -45,7 +45,6 @@ def torchrun_variables(launch: Launch, rank: int, meeting: MeetingPoint, device:
         "TORCHELASTIC_RUN_ID": launch.spec.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(launch.attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(launch.spec.retries),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": launch.context.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": visible,

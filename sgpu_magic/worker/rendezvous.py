@@ -2,9 +2,10 @@
 
 On one node the first rendezvous goes over a file (a memory file where there are such): no port to guess, no name to
 look up. `MASTER_ADDR` and `MASTER_PORT` name a loopback socket that the agent has bound already. Its server starts in
-rank 0 only when somebody rendezvouses through it; torch is told, as under torchrun, that the launcher hosts the store
-(`TORCHELASTIC_USE_AGENT_STORE`), so every rank is a client. Over several nodes that server, on the first node's own
-address, is where the ranks meet at first too.
+rank 0 only when somebody rendezvouses through it; torch is told then, as under torchrun, that the launcher hosts the
+store (`TORCHELASTIC_USE_AGENT_STORE`), so every rank is a client. The variable does not stay in the environment: the
+processes that a rank starts may meet at an address of their own, where one of them has to be the host. Over several
+nodes that server, on the first node's own address, is where the ranks meet at first too.
 """
 
 # torch.distributed re-exports its stores without saying so
@@ -13,12 +14,14 @@ address, is where the ranks meet at first too.
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import socket
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
@@ -44,6 +47,9 @@ class _LateStore:
                 master_listen_fd=fd,
                 use_libuv=False,
             )
+
+
+_USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 class _FileStores:
@@ -117,9 +123,15 @@ def accept_second_init() -> None:
     Done in the zygote, before anybody can have imported the functions by name.
     """
     original_init = c10d.init_process_group
+    os.register_at_fork(after_in_child=_leave_groups_to_the_parent)
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         if dist.is_initialized():
+            try:
+                given = inspect.signature(original_init).bind(*args, **kwargs).arguments
+            except TypeError as error:
+                raise TypeError(f"init_process_group() {error}") from None
+            _check_arguments(given)
             return
         _late_store.groups_made += 1
         original_init(*args, **kwargs)
@@ -134,14 +146,79 @@ def accept_second_init() -> None:
     create_store: Callable[..., Any] = torch_rendezvous._create_c10d_store
 
     def create_store_with_server(hostname: str, port: int, *args: Any, **kwargs: Any) -> Any:
-        if str(port) != os.environ.get("MASTER_PORT"):
+        if _is_child() or str(port) != os.environ.get("MASTER_PORT"):
             return create_store(hostname, port, *args, **kwargs)
         _late_store.start_server()
-        store = create_store(hostname, port, *args, **kwargs)
+        os.environ[_USE_AGENT_STORE] = "True"
+        try:
+            store = create_store(hostname, port, *args, **kwargs)
+        finally:
+            del os.environ[_USE_AGENT_STORE]
         # under torchrun a third group reads the addresses of the second and hangs
         return dist.PrefixStore(f"group_{_late_store.groups_made}", store)
 
     torch_rendezvous._create_c10d_store = create_store_with_server
+
+
+def _check_arguments(given: dict[str, Any]) -> None:
+    """Refuse what torch refuses where the group is not there yet, and a group that is not the run's.
+
+    Raises:
+        ValueError: As of torch; likewise the others.
+    """
+    if given.get("store") is not None and given.get("init_method") is not None:
+        raise AssertionError("Cannot specify both init_method and store.")
+    if given.get("timeout") is not None:
+        c10d._check_valid_timeout(given["timeout"])  # pyright: ignore[reportPrivateUsage]
+    if given.get("backend") is not None:
+        for part in c10d.Backend(given["backend"]).split(","):
+            backend = part.rpartition(":")[2].lower()
+            if backend not in c10d.Backend.backend_list:
+                raise ValueError(f"Unknown c10d backend type {backend.upper()}")
+    device = given.get("device_id")
+    if device is not None:
+        accelerator = torch.accelerator.current_accelerator()
+        if isinstance(device, int):
+            device = torch.device(accelerator.type if accelerator is not None else "cpu", device)
+        if accelerator is None or device.type != accelerator.type or device.index is None:
+            raise ValueError(
+                "init_process_group device_id parameter must be an accelerator with an index, and is "
+                f"{given['device_id']!r}; this rank has {accelerator or 'no accelerator'}."
+            )
+    for name, own in (("world_size", dist.get_world_size()), ("rank", dist.get_rank())):
+        if given.get(name, -1) not in (-1, own):
+            raise ValueError(
+                f"init_process_group({name}={given[name]}): this run's process group is there already, and its {name} "
+                f"is {own}. Call torch.distributed.destroy_process_group() first to make another one."
+            )
+
+
+_parents_groups: list[object] = []
+
+
+def _is_child() -> bool:
+    """Whether this process was forked by a rank: the run's group is not its own."""
+    return bool(_parents_groups)
+
+
+def _leave_groups_to_the_parent() -> None:
+    """In a process that a rank forks, as `torch.multiprocessing` does: it is in no group, and may make one of its own.
+
+    The objects are kept: to destroy them would wait for threads that a fork does not have.
+    """
+    world: Any = c10d._world  # pyright: ignore[reportPrivateUsage]
+    if not dist.is_initialized():
+        return
+    maps = (
+        world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.tags_to_pg, world.pg_to_tag,
+        world.pg_coalesce_state,
+    )  # fmt: skip
+    _parents_groups.extend([world.default_pg, *map(dict, maps)])
+    for one in maps:
+        one.clear()
+    c10d._unregister_all_process_groups()  # pyright: ignore
+    c10d._update_default_pg(None)  # pyright: ignore[reportPrivateUsage]
+    world.group_count = 0
 
 
 def groups() -> list[object]:
