@@ -7,7 +7,14 @@ import secrets as random_secrets
 
 import pytest
 
+from sgpu_magic.agent import failure_blanking
 from sgpu_magic.environment.secrets import find_secrets, is_secret, without_secrets, without_url_credentials
+from sgpu_magic.magics.cell import without_values
+from sgpu_magic.protocol.payloads import PackedLayout
+from sgpu_magic.protocol.records import Failure
+from sgpu_magic.protocol.states import FailureKind
+
+LAYOUT = PackedLayout(pickle_size=7, buffers=(), mac=b"")
 
 # made up; written in parts so that no scanner of repositories takes them for real ones
 _GITHUB = "ghp_" + "a1B2c3D4e5F6g7H8i9J0k1L2m3N4o5P6q7R8"
@@ -145,3 +152,26 @@ def test_lines_of_a_key_are_blanked_one_by_one() -> None:
     key = "-----BEGIN X-----\nMIIEvQIBADANBgkqhkiG9w0BAQEFAASC\nMORELINESOFTHEKEY0123456\n-----END X-----"
     cleared = without_secrets("line 2: MIIEvQIBADANBgkqhkiG9w0BAQEFAASC", [key])
     assert cleared == "line 2: ***"
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ('%%distributed -n 2 --env "AUTH=Bearer abc123"', "%%distributed -n 2 --env AUTH=***"),
+        ("%%distributed --env='A=b c' --name 'my run'", "%%distributed --env=A=*** --name 'my run'"),
+        ("%%distributed --env A=b\\ c --env B= # x", "%%distributed --env A=*** --env B=***"),
+        ("%%distributed --env 'A=it'\"'\"'s' -n 1", "%%distributed --env A=*** -n 1"),
+        ("%%distributed  -n 2 --name 'as  typed'", "%%distributed  -n 2 --name 'as  typed'"),
+    ],
+)
+def test_values_of_env_do_not_stand_in_the_recorded_line(line: str, shown: str) -> None:
+    assert without_values(line) == shown
+
+
+def test_a_token_in_an_exceptions_type_name_is_blanked() -> None:
+    token = "hf_" + "Ab1" * 10
+    failure = Failure(kind=FailureKind.USER_CODE, message="m", type_name=f"__main__.{token}", exception=LAYOUT)
+    cleared, frames = failure_blanking.without_secrets(failure, [b"pickled"], {})
+    assert (cleared.type_name, cleared.exception, frames) == ("__main__.***", None, ())
+    other = Failure(kind=FailureKind.USER_CODE, message="m", type_name="__main__.Own", exception=LAYOUT)
+    assert failure_blanking.without_secrets(other, [b"pickled"], {}) == (other, [b"pickled"])

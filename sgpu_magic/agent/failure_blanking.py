@@ -27,16 +27,16 @@ def without_secrets(
     exception = failure.exception
     if any(blanker.is_in(frame) for frame in frames):
         exception, frames = None, ()
-    message = blanker.clear(failure.message)
-    text, ansi = blanker.clear(failure.traceback_text), blanker.clear(failure.traceback_ansi)
-    if (message, text, ansi, exception) == (
-        failure.message,
-        failure.traceback_text,
-        failure.traceback_ansi,
-        failure.exception,
-    ):
-        return failure, frames
+    type_name = blanker.clear(failure.type_name)
+    if type_name != failure.type_name:
+        # the class goes along with its name
+        exception, frames = None, ()
     cleared = msgspec.structs.replace(
-        failure, message=message, traceback_text=text, traceback_ansi=ansi, exception=exception
+        failure,
+        type_name=type_name,
+        message=blanker.clear(failure.message),
+        traceback_text=blanker.clear(failure.traceback_text),
+        traceback_ansi=blanker.clear(failure.traceback_ansi),
+        exception=exception,
     )
-    return cleared, frames
+    return (failure if cleared == failure else cleared), frames

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-import re
+import shlex
 import time
 from collections.abc import Mapping
 
@@ -27,9 +27,6 @@ from sgpu_magic.runs.reading import heavy_names, name_of, read_cell, transform_o
 from sgpu_magic.runs.submission import Submission
 from sgpu_magic.sessions.cells import RANK_NAMES, SessionCell
 from sgpu_magic.sessions.session import Session
-
-_ENV_VALUE = re.compile(r"""(--env[=\s]\s*['"]?\w+=)("[^"]*"|'[^']*'|[^\s'"]*)+""")
-
 
 def prepare(
     magic_line: str,
@@ -148,7 +145,16 @@ def for_session(magic_line: str, body: str, options: CellOptions, session: Sessi
 
 def without_values(magic_line: str) -> str:
     """The magic's line as it may be written down: values of --env are often secrets."""
-    return _ENV_VALUE.sub(r"\1***", magic_line)
+    words = shlex.split(magic_line, comments=True)
+    shown = [_without_value(word, before) for word, before in zip(words, ["", *words], strict=False)]
+    return " ".join(shown) if any(word == "--env" or word.startswith("--env=") for word in words) else magic_line
+
+
+def _without_value(word: str, before: str) -> str:
+    option, setting = ("--env=", word.removeprefix("--env=")) if word.startswith("--env=") else ("", word)
+    if not option and before != "--env":
+        return shlex.quote(word)
+    return f"{option}{shlex.quote(setting.partition('=')[0])}=***"
 
 
 def check_cell(body: str, magic: str = "%%distributed") -> None:
