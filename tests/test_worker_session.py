@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from free_ports import free_ports
 from hostile_exceptions import HOSTILE, LOOPS
 from ranks import Session, Zygote
 from waiting import eventually
@@ -717,3 +718,76 @@ def test_an_interrupt_ends_a_loop_in_an_exceptions_text(single: Session, name: s
     assert single.failure(0, deadline_s=5).failure.type_name == "__main__.E"
     single.ranks[0]._text = b""
     assert values(single, "keep") == [8]
+
+
+# ---------------------------------------------------------------- what means the same as in a program
+
+
+def test_exit_and_quit_end_the_cell(single: Session):
+    single.run("reached = 1\nexit()\nreached = 2")
+    assert values(single, "reached") == [1]
+    single.execute("quit(4)")
+    assert single.failure(0).failure.type_name == "builtins.SystemExit"
+
+
+def test_a_missing_kernel_is_told_in_a_sentence(single: Session):
+    assert values(single, "hasattr(get_ipython(), 'kernel')") == [False]
+    single.execute("get_ipython().kernel")
+    failure = single.failure(0).failure
+    assert "has no Jupyter kernel" in failure.message
+    assert "interaction.py" not in failure.traceback_text
+
+
+def test_an_indented_body_runs_as_in_a_plain_cell(single: Session):
+    assert values(single, "\n    x = 3\n    if x:\n        x += 1\n    x") == [4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("device_id=torch.device('cpu')", "ValueError: init_process_group device_id parameter must be an accelerator"),
+        ("device_id=0", "ValueError: init_process_group device_id"),
+        ("'nonsense'", "ValueError: Unknown c10d backend type NONSENSE"),
+        ("'cpu:nonsense'", "ValueError: Unknown c10d backend type NONSENSE"),
+        ("backend=5", "ValueError: Backend constructor parameter must be string-ish"),
+        ("timeout=5", "TypeError: Expected timeout argument to be of type datetime.timedelta"),
+        ("nothing=1", "TypeError: init_process_group() got an unexpected keyword argument 'nothing'"),
+        ("world_size=3, rank=0", "ValueError: init_process_group(world_size=3): this run's process group"),
+        ("store=dist.HashStore(), init_method='env://'", "AssertionError: Cannot specify both"),
+    ],
+)
+def test_wrong_arguments_of_a_second_group_are_refused_as_by_torch(single: Session, arguments: str, told: str):
+    single.execute(f"import torch, torch.distributed as dist\ndist.init_process_group({arguments})")
+    assert told in single.failure(0).failure.traceback_text
+
+
+def test_right_arguments_of_a_second_group_are_accepted(single: Session):
+    for arguments in ("", "'gloo'", "'cpu:gloo,cuda:nccl'", "world_size=1, rank=0", "timeout=timedelta(seconds=9)"):
+        single.run(
+            f"from datetime import timedelta\nimport torch.distributed as dist\ndist.init_process_group({arguments})"
+        )
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_child_processes_of_a_rank_make_a_group_of_their_own(single: Session, files: Path, method: str):
+    (files / "children.py").write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "def main(rank, size, port):\n"
+        "    os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))\n"
+        "    dist.init_process_group('gloo', rank=rank, world_size=size)\n"
+        "    total = torch.ones(1) * (rank + 1)\n"
+        "    dist.all_reduce(total)\n"
+        "    print('sum', total.item(), flush=True)\n"
+        "    dist.destroy_process_group()\n"
+    )
+    single.ranks[0]._text = b""
+    single.run(
+        "import sys, torch, torch.distributed as dist, torch.multiprocessing as mp\n"
+        "sys.path.insert(0, '')\n"
+        "import children\n"
+        f"mp.start_processes(children.main, (2, {free_ports(1)[0]}), nprocs=2, start_method='{method}')\n"
+        "total = torch.ones(1)\n"
+        "dist.all_reduce(total)"
+    )
+    assert values(single, "total.item()") == [1.0]
+    eventually(lambda: single.ranks[0].printed.count("sum 3.0") == 2, 5, "what the children print")

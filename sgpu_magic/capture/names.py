@@ -19,7 +19,7 @@ from types import CodeType
 from sgpu_magic.payload.code_names import MAGIC_CALLS, compile_quietly, loaded_names, parse_quietly
 
 _OWN_MAGIC = re.compile(r"%%(distributed|rank|sgpu\w*)\b")
-_FUTURE_FLAGS = functools.reduce(
+FUTURE_FLAGS = functools.reduce(
     int.__or__, (getattr(__future__, n).compiler_flag for n in __future__.all_feature_names)
 )
 # a cell that calls one of these may bind any name
@@ -130,7 +130,7 @@ def _parse(source: str, transform: Callable[[str], str] | None) -> tuple[ast.Mod
         raise
     text = "\n" * skipped + transformed
     tree = parse_quietly(text, "<cell>")
-    return tree, compile_quietly(tree, "<cell>").co_flags & _FUTURE_FLAGS
+    return tree, compile_quietly(tree, "<cell>").co_flags & FUTURE_FLAGS
 
 
 @functools.cache

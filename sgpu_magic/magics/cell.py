@@ -20,13 +20,14 @@ from sgpu_magic.magics.arguments import CellOptions
 from sgpu_magic.payload.pack import pack_namespace
 from sgpu_magic.protocol.ids import new_id
 from sgpu_magic.protocol.records import CellSource, RunSpec, Shipped
-from sgpu_magic.runs.notebook import cell_number, cell_numbers, owner
+from sgpu_magic.runs.notebook import cell_number, cell_numbers, future_flags, owner
 from sgpu_magic.runs.parameters import scalars
 from sgpu_magic.runs.placing import Found
 from sgpu_magic.runs.reading import heavy_names, name_of, read_cell, transform_of, words_in
 from sgpu_magic.runs.submission import Submission
 from sgpu_magic.sessions.cells import RANK_NAMES, SessionCell
 from sgpu_magic.sessions.session import Session
+
 
 def prepare(
     magic_line: str,
@@ -96,6 +97,7 @@ def prepare(
             magic_line=magic_line,
             execution_count=number,
             linecache=cell_sources(packed.files, cell_numbers(shell)),
+            future_flags=future_flags(shell),
         ),
         placement=place.placement,
         outputs=options.outputs,
@@ -157,10 +159,9 @@ def _without_value(word: str, before: str) -> str:
     return f"{option}{shlex.quote(setting.partition('=')[0])}=***"
 
 
-def check_cell(body: str, magic: str = "%%distributed") -> None:
-    """Raise UsageError for a cell without code: it would start ranks for nothing."""
-    if not any(text and not text.startswith("#") for text in map(str.strip, body.splitlines())):
-        raise UsageError(f"the cell is empty. Write the code that each rank shall run under the {magic} line.")
+def has_code(body: str) -> bool:
+    """Whether a cell has more than blank lines and comments: else it would start ranks for nothing."""
+    return any(text and not text.startswith("#") for text in map(str.strip, body.splitlines()))
 
 
 def _check_outputs(found: CellNames, options: CellOptions, shipped: Mapping[str, object]) -> None:

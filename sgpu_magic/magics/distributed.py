@@ -72,7 +72,9 @@ class DistributedMagics(Magics):
             print(arguments.parser(magic).format_help())  # noqa: T201  help is output
             return None
         self.place.wanted_pool(options.pool)
-        cell.check_cell(cell_body, magic)
+        if not cell.has_code(cell_body):
+            print("the cell is empty: no rank was started.")  # noqa: T201
+            return None
         magic_line = f"{magic} {line}".strip()
         session = session_for(options, magic)
         self.place.notices.clear()

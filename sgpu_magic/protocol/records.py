@@ -24,12 +24,14 @@ class CellSource(Record, frozen=True, kw_only=True):
         magic_line: The magic's own line, so that line numbers are the editor's.
         execution_count: The notebook's number of the cell, None from a script.
         linecache: (file name, source, execution count or None) of other cells whose functions travel along.
+        future_flags: Compiler flags of the `from __future__ import` of earlier cells, which hold in this one too.
     """
 
     body: str
     magic_line: str = ""
     execution_count: int | None = None
     linecache: tuple[tuple[str, str, int | None], ...] = ()
+    future_flags: int = 0
 
 
 class Interpreter(Record, frozen=True, kw_only=True):

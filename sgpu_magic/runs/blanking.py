@@ -27,10 +27,10 @@ def without_secrets(spec: RunSpec, environ: Mapping[str, str]) -> tuple[RunSpec,
     with _lock:
         blanker = _secrets.blanker(environ)
     cell = spec.cell
-    shown = CellSource(
+    shown = msgspec.structs.replace(
+        cell,
         body=blanked_settings(cell.body, blanker.clear),
         magic_line=blanker.clear(cell.magic_line),
-        execution_count=cell.execution_count,
         linecache=tuple(
             (file, blanked_settings(source, blanker.clear), number) for file, source, number in cell.linecache
         ),

@@ -6,6 +6,7 @@ import os
 import re
 from typing import Any
 
+from sgpu_magic.capture.names import FUTURE_FLAGS
 from sgpu_magic.client.interpreter import this_owner
 from sgpu_magic.protocol.records import Owner
 
@@ -33,6 +34,11 @@ def cell_number(shell: Any) -> int:
 def cell_numbers(shell: Any) -> dict[str, int]:
     """Cell numbers by the file name that IPython gives a cell's code; none in a plain Python program."""
     return getattr(getattr(shell, "compile", None), "_filename_map", {})
+
+
+def future_flags(shell: Any) -> int:
+    """Compiler flags of the `from __future__ import` of the cells that have run."""
+    return int(getattr(getattr(shell, "compile", None), "flags", 0)) & FUTURE_FLAGS
 
 
 def notebook_path(shell: Any) -> str:

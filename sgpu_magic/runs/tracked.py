@@ -119,7 +119,8 @@ def _directory() -> str:
 def _experiment_name(spec: RunSpec) -> str:
     """After the notebook's file, or the script's."""
     file = spec.owner.notebook
-    if not file:
+    # in a notebook without a name it is what `%run -i` has left there
+    if not file and spec.cell.execution_count is None:
         main: Any = sys.modules.get("__main__")
         file = getattr(main, "__file__", None) or ""
     return os.path.splitext(os.path.basename(file))[0] or _FALLBACK_NAME

@@ -16,7 +16,7 @@ from sgpu_magic.protocol.ids import new_id
 from sgpu_magic.protocol.records import CellSource, OutputName, RunSpec, Shipped
 from sgpu_magic.protocol.states import RunKind
 from sgpu_magic.runs import calls
-from sgpu_magic.runs.notebook import cell_number, cell_numbers, owner
+from sgpu_magic.runs.notebook import cell_number, cell_numbers, future_flags, owner
 from sgpu_magic.runs.parameters import Parameters, scalars
 from sgpu_magic.runs.reading import heavy_names, name_of, read_cell, transform_of, words_in
 from sgpu_magic.runs.submission import Submission, Wishes
@@ -123,6 +123,7 @@ def prepare_cell(session: Session, cell: SessionCell) -> Prepared:
             magic_line=cell.magic_line,
             execution_count=number,
             linecache=cell_sources(packed.files, cell_numbers(place.shell)),
+            future_flags=future_flags(place.shell),
         ),
         only=cell.only,
         outputs=cell.outputs,

@@ -13,16 +13,17 @@ import types
 
 import torch
 import torch.distributed as dist
+from IPython.core.inputtransformer2 import leading_indent
 
 from sgpu_magic.errors import EnvironmentFailed, SerializationError
 from sgpu_magic.payload import unpack
 from sgpu_magic.protocol.measures import RankMemory
 from sgpu_magic.protocol.rank_messages import Execute
-from sgpu_magic.protocol.records import Failure
+from sgpu_magic.protocol.records import CellSource, Failure
 from sgpu_magic.protocol.states import FailureKind
 from sgpu_magic.worker import asking, failures, memory
 from sgpu_magic.worker.results import pack_names
-from sgpu_magic.worker.shell import RankShell, hook_of, source_of
+from sgpu_magic.worker.shell import RankShell, hook_of
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -60,12 +61,28 @@ def rehearse(shell: RankShell) -> None:
         dist.all_reduce(torch.zeros(1))
 
 
+def source_of(cell: CellSource) -> str:
+    """The cell with its magic's line as a comment, so that line numbers are the editor's.
+
+    A body that begins with a cell magic of its own must stay in front to be recognised.
+    """
+    lines = cell.body.splitlines(keepends=True)
+    is_indented = next((line for line in lines if line.strip()), "")[:1].isspace()
+    # as IPython does with a plain cell
+    body = "".join(leading_indent(lines)) if is_indented else cell.body
+    if not cell.magic_line or body.lstrip().startswith("%%"):
+        return body
+    return f"# {cell.magic_line}\n{body}"
+
+
 def run_cell(shell: RankShell, order: Execute) -> tuple[BaseException | None, float]:
     """Run the cell in the shell's namespace; return what it raised, and its time in seconds."""
     hook = hook_of(shell)
     hook.last_value = None
     hook.source = order.cell.body
     shell.execution_count = order.cell.execution_count or 1
+    # of the notebook's earlier cells, and in a session of the rank's own
+    shell.compile.flags |= order.cell.future_flags
     begin = time.perf_counter()
     outcome = shell.run_cell(source_of(order.cell), store_history=False)
     seconds = time.perf_counter() - begin

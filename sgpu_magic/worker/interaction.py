@@ -1,4 +1,4 @@
-"""A rank has no keyboard: whatever asks for one fails at once and says what to do instead."""
+"""A rank has no keyboard: whatever asks for one fails at once and says what to do instead; `exit` ends its cell."""
 
 # IPython's own attributes are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -16,7 +16,10 @@ from IPython.core.interactiveshell import InteractiveShell
 
 
 def refuse(shell: InteractiveShell, rank: int) -> None:
-    """Replace `input`, `getpass`, `breakpoint` and the debugger's magics."""
+    """Replace `input`, `getpass`, `breakpoint`, `exit` and the debugger's magics."""
+
+    def leave(code: object = None) -> NoReturn:
+        raise SystemExit(code)
 
     def no_input(*args: object, **kwargs: object) -> NoReturn:
         raise StdinNotImplementedError(
@@ -36,6 +39,17 @@ def refuse(shell: InteractiveShell, rank: int) -> None:
             "run the failing function in a plain cell to step through it there."
         )
 
+    for name in ("exit", "quit"):
+        shell.user_ns[name] = shell.user_ns_hidden[name] = leave
+    shell.ask_exit = leave  # pyright: ignore[reportAttributeAccessIssue]
+
+    def no_kernel(shell: InteractiveShell) -> NoReturn:
+        raise AttributeError(
+            f"rank {rank} has no Jupyter kernel, so get_ipython().kernel is missing. Use it in a plain cell of the "
+            "notebook."
+        )
+
+    type(shell).kernel = property(no_kernel)  # pyright: ignore[reportAttributeAccessIssue]
     builtins.input = no_input
     getpass.getpass = no_input
     sys.breakpointhook = no_breakpoint

@@ -28,7 +28,6 @@ from traitlets.config import Config
 
 from sgpu_magic.protocol.rank_messages import Cleared, Displayed
 from sgpu_magic.protocol.record import Record
-from sgpu_magic.protocol.records import CellSource
 from sgpu_magic.worker import asking, failures, output
 from sgpu_magic.worker.failures import Shown, WholeTexts
 
@@ -326,16 +325,6 @@ def report_to(shell: RankShell, report: Report, report_raised: Callable[[], None
     publisher = shell.display_pub
     if isinstance(publisher, RankDisplayPublisher):
         publisher.report = report
-
-
-def source_of(cell: CellSource) -> str:
-    """The cell with its magic's line as a comment, so that line numbers are the editor's.
-
-    A body that begins with a cell magic of its own must stay in front to be recognised.
-    """
-    if not cell.magic_line or cell.body.lstrip().startswith("%%"):
-        return cell.body
-    return f"# {cell.magic_line}\n{cell.body}"
 
 
 def _to_json(value: Mapping[str, object]) -> bytes:

@@ -16,7 +16,7 @@ from sgpu_magic.payload import unpack
 from sgpu_magic.protocol.payloads import PackedLayout
 from sgpu_magic.protocol.records import RunSpec
 from sgpu_magic.protocol.states import RunKind
-from sgpu_magic.worker.shell import source_of
+from sgpu_magic.worker.execute import source_of
 
 
 class _Recorded(msgspec.Struct):
@@ -65,6 +65,7 @@ def run(directory: Path) -> None:
     unpack.unpack_namespace(
         memoryview(payload), recorded.payload_layout, (directory / "key").read_bytes(), shell.user_ns
     )
+    shell.compile.flags |= recorded.spec.cell.future_flags
     outcome = shell.run_cell(source_of(recorded.spec.cell), store_history=False)
     if outcome.success and recorded.spec.kind is RunKind.CALL:
         # there is no notebook that it could travel to

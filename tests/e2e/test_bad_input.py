@@ -112,8 +112,10 @@ def test_type_that_the_pool_lacks(kernel: Kernel, written: str):
 
 
 @pytest.mark.parametrize("body", ["\n", "# only a remark\n\n   # and another"])
-def test_empty_cell(kernel: Kernel, body: str):
-    assert "empty" in refused(kernel, f"%%distributed -n 2\n{body}")
+def test_an_empty_cell_runs_nothing_and_stops_nothing(kernel: Kernel, body: str):
+    runs = set(kernel.home.runs)
+    assert "the cell is empty" in kernel.check(f"%%distributed -n 2\n{body}").text
+    assert set(kernel.home.runs) == runs
 
 
 def test_cell_without_a_body(kernel: Kernel):

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 from kernels import Home, Kernel, eventually
@@ -360,3 +361,10 @@ def test_import_leaves_heavy_modules_alone(new_kernel):
     kernel.check("%load_ext sgpu_magic")
     kernel.check("%%distributed -n 2 --ui none\npass")
     assert kernel.value(f"[name for name in {heavy} if name in __import__('sys').modules]") == []
+
+
+def test_a_future_import_of_a_plain_cell_holds_on_the_ranks(new_kernel: Callable[..., Kernel]):
+    kernel = new_kernel()
+    kernel.check("from __future__ import annotations")
+    kernel.check("%%distributed -n 1 --out told\ndef f(x: NotThere): pass\ntold = f.__annotations__")
+    assert kernel.value("told") == {"x": "NotThere"}
