@@ -44,6 +44,10 @@ class SmallDisk:
         (self.path / "filler").unlink(missing_ok=True)
         shutil.rmtree(self.path / "fillers", ignore_errors=True)
 
+    def grow(self, megabytes: int) -> None:
+        """Make a tmpfs larger."""
+        _run("mount", "-o", f"remount,size={megabytes}m", str(self.path))
+
     def freeze(self, on: bool) -> None:
         """Let no file be made in the directories of an ext4, or let it again; root is held by nothing less."""
         folders = [str(self.path), *(str(entry) for entry in self.path.iterdir() if entry.is_dir())]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 from pathlib import Path
 
 import pytest
+from small_disks import small_disk
 
+from sgpu_magic.storage import blob_store
 from sgpu_magic.storage.below import BadName, list_below, open_below, parts_of
 from sgpu_magic.storage.blob_store import BlobRefused, BlobStore, blob_path, store_name
+from sgpu_magic.storage.file_thread import FileThread
 
 CHUNK = 1000
 
@@ -241,3 +245,40 @@ def test_writing_follows_no_link_either(tmp_path: Path):
         with pytest.raises(OSError):
             os.close(open_below(root, name, os.O_WRONLY | os.O_CREAT, make=True))
     assert list(outside.iterdir()) == []
+
+
+@pytest.mark.needs_root
+def test_an_upload_goes_on_once_the_disk_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(blob_store, "_DISK_RESERVE_BYTES", -100_000_000)
+    (tmp_path / "blobs").mkdir()
+    with small_disk(tmp_path / "blobs", "tmpfs", megabytes=1) as disk:
+        store = BlobStore(disk.path, 10_000_000)
+        data = os.urandom(2_000_000)
+        digest = digest_of(data)
+        at = 999_999
+        for begin in range(0, at, 333_333):
+            store.put("ann", digest, len(data), begin, data[begin : begin + 333_333])
+        with pytest.raises(OSError, match="No space left"):
+            store.put("ann", digest, len(data), at, data[at : at + 333_333])
+        assert store.held("ann", digest, len(data)) == at
+        disk.grow(8)
+        while at < len(data):
+            at = store.put("ann", digest, len(data), at, data[at : at + 333_333])
+        assert blob_path(disk.path, "ann", digest).read_bytes() == data
+        store.close()
+
+
+def test_a_fault_in_the_thread_of_files_costs_one_answer(capsys: pytest.CaptureFixture[str]):
+    async def go() -> list[object]:
+        thread, said = FileThread("sgpu-test"), asyncio.Queue[object]()
+        thread.do(lambda: 1 // 0, said.put_nowait, said.put_nowait)
+        thread.do(lambda: 7, said.put_nowait, said.put_nowait)
+        found = [await said.get(), await said.get()]
+        thread.close()
+        return found
+
+    error, seven = asyncio.run(asyncio.wait_for(go(), 10))
+    assert isinstance(error, OSError)
+    assert "ZeroDivisionError: " in str(error)
+    assert seven == 7
+    assert "a fault in thread sgpu-test" in capsys.readouterr().err

@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+import msgspec
+
 from sgpu_magic.config import Settings
 from sgpu_magic.event_file import EventFile
 from sgpu_magic.pool.ledger import Ledger
@@ -39,11 +41,14 @@ from sgpu_magic.protocol.run_record import RUN_RECORD
 from sgpu_magic.protocol.uploads import ManifestUnusable, Upload, decoded
 from sgpu_magic.storage.below import list_below, open_below
 from sgpu_magic.storage.blob_store import BlobRefused, BlobStore, blob_path, store_name
+from sgpu_magic.storage.disk_room import disk_room
 from sgpu_magic.storage.file_thread import FileThread
 from sgpu_magic.storage.joined import join_parts
 
 _RESULT = re.compile(r"result-(\d+)\.bin")
 _MOST_ASKED = 10_000
+# where a file can have a byte
+_MOST_OFFSET = 1 << 62
 # runs of which it is known where their results lie
 _MOST_KNOWN = 100
 
@@ -163,8 +168,13 @@ class ByteDesk:
         if isinstance(error, BlobRefused):
             text = f"the pool does not take the run's variables: {error}"
         else:
-            text = f"the pool can't keep the run's variables: {error.strerror or error}. Its operator has to free room."
+            text = f"the pool can't keep the run's variables: {error.strerror or error}. {self._room()}"
         self._server.refuse(client, request, text)
+
+    def _room(self) -> str:
+        with contextlib.suppress(OSError):
+            return f"There {disk_room(self._stores)}; who runs the pool has to free room."
+        return "Who runs the pool has to look at its disk."
 
     # ------------------------------------------------------------ files of runs
 
@@ -185,8 +195,8 @@ class ByteDesk:
 
     def _read(self, client: ConnectedClient, message: ReadRunFile, directory: Path) -> None:
         size, offset = min(message.size, CHUNK_BYTES), message.offset
-        if size < 0 or offset < 0:
-            self._server.refuse(client, message.request, "a part of a file can't begin or end before the file.")
+        if size < 0 or not 0 <= offset <= _MOST_OFFSET:
+            self._server.refuse(client, message.request, "a part of a file can't begin or end outside of the file.")
             return
 
         def read() -> tuple[bytes, int, float]:
@@ -279,7 +289,7 @@ def names_files(submit: Submit) -> bool:
 
 def _results_in_memory(directory: Path) -> dict[int, str]:
     found: dict[int, str] = {}
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, msgspec.DecodeError):
         for event, _ in EventFile(directory).new_events():
             if isinstance(event.body, RunEnded):
                 for result in event.body.results:

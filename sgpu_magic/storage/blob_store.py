@@ -142,8 +142,13 @@ class BlobStore:
             self._drop(key)
             raise BlobRefused("an upload has other bytes than were said. Run the cell again.")
         view = memoryview(data)
-        while view:
-            view = view[os.write(coming.file, view) :]
+        try:
+            while view:
+                view = view[os.write(coming.file, view) :]
+        except OSError:
+            # it goes on from here once there is room
+            os.ftruncate(coming.file, coming.size)
+            raise
         coming.hashed.update(data)
         coming.size += len(data)
         self._sizes[store] += len(data)

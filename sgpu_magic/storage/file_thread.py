@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -28,9 +30,9 @@ class FileThread:
         """Make a call there, and one of the other two in the loop when it is over.
 
         Args:
-            call: What to do. It raises nothing but OSError.
+            call: What to do.
             done: Gets what it returned.
-            failed: Gets what it raised.
+            failed: Gets the OSError that it raised; a fault of ours is logged and comes as one.
         """
         loop = asyncio.get_running_loop()
 
@@ -39,6 +41,11 @@ class FileThread:
                 result = call()
             except OSError as error:
                 _tell(loop, failed, error)
+            except Exception as error:  # noqa: BLE001
+                # the thread goes on with what others have asked for
+                with contextlib.suppress(OSError):
+                    sys.stderr.write(f"a fault in thread {self._name}: {''.join(traceback.format_exception(error))}")
+                _tell(loop, failed, OSError(f"{type(error).__name__}: {error}"))
             else:
                 _tell(loop, done, result)
 

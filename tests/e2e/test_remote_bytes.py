@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import re
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -290,6 +291,21 @@ def test_only_ones_own_runs_files_are_read(ann: RemoteUser, ben: RemoteUser):
             with pytest.raises(RunUnknown, match="has no run"):
                 ask(link, message, run=run_id, **fields)
     part = ask(ann.client.pool.link(), ReadRunFile, run=run.run_id, name="rank-0.log")
+    assert isinstance(part, FilePart)
+    assert part.data == b"mine\n"
+
+
+def test_what_no_file_has_costs_nobody_the_answers(ann: RemoteUser, served: ServedPool):
+    run = ann.client.begin("print('mine')", ranks=1)
+    run.ended()
+    link = ann.client.pool.link()
+    with pytest.raises(UsageError, match="outside of the file"):
+        ask(link, ReadRunFile, run=run.run_id, name="rank-0.log", offset=1 << 63)
+    with open(served.home.state / "runs" / run.run_id / "events.msgpack", "ab") as events:
+        events.write(struct.pack("<IQ", 1, 1) + b"\x01")
+    with pytest.raises(RunFileUnknown):
+        ask(link, ReadRunFile, run=run.run_id, name="result-7.bin")
+    part = ask(link, ReadRunFile, run=run.run_id, name="rank-0.log")
     assert isinstance(part, FilePart)
     assert part.data == b"mine\n"
 
