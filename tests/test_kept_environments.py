@@ -39,10 +39,10 @@ def text_in(directory: Path) -> dict[str, str]:
 
 
 def test_a_hundred_runs_have_the_same_two_files(kept: KeptEnvironments, tmp_path: Path):
-    kept.keep(KeepEnvironment(digest=DIGEST, files=FILES))
+    kept.keep(KeepEnvironment(digest=DIGEST, files=FILES), "ann")
     runs = [run_directory(tmp_path) for _ in range(100)]
     for run_id, directory in runs:
-        kept.link(DIGEST, run_id)
+        kept.link(DIGEST, run_id, "ann")
         assert text_in(directory) == dict(FILES)
     status = (runs[0][1] / "pylock.toml").stat()
     assert status.st_nlink == 101
@@ -53,46 +53,60 @@ def test_a_hundred_runs_have_the_same_two_files(kept: KeptEnvironments, tmp_path
 def test_files_that_come_later_and_better_ones_are_put_there_too(kept: KeptEnvironments, tmp_path: Path):
     before, early = run_directory(tmp_path)
     other, others = run_directory(tmp_path)
-    kept.link(DIGEST, before)
-    kept.link("f" * 32, other)
+    kept.link(DIGEST, before, "ann")
+    kept.link("f" * 32, other, "ann")
     assert text_in(early) == {}
-    kept.keep(KeepEnvironment(digest=DIGEST, files=FILES[:1]))
+    kept.keep(KeepEnvironment(digest=DIGEST, files=FILES[:1]), "ann")
     assert text_in(early) == dict(FILES[:1])
-    kept.keep(KeepEnvironment(digest=DIGEST, files=(("requirements.txt", "# better\n"), FILES[1])))
+    kept.keep(KeepEnvironment(digest=DIGEST, files=(("requirements.txt", "# better\n"), FILES[1])), "ann")
     assert text_in(early) == {"requirements.txt": "# better\n", "pylock.toml": FILES[1][1]}
     assert text_in(others) == {}
 
 
+def test_a_user_changes_nothing_in_others_directories(kept: KeptEnvironments, tmp_path: Path):
+    run_id, directory = run_directory(tmp_path)
+    kept.keep(KeepEnvironment(digest=DIGEST, files=FILES, runs=(run_id,)), "ann")
+    kept.keep(KeepEnvironment(digest=DIGEST, files=(("requirements.txt", "evil\n"),)), "eve")
+    later, after = run_directory(tmp_path)
+    kept.link(DIGEST, later, "ann")
+    assert (text_in(directory), text_in(after)) == (dict(FILES), dict(FILES))
+    evil, eves = run_directory(tmp_path)
+    kept.link(DIGEST, evil, "eve")
+    assert text_in(eves) == {"requirements.txt": "evil\n"}
+
+
 def test_a_run_that_came_before_its_digest_was_known_gets_them(kept: KeptEnvironments, tmp_path: Path):
     run_id, directory = run_directory(tmp_path)
-    kept.keep(KeepEnvironment(digest=DIGEST, files=FILES, runs=(run_id, "../elsewhere", new_id())))
+    kept.keep(KeepEnvironment(digest=DIGEST, files=FILES, runs=(run_id, "../elsewhere", new_id())), "ann")
     assert text_in(directory) == dict(FILES)
 
 
 def test_a_run_that_was_not_taken_yet_when_its_digest_was_told_gets_them(kept: KeptEnvironments, tmp_path: Path):
     run_id = new_id()
-    kept.keep(KeepEnvironment(digest=DIGEST, files=FILES, runs=(run_id,)))
+    kept.keep(KeepEnvironment(digest=DIGEST, files=FILES, runs=(run_id,)), "ann")
     directory = tmp_path / "runs" / run_id
     directory.mkdir()
     # its spec has no digest
-    kept.link("", run_id)
+    kept.link("", run_id, "ann")
     assert text_in(directory) == dict(FILES)
 
 
 @pytest.mark.parametrize("digest", ["", "../../outside", "A" * 32, "0" * 8, "a" * 32 + "/b"])
 def test_what_is_no_digest_names_no_file(kept: KeptEnvironments, tmp_path: Path, digest: str):
     run_id, directory = run_directory(tmp_path)
-    kept.keep(KeepEnvironment(digest=digest, files=FILES, runs=(run_id,)))
-    kept.link(digest, run_id)
+    kept.keep(KeepEnvironment(digest=digest, files=FILES, runs=(run_id,)), "ann")
+    kept.link(digest, run_id, "ann")
     assert text_in(directory) == {}
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
 def test_only_the_two_files_are_kept(kept: KeptEnvironments, tmp_path: Path):
     run_id, directory = run_directory(tmp_path)
-    kept.keep(KeepEnvironment(digest=DIGEST, files=(("../../evil", "x"), ("cell.py", "x"), FILES[0]), runs=(run_id,)))
+    kept.keep(
+        KeepEnvironment(digest=DIGEST, files=(("../../evil", "x"), ("cell.py", "x"), FILES[0]), runs=(run_id,)), "ann"
+    )
     assert text_in(directory) == dict(FILES[:1])
-    assert [path.name for path in (tmp_path / "kept" / DIGEST).iterdir()] == ["requirements.txt"]
+    assert [path.name for path in (tmp_path / "kept" / "ann" / DIGEST).iterdir()] == ["requirements.txt"]
     assert not (tmp_path / "evil").exists()
 
 
@@ -104,22 +118,22 @@ def test_where_the_disk_knows_no_links_a_run_has_copies(
 
     monkeypatch.setattr(kept_environments.os, "link", refuse)
     run_id, directory = run_directory(tmp_path)
-    kept.keep(KeepEnvironment(digest=DIGEST, files=FILES, runs=(run_id,)))
+    kept.keep(KeepEnvironment(digest=DIGEST, files=FILES, runs=(run_id,)), "ann")
     assert text_in(directory) == dict(FILES)
     assert (directory / "pylock.toml").stat().st_nlink == 1
 
 
 def test_they_go_when_no_run_has_them_and_nobody_may_ask_for_them_again(kept: KeptEnvironments, tmp_path: Path):
     run_id, directory = run_directory(tmp_path)
-    kept.keep(KeepEnvironment(digest=DIGEST, files=FILES, runs=(run_id,)))
+    kept.keep(KeepEnvironment(digest=DIGEST, files=FILES, runs=(run_id,)), "ann")
     later = KeptEnvironments(tmp_path / "kept", tmp_path / "runs")
     later.remove_unlinked()
-    assert (tmp_path / "kept" / DIGEST).is_dir()
+    assert (tmp_path / "kept" / "ann" / DIGEST).is_dir()
     for path in directory.iterdir():
         path.unlink()
     # clients of this service have sent the files and will not do so again
     kept.remove_unlinked()
-    assert (tmp_path / "kept" / DIGEST).is_dir()
+    assert (tmp_path / "kept" / "ann" / DIGEST).is_dir()
     later.remove_unlinked()
     assert os.listdir(tmp_path / "kept") == []
 
@@ -129,7 +143,7 @@ def test_retention_removes_them_after_the_last_runs_directory(tmp_path: Path):
     (tmp_path / "runs").mkdir()
     earlier = KeptEnvironments(tmp_path / "kept", tmp_path / "runs")
     run_id, directory = run_directory(tmp_path)
-    earlier.keep(KeepEnvironment(digest=DIGEST, files=FILES, runs=(run_id,)))
+    earlier.keep(KeepEnvironment(digest=DIGEST, files=FILES, runs=(run_id,)), "ann")
     for path in (*directory.iterdir(), directory):
         os.utime(path, (1, 1))
 

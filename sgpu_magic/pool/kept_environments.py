@@ -1,6 +1,7 @@
 """Files that describe environments (`requirements.txt`, `pylock.toml`), kept once and linked into run directories.
 
-A run's directory has the same file as all others of its environment, so a thousand runs cost the disk nothing more.
+A run's directory has the same file as all others of its environment and user, so a thousand runs cost the disk nothing
+more, and nobody changes what others have.
 What no run's directory links any more goes when the pool looks after its state directory.
 """
 
@@ -10,7 +11,6 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Collection
 from pathlib import Path
 
 from sgpu_magic.config import private_dir
@@ -18,9 +18,13 @@ from sgpu_magic.environment.digest import is_valid_digest
 from sgpu_magic.errors import UsageError
 from sgpu_magic.protocol.ids import is_valid_id
 from sgpu_magic.protocol.messages import KeepEnvironment
+from sgpu_magic.storage.blob_store import store_name
+
+_Kept = tuple[str, str]
+"""A user's store and an environment's digest."""
 
 _FILES = ("requirements.txt", "pylock.toml")
-# everybody's who runs in that environment: nobody is to change it in one run's directory
+# of all the user's runs in that environment: it is not to be changed in one run's directory
 _MODE = 0o400
 _MOST_BYTES = 20_000_000
 _MOST_RUNS_KNOWN = 1000
@@ -30,7 +34,7 @@ class KeptEnvironments:
     """The files of every environment that runs had. Of one thread.
 
     Args:
-        root: Where they are kept, by digest.
+        root: Where they are kept, by user and digest.
         runs_path: Where runs have their directories.
     """
 
@@ -38,64 +42,65 @@ class KeptEnvironments:
         self._root = root
         self._runs_path = runs_path
         # in this service's life: clients send the files once
-        self._used: set[str] = set()
-        # the last runs and their digests: files that come later, or better ones, are put there too
-        self._runs: dict[str, str] = {}
+        self._used: set[_Kept] = set()
+        # the last runs and what they have: files that come later, or better ones, are put there too
+        self._runs: dict[str, _Kept] = {}
 
-    def keep(self, message: KeepEnvironment) -> None:
-        """Write the files down, and link them into the directories of the runs that had this environment."""
+    def keep(self, message: KeepEnvironment, user: str) -> None:
+        """Write a user's files down, and link them into the directories of their runs that had this environment."""
         digest = message.digest
         files = [(name, text) for name, text in message.files if name in _FILES and len(text) <= _MOST_BYTES]
         if not is_valid_digest(digest):
             return
-        self._used.add(digest)
+        kept = store_name(user), digest
+        self._used.add(kept)
         for run_id in message.runs:
-            self._remember(run_id, digest)
+            self._remember(run_id, kept)
         # a disk that is full, or was taken away, costs a run its copy of these files and nothing else
         with contextlib.suppress(OSError, UsageError):
-            folder = private_dir(private_dir(self._root) / digest)
+            folder = private_dir(private_dir(private_dir(self._root) / kept[0]) / digest)
             for name, text in files:
                 _write(folder / name, text)
-        for run_id in [run_id for run_id, known in self._runs.items() if known == digest]:
-            self._put(digest, run_id)
+        for run_id in [run_id for run_id, known in self._runs.items() if known == kept]:
+            self._put(kept, run_id)
 
-    def link(self, digest: str, run_id: str) -> None:
+    def link(self, digest: str, run_id: str, user: str) -> None:
         """Put the files into a run's directory, now or once they are there.
 
         Args:
             digest: The environment's; "" where it was not known yet when the run was submitted. It may be by now.
             run_id: The run, whose directory is there.
+            user: Whose it is.
         """
-        digest = digest or self._runs.get(run_id, "")
-        if is_valid_digest(digest):
-            self._used.add(digest)
-            self._remember(run_id, digest)
-            self._put(digest, run_id)
+        kept = (store_name(user), digest) if is_valid_digest(digest) else self._runs.get(run_id)
+        if kept is not None:
+            self._used.add(kept)
+            self._remember(run_id, kept)
+            self._put(kept, run_id)
 
     def remove_unlinked(self) -> None:
         """Remove what no run's directory has any more, but nothing that a run of this service's clients may have."""
-        try:
-            folders = [entry for entry in os.scandir(self._root) if entry.is_dir(follow_symlinks=False)]
-        except OSError:
-            return
-        for folder in folders:
-            if folder.name not in self._used and not _is_linked(folder.path):
-                shutil.rmtree(folder.path, ignore_errors=True)
+        for folder in self._root.glob("*/*"):
+            if (folder.parent.name, folder.name) not in self._used and not _is_linked(folder):
+                # of earlier versions there are files here
+                shutil.rmtree(folder if folder.is_dir() else folder.parent, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    folder.parent.rmdir()
 
-    def _remember(self, run_id: str, digest: str) -> None:
+    def _remember(self, run_id: str, kept: _Kept) -> None:
         if is_valid_id(run_id):
-            self._runs[run_id] = digest
+            self._runs[run_id] = kept
             while len(self._runs) > _MOST_RUNS_KNOWN:
                 del self._runs[next(iter(self._runs))]
 
-    def _put(self, digest: str, run_id: str) -> None:
+    def _put(self, kept: _Kept, run_id: str) -> None:
         directory = self._runs_path / run_id
         # not there yet, or removed already
         if not is_valid_id(run_id) or not directory.is_dir():
             return
         for name in _FILES:
             with contextlib.suppress(OSError):
-                _link(self._root / digest / name, directory / name)
+                _link(self._root / kept[0] / kept[1] / name, directory / name)
 
 
 def _write(path: Path, text: str) -> None:
@@ -131,12 +136,12 @@ def _link(kept: Path, wanted: Path) -> None:
     os.replace(temporary, wanted)
 
 
-def _is_linked(folder: str) -> bool:
-    names: Collection[str] = ()
+def _is_linked(folder: Path) -> bool:
+    paths = [folder]
     with contextlib.suppress(OSError):
-        names = os.listdir(folder)
-    for name in names:
+        paths = list(folder.iterdir())
+    for path in paths:
         with contextlib.suppress(OSError):
-            if os.lstat(os.path.join(folder, name)).st_nlink > 1:
+            if not path.is_dir() and path.lstat().st_nlink > 1:
                 return True
     return False

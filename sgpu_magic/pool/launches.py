@@ -84,7 +84,8 @@ class Launches:
     def launched(self, run: PoolRun, lease: Lease, inventory: Inventory | None) -> None:
         """Write down that its group was ordered."""
         run.placed_at = time.time()
-        link = functools.partial(self._kept_environments.link, run.spec.environment, run.run_id)
+        spec = run.spec
+        link = functools.partial(self._kept_environments.link, spec.environment, run.run_id, spec.owner.user)
         self._loop.call_later(_LINK_LATER_S, self._guarded, run.run_id, link)
         if not run.spec.retries:
             # what was only needed to launch, and may be secret or large

@@ -124,7 +124,7 @@ class Requests:
             case TrackRun():
                 self._core.track(message)
             case KeepEnvironment():
-                self._kept_environments.keep(message)
+                self._kept_environments.keep(message, client.user)
             case Cancel():
                 # never before the run that it means
                 self._when_settled(client, message, lambda: self._cancel(client, message))
