@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import TextIO
 
 from sgpu_magic.commands.files_of_run import FilesOfRun, files_of
 from sgpu_magic.config import Settings
-from sgpu_magic.errors import UsageError
+from sgpu_magic.errors import RunFileUnknown, UsageError
 from sgpu_magic.protocol.ids import short
 from sgpu_magic.protocol.pool_status import RunSummary
 from sgpu_magic.render import ansi
@@ -44,6 +45,10 @@ def show(
 
 def _show(files: FilesOfRun, rank: int | None, follow: bool, out: TextIO, note: Callable[[str], None]) -> None:
     run_id, row = files.run_id, files.row()
+    if files.mirror is not None:
+        # of another user's run the pool says so; one without a directory has only not started
+        with contextlib.suppress(RunFileUnknown):
+            files.mirror.list()
     ranks = row.ranks if row is not None else files.ranks_with_logs
     if rank is not None and not 0 <= rank < ranks:
         has = f"ranks 0 to {ranks - 1}" if ranks > 1 else "only rank 0" if ranks else "no rank that has started"

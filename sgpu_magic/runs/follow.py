@@ -12,7 +12,15 @@ from typing import Any
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.client.run import Run
-from sgpu_magic.errors import CapacityError, PoolError, PoolVersionError, RunCancelled, RunUnknown, SgpuError
+from sgpu_magic.errors import (
+    CapacityError,
+    KeyRefused,
+    PoolError,
+    PoolVersionError,
+    RunCancelled,
+    RunUnknown,
+    SgpuError,
+)
 from sgpu_magic.protocol.events import Detached, Event, RunEnded
 from sgpu_magic.protocol.ids import short
 from sgpu_magic.protocol.records import Failure, RunSpec
@@ -281,6 +289,10 @@ def find_again(followed: Followed) -> Ending | None:
         except (RunUnknown, PoolVersionError) as error:
             message = f"{died}, and the run with it: {error.message.rstrip('.')}. Run the cell again"
             return _lost(followed, message, FailureKind.NODE_LOST)
+        except KeyRefused as error:
+            return _lost(
+                followed, f"this notebook can't follow the run any more: {error.message}", FailureKind.NODE_LOST
+            )
         except PoolError as error:
             if time.monotonic() > deadline:
                 message = f"{died}, and no other could be reached: {error.message.rstrip('.')}"
