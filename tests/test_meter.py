@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -16,11 +18,12 @@ from test_scheduler import gpus, launched, node, running, spec, submit
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.pool.admission import unfit
+from sgpu_magic.pool.billing import Billing
 from sgpu_magic.pool.budget import DAY_S, Budget
 from sgpu_magic.pool.budget_of_pool import budget_of, budget_state
 from sgpu_magic.pool.ledger import Ledger, Metered
 from sgpu_magic.pool.ledger_schema import MIGRATIONS, migrate
-from sgpu_magic.pool.meter import Bill, bill
+from sgpu_magic.pool.meter import Bill, IdleMeter, bill
 from sgpu_magic.pool.prices import Tariff, tariff_of
 from sgpu_magic.pool.scheduled_run import rough
 from sgpu_magic.pool.scheduler import Scheduler
@@ -38,6 +41,7 @@ from sgpu_magic.pool.stimuli import (
     TimePassed,
 )
 from sgpu_magic.protocol.devices import Lease
+from sgpu_magic.protocol.events import RunEnded
 from sgpu_magic.protocol.metering import billed_s, cost_so_far, gpu_s_so_far, idle_seconds
 from sgpu_magic.protocol.pool_status import RunSummary
 from sgpu_magic.protocol.prices import Prices, format_money, read_prices
@@ -430,7 +434,8 @@ def test_runs_of_the_version_before_the_meter_have_none(tmp_path: Path) -> None:
     assert (row.name, row.kernel, row.user, row.currency) == ("train", "k", "", "")
     assert (row.metered_at, row.hourly, row.gpu_s, row.cost, row.idle_s) == (None,) * 5
     ledger.update(
-        "0000000a", meter=Metered(gpu_s=3.0, cost=0.5, currency="EUR", idle_s=1.0, metered_at=2.0, hourly=9.0)
+        "0000000a",
+        meter=Metered(gpu_s=3.0, cost=0.5, currency="EUR", idle_s=1.0, metered_at=2.0, hourly=9.0),
     )
     (row,) = ledger.recent(1)
     assert (row.metered_at, row.hourly, row.gpu_s, row.cost, row.idle_s, row.currency) == (
@@ -443,11 +448,73 @@ def test_runs_of_the_version_before_the_meter_have_none(tmp_path: Path) -> None:
     )
     ledger.close()
     with contextlib.closing(sqlite3.connect(path)) as database:
-        assert database.execute("PRAGMA user_version").fetchone() == (3,)
+        assert database.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS),)
         plan = database.execute(
             "EXPLAIN QUERY PLAN SELECT 1 FROM runs WHERE session = 'x' AND session != ''"
         ).fetchall()
         assert "cells_of_sessions" in str(plan)
+
+
+@dataclass
+class MeteredRun:
+    """A run as its meter sees it."""
+
+    spec: RunSpec
+    lease: Lease | None = None
+    hourly: float | None = None
+    metered_at: float | None = None
+    metered_clock: float | None = None
+    metered_s: float = 0.0
+
+    @property
+    def run_id(self) -> str:
+        return self.spec.run_id
+
+
+LEASE = Lease(lease_id="l", device_type="a10", ranks=2, uuids=("u", "v"))
+
+
+@pytest.mark.parametrize("step_s", [0.0, 3600.0, -3600.0])
+def test_no_step_of_the_wall_clock_changes_what_is_billed(tmp_path: Path, step_s: float) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite3")
+    run, billing = MeteredRun(spec(A, 2)), Billing(ledger, TARIFF)
+    ledger.record(run.spec, RunState.QUEUED)
+    ledger.update(A, meter=billing.placed(run, LEASE))
+    wall = time.time()
+    ledger.update(A, meter=billing.begun(run, RunState.STARTING, wall, 50.0))
+    ended, _ = billing.ended(run, RunEnded(state=RunState.SUCCEEDED), 58.0)
+    assert (ended.gpu_s, ended.cost) == (16.0, pytest.approx(0.16))
+    # the next service finds what the ledger has, and a wall clock that was set
+    ledger.update(A, meter=Metered(metered_at=wall + step_s))
+    again, later = MeteredRun(run.spec), Billing(ledger, TARIFF)
+    later.adopted(again, LEASE, wall, RunState.RUNNING, 55.0)
+    ended, meter = later.ended(again, RunEnded(state=RunState.SUCCEEDED), 58.0)
+    assert (ended.gpu_s, ended.cost) == (16.0, pytest.approx(0.16))
+    assert meter is not None
+    assert (meter.gpu_s, meter.cost) == (ended.gpu_s, ended.cost)
+    ledger.close()
+
+
+def test_what_was_begun_before_the_machine_was_started_anew_goes_by_the_wall_clock(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite3")
+    run, billing = MeteredRun(spec(A, 2)), Billing(ledger, TARIFF)
+    ledger.record(run.spec, RunState.QUEUED)
+    ledger.update(A, meter=billing.begun(run, RunState.STARTING, time.time() - 100.0, 90_000.0))
+    again = MeteredRun(run.spec)
+    billing.adopted(again, LEASE, time.time(), RunState.RUNNING, 20.0)
+    assert again.metered_clock == pytest.approx(-80.0, abs=5.0)
+    ledger.close()
+
+
+def test_a_meter_of_a_sessions_idle_time() -> None:
+    idle = IdleMeter(10.0)
+    idle.began("a", 12.0)
+    idle.began("b", 13.0)
+    idle.ended("a", 20.0)
+    assert idle.seconds(30.0) == 2.0
+    idle.ended("b", 31.0)
+    idle.ended("unknown", 40.0)
+    assert idle.seconds(35.0) == 6.0
 
 
 def test_the_times_of_a_sessions_cells(tmp_path: Path) -> None:

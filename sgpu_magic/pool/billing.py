@@ -1,13 +1,19 @@
-"""The meters of a pool's runs: when they begin, what is written down of them, what they come to."""
+"""The meters of a pool's runs: when they begin, what is written down of them, what they come to.
+
+What is billed is counted on the monotonic clock, which all processes of a machine share until it starts anew: no step
+of the wall clock changes a cost. Wall-clock times are written down for people.
+"""
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
 import msgspec
 
 from sgpu_magic.pool import meter
 from sgpu_magic.pool.ledger import Ledger, Metered
+from sgpu_magic.pool.meter import IdleMeter
 from sgpu_magic.pool.prices import Tariff
 from sgpu_magic.protocol.devices import Lease
 from sgpu_magic.protocol.events import Placed, RunEnded
@@ -22,6 +28,7 @@ class OnMeter(Protocol):
     lease: Lease | None
     hourly: float | None
     metered_at: float | None
+    metered_clock: float | None
     metered_s: float
 
     @property
@@ -41,6 +48,8 @@ class Billing:
     def __init__(self, ledger: Ledger, tariff: Tariff) -> None:
         self._ledger = ledger
         self._tariff = tariff
+        # of sessions that are connected
+        self._idle: dict[str, IdleMeter] = {}
 
     def placed(self, run: OnMeter, lease: Lease) -> Metered | None:
         """The run has this lease. Returns what is to be written down."""
@@ -54,26 +63,34 @@ class Billing:
         currency = "" if hourly is None else self._tariff.currency
         return Placed(lease=lease, host=host, labels=labels, hourly=hourly, currency=currency)
 
-    def begun(self, run: OnMeter, state: RunState, now: float) -> Metered | None:
+    def begun(self, run: OnMeter, state: RunState, wall: float, now: float) -> Metered | None:
         """The run moved to `state`. Returns what is to be written down: that its meter begins, if it does.
 
         Args:
             run: The run.
             state: Its new state.
-            now: Wall-clock time, seconds since the epoch.
+            wall: Wall-clock time, seconds since the epoch.
+            now: Monotonic time.
         """
-        if state is not RunState.STARTING or run.metered_at is not None or run.spec.session:
+        if state is not RunState.STARTING or run.metered_clock is not None or run.spec.session:
             return None
-        run.metered_at = now
-        return Metered(metered_at=now)
+        run.metered_at, run.metered_clock = wall, now
+        return Metered(metered_at=wall, metered_clock=now)
+
+    def ranks_started(self, run: OnMeter, now: float) -> None:
+        """The run's ranks are there: a session is idle from now on, or no longer."""
+        if run.spec.kind is RunKind.SESSION:
+            self._idle[run.run_id] = IdleMeter(now)
+        elif run.spec.session in self._idle:
+            self._idle[run.spec.session].began(run.run_id, now)
 
     def paused(self, run: OnMeter, now: float) -> None:
         """The run has lost its devices and waits for others: that costs nothing."""
-        if run.metered_at is not None:
-            run.metered_s += now - run.metered_at
-            run.metered_at = None
+        if run.metered_clock is not None:
+            run.metered_s += now - run.metered_clock
+            run.metered_at = run.metered_clock = None
 
-    def adopted(self, run: OnMeter, lease: Lease, started_at: float, state: RunState) -> None:
+    def adopted(self, run: OnMeter, lease: Lease, started_at: float, state: RunState, now: float) -> None:
         """Go on with the meter that an earlier service began.
 
         Args:
@@ -81,39 +98,51 @@ class Billing:
             lease: What it has.
             started_at: When its ranks were launched, where the ledger does not say when its meter began.
             state: Where it is.
+            now: Monotonic time.
         """
         price = self.placed(run, lease)
         row = self._ledger.summary(run.run_id)
-        if run.spec.session or row is None:
+        if row is None:
             return
+        wall = time.time()
+        if run.spec.session:
+            if state is RunState.RUNNING:
+                self.ranks_started(run, now)
+            return
+        if run.spec.kind is RunKind.SESSION and row.started_at is not None:
+            idle_s = idle_seconds(row.started_at, wall, self._ledger.cell_times(run.run_id))
+            self._idle[run.run_id] = IdleMeter(now, idle_s)
         if row.hourly is not None:
             run.hourly = row.hourly
         elif price is not None:
             self._ledger.update(run.run_id, meter=price)
         run.metered_at = row.metered_at
-        if run.metered_at is None and state is not RunState.PREPARING:
-            self._ledger.update(run.run_id, meter=self.begun(run, RunState.STARTING, started_at))
+        if run.metered_at is not None:
+            clock = self._ledger.metered_clock(run.run_id)
+            # of an earlier version, or of before the machine was started anew: all that is known is the wall clock
+            run.metered_clock = clock if clock is not None and clock <= now else now - max(0.0, wall - run.metered_at)
+        elif state is not RunState.PREPARING:
+            launched = now - max(0.0, wall - started_at)
+            self._ledger.update(run.run_id, meter=self.begun(run, RunState.STARTING, started_at, launched))
 
-    def ended(self, run: OnMeter, ended: RunEnded, at: float) -> tuple[RunEnded, Metered | None]:
+    def ended(self, run: OnMeter, ended: RunEnded, now: float) -> tuple[RunEnded, Metered | None]:
         """Return a run's last word with what it was billed, and what is to be written down of that.
 
         Args:
             run: The run.
             ended: Its last word.
-            at: When it ended, seconds since the epoch.
+            now: Monotonic time.
         """
-        seconds = run.metered_s + (0.0 if run.metered_at is None else at - run.metered_at)
-        if run.lease is None or (run.metered_at is None and not seconds):
+        if run.spec.session in self._idle:
+            self._idle[run.spec.session].ended(run.run_id, now)
+        idle = self._idle.pop(run.run_id, None)
+        on_meter_s = 0.0 if run.metered_clock is None else now - run.metered_clock
+        seconds = run.metered_s + on_meter_s
+        if run.lease is None or (run.metered_clock is None and not seconds):
             return ended, None
         due = meter.bill(run.lease, run.hourly, seconds)
         currency = "" if due.cost is None else self._tariff.currency
         ended = msgspec.structs.replace(ended, gpu_s=due.gpu_s, cost=due.cost, currency=currency)
-        idle_s = self._idle_s(run.run_id, at) if run.spec.kind is RunKind.SESSION else None
+        # one that was never connected had no time for cells
+        idle_s = None if run.spec.kind is not RunKind.SESSION else 0.0 if idle is None else idle.seconds(now)
         return ended, Metered(gpu_s=due.gpu_s, cost=due.cost, idle_s=idle_s)
-
-    def _idle_s(self, session: str, at: float) -> float:
-        row = self._ledger.summary(session)
-        if row is None or row.started_at is None:
-            # never connected: it had no time for cells
-            return 0.0
-        return idle_seconds(row.started_at, at, self._ledger.cell_times(session))

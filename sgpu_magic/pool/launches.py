@@ -139,7 +139,7 @@ class Launches:
         """Its node was lost, and its lease is given back: it waits for another one."""
         run.placed_at = None
         run.ordered = False
-        self._book.billing.paused(run, time.time())
+        self._book.billing.paused(run, time.monotonic())
         self._loop.call_soon(self._feed, sched.RunRequeued(run.run_id, why, time.monotonic()))
 
     def _begin(self, run: PoolRun) -> None:

@@ -35,7 +35,7 @@ RowChanges = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Metered:
-    """What is new of a run's meter; None is what stays. As in `RunSummary`."""
+    """What is new of a run's meter; None is what stays. As in `RunSummary`; `metered_clock` is monotonic."""
 
     metered_at: float | None = None
     hourly: float | None = None
@@ -43,6 +43,7 @@ class Metered:
     gpu_s: float | None = None
     cost: float | None = None
     idle_s: float | None = None
+    metered_clock: float | None = None
 
 
 class Ledger:
@@ -160,6 +161,11 @@ class Ledger:
         """
         sql = "SELECT started_at, ended_at FROM runs WHERE session = ? AND session != '' AND started_at IS NOT NULL"
         return [(began, ended) for began, ended in self._database.rows(sql, (check_id(session),))]
+
+    def metered_clock(self, run_id: str) -> float | None:
+        """When the run's meter began, on the monotonic clock of the machine's life of then; None where none did."""
+        rows = self._database.rows("SELECT metered_clock FROM runs WHERE run_id = ?", (run_id,))
+        return rows[0][0] if rows else None
 
     def costs_since(self, since: float, currency: str) -> list[tuple[float, float]]:
         """When runs ended after `since` (seconds since the epoch), and what each cost, oldest first."""

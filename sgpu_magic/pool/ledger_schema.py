@@ -44,6 +44,10 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         # a session's cells are looked up at its end
         "CREATE INDEX cells_of_sessions ON runs (session) WHERE session != ''",
     ),
+    (
+        # `metered_at` on the monotonic clock of the machine's present life
+        "ALTER TABLE runs ADD COLUMN metered_clock REAL",
+    ),
 )
 
 

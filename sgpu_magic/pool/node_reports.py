@@ -78,6 +78,7 @@ class NodeReports:
                 if not run.spec.retries:
                     run.let_payload_go()
                 self._ledger.update(run.run_id, started_at=at)
+                self._book.billing.ranks_started(run, now)
                 self._book.tell(run, body, at, told=event)
                 self._feed(sched.RunMoved(run.run_id, RunState.RUNNING, now))
             case RunEnded():
@@ -88,7 +89,7 @@ class NodeReports:
                 submitted = run.spec.submitted_at
                 placed = run.placed_at or at
                 body = msgspec.structs.replace(body, queued_s=placed - submitted, total_s=at - submitted)
-                body, meter = self._book.billing.ended(run, body, at)
+                body, meter = self._book.billing.ended(run, body, now)
                 run.ended = True
                 self._book.tell(run, body, at, frames, event)
                 failure = _headline(body.failure) or body.reason

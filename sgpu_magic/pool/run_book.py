@@ -56,6 +56,7 @@ class PoolRun:
         lease: What it has; None before.
         hourly: What that costs in an hour; None without a price, and of what runs in a session.
         metered_at: Wall-clock time at which its meter began; None before, and of what runs in a session.
+        metered_clock: The same on the monotonic clock.
         metered_s: Seconds that it was on meter before it lost a node and waited again.
     """
 
@@ -77,6 +78,7 @@ class PoolRun:
     lease: Lease | None = None
     hourly: float | None = None
     metered_at: float | None = None
+    metered_clock: float | None = None
     metered_s: float = 0.0
 
     @property
@@ -239,7 +241,9 @@ class RunBook:
 
     def move(self, run: PoolRun, state: RunState) -> None:
         run.state = state
-        self._ledger.update(run.run_id, state=state, meter=self.billing.begun(run, state, time.time()))
+        self._ledger.update(
+            run.run_id, state=state, meter=self.billing.begun(run, state, time.time(), time.monotonic())
+        )
 
     def placed(self, run: PoolRun, lease: Lease, host: str, labels: tuple[str, ...]) -> None:
         """Write down which devices the run has and what they cost, and tell it."""
@@ -270,7 +274,7 @@ class RunBook:
             total_s=waited,
         )
         run.ended = True
-        ended, meter = self.billing.ended(run, ended, now)
+        ended, meter = self.billing.ended(run, ended, time.monotonic())
         self.tell(run, ended, now)
         self._ledger.update(run.run_id, state=state, ended_at=now, failure=reason or None, meter=meter)
         self._close_log(run)

@@ -14,6 +14,9 @@ from sgpu_magic.protocol.devices import Inventory
 from sgpu_magic.protocol.messages import AskStatus
 from sgpu_magic.protocol.pool_status import BudgetState, PoolStatus, RunSummary
 
+# what two clocks differ by that were not set
+_STEP_S = 1.0
+
 
 def pool_status(
     question: AskStatus,
@@ -38,7 +41,8 @@ def pool_status(
     wall = time.time() - time.monotonic()
     quiet = {run.run_id: scheduler.quiet_until(run.run_id) for run in scheduler.runs if run.quiet_since is not None}
     ends = {session: round(wall + until) for session, until in quiet.items() if until is not None}
-    runs = tuple(_with_times(row, waiting.get(row.run_id), ends.get(row.run_id)) for row in rows)
+    began = {run.run_id: wall + run.metered_at for run in scheduler.runs if run.metered_at is not None}
+    runs = tuple(_with_times(row, waiting.get(row.run_id), ends.get(row.run_id), began.get(row.run_id)) for row in rows)
     return PoolStatus(
         request=question.request,
         pool=name,
@@ -55,7 +59,12 @@ def pool_status(
     )
 
 
-def _with_times(row: RunSummary, told: tuple[int, str] | None, idle_ends_at: float | None) -> RunSummary:
+def _with_times(
+    row: RunSummary, told: tuple[int, str] | None, idle_ends_at: float | None, metered_at: float | None
+) -> RunSummary:
+    if metered_at is not None and row.metered_at is not None and abs(metered_at - row.metered_at) > _STEP_S:
+        # the wall clock was set anew: what a reader counts up to now is what is billed
+        row = msgspec.structs.replace(row, metered_at=metered_at)
     if told is not None:
         row = msgspec.structs.replace(row, position=told[0], waiting_for=told[1])
     return row if idle_ends_at is None else msgspec.structs.replace(row, idle_ends_at=float(idle_ends_at))

@@ -127,10 +127,9 @@ class Succession:
             self._book.tell(run, placed, run.placed_at)
         if not self._ledger.has(run.run_id):
             self._ledger.record(launch.spec, state)
-        self._book.billing.adopted(run, launch.lease, run.placed_at, state)
+        self._book.billing.adopted(run, launch.lease, run.placed_at, state, now)
         # its meter may have begun with an attempt before this one
-        began = run.placed_at if run.metered_at is None else run.metered_at
-        metered_at = now - max(0.0, time.time() - began)
+        metered_at = now - held.started_s if run.metered_clock is None else run.metered_clock
         if not (held.gone and run.ended):
             # else the earlier service knew that it was over, and may have given its devices to another run
             self._feed(sched.RunAdopted(launch.spec, launch.lease, state, metered_at, now))
