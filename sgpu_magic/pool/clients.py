@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +27,7 @@ class ConnectedClient:
         key: Its public key, "" on the service's machine.
         heard_at: When it was last heard, monotonic seconds; of clients of other machines.
         behind: Something that was meant for it was dropped, since it reads too slowly.
+        unsent: Answers that its connection has not taken, of a client of this machine.
         answers: Of the newest requests that must be done only once: what they were answered, None before.
     """
 
@@ -39,6 +41,7 @@ class ConnectedClient:
     key: str = ""
     heard_at: float = field(default_factory=time.monotonic)
     behind: bool = False
+    unsent: deque[Sequence[bytes]] = field(default_factory=deque["Sequence[bytes]"])
     answers: dict[int, Sequence[bytes] | None] = field(default_factory=dict[int, "Sequence[bytes] | None"])
 
     @property

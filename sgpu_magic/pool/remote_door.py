@@ -21,6 +21,7 @@ from sgpu_magic.pool.authorized_clients import AuthorizedClients
 from sgpu_magic.pool.clients import ConnectedClient
 from sgpu_magic.pool.doorkeeper import Doorkeeper, end_connection
 from sgpu_magic.protocol import codec
+from sgpu_magic.protocol.events import Event
 from sgpu_magic.protocol.messages import Cancel, ClientMessage, Detach, Hello, Ping, Pong, StopPool, Submit
 from sgpu_magic.protocol.record import Record
 from sgpu_magic.protocol.session_messages import RestartRanks
@@ -105,12 +106,17 @@ class RemoteDoor:
         return list(self._known.values())
 
     def send(self, client: ConnectedClient, message: Record, frames: Sequence[bytes] = ()) -> None:
-        """Send, unless the client is away or too slow: it asks again for what it has missed."""
+        """Send an answer, unless the client is away or too slow: it asks again for what it has missed."""
         parts = [codec.encode(message), *frames]
         request = getattr(message, "request", 0)
         if request in client.answers:
             client.answers[request] = parts
-        self._send_parts(client, parts)
+        if not self._taken(client, parts):
+            client.behind = True
+
+    def offer(self, client: ConnectedClient, event: Event, frames: Sequence[bytes]) -> bool:
+        """Send an event; False when the client is too slow for it now. One that is away asks again."""
+        return self._taken(client, [codec.encode(event), *frames])
 
     def drop(self, client: ConnectedClient) -> None:
         """The client said goodbye."""
@@ -172,11 +178,11 @@ class RemoteDoor:
         client.heard_at = time.monotonic()
         if isinstance(message, Ping):
             behind, client.behind = client.behind, False
-            self._send_parts(client, [codec.encode(Pong(behind=behind))])
+            self._taken(client, [codec.encode(Pong(behind=behind))])
         elif isinstance(message, _ONCE) and message.request and not client.is_new(message.request):
             answer = client.answers[message.request]
             if answer is not None:
-                self._send_parts(client, answer)
+                self._taken(client, answer)
         else:
             self._on_message(client, message, [part.bytes for part in parts[1:]])
 
@@ -187,9 +193,7 @@ class RemoteDoor:
         client = self._known.get((key, hello.instance))
         if client is None:
             if sum(each.user == authorized.user for each in self._known.values()) >= _MOST_OF_A_USER:
-                sys.stderr.write(
-                    f"sgpu: user {authorized.user} has {_MOST_OF_A_USER} notebooks here, and no more may be\n"
-                )
+                _say(f"user {authorized.user} has {_MOST_OF_A_USER} notebooks here, and no more may be")
                 return None
             client = ConnectedClient(identity, hello.pid, same_host=False, instance=hello.instance, key=key)
             self._known[key, hello.instance] = client
@@ -208,16 +212,17 @@ class RemoteDoor:
 
     # ------------------------------------------------------------ out
 
-    def _send_parts(self, client: ConnectedClient, parts: Sequence[bytes]) -> None:
+    def _taken(self, client: ConnectedClient, parts: Sequence[bytes]) -> bool:
         try:
             self._socket.send_multipart([client.identity, *parts], zmq.NOBLOCK, copy=True)
         except zmq.Again:
-            client.behind = True
+            return False
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
         # a send can swallow the edge that tells of arrived messages
         self._drain_soon()
+        return True
 
     # ------------------------------------------------------------ who goes
 
@@ -239,8 +244,7 @@ class RemoteDoor:
         if not self._clients.look():
             return
         if self._clients.problem:
-            # the operator's terminal, or the journal
-            sys.stderr.write(f"sgpu: nobody is let in: {self._clients.problem}\n")
+            _say(f"nobody is let in: {self._clients.problem}")
         for client in self.clients:
             authorized = self._clients.find(client.key)
             if authorized is None:
@@ -252,3 +256,9 @@ class RemoteDoor:
         connection = self._sockets.pop(client, None)
         if connection is not None:
             end_connection(*connection)
+
+
+def _say(text: str) -> None:
+    # to the operator's terminal, or a file on a disk that may be full
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"sgpu: {text}\n")

@@ -17,7 +17,6 @@ from sgpu_magic.pool.kept_environments import KeptEnvironments
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.run_book import RunBook
-from sgpu_magic.pool.run_log import read_events
 from sgpu_magic.pool.run_lookup import RunLookup
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.pool.session_requests import SessionRequests
@@ -138,6 +137,8 @@ class Requests:
                 run = self._book.speaker(message.run_id)
                 if run is not None and client in run.watchers:
                     run.watchers.remove(client)
+                if run is None or client not in run.followers:
+                    self._book.feed.forget(client, message.run_id)
             case Detach():
                 self._detach(client, message)
             case AskStacks():
@@ -236,8 +237,8 @@ class Requests:
         except OSError:
             key = run.submit.context.key if run is not None else b""
         self._server.send(client, Attached(request=message.request, spec=spec, state=state, key=key))
-        for event, frames in read_events(directory, message.after):
-            self._server.send(client, event, frames)
+        if run is None or run.log is not None:
+            self._book.feed.catch_up(client, run_id, directory, message.after)
         if run is None or client in run.followers:
             return
         if message.owns and not spec.detach:

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.pool.billing import Billing
+from sgpu_magic.pool.event_feed import EventFeed, Offer
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.server import ConnectedClient
@@ -126,21 +127,24 @@ class RunBook:
     Args:
         ledger: Where each has its row.
         runs_path: Where each has its directory.
-        send: Sends to a client.
+        send: Sends an answer to a client.
+        offer: Sends an event to a client, if its connection takes it now.
         billing: Knows what they cost.
 
     Attributes:
+        feed: Sends events to who follows runs.
         on_forgotten: Called with the id of each run that goes on no longer.
         on_written: Called with each run whose events are on disk again after they were not for a while.
     """
 
-    def __init__(self, ledger: Ledger, runs_path: Path, send: Send, billing: Billing) -> None:
+    def __init__(self, ledger: Ledger, runs_path: Path, send: Send, offer: Offer, billing: Billing) -> None:
         self._ledger = ledger
         self.billing = billing
         self._runs_path = runs_path
         self._send = send
         self.on_forgotten: Callable[[str], None] = lambda _: None
         self.on_written: Callable[[PoolRun], None] = lambda _: None
+        self.feed = EventFeed(offer, self.log_of)
         self._going: dict[str, PoolRun] = {}
         # the ranks are gone, but the payload's memory is still being copied
         self._copying: dict[str, PoolRun] = {}
@@ -158,6 +162,10 @@ class RunBook:
     def speaker(self, run_id: str) -> PoolRun | None:
         """The run that an event is about, also after its ranks are gone."""
         return self._going.get(run_id) or self._copying.get(run_id) or self._behind.get(run_id)
+
+    def log_of(self, run_id: str) -> RunLog | None:
+        run = self.speaker(run_id)
+        return None if run is None else run.log
 
     def directory(self, run_id: str) -> Path:
         return self._runs_path / run_id
@@ -195,8 +203,8 @@ class RunBook:
             self._ledger.record(run.spec, RunState.QUEUED)
         if run.owner is not None:
             self._send(run.owner, Accepted(request=run.submit.request, run_id=run.run_id), ())
-            if submitted is not None:
-                self._send(run.owner, submitted, ())
+        if submitted is not None:
+            self.feed.tell(run.followers, submitted, (), log.directory)
         return ""
 
     def tell(
@@ -211,8 +219,7 @@ class RunBook:
         if run.log is None:
             return
         event = run.log.append(body, at, frames, told)
-        for client in run.followers:
-            self._send(client, event, frames)
+        self.feed.tell(run.followers, event, frames, run.log.directory)
         self._look_after(run)
 
     def _look_after(self, run: PoolRun) -> None:
@@ -302,6 +309,7 @@ class RunBook:
     def client_gone(self, client: ConnectedClient) -> list[PoolRun]:
         """Nobody sends to a dead client. Returns the runs that were to end with it."""
         lost: list[PoolRun] = []
+        self.feed.forget(client)
         for run in [*self._going.values(), *self._copying.values()]:
             if client in run.watchers:
                 run.watchers.remove(client)

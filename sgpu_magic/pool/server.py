@@ -17,10 +17,13 @@ import zmq
 from sgpu_magic.pool.clients import ConnectedClient
 from sgpu_magic.pool.remote_door import Listening, RemoteDoor
 from sgpu_magic.protocol import codec
+from sgpu_magic.protocol.events import Event
 from sgpu_magic.protocol.messages import ClientMessage, Hello, Notice, Refused
 from sgpu_magic.protocol.record import Record
 
 _NO_PIDFD_POLL_S = 1.0
+_SENT_AHEAD = 500
+_SEND_AGAIN_S = 0.02
 
 
 class Server:
@@ -48,8 +51,10 @@ class Server:
         self._socket = self._context.socket(zmq.ROUTER)
         # the last words of a pool that stops
         self._socket.linger = 500
-        # a bounded queue would drop events in silence; what is in it is bounded by the batches' limits
-        self._socket.sndhwm = self._socket.rcvhwm = 0
+        self._socket.rcvhwm = 0
+        # what a client that does not read has waiting in ZeroMQ; what is more waits here, or in the runs' logs
+        self._socket.sndhwm = _SENT_AHEAD
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.bind(f"ipc://{path}")
         os.chmod(path, 0o600)
         self._loop.add_reader(self._socket.fileno(), self._drain)
@@ -66,16 +71,44 @@ class Server:
         return self._remote.address if self._remote is not None else ""
 
     def send(self, client: ConnectedClient, message: Record, frames: Sequence[bytes] = ()) -> None:
-        """Send, unless the client is gone."""
+        """Send, now or when the client's connection takes it, unless the client is gone."""
         if not client.same_host:
             if self._remote is not None:
                 self._remote.send(client, message, frames)
             return
-        self._socket.send_multipart([client.identity, codec.encode(message), *frames], zmq.NOBLOCK, copy=True)
+        parts = [codec.encode(message), *frames]
+        if client.unsent or not self._taken(client, parts):
+            client.unsent.append(parts)
+            if len(client.unsent) == 1:
+                self._loop.call_later(_SEND_AGAIN_S, self._send_again, client)
+
+    def offer(self, client: ConnectedClient, event: Event, frames: Sequence[bytes]) -> bool:
+        """Send an event; False when the client's connection takes nothing more for now."""
+        if not client.same_host:
+            return self._remote is None or self._remote.offer(client, event, frames)
+        return not client.unsent and self._taken(client, [codec.encode(event), *frames])
+
+    def _taken(self, client: ConnectedClient, parts: Sequence[bytes]) -> bool:
+        try:
+            self._socket.send_multipart([client.identity, *parts], zmq.NOBLOCK, copy=True)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
         # a send can swallow the edge that tells of arrived messages
         if not self._drain_scheduled:
             self._drain_scheduled = True
             self._loop.call_soon(self._drain)
+        return True
+
+    def _send_again(self, client: ConnectedClient) -> None:
+        while client.unsent and not self._socket.closed and client.identity in self._clients:
+            if not self._taken(client, client.unsent[0]):
+                self._loop.call_later(_SEND_AGAIN_S, self._send_again, client)
+                return
+            client.unsent.popleft()
+        client.unsent.clear()
 
     def notify(self, text: str) -> None:
         """Tell every client a sentence; "" takes it back."""

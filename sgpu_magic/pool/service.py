@@ -104,7 +104,9 @@ class PoolService:
         self._loop.set_exception_handler(self._broken)
         self._service_id = secrets.token_hex(8)
         self._server = Server(presence.socket_path, self._heard, self._gone, listening)
-        self._book = RunBook(self._ledger, settings.runs_path, self._server.send, Billing(self._ledger, tariff))
+        self._book = RunBook(
+            self._ledger, settings.runs_path, self._server.send, self._server.offer, Billing(self._ledger, tariff)
+        )
         self._guard = Guard(self._server, self._book, settings.state_path / "pool.log")
         self._kept = KeptEnvironments(settings.state_path / "environment-files", settings.runs_path)
         self._launches = Launches(engine, self._book, self._kept, self._scheduler, self.feed, self._guard.for_run)

@@ -1,0 +1,164 @@
+"""Events on their way from a run's log to clients: whole, in order, and never more of them waiting than is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import zmq
+
+from sgpu_magic.pool.clients import ConnectedClient
+from sgpu_magic.pool.event_feed import EventFeed
+from sgpu_magic.pool.run_log import RunLog
+from sgpu_magic.pool.server import Server
+from sgpu_magic.protocol import codec
+from sgpu_magic.protocol.events import Event, Noted
+from sgpu_magic.protocol.messages import PROTOCOL_VERSION, Hello, Notice
+
+RUN = "0123abcd"
+
+
+class Reader:
+    """A client whose connection takes so many events, and no more until it is told."""
+
+    def __init__(self, takes: int = 1 << 30) -> None:
+        self.client = ConnectedClient(b"x", os.getpid())
+        self.takes = takes
+        self.seen: list[int] = []
+
+    def offer(self, client: ConnectedClient, event: Event, frames: Sequence[bytes]) -> bool:
+        if client is not self.client or len(self.seen) >= self.takes:
+            return False
+        self.seen.append(event.seq)
+        return True
+
+
+async def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "not within its time"
+        await asyncio.sleep(0.005)
+
+
+def in_loop(body: Callable[[], Awaitable[None]]) -> None:
+    async def go() -> None:
+        await body()
+
+    asyncio.run(asyncio.wait_for(go(), 60))
+
+
+def filled(directory: Path, count: int, size: int = 10) -> RunLog:
+    log = RunLog(directory, RUN)
+    for _ in range(count):
+        log.append(Noted(text="x" * size), 1.0)
+    return log
+
+
+def test_who_begins_late_gets_all_of_it_and_then_what_comes(tmp_path: Path):
+    async def body() -> None:
+        log, reader = filled(tmp_path, 1000), Reader()
+        feed = EventFeed(reader.offer, lambda _: log)
+        feed.catch_up(reader.client, RUN, tmp_path, 0)
+        for _ in range(500):
+            event = log.append(Noted(text="live"), 2.0)
+            feed.tell([reader.client], event, (), tmp_path)
+            await asyncio.sleep(0)
+        await until(lambda: len(reader.seen) == 1500)
+        assert reader.seen == list(range(1, 1501))
+        feed.tell([reader.client], log.append(Noted(text="at once"), 3.0), (), tmp_path)
+        assert reader.seen[-1] == 1501
+        log.close()
+
+    in_loop(body)
+
+
+def test_a_slow_client_goes_on_where_it_was(tmp_path: Path):
+    async def body() -> None:
+        log, reader = filled(tmp_path, 5), Reader(takes=3)
+        feed = EventFeed(reader.offer, lambda _: log)
+        for number in range(2000):
+            feed.tell([reader.client], log.append(Noted(text=f"{number}" * 500), 2.0), (), tmp_path)
+        assert reader.seen == [6, 7, 8]
+        for takes in (4, 50, 1 << 30):
+            reader.takes = takes
+            await until(lambda takes=takes: len(reader.seen) == min(takes, 2000))
+        assert reader.seen == list(range(6, 2006))
+        log.close()
+
+    in_loop(body)
+
+
+def test_what_is_not_on_disk_yet_is_sent_from_memory(tmp_path: Path):
+    async def body() -> None:
+        reader = Reader()
+        (tmp_path / "run").touch()
+        broken = RunLog(tmp_path / "run", RUN)
+        broken.append(Noted(text="in memory"), 1.0)
+        assert broken.unwritten
+        feed = EventFeed(reader.offer, lambda _: broken)
+        feed.catch_up(reader.client, RUN, tmp_path / "run", 0)
+        await until(lambda: not feed.lags)
+        feed.tell([reader.client], broken.append(Noted(text="more"), 1.0), (), tmp_path / "run")
+        assert reader.seen == [1, 2]
+
+    in_loop(body)
+
+
+def test_of_a_run_that_is_over_the_end_is_the_end(tmp_path: Path):
+    async def body() -> None:
+        filled(tmp_path, 300).close()
+        reader = Reader()
+        feed = EventFeed(reader.offer, lambda _: None)
+        feed.catch_up(reader.client, RUN, tmp_path, 100)
+        await until(lambda: not feed.lags)
+        assert reader.seen == list(range(101, 301))
+        feed.catch_up(reader.client, RUN, tmp_path, 0)
+        feed.forget(reader.client)
+        assert not feed.lags
+
+    in_loop(body)
+
+
+def test_a_client_that_does_not_read_fills_no_memory_and_misses_nothing(tmp_path: Path):
+    def used() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    async def body() -> None:
+        said: list[ConnectedClient] = []
+        server = Server(tmp_path / "s", lambda client, message, frames: said.append(client), lambda client: None)
+        context = zmq.Context()
+        dealer = context.socket(zmq.DEALER)
+        dealer.rcvhwm = 1
+        dealer.connect(f"ipc://{tmp_path / 's'}")
+        hello = Hello(protocol_version=PROTOCOL_VERSION, package_version="", pid=os.getpid(), host="", user="u")
+        dealer.send(codec.encode(hello))
+        await until(lambda: bool(said))
+        log = filled(tmp_path / "run", 4000, 60_000)
+        feed = EventFeed(server.offer, lambda _: log)
+        before = used()
+        feed.catch_up(said[0], RUN, log.directory, 0)
+        lag = next(iter(feed.lags.values()))
+        await until(lambda: lag.next is not None)
+        server.send(said[0], Notice(text="an answer"))
+        assert used() - before < 100_000_000
+        seen: list[int] = []
+        answers = 0
+        while len(seen) < 4000 or not answers:
+            if not dealer.poll(0):
+                await asyncio.sleep(0.001)
+                continue
+            message = codec.pool_messages.decode(dealer.recv_multipart()[0])
+            if isinstance(message, Event):
+                seen.append(message.seq)
+            else:
+                answers += 1
+        assert (seen, answers) == (list(range(1, 4001)), 1)
+        dealer.close(0)
+        context.term()
+        server.close()
+        log.close()
+
+    in_loop(body)
