@@ -10,7 +10,6 @@ import contextlib
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 from sgpu_magic.pool.run_book import PoolRun, RunBook
 from sgpu_magic.pool.server import ConnectedClient, Server
@@ -27,16 +26,16 @@ class Guard:
     Args:
         server: Where the clients are connected.
         book: The runs.
-        log_path: Where faults are written.
+        where: Where faults are written, a sentence's end.
 
     Attributes:
         end: Ends a run of a fault, given a sentence, and whether its ranks are gone.
     """
 
-    def __init__(self, server: Server, book: RunBook, log_path: Path) -> None:
+    def __init__(self, server: Server, book: RunBook, where: str) -> None:
         self._server = server
         self._book = book
-        self._log_path = log_path
+        self._where = where
         self.end: Callable[[PoolRun, str, bool], None] = lambda _run, _why, _gone: None
 
     def for_run(self, run_id: str, call: Callable[[], None], *, gone: bool = False) -> None:
@@ -82,4 +81,4 @@ class Guard:
             sys.stderr.write(f"a fault in the pool service: {what}\n{''.join(traceback.format_exception(error))}")
 
     def _words_of(self, error: Exception) -> str:
-        return f"a fault in the pool service ({type(error).__name__}: {error}); its log is {self._log_path}"
+        return f"a fault in the pool service ({type(error).__name__}: {error}); {self._where}"

@@ -107,7 +107,8 @@ class PoolService:
         self._book = RunBook(
             self._ledger, settings.runs_path, self._server.send, self._server.offer, Billing(self._ledger, tariff)
         )
-        self._guard = Guard(self._server, self._book, settings.state_path / "pool.log")
+        where = f"its log is {settings.state_path / 'pool.log'}" if listening is None else "its operator's log has more"
+        self._guard = Guard(self._server, self._book, where)
         self._kept = KeptEnvironments(settings.state_path / "environment-files", settings.runs_path)
         self._launches = Launches(engine, self._book, self._kept, self._scheduler, self.feed, self._guard.for_run)
         self._restarts = Restarts(self._book, self._launches.relaunch, self._launches.requeue)

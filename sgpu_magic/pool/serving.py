@@ -96,6 +96,8 @@ async def _serve(engine_name: str, settings: Settings, presence: PoolPresence) -
     try:
         await service.finished
     except ServiceFault:
+        # clients come back to the same port, whatever was asked for
+        os.environ["SGPU_LISTEN"] = service.address
         if not service.leave():
             os._exit(1)
         # in this process's place, so that who watches it sees no end; its descriptors are closed by that

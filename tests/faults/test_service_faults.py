@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from homes import Home
 from pool_client import ClientRun, PoolClient
 from pool_faults import Plants
+from served_pools import ServedPool
 from waiting import eventually
 
 from sgpu_magic.errors import InternalError
@@ -205,3 +207,29 @@ def test_a_fault_costs_at_most_what_it_belongs_to(
     after = client.begin("print('after')", ranks=8)
     assert after.ended().state is RunState.SUCCEEDED
     eventually(lambda: client.pool.status().cpu_slots_free == 8, 10, lambda: str(client.pool.status()))
+
+
+@pytest.mark.slow
+def test_a_served_pool_takes_its_own_place(tmp_path: Path):
+    method = "node_reports:NodeReports._confirm"
+    plants = Plants(tmp_path, [method])
+    served = ServedPool({"PYTHONPATH": str(tmp_path)})
+    try:
+        ann = served.user("ann")
+        go = served.home.work / "go"
+        run = ann.client.begin(WAITS.format(go=str(go)), ranks=1)
+        run.wait_for(OutputWritten)
+        began = time.monotonic()
+        # one that is new would not be started again
+        eventually(lambda: time.monotonic() - began > 6, 10)
+        pid = served.pid
+        plants.arm(method)
+        plants.struck(method)
+        go.touch()
+        assert run.ended().state is RunState.SUCCEEDED
+        assert run.printed[0] == "here\ndone\n"
+        assert (served.pid, served.process and served.process.poll()) == (pid, None)
+        log = served.home.path / "served.log"
+        log.write_text(log.read_text().replace("Traceback (most recent call last)", "a planted fault"))
+    finally:
+        served.close()
