@@ -255,7 +255,7 @@ def main() -> None:
     settings = replace(config.load_settings(), pool="local")
     for path in (settings.runtime_path, settings.state_path, settings.runs_path):
         config.private_dir(path)
-    presence = PoolPresence(settings.runtime_path)
+    presence = PoolPresence(settings.runtime_path, settings.state_path)
 
     async def serve() -> None:
         from sgpu_magic.pool.service import PoolService

@@ -30,7 +30,7 @@ def main() -> None:
     settings = engine_settings("ray", config.load_settings())
     for path in (settings.runtime_path, settings.state_path, settings.runs_path):
         config.private_dir(path)
-    asyncio.run(_serve(settings, PoolPresence(settings.runtime_path)))
+    asyncio.run(_serve(settings, PoolPresence(settings.runtime_path, settings.state_path)))
     processes.kill_descendants()
     sys.exit(0)
 

@@ -24,6 +24,7 @@ from sgpu_magic.protocol.address import (
     socket_file,
 )
 from sgpu_magic.protocol.messages import Warm
+from sgpu_magic.storage.disk_room import why_no_run
 
 _START_TIMEOUT_S = 30.0
 
@@ -51,6 +52,13 @@ def start_pool(settings: Settings, warm: Warm | None = None) -> None:
     Raises:
         PoolError: It did not start; the message has its last words.
     """
+    try:
+        _start(settings, warm)
+    except OSError as error:
+        raise PoolError(why_no_run(settings.runs_path, str(error))) from error
+
+
+def _start(settings: Settings, warm: Warm | None) -> None:
     runtime = private_dir(settings.runtime_path)
     socket_path = socket_file(runtime)
     if len(os.fsencode(socket_path)) > MAX_SOCKET_PATH_BYTES:
@@ -78,7 +86,8 @@ def start_pool(settings: Settings, warm: Warm | None = None) -> None:
             "looks for the reason."
         )
     if answer.strip() not in (b"ready", b"already running"):
-        raise PoolError(f"the local pool could not be started: {_last_line(log_path)} Its log is {log_path}.")
+        said = answer.decode(errors="replace").strip() or _last_line(log_path)
+        raise PoolError(f"the local pool could not be started: {said} Its log is {log_path}.")
 
 
 def stated_settings() -> dict[str, str]:

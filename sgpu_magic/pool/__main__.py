@@ -29,18 +29,20 @@ def main() -> None:
 
     from sgpu_magic import config, processes
     from sgpu_magic.pool.lifecycle import AlreadyRunning, PoolPresence
+    from sgpu_magic.storage.disk_room import why_no_run
 
     processes.become_subreaper()
     # the setting is what its clients prefer; this one is this machine's own
     settings = replace(config.load_settings(), pool="local")
-    config.private_dir(settings.runtime_path)
-    config.private_dir(settings.state_path)
-    config.private_dir(settings.runs_path)
-    config.private_dir(settings.runs_path)
     try:
-        presence = PoolPresence(settings.runtime_path)
+        for path in (settings.runtime_path, settings.state_path, settings.runs_path):
+            config.private_dir(path)
+        presence = PoolPresence(settings.runtime_path, settings.state_path)
     except AlreadyRunning:
         sys.stdout.write("already running\n")
+        return
+    except OSError as error:
+        sys.stdout.write(f"{why_no_run(settings.runs_path, str(error))}\n")
         return
     _run(settings, presence, first_order)
     processes.kill_descendants()
@@ -56,10 +58,18 @@ def _run(settings: Settings, presence: PoolPresence, first_order: bytes) -> None
     # only now what takes longer to import: the zygote is on its way
 
     async def serve() -> None:
+        from sgpu_magic.errors import SgpuError
         from sgpu_magic.pool.guard import ServiceFault
         from sgpu_magic.pool.service import PoolService
 
-        service = PoolService(settings, presence, engine)
+        try:
+            service = PoolService(settings, presence, engine)
+        except SgpuError as error:
+            # its log may lie on a disk that is full
+            sys.stdout.write(f"{error.message}\n")
+            engine.close()
+            presence.withdraw()
+            return
         presence.announce()
         # who started it may have been interrupted meanwhile; others want the pool too
         with contextlib.suppress(BrokenPipeError):

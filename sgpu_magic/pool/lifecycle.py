@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from sgpu_magic import __version__
+from sgpu_magic.config import private_dir
+from sgpu_magic.errors import UsageError
 from sgpu_magic.protocol.address import (
     PoolAddress,
     address_file,
@@ -20,6 +24,8 @@ from sgpu_magic.protocol.address import (
     socket_file,
 )
 from sgpu_magic.protocol.messages import PROTOCOL_VERSION
+
+_LOOK_S = 2.0
 
 
 class AlreadyRunning(Exception):
@@ -31,23 +37,60 @@ class PoolPresence:
 
     Args:
         runtime: The private runtime directory.
+        state: The state directory. A lock in it stays when the runtime directory is removed under a living pool, as
+            at a logout.
 
     Raises:
         AlreadyRunning: A living pool has the lock.
     """
 
-    def __init__(self, runtime: Path) -> None:
+    def __init__(self, runtime: Path, state: Path) -> None:
         self._runtime = runtime
-        self._lock = os.open(lock_file(runtime), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._state_lock = -1
+        with contextlib.suppress(OSError):
+            # on a disk that takes no file there is none
+            self._state_lock = os.open(lock_file(state), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock = -1
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self._state_lock >= 0:
+                fcntl.flock(self._state_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = _locked(lock_file(runtime))
         except BlockingIOError:
-            os.close(self._lock)
+            self._close()
             raise AlreadyRunning from None
         self.socket_path = socket_file(runtime)
         # what a killed pool left
         for stale in (self.socket_path, address_file(runtime)):
             stale.unlink(missing_ok=True)
+
+    def keep_in_place(self, listen: Callable[[], None], failed: Callable[[str, Exception], None]) -> None:
+        """Look from now on whether clients find the pool, and mend what was removed.
+
+        Args:
+            listen: Listens at the socket's path again.
+            failed: Called with a sentence and the error when it can't be mended; it is tried again.
+        """
+        if not self._is_in_place():
+            try:
+                self._restore()
+                listen()
+                self.announce()
+            except (OSError, UsageError) as error:
+                failed("its runtime directory was removed and can't be made anew", error)
+        asyncio.get_running_loop().call_later(_LOOK_S, self.keep_in_place, listen, failed)
+
+    def _is_in_place(self) -> bool:
+        try:
+            found, own = os.stat(lock_file(self._runtime)), os.fstat(self._lock)
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
+
+    def _restore(self) -> None:
+        private_dir(self._runtime)
+        lock = _locked(lock_file(self._runtime))
+        os.close(self._lock)
+        self._lock = lock
 
     def announce(self) -> None:
         """From now on clients find the pool."""
@@ -69,7 +112,7 @@ class PoolPresence:
         """Make way for the next pool, which finds the agent by its socket."""
         with contextlib.suppress(OSError):
             address_file(self._runtime).unlink()
-        os.close(self._lock)
+        self._close()
 
     def withdraw(self) -> None:
         """No new client shall find the pool; those that wait for its end see the lock go last."""
@@ -79,4 +122,19 @@ class PoolPresence:
         for path in (self.socket_path, agent_socket_file(self._runtime)):
             with contextlib.suppress(OSError):
                 path.unlink()
-        os.close(self._lock)
+        self._close()
+
+    def _close(self) -> None:
+        for lock in (self._lock, self._state_lock):
+            if lock >= 0:
+                os.close(lock)
+
+
+def _locked(path: Path) -> int:
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock

@@ -55,11 +55,23 @@ class Server:
         # what a client that does not read has waiting in ZeroMQ; what is more waits here, or in the runs' logs
         self._socket.sndhwm = _SENT_AHEAD
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.bind(f"ipc://{path}")
-        os.chmod(path, 0o600)
+        self._path = path
+        self.listen_again()
         self._loop.add_reader(self._socket.fileno(), self._drain)
         self._drain_scheduled = False
         self._remote = None if listening is None else RemoteDoor(listening, on_message, on_gone)
+
+    def listen_again(self) -> None:
+        """Listen at the path, at first or since it was removed.
+
+        Raises:
+            OSError: That is not possible.
+        """
+        try:
+            self._socket.bind(f"ipc://{self._path}")
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+        os.chmod(self._path, 0o600)
 
     @property
     def clients(self) -> list[ConnectedClient]:

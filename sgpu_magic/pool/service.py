@@ -137,6 +137,7 @@ class PoolService:
         self._retention = Retention(settings, self._is_live, self._ledger.cells, removed=self._looked_after)
         idle_s = settings.pool_idle_s if listening is None else math.inf
         self._idleness = Idleness(idle_s, lambda: bool(self._book.going), self._server.notify, self.stop)
+        presence.keep_in_place(self._server.listen_again, self._guard.log)
         engine.start(self)
         for number in (signal.SIGTERM, signal.SIGHUP):
             self._loop.add_signal_handler(number, self.stop)
@@ -310,14 +311,11 @@ class PoolService:
                 self._book.end_without_ranks(run, RunState.FAILED, why, FailureKind.NODE_LOST)
         self.stop()
 
-    # ------------------------------------------------------------ what the scheduler says
-
     def feed(self, stimulus: sched.Stimulus) -> None:
         try:
             instructions = self._scheduler.handle(stimulus)
         except Exception:
             if isinstance(stimulus, sched.RunSubmitted):
-                # it is refused, and the others go on without it
                 self._scheduler.drop(stimulus.spec.run_id)
             raise
         for instruction in instructions:

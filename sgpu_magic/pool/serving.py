@@ -69,7 +69,7 @@ def pool_keys(state: Path) -> KeyPair:
 
 def _presence(settings: Settings) -> PoolPresence:
     try:
-        return PoolPresence(settings.runtime_path)
+        return PoolPresence(settings.runtime_path, settings.state_path)
     except AlreadyRunning:
         raise PoolError(
             f"a pool named {settings.pool} runs on {config.host_name()} already, as this user. Stop it first, or serve "

@@ -159,7 +159,7 @@ async def _serve(gpus: int) -> None:
     settings = config.load_settings()
     for path in (settings.runtime_path, settings.state_path, settings.runs_path):
         config.private_dir(path)
-    presence = PoolPresence(settings.runtime_path)
+    presence = PoolPresence(settings.runtime_path, settings.state_path)
     engine = SimulatedNodes(settings, gpus)
     service = PoolService(settings, presence, engine)
     presence.announce()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 from kernels import Home, Kernel, eventually
+from pool_client import PoolClient
 from small_disks import SmallDisk, small_disk
 
-pytestmark = pytest.mark.needs_root
+from sgpu_magic.errors import PoolError
+from sgpu_magic.protocol.states import RunState
 
 TRAINS = (
     "%%distributed -n 2 --out total\n"
@@ -52,6 +55,7 @@ def make_room(disk: SmallDisk) -> None:
     disk.make_room()
 
 
+@pytest.mark.needs_root
 @pytest.mark.parametrize(
     ("kind", "spoil"),
     [
@@ -102,6 +106,44 @@ def test_a_disk_that_takes_nothing_costs_others_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.needs_root
+def test_a_pool_that_can_not_start_for_its_disk_says_so(new_home: Callable[..., Home]):
+    home = new_home()
+    with small_disk(home.state) as disk:
+        disk.freeze(True)
+        client = PoolClient(home)
+        try:
+            with pytest.raises(PoolError) as error:
+                client.begin("1")
+            for word in ("can't record the run", str(home.state), "is read-only", "SGPU_STATE_DIR"):
+                assert word in error.value.message
+            disk.freeze(False)
+            assert client.begin("1").ended().state is RunState.SUCCEEDED
+        finally:
+            client.close()
+            disk.freeze(False)
+
+
+def test_a_pool_whose_runtime_directory_is_removed_is_found_again(new_home: Callable[..., Home]):
+    home = new_home()
+    client = PoolClient(home)
+    run = client.begin("import os, time\nwhile not os.path.exists('go on'): time.sleep(0.01)", ranks=1)
+    pool = home.pool_pid()
+    shutil.rmtree(home.runtime)
+    other = PoolClient(home)
+    try:
+        status = other.pool.status()
+        assert status is not None
+        assert (status.pid, home.pool_pid()) == (pool, pool)
+        other.pool.cancel(run.run_id, "test")
+        assert run.ended().state is RunState.CANCELLED
+    finally:
+        other.close()
+        client.close()
+
+
+@pytest.mark.slow
+@pytest.mark.needs_root
 def test_training_goes_on_and_returns_when_the_disk_is_full(full_home: Home):
     kernel = Kernel(full_home)
     try:
