@@ -393,6 +393,15 @@ def test_mirrors_do_not_pile_up(ann: RemoteUser):
         each.rmdir()
 
 
+def test_sgpu_logs_of_another_users_run_says_whose_it_is_not(ann: RemoteUser, ben: RemoteUser):
+    run = ann.client.begin("print('mine')", ranks=1)
+    run.ended()
+    for more in ((), ("--follow",)):
+        said = ben.sgpu("logs", run.run_id, *more)
+        assert (said.returncode != 0, said.stdout) == (True, ""), said
+        assert f"this pool has no run '{run.run_id}' of yours" in said.stderr
+
+
 def test_sgpu_logs_shows_a_remote_run(ann: RemoteUser):
     run = ann.client.begin("for n in range(3): print(rank, n)", name="talks")
     followed = ann.sgpu("logs", run.run_id, "--follow")

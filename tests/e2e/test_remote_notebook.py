@@ -117,6 +117,26 @@ def test_a_user_who_is_not_let_in_is_told_in_the_cell(served: ServedPool):
 
 
 @pytest.mark.slow
+def test_a_user_whose_key_is_revoked_is_told_that_at_once(served: ServedPool):
+    eve = served.user("eve")
+    kernel = Kernel(eve.home)
+    try:
+        cell = kernel.start(
+            "%%distributed -n 1 --pool team\nimport time\nprint('begun', flush=True)\nwhile True: time.sleep(0.01)"
+        )
+        cell.until_shown("[0] begun")
+        served.command("revoke", "eve")
+        reply = cell.wait(10)
+        assert (reply.status, reply.ename) == ("error", "NodeLost"), reply.story
+        assert "this notebook can't follow the run any more" in reply.evalue
+        assert "does not admit your key" in reply.evalue
+    finally:
+        served.command("authorize", "eve", eve.keys.public)
+        eve.client.pool.cancel(served.home.runs[-1], "test")
+        kernel.close()
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_ten_minutes_without_a_line_cost_time_only():
     """With the default patience of both sides."""
