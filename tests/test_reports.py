@@ -17,7 +17,7 @@ from sgpu_magic.agent.reports import Reports
 from sgpu_magic.event_file import EventFile, read_spec
 from sgpu_magic.pool.run_log import RunLog, read_events
 from sgpu_magic.protocol.devices import Placement
-from sgpu_magic.protocol.events import AttemptFailed, EventBody, Noted, OutputWritten, RunEnded, Submitted
+from sgpu_magic.protocol.events import AttemptFailed, EventBody, Noted, OutputWritten, RunEnded, Sampled, Submitted
 from sgpu_magic.protocol.node_messages import RanksGone, RunEvent
 from sgpu_magic.protocol.record import Record
 from sgpu_magic.protocol.records import CellSource, Failure, Owner, RunSpec
@@ -234,6 +234,12 @@ def test_what_a_log_keeps_in_memory_is_bounded(tmp_path: Path):
     assert sum(len(body.text) for body in outputs) < 17_000_000
     assert outputs[-1].text == text, "the newest are whole"
     assert {(body.skipped_bytes, body.skipped_lines) for body in outputs if not body.text} == {(100_000, 1)}
+    number, body = 400, Sampled(seconds=1.0, samples=())
+    while log.takes(body):
+        assert number < 20_000
+        number += 1
+        append(log, body, 3.0, number)
+    assert log.takes(Noted(text="what becomes of the run")), "only bulk is left out"
     (tmp_path / "run").unlink()
     assert log.write(), "the directory is made as soon as it can be"
     assert read_spec(tmp_path / "run") == SPEC

@@ -28,6 +28,10 @@ from sgpu_magic.protocol.records import Failure, RunSpec
 from sgpu_magic.protocol.states import FailureKind, RunState
 from sgpu_magic.storage.disk_room import disk_room, why_no_run
 
+_CUT_SHORT = (
+    "the disk has taken no event for so long that output, displays and samples are left out until it does; the ranks' "
+    "logs have the output if they could be written"
+)
 # a disk that took nothing is tried again after so long
 _WRITE_AGAIN_S = 1.0
 
@@ -150,6 +154,7 @@ class RunBook:
         self._copying: dict[str, PoolRun] = {}
         # events of these are in memory only, also after their ends
         self._behind: dict[str, PoolRun] = {}
+        self._cut_short: set[str] = set()
 
     @property
     def going(self) -> list[PoolRun]:
@@ -218,6 +223,12 @@ class RunBook:
         """Keep an event and send it to who follows the run. `told`: as an agent has told it."""
         if run.log is None:
             return
+        if told is not None and not run.log.takes(body):
+            run.log.skip(told)
+            if run.run_id not in self._cut_short:
+                self._cut_short.add(run.run_id)
+                self.tell(run, Noted(text=_CUT_SHORT), at)
+            return
         event = run.log.append(body, at, frames, told)
         self.feed.tell(run.followers, event, frames, run.log.directory)
         self._look_after(run)
@@ -240,6 +251,7 @@ class RunBook:
         for run in list(self._behind.values()):
             if run.log is not None and run.log.write():
                 del self._behind[run.run_id]
+                self._cut_short.discard(run.run_id)
                 if not run.ended:
                     self.tell(run, Noted(text="the disk takes the events of this run again"), time.time())
                 self.on_written(run)

@@ -32,10 +32,11 @@ _decoder = Decoder[Event](Event)
 _READ_BYTES = 1 << 20
 # what a run may have in memory while its disk takes nothing
 _MOST_UNWRITTEN_BYTES = 16 << 20
-# an event costs at least this much
-_LEAST_BYTES = 200
+# an event costs at least this much in memory
+_LEAST_BYTES = 1000
 # a place in the file is remembered once in so many bytes
 _MARK_BYTES = 1 << 18
+_BULK = (OutputWritten, DisplayPublished, Sampled, MetricsLogged)
 
 
 class RunLog:
@@ -103,6 +104,10 @@ class RunLog:
     def bytes(self) -> int:
         """Size of the events on disk."""
         return self._bytes
+
+    def takes(self, body: EventBody) -> bool:
+        """Whether there is room for an event: in memory bulk has none after a while, what becomes of the run has."""
+        return self._unwritten_bytes <= _MOST_UNWRITTEN_BYTES or not isinstance(body, _BULK)
 
     def offset_before(self, after: int) -> int:
         """Return an offset in the file before which no event has a number above `after`."""
