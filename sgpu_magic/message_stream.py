@@ -74,7 +74,7 @@ class MessageStream(Generic[M]):
             data, copies = data[1:], copies[_MAX_DESCRIPTORS:]
         self._unsent.append((data, copies))
         if was_empty and self._gathers:
-            self._loop.call_soon(self._write, context=self._context)
+            self._loop.call_soon(self._write, context=self._context.copy())
         elif was_empty:
             self._write()
 
@@ -117,7 +117,7 @@ class MessageStream(Generic[M]):
             try:
                 sent = self._socket.sendmsg([data], ancillary)
             except BlockingIOError:
-                self._context.run(self._loop.add_writer, self._socket, self._write)
+                self._context.copy().run(self._loop.add_writer, self._socket, self._write)
                 return
             except OSError:
                 self._lost()

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,8 +25,11 @@ from sgpu_magic.agent.leftovers import RUN_VARIABLE, kill_leftovers
 from sgpu_magic.agent.output import RankOutput
 from sgpu_magic.agent.release import connections_between
 from sgpu_magic.agent.root_cause import death, find_root_cause
+from sgpu_magic.message_stream import MessageStream
+from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.events import OutputWritten
 from sgpu_magic.protocol.output_marks import STDERR_BEGIN, STDERR_END
+from sgpu_magic.protocol.rank_messages import FromRank, Leave, Remarked
 from sgpu_magic.protocol.records import Failure
 from sgpu_magic.protocol.states import FailureKind
 from sgpu_magic.protocol.zygote_messages import Fork
@@ -247,6 +250,29 @@ def test_the_end_does_not_wait_for_a_child_that_holds_the_pipe():
     assert asyncio.run(run()) < 1.0
 
 
+def test_a_child_that_never_stops_writing_stops_nothing():
+    async def run() -> tuple[int, float, float]:
+        output = RankOutput(0, 1 << 20, lambda batch: None, fail_on_log_end)
+        with subprocess.Popen(["yes"], stdout=output.child_ends[0]) as child:
+            output.close_child_ends()
+            loop, slowest, took = asyncio.get_running_loop(), 0.0, 0.0
+            until = loop.time() + 1.0
+            while (before := loop.time()) < until:
+                await asyncio.sleep(0)
+                slowest = max(slowest, loop.time() - before)
+            begin = loop.time()
+            output.drain(last=True)
+            took = loop.time() - begin
+            child.kill()
+        output.close()
+        return output.total_bytes, slowest, took
+
+    read, slowest, took = asyncio.run(run())
+    # back pressure: it waits in its pipe
+    assert read < 200 << 20
+    assert max(slowest, took) < 0.5
+
+
 @linux_only
 def test_a_full_disk_stops_the_log_and_not_the_rank():
     told: list[tuple[int, str]] = []
@@ -254,6 +280,50 @@ def test_a_full_disk_stops_the_log_and_not_the_rank():
     batches, _ = through_pipes(chunks, Path("/dev/full"), log_ended=lambda rank, why: told.append((rank, why)))
     assert text_of(batches, "stdout") == "kept\nstill sent\n"
     assert told == [(0, "No space left on device")]
+
+
+# ---------------------------------------------------------------- streams
+
+
+def test_a_stream_goes_on_after_faults_and_carries_any_number_of_descriptors():
+    problems: list[str] = []
+    heard: list[tuple[int, int]] = []
+    large = [os.urandom(1 << 20)]
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda loop, context: problems.append(repr(context["exception"])))
+        ours, theirs = socket.socketpair()
+
+        def take(message: FromRank, frames: Sequence[bytes]) -> None:
+            assert isinstance(message, Remarked)
+            if message.text == "1":
+                raise RuntimeError("a fault")
+            descriptors = reader.take_descriptors(300) if message.text == "3" else []
+            for descriptor in descriptors:
+                os.close(descriptor)
+            heard.append((int(message.text), len(descriptors) or len(frames)))
+
+        reader = MessageStream[FromRank](theirs, codec.from_rank, take, lambda: None)
+        writer = MessageStream[FromRank](
+            ours, codec.from_rank, lambda message, frames: None, lambda: None, gathers=True
+        )
+        writer.send(Remarked(text="1"), large)
+        writer.send(Leave())
+        with open(os.devnull) as nothing:
+            writer.send(Remarked(text="3"), descriptors=[nothing.fileno()] * 300)
+        writer.send(Remarked(text="4"), large)
+        deadline = loop.time() + 10
+        while len(heard) < 2 and loop.time() < deadline:
+            await asyncio.sleep(0.01)
+        writer.close()
+        reader.close()
+
+    asyncio.run(run())
+    assert heard == [(3, 300), (4, 1)]
+    assert len(problems) == 2
+    assert problems[0] == "RuntimeError('a fault')"
+    assert problems[1].startswith("ValidationError")
 
 
 # ---------------------------------------------------------------- release

@@ -261,6 +261,17 @@ def test_what_is_printed_between_cells_is_the_sessions_and_not_the_next_cells(se
     assert (agent.path / "state" / "runs" / session.run_id / "rank-0.log").read_text() == "late word\n"
 
 
+def test_a_child_that_never_stops_writing_keeps_no_cell_and_no_other_run(agent: AgentProcess, session: AgentSession):
+    ended, _ = session.run(
+        "import subprocess\nfrom IPython.display import display\n"
+        "child = subprocess.Popen(['yes'])\ndisplay('shown')\nprint('done')"
+    )
+    assert ended.state is RunState.SUCCEEDED, ended
+    beside = agent.launch("print('quick')", ranks=1)
+    assert agent.wait_for(beside, RunEnded).state is RunState.SUCCEEDED
+    assert session.run("child.kill()")[0].state is RunState.SUCCEEDED
+
+
 def test_questions_go_to_idle_ranks_only(session: AgentSession):
     agent = session.agent
     session.run("value = 41")

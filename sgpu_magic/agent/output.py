@@ -10,12 +10,16 @@ import codecs
 import contextlib
 import fcntl
 import os
+import struct
+import termios
 from collections.abc import Callable, Iterator
 
 from sgpu_magic.protocol.events import OutputWritten
 from sgpu_magic.protocol.output_marks import STDERR_BEGIN, STDERR_END
 
 _PIPE_BYTES = 1 << 20
+# of one rank between two batches: who writes faster waits in its pipe
+_BURST_BYTES = 4 << 20
 _READ_BYTES = 1 << 18
 _F_SETPIPE_SZ = 1031
 BATCH_INTERVAL_S = 0.05
@@ -48,7 +52,8 @@ class RankOutput:
         self._log_ended = log_ended
         self._whole_bytes = whole_bytes
         self._log: int | None = None
-        self._pending: list[tuple[str, bytes]] = []
+        self._pending: list[tuple[str, bytearray]] = []
+        self._paused = False
         self._pending_start = 0
         self._decoders = {stream: codecs.getincrementaldecoder("utf-8")("replace") for stream in (_STDOUT, _STDERR)}
         self._in_stderr = False
@@ -58,6 +63,8 @@ class RankOutput:
         self._timer: asyncio.TimerHandle | None = None
         self._last_emitted = 0.0
         self._readers: list[int] = []
+        # those that have a writer left
+        self._open: set[int] = {0, 1}
         self.child_ends: tuple[int, int] = self._open_pipes()
 
     def _open_pipes(self) -> tuple[int, int]:
@@ -70,9 +77,13 @@ class RankOutput:
                 fcntl.fcntl(writer, _F_SETPIPE_SZ, _PIPE_BYTES)
             self._readers.append(reader)
             writers.append(writer)
-        self._loop.add_reader(self._readers[0], self._read, 0)
-        self._loop.add_reader(self._readers[1], self._read, 1)
+        self._listen()
         return writers[0], writers[1]
+
+    def _listen(self) -> None:
+        self._paused = False
+        for index in self._open:
+            self._loop.add_reader(self._readers[index], self._readable, index)
 
     def close_child_ends(self) -> None:
         for writer in self.child_ends:
@@ -82,9 +93,7 @@ class RankOutput:
 
     def begin_log(self, path: str) -> None:
         """From now on write to this file; what a standby rank printed before belongs to no run."""
-        for index in (0, 1):
-            while self._read(index, flush=False):
-                pass
+        self._read_all()
         self._pending.clear()
         self.switch_log(path)
 
@@ -110,9 +119,7 @@ class RankOutput:
         Args:
             last: Nothing more is to come, so what looks like the beginning of a mark is none.
         """
-        for index in range(len(self._readers)):
-            while self._read(index, flush=False):
-                pass
+        self._read_all()
         if last and self._held:
             held, self._held = self._held, b""
             self._take(_STDERR if self._in_stderr else _STDOUT, held)
@@ -128,6 +135,8 @@ class RankOutput:
             self._timer.cancel()
             self._timer = None
         if self._pending:
+            if self._paused:
+                self._listen()
             pending, self._pending = self._pending, []
             start, self._pending_start = self._pending_start, self.total_bytes
             self._last_emitted = self._loop.time()
@@ -141,28 +150,43 @@ class RankOutput:
             self._loop.remove_reader(reader)
             os.close(reader)
         self._readers = []
+        self._open.clear()
         self.close_child_ends()
         if self._log is not None:
             os.close(self._log)
             self._log = None
 
-    def _read(self, index: int, flush: bool = True) -> bool:
-        try:
-            data = os.read(self._readers[index], _READ_BYTES)
-        except BlockingIOError:
-            return False
-        if not data:
+    def _readable(self, index: int) -> None:
+        if not self._read(index, _READ_BYTES):
             # every writer is gone
+            self._open.discard(index)
             self._loop.remove_reader(self._readers[index])
-            return False
+            return
+        self._schedule()
+        if self.total_bytes - self._pending_start > _BURST_BYTES and self._timer is not None:
+            self._paused = True
+            for each in self._open:
+                self._loop.remove_reader(self._readers[each])
+
+    def _read_all(self) -> None:
+        """Read what is in the pipes at this moment: a child may go on writing for ever."""
+        for index, reader in enumerate(self._readers):
+            (waiting,) = struct.unpack("i", fcntl.ioctl(reader, termios.FIONREAD, bytes(4)))
+            while waiting > 0 and (size := self._read(index, min(waiting, _READ_BYTES))):
+                waiting -= size
+
+    def _read(self, index: int, most: int) -> int:
+        """Take up to `most` bytes of one pipe and return how many there were."""
+        try:
+            data = os.read(self._readers[index], most)
+        except BlockingIOError:
+            return 0
         if index == 1:
             self._take(_STDERR, data)
         else:
             for stream, part in self._split_marks(data):
                 self._take(stream, part)
-        if flush:
-            self._schedule()
-        return True
+        return len(data)
 
     def _split_marks(self, data: bytes) -> Iterator[tuple[str, bytes]]:
         data = self._held + data
@@ -198,9 +222,9 @@ class RankOutput:
                 self._log = None
                 self._log_ended(self.rank, error.strerror or str(error))
         if self._pending and self._pending[-1][0] == stream:
-            self._pending[-1] = (stream, self._pending[-1][1] + data)
-        else:
-            self._pending.append((stream, data))
+            self._pending[-1][1].extend(data)
+        elif data:
+            self._pending.append((stream, bytearray(data)))
 
     def _schedule(self) -> None:
         if self._timer is None:
@@ -210,7 +234,7 @@ class RankOutput:
             else:
                 self._timer = self._loop.call_at(due, self.flush)
 
-    def _batches(self, pending: list[tuple[str, bytes]], start: int) -> Iterator[OutputWritten]:
+    def _batches(self, pending: list[tuple[str, bytearray]], start: int) -> Iterator[OutputWritten]:
         for stream, data in pending:
             end = start + len(data)
             skipped = b""
