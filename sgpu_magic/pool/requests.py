@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -101,6 +102,8 @@ class Requests:
         self._book = book
         self._ledger = ledger
         self._kept_environments = kept_environments
+        # never used twice: an answer that comes late is for nobody
+        self._stack_numbers = itertools.count(1)
         self._asked_stacks: dict[int, tuple[ConnectedClient, AskStacks, str]] = {}
         self._permissions = Permissions(server, book, ledger)
         self._runs = RunLookup(server, book, ledger, self._permissions, lambda: core.resubmittable)
@@ -289,7 +292,7 @@ class Requests:
             text = f"run {short(run.run_id)} has no ranks yet: it is {run.state}."
             self._server.refuse(client, message.request, text)
             return
-        number = max(self._asked_stacks, default=0) + 1
+        number = next(self._stack_numbers)
         self._asked_stacks[number] = (client, message, run.run_id)
         self._engine.take_stacks(number, run.run_id)
 
