@@ -55,6 +55,7 @@ class AgentProcess:
 
     Args:
         planted: The file that arms a fault in it (see `planted_faults`); None plants none.
+        path: Where all its directories are; None makes a place.
         options: Of the pool.
 
     Attributes:
@@ -62,8 +63,8 @@ class AgentProcess:
         gone: Runs whose ranks are gone, or idle again.
     """
 
-    def __init__(self, planted: Path | None = None, **options: Any) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="sga"))
+    def __init__(self, planted: Path | None = None, path: Path | None = None, **options: Any) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="sga")) if path is None else path
         (self.path / "run").mkdir(mode=0o700)
         settings = Settings(state_dir=str(self.path / "state"), runtime_dir=str(self.path / "run"), **options)
         program = ["-m", "sgpu_magic.agent"] if planted is None else [str(Path(planted_faults.__file__)), str(planted)]

@@ -50,6 +50,7 @@ class Belongings:
         self._far = far if launch.far else None
         self._run_id = launch.spec.run_id
         self._say = say
+        self._not_written = False
         self._released: PayloadReleased | None = None
         self.directory = RunDirectory(launch)
         if inherited is not None and inherited._memory.at_hand:
@@ -133,12 +134,18 @@ class Belongings:
         """Free what is still held."""
         self._memory.close()
 
+    def not_written(self, text: str) -> None:
+        """Something of the run's directory could not be written. A full disk is said once."""
+        if not self._not_written:
+            self._not_written = True
+            self._say(Noted(text=text))
+
     def describe(self, state: RunState = RunState.STARTING) -> None:
         """Write the run's directory, but for the large parts."""
         try:
             self.directory.describe(self.frames[0] if self.inline else None, state)
         except OSError as error:
-            self._say(Noted(text=f"the run's directory {self.directory.path} could not be written: {error.strerror}"))
+            self.not_written(f"the run's directory {self.directory.path} could not be written: {error.strerror}")
 
     def ended(self, state: RunState) -> None:
         """Write down how the run ended."""
@@ -147,7 +154,7 @@ class Belongings:
         try:
             self.directory.ended(state)
         except OSError as error:
-            self._say(Noted(text=f"run.json could not be written: {error.strerror}"))
+            self.not_written(f"run.json could not be written: {error.strerror}")
 
     def _payload_released(self, kept: bool, why: str) -> None:
         try:

@@ -152,7 +152,9 @@ class Execution(NodeRun):
             self._say(batch)
 
     def rank_log_ended(self, rank: int, problem: str) -> None:
-        self._say(Noted(text=f"the log of rank {rank} ends here: {problem}; the run goes on, and its output is shown"))
+        self.belongings.not_written(
+            f"the log of rank {rank} ends here: {problem}; the run goes on, and its output is shown"
+        )
 
     # ------------------------------------------------------------ gather
 

@@ -94,6 +94,15 @@ class Launches:
 
     # ------------------------------------------------------------ within
 
+    def _refuse_unrecorded(self, launch: Launch, error: OSError | ValueError) -> None:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        self.refuse(
+            launch,
+            f"the run can't be recorded on {socket.gethostname()}: {launch.run_dir} can't be written ({why}). Runs "
+            "that go on are not concerned. Make room there, or make it writable, and run the cell again.",
+            FailureKind.INTERNAL,
+        )
+
     def _prepare(self, launch: Launch, frames: Sequence[bytes], predecessor: NodeRun | None) -> None:
         self._hold(launch, frames, self._unpack if launch.code else None, self._prepared, predecessor)
 
@@ -111,7 +120,7 @@ class Launches:
                 launch, frames, self._here, self._environments, self._arrivals, unpack, go_on, predecessor
             )
         except (OSError, ValueError) as error:
-            self.refuse(launch, f"the run's directory can't be made: {error}")
+            self._refuse_unrecorded(launch, error)
             return
         self._runs.add(run)
         run.start()
@@ -138,7 +147,7 @@ class Launches:
         try:
             launch = self._placed(launch, built, code)
         except OSError as error:
-            self.refuse(launch, f"the run's directory can't be written: {error}")
+            self._refuse_unrecorded(launch, error)
             return
         try:
             group, warm = self._groups.take(launch)
@@ -154,7 +163,7 @@ class Launches:
             self._groups.dismiss(group)
             if not isinstance(error, OSError | ValueError):
                 raise
-            self.refuse(launch, f"the run's directory can't be made: {error}")
+            self._refuse_unrecorded(launch, error)
             return
         self._runs.add(run)
         run.start()
@@ -170,7 +179,7 @@ class Launches:
         except CodeUnusable as error:
             self.refuse(launch, str(error))
         except (OSError, ValueError) as error:
-            self.refuse(launch, f"the run's directory can't be made: {error}")
+            self._refuse_unrecorded(launch, error)
         else:
             self._runs.add(cell)
             cell.start()

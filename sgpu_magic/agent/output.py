@@ -51,6 +51,8 @@ class RankOutput:
         self._emit = emit
         self._log_ended = log_ended
         self._whole_bytes = whole_bytes
+        # opened when there is something to write: what a rank does not print is no file
+        self._log_path = ""
         self._log: int | None = None
         self._pending: list[tuple[str, bytearray]] = []
         self._paused = False
@@ -108,10 +110,8 @@ class RankOutput:
         self.lines = lines
         self._pending_start = self.total_bytes = total_bytes
         self._last_data = b""
-        if self._log is not None:
-            os.close(self._log)
-            self._log = None
-        self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._close_log()
+        self._log_path = path
 
     def drain(self, *, last: bool = False) -> None:
         """Read what is in the pipes now, and send it. Not until end of file: a child may hold a pipe open.
@@ -152,9 +152,7 @@ class RankOutput:
         self._readers = []
         self._open.clear()
         self.close_child_ends()
-        if self._log is not None:
-            os.close(self._log)
-            self._log = None
+        self._close_log()
 
     def _readable(self, index: int) -> None:
         if not self._read(index, _READ_BYTES):
@@ -210,21 +208,32 @@ class RankOutput:
         self.lines += data.count(b"\n")
         self.total_bytes += len(data)
         self._last_data = (self._last_data + data[-_LAST_BYTES:])[-_LAST_BYTES:]
-        if self._log is not None:
-            try:
-                rest = memoryview(data)
-                while rest:
-                    # a disk that is nearly full takes a part
-                    rest = rest[os.write(self._log, rest) :]
-            except OSError as error:
-                # a full disk stops the capture, never the training
-                os.close(self._log)
-                self._log = None
-                self._log_ended(self.rank, error.strerror or str(error))
+        if self._log_path and data:
+            self._write(data)
         if self._pending and self._pending[-1][0] == stream:
             self._pending[-1][1].extend(data)
         elif data:
             self._pending.append((stream, bytearray(data)))
+
+    def _write(self, data: bytes) -> None:
+        try:
+            if self._log is None:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                self._log = os.open(self._log_path, flags, 0o600)
+            rest = memoryview(data)
+            while rest:
+                # a disk that is nearly full takes a part
+                rest = rest[os.write(self._log, rest) :]
+        except OSError as error:
+            # a full disk stops the capture, never the training
+            self._close_log()
+            self._log_ended(self.rank, error.strerror or str(error))
+
+    def _close_log(self) -> None:
+        self._log_path = ""
+        if self._log is not None:
+            os.close(self._log)
+            self._log = None
 
     def _schedule(self) -> None:
         if self._timer is None:

@@ -158,11 +158,11 @@ class RunMemory:
     def _take_file(self, source: FilePayload) -> None:
         """The file was made for this run: it moves into the run's directory, or goes."""
         keeps = _keeps(source.size, self._keep_bytes)
-        if not keeps[0]:
-            os.unlink(source.path)
-            self._payload_done(*keeps)
-            return
         try:
+            if not keeps[0]:
+                os.unlink(source.path)
+                self._payload_done(*keeps)
+                return
             os.replace(source.path, self._directory / PAYLOAD)
         except OSError as error:
             self._payload_done(False, f"it could not be moved: {error.strerror}")

@@ -79,7 +79,7 @@ class Session(NodeRun):
         self._ending_as: RunState | None = None
         self._end_reason = ""
         self._failure: Failure | None = None
-        self._logs = SessionLogs(group, self.belongings.directory, self.rank_log_ended)
+        self._logs = SessionLogs(group, self.belongings.directory)
         self._care = GroupCare(group, launch, here.settings.runtime_path, self._news, self._say, self._logs.begin)
         group.listener = self
 
@@ -202,7 +202,11 @@ class Session(NodeRun):
             self._say(batch)
 
     def rank_log_ended(self, rank: int, problem: str) -> None:
-        self._say(Noted(text=f"the log of rank {rank} ends here: {problem}"))
+        cell = self._cell
+        if cell is not None and not cell.gone and rank in cell.crew.numbers:
+            cell.rank_log_ended(rank, problem)
+        else:
+            self.belongings.not_written(f"the log of rank {rank} ends here: {problem}")
 
     def rank_exited(self, rank: int, status: int) -> None:
         cell = self._cell

@@ -79,10 +79,7 @@ class SessionCell(Execution):
         # everything else can wait until the ranks are at work: nothing of theirs is read before this returns
         send_session_cells(self.launch, self._session.launch, self.group, self.belongings, self._default_store)
         for process in self.crew.ranks:
-            try:
-                process.output.switch_log(self.belongings.directory.log_path(process.rank))
-            except OSError as error:
-                self.rank_log_ended(process.rank, error.strerror or str(error))
+            process.output.switch_log(self.belongings.directory.log_path(process.rank))
         self._all_there()
         self._coroner.begin()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from sgpu_magic.agent.group import Group
 from sgpu_magic.agent.run_directory import RunDirectory
@@ -15,13 +15,11 @@ class SessionLogs:
     Args:
         group: The ranks.
         directory: The session's.
-        ended: Told, with the rank and why, when its log can't be written.
     """
 
-    def __init__(self, group: Group, directory: RunDirectory, ended: Callable[[int, str], None]) -> None:
+    def __init__(self, group: Group, directory: RunDirectory) -> None:
         self._group = group
         self._directory = directory
-        self._ended = ended
         # lines and bytes of those that are lent to a cell
         self._written: dict[int, tuple[int, int]] = {}
 
@@ -46,7 +44,4 @@ class SessionLogs:
                 self._open(rank, lines, size)
 
     def _open(self, rank: int, lines: int, size: int) -> None:
-        try:
-            self._group.rank(rank).output.switch_log(self._directory.log_path(rank), lines, size)
-        except OSError as error:
-            self._ended(rank, error.strerror or str(error))
+        self._group.rank(rank).output.switch_log(self._directory.log_path(rank), lines, size)

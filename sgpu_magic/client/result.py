@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -120,7 +121,11 @@ class RunResult:
         self._place(rank)
         if self._mirror is not None:
             self._mirror.follow(f"rank-{rank}.log")
-        return self.directory / f"rank-{rank}.log"
+        path = self.directory / f"rank-{rank}.log"
+        # that of a rank which printed nothing is made for who asks
+        with contextlib.suppress(OSError):
+            path.touch(mode=0o600)
+        return path
 
     def _place(self, rank: int) -> int:
         if rank in self.ranks:

@@ -174,6 +174,8 @@ def _why_none(run_id: str, row: RunSummary | None) -> str:
         return f"{name} has no logs"
     if not row.state.is_final:
         return f"{name} is {row.state.value}: no rank has printed yet. --follow waits for them"
+    if row.started_at is not None:
+        return f"{name} has printed nothing"
     why = f" ({row.failure})" if row.failure else ""
     return f"{name} {row.state.value} before its ranks started{why}, so there are no logs"
 
