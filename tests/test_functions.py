@@ -109,7 +109,7 @@ def test_options_are_the_magics_as_values():
         wait=0,
         grace=timedelta(minutes=1),
         retries=2,
-        retry_any=True,
+        retry_on="any",
         env={"A": "1"},
         name="tuned",
         exclude="big, other",
@@ -119,6 +119,11 @@ def test_options_are_the_magics_as_values():
     assert (options.timeout_s, options.wait_s, options.grace_s) == (1800.0, 0.0, 60.0)
     assert (options.retries, options.retry_any, options.variables) == (2, True, {"A": "1"})
     assert (options.name, options.exclude, options.devices.allow_busy) == ("tuned", ("big", "other"), True)
+
+
+def test_the_earlier_spelling_of_retry_on_warns():
+    with pytest.warns(DeprecationWarning, match='retry_on="any"'):
+        assert checked(retries=1, retry_any=True).retry_any
 
 
 def test_options_that_are_left_out_are_the_pools():
@@ -144,7 +149,8 @@ def test_options_that_are_left_out_are_the_pools():
         ({"timeout": timedelta(days=8)}, "at most 7 days"),
         ({"wait": timedelta(seconds=-1)}, "less than nothing"),
         ({"retries": -1}, "0 to 100 are"),
-        ({"retry_any": True}, "add retries=N"),
+        ({"retry_on": "any"}, "add retries=N"),
+        ({"retry_on": "sunday", "retries": 1}, "there are: failure, any"),
         ({"ui": "pretty"}, "there are: auto, widget, text, none"),
         ({"exclude": ["a b"]}, "not a variable's name"),
         ({"env": {"A=B": "1"}}, "env takes names"),

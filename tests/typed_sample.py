@@ -38,7 +38,7 @@ def later(path: Path) -> int:
     return len(path.parts)
 
 
-@distributed(gpus=2, wait=0, grace="60s", retries=2, retry_any=True, env={"A": "b"}, name="n", exclude=["x"])
+@distributed(gpus=2, wait=0, grace="60s", retries=2, retry_on="any", env={"A": "b"}, name="n", exclude=["x"])
 def options() -> None: ...
 
 

@@ -203,7 +203,7 @@ def distributed(
     Args:
         function: The function when it stands without parentheses: `@distributed`.
         run_async: `.distributed()` returns a `Run` at once.
-        options: See `Options`: gpus (or num_gpus), gpu_type, remote, timeout, wait, grace, retries, retry_any, env,
+        options: See `Options`: gpus (or num_gpus), gpu_type, remote, timeout, wait, grace, retries, retry_on, env,
             name, exclude, allow_busy, pool, ui, session.
 
     Raises:

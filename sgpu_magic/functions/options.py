@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypedDict, TypeGuard, Unpack
+from typing import TYPE_CHECKING, Literal, TypedDict, TypeGuard, Unpack
 
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
@@ -24,6 +25,7 @@ Duration = float | str | timedelta
 """Seconds, a text such as `"30m"`, or a `datetime.timedelta`."""
 
 _UI = ("auto", "widget", "text", "none")
+_RETRY_ON = ("failure", "any")
 _MAX_RANKS = 4096
 _MAX_RETRIES = 100
 
@@ -37,7 +39,8 @@ class SharedOptions(TypedDict, total=False):
         wait: Longest time in the queue, 0 to run now or fail. Default: as long as it takes.
         grace: Time between TERM and KILL when it is stopped. Default: 5 s, none after a failure.
         retries: How often the ranks are started again when a worker or node fails. Default: 0.
-        retry_any: Also after an error of the function itself.
+        retry_on: `"failure"` of a worker or node (default), or `"any"`: also after an error of the function itself.
+        retry_any: The earlier spelling of `retry_on="any"`.
         env: Variables to set on the ranks.
         name: The run's name. Default: the function's.
         exclude: Names of the notebook that stay there although the function reads them.
@@ -64,6 +67,7 @@ class SharedOptions(TypedDict, total=False):
     wait: Duration | None
     grace: Duration | None
     retries: int
+    retry_on: Literal["failure", "any"]
     retry_any: bool
     env: Mapping[str, str] | None
     name: str
@@ -187,8 +191,9 @@ def checked(**options: Unpack[Options]) -> CallOptions:
     retries = options.get("retries", 0)
     if not _is_count(retries) or not 0 <= retries <= _MAX_RETRIES:
         raise UsageError(f"retries={retries!r} is not possible; 0 to {_MAX_RETRIES} are.")
-    if options.get("retry_any") and not retries:
-        raise UsageError("retry_any=True says when to start again, but not how often: add retries=N.")
+    retry_any = _retries_on_any(options)
+    if ("retry_on" in options or retry_any) and not retries:
+        raise UsageError("retry_on says when to start again, but not how often: add retries=N.")
     devices = Devices(
         ranks_of("gpus" if gpus is not None else "num_gpus", gpus if gpus is not None else num_gpus),
         device_type,
@@ -208,7 +213,7 @@ def checked(**options: Unpack[Options]) -> CallOptions:
         wait_s=_seconds("wait", options.get("wait")),
         grace_s=_seconds("grace", options.get("grace")),
         retries=retries,
-        retry_any=bool(options.get("retry_any")),
+        retry_any=retry_any,
         variables=_variables(options.get("env")),
         name=options.get("name", ""),
         exclude=_names(options.get("exclude", ())),
@@ -253,6 +258,15 @@ def _device_type(value: str | enum.Enum | None) -> str | None:
         return canonical_type(str(value))
     except ValueError as error:
         raise UsageError(f"gpu_type: {error}") from None
+
+
+def _retries_on_any(options: SharedOptions) -> bool:
+    if "retry_any" in options:
+        warnings.warn('retry_any=True is now retry_on="any"', DeprecationWarning, stacklevel=2)
+    retry_on = options.get("retry_on", "any" if options.get("retry_any") else _RETRY_ON[0])
+    if retry_on not in _RETRY_ON:
+        raise UsageError(f"retry_on={retry_on!r} is not possible; there are: {', '.join(_RETRY_ON)}.")
+    return retry_on == "any"
 
 
 def _seconds(option: str, value: Duration | None) -> float | None:

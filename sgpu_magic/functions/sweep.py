@@ -151,7 +151,7 @@ def map(
             cancels the rest.
         return_exceptions: What an item failed with is given in the place of its result, and not raised.
         at_once: Most runs at the same time. Default: as many as the pool has devices for; on CPU one for each core.
-        options: remote, timeout (of one run), wait, grace, retries, retry_any, env, name, exclude, env_version, torch,
+        options: remote, timeout (of one run), wait, grace, retries, retry_on, env, name, exclude, env_version, torch,
             allow_build, track, profile, max_cost (of one run), allow_busy, pool, ui: as for `@distributed`.
 
     Raises:

@@ -116,7 +116,7 @@ def test_own_rendezvous_over_the_launchers_variables(notebook: Kernel):
 
 def test_function_that_fails_twice_before_it_succeeds(notebook: Kernel):
     notebook.check(
-        "@distributed(gpus=2, gpu_type='cpu', retries=3, retry_any=True)\n"
+        "@distributed(gpus=2, gpu_type='cpu', retries=3, retry_on='any')\n"
         "def flaky():\n"
         "    from sgpu_magic import runtime\n"
         "    if runtime.get_restart_count() < 2:\n"
@@ -129,7 +129,7 @@ def test_function_that_fails_twice_before_it_succeeds(notebook: Kernel):
 
 def test_function_that_always_fails_ends_after_its_retries(notebook: Kernel):
     reply = notebook.run(
-        "@distributed(gpus=2, gpu_type='cpu', retries=1, retry_any=True)\n"
+        "@distributed(gpus=2, gpu_type='cpu', retries=1, retry_on='any')\n"
         "def broken(rank):\n"
         "    if rank == 1:\n"
         "        raise KeyError('never there')\n"
