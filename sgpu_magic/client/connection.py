@@ -32,6 +32,8 @@ _OLD_POOL_EXIT_S = 10.0
 _RANKS_LEAVE_S = 6.0
 _RANKS_PAUSE_S = 0.02
 _MOST_NAMED = 3
+# a kernel that is restarted does not wait for a pool that does not answer
+_CLOSE_PATIENCE_S = 0.5
 
 
 class Connection(ABC):
@@ -53,9 +55,9 @@ class Connection(ABC):
     @property
     def alive(self) -> PoolLink | None:
         """The link, None when there is none or its pool has died."""
-        with self._lock:
-            link = self._link
-            return link if link is not None and not link.lost.is_set() else None
+        # without the lock: whoever connects holds that, and nobody who only tells the pool something waits for it
+        link = self._link
+        return link if link is not None and not link.lost.is_set() else None
 
     def made(self, *, start: bool) -> PoolLink:
         """Return the link, made now if need be.
@@ -95,13 +97,17 @@ class Connection(ABC):
         return ""
 
     def close(self) -> None:
-        """Say goodbye."""
-        with self._lock:
+        """Say goodbye; where a thread is connecting at this moment there is nobody to say it to."""
+        if not self._lock.acquire(timeout=_CLOSE_PATIENCE_S):
+            return
+        try:
             if self._link is not None:
                 if not self._link.lost.is_set():
                     self._link.send(Goodbye())
                 self._link.close()
                 self._link = None
+        finally:
+            self._lock.release()
 
     @abstractmethod
     def _made_anew(self, start: bool) -> PoolLink: ...
@@ -298,6 +304,15 @@ def wait_for(reply: Future[Reply], timeout_s: float = REPLY_TIMEOUT_S, link: Poo
             f"the local pool did not answer within {timeout_s:.0f} s. `sgpu doctor` looks for the reason; "
             "`sgpu pool stop --force` ends the pool."
         ) from None
+
+
+def wait_for_attached(link: PoolLink, request: int, reply: Future[Reply]) -> Reply:
+    """Return the answer to `Attach`, as `wait_for`; without one, no events come into a queue that nobody reads."""
+    try:
+        return wait_for(reply, link=link)
+    except BaseException:
+        link.give_up(request)
+        raise
 
 
 def wait_for_exit(pid: int) -> None:

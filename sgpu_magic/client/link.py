@@ -42,6 +42,7 @@ from sgpu_magic.protocol.messages import (
     PoolMessage,
     Refused,
     Stacks,
+    Unfollow,
     Welcome,
 )
 from sgpu_magic.protocol.pool_status import PoolStatus
@@ -84,7 +85,7 @@ class PoolLink:
         self._replies: dict[int, Future[Reply]] = {}
         # one run may be shown in several places at once
         self._followers: dict[str, list[EventQueue]] = {}
-        self._attached: dict[int, EventQueue] = {}
+        self._attached: dict[int, tuple[str, EventQueue | None]] = {}
         # numbers of the events that are there already, by the request that asks for more
         self._after: dict[int, int] = {}
         # runs of which events are asked for again, by the request
@@ -144,9 +145,12 @@ class PoolLink:
         return number, future
 
     def give_up(self, request: int) -> None:
-        """Nobody waits for the answer any more."""
+        """Nobody waits for the answer any more, nor for the events of a run that it tells of."""
         with self._lock:
             self._replies.pop(request, None)
+            run_id, events = self._attached.pop(request, ("", None))
+        if events is not None and self.unfollow(run_id, events):
+            self.send(Unfollow(run_id=run_id))
 
     def follow(self, run_id: str, after: int = 0) -> EventQueue:
         """Return the queue that the run's events come into; None in it means that the pool is lost.
@@ -167,7 +171,7 @@ class PoolLink:
     def attached(self, request: int, run_id: str) -> EventQueue:
         """Return the queue of a run that the answer to `request` has told of: events may have come into it already."""
         with self._lock:
-            events = self._attached.pop(request, None)
+            _, events = self._attached.pop(request, ("", None))
         return events if events is not None else self.follow(run_id)
 
     def unfollow(self, run_id: str, events: queue.SimpleQueue[EventItem | None]) -> bool:
@@ -256,11 +260,20 @@ class PoolLink:
                 with self._lock:
                     asked_again = self._catching_up.pop(request, "")
                     after = self._after.pop(request, 0)
-                if not asked_again:
+                    awaited = request in self._replies
+                    followed = spec.run_id in self._followers
+                if not asked_again and not awaited:
+                    # who asked was interrupted
+                    if not followed:
+                        self._outgoing.put(Parcel(0, [codec.encode(Unfollow(run_id=spec.run_id))]))
+                elif not asked_again:
                     # its events follow at once: they must not find nobody
                     events = self.follow(spec.run_id, after)
                     with self._lock:
-                        self._attached[request] = events
+                        self._attached[request] = (spec.run_id, events)
+                        given_up = request not in self._replies
+                    if given_up:
+                        self.give_up(request)
                     self._reply(request, result=message)
             case StreamOpened() | StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
                 if self.on_stream is not None:

@@ -17,6 +17,7 @@ from sgpu_magic.client.connection import (
     LocalConnection,
     ask_to_stop,
     wait_for,
+    wait_for_attached,
     wait_for_exit,
 )
 from sgpu_magic.client.link import PoolLink, PoolLost
@@ -190,7 +191,7 @@ class Pool:
         link = self._connection.made(start=True)
         request, reply = link.new_request()
         link.send(Attach(request=request, run=run))
-        answer = wait_for(reply, link=link)
+        answer = wait_for_attached(link, request, reply)
         if not isinstance(answer, Attached):
             raise PoolError(f"{link.title} gave an answer that fits no question. Restart it: `sgpu pool stop`.")
         spec = answer.spec

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.client.along import Along
-from sgpu_magic.client.connection import Connection, wait_for
+from sgpu_magic.client.connection import Connection, wait_for, wait_for_attached
 from sgpu_magic.client.interpreter import this_context, this_interpreter
 from sgpu_magic.client.link import PoolLink, PoolLost
 from sgpu_magic.client.mirror import mirror_path
@@ -83,7 +83,7 @@ class Submitter:
         request, reply = link.new_request()
         link.send(Attach(request=request, run=run.run_id, after=run.last_seq, owns=run.owned))
         try:
-            wait_for(reply, link=link)
+            wait_for_attached(link, request, reply)
         except RunUnknown:
             if run.submission is None:
                 raise
@@ -130,7 +130,7 @@ class Submitter:
     def _taken_before(self, link: PoolLink, spec: RunSpec, key: bytes) -> Run:
         request, reply = link.new_request()
         link.send(Attach(request=request, run=spec.run_id, owns=True))
-        wait_for(reply, link=link)
+        wait_for_attached(link, request, reply)
         self._uploads.forget(spec.run_id)
         run = Run(spec, key, link, link.attached(request, spec.run_id), self.directory(link, spec.run_id))
         run.owned = True

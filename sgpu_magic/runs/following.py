@@ -24,7 +24,10 @@ class _Entry:
 
 
 class Follower:
-    """Folds the events of runs that nobody waits for. Its thread is there only while there are such runs."""
+    """Folds the events of runs that nobody waits for. Its thread is there only while there are such runs.
+
+    What has ended is handed over by a thread for each run.
+    """
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
@@ -38,7 +41,7 @@ class Follower:
 
         Args:
             followed: The run.
-            ended: Called by the thread with the run's last word; with None when it is followed no further.
+            ended: Called in a thread of its own with the run's last word; with None when it is followed no further.
             has_ended: The run is over already: its kept events come at once, or never.
         """
         until = time.monotonic() + follow.HISTORY_PATIENCE_S if has_ended else None
@@ -93,7 +96,9 @@ class Follower:
         if ending is None and entry.until is not None and time.monotonic() > entry.until:
             ending = follow.without_an_end(entry.followed)
         if ending is not None and self._remove(entry):
-            entry.ended(ending)
+            # it unpickles what came back, and may fetch it from another machine: the other runs do not wait for that
+            work = threading.Thread(target=entry.ended, args=(ending,), name="sgpu-ended", daemon=True)
+            work.start()
 
     def _remove(self, entry: _Entry) -> bool:
         with self._lock:

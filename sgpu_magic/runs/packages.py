@@ -84,6 +84,8 @@ class Packages:
         # what the pool of this connection was told
         self._told: set[str] = set()
         self._told_to: object = None
+        # what went wrong last: the log says it once
+        self._fault = ""
 
     def begin(self) -> None:
         """Take the snapshot in the background, unless it is there and holds."""
@@ -195,11 +197,17 @@ class Packages:
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception:  # noqa: BLE001  a thread's top: the notebook works without, its log says why, once
-            traceback.print_exc(file=sys.__stderr__)
-            self._closed.set()
+        except Exception as error:  # noqa: BLE001  a thread's top: this run's files are missing, the next run tries again
+            if self._fault != repr(error):
+                self._fault = repr(error)
+                traceback.print_exc(file=sys.__stderr__)
             with self._moved:
-                self._late, self._wanted = [], {}
+                if threading.current_thread() is self._looker:
+                    self._looker = None
+                    self._late, self._wanted = [], {}
+                else:
+                    self._locker = None
+                    self._unlocked = {}
                 self._moved.notify_all()
 
     def _look_and_tell(self) -> None:

@@ -16,7 +16,7 @@ class RunWindows:
     """Views of runs that go on, which no cell waits for."""
 
     def __init__(self) -> None:
-        self._open: list[Background] = []
+        self._open: dict[str, Background] = {}
 
     def open(self, followed: follow.Followed, state: RunState, live: bool) -> None:
         """Show a run; the cell does not wait for its end.
@@ -27,8 +27,13 @@ class RunWindows:
             live: Follow it while it goes on; else what it has done so far is shown once.
         """
         if live and not state.is_final:
-            self._open = [window for window in self._open if window.is_alive]
-            self._open.append(Background("sgpu-view", lambda stopped: _follow(followed, state, stopped)))
+            self._open = {run_id: window for run_id, window in self._open.items() if window.is_alive}
+            # one that stands below an earlier cell shows no more: each asked again would be a thread more
+            earlier = self._open.pop(followed.run.run_id, None)
+            if earlier is not None:
+                earlier.stop()
+            work = Background("sgpu-view", lambda stopped: _follow(followed, state, stopped))
+            self._open[followed.run.run_id] = work
         else:
             try:
                 follow.replay(followed, state)
@@ -37,8 +42,8 @@ class RunWindows:
 
     def close(self) -> None:
         """Show none of them any further."""
-        windows, self._open = self._open, []
-        for window in windows:
+        windows, self._open = self._open, {}
+        for window in windows.values():
             window.stop()
 
 

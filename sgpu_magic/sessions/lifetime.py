@@ -55,6 +55,7 @@ class Lifetime:
         self.ranks = spec.placement.ranks
         self.variables = dict(variables)
         self.shown_in: object = None
+        self.ending_told = False
         self._view = followed.view
         self._run = followed.run
         self._moved = threading.Condition()
@@ -261,6 +262,7 @@ class Lifetime:
             return self._moved.wait_for(lambda: self.has_ended, timeout_s)
 
     def _release(self) -> None:
+        self.ending_told = True
         self._follower.stop()
         if self.has_ended:
             self.pool.run_over(self.run_id)
@@ -286,7 +288,9 @@ class Lifetime:
     async def __aexit__(self, *exception: object) -> None:
         if not self.has_ended:
             self.end("it was disconnected")
-            await asyncio.wait_for(self._until(lambda: self.has_ended), _CLOSE_PATIENCE_S)
+            # as `close`: what the body has raised counts, not that its ranks take long
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._until(lambda: self.has_ended), _CLOSE_PATIENCE_S)
         await asyncio.get_running_loop().run_in_executor(None, self._release)
 
 

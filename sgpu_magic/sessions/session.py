@@ -40,7 +40,7 @@ class Session(Lifetime):
     Attributes:
         shipping: What its ranks have of the notebook.
         interrupts: Its cells that were interrupted and have not stopped.
-        ending_told: A cell was refused because it has ended, and the user knows.
+        ending_told: The user knows that it has ended: it was closed, or a cell was refused because of that.
         lock: Held while something is prepared and handed over: what goes along depends on what went before.
     """
 
@@ -56,7 +56,6 @@ class Session(Lifetime):
         self.packages = packages
         self.shipping = Shipping()
         self.interrupts = Interrupts()
-        self.ending_told = False
         self.lock = threading.RLock()
         super().__init__(place, followed, variables)
 

@@ -595,3 +595,20 @@ def cancel(kernel: Kernel, run_id: str) -> None:
         check=True,
         capture_output=True,
     )
+
+
+def test_a_result_that_takes_long_to_unpack_does_not_hold_up_others(kernel: Kernel):
+    kernel.check(
+        "import os, time, sgpu_magic\n"
+        "def unpacked():\n"
+        "    while not os.path.exists('go'): time.sleep(0.01)\n"
+        "    return 'slow'\n"
+        "class Slow:\n"
+        "    def __reduce__(self): return unpacked, ()\n"
+        "slow = sgpu_magic.distributed(gpus=1, gpu_type='cpu', ui='none')(lambda: Slow()).distributed.submit()\n"
+        "quick = sgpu_magic.distributed(gpus=1, gpu_type='cpu', ui='none')(lambda: 'quick').distributed.submit()"
+    )
+    assert kernel.value("quick.result(20)") == ["quick"]
+    assert kernel.value("slow.done()") is False
+    kernel.check("open('go', 'w').close()")
+    assert kernel.value("slow.result(20)") == ["slow"]

@@ -42,6 +42,19 @@ def test_a_context_manager(home: Home):
     eventually(lambda: not home.rank_pids(), 5, "the ranks are gone")
 
 
+def test_a_closed_session_does_not_count_for_the_next_call(home: Home):
+    out = run_script(
+        home,
+        HEAD + "if __name__ == '__main__':\n"
+        "    session = sgpu_magic.connect(2, 'cpu', name='gone', ui='none')\n"
+        "    session.wait().close()\n"
+        "    print(sgpu_magic.distributed(gpus=2, gpu_type='cpu', ui='none')(add).distributed(1))\n"
+        "    from sgpu_magic.sessions import registry\n"
+        "    print(registry.current())\n",
+    )
+    assert out.splitlines() == ["[(1, 2), (2, 2)]", "None"]
+
+
 def test_an_event_loop_goes_on_while_it_connects(home: Home):
     printed = run_script(
         home,

@@ -228,3 +228,13 @@ def test_runs_are_completed(kernel: Kernel, home: Home) -> None:
     for magic in ("%sgpu_status", "%sgpu_attach", "sgpu_stacks"):
         assert run in kernel.complete(f"{magic} "), magic
         assert run in kernel.complete(f"{magic} {run[:2]}"), magic
+
+
+def test_a_run_that_is_shown_again_has_one_thread(kernel: Kernel, started: Callable[[str], str], gate: Path):
+    run = started("seen")
+    for _ in range(4):
+        kernel.check(f"%sgpu_status {run}")
+    threads = "[t.name for t in __import__('threading').enumerate()].count('sgpu-view')"
+    assert kernel.value(threads) == 1
+    gate.touch()
+    eventually(lambda: kernel.value(threads) == 0)

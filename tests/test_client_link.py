@@ -1,0 +1,135 @@
+"""A kernel's connection to a pool while somebody is interrupted, or waits for it to be made."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from waiting import eventually
+
+from sgpu_magic.client.connection import Connection
+from sgpu_magic.client.link import PoolLink
+from sgpu_magic.client.outgoing import Outgoing, Parcel
+from sgpu_magic.client.wire import Receiver
+from sgpu_magic.config import Settings
+from sgpu_magic.errors import PoolError
+from sgpu_magic.protocol import codec
+from sgpu_magic.protocol.devices import Placement
+from sgpu_magic.protocol.messages import Attach, Attached, Unfollow, Welcome
+from sgpu_magic.protocol.record import Record
+from sgpu_magic.protocol.records import CellSource, Owner, RunSpec
+from sgpu_magic.protocol.states import RunState
+
+RUN = "0123456789abcdef0123456789abcdef"
+
+
+class Line:
+    """A way to a pool that the test is at the other end of."""
+
+    title = "the pool of this test"
+    says_hello = False
+    silent_s = 0.0
+
+    def __init__(self) -> None:
+        self.sent: list[Record] = []
+        self.receiver: Receiver | None = None
+
+    def carry(self, outgoing: Outgoing, receiver: Receiver) -> None:
+        self.receiver = receiver
+        self.says(Welcome(protocol_version=4, package_version="0", pid=1))
+        while not outgoing.closed:
+            for parcel in outgoing.take():
+                self._take(parcel)
+            time.sleep(0.001)
+
+    def says(self, message: Record) -> None:
+        assert self.receiver is not None
+        self.receiver.received([codec.encode(message)])
+
+    def _take(self, parcel: Parcel) -> None:
+        self.sent.append(codec.client_messages.decode(parcel.parts[0]))
+
+    def answered(self, request: int) -> None: ...
+
+    def lost(self) -> str:
+        return "it ended"
+
+    def mute(self) -> PoolError:
+        return PoolError("it is silent")
+
+
+@pytest.fixture
+def line() -> Line:
+    return Line()
+
+
+@pytest.fixture
+def link(line: Line) -> Iterator[PoolLink]:
+    made = PoolLink(line)
+    yield made
+    made.close()
+
+
+def attached(request: int) -> Attached:
+    spec = RunSpec(
+        run_id=RUN,
+        name="x",
+        cell=CellSource(body=""),
+        placement=Placement(ranks=1),
+        outputs=(),
+        owner=Owner(pid=1, host="h", user="u"),
+        timeout_s=1.0,
+        wait_s=None,
+        env_names=(),
+    )
+    return Attached(request=request, spec=spec, state=RunState.RUNNING)
+
+
+@pytest.mark.parametrize("answer_first", [False, True])
+def test_an_attach_that_is_given_up_leaves_no_queue(line: Line, link: PoolLink, answer_first: bool):
+    request, _ = link.new_request()
+    link.send(Attach(request=request, run=RUN))
+    for answers in (answer_first, not answer_first):
+        if answers:
+            line.says(attached(request))
+        else:
+            link.give_up(request)
+    assert eventually(lambda: [each for each in line.sent if isinstance(each, Unfollow)]) == [Unfollow(run_id=RUN)]
+    assert not link._followers
+    assert not link._attached
+
+
+class Slow(Connection):
+    """A pool that takes long to be reached."""
+
+    begun = threading.Event()
+    go_on = threading.Event()
+    exists = True
+
+    def warmed(self) -> None: ...
+
+    def _made_anew(self, start: bool) -> PoolLink:
+        self.begun.set()
+        self.go_on.wait(30)
+        raise PoolError("not reached")
+
+
+def test_nobody_waits_for_a_thread_that_connects():
+    connection = Slow(Settings(), lambda: None, lambda text: None)
+
+    def connect() -> None:
+        with pytest.raises(PoolError):
+            connection.made(start=True)
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    assert connection.begun.wait(5)
+    began = time.monotonic()
+    assert connection.alive is None
+    connection.close()
+    assert time.monotonic() - began < 5
+    assert thread.is_alive()
+    connection.go_on.set()
+    thread.join(5)
