@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -227,6 +228,7 @@ class Followers:
         self._lock = threading.Lock()
         self._followers: dict[str, Follower] = {}
         self._asked_at: dict[str, float] = {}
+        self._turns: dict[str, asyncio.Lock] = {}
 
     def __len__(self) -> int:
         return len(self._followers)
@@ -237,12 +239,16 @@ class Followers:
         Raises:
             RunNotHere: This machine knows no such run.
         """
+        follower = self._followers.get(run_id)
+        # files are read without the lock, which the server's loop takes too
+        made = self._new(run_id) if follower is None else follower
         with self._lock:
-            follower = self._followers.get(run_id)
-            if follower is None:
-                follower = self._followers[run_id] = self._new(run_id)
             self._asked_at[run_id] = self._clock()
-            return follower
+            return self._followers.setdefault(run_id, made)
+
+    def turn(self, run_id: str) -> asyncio.Lock:
+        """Return what the requests for a run's news take turns by; for the server's loop alone."""
+        return self._turns.setdefault(run_id, asyncio.Lock())
 
     def asked(self, run_id: str) -> None:
         """Somebody looks at it now."""
@@ -256,6 +262,7 @@ class Followers:
             now = self._clock()
             for run_id in [run_id for run_id, at in self._asked_at.items() if now - at > IDLE_S]:
                 del self._followers[run_id], self._asked_at[run_id]
+                self._turns.pop(run_id, None)
         self._elsewhere.rest()
 
     def _new(self, run_id: str) -> Follower:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
@@ -30,6 +32,9 @@ MAX_WAIT_S = 20.0
 _LOOK_EVERY_S = 0.25
 _DROP_EVERY_MS = 15_000
 _MAX_QUESTION_BYTES = 10_000
+
+# not the loop's own: what waits for a pool that can't be reached is not to hold up the rest of the server
+_threads = ThreadPoolExecutor(max_workers=16, thread_name_prefix="sgpu-requests")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -78,8 +83,9 @@ class _Handler(APIHandler):
         Raises:
             HTTPError: The run is not here, or its files can't be read.
         """
+        waiting = asyncio.get_running_loop().run_in_executor(_threads, functools.partial(call, *args, **kwargs))
         try:
-            return await asyncio.to_thread(call, *args, **kwargs)
+            return await waiting
         except RunNotHere as error:
             raise web.HTTPError(404, str(error)) from None
         except (PoolError, OSError, ValueError, msgspec.DecodeError) as error:
@@ -120,7 +126,9 @@ class NewsHandler(_Handler):
         deadline = now() + min(self._number("wait", MAX_WAIT_S), MAX_WAIT_S)
         self._gone = asyncio.Event()
         while True:
-            news = await self.in_thread(follower.news, known)
+            # one thread for each run: the pages that show it wait for its pool together
+            async with self.followers.turn(run_id):
+                news = await self.in_thread(follower.news, known)
             self.followers.asked(run_id)
             if news is not None or now() >= deadline or self._gone.is_set():
                 break
