@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import contextvars
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -31,6 +32,7 @@ Send = Callable[[dict[str, object]], None]
 Taker = Callable[[object, Send], None]
 """Takes a question and what sends its answer, from any thread; returns at once."""
 
+_MOST_TAKEN = 256
 _AT_ONCE = (AskHello, AskCancel)
 _CLOSED = "This view is not live any more: its run has ended, or another view has taken its place."
 
@@ -50,6 +52,8 @@ class Channels:
         self._takers: dict[str, Taker] = {}
         # of them those that are no widget
         self._served: set[str] = set()
+        # (model, number) of the newest questions: a widget asks on the other way too when an answer takes long
+        self._taken: deque[tuple[str, object]] = deque(maxlen=_MOST_TAKEN)
         self._worker: ThreadPoolExecutor | None = None
         self._subshell = OwnSubshell(kernel)
         kernel.control_handlers[REQUEST] = self._from_control
@@ -141,6 +145,8 @@ class Channels:
         """Answer now or soon; `send` is called in this thread."""
         taker = self._takers.get(model_id)
         if taker is not None:
+            if self._is_taken(model_id, content):
+                return
             taker(content, _from_any_thread(send))
             return
         try:
@@ -157,6 +163,19 @@ class Channels:
             send(self._answered(answer, question))
         else:
             self._hand_over(answer, question, send)
+
+    def _is_taken(self, model_id: str, content: object) -> bool:
+        """Whether this widget's question has come before, on the other way; it is answered there, once."""
+        number = cast("dict[str, object]", content).get("n") if isinstance(content, dict) else None
+        with self._lock:
+            # who is no widget asks on one way, and counts anew when its page is loaded again
+            if number is None or model_id in self._served:
+                return False
+            key = (model_id, number)
+            if key in self._taken:
+                return True
+            self._taken.append(key)
+            return False
 
     def _hand_over(self, answer: Answerer, question: Question, send: Send) -> None:
         send_here = _from_any_thread(send)
