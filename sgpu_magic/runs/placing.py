@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sgpu_magic.client.pool import Pool
-from sgpu_magic.client.pool_choosing import KINDS, Choice, Money, Wanted, cheapest_type, check_memory, choose
+from sgpu_magic.client.pool_choosing import KINDS, Choice, Money, Wanted, cheapest_type, check_memory, choose, counts
 from sgpu_magic.client.pools import PATIENCE_S, Asked, Pools
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.config import Settings
@@ -96,11 +96,13 @@ def find_place(pools: Pools, settings: Settings, name: str, devices: Devices) ->
     pool = pools.named(name or LOCAL)
     kept_settings = pool.apply_settings()
     entry = next((each for each in entries if each.name == name), None)
-    device_type = devices.device_type
+    device_type, told = devices.device_type, ""
     if choice is not None and choice.device_type is not None:
         device_type = choice.device_type
     elif devices.min_memory_bytes:
         device_type = _type_by_memory(pool, entry, devices, money_of(settings))
+    elif entry is None and device_type in (None, "any"):
+        device_type, told = _one_of_several(pool, devices, money_of(settings))
     ranks = devices.ranks or default_ranks(pool, entry, device_type)
     check_spread(ranks, devices.nodes, devices.strategy)
     placement = Placement(
@@ -113,7 +115,7 @@ def find_place(pools: Pools, settings: Settings, name: str, devices: Devices) ->
         min_memory_bytes=devices.min_memory_bytes,
     )
     notes = () if choice is None else (f"pool {choice.name}: {choice.why}",)
-    return Found(pool, placement, (*notes, *filter(None, [kept_settings])))
+    return Found(pool, placement, (*notes, *filter(None, [told, kept_settings])))
 
 
 def default_ranks(pool: Pool, entry: PoolEntry | None, device_type: str | None) -> int:
@@ -125,7 +127,7 @@ def default_ranks(pool: Pool, entry: PoolEntry | None, device_type: str | None) 
         device_type: What is asked for; None for anything.
 
     Raises:
-        UsageError: The pool is shared with others, or has several types.
+        UsageError: The pool is shared with others.
     """
     if device_type == "cpu":
         return CPU_RANKS
@@ -138,9 +140,6 @@ def default_ranks(pool: Pool, entry: PoolEntry | None, device_type: str | None) 
         types[device.type] = types.get(device.type, 0) + 1
     if device_type not in (None, "any"):
         return types.get(str(device_type), 0) or CPU_RANKS
-    if len(types) > 1:
-        listed = ", ".join(f"{count} {kind}" for kind, count in types.items())
-        raise UsageError(f"this pool has several types ({listed}): say how many of which with --gpus N --type TYPE.")
     return sum(types.values()) or CPU_RANKS
 
 
@@ -163,6 +162,22 @@ def _may_have(entry: PoolEntry, wanted: Wanted) -> bool:
     if wanted.kind and entry.reserved != (wanted.kind == KINDS[0]):
         return False
     return not entry.types or wanted.device_type in (None, "any", *entry.types)
+
+
+def _one_of_several(pool: Pool, devices: Devices, money: Money) -> tuple[str | None, str]:
+    """Return the type that a run gets which names none, and that it does; where there are several, the cheapest free.
+
+    None leaves it to the pool, which has one type, or too few devices of each.
+    """
+    asked = Asked(pool.name, None, pool.status(_HOLDERS))
+    there = {} if asked.status is None else counts(asked.status)
+    kinds = [kind for kind in there if kind != "cpu"]
+    if len(kinds) < 2 or all(there[kind].total < (devices.ranks or 1) for kind in kinds):
+        return devices.device_type, ""
+    chosen = cheapest_type(asked, Wanted(devices.ranks or 1, None), money)
+    how = "smallest" if money.of(None, chosen) is None else "cheapest"
+    free = " that is free" if there[chosen].free >= (devices.ranks or 1) else ""
+    return chosen, f"on {chosen}, the {how} type{free}; --type takes another of {', '.join(sorted(kinds))}"
 
 
 def _type_by_memory(pool: Pool, entry: PoolEntry | None, devices: Devices, money: Money) -> str | None:
