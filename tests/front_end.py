@@ -115,8 +115,18 @@ class LiveView:
         return first - began
 
 
+@dataclass
+class Model:
+    """A widget that is no live view, such as one that a rank has made: its state, and whether it is open."""
+
+    model_id: str
+    state: dict[str, Any]
+    is_open: bool = True
+    updates: int = 0
+
+
 class FrontEnd:
-    """The models of one kernel's live views; other widgets are not looked at.
+    """The models of one kernel's widgets.
 
     Args:
         client: Its started `jupyter_client` client.
@@ -127,6 +137,7 @@ class FrontEnd:
         self.client = client
         self.greets = greets
         self.views: dict[str, LiveView] = {}
+        self.models: dict[str, Model] = {}
         self._number = 0
         self._subshell = ""
         self._control: dict[str, dict[str, Any]] = {}
@@ -157,6 +168,40 @@ class FrontEnd:
             view.take(content["data"], size, sent_at.timestamp())
         elif kind == "comm_close" and view is not None:
             view.closed_at = now
+        elif view is None:
+            self._take_other(kind, content)
+
+    def _take_other(self, kind: str, content: Mapping[str, Any]) -> None:
+        comm_id, data = content["comm_id"], content["data"]
+        if kind == "comm_open" and "state" in data:
+            self.models[comm_id] = Model(comm_id, data["state"])
+        elif (model := self.models.get(comm_id)) is not None:
+            if kind == "comm_close":
+                model.is_open = False
+            elif data["method"] == "update":
+                model.state.update(data["state"])
+                model.updates += 1
+
+    def set(self, model: Model, over: str = "shell", **state: Any) -> None:
+        """Change traits of a model, as a user does who moves a slider.
+
+        Args:
+            model: The model.
+            over: As for `ask`.
+            state: The traits.
+        """
+        model.state.update(state)
+        self._send(model.model_id, {"method": "update", "state": state, "buffer_paths": []}, over)
+
+    def say(self, model: Model, content: dict[str, Any], over: str = "shell") -> None:
+        """Send a custom message, as a button does that is pressed."""
+        self._send(model.model_id, {"method": "custom", "content": content}, over)
+
+    def _send(self, model_id: str, data: dict[str, Any], over: str) -> None:
+        message = self.client.session.msg("comm_msg", {"comm_id": model_id, "data": data})
+        if over == "subshell":
+            message["header"]["subshell_id"] = self.subshell
+        self.client.shell_channel.send(message)
 
     def take_replies(self) -> None:
         """Take what has come over the control channel."""
@@ -193,11 +238,7 @@ class FrontEnd:
             self._asked_of[message["header"]["msg_id"]] = view
             self.client.control_channel.send(message)
             return self._number
-        data = {"method": "custom", "content": question}
-        message = self.client.session.msg("comm_msg", {"comm_id": view.model_id, "data": data})
-        if over == "subshell":
-            message["header"]["subshell_id"] = self.subshell
-        self.client.shell_channel.send(message)
+        self._send(view.model_id, {"method": "custom", "content": question}, over)
         return self._number
 
     @property

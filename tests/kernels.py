@@ -300,7 +300,9 @@ class Kernel:
         reply.messages.append(kind)
         if kind == "status" and content["execution_state"] == "idle":
             return msg_id
-        _take(reply, kind, content)
+        # a display is updated wherever it stands
+        for each in self._replies.values() if kind == "update_display_data" else (reply,):
+            _take(each, kind, content)
         for output in reply.outputs:
             shown = output.data.get(WIDGET_MIME)
             output.view = self.front_end.views.get(shown["model_id"]) if shown else None

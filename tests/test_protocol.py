@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from sgpu_magic.protocol import (
     blobs,
     codec,
+    comms,
     devices,
     environment,
     events,
@@ -45,6 +46,7 @@ from sgpu_magic.protocol.states import TRANSITIONS, RunState, can_move
 
 MODULES = (
     blobs,
+    comms,
     devices,
     environment,
     events,

@@ -19,7 +19,7 @@ import msgspec
 from sgpu_magic.agent.blame import Blame
 from sgpu_magic.agent.crew import Crew
 from sgpu_magic.agent.deaths import Coroner
-from sgpu_magic.agent.displays import show
+from sgpu_magic.agent.displays import CommReports, show
 from sgpu_magic.agent.failure_blanking import without_secrets
 from sgpu_magic.agent.gathering import Gathering
 from sgpu_magic.agent.group import Group
@@ -28,6 +28,7 @@ from sgpu_magic.agent.run_watch import RunWatch
 from sgpu_magic.agent.stacks import NotebookFrames
 from sgpu_magic.agent.stop_path import StopPath
 from sgpu_magic.agent.tracking_answers import TrackingAnswers
+from sgpu_magic.protocol.comms import TellComms
 from sgpu_magic.protocol.events import MetricsLogged, Noted, OutputWritten, RankFailed, RanksStarted
 from sgpu_magic.protocol.measures import RankStack
 from sgpu_magic.protocol.node_messages import Launch, TrackingKnown
@@ -35,6 +36,7 @@ from sgpu_magic.protocol.rank_messages import (
     AskTracking,
     Cleared,
     Collectives,
+    CommsSaid,
     Displayed,
     Failed,
     Finished,
@@ -88,6 +90,7 @@ class Execution(NodeRun):
             self.crew, launch.lease, notebook, self._gathering.has_reported, here.sampling, here.settings, self._say
         )
         self._tracking = TrackingAnswers(self.run_id, group, lambda: here.listener.tracking_asked(self.run_id))
+        self._comms = CommReports(self._say)
         self._remarks: set[str] = set()
         # ranks whose failures are only those of a run that fails elsewhere
         self._victims: frozenset[int] = frozenset()
@@ -125,6 +128,9 @@ class Execution(NodeRun):
         match message:
             case Displayed() | Cleared():
                 show(self.crew.rank(rank), message, self._say)
+            case CommsSaid():
+                if not self._ended:
+                    self._comms.told(rank, message, frames)
             case Finished():
                 self._take_result(rank, message.result, frames)
             case Failed():
@@ -291,6 +297,10 @@ class Execution(NodeRun):
 
     def tracking_known(self, message: TrackingKnown) -> None:
         self._tracking.known(message)
+
+    def hear_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
+        if self._started_at is not None and not self._gone:
+            self.group.hear_comms(message, frames)
 
     def adopted(self) -> None:
         self._tracking.ask_again()

@@ -21,9 +21,10 @@ from sgpu_magic.agent.stacks import StackFile
 from sgpu_magic.agent.zygotes import Zygote
 from sgpu_magic.message_stream import MessageStream
 from sgpu_magic.protocol import codec
+from sgpu_magic.protocol.comms import TellComms
 from sgpu_magic.protocol.events import OutputWritten
 from sgpu_magic.protocol.ids import new_id
-from sgpu_magic.protocol.rank_messages import FromRank, Leave, Release, ToRank
+from sgpu_magic.protocol.rank_messages import CommsHeard, FromRank, Leave, Release, ToRank
 from sgpu_magic.protocol.states import FailureKind
 from sgpu_magic.protocol.zygote_messages import Fork
 
@@ -185,6 +186,12 @@ class Group:
         stream = self.rank(rank).stream
         if stream is not None:
             stream.send(order, blobs, descriptors)
+
+    def hear_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
+        """Tell a rank's widgets what the front end says. Not before the rank has its first order, which comes first."""
+        index = message.rank - self._first_rank
+        if 0 <= index < len(self.ranks) and self.ranks[index].alive:
+            self.order(message.rank, CommsHeard(messages=message.messages), frames)
 
     def replace(self, numbers: Sequence[int], store: GroupStore) -> None:
         """Fork new processes in the place of ranks that are dead; they join late, over a store of their own.

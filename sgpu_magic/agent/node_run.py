@@ -20,6 +20,7 @@ from sgpu_magic.agent.far_runs import FarRuns
 from sgpu_magic.agent.keeper import Keeper
 from sgpu_magic.agent.sampling import Sampling
 from sgpu_magic.config import Settings
+from sgpu_magic.protocol.comms import TellComms
 from sgpu_magic.protocol.events import EventBody
 from sgpu_magic.protocol.measures import RankStack
 from sgpu_magic.protocol.node_messages import Launch, MasterBound, TrackingKnown
@@ -154,6 +155,9 @@ class NodeRun(abc.ABC):
 
     def tracking_known(self, message: TrackingKnown) -> None:  # noqa: B027  most runs do nothing
         """The pool service has told the run's place in MLflow, or that it has none."""
+
+    def hear_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:  # noqa: B027  as above
+        """The front end says something to widgets of a rank; while the run is made ready there are none."""
 
     def adopted(self) -> None:  # noqa: B027  most runs do nothing
         """Another pool service has taken the run over."""

@@ -37,6 +37,7 @@ from sgpu_magic.message_stream import MessageStream
 from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.address import agent_socket_file, lock_file
 from sgpu_magic.protocol.blobs import BlobFetched, RunFileStored
+from sgpu_magic.protocol.comms import TellComms
 from sgpu_magic.protocol.forwarding import OpenStream, StreamClosed, StreamData, StreamEnded, StreamTaken
 from sgpu_magic.protocol.messages import ReclaimPayload, ResultsReceived
 from sgpu_magic.protocol.node_messages import (
@@ -226,6 +227,9 @@ class Agent:
             case TrackingKnown(run_id=run_id):
                 if (run := self._runs.get(run_id)) is not None:
                     run.tracking_known(message)
+            case TellComms():
+                if (run := self._runs.get(message.run_id)) is not None:
+                    run.hear_comms(message, frames)
             case TakeInventory():
                 faults.in_background(self._introduction.inventory_again())
             case EventsKept():

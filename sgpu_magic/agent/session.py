@@ -13,7 +13,7 @@ from sgpu_magic.agent import faults, leftovers
 from sgpu_magic.agent.cell_orders import prepare
 from sgpu_magic.agent.crew import Crew
 from sgpu_magic.agent.deaths import Coroner
-from sgpu_magic.agent.displays import show
+from sgpu_magic.agent.displays import CommReports, show
 from sgpu_magic.agent.group import Group
 from sgpu_magic.agent.group_care import GroupCare
 from sgpu_magic.agent.node_run import NodeRun, Surroundings
@@ -24,12 +24,14 @@ from sgpu_magic.agent.session_cell import SessionCell
 from sgpu_magic.agent.session_logs import SessionLogs
 from sgpu_magic.agent.session_news import SessionNews
 from sgpu_magic.agent.stacks import NotebookFrames
+from sgpu_magic.protocol.comms import TellComms
 from sgpu_magic.protocol.events import Noted, OutputWritten, RanksStarted, RunEnded
 from sgpu_magic.protocol.measures import RankStack
 from sgpu_magic.protocol.node_messages import Launch
 from sgpu_magic.protocol.questions import RankAnswer, RankQuestion
 from sgpu_magic.protocol.rank_messages import (
     Cleared,
+    CommsSaid,
     Displayed,
     Failed,
     FromRank,
@@ -76,6 +78,7 @@ class Session(NodeRun):
         self._news = SessionNews(self._say)
         self._cell: SessionCell | None = None
         self._questions = Questions(group)
+        self._comms = CommReports(self._say)
         self._ending_as: RunState | None = None
         self._end_reason = ""
         self._failure: Failure | None = None
@@ -179,6 +182,8 @@ class Session(NodeRun):
                 cell.rank_said(rank, message, frames)
             case Displayed() | Cleared():
                 show(self.group.rank(rank), message, self._say)
+            case CommsSaid():
+                self._comms.told(rank, message, frames)
             case Remarked(text=text):
                 self._say(Noted(text=text))
             case Failed(failure=failure):
@@ -340,6 +345,10 @@ class Session(NodeRun):
 
     def detach(self) -> None:
         """A session ends with its notebook whatever anybody wants."""
+
+    def hear_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
+        if self.connected and not self._care.busy:
+            self.group.hear_comms(message, frames)
 
     def give_payload_up(self) -> None:
         self.belongings.give_payload_up()

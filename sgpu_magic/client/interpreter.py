@@ -68,6 +68,7 @@ def this_context(environ: Mapping[str, str], key: bytes) -> RankContext:
     # "" is the directory of the moment
     path = tuple(entry or cwd for entry in sys.path)
     return RankContext(
+        widgets=True,
         cwd=cwd,
         sys_path=path,
         umask=_this_umask(),

@@ -13,6 +13,7 @@ from sgpu_magic.client.link import EventItem, EventQueue, PoolLink
 from sgpu_magic.client.mirror import Mirror
 from sgpu_magic.errors import PoolError, RunFileUnknown, SerializationError
 from sgpu_magic.payload import unpack
+from sgpu_magic.protocol.comms import TellComms
 from sgpu_magic.protocol.events import Event, Placed, RunEnded
 from sgpu_magic.protocol.ids import short
 from sgpu_magic.protocol.messages import Cancel, ResultsReceived, Submit, Unfollow
@@ -126,6 +127,10 @@ class Run:
         """
         request, _ = self._link.new_request()
         self._link.send(Cancel(request=request, run=self.run_id, reason=reason, kill=kill))
+
+    def tell_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
+        """Pass on what the front end says to widgets of a rank. Nobody waits for it."""
+        self._link.send(message, frames)
 
     def load_results(self, ended: RunEnded, frames: Sequence[bytes], namespace: dict[str, object]) -> list[RankValues]:
         """Unpack what the ranks returned, by rank, then let the pool free its side.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from sgpu_magic.protocol.comms import TellComms
 from sgpu_magic.protocol.devices import Inventory, Lease
 from sgpu_magic.protocol.environment import Environment
 from sgpu_magic.protocol.forwarding import OpenStream, StreamMessage, StreamOpened
@@ -152,6 +153,10 @@ class Engine(Protocol):
 
     def ask_rank(self, request: int, session: str, question: RankQuestion) -> None:
         """Ask an idle rank of a session."""
+        ...
+
+    def tell_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
+        """Pass on what a front end says to widgets of a rank."""
         ...
 
     def forward(self, run_id: str, rank: int, message: OpenStream | StreamMessage, frames: Sequence[bytes]) -> None:

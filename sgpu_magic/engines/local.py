@@ -15,6 +15,7 @@ from sgpu_magic.engines.held_leases import HeldLeases, has_locks
 from sgpu_magic.engines.local_agent import LocalAgent
 from sgpu_magic.environment.need import needs_build
 from sgpu_magic.protocol.blobs import FetchBlob, StoreRunFile
+from sgpu_magic.protocol.comms import TellComms
 from sgpu_magic.protocol.devices import Inventory
 from sgpu_magic.protocol.environment import Environment
 from sgpu_magic.protocol.events import RanksStarted
@@ -144,6 +145,9 @@ class LocalEngine:
 
     def ask_rank(self, request: int, session: str, question: RankQuestion) -> None:
         self._agent.send(Question(request=request, session=session, question=question))
+
+    def tell_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
+        self._agent.send(message, frames)
 
     def forward(self, run_id: str, rank: int, message: OpenStream | StreamMessage, frames: Sequence[bytes]) -> None:
         self._agent.send(message, frames)

@@ -15,6 +15,7 @@ from sgpu_magic.engines.joint_run import Told
 from sgpu_magic.engines.joint_stacks import JointStacks
 from sgpu_magic.engines.node_channel import NodeChannel
 from sgpu_magic.engines.spread_run import SpreadRun, nodes_of
+from sgpu_magic.protocol.comms import TellComms
 from sgpu_magic.protocol.devices import Lease
 from sgpu_magic.protocol.events import RankFailed, RunEnded
 from sgpu_magic.protocol.forwarding import OpenStream, StreamMessage
@@ -180,6 +181,11 @@ class ManyRuns:
         order = Question(request=request, session=session, question=question)
         if not self._order(session, order) and self._listener is not None:
             self._listener.answered(request, RankAnswer(problem=_NO_SESSION))
+
+    def tell_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
+        run = self._runs.get(message.run_id)
+        if run is not None:
+            self._send(run.node_of(message.rank), message, frames)
 
     def forward(self, run_id: str, rank: int, message: OpenStream | StreamMessage, frames: Sequence[bytes]) -> None:
         run = self._runs.get(run_id)

@@ -34,7 +34,7 @@ def cell_outputs(view: RunView, directory: Path, *, returns: bool = True) -> lis
     outputs: list[Output] = []
     for at, part in enumerate(parts):
         if isinstance(part, DisplayItem):
-            outputs.append(_display(part.bundle, part.metadata))
+            outputs.append(_display(view.models.static(part.rank, part.bundle), part.metadata))
             continue
         bundle = mime_bundle(view, part, at == 0, at == len(parts) - 1)
         if bundle["text/html"]:
@@ -47,7 +47,8 @@ def cell_outputs(view: RunView, directory: Path, *, returns: bool = True) -> lis
 
 def rich_outputs(view: RunView) -> list[Output]:
     """Return what the ranks have displayed so far, to stand below a live view."""
-    return [_display(item.bundle, item.metadata) for item in view.items if isinstance(item, DisplayItem)]
+    shown = [item for item in view.items if isinstance(item, DisplayItem)]
+    return [_display(view.models.static(item.rank, item.bundle), item.metadata) for item in shown]
 
 
 def _display(data: dict[str, object], metadata: dict[str, object]) -> Output:

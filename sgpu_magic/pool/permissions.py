@@ -12,6 +12,7 @@ from sgpu_magic.config import host_name
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.run_book import RunBook
 from sgpu_magic.pool.server import ConnectedClient, Server
+from sgpu_magic.protocol.comms import TellComms
 from sgpu_magic.protocol.ids import short
 from sgpu_magic.protocol.messages import (
     ClientMessage,
@@ -71,6 +72,7 @@ class Permissions:
                 | Unfollow(run_id=run)
                 | ReclaimPayload(run_id=run)
                 | ResultsReceived(run_id=run)
+                | TellComms(run_id=run)
             ):
                 return message if self.may_see(client, run) else None
             case _:

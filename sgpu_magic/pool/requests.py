@@ -23,6 +23,7 @@ from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.pool.session_requests import SessionRequests
 from sgpu_magic.pool.submissions import Placing, Submissions
 from sgpu_magic.protocol.blobs import AskBlobs, ListRunFiles, PutBlob, ReadRunFile
+from sgpu_magic.protocol.comms import TellComms
 from sgpu_magic.protocol.events import Described, Detached
 from sgpu_magic.protocol.forwarding import OpenStream, StreamClosed, StreamData, StreamEnded, StreamTaken
 from sgpu_magic.protocol.ids import short
@@ -146,6 +147,9 @@ class Requests:
                 self._detach(client, message)
             case AskStacks():
                 self._ask_stacks(client, message)
+            case TellComms():
+                if (run := self._book.get(message.run_id)) is not None and run.placed_at is not None:
+                    self._engine.tell_comms(message, frames)
             case ReclaimPayload():
                 self._engine.reclaim_payload(message.run_id)
             case ResultsReceived():

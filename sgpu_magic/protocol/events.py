@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sgpu_magic.protocol.comms import CommMessage
 from sgpu_magic.protocol.devices import Lease
 from sgpu_magic.protocol.measures import RankSample, RankStack
 from sgpu_magic.protocol.record import Record
@@ -104,6 +105,13 @@ class OutputCleared(Record, frozen=True, tag="clear", kw_only=True):
 
     rank: int
     wait: bool = False
+
+
+class CommsMoved(Record, frozen=True, tag="comms", kw_only=True):
+    """A rank's widgets said something, in this order. Their buffers are raw frames."""
+
+    rank: int
+    messages: tuple[CommMessage, ...]
 
 
 class RankFailed(Record, frozen=True, tag="rank-failed", kw_only=True):
@@ -312,6 +320,7 @@ EventBody = (
     | OutputWritten
     | DisplayPublished
     | OutputCleared
+    | CommsMoved
     | RankFailed
     | Noted
     | AttemptFailed

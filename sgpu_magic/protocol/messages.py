@@ -22,6 +22,7 @@ from sgpu_magic.protocol.blobs import (
     RunFileRead,
     RunFiles,
 )
+from sgpu_magic.protocol.comms import TellComms
 from sgpu_magic.protocol.environment import CodeBundle, Environment
 from sgpu_magic.protocol.events import Event
 from sgpu_magic.protocol.forwarding import OpenStream, StreamClosed, StreamData, StreamEnded, StreamOpened, StreamTaken
@@ -214,6 +215,7 @@ ClientMessage = (
     | Unfollow
     | Detach
     | AskStacks
+    | TellComms
     | ReclaimPayload
     | ResultsReceived
     | AskStatus

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sgpu_magic.protocol.blobs import BlobFetched, FetchBlob, RunFileStored, StoreRunFile
+from sgpu_magic.protocol.comms import TellComms
 from sgpu_magic.protocol.devices import Inventory, Lease
 from sgpu_magic.protocol.environment import CodeBundle, Environment
 from sgpu_magic.protocol.events import EventBody
@@ -199,6 +200,7 @@ ToAgent = (
     | EventsKept
     | Adopt
     | DetachRun
+    | TellComms
     | BlobFetched
     | RunFileStored
     | OpenStream

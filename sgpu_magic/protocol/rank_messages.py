@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sgpu_magic.protocol.comms import CommMessage
 from sgpu_magic.protocol.measures import Collective
 from sgpu_magic.protocol.payloads import PackedLayout
 from sgpu_magic.protocol.questions import RankAnswer, RankQuestion
@@ -139,13 +140,30 @@ class TrackingAnswered(Record, frozen=True, tag="tracking-answered", kw_only=Tru
     problem: str = ""
 
 
+class CommsHeard(Record, frozen=True, tag="comms-heard", kw_only=True):
+    """What the front end says to the rank's widgets. Buffers are raw frames."""
+
+    messages: tuple[CommMessage, ...]
+
+
 class TellCollectives(Record, frozen=True, tag="tell-collectives", kw_only=True):
     """Look into torch's flight recorder; answered by `Collectives` with the same number."""
 
     request: int
 
 
-ToRank = Prepare | Renew | Execute | AnswerQuestion | Release | Leave | InPlace | TrackingAnswered | TellCollectives
+ToRank = (
+    Prepare
+    | Renew
+    | Execute
+    | AnswerQuestion
+    | Release
+    | Leave
+    | InPlace
+    | TrackingAnswered
+    | CommsHeard
+    | TellCollectives
+)
 
 
 class Joined(Record, frozen=True, tag="joined", kw_only=True):
@@ -193,6 +211,12 @@ class Displayed(Record, frozen=True, tag="displayed", kw_only=True):
 
 class Cleared(Record, frozen=True, tag="cleared", kw_only=True):
     wait: bool = False
+
+
+class CommsSaid(Record, frozen=True, tag="comms-said", kw_only=True):
+    """What the rank's widgets say; the agent adds the rank. Buffers are raw frames."""
+
+    messages: tuple[CommMessage, ...]
 
 
 class Finished(Record, frozen=True, tag="finished", kw_only=True):
@@ -253,6 +277,7 @@ FromRank = (
     | QuestionAnswered
     | Displayed
     | Cleared
+    | CommsSaid
     | Finished
     | Failed
     | Collectives

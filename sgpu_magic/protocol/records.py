@@ -60,6 +60,7 @@ class RankContext(Record, frozen=True, kw_only=True):
         installed: Those of `sys_path` that belong to the kernel's Python installation.
         elsewhere: The node does not see the kernel's files: its directory and path are not there.
         cell: The cell as it is to be run, where the run's spec has secrets in it blanked; None where that is the same.
+        widgets: The kernel knows `CommsMoved`: one of an earlier version does not.
     """
 
     cwd: str
@@ -70,6 +71,7 @@ class RankContext(Record, frozen=True, kw_only=True):
     installed: tuple[str, ...] = ()
     elsewhere: bool = False
     cell: CellSource | None = None
+    widgets: bool = False
 
 
 class Owner(Record, frozen=True, kw_only=True):

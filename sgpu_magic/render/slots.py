@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -29,10 +29,12 @@ class OutputSlots:
 
     Args:
         view: The run.
+        bundle: Returns what is published of a display, given whether the run has ended; by default nothing live.
     """
 
-    def __init__(self, view: RunView) -> None:
+    def __init__(self, view: RunView, bundle: Callable[[DisplayItem, bool], dict[str, object]] | None = None) -> None:
         self._view = view
+        self._bundle = bundle or self._static
         # the same run may be shown in two cells
         self._token = secrets.token_hex(4)
         self._shown: dict[int, _Published] = {}
@@ -58,7 +60,7 @@ class OutputSlots:
                 return sent, False
             first, last = at == 0, at == last_text
             if isinstance(part, DisplayItem):
-                sent += self._show(_slot(part), part, part.bundle, part.metadata)
+                sent += self._show_display(part, final=limit is None)
             else:
                 # a display that comes next moves the footer on: at the end only one segment has it
                 bundle = mime_bundle(self._view, part, first, last, limit)
@@ -88,7 +90,7 @@ class OutputSlots:
             if sent >= budget:
                 return sent, False
             if isinstance(part, DisplayItem):
-                sent += self._show(_slot(part), part, part.bundle, part.metadata)
+                sent += self._show_display(part, final=False)
             else:
                 bare = mime_bundle(self._view, TextSegment((), part.after, part.next_rank), False, False)
                 sent += self._show(_slot(part), bare, bare, {})
@@ -123,6 +125,13 @@ class OutputSlots:
         """Empty outputs whose part is gone; return the number of messages."""
         wanted = {_slot(part) for part in parts}
         return sum(self._show(slot, None, {"text/plain": ""}, {}) for slot in self._shown.keys() - wanted)
+
+    def _static(self, item: DisplayItem, final: bool) -> dict[str, object]:
+        return self._view.models.static(item.rank, item.bundle)
+
+    def _show_display(self, item: DisplayItem, *, final: bool) -> int:
+        data = self._bundle(item, final)
+        return self._show(_slot(item), (data, item.metadata), data, item.metadata)
 
     def _show(self, slot: int, content: object, data: dict[str, object], metadata: dict[str, object]) -> int:
         """Publish or update one output; return the number of messages that took."""

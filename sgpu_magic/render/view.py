@@ -10,6 +10,7 @@ from sgpu_magic.protocol import ids
 from sgpu_magic.protocol.devices import Lease
 from sgpu_magic.protocol.events import (
     AttemptFailed,
+    CommsMoved,
     Described,
     Detached,
     DeviceBusy,
@@ -43,6 +44,7 @@ from sgpu_magic.protocol.tracking import TrackedRun
 from sgpu_magic.render.failure import attempt_note
 from sgpu_magic.render.items import DisplayItem, GapItem, Item, LineItem
 from sgpu_magic.render.output import RunOutput
+from sgpu_magic.render.rank_models import RankModels
 from sgpu_magic.render.run_names import run_name
 from sgpu_magic.render.session_state import SessionState, renewal_note, restart_note, unstopped_note
 from sgpu_magic.render.usage import RunUsage
@@ -82,6 +84,7 @@ class RunView:
         environment: How far its packages are, None while nothing has to be said of them.
         tracked: Its place in MLflow, None until known.
         silence: That its pool is not heard, "" as long as it is.
+        models: Widgets of its ranks; of a session's cells those of the session.
         left: Why nobody follows it here any more while it goes on, "" while somebody does.
         ended: The run's last word, None while it goes on.
         version: Grows with every event; equal versions draw equal pictures (but for the clock).
@@ -116,6 +119,7 @@ class RunView:
         self.silence = ""
         self.left = ""
         self.ended: RunEnded | None = None
+        self.models = RankModels()
         self.version = 0
         self._started_at: float | None = None
         self._starting_at: float | None = None
@@ -125,7 +129,7 @@ class RunView:
         self._cached: tuple[int, list[Item]] = (-1, [])
 
     def apply(self, event: Event, frames: Sequence[bytes] = ()) -> None:
-        """Fold one event in. `frames` are the client's business: exceptions and results, not drawn."""
+        """Fold one event in. `frames` are the client's business: exceptions and results, not drawn; or of widgets."""
         self.version += 1
         match event.body:
             case OutputWritten() as body:
@@ -147,6 +151,8 @@ class RunView:
                 self.warm, self._started_at = warm, event.at
             case DisplayPublished() as body:
                 self._output.display(body)
+            case CommsMoved() as body:
+                self.models.apply(body, frames)
             case OutputCleared() as body:
                 self._output.clear(body)
             case RankFailed(failure=failure):

@@ -144,7 +144,8 @@ class Workplace:
             answer = self.pool_of(run).stacks(run.run_id)
             return stacks_text(answer.run_id, answer.stacks, answer.cell).splitlines()
 
-        return Buttons(run.directory, cancel, stacks, run.mirror.follow if run.mirror is not None else None)
+        bring = run.mirror.follow if run.mirror is not None else None
+        return Buttons(run.directory, cancel, stacks, bring, run.tell_comms, run.owned)
 
 
 _lock = threading.Lock()

@@ -95,6 +95,10 @@ class Channels:
             self._takers[widget.model_id] = take
         self._listen(widget)
 
+    def take(self, comm: Any) -> None:
+        """Have what the front end says to this comm handled where the cell does not block."""
+        self._subshell.take(comm)
+
     def closed(self, widget: Any) -> None:
         """Answer no more questions to this widget, which is about to be closed."""
         widget.on_msg(self._from_comm, remove=True)

@@ -13,10 +13,12 @@ from typing import Any, TextIO
 from sgpu_magic.live.answers import Answers
 from sgpu_magic.live.feed import Feed
 from sgpu_magic.live.log_reader import LogReader
+from sgpu_magic.protocol.states import RunKind
 from sgpu_magic.render.publisher import Publisher, publisher_for
 from sgpu_magic.render.quiet import is_quiet
 from sgpu_magic.render.view import RunView
 from sgpu_magic.widget.channels import Channels, Taker
+from sgpu_magic.widget.rank_widgets import RankWidgets, SessionWidgets, Tell
 from sgpu_magic.widget.widget_publisher import Surroundings, WidgetPublisher
 
 # as `jupyter_client.session.Session.msg_id` makes them
@@ -35,12 +37,16 @@ class Buttons:
         stacks: Returns where every rank is, a line each. Called in any thread; may take a second.
         bring: Brings what has come to a file of that name to the directory of a run on another machine; None where
             the directory has it.
+        tell: Tells widgets of its ranks something. Called in any thread.
+        owned: The run was submitted here: its events come from the beginning, once.
     """
 
     directory: Path
     cancel: Callable[[], str]
     stacks: Callable[[], Sequence[str]]
     bring: Callable[[str], None] | None = None
+    tell: Tell = lambda message, frames: None
+    owned: bool = True
 
 
 class LiveViews:
@@ -55,6 +61,7 @@ class LiveViews:
         # what is not a Jupyter kernel with channels of its own has no live views
         self._channels = Channels(kernel) if hasattr(kernel, "control_handlers") else None
         self._widget_class: Any = None
+        self._of_sessions: dict[str, RankWidgets] = {}
         # 50 ms that no cell is to wait for
         self._importing = threading.Thread(target=self._import, name="sgpu-widget", daemon=True)
         if self._channels is not None:
@@ -69,6 +76,31 @@ class LiveViews:
             stream: Where text goes.
             buttons: What the view's buttons do.
         """
+        widgets = self._widgets_for(view, buttons)
+        view.models = widgets.models
+        publisher = self._publisher_for(ui, view, stream, buttons, widgets)
+        if view.spec.kind is RunKind.SESSION and widgets.stays:
+            return SessionWidgets(publisher, widgets, lambda: self._session_over(view.run_id))
+        return publisher
+
+    def _session_over(self, run_id: str) -> None:
+        self._of_sessions.pop(run_id, None)
+
+    def _widgets_for(self, view: RunView, buttons: Buttons) -> RankWidgets:
+        """Return what speaks for the widgets of a run's ranks: in a session what speaks for those of all its cells."""
+        channels = self._channels if self.is_watched else None
+        spec = view.spec
+        if spec.kind is RunKind.SESSION and buttons.owned:
+            found = self._of_sessions[spec.run_id] = RankWidgets(channels, buttons.tell, spec.run_id, stays=True)
+            return found
+        session = spec.session if spec.in_session else ""
+        if session in self._of_sessions and buttons.owned:
+            return self._of_sessions[session]
+        return RankWidgets(channels, buttons.tell, session or spec.run_id, stays=False)
+
+    def _publisher_for(
+        self, ui: str, view: RunView, stream: TextIO, buttons: Buttons, widgets: RankWidgets
+    ) -> Publisher:
         channels = self._channels if not is_quiet(view) else None
         draws = self._kernel is not None and not self.is_console
         if (
@@ -81,7 +113,7 @@ class LiveViews:
         feed = Feed(view)
         answers = Answers(view, feed, LogReader(buttons.directory, buttons.bring), buttons.cancel, buttons.stacks)
         expects_hello = channels.serve_every_comm or not self._has_no_subshells
-        here = Surroundings(channels, lambda: self._widget_class, self._importing.is_alive, expects_hello)
+        here = Surroundings(channels, lambda: self._widget_class, self._importing.is_alive, widgets, expects_hello)
         return WidgetPublisher(view, feed, answers, here)
 
     @property

@@ -17,6 +17,7 @@ from sgpu_magic.render.publisher import MAX_MESSAGES_PER_TICK, NotebookPublisher
 from sgpu_magic.render.slots import OutputSlots
 from sgpu_magic.render.view import RunView
 from sgpu_magic.widget.channels import Channels
+from sgpu_magic.widget.rank_widgets import RankWidgets
 
 HELLO_S = 5.0
 # the background's import of the widget takes 50 ms, on a slow disk longer
@@ -35,12 +36,14 @@ class Surroundings:
         channels: Bring its questions.
         widget_class: The ipywidget once it is imported; None until then, and for ever where there is none.
         is_importing: It may still come.
+        widgets: Those of its ranks.
         expects_hello: A front end that can draw the view says so within 5 s, also while the cell blocks.
     """
 
     channels: Channels
     widget_class: Callable[[], Any]
     is_importing: Callable[[], bool]
+    widgets: RankWidgets
     expects_hello: bool
 
 
@@ -72,7 +75,7 @@ class WidgetPublisher:
         self._feed = feed
         self._answers = answers
         self._surroundings = surroundings
-        self._slots = OutputSlots(view)
+        self._slots = OutputSlots(view, lambda item, final: surroundings.widgets.bundle(item, final=final))
         self._pace = Pace()
         self._static = NotebookPublisher(view, self._slots, self._pace)
         self._form = _Form.NOTHING
@@ -96,6 +99,7 @@ class WidgetPublisher:
             self._tell(now, due)
         elif self._form is _Form.HTML:
             self._static.tick(now)
+        self._surroundings.widgets.tick(now)
 
     def _open(self, now: float) -> None:
         widget_class = self._surroundings.widget_class()
@@ -146,6 +150,11 @@ class WidgetPublisher:
             self._static.tick(now, final=True)
         finally:
             self._close()
+            widgets = self._surroundings.widgets
+            if widgets.stays:
+                widgets.leave(self._slots.draw)
+            else:
+                widgets.close()
 
     def _close(self) -> None:
         widget, self._widget = self._widget, None

@@ -18,6 +18,8 @@ failures    an exception described, and let go of
 memory      what held it when there was none left
 edited_modules    the user's own modules, edited since their import
 questions   completion and inspection while no cell runs
+widgets     what widgets say and hear
+widget_outputs    blocks whose output goes into a widget
 output      stdout and stderr at descriptor level
 trace       its stack, for those outside and for after its death
 flight_recorder   the collective that it is in

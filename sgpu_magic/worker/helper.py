@@ -18,6 +18,7 @@ from typing import NamedTuple
 from sgpu_magic.protocol.rank_messages import (
     AnswerQuestion,
     Collectives,
+    CommsHeard,
     Execute,
     InPlace,
     Leave,
@@ -29,14 +30,14 @@ from sgpu_magic.protocol.rank_messages import (
     TrackingAnswered,
 )
 from sgpu_magic.tracking import in_rank
-from sgpu_magic.worker import flight_recorder, output, rendezvous
+from sgpu_magic.worker import flight_recorder, output, rendezvous, widgets
 from sgpu_magic.worker.link import Link
 from sgpu_magic.worker.shell import RankShell
 from sgpu_magic.worker.trace import Sampler
 
 _INTERVAL_S = 0.05
 
-OrderMessage = Prepare | Renew | Execute | AnswerQuestion | Leave
+OrderMessage = Prepare | Renew | Execute | AnswerQuestion | CommsHeard | Leave
 
 
 class Order(NamedTuple):
@@ -75,7 +76,9 @@ class Helper:
         self._rank = rank
         self._rehearsed = rehearsed
         self._prepared = False
-        self._busy = True
+        # Prepare, Execute and CommsHeard that the main thread has not ended; the first came before the thread
+        self._unended = 1
+        self._count_lock = threading.Lock()
         self._receives = False
         self.stays = False
 
@@ -95,9 +98,14 @@ class Helper:
                 count = 0
         return Order(message, frames, self._link.take_descriptors(count))
 
+    @property
+    def is_busy(self) -> bool:
+        """The main thread has an order that it has not ended."""
+        return self._unended > 0
+
     def has_order(self) -> bool:
         """Whether something was sent that the main thread has not begun, or not ended."""
-        if self._busy or self._receives:
+        if self.is_busy or self._receives:
             return True
         waiting = array.array("i", [0])
         fcntl.ioctl(self._link.fileno(), termios.FIONREAD, waiting)
@@ -111,15 +119,17 @@ class Helper:
 
     def rest(self) -> None:
         """The main thread is done with its order. Called before it says so: the next one may come right after."""
-        self._busy = False
+        with self._count_lock:
+            self._unended -= 1
 
     def _help(self) -> None:
         while True:
-            ready, _, _ = select.select([self._link], [], [], _INTERVAL_S if self._busy else None)
-            if self._busy or not ready:
+            ready, _, _ = select.select([self._link], [], [], _INTERVAL_S if self.is_busy else None)
+            if self.is_busy or not ready:
                 self._sampler.sample()
             if not ready:
                 output.flush()
+                widgets.tick()
                 continue
             self._receives = True
             while True:
@@ -152,10 +162,18 @@ class Helper:
             case Execute() | Prepare():
                 # here and not by the main thread: a release that follows is one of this cell's
                 self._shell.released = False
-                self._busy = True
-                self.orders.put(self.order_of(message, frames))
+                self._put(self.order_of(message, frames))
+            case CommsHeard():
+                widgets.heard(message.messages, frames)
+                # taken between two orders what the running cell has not taken before
+                self._put(Order(message))
             case Renew() | AnswerQuestion() | Leave():
                 self.orders.put(self.order_of(message, frames))
+
+    def _put(self, order: Order) -> None:
+        with self._count_lock:
+            self._unended += 1
+        self.orders.put(order)
 
 
 def _shut_down(fd: int) -> None:

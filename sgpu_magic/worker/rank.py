@@ -21,6 +21,7 @@ import torch
 from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.rank_messages import (
     AnswerQuestion,
+    CommsHeard,
     Execute,
     Failed,
     Joined,
@@ -35,7 +36,18 @@ from sgpu_magic.protocol.rank_messages import (
 from sgpu_magic.protocol.record import Record
 from sgpu_magic.protocol.zygote_messages import Fork
 from sgpu_magic.tracking import in_rank
-from sgpu_magic.worker import broken_models, execute, interaction, interrupts, memory, output, place, rendezvous, trace
+from sgpu_magic.worker import (
+    broken_models,
+    execute,
+    interaction,
+    interrupts,
+    memory,
+    output,
+    place,
+    rendezvous,
+    trace,
+    widgets,
+)
 from sgpu_magic.worker import shell as rank_shell
 from sgpu_magic.worker.cell_run import CellRun
 from sgpu_magic.worker.helper import Helper, Order
@@ -129,6 +141,8 @@ class _Life:
                 self._renew(message, order)
             case AnswerQuestion() as message:
                 self._answer(message)
+            case CommsHeard():
+                self._hear()
             case Leave():
                 pass
 
@@ -136,6 +150,7 @@ class _Life:
         if len(order.descriptors) > int(not message.inline):
             rendezvous.keep_listening_socket(order.descriptors[-1])
         output.hold_lines_back()
+        widgets.begin(self._link.send if message.context.widgets else None, lambda: self._helper.is_busy)
         run = self._cell_run(message, order)
         try:
             try:
@@ -212,8 +227,27 @@ class _Life:
         answer = questions.answer(self._shell, message.question)
         self._link.send(QuestionAnswered(request=message.request, answer=answer))
 
+    def _hear(self) -> None:
+        """Let widgets hear what the front end has said to them while no cell ran."""
+        if self._helper.stays:
+            try:
+                try:
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
+                    widgets.hear()
+                finally:
+                    interrupts.refuse()
+            except KeyboardInterrupt:
+                interrupts.refuse()
+                if not self._helper.orders.empty():
+                    # it was meant for the cell that waits
+                    signal.raise_signal(signal.SIGINT)
+            output.flush()
+            widgets.flush()
+        self._helper.rest()
+
     def _tell(self, reply: Reply) -> None:
         output.flush()
+        widgets.end_cell()
         output.write_each_line()
         # before the last word: the next order may come right after
         self._helper.rest()
@@ -225,6 +259,8 @@ class _Life:
 
         Output goes another way than messages: what is printed next could overtake the display otherwise.
         """
+        # a display of a widget comes after the widget
+        widgets.flush()
         if os.getpid() != self._pid:
             # a forked child has no helper thread that would hear the answer
             self._link.send(message)

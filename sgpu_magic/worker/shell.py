@@ -17,7 +17,7 @@ import types
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
@@ -28,7 +28,7 @@ from traitlets.config import Config
 
 from sgpu_magic.protocol.rank_messages import Cleared, Displayed
 from sgpu_magic.protocol.record import Record
-from sgpu_magic.worker import asking, failures, output
+from sgpu_magic.worker import asking, failures, output, widgets
 from sgpu_magic.worker.failures import Shown, WholeTexts
 
 Report = Callable[[Record], None]
@@ -59,6 +59,8 @@ class RankDisplayPublisher(DisplayPublisher):
     """`display()` and `clear_output()` of a rank."""
 
     report: Report = staticmethod(_discard)
+    # blocks under way whose displays go into a widget, the innermost last
+    captures: ClassVar[list[Any]] = []
 
     def publish(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -69,6 +71,9 @@ class RankDisplayPublisher(DisplayPublisher):
         update: bool = False,
         **kwargs: object,
     ) -> None:
+        if self.captures:
+            self.captures[-1].display(data, metadata or {})
+            return
         output.flush()
         display_id = (transient or {}).get("display_id", "")
         self.report(
@@ -76,6 +81,9 @@ class RankDisplayPublisher(DisplayPublisher):
         )
 
     def clear_output(self, wait: bool = False) -> None:
+        if self.captures:
+            self.captures[-1].clear(wait)
+            return
         output.flush()
         self.report(Cleared(wait=wait))
 
@@ -191,6 +199,10 @@ class RankShell(InteractiveShell):
         running_compiled_code: bool = False,
     ) -> None:
         """Show an exception: as the cell's failure where IPython ends something with it, else as output."""
+        if widgets.is_hearing() and threading.current_thread() is threading.main_thread():
+            # of a widget's callback: as in a notebook, the cell that runs goes on
+            traceback.print_exc()
+            return
         error = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
         if error is None:
             error = getattr(sys, "last_value", None)

@@ -257,3 +257,42 @@ def test_notebook_seven(browser: Browser):
 def test_kernels_end_and_nothing_stays(lab: JupyterServer, lab_home: Home):
     eventually(lambda: not lab.get("api/kernels").body, 20, "the kernels do not end")
     eventually(lambda: not lab_home.rank_pids(), 20, "ranks are left")
+
+
+WIDGETS = """%%distributed -n 2
+import ipywidgets as widgets, time
+from IPython.display import display
+from tqdm.notebook import tqdm
+slider = widgets.IntSlider(description='epochs', value=3, max=100)
+display(slider)
+for _ in tqdm(range(1000), desc='steps'):
+    time.sleep(0.02)
+    if slider.value > 40:
+        break
+print('left at', slider.value)"""
+
+
+@pytest.mark.slow
+def test_widgets_of_ranks_are_moved_and_leave_their_values(opened: Callable[..., OpenNotebook]):
+    notebook = opened("widgets", [WIDGETS])
+    notebook.start(1)
+    sliders = notebook.output(1).locator(".widget-slider")
+    expect(sliders).to_have_count(2, timeout=30_000)
+    bars = notebook.output(1).locator(".widget-hprogress")
+    expect(bars).to_have_count(2, timeout=30_000)
+    expect(notebook.output(1)).to_contain_text("/1000", timeout=10_000)
+    notebook.picture("widgets-live", notebook.output(1))
+    for at in range(2):
+        readout = sliders.nth(at).locator(".widget-readout")
+        readout.fill(str(50 + at))
+        readout.press("Enter")
+    notebook.wait_done(1, 30)
+    expect(notebook.output(1)).to_contain_text("epochs", timeout=10_000)
+    expect(sliders).to_have_count(0)
+    shown = notebook.output(1).inner_text()
+    assert "left at 50" in shown
+    assert "left at 51" in shown
+    notebook.picture("widgets-left", notebook.output(1))
+    saved = notebook.save("left at 50")
+    assert "widget-view" not in str(saved["cells"][1]["outputs"])
+    assert "epochs: 51" in str(saved["cells"][1]["outputs"])

@@ -1,0 +1,100 @@
+"""`with output:` in a rank: what the block prints and displays goes into the widget, as `interact` wants it.
+
+In a notebook the front end does that, by the message that a print answers; in a rank no message has asked for it.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import traceback
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Literal
+
+from sgpu_magic.worker.shell import RankDisplayPublisher
+
+_MOST_CHARS = 100_000
+_MOST_OUTPUTS = 200
+
+
+class _Captured:
+    """What one block has printed and displayed.
+
+    Args:
+        widget: The `Output`.
+    """
+
+    def __init__(self, widget: Any) -> None:
+        self._widget = widget
+        self._clears = False
+        self.streams = (sys.stdout, sys.stderr)
+
+    def write(self, name: str, text: str) -> None:
+        outputs = self._outputs()
+        if outputs and outputs[-1].get("name") == name:
+            text = outputs.pop()["text"] + text
+        self._show([*outputs, {"output_type": "stream", "name": name, "text": text[-_MOST_CHARS:]}])
+
+    def display(self, data: Mapping[str, object], metadata: Mapping[str, object]) -> None:
+        output = {"output_type": "display_data", "data": dict(data), "metadata": dict(metadata)}
+        self._show([*self._outputs(), output])
+
+    def fail(self, error: BaseException) -> None:
+        lines = traceback.format_exception(error)
+        output = {"output_type": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": lines}
+        self._show([*self._outputs(), output])
+
+    def clear(self, wait: bool) -> None:
+        self._clears = wait
+        if not wait:
+            self._show([])
+
+    def _outputs(self) -> list[dict[str, Any]]:
+        if self._clears:
+            self._clears = False
+            return []
+        return list(self._widget.outputs)
+
+    def _show(self, outputs: list[dict[str, Any]]) -> None:
+        self._widget.outputs = tuple(outputs[-_MOST_OUTPUTS:])
+
+
+class _Stream(io.TextIOBase):
+    """`sys.stdout` or `sys.stderr` in the block."""
+
+    def __init__(self, captured: _Captured, name: str) -> None:
+        self._captured = captured
+        self._name = name
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, s: str, /) -> int:
+        self._captured.write(self._name, s)
+        return len(s)
+
+
+def _enter(self: Any) -> Any:
+    captured = _Captured(self)
+    RankDisplayPublisher.captures.append(captured)
+    sys.stdout, sys.stderr = _Stream(captured, "stdout"), _Stream(captured, "stderr")
+    return self
+
+
+def _exit(
+    self: Any, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+) -> Literal[True] | None:
+    captured = RankDisplayPublisher.captures.pop()
+    sys.stdout, sys.stderr = captured.streams
+    if not isinstance(error, Exception):
+        return None
+    # as in a notebook, whose shell shows it: the block ends, and the code after it goes on
+    captured.fail(error)
+    return True
+
+
+def teach(output_class: Any) -> None:
+    """Have `ipywidgets.Output` capture by itself."""
+    if output_class.__enter__ is not _enter:
+        output_class.__enter__, output_class.__exit__ = _enter, _exit
