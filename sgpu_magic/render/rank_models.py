@@ -74,7 +74,9 @@ class RankModels:
             return Moved(key, "close")
         try:
             data, metadata = _object(message.data), _object(message.metadata)
-            state, parts = _dict(data.pop("state", {})), _by_path(data.pop("buffer_paths", []), buffers)
+            # what is no widget has neither
+            state = _dict(data.pop("state", {}))
+            parts = _by_path(data.pop("buffer_paths", [[at] for at in range(len(buffers))]), buffers)
         except (ValueError, TypeError, RecursionError):
             return None
         size = len(message.data) + sum(map(len, buffers))

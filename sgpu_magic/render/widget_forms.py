@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from sgpu_magic.render import ansi
+from sgpu_magic.render.html_style import SANS
 
 REFERENCE = "IPY_MODEL_"
 """A widget refers to another by this and that one's id."""
@@ -67,7 +68,7 @@ def static_form(models: Mapping[ModelKey, Model], key: ModelKey) -> dict[str, ob
     if drawn is None:
         return {}
     text, markup = drawn
-    return {"text/plain": text, "text/html": f'<div style="font-family:sans-serif">{markup}</div>'}
+    return {"text/plain": text, "text/html": f'<div style="{SANS};font-size:13px;padding:2px 12px">{markup}</div>'}
 
 
 def _drawn(models: Mapping[ModelKey, Model], key: ModelKey, depth: int) -> tuple[str, str] | None:
@@ -127,7 +128,11 @@ def _safe(value: object) -> str:
 
 
 def _labelled(label: str, text: str, markup: str) -> tuple[str, str]:
-    return (f"{label}: {text}".replace("::", ":"), f"{_safe(label)} {markup}") if label else (text, markup)
+    return (
+        (f"{label.removesuffix(':')}: {text}", f"{_safe(label.removesuffix(':'))}: {markup}")
+        if label
+        else (text, markup)
+    )
 
 
 def _number(value: object) -> float:

@@ -163,7 +163,9 @@ class RankWidgets:
 
         self._unopened.pop(key, None)
         data: dict[str, object] = with_prefix(model.rest, self._prefix(key))
-        data |= {"state": with_prefix(model.state, self._prefix(key)), "buffer_paths": list(map(list, model.buffers))}
+        if model.state:
+            paths = list(map(list, model.buffers))
+            data |= {"state": with_prefix(model.state, self._prefix(key)), "buffer_paths": paths}
         made: Any = create_comm(
             target_name=model.target,
             comm_id=self._id(key),

@@ -36,7 +36,7 @@ _BATCH_BUFFERS = 500
 _MOST_HEARD = 1000
 _UPDATE = '"update"'
 # no process sends it: it stands for "look into the inbox" within this one, and interrupts no system call
-_SIGNAL = signal.SIGRTMAX - 2
+_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else signal.SIGIO
 # what runs the cell, or the function
 _BASES = ("IPython.core.", "sgpu_magic.payload.call")
 # code of these holds locks that a widget's callback may want too

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from front_end import WIDGET_MIME, Model
 from kernels import Cell, Kernel, eventually
 
+PLOTLY = "application/vnd.plotly.v1+json"
 SLIDER = """
 import ipywidgets as widgets, time
 from IPython.display import display
@@ -108,3 +110,29 @@ def test_a_callback_that_raises_costs_no_run(kernel: Kernel):
     assert reply.status == "ok", reply.story
     assert "ZeroDivisionError" in reply.text, reply.story
     assert "moved to 70" in reply.text, reply.story
+
+
+FIGURE = """
+import plotly.graph_objects as go, time
+from IPython.display import display
+figure = go.FigureWidget(data=[go.Scatter(y=[0.5, 0.4])])
+display(figure)
+time.sleep(0.5)
+figure.data[0].y = [0.5, 0.4, 0.25]
+figure.update_layout(title='loss')
+time.sleep(0.5)
+"""
+
+
+@pytest.mark.slow
+def test_a_figure_of_plotly_is_drawn_and_leaves_its_last_data(kernel: Kernel):
+    pytest.importorskip("plotly")
+    cell = kernel.start(f"%%distributed -n 1\n{FIGURE}")
+    (figure,) = shown_models(cell, 1)
+    told: list[object] = []
+    cell.until(lambda: told.append(figure.state.get("_py2js_restyle")) or any(told), 10, "the new data")
+    reply = cell.wait()
+    assert reply.status == "ok", reply.story
+    (left,) = (output.data[PLOTLY] for output in reply.outputs if PLOTLY in output.data)
+    assert left["data"][0]["y"] == [0.5, 0.4, 0.25]
+    assert left["layout"]["title"]["text"] == "loss"
