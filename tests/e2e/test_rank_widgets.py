@@ -21,7 +21,7 @@ display(button)
 UNTIL_MOVED = "while slider.value < 50: time.sleep(0.02)\nprint('moved to', slider.value)\n"
 
 
-def shown_models(cell: Cell, count: int) -> list[Model]:
+def shown_models(cell: Cell, count: int, within_s: float = 20) -> list[Model]:
     """The models whose views are below the cell, once there are so many."""
 
     def found() -> list[Model]:
@@ -29,7 +29,7 @@ def shown_models(cell: Cell, count: int) -> list[Model]:
         shown = [output.data[WIDGET_MIME]["model_id"] for output in cell.reply.outputs if WIDGET_MIME in output.data]
         return [models[model_id] for model_id in shown if model_id in models]
 
-    cell.until(lambda: len(found()) == count, 20, f"{count} widgets below the cell")
+    cell.until(lambda: len(found()) == count, within_s, f"{count} widgets below the cell")
     return found()
 
 
@@ -128,7 +128,8 @@ time.sleep(0.5)
 def test_a_figure_of_plotly_is_drawn_and_leaves_its_last_data(kernel: Kernel):
     pytest.importorskip("plotly")
     cell = kernel.start(f"%%distributed -n 1\n{FIGURE}")
-    (figure,) = shown_models(cell, 1)
+    # plotly's import takes long where nothing of it is compiled yet
+    (figure,) = shown_models(cell, 1, 90)
     told: list[object] = []
     cell.until(lambda: told.append(figure.state.get("_py2js_restyle")) or any(told), 10, "the new data")
     reply = cell.wait()
