@@ -36,10 +36,11 @@ def test_the_type_is_a_text_or_an_enums_member(kernel: Kernel):
     assert kernel.value("lease(where.options(gpu_type='h100', remote=True))") == ["h100", 2]
 
 
-def test_without_a_number_and_a_type_the_pool_asks_in_pythons_words(kernel: Kernel):
-    reply = kernel.run("where.distributed()")
-    assert reply.ename == "UsageError"
-    assert "say how many of which with gpus=N, gpu_type=TYPE" in reply.traceback
+def test_without_a_number_and_a_type_it_takes_all_of_the_smallest(kernel: Kernel):
+    assert kernel.value("lease(where)") == ["a10", 3]
+
+
+def test_a_pool_that_is_not_there_is_named_in_pythons_words(kernel: Kernel):
     reply = kernel.run("where.options(gpus=1, pool='team').distributed()")
     assert "there is no pool named 'team'" in reply.traceback
     assert "--" not in reply.traceback

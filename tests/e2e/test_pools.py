@@ -35,11 +35,10 @@ def test_types_are_named_in_any_way(kernel: Kernel):
         assert "1 x a10 (simulated" in kernel.check(f"%%distributed -n 1 --type {written}\npass").text
 
 
-def test_several_types_ask_for_one(kernel: Kernel):
-    reply = kernel.run("%%distributed\npass")
-    assert reply.ename == "UsageError"
-    for word in ("4 a10", "2 h100", "--gpus", "--type"):
-        assert word in reply.evalue
+def test_of_several_types_all_of_the_smallest_are_taken_and_that_is_told(kernel: Kernel):
+    shown = kernel.check("%%distributed\npass").text
+    assert "4 x a10" in shown
+    assert "on a10, the smallest type that is free; --type takes another of a10, h100" in shown
 
 
 def test_type_alone_takes_all_of_it(kernel: Kernel):
