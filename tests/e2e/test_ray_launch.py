@@ -184,6 +184,35 @@ def test_a_tasks_own_error_and_line_are_the_cells_and_serve_is_refused(kernel: K
 
 
 @pytest.mark.slow
+def test_the_driver_is_connected_before_its_first_line_and_may_connect_itself(kernel: Kernel):
+    reply = kernel.run(
+        "%%ray_launch -n 2 --type a10 --out gpus,first,second,named,again\n"
+        "import ray\n"
+        "gpus = ray.cluster_resources()['GPU'], len(ray.nodes()), ray.is_initialized()\n"
+        "@ray.remote\n"
+        "def where(): return ray.get_runtime_context().namespace\n"
+        "first = ray.get(where.remote())\n"
+        "ray.init(namespace='words')\n"
+        "second = ray.get(where.remote())\n"
+        "try: ray.init()\n"
+        "except RuntimeError as error: again = str(error)\n"
+        "ray.shutdown()\n"
+        "named = ray.init(namespace='more').address_info['gcs_address'], ray.get(where.remote())\n",
+        PATIENCE_S,
+    )
+    assert reply.status == "ok", reply.story
+    assert "Connecting to existing" in reply.text
+    assert kernel.value("gpus") == [2.0, 1, True]
+    assert kernel.value("first") != "words"
+    assert kernel.value("second") == "words"
+    assert kernel.value("named")[1] == "more"
+    assert "ray.init" in kernel.value("again")
+    quiet = kernel.check("%%ray_launch -n 1 --type a10\nimport ray\nprint('same', ray.init() is not None)", PATIENCE_S)
+    assert "same True" in quiet.text
+    assert "Connecting to existing" not in quiet.text
+
+
+@pytest.mark.slow
 def test_interrupt_ends_driver_actors_and_cluster(kernel: Kernel, home: Home):
     cell = kernel.start(f"%%ray_launch -n 2 --type a10\n{STAY}")
     cell.until(lambda: "actor up" in cell.reply.text or cell.idle, PATIENCE_S)

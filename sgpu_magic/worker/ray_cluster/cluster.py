@@ -7,6 +7,8 @@ any other           waits for the driver's end
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import select
 from collections.abc import Callable, Collection
@@ -149,6 +151,9 @@ class Head(Member):
             EnvironmentFailed: Ray can't be started on a node.
             PeerGone: A rank is gone.
         """
+        # it takes half a second, while Ray starts; where it is missing the node's process says so
+        with contextlib.suppress(ImportError):
+            importlib.import_module("ray")
         started = self._wait()
         if self._host is not None:
             self._host.gather()
@@ -163,6 +168,7 @@ class Head(Member):
         if self._process is not None:
             self._process.watch(self._troubled)
         self._say(Remarked(text=self._introduction(started)))
+        self._driver.connect()
 
     def end(self) -> None:
         self._driver.end()

@@ -1,4 +1,4 @@
-"""Rank 0's own part: its lines from tasks and actors are whole, its connection to Ray is ended, no Ray Serve."""
+"""Rank 0's own part: it is connected, its lines from tasks and actors are whole, it leaves at the end; no Ray Serve."""
 
 # Ray's inner parts are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import logging
 import sys
 import threading
 import time
@@ -15,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from sgpu_magic.errors import EnvironmentFailed
 from sgpu_magic.worker.ray_cluster import serve_guard
 from sgpu_magic.worker.ray_cluster.imports import after_import
 
@@ -79,11 +82,32 @@ class Driver:
 
     def __init__(self, lines: Lines) -> None:
         self._lines = lines
+        self._connected: Any = None
 
     def begin(self) -> None:
         """From now on Ray may be imported."""
         serve_guard.install()
         after_import("ray", self._prepare)
+
+    def connect(self) -> None:
+        """Connect to the cluster that `RAY_ADDRESS` names: the code need not call `ray.init()`, and may.
+
+        Raises:
+            EnvironmentFailed: It can't be reached.
+        """
+        ray: Any = importlib.import_module("ray")
+        if ray.is_initialized():
+            # by a value that was unpickled
+            return
+        # it says where it connects to, which the run's own note has said
+        log = logging.getLogger("ray._private.worker")
+        log.disabled = True
+        try:
+            self._connected = ray.init()
+        except (OSError, RuntimeError) as error:
+            raise EnvironmentFailed(f"rank 0 can't connect to the run's Ray cluster: {error}") from error
+        finally:
+            log.disabled = False
 
     def end(self) -> None:
         """Wait for the last lines and leave the cluster, if the cell is still in it."""
@@ -103,6 +127,7 @@ class Driver:
             return
         dispatcher.add_handler(_OURS, self._lines.take)
         shutdown: Callable[..., Any] = ray.shutdown
+        init: Callable[..., Any] = ray.init
 
         @functools.wraps(shutdown)
         def wait_and_shut_down(*args: Any, **kwargs: Any) -> Any:
@@ -110,4 +135,16 @@ class Driver:
                 self._lines.wait()
             return shutdown(*args, **kwargs)
 
-        setattr(ray, "shutdown", wait_and_shut_down)  # noqa: B010  a module has no such attribute for a type checker
+        @functools.wraps(init)
+        def init_once_more(*args: Any, **kwargs: Any) -> Any:
+            """The code's first call is no second one: it has what it asks for, as if nothing had been connected."""
+            connected, self._connected = self._connected, None
+            if connected is not None and ray.is_initialized():
+                if not args and not kwargs.keys() - {"ignore_reinit_error"}:
+                    return connected
+                shutdown()
+            return init(*args, **kwargs)
+
+        # a module has no such attributes for a type checker
+        setattr(ray, "shutdown", wait_and_shut_down)  # noqa: B010
+        setattr(ray, "init", init_once_more)  # noqa: B010
