@@ -143,6 +143,13 @@ def test_other_forms_are_jupytexts(tmp_path: Path, name: str, monkeypatch: pytes
         read_notebook(path, Form.JUPYTEXT)
 
 
+@pytest.mark.parametrize("header", ["jupyter:\n  kernelspec:\n    name: python3", "jupyter: ["])
+def test_what_jupytext_can_not_read_is_refused(tmp_path: Path, header: str):
+    path = file(tmp_path, "it.md", f"---\n{header}\n---\n\ntext\n")
+    with pytest.raises(UsageError, match="is no notebook that jupytext can read"):
+        read_notebook(path, Form.JUPYTEXT)
+
+
 def test_a_notebook_that_another_one_runs_is_read_with_it(tmp_path: Path):
     (tmp_path / "lib").mkdir()
     file(tmp_path, "lib/setup.py", "# Databricks notebook source\nn = 1\n# COMMAND ----------\n# MAGIC %run ./more\n")

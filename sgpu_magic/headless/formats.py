@@ -323,4 +323,9 @@ def _by_jupytext(path: Path) -> Any:
             f"{path} is a notebook in a form of jupytext, which is not installed. Install it: `pip install "
             "'sgpu-magic[jupytext]'`."
         ) from None
-    return jupytext.read(path)
+    # both come with jupytext
+    nbformat, yaml = importlib.import_module("nbformat"), importlib.import_module("yaml")
+    try:
+        return jupytext.read(path)
+    except (ValueError, nbformat.ValidationError, yaml.YAMLError) as error:
+        raise UsageError(f"{path} is no notebook that jupytext can read: {str(error).splitlines()[0]}.") from None
