@@ -250,6 +250,24 @@ def test_the_end_does_not_wait_for_a_child_that_holds_the_pipe():
     assert asyncio.run(run()) < 1.0
 
 
+def test_what_a_drain_has_taken_is_no_end_of_the_pipe():
+    async def run() -> str:
+        batches: list[OutputWritten] = []
+        output = RankOutput(0, 1 << 20, batches.append, fail_on_log_end)
+        os.write(output.child_ends[0], b"first\n")
+        # before the loop calls the reader that it finds ready
+        asyncio.get_running_loop().call_soon(output.drain)
+        await asyncio.sleep(0.01)
+        os.write(output.child_ends[0], b"second\n")
+        until = time.monotonic() + 10
+        while "second" not in (text := text_of(batches, "stdout")) and time.monotonic() < until:
+            await asyncio.sleep(0.001)
+        output.close()
+        return text
+
+    assert asyncio.run(run()) == "first\nsecond\n"
+
+
 def test_a_child_that_never_stops_writing_stops_nothing():
     async def run() -> tuple[int, float, float]:
         output = RankOutput(0, 1 << 20, lambda batch: None, fail_on_log_end)

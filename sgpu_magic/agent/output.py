@@ -155,7 +155,11 @@ class RankOutput:
         self._close_log()
 
     def _readable(self, index: int) -> None:
-        if not self._read(index, _READ_BYTES):
+        size = self._read(index, _READ_BYTES)
+        if size is None:
+            # `drain` was quicker
+            return
+        if not size:
             # every writer is gone
             self._open.discard(index)
             self._loop.remove_reader(self._readers[index])
@@ -173,12 +177,12 @@ class RankOutput:
             while waiting > 0 and (size := self._read(index, min(waiting, _READ_BYTES))):
                 waiting -= size
 
-    def _read(self, index: int, most: int) -> int:
-        """Take up to `most` bytes of one pipe and return how many there were."""
+    def _read(self, index: int, most: int) -> int | None:
+        """Take up to `most` bytes of one pipe; return how many there were, 0 at its end, None when there is nothing now."""
         try:
             data = os.read(self._readers[index], most)
         except BlockingIOError:
-            return 0
+            return None
         if index == 1:
             self._take(_STDERR, data)
         else:
