@@ -77,11 +77,14 @@ class Sampling:
             self.gpus.read(lambda _: None)
         if self._timer is None:
             with faults.charging(None):
-                self._timer = self._loop.call_later(_INTERVAL_S - _SETTLED_S, self._tick)
+                self._timer = self._loop.call_later(_INTERVAL_S - _SETTLED_S, self._due)
+
+    def _due(self) -> None:
+        # a fixed step from now: after a pause there is one sample of the whole time, not many; a fault costs one sample
+        self._timer = self._loop.call_later(_INTERVAL_S, self._due)
+        self._tick()
 
     def _tick(self) -> None:
-        # a fixed step from now: after a pause there is one sample of the whole time, not many
-        self._timer = self._loop.call_later(_INTERVAL_S, self._tick)
         now = self._loop.time()
         trees = self.processes.trees([pid for run in self._runs for pid in run.pids])
         self._sample([run for run in self._runs if not run.gpus], now, trees, {})

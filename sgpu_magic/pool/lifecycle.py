@@ -70,6 +70,9 @@ class PoolPresence:
             listen: Listens at the socket's path again.
             failed: Called with a sentence and the error when it can't be mended; it is tried again.
         """
+        if self._lock < 0:
+            # it has withdrawn
+            return
         if not self._is_in_place():
             try:
                 self._restore()
@@ -128,6 +131,7 @@ class PoolPresence:
         for lock in (self._lock, self._state_lock):
             if lock >= 0:
                 os.close(lock)
+        self._lock = self._state_lock = -1
 
 
 def _locked(path: Path) -> int:

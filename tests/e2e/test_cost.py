@@ -184,7 +184,8 @@ def test_a_session_pays_for_its_cells_and_its_idle_time_is_told_apart(client: Po
     metered_at, started_at, ended_at = times(found)
     ran = sum((each.ended_at or 0) - (each.started_at or 0) for each in rows)
     assert 0.6 <= ran < 5
-    assert found.idle_s == pytest.approx(ended_at - started_at - ran, abs=0.01)
+    # the meter is the pool's, by its monotonic clock; the rows have the agent's times
+    assert found.idle_s == pytest.approx(ended_at - started_at - ran, abs=0.1)
     assert (found.idle_s or 0) > 1.4
     seconds = -(-(ended_at - metered_at) // 1)
     assert (ended.gpu_s, ended.cost) == (2 * seconds, pytest.approx(0.02 * seconds))

@@ -311,7 +311,7 @@ def test_what_no_file_has_costs_nobody_the_answers(ann: RemoteUser, served: Serv
 
 
 def test_no_name_leads_out_of_a_runs_directory(ann: RemoteUser, served: ServedPool):
-    run = ann.client.begin("1", ranks=1)
+    run = ann.client.begin("print(1)", ranks=1)
     run.ended()
     directory = served.home.state / "runs" / run.run_id
     (directory / "link").symlink_to("/etc/passwd")
