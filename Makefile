@@ -14,7 +14,7 @@
 # PYTHON=...  the Python to use, 3.11 or newer; a torch that it has is used instead of a download
 # VENV=...    the environment's folder; one that is there already is used as it is
 # TESTS="tests/test_capture.py -k names"  what pytest gets
-# WORKERS=4   test processes; two cores are busy with four
+# WORKERS=3   test processes; two cores are busy with three
 
 SHELL := /bin/sh
 # an environment that happens to be active is not the one that is used
@@ -25,7 +25,7 @@ VENV ?= .venv
 PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.11 python; do \
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && exit; done; echo python3)
 TESTS ?=
-WORKERS ?= 4
+WORKERS ?= 3
 # a module stays in one process; a few modules alone need no further ones
 SPREAD = $(if $(TESTS),,--numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder)
 WHEELS ?=

@@ -68,6 +68,10 @@ class FarCell:
 
     def end(self) -> list[dict[str, Any]]:
         self._word.touch()
+        return self.wait()
+
+    def wait(self) -> list[dict[str, Any]]:
+        """Wait for the end that it comes to by itself."""
         return self._kernel.finish(self._message)
 
 
@@ -149,7 +153,7 @@ def test_cancel_reaches_the_pool(server: JupyterServer, kernel: ServerKernel, pl
     cell = FarCell(place, pool, kernel, "cancelled")
     answer = ask(server, cell.path, kind="cancel")
     assert "is being stopped" in answer["lines"][0]
-    kernels = cell.end()
+    kernels = cell.wait()
     assert kernels[-1]["ename"] == "RunCancelled"
     eventually(lambda: server.get(f"{cell.path}/outputs").status == 200, 10, "it goes on")
     same(server.get(f"{cell.path}/outputs").body["outputs"], kernels)

@@ -59,7 +59,7 @@ class _Entry:
         problem: Why it has none, "" while nothing is in the way.
         done: All of it is written.
         maybe: The run, as long as it is not known whether it matters (`track = "auto"`).
-        begun: Monotonic time at which it was first seen with its devices, None before.
+        begun: Monotonic time at which it was first seen running, None before.
     """
 
     order: Track
@@ -192,7 +192,7 @@ class Tracker:
         if run is None:
             return True
         now = self._loop.time()
-        if entry.begun is None and run.placed_at is not None:
+        if entry.begun is None and run.state is RunState.RUNNING:
             entry.begun = now
         lasts = entry.begun is not None and now - entry.begun >= _MATTERS_S
         failed = over and run.placed_at is not None and run.state not in (RunState.SUCCEEDED, RunState.CANCELLED)

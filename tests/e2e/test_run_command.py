@@ -200,6 +200,7 @@ def test_a_script_with_functions_for_the_ranks_runs_once(home: Home):
     assert len(set(home.runs) - before) == 1
 
 
+@pytest.mark.slow
 def test_a_rank_submits_no_run(home: Home):
     """It would wait for devices that its own run holds, and every rank would do the same."""
     (home.work / "nested.py").write_text(

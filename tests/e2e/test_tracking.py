@@ -241,6 +241,7 @@ def test_of_what_eight_ranks_log_themselves_nothing_is_lost(pool: TrackedPool):
 USES_MLFLOW = "import mlflow\nmlflow.log_param('lr', 0.1)"
 
 
+@pytest.mark.slow
 def test_only_what_matters_is_tracked_by_itself(new_home: Callable[..., Home]):
     pool = TrackedPool(new_home({"SGPU_TRACK": "auto"}))
     auto = Tracking(experiment="nb", if_it_matters=True)

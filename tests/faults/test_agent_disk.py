@@ -63,7 +63,9 @@ def make_read_only(state: Path) -> None:
     mount("-o", "remount,ro,bind", runs)
 
 
-@pytest.mark.parametrize("harm", [fill, use_inodes_up, make_read_only])
+@pytest.mark.parametrize(
+    "harm", [fill, *(pytest.param(harm, marks=pytest.mark.slow) for harm in (use_inodes_up, make_read_only))]
+)
 def test_a_run_that_goes_on_ends_right_and_one_that_comes_is_refused(small: Path, harm: Callable[[Path], None]):
     state, over = small / "state", small / "over"
     agent = AgentProcess(path=small)
