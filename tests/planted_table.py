@@ -20,6 +20,8 @@ FRESH = (
     "belongings:Belongings.take_result",
     "reports:Reports.happened",
 )
+# of these, one is called when a short run may have ended
+WHILE_IT_GOES_ON = ("deaths:Coroner.begin",)
 # the run's last word was said by then
 AFTER = (
     "group:Group.exited",

@@ -22,6 +22,7 @@ from planted_table import (
     TOLD,
     UNNAMED,
     WATCHING,
+    WHILE_IT_GOES_ON,
 )
 from process_table import is_alive
 from waiting import eventually
@@ -106,10 +107,15 @@ def assert_says(ended: RunEnded, callback: str) -> None:
 
 
 @pytest.mark.parametrize("callback", FRESH)
-def test_a_fault_in_a_runs_callback_ends_that_run(agent: AgentProcess, strike: Callable[..., str], callback: str):
+def test_a_fault_in_a_runs_callback_ends_that_run(
+    agent: AgentProcess, strike: Callable[..., str], armed: Path, callback: str
+):
     run_id = new_id()
     strike(callback, "-" if callback in UNNAMED else run_id)
-    agent.launch(VICTIM, ranks=2, outputs=(OutputName(name="value"),), run_id=run_id)
+    if callback in WHILE_IT_GOES_ON:
+        agent.launch(UNTIL_STRUCK, ranks=2, names={"armed": str(armed)}, run_id=run_id)
+    else:
+        agent.launch(VICTIM, ranks=2, outputs=(OutputName(name="value"),), run_id=run_id)
     assert_says(assert_over(agent, run_id, callback), callback)
 
 
