@@ -260,6 +260,15 @@ class Pool:
         """
         if not start and self._connection.alive is None and not self._connection.exists:
             return None
+        try:
+            return self._asked_status(recent, start, timeout_s)
+        except PoolLost:
+            # it had ended, and the link had not noticed yet; the next pool answers
+            if not start:
+                raise
+            return self._asked_status(recent, start, timeout_s)
+
+    def _asked_status(self, recent: int, start: bool, timeout_s: float) -> PoolStatus | None:
         link = self._connection.made(start=start)
         request, reply = link.new_request()
         link.send(AskStatus(request=request, recent=recent))

@@ -126,6 +126,8 @@ def normalised(text: str, home: Home) -> str:
         text = text.replace(run, "RUN").replace(run[:4], "RUN")
     text = re.sub(r"\d+(\.\d+)? (s|ms|min)\b", "N s", text)
     text = re.sub(r"\d+(\.\d+)? (B|kB|MB|GB|cores)\b", r"N \2", text)
+    # a run of an instant has no duration
+    text = re.sub(r"^(✓ .*) · N s$", r"\1", text, flags=re.MULTILINE)
     lines = text.splitlines()
     # two ranks write at the same time
     at = 0
