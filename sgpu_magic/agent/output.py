@@ -178,7 +178,7 @@ class RankOutput:
                 waiting -= size
 
     def _read(self, index: int, most: int) -> int | None:
-        """Take up to `most` bytes of one pipe; return how many there were, 0 at its end, None when there is nothing now."""
+        """Take up to `most` bytes of a pipe; return how many there were, 0 at its end, None if there is nothing now."""
         try:
             data = os.read(self._readers[index], most)
         except BlockingIOError:
