@@ -49,11 +49,12 @@ ALL = (LOAD, GOOD, "print(total, where)", BAD)
 
 
 class WithFrontEnd(nbclient.NotebookClient):
-    """Looks like a front end with a person: its kernel may ask for input, so that runs get their live view."""
+    """A front end with a person: its kernel may ask for input, and it names the cell. Runs get their live view."""
 
     async def async_start_new_kernel_client(self):
         client = await super().async_start_new_kernel_client()
         client.allow_stdin = True
+        client.session.metadata = {"cellId": "a-cell"}
         return client
 
     start_new_kernel_client = nbclient.util.run_sync(async_start_new_kernel_client)
