@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextlib
 import contextvars
 import errno
 import os
@@ -35,7 +36,7 @@ class MessageStream(Generic[M]):
         sock: A connected Unix stream socket; the stream owns it.
         decoder: The decoder of what arrives.
         on_message: Called with the message and its raw frames.
-        on_closed: Called once at end of file or error, not after `close`.
+        on_closed: Called once at end of file or error, not after `close`, and never from within `send`.
         gathers: What is sent while one callback runs goes out together when it is over: fewer wake-ups of the reader.
     """
 
@@ -57,6 +58,7 @@ class MessageStream(Generic[M]):
         self._descriptors: deque[int] = deque()
         self._unsent: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._closed = False
+        self._write_failed = False
         self._gathers = gathers
         # what is sent later is sent on behalf of who made the stream, whoever's callback asks for it
         self._context = contextvars.copy_context()
@@ -64,7 +66,7 @@ class MessageStream(Generic[M]):
 
     def send(self, message: Record, blobs: Iterable[bytes] = (), descriptors: Sequence[int] = ()) -> None:
         """Send one message, now or when the socket takes it. Own copies of the descriptors are sent."""
-        if self._closed:
+        if self._closed or self._write_failed:
             return
         was_empty = not self._unsent
         data = memoryview(frame(message, blobs))
@@ -102,13 +104,24 @@ class MessageStream(Generic[M]):
         self._socket.close()
         for descriptor in self._descriptors:
             os.close(descriptor)
+        self._descriptors.clear()
+        self._drop_unsent()
+
+    def _drop_unsent(self) -> None:
         for _, copies in self._unsent:
             _close_all(copies)
-        self._descriptors.clear()
         self._unsent.clear()
 
+    def _end_writing(self) -> None:
+        """The other side takes nothing more: what it has sent is still read, then the end of file."""
+        self._write_failed = True
+        self._loop.remove_writer(self._socket)
+        self._drop_unsent()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def _write(self) -> None:
-        if self._closed:
+        if self._closed or self._write_failed:
             return
         while self._unsent:
             self._join_first()
@@ -120,7 +133,7 @@ class MessageStream(Generic[M]):
                 self._context.copy().run(self._loop.add_writer, self._socket, self._write)
                 return
             except OSError:
-                self._lost()
+                self._end_writing()
                 return
             _close_all(descriptors)
             if sent < len(data):

@@ -344,6 +344,26 @@ def test_a_stream_goes_on_after_faults_and_carries_any_number_of_descriptors():
     assert problems[1].startswith("ValidationError")
 
 
+def test_who_sends_to_a_side_that_is_gone_hears_of_it_later_and_after_its_last_words():
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+        heard: list[str] = []
+        stream = MessageStream[FromRank](
+            ours, codec.from_rank, lambda message, frames: heard.append("message"), lambda: heard.append("closed")
+        )
+        theirs.sendall(codec.frame(Remarked(text="1")))
+        theirs.close()
+        stream.send(Remarked(text="2"))
+        stream.send(Remarked(text="3"))
+        assert heard == []
+        deadline = asyncio.get_running_loop().time() + 10
+        while "closed" not in heard and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.01)
+        assert heard == ["message", "closed"]
+
+    asyncio.run(run())
+
+
 # ---------------------------------------------------------------- release
 
 
