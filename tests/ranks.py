@@ -116,17 +116,17 @@ class Rank:
             os.close(descriptor)
         theirs.close()
         self._text = b""
-        self._reader = threading.Thread(target=self._read, args=(out_read, err_read), daemon=True)
-        self._reader.start()
+        self._readers = [threading.Thread(target=self._read, args=(fd,), daemon=True) for fd in (out_read, err_read)]
+        for reader in self._readers:
+            reader.start()
         self.displays: list[Displayed | Cleared] = []
         self.answer: TrackingAnswered | None = None
         self.others: list[tuple[FromRank, Sequence[bytes]]] = []
 
-    def _read(self, out: int, err: int) -> None:
-        for descriptor in (out, err):
-            while data := os.read(descriptor, 65536):
-                self._text += data
-            os.close(descriptor)
+    def _read(self, descriptor: int) -> None:
+        while data := os.read(descriptor, 65536):
+            self._text += data
+        os.close(descriptor)
 
     @property
     def printed(self) -> str:
@@ -157,7 +157,9 @@ class Rank:
                 continue
             if isinstance(message, AskTracking) and self.answer is not None:
                 self.send(self.answer)
-            assert not isinstance(message, Failed), message.failure.traceback_text or message.failure.message
+            assert not isinstance(message, Failed), (
+                f"{message.failure.traceback_text or message.failure.message}\nit printed {self.printed}"
+            )
             self.others.append((message, frames))
 
     def ask(self, what: str, code: str = "", cursor: int | None = None, detail: int = 0) -> RankAnswer:
@@ -180,7 +182,8 @@ class Rank:
         """Also waits until the rank is gone."""
         self.link.close()
         self.zygote.wait(self.pid)
-        self._reader.join(10)
+        for reader in self._readers:
+            reader.join(10)
         self.stack_file.close()
 
 

@@ -284,13 +284,31 @@ def test_an_interrupt_ends_the_cell_and_keeps_every_name(session: Session):
         assert failure.memory is not None
         assert failure.memory.used_bytes > 0
         assert failure.memory.largest == ()
-    session.execute("print('begun')\nwhile True:\n    done += 1\n    time.sleep(0.01)", only=[0])
+    session.execute("done += 1\nprint('begun')\nwhile True:\n    time.sleep(0.01)", only=[0])
     eventually(lambda: "begun" in session.ranks[0].printed, 5, "it does not begin")
     session.ranks[0].interrupt()
     session.failure(0)
     (done,) = values(session, "done", only=[0])
     assert isinstance(done, int)
     assert done > 0
+
+
+@pytest.mark.parametrize("event", ["pre_execute", "pre_run_cell", "post_execute", "post_run_cell"])
+def test_an_interrupt_within_ipythons_callbacks_ends_the_cell(session: Session, event: str):
+    session.run(
+        "import os, signal\n"
+        "def once(*info):\n"
+        f"    get_ipython().events.unregister({event!r}, once)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "def later(info):\n"
+        "    get_ipython().events.unregister('post_run_cell', later)\n"
+        f"    get_ipython().events.register({event!r}, once)\n"
+        "get_ipython().events.register('post_run_cell', later)",
+        only=[0],
+    )
+    session.execute("reached = True", only=[0])
+    assert session.failure(0).failure.type_name == "builtins.KeyboardInterrupt"
+    assert values(session, "'reached' in globals()", only=[0]) == [event.startswith("post")]
 
 
 def test_interrupts_of_an_idle_rank_do_nothing(session: Session):
@@ -768,6 +786,18 @@ def test_right_arguments_of_a_second_group_are_accepted(single: Session):
         )
 
 
+@pytest.mark.slow
+def test_a_spawned_process_finds_the_script_of_a_relative_path(single: Session, files: Path):
+    """As in the kernel, whose directory was the process's first one too."""
+    (files / "script.py").write_text("import os\nif __name__ == '__mp_main__':\n    open('found', 'w').close()\n")
+    single.run(
+        "import multiprocessing, os\n%run -i script.py\n"
+        "child = multiprocessing.get_context('spawn').Process(target=os.getpid)\nchild.start()\nchild.join()\n"
+        "del __file__"
+    )
+    assert (files / "found").exists()
+
+
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_child_processes_of_a_rank_make_a_group_of_their_own(single: Session, files: Path, method: str):
     (files / "children.py").write_text(
@@ -782,6 +812,8 @@ def test_child_processes_of_a_rank_make_a_group_of_their_own(single: Session, fi
     )
     single.ranks[0]._text = b""
     single.run(
+        # what `%run -i` has left there is run by a spawned process
+        "globals().pop('__file__', None)\n"
         "import sys, torch, torch.distributed as dist, torch.multiprocessing as mp\n"
         "sys.path.insert(0, '')\n"
         "import children\n"

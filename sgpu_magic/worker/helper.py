@@ -105,11 +105,10 @@ class Helper:
 
     def has_order(self) -> bool:
         """Whether something was sent that the main thread has not begun, or not ended."""
-        if self.is_busy or self._receives:
-            return True
         waiting = array.array("i", [0])
         fcntl.ioctl(self._link.fileno(), termios.FIONREAD, waiting)
-        return waiting[0] > 0
+        # in the order of its way: the other thread may take it from one place to the next meanwhile
+        return waiting[0] > 0 or self._receives or self.is_busy
 
     def start(self) -> None:
         """From now on this thread is the only one that receives."""

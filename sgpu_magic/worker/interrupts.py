@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
 from types import FrameType
 
 
 class _Early:
-    """An interrupt that came when its cell was on the way already, and where to look whether one is."""
+    """An interrupt that came before its cell could be interrupted.
+
+    Attributes:
+        came: There is one.
+        is_order_waiting: Where to look whether a cell is on its way.
+        cell: Counts the cells that were interruptible.
+    """
 
     def __init__(self) -> None:
         self.came = False
         self.is_order_waiting: Callable[[], bool] | None = None
+        self.cell = 0
 
 
 _early = _Early()
@@ -29,11 +38,16 @@ def _refuse(signum: int, frame: FrameType | None) -> None:
         _early.came = True
 
 
+def _remember(signum: int, frame: FrameType | None) -> None:
+    _early.came = True
+
+
 def refuse() -> None:
     """From now on an interrupt does nothing, unless a cell is on its way: then it is that cell's.
 
     One that arrives on the way here does nothing either.
     """
+    _early.cell += 1
     while True:
         try:
             signal.signal(signal.SIGINT, _refuse)
@@ -59,3 +73,54 @@ def allow() -> None:
     came, _early.came = _early.came, False
     if came:
         raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def held() -> Generator[None]:
+    """Keep an interrupt for later within code that would swallow it, as IPython does around the user's code.
+
+    Raises:
+        KeyboardInterrupt: At the end, if one came.
+    """
+    if not _is_handled_by(signal.default_int_handler):
+        yield
+        return
+    cell = _early.cell
+    _hold()
+    try:
+        yield
+    finally:
+        if cell == _early.cell:
+            allow()
+
+
+@contextlib.contextmanager
+def raised() -> Generator[None]:
+    """Within `held`: let the user's code be interrupted.
+
+    Raises:
+        KeyboardInterrupt: At the beginning, if one came before.
+    """
+    if not _is_handled_by(_remember):
+        yield
+        return
+    cell = _early.cell
+    try:
+        allow()
+        yield
+    finally:
+        # a coroutine that was abandoned may end within a later cell
+        if cell == _early.cell:
+            _hold()
+
+
+def _is_handled_by(handler: Callable[[int, FrameType | None], None]) -> bool:
+    return threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is handler
+
+
+def _hold() -> None:
+    try:
+        signal.signal(signal.SIGINT, _remember)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, _remember)
+        _early.came = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.process
 import os
 import random
 import sys
@@ -24,6 +25,8 @@ def stand_where_the_kernel_stands(context: RankContext, rank_variables: dict[str
         os.environ[name] = value
     if context.cwd:
         os.chdir(context.cwd)
+        # where a spawned process looks for a script that was started by a relative path
+        multiprocessing.process.ORIGINAL_DIR = context.cwd
     sys.path[:] = context.sys_path
     sys.argv[:] = [""]
     forget_missing_directories()

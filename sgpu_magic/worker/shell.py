@@ -28,7 +28,7 @@ from traitlets.config import Config
 
 from sgpu_magic.protocol.rank_messages import Cleared, Displayed
 from sgpu_magic.protocol.record import Record
-from sgpu_magic.worker import asking, failures, output, widgets
+from sgpu_magic.worker import asking, failures, interrupts, output, widgets
 from sgpu_magic.worker.failures import Shown, WholeTexts
 
 Report = Callable[[Record], None]
@@ -179,13 +179,18 @@ class RankShell(InteractiveShell):
     async def run_code(self, code_obj: Any, result: Any = None, *, async_: bool = False) -> bool:
         self._running.append(result)
         try:
-            return await super().run_code(code_obj, result, async_=async_)
+            with interrupts.raised():
+                return await super().run_code(code_obj, result, async_=async_)
         finally:
-            self._running.pop()
+            # a coroutine that was abandoned may end within a later cell
+            if self._running and self._running[-1] is result:
+                self._running.pop()
 
     def run_cell(self, *args: Any, **kwargs: Any) -> Any:
         """A cell within a cell, as of `%run` and `%%capture`, ends both when it fails."""
-        result = super().run_cell(*args, **kwargs)
+        # the callbacks around a cell print an interrupt, and the cell would go on
+        with interrupts.held():
+            result = super().run_cell(*args, **kwargs)
         if self._running and self.shown is not None:
             raise CellEnded
         return result
