@@ -26,8 +26,8 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && exit; done; echo python3)
 TESTS ?=
 WORKERS ?= 3
-# a module stays in one process; a few modules alone need no further ones
-SPREAD = $(if $(TESTS),,--numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder)
+# modules that share a home stay in one process; a few modules alone need no further ones
+SPREAD = $(if $(TESTS),,--numprocesses $(WORKERS) --dist loadscope --no-loadscope-reorder)
 WHEELS ?=
 PY ?= 3.12
 MUTANTS ?=

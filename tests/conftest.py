@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +17,32 @@ from shared_homes import SharedHomes, SharedKernel
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # what takes longest comes first: the test processes end together
-    items.sort(key=lambda item: item.path.parent.name == "tests")
+    items.sort(key=lambda item: (item.path.parent.name == "tests", not _variables_of(item.path)))
+
+
+@functools.cache
+def _variables_of(path: Path) -> str:
+    """A module's `HOME_VARIABLES` as it writes them: the process that spreads the modules imports none of them."""
+    for statement in ast.parse(path.read_text()).body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id="HOME_VARIABLES")], value=value):
+                return ast.unparse(value)
+            case _:
+                pass
+    return ""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Spread modules over the test processes, those with the same home to the same one."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByHome(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            module = nodeid.partition("::")[0]
+            return _variables_of(config.rootpath / module) or module
+
+    return ByHome(config, log)
 
 
 @pytest.fixture(scope="session")

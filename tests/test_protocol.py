@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import os
 import random
@@ -158,6 +159,7 @@ def test_every_tagged_record_travels_on_some_link():
 # ---------------------------------------------------------------- any value comes back
 
 
+@functools.cache
 def values(hint: Any) -> st.SearchStrategy[Any]:
     """Everything that a field of this type may hold."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)

@@ -26,7 +26,7 @@ def stand_where_the_kernel_stands(context: RankContext, rank_variables: dict[str
     if context.cwd:
         os.chdir(context.cwd)
         # where a spawned process looks for a script that was started by a relative path
-        multiprocessing.process.ORIGINAL_DIR = context.cwd
+        multiprocessing.process.ORIGINAL_DIR = context.cwd  # pyright: ignore[reportAttributeAccessIssue]
     sys.path[:] = context.sys_path
     sys.argv[:] = [""]
     forget_missing_directories()

@@ -74,7 +74,15 @@ def test_folders_files_and_streams(trained: tuple[Home, str], tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "path", ["../x", "checkpoints/../../x", "/etc/passwd", "checkpoints/deep/out", "checkpoints/deep/folder/passwd"]
+    "path",
+    [
+        "checkpoints/../../x",
+        "checkpoints/deep/out",
+        *(
+            pytest.param(path, marks=pytest.mark.slow)
+            for path in ("../x", "/etc/passwd", "checkpoints/deep/folder/passwd")
+        ),
+    ],
 )
 def test_no_path_leaves_the_run(trained: tuple[Home, str], tmp_path: Path, path: str):
     home, run = trained

@@ -16,10 +16,10 @@ from sgpu_magic.errors import PoolError
 from sgpu_magic.protocol.states import RunState
 
 TRAINS = (
-    "%%distributed -n 2 --out total\n"
+    "%%distributed -n 2 --out total --detach --session none\n"
     "import os, time, torch, torch.distributed as dist\n"
     "total = torch.zeros(1)\n"
-    "print('trains', flush=True)\n"
+    "open('trains', 'w').close()\n"
     "while not os.path.exists('go on'):\n"
     "    total += dist.get_world_size()\n"
     "    time.sleep(0.05)\n"
@@ -70,15 +70,15 @@ def test_a_disk_that_takes_nothing_costs_others_nothing(
 ):
     home = new_home()
     with small_disk(home.state, kind, inodes=600) as disk:
-        trains, submits = Kernel(home), Kernel(home)
+        kernel = Kernel(home)
         try:
-            submits.check("%sgpu_connect -n 2 --name work")
-            cell = trains.start(TRAINS)
-            cell.until_shown("trains", 30)
+            kernel.check("%sgpu_connect -n 2 --name work")
+            kernel.check(TRAINS)
+            eventually((home.work / "trains").exists, 30, "it does not train")
             pool = home.pool_pid()
             says = spoil(disk)
             for body in ("%%distributed -n 2 --fresh\nprint('never')", "%%distributed --session work\nprint('never')"):
-                reply = submits.run(body)
+                reply = kernel.run(body)
                 assert (reply.status, reply.ename) == ("error", "PoolError"), reply.story
                 for word in ("can't record the run", str(home.state), kind, says, "SGPU_STATE_DIR"):
                     assert word in reply.evalue, reply.story
@@ -89,20 +89,18 @@ def test_a_disk_that_takes_nothing_costs_others_nothing(
             line = next(line for line in doctor.stdout.splitlines() if "no run can be recorded" in line)
             assert (doctor.returncode != 0, says in line, "disk" in line) == (True, True, True), doctor.stdout
             (home.work / "go on").touch()
-            reply = cell.wait(30)
-            assert reply.status == "ok", reply.story
+            reply = kernel.check("%sgpu_attach")
             assert [reply.lines(rank)[-1] for rank in (0, 1)] == ["last line", "last line"]
-            assert trains.value("total.item() > 0") is True
+            assert kernel.value("total.item() > 0") is True
             make_room(disk)
-            reply = submits.run("%%distributed --session work\nprint('after')")
+            reply = kernel.run("%%distributed --session work\nprint('after')")
             assert reply.status == "ok", reply.story
             assert home.pool_pid() == pool
             states = lambda: sorted(row.state for row in home.ledger().values())  # noqa: E731
             eventually(lambda: states() == ["running", "succeeded", "succeeded"], 5, lambda: str(states()))
             assert "Traceback" not in (home.state / "pool.log").read_text()
         finally:
-            trains.close()
-            submits.close()
+            kernel.close()
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from kernels import Kernel
 
-HOME_VARIABLES = {"SGPU_SIMULATE": "a10:3,h100:2"}
+HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4,h100:2", "SGPU_PRICES": "a10=1.20"}
 
 SETUP = """
 import enum, os, time
@@ -37,7 +37,7 @@ def test_the_type_is_a_text_or_an_enums_member(kernel: Kernel):
 
 
 def test_without_a_number_and_a_type_it_takes_all_of_the_smallest(kernel: Kernel):
-    assert kernel.value("lease(where)") == ["a10", 3]
+    assert kernel.value("lease(where)") == ["a10", 4]
 
 
 def test_a_pool_that_is_not_there_is_named_in_pythons_words(kernel: Kernel):
@@ -57,18 +57,19 @@ def test_a_sweep_uses_all_devices_of_its_type_at_once(kernel: Kernel):
         "def meet(i):\n"
         "    open(f'sweep-{i}', 'w').close()\n"
         "    end = time.monotonic() + 20\n"
-        "    while sum(os.path.exists(f'sweep-{n}') for n in range(3)) < 3 and time.monotonic() < end:\n"
+        "    while sum(os.path.exists(f'sweep-{n}') for n in range(4)) < 4 and time.monotonic() < end:\n"
         "        time.sleep(0.01)\n"
-        "    return sum(os.path.exists(f'sweep-{n}') for n in range(3))\n"
-        "sweep = sgpu_magic.map(meet, range(3), gpu_type='a10', ui='none')"
+        "    return sum(os.path.exists(f'sweep-{n}') for n in range(4))\n"
+        "sweep = sgpu_magic.map(meet, range(4), gpu_type='a10', ui='none')"
     )
-    assert kernel.value("sweep.results") == [3, 3, 3]
+    assert kernel.value("sweep.results") == [4, 4, 4, 4]
     assert kernel.value("sorted({run._followed.view.lease.uuids[0] for run in sweep.runs})") == [
         "SIM-a10-0",
         "SIM-a10-1",
         "SIM-a10-2",
+        "SIM-a10-3",
     ]
-    kernel.check("for n in range(3): os.unlink(f'sweep-{n}')")
+    kernel.check("for n in range(4): os.unlink(f'sweep-{n}')")
 
 
 def test_a_session_lends_its_devices_to_calls_of_its_type_and_size(kernel: Kernel):

@@ -7,7 +7,7 @@ import re
 import pytest
 from kernels import Kernel
 
-HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4,h100:2"}
+HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4,h100:2", "SGPU_PRICES": "a10=1.20"}
 
 HOLD = "import os, time\nprint('holding', flush=True)\nwhile not os.path.exists('{go}'): time.sleep(0.01)"
 
@@ -35,10 +35,22 @@ def test_types_are_named_in_any_way(kernel: Kernel):
         assert "1 x a10 (simulated" in kernel.check(f"%%distributed -n 1 --type {written}\npass").text
 
 
-def test_of_several_types_all_of_the_smallest_are_taken_and_that_is_told(kernel: Kernel):
+def test_of_several_types_all_of_the_cheapest_are_taken_and_that_is_told(kernel: Kernel):
     shown = kernel.check("%%distributed\npass").text
     assert "4 x a10" in shown
-    assert "on a10, the smallest type that is free; --type takes another of a10, h100" in shown
+    assert "on a10, the cheapest type that is free; --type takes another of a10, h100" in shown
+
+
+def test_a_run_without_a_type_gets_the_cheapest_that_is_free(kernel: Kernel):
+    kernel.check(f"%%distributed -n 3 --type a10 --detach --name holder\n{HOLD.format(go='go-0')}")
+    try:
+        assert "on h100, the smallest type that is free" in kernel.check("%%distributed -n 2\npass").text
+        kernel.check("import sgpu_magic")
+        found = "sgpu_magic.distributed(gpus={}, ui='none')(lambda world_size: world_size).distributed()"
+        assert kernel.value(found.format(1)) == [1]
+        assert "on a10, the cheapest type that is free" in kernel.check("%%distributed -n 1\npass").text
+    finally:
+        release(kernel, "go-0")
 
 
 def test_type_alone_takes_all_of_it(kernel: Kernel):

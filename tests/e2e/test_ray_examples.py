@@ -8,7 +8,7 @@ import pytest
 from kernels import Home, Kernel
 from ray_traces import check_gone
 
-HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4", "SGPU_STAND_IN": "cpu", "SGPU_RAY_DASHBOARD": "false"}
+HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4,h100:8", "SGPU_STAND_IN": "cpu", "SGPU_RAY_DASHBOARD": "false"}
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 PATIENCE_S = 500.0

@@ -15,7 +15,7 @@ from process_table import listening
 from ray_traces import check_gone, directories, object_files, open_to_others, pid_of, ray_processes
 
 # the dashboard is the slow part of a cluster's start: one test has it
-HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4", "SGPU_STAND_IN": "cpu", "SGPU_RAY_DASHBOARD": "false"}
+HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4,h100:8", "SGPU_STAND_IN": "cpu", "SGPU_RAY_DASHBOARD": "false"}
 
 # a machine that is busy with other tests starts a cluster in half a minute
 pytestmark = pytest.mark.timeout(400)

@@ -10,7 +10,7 @@ from lazy_modules import nbformat
 pytestmark = pytest.mark.slow
 
 NOTEBOOK = NOTEBOOKS / "ray.ipynb"
-HOME_VARIABLES = {"SGPU_SIMULATE": "a10:2", "SGPU_STAND_IN": "cpu"}
+HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4,h100:8", "SGPU_STAND_IN": "cpu", "SGPU_RAY_DASHBOARD": "false"}
 
 
 def test_its_saved_outputs_tell_what_it_does():

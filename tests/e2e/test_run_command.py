@@ -20,7 +20,7 @@ from served_pools import served_pool
 
 from sgpu_magic.protocol.states import RunState
 
-HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4", "SGPU_PRICES": "a10=1.20"}
+HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4,h100:2", "SGPU_PRICES": "a10=1.20"}
 COMMAND = [sys.executable, "-m", "sgpu_magic.cli"]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from kernels import Home, Kernel, eventually
 
-HOME_VARIABLES = {"SGPU_STALL_S": "1.5"}
+HOME_VARIABLES = {"SGPU_STALL_S": "1"}
 
 # line 1 is the magic's
 ONE_IS_MISSING = (

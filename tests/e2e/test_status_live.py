@@ -13,7 +13,7 @@ from kernels import Cell, Home, Kernel, eventually
 from tests import nvml_stub as nvml
 
 nvml_stub = nvml.nvml_stub
-HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4"}
+HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4,h100:2", "SGPU_PRICES": "a10=1.20"}
 WAITS = """%%distributed -n 2 --name {name} --detach
 import os, time
 print('waits', rank, flush=True)

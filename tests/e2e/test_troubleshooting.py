@@ -109,10 +109,12 @@ def test_help_is_shown_as_markdown_and_in_a_shell_as_text(kernel: Kernel):
 # ---------------------------------------------------------------- the run
 
 
+@pytest.mark.slow
 def test_it_takes_less_than_a_coffee(executed: Executed):
     assert executed.seconds < MOST_SECONDS
 
 
+@pytest.mark.slow
 def test_cells_that_are_to_fail_do_and_name_their_section(executed: Executed):
     for cell in executed.cells:
         if cell.fails:
@@ -125,6 +127,7 @@ def test_cells_that_are_to_fail_do_and_name_their_section(executed: Executed):
             assert "this never runs" not in cell.text
 
 
+@pytest.mark.slow
 def test_every_section_shows_what_it_is_about(executed: Executed):
     raised = {cell.section: cell.errors[0] for cell in executed.cells if cell.fails}
     assert raised == {
@@ -144,6 +147,7 @@ def test_every_section_shows_what_it_is_about(executed: Executed):
     assert set(headings(NOTEBOOK)) - raised.keys() == {title(HANGS), "A fault of sgpu-magic"}
 
 
+@pytest.mark.slow
 def test_saved_outputs_are_those_of_this_version_and_of_no_machine(executed: Executed):
     kept = saved(NOTEBOOK)
     again = "save them with scripts/save_outputs.py"
@@ -155,6 +159,7 @@ def test_saved_outputs_are_those_of_this_version_and_of_no_machine(executed: Exe
         assert not re.search(r"/(tmp/sg|root|work|Users|home/(?!you/))", cell.text), cell.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("section", "words"),
     [

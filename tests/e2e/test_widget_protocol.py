@@ -13,7 +13,6 @@ from ipykernels import variables_for
 from kernels import Cell, Home, Kernel, Reply, eventually
 from lazy_modules import nbclient, nbformat, papermill
 
-HOME_VARIABLES = {"SGPU_STALL_S": "60"}
 STEPS = "import time\nfor i in range({0}): print('step', i, flush=True); time.sleep({1})\n"
 FOREVER = "import time\nprint('up', flush=True)\nwhile True: time.sleep(0.02)\n"
 FIGURE = "from IPython.display import HTML, display\n"
