@@ -605,6 +605,18 @@ def test_installed_modules_are_not_the_users(session: Session, tmp_path: Path):
 # ---------------------------------------------------------------- its end
 
 
+def test_a_rank_that_leaves_runs_the_finalizers_of_its_cells_and_no_others(zygote: Zygote, tmp_path: Path):
+    session = Session(zygote, 1, cwd=str(tmp_path)).connect()
+    due = "[made for made in weakref.finalize._registry if made.atexit]"
+    assert values(session, f"import weakref\nlen({due})") == [0]
+    session.run("class Resource: pass\nheld = Resource()\nending = weakref.finalize(held, print, 'finalized')")
+    assert values(session, f"{due} == [ending]") == [True]
+    session.ranks[0].send(Leave())
+    assert zygote.wait(session.ranks[0].pid) == 0
+    eventually(lambda: "finalized\n" in session.ranks[0].printed, 5, "the finalizer did not run")
+    session.leave()
+
+
 def test_a_rank_leaves_when_it_is_told_to_and_runs_exit_handlers(zygote: Zygote, tmp_path: Path):
     session = Session(zygote, 1, cwd=str(tmp_path)).connect()
     session.run("import atexit\natexit.register(print, 'bye')")

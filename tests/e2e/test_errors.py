@@ -65,14 +65,20 @@ def test_last_victim_is_not_blamed_when_the_culprit_is_slow_to_tell(kernel: Kern
 
 
 def test_two_ranks_fail_the_first_is_shown_the_other_is_a_line(kernel: Kernel):
+    (kernel.home.work / "told").unlink(missing_ok=True)
     reply = kernel.run(
         "%%distributed -n 2\n"
-        "import time\n"
-        "if rank == 0:\n"
-        "    time.sleep(0.05)  # a fault after the first one\n"
-        "raise KeyError(f'of rank {rank}')"
+        "import os, time\n"
+        "class Told(KeyError):\n"
+        "    def __str__(self):\n"
+        "        open('told', 'w').close()\n"
+        "        return 'of rank 1'\n"
+        "if rank == 1: raise Told\n"
+        # when its text is asked for, the time of the first failure is known
+        "while not os.path.exists('told'): time.sleep(0.01)\n"
+        "raise KeyError('of rank 0')"
     )
-    assert reply.ename == "KeyError"
+    assert reply.ename == "Told"
     assert "of rank 1" in reply.evalue
     assert [line for line in reply.traceback.splitlines() if line.startswith("rank 0: KeyError")], reply.traceback
 
