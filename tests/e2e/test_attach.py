@@ -43,10 +43,12 @@ def word(home: Home, request: pytest.FixtureRequest) -> Word:
 
 
 def submit_detached(kernel: Kernel, body: str, options: str = "") -> str:
-    """Run a cell with `--detach` and return the run's short id."""
+    """Run a cell with `--detach` and return the run's id."""
     reply = kernel.check(f"%%distributed -n 2 --detach {options}\n{body}")
     assert "goes on without this notebook" in reply.text, reply.story
-    return reply.text.rpartition("%sgpu_attach ")[2][:4]
+    run_id = kernel.home.runs[-1]
+    assert reply.text.rpartition("%sgpu_attach ")[2][:4] == run_id[:4]
+    return run_id
 
 
 def started(kernel: Kernel, body: str, options: str = "") -> tuple[Cell, str]:
@@ -82,19 +84,19 @@ def test_a_detached_run_outlives_its_kernel_and_is_picked_up_whole(
     assert reply.lines(0) == ["first 0", "last 0"]
     assert reply.lines(1) == ["first 1", "last 1"]
     assert "succeeded" in reply.text
-    assert second.value("[total, mine, result.run_id[:4]]") == [200_000 * 199_999 // 2, [0, 1], run]
+    assert second.value("[total, mine, result.run_id]") == [200_000 * 199_999 // 2, [0, 1], run]
 
 
 def test_a_run_that_has_ended_is_shown_whole_and_brings_its_results(kernel: Kernel, home: Home):
     kernel.check("%%distributed -n 2 --out answer\nprint('once', rank)\nanswer = 42\nanswer + rank")
-    run = home.runs[-1][:4]
+    run = home.runs[-1]
     kernel.check("del answer")
     reply = kernel.check(f"%sgpu_attach {run}")
     assert [reply.lines(rank) for rank in (0, 1)] == [["once 0"], ["once 1"]]
-    assert reply.result == f"run {run}: [42, 43]"
+    assert reply.result == f"run {run[:4]}: [42, 43]"
     assert kernel.value("answer") == 42
     # and once more: nothing is used up
-    assert kernel.check(f"%sgpu_attach {run} --ui none").result == f"run {run}: [42, 43]"
+    assert kernel.check(f"%sgpu_attach {run} --ui none").result == f"run {run[:4]}: [42, 43]"
 
 
 def test_a_large_result_is_there_for_everybody_who_comes(kernel: Kernel, new_kernel: Callable[..., Kernel], home: Home):
@@ -129,12 +131,12 @@ def test_results_that_lie_nowhere_any_more_are_an_error_that_says_so(new_home: C
     kernel = Kernel(home)
     try:
         kernel.check("%%distributed -n 1 --out gone\nimport numpy as np\nprint('said')\ngone = np.ones(300_000)")
-        run = home.runs[-1][:4]
+        run = home.runs[-1]
         # the agent hears through the pool that the notebook has them
         eventually(lambda: not any(map(memory_files, home.agent_pids())), 10, "the agent lets go of the results")
         reply = kernel.run(f"%sgpu_attach {run}")
         assert reply.ename == "SerializationError"
-        assert f"what rank 0 of run {run} returned is gone" in reply.evalue
+        assert f"what rank 0 of run {run[:4]} returned is gone" in reply.evalue
         assert "keep_results" in reply.evalue
         assert "[0] said" in reply.text
     finally:
@@ -143,7 +145,7 @@ def test_results_that_lie_nowhere_any_more_are_an_error_that_says_so(new_home: C
 
 def test_a_failed_run_raises_what_it_raised(kernel: Kernel, home: Home):
     kernel.run("%%distributed -n 2\nprint('before')\nif rank == 1: {}['missing']")
-    run = home.runs[-1][:4]
+    run = home.runs[-1]
     reply = kernel.run(f"%sgpu_attach {run}")
     assert reply.ename == "KeyError"
     assert "rank 1 of 2" in reply.traceback
@@ -151,7 +153,7 @@ def test_a_failed_run_raises_what_it_raised(kernel: Kernel, home: Home):
     assert "[0] before" in reply.text
     caught = kernel.check(
         f"try:\n    get_ipython().run_line_magic('sgpu_attach', '{run}')\n"
-        "except KeyError as error:\n    print('caught', error.args, error.rank, error.run_id[:4])"
+        "except KeyError as error:\n    print('caught', error.args, error.rank, error.run_id)"
     )
     assert f"caught ('missing',) 1 {run}" in caught.text
 
@@ -214,7 +216,7 @@ def test_an_interrupt_only_stops_the_watching(kernel: Kernel, home: Home, word: 
     reply = cell.wait(10)
     assert time.monotonic() - pressed < 2
     assert reply.status == "ok"
-    assert f"stopped watching; run {run} goes on" in reply.text
+    assert f"stopped watching; run {run[:4]} goes on" in reply.text
     assert later.wait().status == "ok"
     assert all(is_alive(pid) for pid in pids)
     word.give()
@@ -236,7 +238,7 @@ def test_a_run_of_an_earlier_pool_is_still_there(new_home: Callable[..., Home]):
     kernel = Kernel(home)
     try:
         kernel.check("%%distributed -n 2 --out kept\nprint('old', rank)\nkept = [1, 2]")
-        run = home.runs[-1][:4]
+        run = home.runs[-1]
         before = home.pool_pid()
         assert before is not None
         os.kill(before, signal.SIGTERM)

@@ -502,7 +502,7 @@ def test_a_run_is_picked_up_again_by_its_id(kernel: Kernel, new_kernel):
     )
     run_id = kernel.value("run.run_id")
     for one in (kernel, new_kernel()):
-        one.check(f"from sgpu_magic import Run\nagain = Run.from_id({run_id[:4]!r})")
+        one.check(f"from sgpu_magic import Run\nagain = Run.from_id({run_id[:7]!r})")
         assert one.value("(again.result(timeout=10), again.name, str(again.state))") == [
             [{"rank": 0}, {"rank": 1}],
             "made",

@@ -264,7 +264,7 @@ def test_a_detached_run_outlives_notebook_and_pool(
     if comes != "at once":
         eventually(lambda: home.pool_pid() not in (None, pool), ADOPT_S + GONE_S, "the next pool")
     second = new_kernel()
-    cell = second.start(f"%sgpu_attach {run_id[:4]}")
+    cell = second.start(f"%sgpu_attach {run_id}")
     cell.until_shown("taken the run over", 15)
     go_file.touch()
     reply = cell.wait(15)

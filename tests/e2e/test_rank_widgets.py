@@ -55,6 +55,7 @@ def test_a_progress_bar_of_a_notebook_moves_and_its_last_state_stays(kernel: Ker
     bar = "import time\nfrom tqdm.notebook import tqdm\nfor i in tqdm(range(40), desc='steps'): time.sleep(0.02)\n"
     cell = kernel.start(f"%%distributed -n 1\n{bar}")
     (box,) = shown_models(cell, 1)
+    cell.until(lambda: len(box.state["children"]) == 3, 10, "the bar's parts")
     children = [kernel.front_end.models[each.removeprefix("IPY_MODEL_")] for each in box.state["children"]]
     cell.until(lambda: children[1].updates > 1, 10, "the bar moves")
     reply = cell.wait()
@@ -92,11 +93,16 @@ def test_interact_calls_its_function_in_the_idle_rank(kernel: Kernel):
         cell = kernel.start(f"%%distributed\n{INTERACT}")
         assert cell.wait().status == "ok", cell.reply.story
         (box,) = shown_models(cell, 1)
+        cell.until(lambda: len(box.state["children"]) == 2, 10, "its children")
         models = kernel.front_end.models
         slider, output = (models[each.removeprefix("IPY_MODEL_")] for each in box.state["children"])
-        assert output.state["outputs"][0]["text"] == "lr is 2\n"
+
+        def shows(text: str) -> bool:
+            return [shown["text"] for shown in output.state["outputs"]] == [text]
+
+        cell.until(lambda: shows("lr is 2\n"), 10, "the function's output")
         kernel.front_end.set(slider, value=7)
-        cell.until(lambda: output.state["outputs"][0]["text"] == "lr is 7\n", 10, "the function's output")
+        cell.until(lambda: shows("lr is 7\n"), 10, "the function's next output")
     finally:
         kernel.check("%sgpu_disconnect")
 

@@ -50,7 +50,7 @@ def test_a_cell_runs_again_with_the_variables_that_it_had(kernel: Kernel, home: 
     then = kernel.value("total")
     run_id = settled(home)
     kernel.check("weights, scale, total = None, None, None")
-    reply = kernel.check(f"%sgpu_replay {run_id[:4]}")
+    reply = kernel.check(f"%sgpu_replay {run_id}")
     assert "[1] first 3" in reply.text
     assert f"a replay of run {run_id[:4]}" in reply.text
     assert kernel.value("total") == then
@@ -69,7 +69,7 @@ def test_the_command_runs_a_cell_again_after_its_notebook_is_gone(home: Home, ne
     kernel.check("%%distributed -n 2\nprint(word, rank)\nif word == 'lost': raise ValueError('not this time')")
     run_id = settled(home)
     kernel.close()
-    text = sgpu(home, "replay", run_id[:4])
+    text = sgpu(home, "replay", run_id[:7])
     assert "[0] kept 0" in text
     assert "[1] kept 1" in text
     assert f"a replay of run {run_id[:4]}" in text

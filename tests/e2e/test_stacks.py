@@ -38,7 +38,7 @@ def test_stacks_of_a_run_are_grouped_by_what_the_ranks_do(kernel: Kernel, new_ke
     for rank in range(4):
         cell.until_shown(f"[{rank}] up")
     run = kernel.home.runs[-1]
-    for line in (f"%sgpu_stacks {run[:4]}", "%sgpu_stacks"):
+    for line in (f"%sgpu_stacks {run}", "%sgpu_stacks"):
         reply = other.check(line)
         lines = plain_lines(reply.text)
         assert lines[0] == f"run {run[:4]}"
