@@ -94,7 +94,9 @@ def test_everything_is_private(kernel: Kernel, home: Home):
         for path in [root, *root.rglob("*")]:
             if path.is_symlink():
                 continue
-            assert not mode(path) & 0o077, f"{path} has mode {mode(path):o}"
+            # what is written of a run that is over has another name at first
+            with contextlib.suppress(FileNotFoundError):
+                assert not mode(path) & 0o077, f"{path} has mode {mode(path):o}"
     assert stat.S_ISSOCK((home.runtime / "pool.sock").stat().st_mode)
 
 
