@@ -99,6 +99,7 @@ class AgentProcess:
     ) -> str:
         """Order a run and return its id."""
         run_id = spec.pop("run_id", "") or new_id()
+        interpreter = spec.pop("interpreter", None) or this_interpreter()
         packed = pack_namespace(dict(names or {}), {}, _KEY)
         launch = Launch(
             spec=RunSpec(
@@ -112,7 +113,7 @@ class AgentProcess:
                 kind=kind,
                 **spec,
             ),
-            interpreter=this_interpreter(),
+            interpreter=interpreter,
             context=this_context(os.environ, _KEY),
             payload=Payload(source=InlinePayload(), layout=packed.layout),
             lease=Lease(lease_id="lease", device_type="cpu", ranks=ranks, cpu_slots=ranks),

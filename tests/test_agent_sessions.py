@@ -21,6 +21,7 @@ from sgpu_magic.protocol.events import (
     SessionMoved,
 )
 from sgpu_magic.protocol.questions import RankQuestion
+from sgpu_magic.protocol.records import Interpreter
 from sgpu_magic.protocol.states import FailureKind, RunState
 
 MODEL = """
@@ -321,3 +322,28 @@ def test_a_session_that_was_ended_takes_no_cell(agent: AgentProcess):
     ended, _ = session.run("pass")
     assert ended.failure is not None
     assert ended.failure.kind is FailureKind.SESSION
+
+
+# ---------------------------------------------------------------- a zygote that does not start
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("kill -9 $$", "was killed by SIGKILL while it imported torch"),
+        ("echo old >&2; exit 1", "says: old"),
+        # in the same log, which has the other's word
+        ("exit 3", "left with exit code 3 and said nothing"),
+    ],
+)
+def test_a_python_that_does_not_start_is_told_by_how_it_ended(agent: AgentProcess, script: str, words: str):
+    program = agent.path / "python"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o700)
+    interpreter = Interpreter(executable=str(program), key="of-a-script", variables={})
+    run_id = agent.launch("1", ranks=2, interpreter=interpreter)
+    failure = agent.wait_for(run_id, RunEnded).failure
+    assert failure.kind is FailureKind.ENVIRONMENT
+    assert f"{words}." in f"{failure.message}."
+    assert str(program) in failure.message
+    agent.wait_until_gone(run_id)

@@ -119,6 +119,10 @@ class Groups:
             self._departing.remove(group)
         self._zygotes.retire()
 
+    def reaped(self, pid: int, status: int) -> None:
+        """A child of this process has ended: exit code, negative for a signal."""
+        self._zygotes.reaped(pid, status)
+
     def zygote_pids(self) -> list[int]:
         return self._zygotes.pids()
 

@@ -311,11 +311,13 @@ class Agent:
         """Zygotes are our children; as a subreaper we also get what a dead zygote leaves."""
         while True:
             try:
-                pid, _ = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return
             if pid == 0:
                 return
+            with faults.guarded(None):
+                self._groups.reaped(pid, os.waitstatus_to_exitcode(status))
             self._successor.reaped(pid)
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import resource
+import signal
 import socket
 import subprocess
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ from sgpu_magic.protocol.states import FailureKind
 from sgpu_magic.protocol.zygote_messages import Exited, Fork, Forked, ForkRefused, FromZygote, ZygoteFailed, ZygoteReady
 
 _MAX_IDLE = 2
+# how it ended is known a moment after its socket is closed
+_EXIT_S = 2.0
 # forks cost page tables; with huge pages for malloc's heap they cost half
 _MALLOC_TUNABLE = "glibc.malloc.hugetlb=1"
 
@@ -62,6 +65,8 @@ class Zygote:
         self._on_lost = on_lost
         self._groups: dict[str, ForkListener] = {}
         self._failure = ""
+        self._status: int | None = None
+        self._untold: asyncio.Handle | None = None
         self._group_of: dict[int, ForkListener] = {}
         ours, theirs = socket.socketpair()
         environment = dict(interpreter.variables)
@@ -70,6 +75,8 @@ class Zygote:
         # keeps the agent's working directory out of the import path; needs no switch of the interpreter
         environment["PYTHONSAFEPATH"] = "1"
         with theirs, open(self._log, "ab", opener=_private) as log:
+            # what another one wrote before is not its word
+            self._log_begin = log.tell()
             self.process = subprocess.Popen(
                 [interpreter.executable, "-m", "sgpu_magic.worker.zygote", str(theirs.fileno())],
                 env=environment,
@@ -103,6 +110,13 @@ class Zygote:
         """End of file tells the zygote to kill what it has and exit."""
         self.stream.close()
 
+    def reaped(self, status: int) -> None:
+        """Its process has ended, with this exit code, negative for a signal."""
+        self._status = status
+        if self._untold is not None:
+            self._untold.cancel()
+            self._tell_end()
+
     def _message(self, message: FromZygote, frames: Sequence[bytes]) -> None:
         match message:
             case ZygoteReady() if message.protocol_version != PROTOCOL_VERSION:
@@ -135,6 +149,13 @@ class Zygote:
 
     def _closed(self) -> None:
         self._on_lost(self)
+        if self._failure or self.ready or self._status is not None:
+            self._tell_end()
+        else:
+            self._untold = asyncio.get_running_loop().call_later(_EXIT_S, self._tell_end)
+
+    def _tell_end(self) -> None:
+        self._untold = None
         kind = FailureKind.ENVIRONMENT
         where = f"{self.interpreter.executable} (its log: {self._log})"
         if self._failure:
@@ -146,8 +167,16 @@ class Zygote:
                 "the process that forks ranks ended unexpectedly, and its ranks with it: somebody killed it, or the "
                 f"system did. It was {where}."
             )
+        elif self._status is not None and self._status < 0:
+            text = (
+                f"the ranks' Python could not be started: {where} was killed by {_signal_name(-self._status)} while it "
+                "imported torch. Somebody killed it, or the system did for want of memory."
+            )
         else:
-            text = f"the ranks' Python could not be started: {where} says: {_last_line(self._log)}"
+            said = _last_line(self._log, self._log_begin)
+            ended = "ended" if self._status is None else f"left with exit code {self._status}"
+            words = f"says: {said}" if said else f"{ended} and said nothing"
+            text = f"the ranks' Python could not be started: {where} {words}"
         for listener in list(self._groups.values()):
             with faults.guarded(listener.faulted):
                 listener.zygote_lost(kind, text)
@@ -166,6 +195,8 @@ class Zygotes:
         self._log_dir = log_dir
         self._idle_s = idle_s
         self._by_key: dict[str, Zygote] = {}
+        # those whose process has not been reaped
+        self._by_pid: dict[int, Zygote] = {}
 
     def get(self, interpreter: Interpreter) -> Zygote:
         """Return the interpreter's zygote, started when there is none.
@@ -177,6 +208,7 @@ class Zygotes:
         if zygote is None:
             zygote = Zygote(interpreter, self._log_dir, self._lost)
             self._by_key[interpreter.key] = zygote
+            self._by_pid[zygote.process.pid] = zygote
             self.retire(keep=zygote)
         zygote.last_used = asyncio.get_running_loop().time()
         return zygote
@@ -190,6 +222,12 @@ class Zygotes:
             if position < surplus or now - zygote.last_used > self._idle_s:
                 del self._by_key[zygote.interpreter.key]
                 zygote.close()
+
+    def reaped(self, pid: int, status: int) -> None:
+        """A child has ended: exit code, negative for a signal."""
+        zygote = self._by_pid.pop(pid, None)
+        if zygote is not None:
+            zygote.reaped(status)
 
     def pids(self) -> list[int]:
         return [zygote.process.pid for zygote in self._by_key.values()]
@@ -212,9 +250,17 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _last_line(path: Path) -> str:
+def _last_line(path: Path, begin: int) -> str:
+    """What was written last from an offset on, "" when nothing was."""
     try:
-        lines = path.read_text(errors="replace").strip().splitlines()
+        lines = path.read_bytes()[begin:].decode(errors="replace").strip().splitlines()
     except OSError:
-        return "nothing"
-    return lines[-1] if lines else "nothing"
+        return ""
+    return lines[-1] if lines else ""
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

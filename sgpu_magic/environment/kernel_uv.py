@@ -33,13 +33,16 @@ class Done:
     words: str
 
 
-def call_uv(arguments: Sequence[str], variables: Mapping[str, str], timeout_s: float, *, gently: bool = False) -> Done:
+def call_uv(
+    arguments: Sequence[str], variables: Mapping[str, str], timeout_s: float, *, stdin: str = "", gently: bool = False
+) -> Done:
     """Run uv and wait; it and its children are killed when the wait is interrupted.
 
     Args:
         arguments: Of the command. Nothing secret: anybody on the machine can read them.
         variables: Beside those of this process.
         timeout_s: It is killed after so many seconds.
+        stdin: What it reads.
         gently: At the lowest priority: nobody waits for it.
 
     Raises:
@@ -49,7 +52,7 @@ def call_uv(arguments: Sequence[str], variables: Mapping[str, str], timeout_s: f
     environ |= {"UV_NO_PROGRESS": "1", "NO_COLOR": "1", "UV_PYTHON_DOWNLOADS": "never", **variables}
     try:
         command = [*(("nice", "-n", "19") if gently and shutil.which("nice") else ()), uv_path(), *arguments]
-        return _called(command, environ, timeout_s)
+        return _called(command, environ, timeout_s, stdin)
     except OSError as error:
         raise EnvironmentFailed(
             f"uv, which makes lock files and wheels, can't be started: {error.strerror or error}. "
@@ -80,13 +83,13 @@ def call_pip(arguments: Sequence[str], variables: Mapping[str, str], timeout_s: 
         ) from None
 
 
-def _called(command: Sequence[str], environ: Mapping[str, str], timeout_s: float) -> Done:
+def _called(command: Sequence[str], environ: Mapping[str, str], timeout_s: float, stdin: str = "") -> Done:
     """Run a command and wait; it and its children are killed when the wait is interrupted or its time is over."""
     process = subprocess.Popen(
         command,
         env=environ,
         cwd="/",
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -95,7 +98,7 @@ def _called(command: Sequence[str], environ: Mapping[str, str], timeout_s: float
         start_new_session=True,
     )
     try:
-        output, words = process.communicate(timeout=timeout_s)
+        output, words = process.communicate(stdin, timeout=timeout_s)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

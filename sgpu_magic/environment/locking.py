@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -51,32 +50,29 @@ def make_lock(snapshot: Snapshot, wheels: Path, variables: Mapping[str, str], *,
     unpublished: set[str] = set()
     unlocked: dict[str, str] = {}
     other_builds: dict[str, str] = {}
-    with tempfile.TemporaryDirectory(prefix="sgpu-lock-") as folder:
-        while True:
-            try:
-                status, text, words = _compile(
-                    Path(folder), snapshot.executable, asked.values(), variables, gently=gently
-                )
-            except EnvironmentFailed as error:
-                return Lock(problem=error.message)
-            if not status:
-                break
-            missing = _named_in(words, _NOT_THERE) & asked.keys()
-            broken = (_named_in(words, _NOT_BUILT) & asked.keys()) - missing
-            if not missing and not broken:
-                return Lock(problem=f"uv could not ask the package index: {words[-_LAST_WORDS:]}")
-            for key in missing:
-                public = asked[key].partition("+")[0]
-                if is_from_node(key) and public != asked[key]:
-                    # a build for one CUDA version, or none, from an index of its own
-                    asked[key] = other_builds[key] = public
-                else:
-                    del asked[key]
-                    unpublished.add(key)
-                    other_builds.pop(key, None)
-            for key in broken:
+    while True:
+        try:
+            status, text, words = _compile(snapshot.executable, asked.values(), variables, gently=gently)
+        except EnvironmentFailed as error:
+            return Lock(problem=error.message)
+        if not status:
+            break
+        missing = _named_in(words, _NOT_THERE) & asked.keys()
+        broken = (_named_in(words, _NOT_BUILT) & asked.keys()) - missing
+        if not missing and not broken:
+            return Lock(problem=f"uv could not ask the package index: {words[-_LAST_WORDS:]}")
+        for key in missing:
+            public = asked[key].partition("+")[0]
+            if is_from_node(key) and public != asked[key]:
+                # a build for one CUDA version, or none, from an index of its own
+                asked[key] = other_builds[key] = public
+            else:
                 del asked[key]
-                unlocked[key] = "uv can't read its source distribution"
+                unpublished.add(key)
+                other_builds.pop(key, None)
+        for key in broken:
+            del asked[key]
+            unlocked[key] = "uv can't read its source distribution"
     repacked, left_out = _repacked(snapshot, unpublished | unlocked.keys(), wheels)
     entries = "".join(_own_entries(snapshot, repacked, asked))
     lock = Lock(
@@ -100,11 +96,10 @@ def lock_order(environment: Environment, python: str, variables: Mapping[str, st
     """
     if environment.resolve:
         return Lock(problem="the node looked the dependencies up itself")
-    with tempfile.TemporaryDirectory(prefix="sgpu-lock-") as folder:
-        try:
-            status, text, words = _compile(Path(folder), python, environment.requirements, variables, gently=gently)
-        except EnvironmentFailed as error:
-            return Lock(problem=error.message)
+    try:
+        status, text, words = _compile(python, environment.requirements, variables, gently=gently)
+    except EnvironmentFailed as error:
+        return Lock(problem=error.message)
     if status:
         return Lock(problem=f"uv could not make it: {words[-_LAST_WORDS:]}")
     head = f"# Made with uv of what a node was told to build, digest {environment.digest}.\n"
@@ -122,18 +117,15 @@ def _asked_line(distribution: Distribution) -> str:
     return distribution.direct_reference or distribution.pin
 
 
-def _compile(
-    folder: Path, python: str, lines: Iterable[str], variables: Mapping[str, str], *, gently: bool
-) -> tuple[int, str, str]:
-    """Run `uv pip compile`: its status, the lock file without its comments, and what it said."""
-    wanted, made = folder / "requirements.in", folder / "pylock.toml"
-    wanted.write_text("\n".join(lines) + "\n")
-    made.unlink(missing_ok=True)
-    command = ["pip", "compile", str(wanted), "--output-file", str(made), "--format", "pylock.toml"]
-    command += ["--no-deps", "--generate-hashes", "--no-header", "--no-sources", "--python", python]
-    done = call_uv([*command, "--quiet"], variables, _TIMEOUT_S, gently=gently)
-    text = made.read_text() if made.is_file() else ""
-    return done.status, without_url_credentials(text), done.words
+def _compile(python: str, lines: Iterable[str], variables: Mapping[str, str], *, gently: bool) -> tuple[int, str, str]:
+    """Run `uv pip compile`: its status, the lock file without its comments, and what it said.
+
+    No file is made: a kernel that is killed would leave it.
+    """
+    command = ["pip", "compile", "-", "--format", "pylock.toml", "--no-deps", "--generate-hashes", "--no-header"]
+    command += ["--no-sources", "--python", python, "--quiet"]
+    done = call_uv(command, variables, _TIMEOUT_S, stdin="\n".join(lines) + "\n", gently=gently)
+    return done.status, without_url_credentials(done.output), done.words
 
 
 def _named_in(words: str, pattern: re.Pattern[str]) -> set[str]:
