@@ -20,7 +20,7 @@ from sgpu_magic.engines.base import Engine
 from sgpu_magic.pool.run_book import PoolRun, RunBook
 from sgpu_magic.pool.tracker_process import TrackerProcess
 from sgpu_magic.protocol.events import Noted, Tracked
-from sgpu_magic.protocol.ids import is_valid_id
+from sgpu_magic.protocol.ids import is_valid_id, short
 from sgpu_magic.protocol.states import RunState
 from sgpu_magic.protocol.tracking import (
     FromTracker,
@@ -90,6 +90,8 @@ class Tracker:
         self._loop = asyncio.get_running_loop()
         self._entries: dict[str, _Entry] = {}
         self._processes: dict[_Key, TrackerProcess] = {}
+        # troubles with runs that had ended by then: the next run for the same store has room for a sentence
+        self._untold: dict[_Key, str] = {}
         # what an earlier service left, by its store
         self._leftovers: dict[str, list[tuple[Path, Progress]]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -105,6 +107,9 @@ class Tracker:
         order = Track(run_id=run.run_id, run_dir=str(directory), tracking=tracking, parent_run=parent)
         decided = not tracking.if_it_matters or run.spec.profile
         self._entries[run.run_id] = _Entry(order, maybe=None if decided else run)
+        untold = self._untold.pop(_key(tracking), "")
+        if untold:
+            self._book.tell(run, Noted(text=untold), time.time())
         self._send_later()
 
     def wanted(self, run_id: str, tracking: Tracking) -> None:
@@ -225,10 +230,7 @@ class Tracker:
                 progress.save(directory, progress.opening(entry.order.tracking, entry.order.parent_run))
 
     def _process(self, tracking: Tracking) -> TrackerProcess:
-        # the default store needs none
-        needed = tracking.variables if tracking.uri else {}
-        variables = sorted(item for item in needed.items() if item[0] not in _OF_A_RUN)
-        key = (tracking.uri, tracking.registry_uri, tuple(variables))
+        key = _key(tracking)
         process = self._processes.get(key)
         if process is None:
             process = self._processes[key] = TrackerProcess(self._settings, self._said)
@@ -271,20 +273,30 @@ class Tracker:
         match message:
             case TrackingStarted(tracked=tracked) if entry.known is None:
                 entry.known, entry.problem = tracked, ""
+                self._untold.pop(_key(entry.order.tracking), None)
                 if run is not None:
                     self._engine.tracking_known(message.run_id, tracked, "")
                     if not run.ended:
                         self._book.tell(run, Tracked(tracked=tracked), time.time())
             case TrackingTroubled(text=text) if not entry.problem:
                 entry.problem = text
-                if run is not None:
-                    if entry.asked and entry.known is None:
-                        self._engine.tracking_known(message.run_id, None, text)
-                    if not run.ended:
-                        self._book.tell(run, Noted(text=text), time.time())
+                if run is not None and entry.asked and entry.known is None:
+                    self._engine.tracking_known(message.run_id, None, text)
+                if run is not None and not run.ended:
+                    self._book.tell(run, Noted(text=text), time.time())
+                else:
+                    self._untold[_key(entry.order.tracking)] = f"run {short(message.run_id)}, before this one: {text}"
             case TrackingDone():
                 entry.done = True
                 if run is None:
                     del self._entries[message.run_id]
             case _:
                 pass
+
+
+def _key(tracking: Tracking) -> _Key:
+    """What runs have in common that one process writes."""
+    # the default store needs none
+    needed = tracking.variables if tracking.uri else {}
+    variables = sorted(item for item in needed.items() if item[0] not in _OF_A_RUN)
+    return tracking.uri, tracking.registry_uri, tuple(variables)

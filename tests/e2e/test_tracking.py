@@ -150,6 +150,14 @@ def test_a_dead_server_costs_a_run_nothing_but_a_sentence(pool: TrackedPool):
     run = pool.begin("pass", tracking=dead)
     assert run.ended().state is RunState.SUCCEEDED
     assert time.monotonic() - began < 5
+    directory = pool.home.run_dir(run.run_id)
+    eventually(lambda: (progress.load(directory) or progress.Progress()).problem, 60, pool.log)
+    # it had ended by then: the next one for the same store says so
+    following = pool.begin("pass", tracking=dead)
+    assert following.ended().state is RunState.SUCCEEDED
+    (told,) = [event.text for event in following.events if isinstance(event, Noted)]
+    assert told.startswith(f"run {run.run_id[:4]}, before this one: ")
+    assert "127.0.0.1:9 does not work" in told
     go = pool.home.work / "go"
     longer = pool.begin(WAIT.format(go=go), tracking=dead)
     said = longer.wait_for(Noted).text

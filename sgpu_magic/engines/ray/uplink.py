@@ -46,6 +46,7 @@ _raw = msgspec.msgpack.Decoder[msgspec.Raw](msgspec.Raw)
 _LINGER_MS = 1000
 # the agent's own stop path takes its grace; then it is killed
 _END_S = 15.0
+_LOOK_S = 0.05
 
 
 class AgentOrder(Record, frozen=True, kw_only=True):
@@ -226,17 +227,19 @@ class Uplink:
 
     def _agent_lost(self) -> None:
         self._agent = None
-        self._ended(wait_s=_END_S)
+        self._loop.call_later(_END_S, self._child.kill)
+        self._await_end()
 
-    def _ended(self, wait_s: float = 0.0) -> bool:
+    def _await_end(self) -> None:
+        """Look often; the link's beats go on meanwhile."""
+        if not self._ended():
+            self._loop.call_later(_LOOK_S, self._await_end)
+
+    def _ended(self) -> bool:
         """Whether the agent process is over; then everything is."""
         if self.finished.done():
             return True
-        try:
-            code = self._child.wait(wait_s) if wait_s else self._child.poll()
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-            code = self._child.wait()
+        code = self._child.poll()
         if code is None:
             return False
         why = _why(code)
