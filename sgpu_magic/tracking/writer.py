@@ -6,6 +6,7 @@ unheard is looked for before another one is made.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
 import time
@@ -196,8 +197,10 @@ class RunWriter:
         return found.mlflow_run_id
 
     def _write(self, batch: Batch) -> None:
-        name = batch.tags.pop(NAME_TAG, "")
-        refused = self._store.write(self.progress.mlflow_run_id, batch)
+        # the batch stays whole: it is written again where the store fails in between
+        tags = {key: value for key, value in batch.tags.items() if key != NAME_TAG}
+        name = batch.tags.get(NAME_TAG, "")
+        refused = self._store.write(self.progress.mlflow_run_id, dataclasses.replace(batch, tags=tags))
         if name:
             self._store.rename(self.progress.mlflow_run_id, name)
         if refused:

@@ -17,6 +17,7 @@ from tracking_writers import Runs, ToldRun, WriterProcess
 from waiting import eventually
 
 from sgpu_magic.config import Settings
+from sgpu_magic.protocol.events import MetricsLogged
 from sgpu_magic.protocol.states import RunState
 from sgpu_magic.protocol.tracking import Tracking
 
@@ -73,6 +74,7 @@ def check_server_killed_and_back(server: RestServer, settings: Settings, writer:
     run.metric(0, "loss", *(float(step) for step in range(100)))
     server.kill()
     run.metric(1, "loss", *(float(step) for step in range(100, 300)), step=100)
+    run.tell(MetricsLogged(rank=0, tags=(("mlflow.runName", "renamed"),)))
     late.end()
     writer.track(late, place(server.uri))
     writer.until(lambda: writer.troubles(run) and writer.troubles(late), "a warning for each run")
@@ -83,7 +85,7 @@ def check_server_killed_and_back(server: RestServer, settings: Settings, writer:
     writer.until_done(run, late)
     store = Runs(server.uri)
     found = store.one(run.run_id)
-    assert found.info.status == "FINISHED"
+    assert (found.info.status, found.info.run_name) == ("FINISHED", "renamed")
     assert store.history(found.info.run_id, "loss") == [(step, float(step)) for step in range(301)]
     assert {"cell.py", "run.html", "logs"} <= store.artifacts(found.info.run_id)
     assert store.one(late.run_id).info.status == "FINISHED"
