@@ -269,6 +269,30 @@ def test_an_object_that_is_not_there(session: Session):
     assert session.ranks[1].printed == ""
 
 
+# ---------------------------------------------------------------- each rank by itself
+
+TRAINS = """
+import torch
+from torch.nn.parallel import DistributedDataParallel
+model = torch.nn.Linear(2, 1)
+model = DistributedDataParallel(model) if {together} else model
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("together", "only", "told"), [(False, (), 1), (True, (), 0), (False, (1,), 0)])
+def test_ranks_that_train_without_each_other_are_told_so(
+    session: Session, together: bool, only: tuple[int, ...], told: int
+):
+    session.run(TRAINS.format(together=together), only=only)
+    remarks = [said.text for rank in session.ranks for said, _ in rank.others if isinstance(said, Remarked)]
+    assert len(remarks) == told
+    assert all("rank 0 has trained by itself" in text for text in remarks)
+
+
 # ---------------------------------------------------------------- interrupts
 
 

@@ -18,6 +18,7 @@ from sgpu_magic.tracking import in_rank
 from sgpu_magic.worker import asking, execute, interrupts, rendezvous, results
 from sgpu_magic.worker.asking import encodable
 from sgpu_magic.worker.helper import Order
+from sgpu_magic.worker.lone_training import LoneTraining
 from sgpu_magic.worker.results import Reply
 from sgpu_magic.worker.shell import hook_of
 from sgpu_magic.worker.standing import Standing
@@ -67,9 +68,13 @@ class CellRun:
         kind = self._message.kind
         seconds = 0.0
         if kind in (RunKind.CELL, RunKind.CALL):
+            training = LoneTraining(self._rank, len(self._message.only) or self._standing.ranks)
             error, seconds = self._run_cell()
             if error is not None:
                 return self.failed(error)
+            remark = training.remark() if self._shell.is_first else ""
+            if remark:
+                self._say(Remarked(text=remark))
         elif kind is RunKind.PUSH:
             return self._finished(None, "", "", seconds)
         try:

@@ -63,6 +63,11 @@ def switch_on() -> None:
             os.environ[_SIZES[_DUMPS.index(name)]] = str(BUFFER_ENTRIES)
 
 
+def records_every_backend() -> bool:
+    """Whether a collective that is not recorded was not called; earlier torch records NCCL's alone."""
+    return _dump_name(_bindings()) == _DUMPS[0]
+
+
 def current(rehearsed: int = 0) -> tuple[Collective | None, float]:
     """Return the collective that this rank is in, else its last one, and when it was called.
 

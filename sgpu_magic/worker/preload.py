@@ -26,13 +26,23 @@ def preload() -> str:
         # what each rank needs at once would otherwise be imported, and lie in memory, once per rank
         for name in ("numpy.random", "threadpoolctl", "pdb", "sgpu_magic.worker.rank", "sgpu_magic.worker.renewal"):
             _import_quietly(name)
-        from sgpu_magic.worker import edited_modules, execute, notebook_classes, questions, rendezvous, shell, widgets
+        from sgpu_magic.worker import (
+            edited_modules,
+            execute,
+            lone_training,
+            notebook_classes,
+            questions,
+            rendezvous,
+            shell,
+            widgets,
+        )
 
         if dist.is_available():
             flight_recorder.switch_on()
             rendezvous.accept_second_init()
         notebook_classes.teach_multiprocessing()
         edited_modules.note_imports()
+        lone_training.install()
         widgets.install()
     compat.install()
     # outside: the shell's own filters stay, as in the notebook
