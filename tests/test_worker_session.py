@@ -822,6 +822,22 @@ def test_right_arguments_of_a_second_group_are_accepted(single: Session):
         )
 
 
+def test_a_child_process_that_would_wait_for_the_runs_own_ranks_is_told_so(single: Session):
+    single.run(
+        "import os\n"
+        "def meet():\n"
+        "    try:\n"
+        "        dist.init_process_group('gloo', rank=0, world_size=2)\n"
+        "    except RuntimeError as error:\n"
+        "        print(error, flush=True)\n"
+        "import torch.distributed as dist, torch.multiprocessing as mp\n"
+        "child = mp.get_context('fork').Process(target=meet)\n"
+        "child.start()\n"
+        "child.join(10)"
+    )
+    eventually(lambda: "strategy='ddp' in place of 'ddp_notebook'" in single.ranks[0].printed, 5, "the error")
+
+
 @pytest.mark.slow
 def test_a_spawned_process_finds_the_script_of_a_relative_path(single: Session, files: Path):
     """As in the kernel, whose directory was the process's first one too."""

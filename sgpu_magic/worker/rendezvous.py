@@ -27,10 +27,16 @@ import torch.distributed.distributed_c10d as c10d
 
 
 class _LateStore:
-    """Rank 0's listening socket, and the server once somebody needs it; and how often this rank has made the group."""
+    """Where the run's ranks meet: rank 0's listening socket, and the server once somebody needs it.
+
+    Attributes:
+        groups_made: How often this rank has made the group.
+        address: `MASTER_ADDR` and `MASTER_PORT`, as the agent has given them.
+    """
 
     def __init__(self) -> None:
         self.groups_made = 0
+        self.address = ("", "")
         self.listening_fd: int | None = None
         self.server: object | None = None
 
@@ -93,6 +99,11 @@ def keep_listening_socket(descriptor: int) -> None:
     _late_store.listening_fd = descriptor
 
 
+def ranks_meet_at(address: str, port: str) -> None:
+    """Say what `MASTER_ADDR` and `MASTER_PORT` are, whatever user code makes of them."""
+    _late_store.address = (address, port)
+
+
 def join(rank: int, ranks: int, store_path: str, *, cuda: bool, several_nodes: bool = False) -> None:
     """Initialise the default process group and return when this rank is in it.
 
@@ -146,6 +157,13 @@ def accept_second_init() -> None:
     create_store: Callable[..., Any] = torch_rendezvous._create_c10d_store
 
     def create_store_with_server(hostname: str, port: int, *args: Any, **kwargs: Any) -> Any:
+        if _is_child() and (hostname, str(port)) == _late_store.address:
+            raise RuntimeError(
+                f"init_process_group() in a process that rank {os.environ.get('RANK', '?')} has started: MASTER_ADDR and "
+                "MASTER_PORT are the run's own, where its ranks have met already and nobody else comes. The run has "
+                "started a process for each GPU: train in these, in Lightning with strategy='ddp' in place of "
+                "'ddp_notebook'. Processes of a rank that are to meet each other need a port of their own."
+            )
         if _is_child() or str(port) != os.environ.get("MASTER_PORT"):
             return create_store(hostname, port, *args, **kwargs)
         _late_store.start_server()
