@@ -158,11 +158,12 @@ def accept_second_init() -> None:
 
     def create_store_with_server(hostname: str, port: int, *args: Any, **kwargs: Any) -> Any:
         if _is_child() and (hostname, str(port)) == _late_store.address:
+            rank = os.environ.get("RANK", "?")
             raise RuntimeError(
-                f"init_process_group() in a process that rank {os.environ.get('RANK', '?')} has started: MASTER_ADDR and "
-                "MASTER_PORT are the run's own, where its ranks have met already and nobody else comes. The run has "
-                "started a process for each GPU: train in these, in Lightning with strategy='ddp' in place of "
-                "'ddp_notebook'. Processes of a rank that are to meet each other need a port of their own."
+                f"init_process_group() in a process that rank {rank} has started: MASTER_ADDR and MASTER_PORT are the "
+                "run's own, where its ranks have met already and nobody else comes. Train in the ranks, which the run "
+                "has started as torchrun does: in Lightning with strategy='ddp' in place of 'ddp_notebook'. Processes "
+                "of a rank that are to meet each other need a port of their own."
             )
         if _is_child() or str(port) != os.environ.get("MASTER_PORT"):
             return create_store(hostname, port, *args, **kwargs)
