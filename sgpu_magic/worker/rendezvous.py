@@ -36,7 +36,7 @@ class _LateStore:
 
     def __init__(self) -> None:
         self.groups_made = 0
-        self.address = ("", "")
+        self.address: tuple[str, str] = ("", "")
         self.listening_fd: int | None = None
         self.server: object | None = None
 
