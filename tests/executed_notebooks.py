@@ -68,7 +68,7 @@ def introduction(notebook: Path) -> str:
 def execute(notebook: Path, home: Home) -> Executed:
     """Run a notebook without a front end; its working directory is the home's, its kernel this Python's."""
     folder = Path(home.environ["JUPYTER_DATA_DIR"]) / "kernels" / "python3"
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     (folder / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "test", "language": "python"}))
     made = nbformat.read(notebook, as_version=4)
