@@ -160,6 +160,7 @@ def in_messages(home: Home, marks: Marks) -> list[str]:
 
 
 def test_a_run_says_which_secrets_it_had_by_name(notebook: Kernel, secret_home: Home):
+    notebook.check("%env MY_API_KEY=not-there-yet")
     notebook.check("%%distributed -n 1\npass")
     record = json.loads((secret_home.run_dir(list(secret_home.ledger())[-1]) / "run.json").read_text())["spec"]
     if secret_home.environ.get("SGPU_ENVIRONMENTS") == "built":

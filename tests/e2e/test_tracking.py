@@ -278,9 +278,11 @@ def test_asking_for_its_mlflow_run_makes_a_short_run_one(new_home: Callable[...,
     try:
         kernel.check("%load_ext sgpu_magic")
         kernel.check("%%distributed -n 2\nrank")
-        asked = kernel.check("result = _\nresult.mlflow_run_id").result
+        kernel.check("result = _")
+        eventually(lambda: kernel.value("result.mlflow_run_id"), 60, "its id in MLflow")
+        asked = kernel.value("result.mlflow_run_id")
         kernel.check("%%distributed -n 2\nrank")
         found = Runs(f"sqlite:///{home.state}/mlflow/mlflow.db").all("notebook")
-        assert [run.info.run_id for run in found] == [asked.strip("'")]
+        assert [run.info.run_id for run in found] == [asked]
     finally:
         kernel.close()

@@ -84,7 +84,8 @@ def test_torchruns_variables_exactly(kernel: Kernel, home: Home, tmp_path: Path)
     ours = on_ranks(kernel, "import os; out = dict(os.environ)")
     # of this run, of torchrun's own error file, or a choice of threads and streams
     differ = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS", "MASTER_ADDR"}
-    torchruns_own = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
+    # the last says that its own store listens already: what a rank starts may have to listen itself
+    torchruns_own = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCHELASTIC_USE_AGENT_STORE"}
     for rank in (0, 1):
         theirs = json.loads((tmp_path / f"{rank}.json").read_text())
         assert theirs.keys() - ours[rank].keys() - torchruns_own == set()
