@@ -58,8 +58,8 @@ class NodeReports:
         if run is None or run.log is None or event.number <= run.log.numbers.get(event.part, 0):
             # one that was kept before the service was started again
             return
-        if run.ended and not isinstance(event.body, PayloadReleased):
-            # its last word was said here, since something had gone wrong
+        if run.ended and not isinstance(event.body, PayloadReleased | Noted):
+            # its last word was said here, since something had gone wrong; what was left out on a node comes after any
             run.log.skip(event)
             self._confirm_later(run.run_id)
             return
