@@ -64,6 +64,14 @@ def flock_holder(path: Path) -> int:
     return int(held[0][4]) if held and held[0][4].isdigit() else 0
 
 
+def signal_name(number: int) -> str:
+    """Return `SIGKILL`; `signal 35` for one that has no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def is_alive(pid: int) -> bool:
     """Whether the process runs. A zombie does not: in a container nobody may reap it."""
     if _LINUX:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 
+from sgpu_magic.processes import signal_name
 from sgpu_magic.protocol.records import Failure
 from sgpu_magic.protocol.states import FailureKind
 
-_SIGNAL_MEANINGS = {
+_SIGNAL_MEANINGS: dict[int, str] = {
     signal.SIGKILL: "out of memory, or somebody killed it",
     signal.SIGSEGV: "a crash in C code: it touched memory that is not its own, or its stack overflowed",
     signal.SIGBUS: "a crash in C code, or a memory-mapped file whose disk or memory ran out",
@@ -57,12 +58,8 @@ def death(
     """
     who = f"rank {rank} of {ranks}" + (f" (process {pid})" if pid is not None else "")
     if status < 0:
-        try:
-            number = signal.Signals(-status)
-            name, meaning = number.name, meaning or _SIGNAL_MEANINGS.get(number, "")
-        except ValueError:
-            name = f"signal {-status}"
-        message = f"{who} was killed by {name}" + (f": {meaning}" if meaning else "")
+        meaning = meaning or _SIGNAL_MEANINGS.get(-status, "")
+        message = f"{who} was killed by {signal_name(-status)}" + (f": {meaning}" if meaning else "")
     else:
         message = (
             f"{who} left with exit code {status} before its cell was done: something in it "

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import resource
-import signal
 import socket
 import subprocess
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from typing import Protocol
 
 from sgpu_magic.agent import faults
 from sgpu_magic.message_stream import MessageStream
+from sgpu_magic.processes import signal_name
 from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.messages import PROTOCOL_VERSION
 from sgpu_magic.protocol.records import Interpreter
@@ -169,7 +169,7 @@ class Zygote:
             )
         elif self._status is not None and self._status < 0:
             text = (
-                f"the ranks' Python could not be started: {where} was killed by {_signal_name(-self._status)} while it "
+                f"the ranks' Python could not be started: {where} was killed by {signal_name(-self._status)} while it "
                 "imported torch. Somebody killed it, or the system did for want of memory."
             )
         else:
@@ -257,10 +257,3 @@ def _last_line(path: Path, begin: int) -> str:
     except OSError:
         return ""
     return lines[-1] if lines else ""
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from sgpu_magic.config import host_name
+from sgpu_magic.processes import signal_name
 from sgpu_magic.protocol.events import AttemptFailed
 from sgpu_magic.protocol.measures import StackFrame
 from sgpu_magic.protocol.records import CellSource, Failure
@@ -105,10 +105,7 @@ def died_of(failure: Failure) -> str:
         return "died"
     if status >= 0:
         return f"ended with exit code {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was killed by signal {-status}"
+    return f"was killed by {signal_name(-status)}"
 
 
 def death_sentence(failure: Failure, ranks: int) -> str:

@@ -15,13 +15,13 @@ class _Early:
     Attributes:
         came: There is one.
         is_order_waiting: Where to look whether a cell is on its way.
-        cell: Counts the cells that were interruptible.
+        refusals: Counts the calls of `refuse`: what began before one has no say after it.
     """
 
     def __init__(self) -> None:
         self.came = False
         self.is_order_waiting: Callable[[], bool] | None = None
-        self.cell = 0
+        self.refusals = 0
 
 
 _early = _Early()
@@ -47,7 +47,7 @@ def refuse() -> None:
 
     One that arrives on the way here does nothing either.
     """
-    _early.cell += 1
+    _early.refusals += 1
     while True:
         try:
             signal.signal(signal.SIGINT, _refuse)
@@ -85,12 +85,12 @@ def held() -> Generator[None]:
     if not _is_handled_by(signal.default_int_handler):
         yield
         return
-    cell = _early.cell
+    refusals = _early.refusals
     _hold()
     try:
         yield
     finally:
-        if cell == _early.cell:
+        if refusals == _early.refusals:
             allow()
 
 
@@ -104,13 +104,13 @@ def raised() -> Generator[None]:
     if not _is_handled_by(_remember):
         yield
         return
-    cell = _early.cell
+    refusals = _early.refusals
     try:
         allow()
         yield
     finally:
         # a coroutine that was abandoned may end within a later cell
-        if cell == _early.cell:
+        if refusals == _early.refusals:
             _hold()
 
 

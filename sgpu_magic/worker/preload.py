@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
+from typing import Any
 
 from sgpu_magic import compat
 from sgpu_magic.worker import flight_recorder
@@ -55,7 +56,8 @@ def preload() -> str:
 
 def _leave_finalizers_out_of_exits() -> None:
     """What was made here is not taken down by each rank: torch's operator libraries would copy 28 MB for that."""
-    for made_here in list(weakref.finalize._registry):  # pyright: ignore
+    registry: dict[Any, object] = vars(weakref.finalize)["_registry"]
+    for made_here in list(registry):
         made_here.atexit = False
 
 

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +23,7 @@ import zmq
 from sgpu_magic.config import Settings
 from sgpu_magic.engines.ray import go_between
 from sgpu_magic.message_stream import MessageStream
+from sgpu_magic.processes import signal_name
 from sgpu_magic.protocol import codec
 from sgpu_magic.protocol.address import agent_socket_file
 from sgpu_magic.protocol.node_link import (
@@ -253,7 +253,7 @@ def _why(code: int) -> str:
     if code == 0:
         return ""
     if code < 0:
-        return f"its agent was killed by {signal.Signals(-code).name}"
+        return f"its agent was killed by {signal_name(-code)}"
     return f"its agent ended with exit code {code}"
 
 
