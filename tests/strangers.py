@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -39,7 +40,7 @@ class Stranger:
     def __init__(self, address: str, server_key: str = "", own: KeyPair | None = None) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.linger = 0
+        self._socket.linger = self._socket.sndhwm = 0
         if own is not None:
             self._socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public.encode())
@@ -48,7 +49,9 @@ class Stranger:
         self.instance = secrets.token_hex(8)
 
     def send(self, *parts: bytes) -> None:
-        self._socket.send_multipart(list(parts))
+        # libzmq lets a connection go whose greeting the pool refused, and would wait here for the next one
+        with contextlib.suppress(zmq.Again):
+            self._socket.send_multipart(list(parts), zmq.NOBLOCK)
 
     def say(self, message: Record, *frames: bytes) -> None:
         self.send(codec.encode(message), *frames)

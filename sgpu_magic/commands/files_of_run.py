@@ -202,8 +202,9 @@ def _bring_record(mirror: Mirror) -> None:
         if RUN_RECORD not in listed:
             break
         record = msgspec.json.decode(mirror.bring(RUN_RECORD).read_bytes(), type=RunRecord)
-        coming = record.payload_kept or record.payload_note == UNDER_WAY
-        if PAYLOAD in listed or not coming or time.monotonic() > until:
+        # the record follows the payload it tells of, and an older one was perhaps brought beside that
+        is_whole = PAYLOAD in listed if record.payload_kept else record.payload_note != UNDER_WAY
+        if is_whole or time.monotonic() > until:
             break
         time.sleep(_PAUSE_S)
     for name in (KEY, EVENTS, REQUIREMENTS, PAYLOAD):

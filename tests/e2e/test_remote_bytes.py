@@ -33,6 +33,7 @@ from sgpu_magic.live.log_reader import LogReader
 from sgpu_magic.protocol.blobs import CHUNK_BYTES, AskBlobs, BlobsHeld, ListRunFiles, PutBlob, ReadRunFile, RunFiles
 from sgpu_magic.protocol.events import OutputWritten, RanksStarted
 from sgpu_magic.protocol.payloads import StoredPayload
+from sgpu_magic.protocol.run_record import RUN_RECORD, UNDER_WAY
 from sgpu_magic.protocol.states import RunState
 from sgpu_magic.replay.recorded import read_recorded
 
@@ -435,6 +436,22 @@ def test_a_remote_run_can_be_replayed_from_here(ann: RemoteUser):
         recorded = read_recorded(directory)
     assert recorded.spec.cell.body == "float(array.sum())"
     np.testing.assert_array_equal(np.frombuffer(recorded.packed.buffers[0]), array)
+
+
+def test_a_record_that_is_older_than_its_payload_is_not_taken_for_the_last(served: ServedPool, ann: RemoteUser):
+    run = ann.client.begin("1", ranks=1, names={"array": data(6, 3)})
+    assert run.values == [1]
+    record = served.home.state / "runs" / run.run_id / RUN_RECORD
+    with environ_of(ann), recorded_directory(ann.client.pool.settings, run.run_id) as directory:
+        last = read_recorded(directory).record
+    # as it is for a moment after the payload has got its name
+    before = msgspec.structs.replace(last, payload_kept=False, payload_note=UNDER_WAY)
+    record.write_bytes(msgspec.json.encode(before))
+    later = threading.Timer(0.5, lambda: record.write_bytes(msgspec.json.encode(last)))
+    later.start()
+    with environ_of(ann), recorded_directory(ann.client.pool.settings, run.run_id) as directory:
+        assert read_recorded(directory).record == last
+    later.join()
 
 
 def test_a_session_keeps_what_was_sent_to_it(ann: RemoteUser):
