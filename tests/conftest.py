@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,12 @@ from headless_notebooks import install_kernel
 from kernels import Home, Kernel
 from npm_packages import copy_front_end
 from shared_homes import SharedHomes, SharedKernel
+
+
+def pytest_configure() -> None:
+    # a shell that starts the tests in the background has their children ignore Ctrl-C
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(trylast=True)

@@ -91,6 +91,7 @@ def test_a_failing_script_shows_its_own_line_and_the_ranks(home: Home):
     assert "During handling" not in text
 
 
+@pytest.mark.slow
 def test_it_works_from_python_c(home: Home):
     code = HEAD + "f = distributed(gpus=2, ui='none')(lambda rank: rank)\nprint(f.distributed())"
     done = subprocess.run(
@@ -114,6 +115,7 @@ def test_a_module_that_is_run_is_its_own_main(home: Home):
     assert done.stdout == "[(0, '__main__'), (2, '__main__')]\n", done.stderr
 
 
+@pytest.mark.slow
 def test_from_pytest(home: Home):
     (home.work / "test_user.py").write_text(
         HEAD + "@distributed(gpus=2, ui='none')\ndef f(x, rank):\n    return x + rank\n"

@@ -123,7 +123,8 @@ def runs_again(kernel: Kernel) -> None:
 # ---------------------------------------------------------------- killed while a run goes on
 
 
-@pytest.mark.parametrize("work", ["sleep", pytest.param("barrier", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("work", ["sleep", "barrier"])
 @pytest.mark.parametrize(
     ("which", "error", "says"),
     [
@@ -275,16 +276,13 @@ def test_a_detached_run_outlives_notebook_and_pool(
     runs_again(second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("together", "says"),
     [
         (("pool", "agent"), "the pool service and the agent of its ranks ended unexpectedly"),
-        pytest.param(("agent", "zygote"), "the agent on this machine ended unexpectedly", marks=pytest.mark.slow),
-        pytest.param(
-            ("pool", "agent", "zygote"),
-            "the pool service and the agent of its ranks ended unexpectedly",
-            marks=pytest.mark.slow,
-        ),
+        (("agent", "zygote"), "the agent on this machine ended unexpectedly"),
+        (("pool", "agent", "zygote"), "the pool service and the agent of its ranks ended unexpectedly"),
     ],
 )
 def test_several_killed_at_once(kernel: Kernel, home: Home, together: tuple[str, ...], says: str):
@@ -298,7 +296,9 @@ def test_several_killed_at_once(kernel: Kernel, home: Home, together: tuple[str,
     runs_again(kernel)
 
 
-@pytest.mark.parametrize("which", ["pool", "agent", "zygote", "standby"])
+@pytest.mark.parametrize(
+    "which", ["pool", "agent", *(pytest.param(each, marks=pytest.mark.slow) for each in ("zygote", "standby"))]
+)
 def test_a_kill_while_nothing_runs(kernel: Kernel, home: Home, which: str):
     runs_again(kernel)
     standby_ready(home, 2)
@@ -316,7 +316,8 @@ def test_a_kill_while_nothing_runs(kernel: Kernel, home: Home, which: str):
     assert (home.pool_pid() == pool) is (which != "pool")
 
 
-@pytest.mark.parametrize("work", ["sleep", pytest.param("barrier", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("work", ["sleep", "barrier"])
 def test_a_killed_kernel_takes_its_run_along(home: Home, new_kernel: Callable[..., Kernel], work: str):
     kernel = new_kernel()
     begun(kernel, work)

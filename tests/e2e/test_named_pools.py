@@ -161,6 +161,7 @@ def test_a_pool_that_is_named_is_the_one_and_nothing_is_explained(scene: Scene, 
     assert goes_to(reply) == ""
 
 
+@pytest.mark.slow
 def test_this_machines_own_for_what_no_other_has(scene: Scene):
     reply = scene.kernel.check("%%distributed -n 17 --type cpu\nrank")
     assert goes_to(reply) == "note: pool local: this machine's own: no pool of cloud, team has 17 cpu"

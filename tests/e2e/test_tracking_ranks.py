@@ -151,6 +151,7 @@ sum(int(batch.sum()) for batch in torch.utils.data.DataLoader(Data(), batch_size
     assert {"read/0", "read/1", "begun"} <= set(found["metrics"])
 
 
+@pytest.mark.slow
 def test_no_track_leaves_mlflow_alone(kernel: Kernel):
     run(
         kernel,

@@ -18,12 +18,14 @@ HOME_VARIABLES = {
 }
 _FINAL = {"succeeded", "failed", "cancelled", "timed out"}
 
-# `make test` has most faults while a run goes on
+# `make test` has most faults while a run goes on, but for those that others are alike
 _IN_SHORT = {(fault, "running") for fault in FAULTS} | {("rank-killed", "stopping")}
 _IN_SHORT -= {
     ("kernel-and-pool-killed", "running"),
     ("kernel-pool-and-agent-killed", "running"),
     ("rank-stopped-until-the-timeout", "running"),
+    ("rank-aborted", "running"),
+    ("kernel-of-a-detached-run-killed", "running"),
 }
 CASES = [
     pytest.param(

@@ -84,6 +84,7 @@ def connected(new_kernel: Callable[..., Kernel], home: Home) -> Iterator[Connect
     (home.work / "go").touch()
 
 
+@pytest.mark.slow
 def test_a_killed_pool_service_costs_a_session_nothing(connected: Connected):
     kill(pid_of(connected.home, "pool"))
     connected.goes_on()
@@ -123,7 +124,9 @@ def test_a_killed_agent_ends_the_cell_that_runs(connected: Connected):
     connected.is_lost()
 
 
-@pytest.mark.parametrize("busy", [False, True], ids=["idle", "in a cell"])
+@pytest.mark.parametrize(
+    "busy", [pytest.param(False, id="idle", marks=pytest.mark.slow), pytest.param(True, id="in a cell")]
+)
 def test_a_killed_kernel_leaves_no_rank_and_no_lease(connected: Connected, busy: bool):
     if busy:
         connected.start_waiting()
@@ -142,6 +145,7 @@ def test_a_restarted_kernel_ends_its_session(connected: Connected):
     assert connected.home.ledger()[connected.run_id].state == "cancelled"
 
 
+@pytest.mark.slow
 def test_kernel_and_pool_service_killed_together_leave_nothing(connected: Connected):
     pool = pid_of(connected.home, "pool")
     connected.kernel.kill()
