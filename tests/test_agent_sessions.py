@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 from agent_process import AgentProcess, AgentSession
+from free_ports import free_port
 from process_table import below, is_alive, process_table
 from waiting import eventually
 
@@ -90,8 +93,17 @@ def test_the_replay_of_a_cell_says_what_it_lacks(session: AgentSession):
     run_id = session.begin("print(x)", names={"x": 1})
     session.agent.wait_until_gone(run_id)
     replay = session.agent.path / "state" / "runs" / run_id / "_air.py"
-    text = eventually(lambda: replay.is_file() and replay.read_text(), what="the cell's replay")
-    assert "what earlier cells had set on its ranks is not here" in text
+    eventually(replay.is_file, what="the cell's replay")
+    rank = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    done = subprocess.run([sys.executable, replay], env=os.environ | rank, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    assert "what earlier cells had set on its ranks is not here" in done.stderr
 
 
 def test_a_cell_on_some_ranks_runs_on_these_alone(session: AgentSession):

@@ -18,13 +18,13 @@ from sgpu_magic.protocol.node_messages import Launch
 from sgpu_magic.protocol.run_files import KEY, PAYLOAD
 from sgpu_magic.protocol.run_record import RUN_RECORD, UNDER_WAY, RunRecord
 from sgpu_magic.protocol.states import RunState
+from sgpu_magic.storage.links import has_content, link_or_copy
 
-_AIR = '''"""Run {name} (run {run_id}) again, outside the notebook:
+_AIR = b'''"""The run of this directory again, outside the notebook:
 
-    torchrun --nproc-per-node {ranks} {path}
+    torchrun --nproc-per-node RANKS _air.py
 
-It executes cell.py on every rank with the variables of payload.bin, as the notebook shipped them.
-{kept}
+It executes cell.py on as many ranks as the run had, with the variables of payload.bin, as the notebook shipped them.
 """
 
 from pathlib import Path
@@ -34,6 +34,9 @@ from sgpu_magic.worker import standalone
 if __name__ == "__main__":
     standalone.run(Path(__file__).parent)
 '''
+# beside the runs' directories, which all have links of it
+_SHARED_AIR = ".air.py"
+_AIR_NAME = "_air.py"
 
 
 class RunDirectory:
@@ -76,10 +79,11 @@ class RunDirectory:
             self._record = msgspec.structs.replace(self._record, payload_kept=True, payload_note="")
         self.write("cell.py", spec.cell.body.encode())
         self.write(KEY, self._launch.context.key)
+        self._link_air()
         self._write_record()
 
     def payload_done(self, kept: bool, note: str) -> None:
-        """Say in `run.json` and `_air.py` whether the payload lies here."""
+        """Say in `run.json` whether the payload lies here."""
         self._record = msgspec.structs.replace(self._record, payload_kept=kept, payload_note=note)
         self._write_record()
 
@@ -95,20 +99,17 @@ class RunDirectory:
             file.write(data)
         os.replace(temporary, self.path / name)
 
+    def _link_air(self) -> None:
+        """Give the one `_air.py` of all runs a name here: one for each would be a sixth of what a small run takes."""
+        shared = self.path.parent / _SHARED_AIR
+        if not has_content(shared, _AIR):
+            self.write(_AIR_NAME, _AIR)
+            # of all runs: it is not to be changed in one run's directory
+            os.chmod(self.path / _AIR_NAME, 0o400)
+            os.replace(self.path / _AIR_NAME, shared)
+        link_or_copy(shared, self.path / _AIR_NAME)
+
     def _write_record(self) -> None:
         record = self._record
-        kept = "" if record.payload_kept else f"payload.bin is not here: {record.payload_note}."
-        if record.spec.in_session:
-            kept = f"{kept}\nIt ran in a session: what earlier cells had set on its ranks is not here.".strip()
-        self.write(
-            "_air.py",
-            _AIR.format(
-                name=record.spec.name.replace("\\", "").replace('"', "'"),
-                run_id=record.spec.run_id,
-                ranks=record.spec.placement.ranks,
-                path=self.path / "_air.py",
-                kept=kept,
-            ).encode(),
-        )
         # last: who reads here that the run is over finds everything else as it stays
         self.write(RUN_RECORD, msgspec.json.format(msgspec.json.encode(printable(record)), indent=2))

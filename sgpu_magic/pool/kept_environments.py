@@ -19,6 +19,7 @@ from sgpu_magic.errors import UsageError
 from sgpu_magic.protocol.ids import is_valid_id
 from sgpu_magic.protocol.messages import KeepEnvironment
 from sgpu_magic.storage.blob_store import store_name
+from sgpu_magic.storage.links import has_content, link_or_copy
 
 _Kept = tuple[str, str]
 """A user's store and an environment's digest."""
@@ -100,15 +101,14 @@ class KeptEnvironments:
             return
         for name in _FILES:
             with contextlib.suppress(OSError):
-                _link(self._root / kept[0] / kept[1] / name, directory / name)
+                link_or_copy(self._root / kept[0] / kept[1] / name, directory / name)
 
 
 def _write(path: Path, text: str) -> None:
     """Write a file under its name at once, whole, unless it says the same already."""
     data = text.encode()
-    with contextlib.suppress(OSError):
-        if path.read_bytes() == data:
-            return
+    if has_content(path, data):
+        return
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with open(descriptor, "wb") as file:
@@ -118,22 +118,6 @@ def _write(path: Path, text: str) -> None:
     except OSError:
         os.unlink(temporary)
         raise
-
-
-def _link(kept: Path, wanted: Path) -> None:
-    """Give a file one more name, or a copy where the disk knows no links; an older one of that name is replaced."""
-    if wanted.exists() and os.path.samefile(kept, wanted):
-        return
-    temporary = wanted.with_name(f".{wanted.name}.part")
-    temporary.unlink(missing_ok=True)
-    try:
-        os.link(kept, temporary)
-    except FileNotFoundError:
-        return
-    except OSError:
-        shutil.copyfile(kept, temporary)
-        temporary.chmod(_MODE)
-    os.replace(temporary, wanted)
 
 
 def _is_linked(folder: Path) -> bool:

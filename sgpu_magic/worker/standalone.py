@@ -43,6 +43,8 @@ def run(directory: Path) -> None:
     if "RANK" not in os.environ:
         ranks = recorded.spec.placement.ranks
         raise SystemExit(f"start it with: torchrun --nproc-per-node {ranks} {directory / '_air.py'}")
+    if recorded.spec.in_session and os.environ["RANK"] == "0":
+        sys.stderr.write("It ran in a session: what earlier cells had set on its ranks is not here.\n")
     compat.install()
     os.environ.setdefault("SGPU_CHECKPOINT_DIR", str(directory.absolute() / "checkpoints"))
     import torch
