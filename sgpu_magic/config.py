@@ -21,8 +21,8 @@ from typing import cast
 from platformdirs import user_config_path, user_state_path
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.protocol.prices import is_currency, prices_text, read_prices
-from sgpu_magic.protocol.user_limits import read_priorities, read_quotas
+from sgpu_magic.wire.prices import is_currency, prices_text, read_prices
+from sgpu_magic.wire.user_limits import read_priorities, read_quotas
 
 SEVEN_DAYS_S = 7 * 24 * 3600.0
 _MAX_BUDGET_DAYS = 3660

@@ -31,7 +31,7 @@ from __future__ import annotations
 import sys
 from typing import ClassVar
 
-from sgpu_magic.protocol.states import FailureKind
+from sgpu_magic.wire.states import FailureKind
 
 OUT_OF_MEMORY = "memory"
 """The page about allocations that failed, by whatever exception."""

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.protocol.codec import Decoder, FrameReader
-from sgpu_magic.protocol.events import Event, Submitted
-from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.run_files import EVENTS
+from sgpu_magic.wire.codec import Decoder, FrameReader
+from sgpu_magic.wire.events import Event, Submitted
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.run_files import EVENTS
 
 _decoder = Decoder[Event](Event)
 _READ_BYTES = 1 << 20

@@ -19,12 +19,12 @@ import planted_faults
 from sgpu_magic.client.interpreter import this_context, this_interpreter, this_owner
 from sgpu_magic.config import Settings
 from sgpu_magic.payload.pack import pack_namespace
-from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.devices import Lease, Placement
-from sgpu_magic.protocol.events import OutputWritten, RanksStarted, RunEnded
-from sgpu_magic.protocol.ids import new_id
-from sgpu_magic.protocol.measures import RankStack
-from sgpu_magic.protocol.node_messages import (
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.devices import Lease, Placement
+from sgpu_magic.wire.events import OutputWritten, RanksStarted, RunEnded
+from sgpu_magic.wire.ids import new_id
+from sgpu_magic.wire.measures import RankStack
+from sgpu_magic.wire.node_messages import (
     AgentReady,
     Answered,
     EndAgent,
@@ -39,11 +39,11 @@ from sgpu_magic.protocol.node_messages import (
     StacksTaken,
     TakeStacks,
 )
-from sgpu_magic.protocol.payloads import InlinePayload, Payload
-from sgpu_magic.protocol.questions import RankAnswer, RankQuestion
-from sgpu_magic.protocol.record import Record
-from sgpu_magic.protocol.records import CellSource, RunSpec
-from sgpu_magic.protocol.states import RunKind, RunState
+from sgpu_magic.wire.payloads import InlinePayload, Payload
+from sgpu_magic.wire.questions import RankAnswer, RankQuestion
+from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.records import CellSource, RunSpec
+from sgpu_magic.wire.states import RunKind, RunState
 from sgpu_magic.worker.link import Link
 
 _KEY = bytes(range(32))

@@ -19,7 +19,7 @@ from sgpu_magic.environment.builder import folder_name
 from sgpu_magic.environment.progress import BuildMoved, BuildOrder, BuildReady, BuildRefused, decode_news, encode
 from sgpu_magic.environment.refusals import own_platform, own_python
 from sgpu_magic.environment.store import Store
-from sgpu_magic.protocol.environment import Environment
+from sgpu_magic.wire.environment import Environment
 
 PATIENCE_S = 60.0
 

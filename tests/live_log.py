@@ -10,11 +10,11 @@ from sgpu_magic.live.feed import Feed
 from sgpu_magic.live.line_text import line_text
 from sgpu_magic.live.log_reader import LogReader
 from sgpu_magic.live.messages import AskLines, LineRow, LinesAnswer, NewLines
-from sgpu_magic.protocol import events as ev
-from sgpu_magic.protocol.devices import Lease, Placement
-from sgpu_magic.protocol.records import CellSource, Owner, RunSpec, Shipped
-from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render.view import RunView
+from sgpu_magic.wire import events as ev
+from sgpu_magic.wire.devices import Lease, Placement
+from sgpu_magic.wire.records import CellSource, Owner, RunSpec, Shipped
+from sgpu_magic.wire.states import RunState
 
 RUN_ID = "7f3a90c1"
 CELL = CellSource(

@@ -28,8 +28,8 @@ from sgpu_magic.config import Settings
 from sgpu_magic.engines.local_agent import LocalAgent
 from sgpu_magic.engines.many_nodes import ManyNodes
 from sgpu_magic.pool.lifecycle import PoolPresence
-from sgpu_magic.protocol.devices import Inventory
-from sgpu_magic.protocol.node_messages import AgentReady, EndAgent, FromAgent, ToAgent
+from sgpu_magic.wire.devices import Inventory
+from sgpu_magic.wire.node_messages import AgentReady, EndAgent, FromAgent, ToAgent
 
 NODE_PIDS = "node-pids.json"
 _REAP_S = 0.2

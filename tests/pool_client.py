@@ -17,11 +17,11 @@ from sgpu_magic.client.pool import Pool, new_key
 from sgpu_magic.client.run import Run
 from sgpu_magic.config import load_settings
 from sgpu_magic.payload.pack import pack_namespace
-from sgpu_magic.protocol.devices import Placement
-from sgpu_magic.protocol.events import EventBody, OutputWritten, RanksStarted, RunEnded
-from sgpu_magic.protocol.ids import new_id
-from sgpu_magic.protocol.records import CellSource, OutputName, RunSpec
-from sgpu_magic.protocol.states import RunKind
+from sgpu_magic.wire.devices import Placement
+from sgpu_magic.wire.events import EventBody, OutputWritten, RanksStarted, RunEnded
+from sgpu_magic.wire.ids import new_id
+from sgpu_magic.wire.records import CellSource, OutputName, RunSpec
+from sgpu_magic.wire.states import RunKind
 
 PATIENCE_S = 30.0
 

@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 from sgpu_magic.agent.release import connections_between
 from sgpu_magic.agent.stacks import StackFile
 from sgpu_magic.payload import pack, unpack
-from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.ids import new_id
-from sgpu_magic.protocol.payloads import InlinePayload
-from sgpu_magic.protocol.questions import RankAnswer, RankQuestion
-from sgpu_magic.protocol.rank_messages import (
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.ids import new_id
+from sgpu_magic.wire.payloads import InlinePayload
+from sgpu_magic.wire.questions import RankAnswer, RankQuestion
+from sgpu_magic.wire.rank_messages import (
     AnswerQuestion,
     AskTracking,
     Cleared,
@@ -42,11 +42,11 @@ from sgpu_magic.protocol.rank_messages import (
     Renewed,
     TrackingAnswered,
 )
-from sgpu_magic.protocol.record import Record
-from sgpu_magic.protocol.records import CellSource, OutputName, RankContext
-from sgpu_magic.protocol.states import RunKind
-from sgpu_magic.protocol.tracking import Tracking
-from sgpu_magic.protocol.zygote_messages import Exited, Fork, Forked, FromZygote, ZygoteReady
+from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.records import CellSource, OutputName, RankContext
+from sgpu_magic.wire.states import RunKind
+from sgpu_magic.wire.tracking import Tracking
+from sgpu_magic.wire.zygote_messages import Exited, Fork, Forked, FromZygote, ZygoteReady
 from sgpu_magic.worker.link import Link
 
 KEY = b"k" * 32

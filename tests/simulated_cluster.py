@@ -17,9 +17,9 @@ from sgpu_magic.pool.stimuli import (
     Stimulus,
     TimePassed,
 )
-from sgpu_magic.protocol.devices import Device, Inventory, Lease, Node, Placement
-from sgpu_magic.protocol.records import CellSource, Owner, RunSpec
-from sgpu_magic.protocol.states import RunKind, RunState
+from sgpu_magic.wire.devices import Device, Inventory, Lease, Node, Placement
+from sgpu_magic.wire.records import CellSource, Owner, RunSpec
+from sgpu_magic.wire.states import RunKind, RunState
 
 GB = 10**9
 

@@ -8,15 +8,15 @@ import math
 import msgspec
 
 from sgpu_magic.config import host_name
-from sgpu_magic.protocol import events as ev
-from sgpu_magic.protocol.devices import Lease, NodeShare, Placement
-from sgpu_magic.protocol.measures import Collective, RankMemory, RankSample, RankStack, StackFrame, TensorUse
-from sgpu_magic.protocol.payloads import InlinePayload, PackedLayout, Payload
-from sgpu_magic.protocol.records import CellSource, Failure, OutputName, Owner, RankResult, RunSpec, Shipped
-from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
-from sgpu_magic.protocol.tracking import TrackedRun
 from sgpu_magic.render.items import LineItem
 from sgpu_magic.render.view import RunView
+from sgpu_magic.wire import events as ev
+from sgpu_magic.wire.devices import Lease, NodeShare, Placement
+from sgpu_magic.wire.measures import Collective, RankMemory, RankSample, RankStack, StackFrame, TensorUse
+from sgpu_magic.wire.payloads import InlinePayload, PackedLayout, Payload
+from sgpu_magic.wire.records import CellSource, Failure, OutputName, Owner, RankResult, RunSpec, Shipped
+from sgpu_magic.wire.states import FailureKind, RunKind, RunState
+from sgpu_magic.wire.tracking import TrackedRun
 
 RUN_ID = "7f3a90c1"
 

@@ -10,11 +10,11 @@ from unittest import mock
 import msgspec
 import stories
 
-from sgpu_magic.protocol.events import Event, OutputWritten
-from sgpu_magic.protocol.records import RunSpec
 from sgpu_magic.render.view import RunView
 from sgpu_magic.runs.workplace import workplace
 from sgpu_magic.widget.live_views import Buttons
+from sgpu_magic.wire.events import Event, OutputWritten
+from sgpu_magic.wire.records import RunSpec
 
 
 def told(name: str) -> tuple[RunSpec, list[Event]]:

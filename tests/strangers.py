@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.messages import PROTOCOL_VERSION, Hello, Welcome
-from sgpu_magic.protocol.record import Record
 from sgpu_magic.secure_sockets import KeyPair
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.messages import PROTOCOL_VERSION, Hello, Welcome
+from sgpu_magic.wire.record import Record
 
 
 class Bomb:

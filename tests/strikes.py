@@ -14,7 +14,7 @@ from process_table import is_alive
 from waiting import eventually
 
 from sgpu_magic.pool.run_log import read_events
-from sgpu_magic.protocol.events import EventBody, RanksStarted
+from sgpu_magic.wire.events import EventBody, RanksStarted
 
 
 def pid_of(home: Home, role: str) -> int:

@@ -26,13 +26,13 @@ from sgpu_magic.agent.output import RankOutput
 from sgpu_magic.agent.release import connections_between
 from sgpu_magic.agent.root_cause import death, find_root_cause
 from sgpu_magic.message_stream import MessageStream
-from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.events import OutputWritten
-from sgpu_magic.protocol.output_marks import STDERR_BEGIN, STDERR_END
-from sgpu_magic.protocol.rank_messages import FromRank, Leave, Remarked
-from sgpu_magic.protocol.records import Failure
-from sgpu_magic.protocol.states import FailureKind
-from sgpu_magic.protocol.zygote_messages import Fork
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.events import OutputWritten
+from sgpu_magic.wire.output_marks import STDERR_BEGIN, STDERR_END
+from sgpu_magic.wire.rank_messages import FromRank, Leave, Remarked
+from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.states import FailureKind
+from sgpu_magic.wire.zygote_messages import Fork
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

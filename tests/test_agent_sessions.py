@@ -14,7 +14,7 @@ from free_ports import free_port
 from process_table import below, is_alive, process_table
 from waiting import eventually
 
-from sgpu_magic.protocol.events import (
+from sgpu_magic.wire.events import (
     GroupRenewed,
     Noted,
     OutputWritten,
@@ -23,9 +23,9 @@ from sgpu_magic.protocol.events import (
     RunEnded,
     SessionMoved,
 )
-from sgpu_magic.protocol.questions import RankQuestion
-from sgpu_magic.protocol.records import Interpreter
-from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.wire.questions import RankQuestion
+from sgpu_magic.wire.records import Interpreter
+from sgpu_magic.wire.states import FailureKind, RunState
 
 MODEL = """
 import torch, torch.distributed as dist

@@ -25,7 +25,7 @@ from sgpu_magic.environment.snapshot import take_snapshot
 from sgpu_magic.environment.store import Built, Store
 from sgpu_magic.environment.uv_command import uv_path
 from sgpu_magic.errors import EnvironmentFailed, UsageError
-from sgpu_magic.protocol.environment import Environment, Wheel
+from sgpu_magic.wire.environment import Environment, Wheel
 
 ROOT = Path(__file__).parent.parent
 # the page that the lists are from, where a copy of it lies beside the repository

@@ -15,8 +15,8 @@ from sgpu_magic.payload import regions
 from sgpu_magic.payload.pack import Packed, pack_namespace
 from sgpu_magic.payload.regions import LARGE_BYTES, regions_of
 from sgpu_magic.payload.unpack import unpack
-from sgpu_magic.protocol.payloads import StoredPart
 from sgpu_magic.storage.joined import join_parts
+from sgpu_magic.wire.payloads import StoredPart
 
 KEY = b"k" * 32
 

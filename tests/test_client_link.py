@@ -15,12 +15,12 @@ from sgpu_magic.client.outgoing import Outgoing, Parcel
 from sgpu_magic.client.wire import Receiver
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError
-from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.devices import Placement
-from sgpu_magic.protocol.messages import Attach, Attached, Unfollow, Welcome
-from sgpu_magic.protocol.record import Record
-from sgpu_magic.protocol.records import CellSource, Owner, RunSpec
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.devices import Placement
+from sgpu_magic.wire.messages import Attach, Attached, Unfollow, Welcome
+from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.records import CellSource, Owner, RunSpec
+from sgpu_magic.wire.states import RunState
 
 RUN = "0123456789abcdef0123456789abcdef"
 

@@ -23,7 +23,7 @@ from sgpu_magic.environment.bundle import Bundles, check_size
 from sgpu_magic.environment.local_modules import LocalCode, find_local_code, imports_of
 from sgpu_magic.environment.references import check_references
 from sgpu_magic.errors import SerializationError
-from sgpu_magic.protocol.environment import CodeBundle, Environment
+from sgpu_magic.wire.environment import CodeBundle, Environment
 
 
 def write(folder: Path, files: Mapping[str, str]) -> Path:

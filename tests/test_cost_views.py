@@ -10,17 +10,17 @@ from stories import FORMS, IN_A_FILE, STUCK, TRACKED, Run, cell_in_session, resu
 
 from sgpu_magic.commands.runs import runs_table
 from sgpu_magic.live.snapshot import snapshot_of
-from sgpu_magic.protocol import events as ev
-from sgpu_magic.protocol.devices import Inventory, Lease
-from sgpu_magic.protocol.pool_status import BudgetState, PoolStatus, RunSummary
-from sgpu_magic.protocol.records import Failure
-from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
 from sgpu_magic.render.bundle import run_record
 from sgpu_magic.render.cost import billed_text, cost_text
 from sgpu_magic.render.html import render_html
 from sgpu_magic.render.status import status_html, status_text
 from sgpu_magic.render.surroundings import packages_text, tracked_link, tracked_text
 from sgpu_magic.render.text import render_text, summary_line
+from sgpu_magic.wire import events as ev
+from sgpu_magic.wire.devices import Inventory, Lease
+from sgpu_magic.wire.pool_status import BudgetState, PoolStatus, RunSummary
+from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 
 def test_what_a_run_costs_goes_by_the_views_clock() -> None:

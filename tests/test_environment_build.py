@@ -25,7 +25,7 @@ from sgpu_magic.environment.progress import BuildReady, BuildRefused
 from sgpu_magic.environment.refusals import own_python
 from sgpu_magic.environment.store import Built
 from sgpu_magic.environment.uv_command import last_words
-from sgpu_magic.protocol.environment import Wheel
+from sgpu_magic.wire.environment import Wheel
 
 REPOSITORY = Path(__file__).parent.parent
 

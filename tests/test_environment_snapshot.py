@@ -52,7 +52,7 @@ from sgpu_magic.environment.projects import build_project, content_key, project_
 from sgpu_magic.environment.repacking import repack
 from sgpu_magic.environment.requirements import environment_requirements, snapshot_requirements
 from sgpu_magic.errors import EnvironmentFailed
-from sgpu_magic.protocol.environment import Wheel
+from sgpu_magic.wire.environment import Wheel
 
 
 @dataclass

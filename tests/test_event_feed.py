@@ -14,9 +14,9 @@ from sgpu_magic.pool.clients import ConnectedClient
 from sgpu_magic.pool.event_feed import EventFeed
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.server import Server
-from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.events import Event, Noted
-from sgpu_magic.protocol.messages import PROTOCOL_VERSION, Hello, Notice
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.events import Event, Noted
+from sgpu_magic.wire.messages import PROTOCOL_VERSION, Hello, Notice
 
 RUN = "0123abcd"
 

@@ -11,9 +11,9 @@ from sgpu_magic.pool.fair_share import FairShare
 from sgpu_magic.pool.scheduled_run import ScheduledRun
 from sgpu_magic.pool.scheduler import Scheduler
 from sgpu_magic.pool.stock import Line
-from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.user_limits import read_limits, read_priorities, read_quotas
+from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.user_limits import read_limits, read_priorities, read_quotas
 
 ONE_NODE = cluster({"n1": ("h100", 4)})
 PASS_OVER_S = 600.0

@@ -6,7 +6,7 @@ from test_scheduler import spec
 from test_session_scheduling import cell, session
 
 from sgpu_magic.engines.held_leases import HeldLeases, has_locks
-from sgpu_magic.protocol.devices import Lease
+from sgpu_magic.wire.devices import Lease
 
 S, A, B = "5e550000", "aaaa0000", "bbbb0000"
 LEASE = Lease(lease_id="l", device_type="a10", ranks=2, uuids=("GPU-0", "GPU-1"))

@@ -15,7 +15,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "sgpu_magic"
 
 FOR_ALL = {
-    "errors", "config", "byte_sizes", "event_file", "message_stream", "byte_stream", "protocol", "processes",
+    "errors", "config", "byte_sizes", "event_file", "message_stream", "byte_stream", "wire", "processes",
     "secure_sockets", "storage", "memory_room", "__version__",
 }  # fmt: skip
 BY_HAND = {"capture", "payload", "environment", "client", "render"}
@@ -28,7 +28,7 @@ MAY_USE: dict[str, set[str]] = {
     "event_file": set(),
     "message_stream": set(),
     "byte_stream": set(),
-    "protocol": set(),
+    "wire": set(),
     "secure_sockets": set(),
     "storage": set(),
     "memory_room": set(),
@@ -215,7 +215,7 @@ def test_the_protocol_does_no_io():
     assert [
         f"{found.place} imports {found.module}"
         for found in all_imports()
-        if found.file.startswith("protocol/") and found.module.split(".")[0] in forbidden
+        if found.file.startswith("wire/") and found.module.split(".")[0] in forbidden
     ] == []
 
 
@@ -242,7 +242,7 @@ HEAVY = {"torch", "ray", "mlflow", "pynvml", "IPython", "numpy", "zmq", "cloudpi
     [
         pytest.param("import sgpu_magic", HEAVY, id="the package"),
         pytest.param("import sgpu_magic.runtime", HEAVY, id="runtime"),
-        pytest.param("import sgpu_magic.protocol.codec", HEAVY, id="protocol"),
+        pytest.param("import sgpu_magic.wire.codec", HEAVY, id="wire"),
         pytest.param("import sgpu_magic.agent.service", HEAVY - {"zmq"}, id="agent"),
         pytest.param(
             "import sgpu_magic.pool.service, sgpu_magic.engines.local",

@@ -14,8 +14,8 @@ import pytest
 
 from sgpu_magic.agent.inventory import take_inventory
 from sgpu_magic.errors import UsageError
-from sgpu_magic.protocol.device_types import KNOWN_TYPES, canonical_type, memory_of
-from sgpu_magic.protocol.devices import Inventory
+from sgpu_magic.wire.device_types import KNOWN_TYPES, canonical_type, memory_of
+from sgpu_magic.wire.devices import Inventory
 from tests import nvml_stub as nvml
 
 nvml_stub = nvml.nvml_stub

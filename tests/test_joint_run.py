@@ -12,7 +12,7 @@ from sgpu_magic.engines.joint_end import PartEnd, join_ends, join_releases
 from sgpu_magic.engines.joint_run import JointRun, Told
 from sgpu_magic.engines.joint_stacks import JointStacks
 from sgpu_magic.engines.joint_stalls import JointStalls
-from sgpu_magic.protocol.events import (
+from sgpu_magic.wire.events import (
     EnvironmentMoved,
     EventBody,
     Noted,
@@ -24,11 +24,11 @@ from sgpu_magic.protocol.events import (
     RunEnded,
     Stalled,
 )
-from sgpu_magic.protocol.measures import RankStack
-from sgpu_magic.protocol.node_messages import RunEvent
-from sgpu_magic.protocol.payloads import InlinePayload, PackedLayout, Payload
-from sgpu_magic.protocol.records import Failure, RankResult
-from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.wire.measures import RankStack
+from sgpu_magic.wire.node_messages import RunEvent
+from sgpu_magic.wire.payloads import InlinePayload, PackedLayout, Payload
+from sgpu_magic.wire.records import Failure, RankResult
+from sgpu_magic.wire.states import FailureKind, RunState
 
 NODES = 3
 RANKS_EACH = 2

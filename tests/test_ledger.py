@@ -20,10 +20,10 @@ from sgpu_magic.pool import ledger_database
 from sgpu_magic.pool.later_ledger import LaterLedger
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.ledger_schema import MIGRATIONS, migrate
-from sgpu_magic.protocol.devices import Lease, Placement
-from sgpu_magic.protocol.pool_status import RunSummary
-from sgpu_magic.protocol.records import CellSource, Owner, RunSpec
-from sgpu_magic.protocol.states import RunKind, RunState
+from sgpu_magic.wire.devices import Lease, Placement
+from sgpu_magic.wire.pool_status import RunSummary
+from sgpu_magic.wire.records import CellSource, Owner, RunSpec
+from sgpu_magic.wire.states import RunKind, RunState
 
 
 def spec(
@@ -200,7 +200,7 @@ def test_a_killed_service_loses_nothing_it_wrote(path: Path) -> None:
     code = (
         "import os, signal, sys; sys.path.insert(0, sys.argv[2])\n"
         "from pathlib import Path; from test_ledger import spec; from sgpu_magic.pool.ledger import Ledger\n"
-        "from sgpu_magic.protocol.states import RunState\n"
+        "from sgpu_magic.wire.states import RunState\n"
         "book = Ledger(Path(sys.argv[1])); book.record(spec('0000000a'), RunState.QUEUED)\n"
         "book.update('0000000a', state=RunState.RUNNING); os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -32,10 +32,10 @@ from sgpu_magic.live.messages import (
     to_json,
 )
 from sgpu_magic.live.picture import Snapshot
-from sgpu_magic.protocol import events as ev
-from sgpu_magic.protocol.measures import RankSample
-from sgpu_magic.protocol.records import Failure
-from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.wire import events as ev
+from sgpu_magic.wire.measures import RankSample
+from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.states import FailureKind, RunState
 
 MOST_BYTES = 64_000
 

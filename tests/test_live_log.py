@@ -22,7 +22,7 @@ from sgpu_magic.live.line_text import MAX_JSON_BYTES, MAX_RAW_CHARS, json_bytes,
 from sgpu_magic.live.log_order import LogOrder
 from sgpu_magic.live.log_reader import LogReader
 from sgpu_magic.live.messages import AskFind, AskLines, AskLog, FindAnswer, LinesAnswer, LogAnswer
-from sgpu_magic.protocol import events as ev
+from sgpu_magic.wire import events as ev
 
 PARTS = st.sampled_from(
     [b"\n", b"\n", b"\r", b"\r\n", b"a", b"loss 0.3", b"\x1b[31m", b"\x1b[0m", b"\x1b[2K", "é中🎉".encode(), b"\b",

@@ -17,13 +17,13 @@ from stories import TRACKED
 from sgpu_magic.live.messages import to_builtins, to_json
 from sgpu_magic.live.picture import Snapshot
 from sgpu_magic.live.snapshot import snapshot_of
-from sgpu_magic.protocol import events as ev
-from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.measures import Collective, RankMemory, RankSample, RankStack, StackFrame, TensorUse
-from sgpu_magic.protocol.payloads import InlinePayload, PackedLayout, Payload
-from sgpu_magic.protocol.records import CellSource, Failure, OutputName, RankResult, Shipped
-from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
 from sgpu_magic.render.units import TIMES
+from sgpu_magic.wire import events as ev
+from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.measures import Collective, RankMemory, RankSample, RankStack, StackFrame, TensorUse
+from sgpu_magic.wire.payloads import InlinePayload, PackedLayout, Payload
+from sgpu_magic.wire.records import CellSource, Failure, OutputName, RankResult, Shipped
+from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 GOLDEN = Path(__file__).parent / "golden" / "snapshots.json"
 TRACEBACK = """\

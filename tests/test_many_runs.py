@@ -12,13 +12,13 @@ from sgpu_magic.client.interpreter import this_owner
 from sgpu_magic.config import Settings
 from sgpu_magic.engines.base import EngineListener
 from sgpu_magic.engines.many_nodes import ManyNodes
-from sgpu_magic.protocol.devices import Inventory, Lease, NodeShare, Placement
-from sgpu_magic.protocol.events import EventBody, RankFailed, RanksStarted, RunEnded
-from sgpu_magic.protocol.messages import PROTOCOL_VERSION
-from sgpu_magic.protocol.node_messages import AgentReady, EndRun, Launch, PeerFailed, RanksGone, RunEvent, ToAgent
-from sgpu_magic.protocol.payloads import InlinePayload, PackedLayout, Payload
-from sgpu_magic.protocol.records import CellSource, Failure, Interpreter, RankContext, RunSpec
-from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.wire.devices import Inventory, Lease, NodeShare, Placement
+from sgpu_magic.wire.events import EventBody, RankFailed, RanksStarted, RunEnded
+from sgpu_magic.wire.messages import PROTOCOL_VERSION
+from sgpu_magic.wire.node_messages import AgentReady, EndRun, Launch, PeerFailed, RanksGone, RunEvent, ToAgent
+from sgpu_magic.wire.payloads import InlinePayload, PackedLayout, Payload
+from sgpu_magic.wire.records import CellSource, Failure, Interpreter, RankContext, RunSpec
+from sgpu_magic.wire.states import FailureKind, RunState
 
 RUN = "7f3a90c1"
 SHARES = (NodeShare(node="a", host="ml-1", ranks=2), NodeShare(node="b", host="ml-2", ranks=2))

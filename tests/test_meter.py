@@ -40,13 +40,13 @@ from sgpu_magic.pool.stimuli import (
     StopRun,
     TimePassed,
 )
-from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.events import RunEnded
-from sgpu_magic.protocol.metering import billed_s, cost_so_far, gpu_s_so_far, idle_seconds
-from sgpu_magic.protocol.pool_status import RunSummary
-from sgpu_magic.protocol.prices import Prices, format_money, read_prices
-from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
+from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.events import RunEnded
+from sgpu_magic.wire.metering import billed_s, cost_so_far, gpu_s_so_far, idle_seconds
+from sgpu_magic.wire.pool_status import RunSummary
+from sgpu_magic.wire.prices import Prices, format_money, read_prices
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 A, B, C = "aaaa0000", "bbbb0000", "cccc0000"
 # a device and second for 0.01

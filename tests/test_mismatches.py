@@ -22,7 +22,7 @@ from sgpu_magic.environment.snapshot import read_snapshot
 from sgpu_magic.environment.travel_checks import check_before_travel
 from sgpu_magic.environment.uv_command import uv_path
 from sgpu_magic.errors import EnvironmentFailed
-from sgpu_magic.protocol.environment import Environment
+from sgpu_magic.wire.environment import Environment
 
 TORCH_NEEDS = (
     "nvidia-cudnn-cu12==9.5.1.17; platform_system == 'Linux'",

@@ -18,10 +18,10 @@ from sgpu_magic.panel.places import RunPlaces
 from sgpu_magic.panel.usage import month_began, month_line, month_sums
 from sgpu_magic.panel.waiting import Durations
 from sgpu_magic.panel.watcher import changes
-from sgpu_magic.protocol.devices import Device, Inventory
-from sgpu_magic.protocol.pool_status import BudgetState, PoolStatus, RunSummary
-from sgpu_magic.protocol.prices import read_prices
-from sgpu_magic.protocol.states import RunKind, RunState
+from sgpu_magic.wire.devices import Device, Inventory
+from sgpu_magic.wire.pool_status import BudgetState, PoolStatus, RunSummary
+from sgpu_magic.wire.prices import read_prices
+from sgpu_magic.wire.states import RunKind, RunState
 
 NOW = 1_795_344_000.0
 RATES = Rates(read_prices("a10=2.5,h100=7,cpu=0.04"), read_prices("b300=9,a10=1"), "USD")

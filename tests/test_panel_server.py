@@ -31,9 +31,9 @@ from sgpu_magic.panel.orders import STARTED, Page
 from sgpu_magic.panel.picture import PoolsTold, PoolTold, RunsTold
 from sgpu_magic.panel.watcher import FAILED, POLLED_S, PoolWatcher, Watchers
 from sgpu_magic.pool.ledger import Ledger
-from sgpu_magic.protocol.devices import Lease, Placement
-from sgpu_magic.protocol.records import CellSource, Owner, RunSpec
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.wire.devices import Lease, Placement
+from sgpu_magic.wire.records import CellSource, Owner, RunSpec
+from sgpu_magic.wire.states import RunState
 
 VARIABLES = {"SGPU_SIMULATE": "a10:4,h100:8", "SGPU_PRICES": "a10=2.5,h100=7", "SGPU_ADOPT_TIMEOUT_S": "20"}
 BASE = "/user/ann/"

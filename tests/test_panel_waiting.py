@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgpu_magic.panel.waiting import Durations, Held, Queued, holders_of, queue_of, waits
-from sgpu_magic.protocol.pool_status import RunSummary
-from sgpu_magic.protocol.states import RunKind, RunState
+from sgpu_magic.wire.pool_status import RunSummary
+from sgpu_magic.wire.states import RunKind, RunState
 
 NOW = 1_000_000.0
 SECONDS = st.floats(0, 1e6)

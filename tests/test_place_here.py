@@ -10,10 +10,10 @@ import pytest
 
 from sgpu_magic.agent.place_here import place_here
 from sgpu_magic.environment.store import Built
-from sgpu_magic.protocol.devices import Lease, Placement
-from sgpu_magic.protocol.node_messages import Launch
-from sgpu_magic.protocol.payloads import InlinePayload, PackedLayout, Payload
-from sgpu_magic.protocol.records import CellSource, Interpreter, Owner, RankContext, RunSpec
+from sgpu_magic.wire.devices import Lease, Placement
+from sgpu_magic.wire.node_messages import Launch
+from sgpu_magic.wire.payloads import InlinePayload, PackedLayout, Payload
+from sgpu_magic.wire.records import CellSource, Interpreter, Owner, RankContext, RunSpec
 
 KERNELS = ("/py/lib/python311.zip", "/py/lib/python3.11", "/venv/lib/python3.11/site-packages")
 BUILT = Built(

@@ -18,12 +18,12 @@ from sgpu_magic.client.pool_choosing import (
 from sgpu_magic.client.pools import Asked
 from sgpu_magic.client.pools_file import PoolEntry
 from sgpu_magic.errors import CapacityError, UsageError
-from sgpu_magic.protocol.devices import Device, Inventory
-from sgpu_magic.protocol.ids import new_id
-from sgpu_magic.protocol.pool_status import PoolStatus, RunSummary
-from sgpu_magic.protocol.prices import read_prices
-from sgpu_magic.protocol.states import RunState
 from sgpu_magic.runs.devices import check_spread, in_pythons_words, memory_bytes, node_count, strategy_of
+from sgpu_magic.wire.devices import Device, Inventory
+from sgpu_magic.wire.ids import new_id
+from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
+from sgpu_magic.wire.prices import read_prices
+from sgpu_magic.wire.states import RunState
 
 GB = 10**9
 MONEY = Money(read_prices("a10=2.00,h100=8.00"), read_prices("a10=1.00"), "USD")

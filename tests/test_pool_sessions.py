@@ -21,7 +21,7 @@ from sgpu_magic.client.interpreter import this_owner
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.commands.runs import runs_table
 from sgpu_magic.errors import CapacityError, SessionError, UsageError
-from sgpu_magic.protocol.events import (
+from sgpu_magic.wire.events import (
     Detached,
     OutputWritten,
     Placed,
@@ -32,9 +32,9 @@ from sgpu_magic.protocol.events import (
     StateChanged,
     Submitted,
 )
-from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.questions import RankAnswer, RankQuestion
-from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.questions import RankAnswer, RankQuestion
+from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4"}
 UNSTOPPABLE = """

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgpu_magic.protocol import (
+from sgpu_magic.wire import (
     blobs,
     codec,
     comms,
@@ -42,8 +42,8 @@ from sgpu_magic.protocol import (
     uploads,
     zygote_messages,
 )
-from sgpu_magic.protocol.record import Record
-from sgpu_magic.protocol.states import TRANSITIONS, RunState, can_move
+from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.states import TRANSITIONS, RunState, can_move
 
 MODULES = (
     blobs,
@@ -348,7 +348,7 @@ def test_every_state_is_reached_and_reaches_an_end():
 
 def test_reading_events_imports_nothing_heavy():
     code = (
-        "import sys; import sgpu_magic.pool.run_log, sgpu_magic.protocol.codec; "
+        "import sys; import sgpu_magic.pool.run_log, sgpu_magic.wire.codec; "
         "print([m for m in ('torch', 'numpy', 'IPython', 'cloudpickle', 'zmq') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -20,10 +20,10 @@ from sgpu_magic.agent.progress import CpuWatch, RankLook, StallJudge
 from sgpu_magic.agent.signals import catches
 from sgpu_magic.agent.stack_taking import find_py_spy, parse_py_spy
 from sgpu_magic.agent.stacks import NotebookFrames, StackFile, parse
-from sgpu_magic.protocol.events import Resumed, Stalled
-from sgpu_magic.protocol.measures import Collective, RankStack, StackFrame
-from sgpu_magic.protocol.records import CellSource
-from sgpu_magic.protocol.stack_area import AREA_BYTES, STACK_SIGNAL
+from sgpu_magic.wire.events import Resumed, Stalled
+from sgpu_magic.wire.measures import Collective, RankStack, StackFrame
+from sgpu_magic.wire.records import CellSource
+from sgpu_magic.wire.stack_area import AREA_BYTES, STACK_SIGNAL
 from sgpu_magic.worker.flight_recorder import newest
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

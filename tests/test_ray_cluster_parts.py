@@ -17,9 +17,9 @@ from test_place_here import launch as placed_launch
 
 from sgpu_magic.agent import ray_place
 from sgpu_magic.config import Settings
-from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.ids import new_id
-from sgpu_magic.protocol.node_messages import Launch, Part
+from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.ids import new_id
+from sgpu_magic.wire.node_messages import Launch, Part
 from sgpu_magic.worker.ray_cluster import variables
 from sgpu_magic.worker.ray_cluster.driver import written_in
 from sgpu_magic.worker.ray_cluster.metrics import values_in

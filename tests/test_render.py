@@ -49,12 +49,6 @@ from sgpu_magic import errors
 from sgpu_magic.byte_sizes import format_bytes
 from sgpu_magic.config import host_name
 from sgpu_magic.live.rank_cards import rank_cards
-from sgpu_magic.protocol import events as ev
-from sgpu_magic.protocol.devices import Device, Inventory, NodeShare
-from sgpu_magic.protocol.measures import RankStack, StackFrame
-from sgpu_magic.protocol.pool_status import PoolStatus, RunSummary
-from sgpu_magic.protocol.records import CellSource, Failure, RunSpec, Shipped
-from sgpu_magic.protocol.states import FailureKind, RunState
 from sgpu_magic.render import ansi
 from sgpu_magic.render.bundle import RUN_MIME, mime_bundle
 from sgpu_magic.render.html import render_html
@@ -69,6 +63,12 @@ from sgpu_magic.render.stacks import group_stacks, last_python_line, stacks_html
 from sgpu_magic.render.status import status_html, status_text
 from sgpu_magic.render.text import render_text, summary_line
 from sgpu_magic.render.units import format_clock, format_ranks, format_seconds
+from sgpu_magic.wire import events as ev
+from sgpu_magic.wire.devices import Device, Inventory, NodeShare
+from sgpu_magic.wire.measures import RankStack, StackFrame
+from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
+from sgpu_magic.wire.records import CellSource, Failure, RunSpec, Shipped
+from sgpu_magic.wire.states import FailureKind, RunState
 
 GOLDEN = Path(__file__).parent / "golden"
 PNG = "iVBORw0KGgo="

@@ -16,13 +16,13 @@ from sgpu_magic.agent import reports
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.event_file import EventFile, read_spec
 from sgpu_magic.pool.run_log import RunLog, read_events
-from sgpu_magic.protocol.devices import Placement
-from sgpu_magic.protocol.events import AttemptFailed, EventBody, Noted, OutputWritten, RunEnded, Sampled, Submitted
-from sgpu_magic.protocol.node_messages import RanksGone, RunEvent
-from sgpu_magic.protocol.record import Record
-from sgpu_magic.protocol.records import CellSource, Failure, Owner, RunSpec
-from sgpu_magic.protocol.run_files import EVENTS
-from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.wire.devices import Placement
+from sgpu_magic.wire.events import AttemptFailed, EventBody, Noted, OutputWritten, RunEnded, Sampled, Submitted
+from sgpu_magic.wire.node_messages import RanksGone, RunEvent
+from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.records import CellSource, Failure, Owner, RunSpec
+from sgpu_magic.wire.run_files import EVENTS
+from sgpu_magic.wire.states import FailureKind, RunState
 
 RUN = "0123abcd"
 SPEC = RunSpec(

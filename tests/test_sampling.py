@@ -24,11 +24,11 @@ from sgpu_magic.agent.process_use import ProcessTable, TreeUse
 from sgpu_magic.agent.run_sampler import RunSampler, merged
 from sgpu_magic.agent.stacks import NotebookFrames
 from sgpu_magic.pool.run_log import RunLog, read_events
-from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.events import DeviceBusy, DeviceIdle, Noted, Sampled
-from sgpu_magic.protocol.measures import Collective, RankSample, RankStack, StackFrame
-from sgpu_magic.protocol.node_messages import RunEvent
-from sgpu_magic.protocol.records import CellSource
+from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.events import DeviceBusy, DeviceIdle, Noted, Sampled
+from sgpu_magic.wire.measures import Collective, RankSample, RankStack, StackFrame
+from sgpu_magic.wire.node_messages import RunEvent
+from sgpu_magic.wire.records import CellSource
 from tests import nvml_stub as nvml
 
 nvml_stub = nvml.nvml_stub

@@ -32,10 +32,10 @@ from sgpu_magic.pool.stimuli import (
     TellQueue,
     TimePassed,
 )
-from sgpu_magic.protocol.devices import Device, Inventory, Lease, Placement
-from sgpu_magic.protocol.ids import is_valid_id
-from sgpu_magic.protocol.records import CellSource, Owner, RunSpec
-from sgpu_magic.protocol.states import RunState, can_move
+from sgpu_magic.wire.devices import Device, Inventory, Lease, Placement
+from sgpu_magic.wire.ids import is_valid_id
+from sgpu_magic.wire.records import CellSource, Owner, RunSpec
+from sgpu_magic.wire.states import RunState, can_move
 
 A, B, C, D = "aaaa0000", "bbbb0000", "cccc0000", "dddd0000"
 

@@ -10,9 +10,9 @@ import pytest
 from sgpu_magic.agent import failure_blanking
 from sgpu_magic.environment.secrets import find_secrets, is_secret, without_secrets, without_url_credentials
 from sgpu_magic.magics.cell import without_values
-from sgpu_magic.protocol.payloads import PackedLayout
-from sgpu_magic.protocol.records import Failure
-from sgpu_magic.protocol.states import FailureKind
+from sgpu_magic.wire.payloads import PackedLayout
+from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.states import FailureKind
 
 LAYOUT = PackedLayout(pickle_size=7, buffers=(), mac=b"")
 

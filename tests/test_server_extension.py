@@ -29,9 +29,9 @@ from sgpu_magic.event_file import EventFile
 from sgpu_magic.jupyter_server.elsewhere import Elsewhere
 from sgpu_magic.jupyter_server.followers import IDLE_S, Followers, RunNotHere
 from sgpu_magic.pool.run_log import RunLog
-from sgpu_magic.protocol.devices import Placement
-from sgpu_magic.protocol.events import Noted, Submitted
-from sgpu_magic.protocol.records import CellSource, Owner, RunSpec
+from sgpu_magic.wire.devices import Placement
+from sgpu_magic.wire.events import Noted, Submitted
+from sgpu_magic.wire.records import CellSource, Owner, RunSpec
 
 ROOT = Path(__file__).parent.parent
 

@@ -31,9 +31,9 @@ from sgpu_magic.pool.stimuli import (
     TellQueue,
     TimePassed,
 )
-from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.states import FailureKind, RunKind, RunState, can_move
+from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.states import FailureKind, RunKind, RunState, can_move
 
 S, A, B, C, D = "5e550000", "aaaa0000", "bbbb0000", "cccc0000", "dddd0000"
 

@@ -42,12 +42,6 @@ from sgpu_magic.jupyter_server.outputs import cell_outputs
 from sgpu_magic.live.messages import AskLines, Refusal
 from sgpu_magic.live.picture import Snapshot
 from sgpu_magic.live.snapshot import snapshot_of
-from sgpu_magic.protocol import events as ev
-from sgpu_magic.protocol.devices import Device, Inventory
-from sgpu_magic.protocol.measures import TensorUse
-from sgpu_magic.protocol.pool_status import PoolStatus, RunSummary
-from sgpu_magic.protocol.records import Failure
-from sgpu_magic.protocol.states import OWNER_GONE, FailureKind, RunKind, RunState
 from sgpu_magic.render import ansi
 from sgpu_magic.render.bundle import RUN_MIME, interrupted_bundle, mime_bundle, run_record
 from sgpu_magic.render.html import render_html
@@ -57,6 +51,12 @@ from sgpu_magic.render.status import status_html, status_text
 from sgpu_magic.render.terminal import TerminalPublisher
 from sgpu_magic.render.text import render_text
 from sgpu_magic.render.units import TIMES
+from sgpu_magic.wire import events as ev
+from sgpu_magic.wire.devices import Device, Inventory
+from sgpu_magic.wire.measures import TensorUse
+from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
+from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.states import OWNER_GONE, FailureKind, RunKind, RunState
 
 GOLDEN = Path(__file__).parent / "golden"
 SESSIONS = [name for name in FORMS if "session" in name]

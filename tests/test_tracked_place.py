@@ -15,13 +15,13 @@ from waiting import eventually
 from sgpu_magic.client.mlflow_run import mlflow_run_id
 from sgpu_magic.config import Settings
 from sgpu_magic.payload import pack
-from sgpu_magic.protocol.devices import Placement
-from sgpu_magic.protocol.records import CellSource, Owner, RunSpec
-from sgpu_magic.protocol.states import RunKind
-from sgpu_magic.protocol.tracking import Tracking
 from sgpu_magic.runs.git_state import GitStates, Tags, git_state, git_tags
 from sgpu_magic.runs.submission import Submission, Wishes
 from sgpu_magic.runs.tracked import place_of
+from sgpu_magic.wire.devices import Placement
+from sgpu_magic.wire.records import CellSource, Owner, RunSpec
+from sgpu_magic.wire.states import RunKind
+from sgpu_magic.wire.tracking import Tracking
 
 
 @pytest.fixture(autouse=True)

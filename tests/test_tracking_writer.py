@@ -17,15 +17,15 @@ from waiting import eventually
 
 from sgpu_magic.config import Settings
 from sgpu_magic.pool.retention import RunOnDisk, Why, choose_removals
-from sgpu_magic.protocol import events as ev
-from sgpu_magic.protocol.measures import RankSample
-from sgpu_magic.protocol.records import Failure
-from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
-from sgpu_magic.protocol.tracking import MetricPoint, Tracking
 from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.progress import Progress, without_user
 from sgpu_magic.tracking.runs import Batch, RunFold, in_chunks, key
 from sgpu_magic.tracking.system_metrics import SystemMetrics
+from sgpu_magic.wire import events as ev
+from sgpu_magic.wire.measures import RankSample
+from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.states import FailureKind, RunKind, RunState
+from sgpu_magic.wire.tracking import MetricPoint, Tracking
 
 # ---------------------------------------------------------------- pure parts
 

@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgpu_magic.protocol.devices import Placement
-from sgpu_magic.protocol.events import (
+from sgpu_magic.render.series import MAX_POINTS, Series
+from sgpu_magic.render.usage import RunUsage, detail_lines, use_text
+from sgpu_magic.render.view import RunView
+from sgpu_magic.wire.devices import Placement
+from sgpu_magic.wire.events import (
     AttemptFailed,
     DeviceBusy,
     DeviceIdle,
@@ -21,12 +24,9 @@ from sgpu_magic.protocol.events import (
     RunEnded,
     Sampled,
 )
-from sgpu_magic.protocol.measures import RankSample
-from sgpu_magic.protocol.records import CellSource, Failure, Owner, RunSpec
-from sgpu_magic.protocol.states import FailureKind, RunState
-from sgpu_magic.render.series import MAX_POINTS, Series
-from sgpu_magic.render.usage import RunUsage, detail_lines, use_text
-from sgpu_magic.render.view import RunView
+from sgpu_magic.wire.measures import RankSample
+from sgpu_magic.wire.records import CellSource, Failure, Owner, RunSpec
+from sgpu_magic.wire.states import FailureKind, RunState
 
 GB = 1_000_000_000
 BUSY = RankSample(

@@ -10,11 +10,11 @@ import comm
 import ipywidgets
 import pytest
 
-from sgpu_magic.protocol.comms import CommMessage, can_merge
-from sgpu_magic.protocol.events import CommsMoved
-from sgpu_magic.protocol.rank_messages import CommsSaid
-from sgpu_magic.protocol.record import Record
 from sgpu_magic.render.rank_models import WIDGET_MIME, RankModels, references, with_prefix, without_prefix
+from sgpu_magic.wire.comms import CommMessage, can_merge
+from sgpu_magic.wire.events import CommsMoved
+from sgpu_magic.wire.rank_messages import CommsSaid
+from sgpu_magic.wire.record import Record
 from sgpu_magic.worker import widgets
 
 

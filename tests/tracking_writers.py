@@ -20,13 +20,15 @@ from waiting import eventually
 
 from sgpu_magic.config import Settings
 from sgpu_magic.pool.run_log import RunLog
-from sgpu_magic.protocol import codec
-from sgpu_magic.protocol import events as ev
-from sgpu_magic.protocol.devices import Lease, Placement
-from sgpu_magic.protocol.ids import new_id
-from sgpu_magic.protocol.records import CellSource, Owner, RunSpec
-from sgpu_magic.protocol.states import RunState
-from sgpu_magic.protocol.tracking import (
+from sgpu_magic.tracking import progress
+from sgpu_magic.tracking.progress import Progress
+from sgpu_magic.wire import codec
+from sgpu_magic.wire import events as ev
+from sgpu_magic.wire.devices import Lease, Placement
+from sgpu_magic.wire.ids import new_id
+from sgpu_magic.wire.records import CellSource, Owner, RunSpec
+from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.tracking import (
     FromTracker,
     MetricPoint,
     RunOver,
@@ -36,8 +38,6 @@ from sgpu_magic.protocol.tracking import (
     TrackingStarted,
     TrackingTroubled,
 )
-from sgpu_magic.tracking import progress
-from sgpu_magic.tracking.progress import Progress
 
 PATIENCE_S = 60.0
 

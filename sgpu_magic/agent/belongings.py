@@ -10,12 +10,12 @@ from sgpu_magic.agent.keeper import Keeper
 from sgpu_magic.agent.run_directory import RunDirectory
 from sgpu_magic.agent.run_memory import RunMemory
 from sgpu_magic.message_stream import MessageStream
-from sgpu_magic.protocol.events import EventBody, Noted, PayloadReleased
-from sgpu_magic.protocol.node_messages import Launch
-from sgpu_magic.protocol.payloads import FilePayload, InlinePayload, Payload, SharedPayload
-from sgpu_magic.protocol.rank_messages import FromRank
-from sgpu_magic.protocol.records import RankResult
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.wire.events import EventBody, Noted, PayloadReleased
+from sgpu_magic.wire.node_messages import Launch
+from sgpu_magic.wire.payloads import FilePayload, InlinePayload, Payload, SharedPayload
+from sgpu_magic.wire.rank_messages import FromRank
+from sgpu_magic.wire.records import RankResult
+from sgpu_magic.wire.states import RunState
 
 
 class Belongings:

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 
 from sgpu_magic.agent.gathering import Gathering
-from sgpu_magic.protocol.records import Failure
+from sgpu_magic.wire.records import Failure
 
 # seconds for which a victim's report waits for the culprit's
 _PATIENCE_WITH_VICTIM_S = 0.25

@@ -12,9 +12,9 @@ from sgpu_magic.agent.belongings import Belongings
 from sgpu_magic.agent.group import Group
 from sgpu_magic.agent.meeting import MeetingPoint
 from sgpu_magic.agent.variables import torchrun_variables
-from sgpu_magic.protocol.node_messages import Launch
-from sgpu_magic.protocol.rank_messages import Execute, Prepare, PrivateRay
-from sgpu_magic.protocol.tracking import Tracking
+from sgpu_magic.wire.node_messages import Launch
+from sgpu_magic.wire.rank_messages import Execute, Prepare, PrivateRay
+from sgpu_magic.wire.tracking import Tracking
 
 
 def send_cells(

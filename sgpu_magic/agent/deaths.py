@@ -11,7 +11,7 @@ from sgpu_magic.agent import root_cause
 from sgpu_magic.agent.crew import Crew
 from sgpu_magic.agent.out_of_memory import MemoryWatch
 from sgpu_magic.agent.stacks import NotebookFrames
-from sgpu_magic.protocol.records import Failure
+from sgpu_magic.wire.records import Failure
 
 
 class Coroner:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from sgpu_magic.agent.group import RankProcess
-from sgpu_magic.protocol.events import CommsMoved, DisplayPublished, EventBody, Noted, OutputCleared
-from sgpu_magic.protocol.rank_messages import Cleared, CommsSaid, Displayed, InPlace
+from sgpu_magic.wire.events import CommsMoved, DisplayPublished, EventBody, Noted, OutputCleared
+from sgpu_magic.wire.rank_messages import Cleared, CommsSaid, Displayed, InPlace
 
 # of one run, of all its ranks: events are kept on disk
 MOST_COMM_BYTES = 256 << 20

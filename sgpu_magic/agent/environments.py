@@ -17,10 +17,10 @@ from sgpu_magic.environment.base_layer import layer_tag
 from sgpu_magic.environment.need import needs_build
 from sgpu_magic.environment.progress import BuildMoved, BuildNews, BuildOrder, BuildReady, BuildRefused
 from sgpu_magic.environment.store import Built, HeldLock, Store
-from sgpu_magic.protocol.environment import Environment
-from sgpu_magic.protocol.events import EnvironmentMoved
-from sgpu_magic.protocol.node_messages import Launch
-from sgpu_magic.protocol.records import Interpreter
+from sgpu_magic.wire.environment import Environment
+from sgpu_magic.wire.events import EnvironmentMoved
+from sgpu_magic.wire.node_messages import Launch
+from sgpu_magic.wire.records import Interpreter
 
 _TELL_S = 0.5
 # between the builder's last word and its lock, another pool may have removed what it built

@@ -28,11 +28,11 @@ from sgpu_magic.agent.run_watch import RunWatch
 from sgpu_magic.agent.stacks import NotebookFrames
 from sgpu_magic.agent.stop_path import StopPath
 from sgpu_magic.agent.tracking_answers import TrackingAnswers
-from sgpu_magic.protocol.comms import TellComms
-from sgpu_magic.protocol.events import MetricsLogged, Noted, OutputWritten, RankFailed, RanksStarted
-from sgpu_magic.protocol.measures import RankStack
-from sgpu_magic.protocol.node_messages import Launch, TrackingKnown
-from sgpu_magic.protocol.rank_messages import (
+from sgpu_magic.wire.comms import TellComms
+from sgpu_magic.wire.events import MetricsLogged, Noted, OutputWritten, RankFailed, RanksStarted
+from sgpu_magic.wire.measures import RankStack
+from sgpu_magic.wire.node_messages import Launch, TrackingKnown
+from sgpu_magic.wire.rank_messages import (
     AskTracking,
     Cleared,
     Collectives,
@@ -45,8 +45,8 @@ from sgpu_magic.protocol.rank_messages import (
     Raised,
     Remarked,
 )
-from sgpu_magic.protocol.records import Failure, RankResult
-from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.wire.records import Failure, RankResult
+from sgpu_magic.wire.states import FailureKind, RunState
 
 
 class Execution(NodeRun):

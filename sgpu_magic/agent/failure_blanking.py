@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from sgpu_magic.environment.secrets import Blanker, find_secrets
-from sgpu_magic.protocol.records import Failure
+from sgpu_magic.wire.records import Failure
 
 
 def without_secrets(

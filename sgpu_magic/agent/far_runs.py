@@ -26,11 +26,11 @@ from sgpu_magic.agent import faults
 from sgpu_magic.agent.background_call import call_in_background
 from sgpu_magic.agent.reports import Send
 from sgpu_magic.config import Settings
-from sgpu_magic.protocol.blobs import CHUNK_BYTES, WINDOW, RunFile, RunFileStored, StoreRunFile
-from sgpu_magic.protocol.events import EventBody, Noted, RunEnded
-from sgpu_magic.protocol.node_messages import Launch
-from sgpu_magic.protocol.run_files import EVENTS, TRACKING, WORK, work_folders
 from sgpu_magic.storage.below import list_below, open_below
+from sgpu_magic.wire.blobs import CHUNK_BYTES, WINDOW, RunFile, RunFileStored, StoreRunFile
+from sgpu_magic.wire.events import EventBody, Noted, RunEnded
+from sgpu_magic.wire.node_messages import Launch
+from sgpu_magic.wire.run_files import EVENTS, TRACKING, WORK, work_folders
 
 _LOG = re.compile(r"rank-\d+\.log")
 _RESULT = re.compile(r"result-\d+\.bin")

@@ -16,9 +16,9 @@ from sgpu_magic.agent.execution import Execution
 from sgpu_magic.agent.group import Group
 from sgpu_magic.agent.meeting import Meeting, MeetingPoint
 from sgpu_magic.agent.node_run import NodeRun, Surroundings
-from sgpu_magic.protocol.node_messages import Launch, MasterKnown, PartsOver, PeerFailed
-from sgpu_magic.protocol.rank_messages import FromRank, Joined
-from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.wire.node_messages import Launch, MasterKnown, PartsOver, PeerFailed
+from sgpu_magic.wire.rank_messages import FromRank, Joined
+from sgpu_magic.wire.states import FailureKind, RunState
 
 # nothing may compete with the result on its way to the notebook
 _LEAVE_DELAY_S = 0.03

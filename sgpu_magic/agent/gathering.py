@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import msgspec
 
 from sgpu_magic.agent.root_cause import find_root_cause
-from sgpu_magic.protocol.events import RunEnded
-from sgpu_magic.protocol.measures import RankStack
-from sgpu_magic.protocol.records import Failure, RankResult
-from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.wire.events import RunEnded
+from sgpu_magic.wire.measures import RankStack
+from sgpu_magic.wire.records import Failure, RankResult
+from sgpu_magic.wire.states import FailureKind, RunState
 
 # the key of a failure that no rank is to blame for
 _WHOLE_RUN = -1

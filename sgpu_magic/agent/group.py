@@ -20,13 +20,13 @@ from sgpu_magic.agent.output import RankOutput
 from sgpu_magic.agent.stacks import StackFile
 from sgpu_magic.agent.zygotes import Zygote
 from sgpu_magic.message_stream import MessageStream
-from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.comms import TellComms
-from sgpu_magic.protocol.events import OutputWritten
-from sgpu_magic.protocol.ids import new_id
-from sgpu_magic.protocol.rank_messages import CommsHeard, FromRank, Leave, Release, ToRank
-from sgpu_magic.protocol.states import FailureKind
-from sgpu_magic.protocol.zygote_messages import Fork
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.comms import TellComms
+from sgpu_magic.wire.events import OutputWritten
+from sgpu_magic.wire.ids import new_id
+from sgpu_magic.wire.rank_messages import CommsHeard, FromRank, Leave, Release, ToRank
+from sgpu_magic.wire.states import FailureKind
+from sgpu_magic.wire.zygote_messages import Fork
 
 
 class GroupListener(Protocol):

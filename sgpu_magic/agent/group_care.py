@@ -10,9 +10,9 @@ from sgpu_magic.agent import leftovers
 from sgpu_magic.agent.group import Group
 from sgpu_magic.agent.regrouping import Regrouping
 from sgpu_magic.agent.session_news import SessionNews
-from sgpu_magic.protocol.events import GroupRenewed, RanksRestarted
-from sgpu_magic.protocol.node_messages import Launch
-from sgpu_magic.protocol.rank_messages import Renewed
+from sgpu_magic.wire.events import GroupRenewed, RanksRestarted
+from sgpu_magic.wire.node_messages import Launch
+from sgpu_magic.wire.rank_messages import Renewed
 
 # why it failed ("" when it did not), and what could not be kept
 _Done = Callable[[str, str], None]

@@ -20,10 +20,10 @@ from sgpu_magic.agent.groups import Groups
 from sgpu_magic.agent.node_run import NodeRun
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.session import Session
-from sgpu_magic.protocol.events import EventBody, Noted, RanksStarted, RunEnded
-from sgpu_magic.protocol.node_messages import Launch, MasterBound
-from sgpu_magic.protocol.records import Failure
-from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.wire.events import EventBody, Noted, RanksStarted, RunEnded
+from sgpu_magic.wire.node_messages import Launch, MasterBound
+from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.states import FailureKind, RunState
 
 T = TypeVar("T")
 _REPLENISH_DELAY_S = 0.15

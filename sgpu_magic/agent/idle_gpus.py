@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from sgpu_magic.agent.idle_watch import IdleWatch, waits_in
 from sgpu_magic.agent.stack_taking import StackTaker
 from sgpu_magic.agent.stacks import NotebookFrames
-from sgpu_magic.protocol.events import DeviceBusy, DeviceIdle
-from sgpu_magic.protocol.measures import RankStack
+from sgpu_magic.wire.events import DeviceBusy, DeviceIdle
+from sgpu_magic.wire.measures import RankStack
 
 
 class IdleGpus:

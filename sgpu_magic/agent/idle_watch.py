@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 
 from sgpu_magic.agent.stacks import NotebookFrames
-from sgpu_magic.protocol.events import IDLE_GPU_PCT, DeviceBusy, DeviceIdle
-from sgpu_magic.protocol.measures import RankStack
+from sgpu_magic.wire.events import IDLE_GPU_PCT, DeviceBusy, DeviceIdle
+from sgpu_magic.wire.measures import RankStack
 
 _DATALOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 _SLEEP = re.compile(r"(time\.)?sleep\(")

@@ -14,10 +14,10 @@ from sgpu_magic.agent.groups import Groups
 from sgpu_magic.agent.held_runs import HeldRuns
 from sgpu_magic.agent.inventory import take_inventory
 from sgpu_magic.config import Settings
-from sgpu_magic.protocol.devices import Inventory
-from sgpu_magic.protocol.messages import PROTOCOL_VERSION
-from sgpu_magic.protocol.node_messages import AgentReady, HeldRun, InventoryTaken
-from sgpu_magic.protocol.record import Record
+from sgpu_magic.wire.devices import Inventory
+from sgpu_magic.wire.messages import PROTOCOL_VERSION
+from sgpu_magic.wire.node_messages import AgentReady, HeldRun, InventoryTaken
+from sgpu_magic.wire.record import Record
 
 
 class _Send(Protocol):

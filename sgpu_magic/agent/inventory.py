@@ -25,8 +25,8 @@ from sgpu_magic.agent.nvml import (
 from sgpu_magic.config import host_name
 from sgpu_magic.environment.cuda import driver_version
 from sgpu_magic.errors import UsageError
-from sgpu_magic.protocol.device_types import ANY, CPU, canonical_type, memory_of
-from sgpu_magic.protocol.devices import Device, Inventory
+from sgpu_magic.wire.device_types import ANY, CPU, canonical_type, memory_of
+from sgpu_magic.wire.devices import Device, Inventory
 
 MAX_SIMULATED = 1024
 """Simulated devices of one type."""

@@ -21,10 +21,10 @@ from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.session import Session, SessionRefuses
 from sgpu_magic.agent.uploaded import Uploaded
 from sgpu_magic.environment.store import Built
-from sgpu_magic.protocol.events import RunEnded
-from sgpu_magic.protocol.node_messages import Launch
-from sgpu_magic.protocol.records import Failure
-from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
+from sgpu_magic.wire.events import RunEnded
+from sgpu_magic.wire.node_messages import Launch
+from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 
 class Launches:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sgpu_magic.agent.interfaces import LOOPBACK, interface_of
-from sgpu_magic.protocol.node_messages import MasterBound, MasterKnown, Part
+from sgpu_magic.wire.node_messages import MasterBound, MasterKnown, Part
 
 _BACKLOG = 1024
 

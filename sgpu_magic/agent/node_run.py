@@ -20,12 +20,12 @@ from sgpu_magic.agent.far_runs import FarRuns
 from sgpu_magic.agent.keeper import Keeper
 from sgpu_magic.agent.sampling import Sampling
 from sgpu_magic.config import Settings
-from sgpu_magic.protocol.comms import TellComms
-from sgpu_magic.protocol.events import EventBody
-from sgpu_magic.protocol.measures import RankStack
-from sgpu_magic.protocol.node_messages import Launch, MasterBound, TrackingKnown
-from sgpu_magic.protocol.records import Failure
-from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.wire.comms import TellComms
+from sgpu_magic.wire.events import EventBody
+from sgpu_magic.wire.measures import RankStack
+from sgpu_magic.wire.node_messages import Launch, MasterBound, TrackingKnown
+from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.states import FailureKind, RunState
 
 
 class NodeRunListener(Protocol):

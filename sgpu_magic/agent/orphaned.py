@@ -15,7 +15,7 @@ from sgpu_magic.agent import faults
 from sgpu_magic.agent.node_run import NodeRun
 from sgpu_magic.agent.successor import Successor
 from sgpu_magic.processes import may_be_alive
-from sgpu_magic.protocol.states import OWNER_GONE, RunState
+from sgpu_magic.wire.states import OWNER_GONE, RunState
 
 _LOOK_S = 0.25
 # a notebook that follows a run starts the next service within a second or two; what nobody follows nobody fetches

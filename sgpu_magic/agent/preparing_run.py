@@ -18,12 +18,12 @@ from sgpu_magic.agent.blob_cache import BlobMissing
 from sgpu_magic.agent.environments import Environments
 from sgpu_magic.agent.node_run import NodeRun, Surroundings
 from sgpu_magic.environment.store import Built
-from sgpu_magic.protocol.events import EnvironmentMoved, RunEnded
-from sgpu_magic.protocol.measures import RankStack
-from sgpu_magic.protocol.node_messages import Launch, MasterKnown, PartsOver, PeerFailed
-from sgpu_magic.protocol.payloads import StoredPayload
-from sgpu_magic.protocol.records import Failure
-from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
+from sgpu_magic.wire.events import EnvironmentMoved, RunEnded
+from sgpu_magic.wire.measures import RankStack
+from sgpu_magic.wire.node_messages import Launch, MasterKnown, PartsOver, PeerFailed
+from sgpu_magic.wire.payloads import StoredPayload
+from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 # what a run's code is unpacked with: the folders by the kernel's path entry
 Unpack = Callable[[Launch], Mapping[str, str]]

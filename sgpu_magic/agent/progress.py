@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sgpu_magic.protocol.events import Resumed, Stalled
-from sgpu_magic.protocol.measures import RankStack
+from sgpu_magic.wire.events import Resumed, Stalled
+from sgpu_magic.wire.measures import RankStack
 
 BUSY_SHARE = 0.05
 """Of one core (or of the GPU): what a rank uses that does something."""

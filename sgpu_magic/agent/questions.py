@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sgpu_magic.agent.group import Group
-from sgpu_magic.protocol.questions import RankAnswer, RankQuestion
-from sgpu_magic.protocol.rank_messages import AnswerQuestion
+from sgpu_magic.wire.questions import RankAnswer, RankQuestion
+from sgpu_magic.wire.rank_messages import AnswerQuestion
 
 Answered = Callable[[RankAnswer], None]
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from sgpu_magic.agent.out_of_memory import memory_limit
 from sgpu_magic.config import Settings
-from sgpu_magic.protocol.ids import check_id
-from sgpu_magic.protocol.node_messages import Launch
-from sgpu_magic.protocol.rank_messages import PrivateRay
+from sgpu_magic.wire.ids import check_id
+from sgpu_magic.wire.node_messages import Launch
+from sgpu_magic.wire.rank_messages import PrivateRay
 
 _PREFIX = "ray-"
 _DIGITS = 8

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from sgpu_magic.agent.cell_orders import prepare
 from sgpu_magic.agent.group import Group, GroupStore
-from sgpu_magic.protocol.node_messages import Launch
-from sgpu_magic.protocol.rank_messages import Renew, Renewed
+from sgpu_magic.wire.node_messages import Launch
+from sgpu_magic.wire.rank_messages import Renew, Renewed
 
 # gloo's own limit on the ranks is shorter
 _PATIENCE_S = 60.0

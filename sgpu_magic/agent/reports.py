@@ -14,9 +14,9 @@ from typing import Protocol
 
 import msgspec
 
-from sgpu_magic.protocol.events import EventBody, OutputWritten, PayloadReleased, RunEnded
-from sgpu_magic.protocol.node_messages import MasterBound, RanksGone, RunEvent, TrackingAsked
-from sgpu_magic.protocol.record import Record
+from sgpu_magic.wire.events import EventBody, OutputWritten, PayloadReleased, RunEnded
+from sgpu_magic.wire.node_messages import MasterBound, RanksGone, RunEvent, TrackingAsked
+from sgpu_magic.wire.record import Record
 
 # output beyond this, of all runs together, is not kept for the next service: it lies in the ranks' logs
 _KEPT_BYTES = 64 << 20

@@ -10,8 +10,8 @@ import signal
 from collections.abc import Iterable
 
 from sgpu_magic.processes import signal_name
-from sgpu_magic.protocol.records import Failure
-from sgpu_magic.protocol.states import FailureKind
+from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.states import FailureKind
 
 _SIGNAL_MEANINGS: dict[int, str] = {
     signal.SIGKILL: "out of memory, or somebody killed it",

@@ -12,13 +12,13 @@ import msgspec
 
 from sgpu_magic import __version__
 from sgpu_magic.config import host_name
-from sgpu_magic.protocol.codec import printable
-from sgpu_magic.protocol.ids import check_id
-from sgpu_magic.protocol.node_messages import Launch
-from sgpu_magic.protocol.run_files import KEY, PAYLOAD
-from sgpu_magic.protocol.run_record import RUN_RECORD, UNDER_WAY, RunRecord
-from sgpu_magic.protocol.states import RunState
 from sgpu_magic.storage.links import has_content, link_or_copy
+from sgpu_magic.wire.codec import printable
+from sgpu_magic.wire.ids import check_id
+from sgpu_magic.wire.node_messages import Launch
+from sgpu_magic.wire.run_files import KEY, PAYLOAD
+from sgpu_magic.wire.run_record import RUN_RECORD, UNDER_WAY, RunRecord
+from sgpu_magic.wire.states import RunState
 
 _AIR = b'''"""The run of this directory again, outside the notebook:
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sgpu_magic.agent.keeper import Keeper, KeepJob
-from sgpu_magic.protocol.payloads import FilePayload, InlinePayload, PayloadSource, SharedPayload, StoredPayload
-from sgpu_magic.protocol.run_files import PAYLOAD
+from sgpu_magic.wire.payloads import FilePayload, InlinePayload, PayloadSource, SharedPayload, StoredPayload
+from sgpu_magic.wire.run_files import PAYLOAD
 
 _REUSED = "the notebook's next run used the same memory before it was copied"
 

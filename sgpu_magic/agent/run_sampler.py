@@ -13,9 +13,9 @@ from sgpu_magic.agent.crew import Crew
 from sgpu_magic.agent.gpu_reading import GpuReading
 from sgpu_magic.agent.group import RankProcess
 from sgpu_magic.agent.process_use import TreeUse
-from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.events import Noted, Sampled
-from sgpu_magic.protocol.measures import RankSample
+from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.events import Noted, Sampled
+from sgpu_magic.wire.measures import RankSample
 
 _FINE_S = 600.0
 _COARSE_S = 5.0

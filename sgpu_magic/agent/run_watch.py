@@ -13,8 +13,8 @@ from sgpu_magic.agent.stack_taking import StackTaker
 from sgpu_magic.agent.stacks import NotebookFrames
 from sgpu_magic.agent.stall_watch import StallWatch
 from sgpu_magic.config import Settings
-from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.events import EventBody, Noted
+from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.events import EventBody, Noted
 
 
 class RunWatch:

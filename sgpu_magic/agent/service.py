@@ -34,13 +34,13 @@ from sgpu_magic.agent.uploaded import Uploaded
 from sgpu_magic.agent.zygotes import raise_open_files_limit
 from sgpu_magic.config import Settings
 from sgpu_magic.message_stream import MessageStream
-from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.address import agent_socket_file, lock_file
-from sgpu_magic.protocol.blobs import BlobFetched, RunFileStored
-from sgpu_magic.protocol.comms import TellComms
-from sgpu_magic.protocol.forwarding import OpenStream, StreamClosed, StreamData, StreamEnded, StreamTaken
-from sgpu_magic.protocol.messages import ReclaimPayload, ResultsReceived
-from sgpu_magic.protocol.node_messages import (
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.address import agent_socket_file, lock_file
+from sgpu_magic.wire.blobs import BlobFetched, RunFileStored
+from sgpu_magic.wire.comms import TellComms
+from sgpu_magic.wire.forwarding import OpenStream, StreamClosed, StreamData, StreamEnded, StreamTaken
+from sgpu_magic.wire.messages import ReclaimPayload, ResultsReceived
+from sgpu_magic.wire.node_messages import (
     Adopt,
     Answered,
     BuildEnvironment,
@@ -63,8 +63,8 @@ from sgpu_magic.protocol.node_messages import (
     TrackingKnown,
     WarmZygote,
 )
-from sgpu_magic.protocol.questions import RankAnswer
-from sgpu_magic.protocol.record import Record
+from sgpu_magic.wire.questions import RankAnswer
+from sgpu_magic.wire.record import Record
 
 _HOUSEKEEPING_S = 5.0
 # pauses before an introduction that failed is tried again

@@ -24,12 +24,12 @@ from sgpu_magic.agent.session_cell import SessionCell
 from sgpu_magic.agent.session_logs import SessionLogs
 from sgpu_magic.agent.session_news import SessionNews
 from sgpu_magic.agent.stacks import NotebookFrames
-from sgpu_magic.protocol.comms import TellComms
-from sgpu_magic.protocol.events import Noted, OutputWritten, RanksStarted, RunEnded
-from sgpu_magic.protocol.measures import RankStack
-from sgpu_magic.protocol.node_messages import Launch
-from sgpu_magic.protocol.questions import RankAnswer, RankQuestion
-from sgpu_magic.protocol.rank_messages import (
+from sgpu_magic.wire.comms import TellComms
+from sgpu_magic.wire.events import Noted, OutputWritten, RanksStarted, RunEnded
+from sgpu_magic.wire.measures import RankStack
+from sgpu_magic.wire.node_messages import Launch
+from sgpu_magic.wire.questions import RankAnswer, RankQuestion
+from sgpu_magic.wire.rank_messages import (
     Cleared,
     CommsSaid,
     Displayed,
@@ -40,8 +40,8 @@ from sgpu_magic.protocol.rank_messages import (
     Remarked,
     Renewed,
 )
-from sgpu_magic.protocol.records import Failure
-from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.states import FailureKind, RunState
 
 # a cell that is stopped with its session gets this long to say its own last word
 _CELL_ENDS_S = 0.5

@@ -17,10 +17,10 @@ from sgpu_magic.agent.cell_orders import send_session_cells
 from sgpu_magic.agent.execution import Execution
 from sgpu_magic.agent.group import Group
 from sgpu_magic.agent.node_run import NodeRun, Surroundings
-from sgpu_magic.protocol.events import GroupRenewed
-from sgpu_magic.protocol.node_messages import Launch
-from sgpu_magic.protocol.rank_messages import Failed, Finished, FromRank
-from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.wire.events import GroupRenewed
+from sgpu_magic.wire.node_messages import Launch
+from sgpu_magic.wire.rank_messages import Failed, Finished, FromRank
+from sgpu_magic.wire.states import FailureKind, RunState
 
 # the failure is told before the groups are whole when that takes longer
 _RENEWAL_PATIENCE_S = 0.5

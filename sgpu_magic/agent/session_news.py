@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from sgpu_magic.protocol.events import SessionMoved
+from sgpu_magic.wire.events import SessionMoved
 
 # cells come every few milliseconds: what they do is told when they last, or when it is quiet
 _PAUSE_S = 0.2

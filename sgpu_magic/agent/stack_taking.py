@@ -26,9 +26,9 @@ from sgpu_magic.agent.crew import Crew
 from sgpu_magic.agent.group import RankProcess
 from sgpu_magic.agent.signals import catches
 from sgpu_magic.agent.stacks import NotebookFrames, parse
-from sgpu_magic.protocol.measures import Collective, RankStack, StackFrame
-from sgpu_magic.protocol.rank_messages import Collectives, TellCollectives
-from sgpu_magic.protocol.stack_area import STACK_SIGNAL
+from sgpu_magic.wire.measures import Collective, RankStack, StackFrame
+from sgpu_magic.wire.rank_messages import Collectives, TellCollectives
+from sgpu_magic.wire.stack_area import STACK_SIGNAL
 
 Done = Callable[[tuple[RankStack, ...]], None]
 _POLL_S = 0.01

@@ -9,9 +9,9 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from sgpu_magic.protocol.measures import StackFrame
-from sgpu_magic.protocol.records import CellSource
-from sgpu_magic.protocol.stack_area import AREA_BYTES, read_area
+from sgpu_magic.wire.measures import StackFrame
+from sgpu_magic.wire.records import CellSource
+from sgpu_magic.wire.stack_area import AREA_BYTES, read_area
 
 _CELL_PREFIX = "<ipython-input-"
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')

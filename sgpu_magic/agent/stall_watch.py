@@ -13,8 +13,8 @@ from sgpu_magic.agent.process_use import ProcessTable
 from sgpu_magic.agent.progress import BUSY_SHARE, CpuWatch, RankLook, StallJudge
 from sgpu_magic.agent.stack_taking import StackTaker
 from sgpu_magic.agent.stacks import NotebookFrames
-from sgpu_magic.protocol.events import Resumed, Stalled
-from sgpu_magic.protocol.measures import RankStack
+from sgpu_magic.wire.events import Resumed, Stalled
+from sgpu_magic.wire.measures import RankStack
 
 # looks at CPU times within `stall_s`
 _TICKS = 15

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sgpu_magic.agent.group import Group
-from sgpu_magic.protocol.node_messages import TrackingKnown
-from sgpu_magic.protocol.rank_messages import TrackingAnswered
-from sgpu_magic.protocol.tracking import TrackedRun
+from sgpu_magic.wire.node_messages import TrackingKnown
+from sgpu_magic.wire.rank_messages import TrackingAnswered
+from sgpu_magic.wire.tracking import TrackedRun
 
 
 class TrackingAnswers:

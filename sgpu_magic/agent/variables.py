@@ -6,7 +6,7 @@ import os
 
 from sgpu_magic.agent.leftovers import RUN_VARIABLE
 from sgpu_magic.agent.meeting import MeetingPoint
-from sgpu_magic.protocol.node_messages import Launch
+from sgpu_magic.wire.node_messages import Launch
 
 
 def torchrun_variables(launch: Launch, rank: int, meeting: MeetingPoint, device: str) -> dict[str, str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sgpu_magic.protocol.environment import CodeBundle, Environment
-from sgpu_magic.protocol.records import CellSource, Interpreter
-from sgpu_magic.protocol.tracking import Tracking
-from sgpu_magic.protocol.uploads import Upload
+from sgpu_magic.wire.environment import CodeBundle, Environment
+from sgpu_magic.wire.records import CellSource, Interpreter
+from sgpu_magic.wire.tracking import Tracking
+from sgpu_magic.wire.uploads import Upload
 
 
 @dataclass(frozen=True, slots=True)

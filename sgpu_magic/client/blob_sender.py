@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from sgpu_magic.client.link import PoolLink, Reply
 from sgpu_magic.errors import PoolError, SerializationError
-from sgpu_magic.protocol.blobs import (
+from sgpu_magic.wire.blobs import (
     CHUNK_BYTES,
     DIGEST_BYTES,
     PIECE_BYTES,

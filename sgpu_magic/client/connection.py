@@ -20,11 +20,11 @@ from sgpu_magic.client.pools_file import PoolEntry
 from sgpu_magic.client.remote_wire import RemoteWire
 from sgpu_magic.config import Settings, is_linux
 from sgpu_magic.errors import PoolError, PoolVersionError
-from sgpu_magic.protocol.address import PoolAddress, process_start, socket_file
-from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.messages import PROTOCOL_VERSION, AskStatus, Goodbye, StopPool, Warm
-from sgpu_magic.protocol.pool_status import PoolStatus
 from sgpu_magic.secure_sockets import Endpoint
+from sgpu_magic.wire.address import PoolAddress, process_start, socket_file
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.messages import PROTOCOL_VERSION, AskStatus, Goodbye, StopPool, Warm
+from sgpu_magic.wire.pool_status import PoolStatus
 
 REPLY_TIMEOUT_S = 15.0
 _OLD_POOL_EXIT_S = 10.0

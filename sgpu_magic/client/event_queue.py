@@ -6,8 +6,8 @@ import queue
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from sgpu_magic.protocol.blobs import RunFileRead
-from sgpu_magic.protocol.events import Event
+from sgpu_magic.wire.blobs import RunFileRead
+from sgpu_magic.wire.events import Event
 
 EventItem = tuple[Event, Sequence[bytes]]
 

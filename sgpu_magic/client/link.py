@@ -20,10 +20,11 @@ from sgpu_magic.client.interpreter import this_owner
 from sgpu_magic.client.outgoing import Outgoing, Parcel
 from sgpu_magic.client.wire import Wire
 from sgpu_magic.errors import PoolError, UsageError
-from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.blobs import BlobsHeld, BlobTaken, RunFileRead, RunFiles
-from sgpu_magic.protocol.events import Event, PayloadReleased
-from sgpu_magic.protocol.forwarding import (
+from sgpu_magic.secure_sockets import MAX_FRAME_BYTES
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.blobs import BlobsHeld, BlobTaken, RunFileRead, RunFiles
+from sgpu_magic.wire.events import Event, PayloadReleased
+from sgpu_magic.wire.forwarding import (
     StreamClosed,
     StreamData,
     StreamEnded,
@@ -31,7 +32,7 @@ from sgpu_magic.protocol.forwarding import (
     StreamOpened,
     StreamTaken,
 )
-from sgpu_magic.protocol.messages import (
+from sgpu_magic.wire.messages import (
     PROTOCOL_VERSION,
     Accepted,
     Attach,
@@ -45,10 +46,9 @@ from sgpu_magic.protocol.messages import (
     Unfollow,
     Welcome,
 )
-from sgpu_magic.protocol.pool_status import PoolStatus
-from sgpu_magic.protocol.record import Record
-from sgpu_magic.protocol.session_messages import RankAnswered
-from sgpu_magic.secure_sockets import MAX_FRAME_BYTES
+from sgpu_magic.wire.pool_status import PoolStatus
+from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.session_messages import RankAnswered
 
 Reply = Accepted | Attached | Stacks | RankAnswered | PoolStatus | BlobsHeld | BlobTaken | RunFiles | FilePart
 _HELLO_TIMEOUT_S = 10.0

@@ -15,16 +15,16 @@ import msgspec
 
 from sgpu_magic.config import Settings, config_path, load_settings, pool_settings, private_dir
 from sgpu_magic.errors import PoolError
-from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.address import (
+from sgpu_magic.storage.disk_room import why_no_run
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.address import (
     MAX_SOCKET_PATH_BYTES,
     PoolAddress,
     address_file,
     process_start,
     socket_file,
 )
-from sgpu_magic.protocol.messages import Warm
-from sgpu_magic.storage.disk_room import why_no_run
+from sgpu_magic.wire.messages import Warm
 
 _START_TIMEOUT_S = 30.0
 

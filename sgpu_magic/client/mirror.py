@@ -16,8 +16,8 @@ from sgpu_magic.client.link import PoolLink, Reply
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import PoolError, RunFileUnknown, UsageError
 from sgpu_magic.memory_room import fits_memory
-from sgpu_magic.protocol.blobs import CHUNK_BYTES, ListRunFiles, ReadRunFile, RunFiles
 from sgpu_magic.storage.below import open_below, parts_of
+from sgpu_magic.wire.blobs import CHUNK_BYTES, ListRunFiles, ReadRunFile, RunFiles
 
 MIRRORS = "remote"
 """The folder of all mirrors in the state directory: `remote/<pool>/<run>`."""

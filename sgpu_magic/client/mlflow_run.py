@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.protocol.run_files import TRACKING
+from sgpu_magic.wire.run_files import TRACKING
 
 
 class _Written(msgspec.Struct):

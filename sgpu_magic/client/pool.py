@@ -30,7 +30,7 @@ from sgpu_magic.client.uploads import Uploads
 from sgpu_magic.config import CurrentSettings, Settings
 from sgpu_magic.errors import CapacityError, PoolError, SessionError, SgpuError, UsageError
 from sgpu_magic.payload.pack import Packed
-from sgpu_magic.protocol.messages import (
+from sgpu_magic.wire.messages import (
     Accepted,
     AskStacks,
     AskStatus,
@@ -44,11 +44,11 @@ from sgpu_magic.protocol.messages import (
     TrackRun,
     Warm,
 )
-from sgpu_magic.protocol.pool_status import PoolStatus
-from sgpu_magic.protocol.questions import RankAnswer, RankQuestion
-from sgpu_magic.protocol.records import Interpreter, RunSpec
-from sgpu_magic.protocol.session_messages import AskRank, RankAnswered, RestartRanks
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.wire.pool_status import PoolStatus
+from sgpu_magic.wire.questions import RankAnswer, RankQuestion
+from sgpu_magic.wire.records import Interpreter, RunSpec
+from sgpu_magic.wire.session_messages import AskRank, RankAnswered, RestartRanks
+from sgpu_magic.wire.states import RunState
 
 # new processes that join a group: as long as a session's start may take where a rank does not come
 RESTART_TIMEOUT_S = 120.0

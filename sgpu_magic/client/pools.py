@@ -16,7 +16,7 @@ from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry, pools_path, read_pools, unknown_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError
-from sgpu_magic.protocol.pool_status import PoolStatus
+from sgpu_magic.wire.pool_status import PoolStatus
 
 PATIENCE_S = 2.0
 """Seconds in which a pool answers, or counts as one that can't be reached."""

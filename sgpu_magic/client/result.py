@@ -10,10 +10,10 @@ from typing import overload
 
 from sgpu_magic.client.mirror import Mirror
 from sgpu_magic.client.mlflow_run import mlflow_run_id
-from sgpu_magic.protocol.events import RunEnded
-from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.records import RunSpec, Shipped
-from sgpu_magic.protocol.run_files import TRACKING
+from sgpu_magic.wire.events import RunEnded
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.records import RunSpec, Shipped
+from sgpu_magic.wire.run_files import TRACKING
 
 _TEXT_LIMIT = 60
 _REPR_LIMIT = 200

@@ -10,9 +10,9 @@ import msgspec
 
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import UsageError
-from sgpu_magic.protocol.ids import is_valid_id
-from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.wire.ids import is_valid_id
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.states import RunState
 
 SENT = "sent"
 """The folder in the state directory: a file for each run, `sent/<run>.msgpack`."""

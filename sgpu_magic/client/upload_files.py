@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sgpu_magic.client.ignore_rules import FILE, IgnoreRules
 from sgpu_magic.errors import SerializationError, UsageError
-from sgpu_magic.protocol.uploads import MOST_FILES
+from sgpu_magic.wire.uploads import MOST_FILES
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from sgpu_magic.client.link import PoolLink
 from sgpu_magic.client.sending import Sending
 from sgpu_magic.client.upload_files import FoundFile, FoundFiles, find_files
 from sgpu_magic.errors import UsageError
-from sgpu_magic.protocol.blobs import PIECE_BYTES
-from sgpu_magic.protocol.uploads import Manifest, Upload, UploadedFile, encoded
+from sgpu_magic.wire.blobs import PIECE_BYTES
+from sgpu_magic.wire.uploads import Manifest, Upload, UploadedFile, encoded
 
 _MOST_MANIFEST_BYTES = PIECE_BYTES
 

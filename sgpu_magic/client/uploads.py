@@ -17,9 +17,9 @@ from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.payload.buffers import INLINE_LIMIT, SharedBuffer, fits_memory, write_file
 from sgpu_magic.payload.pack import Packed
 from sgpu_magic.payload.regions import regions_of
-from sgpu_magic.protocol.environment import CodeBundle, Wheel
-from sgpu_magic.protocol.messages import ReclaimPayload
-from sgpu_magic.protocol.payloads import (
+from sgpu_magic.wire.environment import CodeBundle, Wheel
+from sgpu_magic.wire.messages import ReclaimPayload
+from sgpu_magic.wire.payloads import (
     FilePayload,
     InlinePayload,
     Payload,

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from sgpu_magic.client.outgoing import Outgoing
 from sgpu_magic.errors import PoolError
-from sgpu_magic.protocol.messages import PoolMessage
-from sgpu_magic.protocol.record import Record
+from sgpu_magic.wire.messages import PoolMessage
+from sgpu_magic.wire.record import Record
 
 
 class Receiver(Protocol):

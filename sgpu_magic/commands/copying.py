@@ -19,11 +19,11 @@ from sgpu_magic.byte_sizes import format_bytes
 from sgpu_magic.commands.files_of_run import FilesOfRun, files_of
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import RunFileUnknown, UsageError
-from sgpu_magic.protocol.blobs import RunFile
-from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.run_files import KEY, work_folders
-from sgpu_magic.protocol.run_record import RUN_RECORD, RunRecord
 from sgpu_magic.storage.below import BadName, list_below, open_below, parts_of, replace_below
+from sgpu_magic.wire.blobs import RunFile
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.run_files import KEY, work_folders
+from sgpu_magic.wire.run_record import RUN_RECORD, RunRecord
 
 _ADDRESS = re.compile(r"(?P<run>[0-9A-Fa-f]{1,40})(?:/(?P<rank>\d{1,6}))?:(?P<path>.*)", re.DOTALL)
 _COPY_BYTES = 1 << 20

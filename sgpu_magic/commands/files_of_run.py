@@ -20,10 +20,10 @@ from sgpu_magic.commands import ledger_file
 from sgpu_magic.commands.runs import check_prefix, find_directory, pool_of
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
-from sgpu_magic.protocol.ids import check_id
-from sgpu_magic.protocol.pool_status import RunSummary
-from sgpu_magic.protocol.run_files import EVENTS, KEY, PAYLOAD, REQUIREMENTS
-from sgpu_magic.protocol.run_record import RUN_RECORD, UNDER_WAY, RunRecord
+from sgpu_magic.wire.ids import check_id
+from sgpu_magic.wire.pool_status import RunSummary
+from sgpu_magic.wire.run_files import EVENTS, KEY, PAYLOAD, REQUIREMENTS
+from sgpu_magic.wire.run_record import RUN_RECORD, UNDER_WAY, RunRecord
 
 _LOG_NAME = re.compile(r"rank-(0|[1-9][0-9]{0,4})\.log")
 # the directory of a run is there a moment before its row in the ledger

@@ -13,9 +13,9 @@ from typing import TextIO
 from sgpu_magic.commands.files_of_run import FilesOfRun, files_of
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import RunFileUnknown, UsageError
-from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.pool_status import RunSummary
 from sgpu_magic.render import ansi
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.pool_status import RunSummary
 
 _READ_BYTES = 1 << 18
 # a line without an end is shown in pieces of this length, so that no log is ever held in memory

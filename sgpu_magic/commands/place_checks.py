@@ -19,11 +19,11 @@ from sgpu_magic.client.pool import Pool
 from sgpu_magic.commands.finding import Finding, ok, problem, warning
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import PoolError, UsageError
-from sgpu_magic.protocol.address import MAX_SOCKET_PATH_BYTES, address_file, socket_file
-from sgpu_magic.protocol.messages import PROTOCOL_VERSION
 from sgpu_magic.render.units import count_of
 from sgpu_magic.storage.disk_room import disk_room
 from sgpu_magic.storage.disk_room import remedy as remedy_for_disk
+from sgpu_magic.wire.address import MAX_SOCKET_PATH_BYTES, address_file, socket_file
+from sgpu_magic.wire.messages import PROTOCOL_VERSION
 
 # SGPU_RUN_ID marks a run's processes, SGPU_JOB the notebook of `sgpu run`
 _OTHER_VARIABLES = ("SGPU_CONFIG", "SGPU_JOB", "SGPU_RUN_ID")

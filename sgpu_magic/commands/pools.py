@@ -14,11 +14,11 @@ from sgpu_magic.client.pools_file import PoolEntry, new_entry, pools_path
 from sgpu_magic.commands.runs import aligned
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, SgpuError
-from sgpu_magic.protocol.device_types import CPU, memory_of
-from sgpu_magic.protocol.interconnects import interconnect_of
-from sgpu_magic.protocol.pool_status import PoolStatus
-from sgpu_magic.protocol.prices import format_money, read_prices
 from sgpu_magic.runs import pools_status
+from sgpu_magic.wire.device_types import CPU, memory_of
+from sgpu_magic.wire.interconnects import interconnect_of
+from sgpu_magic.wire.pool_status import PoolStatus
+from sgpu_magic.wire.prices import format_money, read_prices
 
 # the first link takes a handshake and may take a look at why there is none
 _CHECK_S = 10.0

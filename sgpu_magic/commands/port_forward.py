@@ -12,7 +12,7 @@ from sgpu_magic.client.link import PoolLink
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.commands.runs import check_prefix
 from sgpu_magic.errors import UsageError
-from sgpu_magic.protocol.ids import short
+from sgpu_magic.wire.ids import short
 
 _MOST = 65535
 

@@ -9,14 +9,14 @@ from typing import TextIO
 from sgpu_magic.commands.files_of_run import recorded_directory
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.protocol.device_types import canonical_type
-from sgpu_magic.protocol.states import RunState
 from sgpu_magic.replay.launching import ReplayOptions, prepare_replay
 from sgpu_magic.replay.recorded import read_recorded
 from sgpu_magic.runs import follow
 from sgpu_magic.runs.durations import optional_s
 from sgpu_magic.runs.submission import let_go, submit
 from sgpu_magic.runs.workplace import close_workplace, workplace
+from sgpu_magic.wire.device_types import canonical_type
+from sgpu_magic.wire.states import RunState
 
 
 def options_from(values: argparse.Namespace) -> ReplayOptions:

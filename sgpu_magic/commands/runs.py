@@ -17,15 +17,15 @@ from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.commands import ledger_file
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, UsageError
-from sgpu_magic.protocol.ids import is_valid_id, short
-from sgpu_magic.protocol.metering import cost_so_far
-from sgpu_magic.protocol.pool_status import RunSummary
-from sgpu_magic.protocol.prices import format_money
-from sgpu_magic.protocol.states import RunKind
 from sgpu_magic.render import ansi
 from sgpu_magic.render.stacks import stacks_text
 from sgpu_magic.render.units import TIMES, format_clock
 from sgpu_magic.runs import finding
+from sgpu_magic.wire.ids import is_valid_id, short
+from sgpu_magic.wire.metering import cost_so_far
+from sgpu_magic.wire.pool_status import RunSummary
+from sgpu_magic.wire.prices import format_money
+from sgpu_magic.wire.states import RunKind
 
 _PREFIX = re.compile(r"[0-9a-f]{1,8}")
 _MAX_LISTED = 8

@@ -20,11 +20,11 @@ from sgpu_magic.commands.runs import aligned, find_directory
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.event_file import read_spec
-from sgpu_magic.protocol.ids import short
 from sgpu_magic.render.run_names import run_name
 from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.progress import Progress, without_user
 from sgpu_magic.tracking.sync import Sent, Unsent
+from sgpu_magic.wire.ids import short
 
 _CREDENTIALS = ("MLFLOW_TRACKING_", "MLFLOW_AUTH", "DATABRICKS_")
 _DEFAULT = "the default store"

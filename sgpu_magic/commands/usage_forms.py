@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 
 from sgpu_magic.commands.usage import Usage, Use
-from sgpu_magic.protocol.prices import HOUR_S, format_money
 from sgpu_magic.render.tables import aligned
+from sgpu_magic.wire.prices import HOUR_S, format_money
 
 
 def table(used: Usage) -> str:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from sgpu_magic.protocol.comms import TellComms
-from sgpu_magic.protocol.devices import Inventory, Lease
-from sgpu_magic.protocol.environment import Environment
-from sgpu_magic.protocol.forwarding import OpenStream, StreamMessage, StreamOpened
-from sgpu_magic.protocol.measures import RankStack
-from sgpu_magic.protocol.messages import Warm
-from sgpu_magic.protocol.node_messages import HeldRun, Launch, RunEvent
-from sgpu_magic.protocol.questions import RankAnswer, RankQuestion
-from sgpu_magic.protocol.records import Interpreter
-from sgpu_magic.protocol.states import RunState
-from sgpu_magic.protocol.tracking import TrackedRun
+from sgpu_magic.wire.comms import TellComms
+from sgpu_magic.wire.devices import Inventory, Lease
+from sgpu_magic.wire.environment import Environment
+from sgpu_magic.wire.forwarding import OpenStream, StreamMessage, StreamOpened
+from sgpu_magic.wire.measures import RankStack
+from sgpu_magic.wire.messages import Warm
+from sgpu_magic.wire.node_messages import HeldRun, Launch, RunEvent
+from sgpu_magic.wire.questions import RankAnswer, RankQuestion
+from sgpu_magic.wire.records import Interpreter
+from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.tracking import TrackedRun
 
 
 class LeaseUnavailable(Exception):

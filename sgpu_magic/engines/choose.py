@@ -8,7 +8,7 @@ import importlib.util
 from sgpu_magic.config import Settings
 from sgpu_magic.engines.base import Engine
 from sgpu_magic.errors import UsageError
-from sgpu_magic.protocol.messages import Warm
+from sgpu_magic.wire.messages import Warm
 
 ENGINES = ("local", "ray")
 """What `sgpu pool serve --engine` takes."""

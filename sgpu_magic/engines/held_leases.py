@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.records import RunSpec
+from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.records import RunSpec
 
 
 class HeldLeases:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import msgspec
 
 from sgpu_magic.agent.root_cause import find_root_cause
-from sgpu_magic.protocol.events import PayloadReleased, RanksStarted, RunEnded
-from sgpu_magic.protocol.records import Failure
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.wire.events import PayloadReleased, RanksStarted, RunEnded
+from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.states import RunState
 
 # who waited longest says how the ranks came
 _WARMTH = ("cold", "zygote", "standby", "session")

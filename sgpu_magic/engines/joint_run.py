@@ -16,7 +16,7 @@ import msgspec
 
 from sgpu_magic.engines.joint_end import PartEnd, join_ends, join_releases, join_starts
 from sgpu_magic.engines.joint_stalls import JointStalls
-from sgpu_magic.protocol.events import (
+from sgpu_magic.wire.events import (
     EnvironmentMoved,
     EventBody,
     Noted,
@@ -26,7 +26,7 @@ from sgpu_magic.protocol.events import (
     RunEnded,
     Stalled,
 )
-from sgpu_magic.protocol.node_messages import RunEvent
+from sgpu_magic.wire.node_messages import RunEvent
 
 Told = tuple[RunEvent, Sequence[bytes]]
 

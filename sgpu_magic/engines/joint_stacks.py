@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from sgpu_magic.protocol.measures import RankStack
+from sgpu_magic.wire.measures import RankStack
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from sgpu_magic.protocol.events import Resumed, Stalled
+from sgpu_magic.wire.events import Resumed, Stalled
 
 
 class JointStalls:

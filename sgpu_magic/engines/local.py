@@ -14,12 +14,12 @@ from sgpu_magic.engines.device_locks import DeviceLocks, DevicesLocked
 from sgpu_magic.engines.held_leases import HeldLeases, has_locks
 from sgpu_magic.engines.local_agent import LocalAgent
 from sgpu_magic.environment.need import needs_build
-from sgpu_magic.protocol.blobs import FetchBlob, StoreRunFile
-from sgpu_magic.protocol.comms import TellComms
-from sgpu_magic.protocol.devices import Inventory
-from sgpu_magic.protocol.environment import Environment
-from sgpu_magic.protocol.events import RanksStarted
-from sgpu_magic.protocol.forwarding import (
+from sgpu_magic.wire.blobs import FetchBlob, StoreRunFile
+from sgpu_magic.wire.comms import TellComms
+from sgpu_magic.wire.devices import Inventory
+from sgpu_magic.wire.environment import Environment
+from sgpu_magic.wire.events import RanksStarted
+from sgpu_magic.wire.forwarding import (
     OpenStream,
     StreamClosed,
     StreamData,
@@ -28,8 +28,8 @@ from sgpu_magic.protocol.forwarding import (
     StreamOpened,
     StreamTaken,
 )
-from sgpu_magic.protocol.messages import PROTOCOL_VERSION, ReclaimPayload, ResultsReceived, Warm
-from sgpu_magic.protocol.node_messages import (
+from sgpu_magic.wire.messages import PROTOCOL_VERSION, ReclaimPayload, ResultsReceived, Warm
+from sgpu_magic.wire.node_messages import (
     Adopt,
     AgentReady,
     Answered,
@@ -54,10 +54,10 @@ from sgpu_magic.protocol.node_messages import (
     TrackingKnown,
     WarmZygote,
 )
-from sgpu_magic.protocol.questions import RankQuestion
-from sgpu_magic.protocol.records import Interpreter
-from sgpu_magic.protocol.states import RunState
-from sgpu_magic.protocol.tracking import TrackedRun
+from sgpu_magic.wire.questions import RankQuestion
+from sgpu_magic.wire.records import Interpreter
+from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.tracking import TrackedRun
 
 # an agent that dies this soon, this often in a row, and has never started a run, will not live the next time either
 _SHORT_LIFE_S = 5.0

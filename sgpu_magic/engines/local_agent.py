@@ -17,11 +17,11 @@ from sgpu_magic import processes
 from sgpu_magic.agent import ray_place
 from sgpu_magic.config import Settings
 from sgpu_magic.message_stream import MessageStream
-from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.address import agent_socket_file
-from sgpu_magic.protocol.messages import Warm
-from sgpu_magic.protocol.node_messages import EndAgent, FromAgent, WarmZygote
-from sgpu_magic.protocol.record import Record
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.address import agent_socket_file
+from sgpu_magic.wire.messages import Warm
+from sgpu_magic.wire.node_messages import EndAgent, FromAgent, WarmZygote
+from sgpu_magic.wire.record import Record
 
 _CONNECT_S = 1.0
 _END_S = 10.0

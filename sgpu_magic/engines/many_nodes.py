@@ -18,12 +18,12 @@ from sgpu_magic.engines.node_files import NodeFiles
 from sgpu_magic.engines.returned_nodes import HeldParts, StaleRuns
 from sgpu_magic.engines.spread_run import SpreadRun
 from sgpu_magic.environment.need import needs_build
-from sgpu_magic.protocol.blobs import FetchBlob, StoreRunFile
-from sgpu_magic.protocol.devices import Inventory
-from sgpu_magic.protocol.environment import Environment
-from sgpu_magic.protocol.forwarding import StreamClosed, StreamData, StreamEnded, StreamOpened, StreamTaken
-from sgpu_magic.protocol.messages import Warm
-from sgpu_magic.protocol.node_messages import (
+from sgpu_magic.wire.blobs import FetchBlob, StoreRunFile
+from sgpu_magic.wire.devices import Inventory
+from sgpu_magic.wire.environment import Environment
+from sgpu_magic.wire.forwarding import StreamClosed, StreamData, StreamEnded, StreamOpened, StreamTaken
+from sgpu_magic.wire.messages import Warm
+from sgpu_magic.wire.node_messages import (
     Adopt,
     AgentReady,
     Answered,
@@ -42,8 +42,8 @@ from sgpu_magic.protocol.node_messages import (
     TrackingAsked,
     WarmZygote,
 )
-from sgpu_magic.protocol.records import Interpreter
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.wire.records import Interpreter
+from sgpu_magic.wire.states import RunState
 
 # of nodes that had runs when the last pool service ended; after it what is missing is lost
 _COME_BACK_S = 10.0

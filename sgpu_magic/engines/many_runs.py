@@ -15,13 +15,13 @@ from sgpu_magic.engines.joint_run import Told
 from sgpu_magic.engines.joint_stacks import JointStacks
 from sgpu_magic.engines.node_channel import NodeChannel
 from sgpu_magic.engines.spread_run import SpreadRun, nodes_of
-from sgpu_magic.protocol.comms import TellComms
-from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.events import RankFailed, RunEnded
-from sgpu_magic.protocol.forwarding import OpenStream, StreamMessage
-from sgpu_magic.protocol.measures import RankStack
-from sgpu_magic.protocol.messages import ReclaimPayload, ResultsReceived
-from sgpu_magic.protocol.node_messages import (
+from sgpu_magic.wire.comms import TellComms
+from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.events import RankFailed, RunEnded
+from sgpu_magic.wire.forwarding import OpenStream, StreamMessage
+from sgpu_magic.wire.measures import RankStack
+from sgpu_magic.wire.messages import ReclaimPayload, ResultsReceived
+from sgpu_magic.wire.node_messages import (
     DetachRun,
     EndRun,
     KillRanks,
@@ -32,10 +32,10 @@ from sgpu_magic.protocol.node_messages import (
     ToAgent,
     TrackingKnown,
 )
-from sgpu_magic.protocol.questions import RankAnswer, RankQuestion
-from sgpu_magic.protocol.records import Failure
-from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
-from sgpu_magic.protocol.tracking import TrackedRun
+from sgpu_magic.wire.questions import RankAnswer, RankQuestion
+from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.states import FailureKind, RunKind, RunState
+from sgpu_magic.wire.tracking import TrackedRun
 
 _NO_SESSION = "its session has ended"
 _NOT_STARTED = "it is not started yet: the run's devices are being got"

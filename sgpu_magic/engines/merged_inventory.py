@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from sgpu_magic.protocol.devices import Inventory, Node
+from sgpu_magic.wire.devices import Inventory, Node
 
 
 def merged_inventory(host: str, inventories: Mapping[str, Inventory], addresses: Mapping[str, str]) -> Inventory:

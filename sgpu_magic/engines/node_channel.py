@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from sgpu_magic.protocol.node_messages import ToAgent
+from sgpu_magic.wire.node_messages import ToAgent
 
 
 class NodeChannel(Protocol):

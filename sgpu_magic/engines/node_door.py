@@ -15,8 +15,9 @@ import msgspec
 import zmq
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.node_link import (
+from sgpu_magic.secure_sockets import Admission, KeyPair, bound_to, secure_server, sender_of
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.node_link import (
     BEAT_S,
     SILENT_S,
     Carried,
@@ -27,9 +28,8 @@ from sgpu_magic.protocol.node_link import (
     LinkOpened,
     NodeLeaves,
 )
-from sgpu_magic.protocol.node_messages import FromAgent, ToAgent
-from sgpu_magic.protocol.record import Record
-from sgpu_magic.secure_sockets import Admission, KeyPair, bound_to, secure_server, sender_of
+from sgpu_magic.wire.node_messages import FromAgent, ToAgent
+from sgpu_magic.wire.record import Record
 
 _from_node = msgspec.msgpack.Decoder[FromNode](FromNode)
 # silence is looked for more often than it is broken: a node is named within 5 s

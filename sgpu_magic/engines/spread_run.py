@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from sgpu_magic.engines.joint_run import JointRun
-from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.messages import ReclaimPayload, ResultsReceived
-from sgpu_magic.protocol.node_messages import (
+from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.messages import ReclaimPayload, ResultsReceived
+from sgpu_magic.wire.node_messages import (
     Adopt,
     DetachRun,
     EndRun,
@@ -25,7 +25,7 @@ from sgpu_magic.protocol.node_messages import (
     ToAgent,
     TrackingKnown,
 )
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.wire.states import RunState
 
 Send = Callable[[str, ToAgent, Sequence[bytes]], None]
 # what a node that was out of reach may have missed, and may be told twice

@@ -21,7 +21,7 @@ from sgpu_magic.environment.distributions import Distribution, Kind, normalised
 from sgpu_magic.environment.from_node import SGPU_MAGIC, is_from_node
 from sgpu_magic.environment.requirement_files import name_of, read_file, version_of
 from sgpu_magic.errors import EnvironmentFailed, UsageError
-from sgpu_magic.protocol.environment import Environment, Wheel
+from sgpu_magic.wire.environment import Environment, Wheel
 
 NONE = "none"
 """`--env-version none`: the notebook's own packages."""

@@ -30,7 +30,7 @@ from sgpu_magic.environment.progress import BuildMoved, BuildOrder
 from sgpu_magic.environment.refusals import BuildFailed
 from sgpu_magic.environment.store import Built, HeldLock, Store
 from sgpu_magic.environment.uv_command import UvFailed, run_uv
-from sgpu_magic.protocol.environment import Environment, Wheel
+from sgpu_magic.wire.environment import Environment, Wheel
 
 _POLL_S = 0.05
 # what torch's dependants would bring in, though the base layer has it

@@ -15,7 +15,7 @@ from sgpu_magic.byte_sizes import format_bytes
 from sgpu_magic.environment.file_tree import TreeFile
 from sgpu_magic.environment.local_modules import MOST_FILES, LocalCode
 from sgpu_magic.errors import SerializationError
-from sgpu_magic.protocol.environment import CodeBundle
+from sgpu_magic.wire.environment import CodeBundle
 
 # the earliest time that an archive knows
 _TIME = (1980, 1, 1, 0, 0, 0)

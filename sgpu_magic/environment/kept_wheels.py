@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sgpu_magic.config import private_dir
 from sgpu_magic.environment.distributions import normalised
-from sgpu_magic.protocol.environment import Wheel
+from sgpu_magic.wire.environment import Wheel
 
 _CHUNK_BYTES = 1 << 20
 _SHA256 = "sha256"

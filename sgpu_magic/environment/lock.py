@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import private_dir
-from sgpu_magic.protocol.environment import Wheel
+from sgpu_magic.wire.environment import Wheel
 
 
 class Lock(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ from sgpu_magic.environment.lock import Lock
 from sgpu_magic.environment.repacking import installed_bytes, repack
 from sgpu_magic.environment.secrets import without_url_credentials
 from sgpu_magic.errors import EnvironmentFailed
-from sgpu_magic.protocol.environment import Environment, Wheel
+from sgpu_magic.wire.environment import Environment, Wheel
 
 _TIMEOUT_S = 300.0
 # for the record only; a node that needs more gets it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sgpu_magic.config import Settings
-from sgpu_magic.protocol.environment import Environment
+from sgpu_magic.wire.environment import Environment
 
 
 def needs_build(settings: Settings, environment: Environment) -> bool:

@@ -10,7 +10,7 @@ from sgpu_magic.environment.digest import environment_digest
 from sgpu_magic.environment.distributions import Distribution, Kind, Snapshot, has_project_file
 from sgpu_magic.environment.from_node import is_from_node
 from sgpu_magic.environment.lock import Lock
-from sgpu_magic.protocol.environment import Environment, Wheel
+from sgpu_magic.wire.environment import Environment, Wheel
 
 # every conda environment has them; no code of a notebook's needs them in conda's build
 _INSTALLERS = {"pip", "setuptools", "wheel", "uv"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from sgpu_magic.protocol.environment import Environment
-from sgpu_magic.protocol.record import Record
+from sgpu_magic.wire.environment import Environment
+from sgpu_magic.wire.record import Record
 
 
 class BuildOrder(Record, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from sgpu_magic.environment.file_tree import walk
 from sgpu_magic.environment.kept_wheels import kept_wheel
 from sgpu_magic.environment.kernel_uv import call_uv
 from sgpu_magic.errors import EnvironmentFailed
-from sgpu_magic.protocol.environment import Wheel
+from sgpu_magic.wire.environment import Wheel
 
 _BUILD_TIMEOUT_S = 900.0
 # what building leaves in a project is no part of it

@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 
 from sgpu_magic.environment.local_modules import LocalCode
 from sgpu_magic.errors import SerializationError
-from sgpu_magic.protocol.environment import Environment
+from sgpu_magic.wire.environment import Environment
 
 # every node's base layer has it, and what it needs
 _ALWAYS = ("sgpu-magic", "torch")

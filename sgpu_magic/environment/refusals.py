@@ -15,7 +15,7 @@ from sgpu_magic.byte_sizes import format_bytes
 from sgpu_magic.environment.estimate import Estimate
 from sgpu_magic.environment.secrets import without_url_credentials
 from sgpu_magic.environment.uv_command import UvFailed
-from sgpu_magic.protocol.environment import Environment
+from sgpu_magic.wire.environment import Environment
 
 _NAMED = 8
 _NO_WHEEL = re.compile(r"Wheels are required for `([^`]+)`|Because ([\w.-]+==\S+) has no (?:usable )?wheels")

@@ -21,7 +21,7 @@ from pathlib import Path
 from sgpu_magic.environment.distributions import Distribution
 from sgpu_magic.environment.kept_wheels import kept_wheel
 from sgpu_magic.errors import EnvironmentFailed
-from sgpu_magic.protocol.environment import Wheel
+from sgpu_magic.wire.environment import Wheel
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _INSTALLERS_OWN = {"INSTALLER", "REQUESTED", "RECORD", "direct_url.json", "uv_cache.json", "uv_build.json"}

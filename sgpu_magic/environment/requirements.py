@@ -11,7 +11,7 @@ from pathlib import Path
 from sgpu_magic.environment.distributions import Distribution, Kind, Snapshot
 from sgpu_magic.environment.kept_wheels import distribution_name
 from sgpu_magic.environment.lock import Lock
-from sgpu_magic.protocol.environment import Environment
+from sgpu_magic.wire.environment import Environment
 
 _COMPLETE = "# Complete: `uv pip install --no-deps -r requirements.txt` looks no dependencies up."
 

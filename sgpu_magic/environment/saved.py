@@ -17,7 +17,7 @@ from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.environment.base_lists import BASE_NAMES
 from sgpu_magic.environment.requirements import environment_requirements
 from sgpu_magic.errors import UsageError
-from sgpu_magic.protocol.environment import Environment
+from sgpu_magic.wire.environment import Environment
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 _DESCRIPTION = "environment.json"

@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.byte_sizes import folder_bytes
-from sgpu_magic.protocol.record import Record
+from sgpu_magic.wire.record import Record
 
 _DESCRIPTION = "environment.json"
 _LAST_USED = "last-used"

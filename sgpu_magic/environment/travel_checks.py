@@ -10,7 +10,7 @@ from sgpu_magic.environment.mismatches import Mismatch, find_left_behind, find_m
 from sgpu_magic.environment.package_facts import Packages, packages_in, packages_of_pins
 from sgpu_magic.environment.requirement_files import name_of, version_of
 from sgpu_magic.errors import EnvironmentFailed
-from sgpu_magic.protocol.environment import Environment
+from sgpu_magic.wire.environment import Environment
 
 _lock = threading.Lock()
 _read: tuple[Snapshot, Packages] | None = None

@@ -16,15 +16,15 @@ from sgpu_magic.client.mlflow_run import mlflow_run_id
 from sgpu_magic.client.run import Run as PoolRun
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.functions.tracebacks import frames_left_out
-from sgpu_magic.protocol.events import Event, RunEnded
-from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render.view import RunView
 from sgpu_magic.runs import follow
 from sgpu_magic.runs.follow import Ending, Followed
 from sgpu_magic.runs.outcome import deliver
 from sgpu_magic.runs.submission import let_go
 from sgpu_magic.runs.workplace import Workplace, workplace
+from sgpu_magic.wire.events import Event, RunEnded
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.states import RunState
 
 R = TypeVar("R")
 _RUN = re.compile(r"[0-9a-f]{1,8}")
@@ -171,7 +171,7 @@ class Run(Future[list[R]], Generic[R]):
         """Iterate over what has happened, from the run's first event to its last, as it happens.
 
         Each `Event` has `seq`, `at` (seconds since the epoch) and `body`, one of the records of
-        `sgpu_magic.protocol.events`: `StateChanged`, `OutputWritten`, `RankFailed`, `RunEnded` ...
+        `sgpu_magic.wire.events`: `StateChanged`, `OutputWritten`, `RankFailed`, `RunEnded` ...
 
         Raises:
             RunUnknown: The pool has forgotten it.

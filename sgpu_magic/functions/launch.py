@@ -17,9 +17,6 @@ from sgpu_magic.errors import CapacityError, RunCancelled, UsageError
 from sgpu_magic.functions.handle import Run
 from sgpu_magic.functions.options import CallOptions
 from sgpu_magic.panel.chosen import PYTHON_WAYS, Asked, with_choice
-from sgpu_magic.protocol.ids import new_id, short
-from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.states import RunKind, RunState
 from sgpu_magic.runs import calls, follow
 from sgpu_magic.runs.devices import in_pythons_words
 from sgpu_magic.runs.notebook import owner
@@ -28,6 +25,9 @@ from sgpu_magic.runs.wishes import refuse_in_session
 from sgpu_magic.runs.workplace import Workplace, workplace
 from sgpu_magic.sessions import Session, registry, running
 from sgpu_magic.sessions.cells import Prepared, prepare_call
+from sgpu_magic.wire.ids import new_id, short
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.states import RunKind, RunState
 
 _IPYTHON = "IPython.core.interactiveshell"
 

@@ -17,10 +17,10 @@ from sgpu_magic.functions import launch
 from sgpu_magic.functions.handle import Run
 from sgpu_magic.functions.options import CallOptions
 from sgpu_magic.payload.call import name_of
-from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render.progress import SweepPicture, SweepProgress, failure_line
 from sgpu_magic.runs.workplace import Workplace
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.states import RunState
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -13,7 +13,7 @@ import msgspec
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.headless import records
 from sgpu_magic.headless.records import JobRecord
-from sgpu_magic.protocol.address import process_start
+from sgpu_magic.wire.address import process_start
 
 
 def start(settings: Settings, record: JobRecord, arguments: Sequence[str]) -> JobRecord:

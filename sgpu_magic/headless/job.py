@@ -15,11 +15,11 @@ from sgpu_magic.errors import UsageError
 from sgpu_magic.headless.formats import NOTEBOOK, SUFFIXES, Form, form_of
 from sgpu_magic.headless.job_file import JobFile, read_accelerator, read_job_file
 from sgpu_magic.headless.parameters import check_values
-from sgpu_magic.protocol.device_types import canonical_type
 from sgpu_magic.runs.devices import check_spread, memory_bytes
 from sgpu_magic.runs.durations import duration_s
 from sgpu_magic.runs.job_defaults import JobDefaults
 from sgpu_magic.runs.wishes import max_cost_from
+from sgpu_magic.wire.device_types import canonical_type
 
 CELLS = ("auto", "ranks", "here")
 PLACEMENTS = ("pack", "strict_pack", "spread")

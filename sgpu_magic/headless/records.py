@@ -12,8 +12,8 @@ import msgspec
 
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import UsageError
-from sgpu_magic.protocol.address import process_start
-from sgpu_magic.protocol.ids import is_valid_id, short
+from sgpu_magic.wire.address import process_start
+from sgpu_magic.wire.ids import is_valid_id, short
 
 LOG = "log"
 _RECORD = "job.json"

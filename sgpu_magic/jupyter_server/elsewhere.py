@@ -13,7 +13,7 @@ from sgpu_magic.client.sent_runs import SentRun, note_end, sent_run, sent_run_id
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.jupyter_server.run_places import RunElsewhere
-from sgpu_magic.protocol.pool_status import RunSummary
+from sgpu_magic.wire.pool_status import RunSummary
 
 if TYPE_CHECKING:
     from sgpu_magic.client.pool import Pool

@@ -19,11 +19,11 @@ from sgpu_magic.live.feed import Feed
 from sgpu_magic.live.log_reader import LogReader
 from sgpu_magic.live.messages import Answer, NewLines, Question
 from sgpu_magic.live.picture import Snapshot
-from sgpu_magic.protocol.events import Detached, DisplayPublished, Event, EventBody, Noted, OutputCleared, RunEnded
-from sgpu_magic.protocol.ids import is_valid_id, short
-from sgpu_magic.protocol.records import Failure
-from sgpu_magic.protocol.states import FailureKind, RunState
 from sgpu_magic.render.view import RunView
+from sgpu_magic.wire.events import Detached, DisplayPublished, Event, EventBody, Noted, OutputCleared, RunEnded
+from sgpu_magic.wire.ids import is_valid_id, short
+from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.states import FailureKind, RunState
 
 IDLE_S = 60.0
 """A run that nobody has asked about for so long is forgotten; its directory still has it."""

@@ -7,10 +7,6 @@ from pathlib import Path
 
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import RunCancelled
-from sgpu_magic.protocol.events import RunEnded
-from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.records import Failure
-from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
 from sgpu_magic.render import ansi
 from sgpu_magic.render.bundle import mime_bundle
 from sgpu_magic.render.failure import last_part
@@ -18,6 +14,10 @@ from sgpu_magic.render.items import DisplayItem
 from sgpu_magic.render.remote_error import remote_exception
 from sgpu_magic.render.segments import segments
 from sgpu_magic.render.view import RunView
+from sgpu_magic.wire.events import RunEnded
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 Output = dict[str, object]
 

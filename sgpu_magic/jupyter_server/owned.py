@@ -10,10 +10,10 @@ from sgpu_magic.commands import ledger_file
 from sgpu_magic.config import Settings
 from sgpu_magic.event_file import read_spec
 from sgpu_magic.jupyter_server.elsewhere import Elsewhere
-from sgpu_magic.protocol.ids import check_id
-from sgpu_magic.protocol.pool_status import RunSummary
-from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.states import RunKind, RunState
+from sgpu_magic.wire.ids import check_id
+from sgpu_magic.wire.pool_status import RunSummary
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.states import RunKind, RunState
 
 RECENT_S = 3600.0
 """Runs that ended longer ago belong to no page that was just loaded."""

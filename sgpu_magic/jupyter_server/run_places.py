@@ -13,10 +13,10 @@ from sgpu_magic.commands import ledger_file
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import KeyRefused, PoolError, RunFileUnknown, RunUnknown, UsageError
 from sgpu_magic.event_file import read_spec
-from sgpu_magic.protocol.ids import is_valid_id
-from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.run_files import EVENTS
 from sgpu_magic.render.run_names import stop_words
+from sgpu_magic.wire.ids import is_valid_id
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.run_files import EVENTS
 
 if TYPE_CHECKING:
     from sgpu_magic.client.mirror import Mirror

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sgpu_magic.live.picture import FailureBlock, FailureLine, MemoryBlock, MemoryCard, MemoryTensor
-from sgpu_magic.protocol.records import Failure
-from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render.failure_form import FormLine, failure_form
 from sgpu_magic.render.memory import RANK_HEADS, TITLE, memory_table
 from sgpu_magic.render.view import RunView
+from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.states import RunState
 
 _MAX_EXCERPT_CHARS = 8_000
 _MAX_WHOLE_CHARS = 16_000

@@ -14,8 +14,8 @@ from sgpu_magic.live.messages import HelloAnswer, NewLines, Told
 from sgpu_magic.live.picture import Snapshot
 from sgpu_magic.live.recent_lines import RecentLines
 from sgpu_magic.live.snapshot import snapshot_of
-from sgpu_magic.protocol.events import Event, OutputWritten, RunEnded
 from sgpu_magic.render.view import RunView
+from sgpu_magic.wire.events import Event, OutputWritten, RunEnded
 
 _WINDOW_S = 1.0
 _MAX_MESSAGES = 10

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sgpu_magic.protocol.events import OutputWritten
+from sgpu_magic.wire.events import OutputWritten
 
 _BLOCK = 1024
 _MOST_IN_ONE = (1 << 32) - 1

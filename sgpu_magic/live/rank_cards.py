@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from sgpu_magic.live.bars import bar_of
 from sgpu_magic.live.picture import Curve, RankCard, Tone
-from sgpu_magic.protocol.records import Failure
-from sgpu_magic.protocol.states import FailureKind, RunState
 from sgpu_magic.render import ansi
 from sgpu_magic.render.failure import died_of, error_line, last_part
 from sgpu_magic.render.hosts import new_host
 from sgpu_magic.render.session_state import restart_command
 from sgpu_magic.render.usage import Drawn, RankUsage, detail_lines, use_text
 from sgpu_magic.render.view import RunView
+from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.states import FailureKind, RunState
 
 _MAX_LAST_CHARS = 160
 _MAX_SEEN_CHARS = 1000

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from sgpu_magic.live.line_text import MAX_RAW_CHARS, json_bytes, last_rewrite, line_text
 from sgpu_magic.live.log_order import LogOrder
 from sgpu_magic.live.messages import LineRow, LineSkip
-from sgpu_magic.protocol.events import OutputWritten
+from sgpu_magic.wire.events import OutputWritten
 
 _KEPT_CHARS = 1 << 18
 _MAX_ROWS_BYTES = 42_000

@@ -11,8 +11,6 @@ from sgpu_magic.live.fitting import fitted
 from sgpu_magic.live.picture import VERSION, Cost, Link, Snapshot
 from sgpu_magic.live.rank_cards import rank_cards
 from sgpu_magic.live.words import footer, meta, place, preparing
-from sgpu_magic.protocol.prices import HOUR_S
-from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render import ansi
 from sgpu_magic.render.cost import cost_text, mark
 from sgpu_magic.render.failure import other_lines
@@ -24,6 +22,8 @@ from sgpu_magic.render.state_words import state_word
 from sgpu_magic.render.surroundings import tracked_link
 from sgpu_magic.render.text import stall_lines
 from sgpu_magic.render.view import RunView
+from sgpu_magic.wire.prices import HOUR_S
+from sgpu_magic.wire.states import RunState
 
 _MAX_NOTES = 20
 _MAX_CHARS = 500

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sgpu_magic.config import SEVEN_DAYS_S
-from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render.cost import billed_text
 from sgpu_magic.render.heading import (
     device_words,
@@ -20,6 +19,7 @@ from sgpu_magic.render.session_words import session_meta
 from sgpu_magic.render.surroundings import label_text, packages_text, tracked_link, tracked_text
 from sgpu_magic.render.units import format_clock, format_seconds
 from sgpu_magic.render.view import RunView
+from sgpu_magic.wire.states import RunState
 
 
 class Place(NamedTuple):

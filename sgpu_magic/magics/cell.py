@@ -18,8 +18,6 @@ from sgpu_magic.client.pool import new_key
 from sgpu_magic.errors import UsageError
 from sgpu_magic.magics.arguments import CellOptions
 from sgpu_magic.payload.pack import pack_namespace
-from sgpu_magic.protocol.ids import new_id
-from sgpu_magic.protocol.records import CellSource, RunSpec, Shipped
 from sgpu_magic.runs.notebook import cell_number, cell_numbers, future_flags, owner
 from sgpu_magic.runs.parameters import scalars
 from sgpu_magic.runs.placing import Found
@@ -27,6 +25,8 @@ from sgpu_magic.runs.reading import heavy_names, name_of, read_cell, transform_o
 from sgpu_magic.runs.submission import Submission
 from sgpu_magic.sessions.cells import RANK_NAMES, SessionCell
 from sgpu_magic.sessions.session import Session
+from sgpu_magic.wire.ids import new_id
+from sgpu_magic.wire.records import CellSource, RunSpec, Shipped
 
 
 def prepare(

@@ -23,11 +23,11 @@ from sgpu_magic.errors import SgpuError
 from sgpu_magic.magics import environment_magic, line_arguments
 from sgpu_magic.magics.arguments import NO_SESSION, RAY, RETRY_CHOICES, parser
 from sgpu_magic.magics.parsing import UI_CHOICES, Parser
-from sgpu_magic.protocol.device_types import KNOWN_TYPES
-from sgpu_magic.protocol.ids import is_valid_id, short
 from sgpu_magic.runs.devices import STRATEGIES
 from sgpu_magic.runs.wishes import TORCH_CHOICES
 from sgpu_magic.sessions import registry, running
+from sgpu_magic.wire.device_types import KNOWN_TYPES
+from sgpu_magic.wire.ids import is_valid_id, short
 
 _CELL = re.compile(r"\s*%%?(?P<magic>distributed|rank|ray_launch)\s")
 _LINE = re.compile(r"\s*(?:[\w,\s]+=\s*)?%?(?P<magic>sgpu_(?:connect|disconnect|pull|push|restart|auto|env))\s")

@@ -22,7 +22,7 @@ import msgspec
 from sgpu_magic.config import private_dir
 from sgpu_magic.panel.notebook import CHOICE_KEY, Choice, KeptChoice
 from sgpu_magic.panel.picture import VERSION
-from sgpu_magic.protocol.device_types import ANY, canonical_type
+from sgpu_magic.wire.device_types import ANY, canonical_type
 
 KEY_FILE = "choice.key"
 MAX_FILE_BYTES = 20_000_000

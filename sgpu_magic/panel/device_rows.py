@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
 from sgpu_magic.panel.picture import DevicePicture
-from sgpu_magic.protocol.devices import Device, Inventory
-from sgpu_magic.protocol.pool_status import RunSummary
-from sgpu_magic.protocol.states import RunKind
 from sgpu_magic.render.pool_words import device_name, outside_words
 from sgpu_magic.render.run_names import run_name
+from sgpu_magic.wire.devices import Device, Inventory
+from sgpu_magic.wire.pool_status import RunSummary
+from sgpu_magic.wire.states import RunKind
 
 Holders = Mapping[str, tuple[RunSummary, int]]
 """By a device's UUID, who holds it, and the rank that it belongs to."""

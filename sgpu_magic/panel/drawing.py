@@ -20,12 +20,6 @@ from sgpu_magic.panel.picture import (
     RunRow,
     TypePicture,
 )
-from sgpu_magic.protocol import ids
-from sgpu_magic.protocol.device_types import CPU
-from sgpu_magic.protocol.devices import Device
-from sgpu_magic.protocol.pool_status import PoolStatus, RunSummary
-from sgpu_magic.protocol.prices import Prices, format_money, read_prices
-from sgpu_magic.protocol.states import RunKind, RunState
 from sgpu_magic.render.pool_words import (
     budget_words,
     device_holders,
@@ -35,6 +29,12 @@ from sgpu_magic.render.pool_words import (
 )
 from sgpu_magic.render.run_names import run_name
 from sgpu_magic.render.units import count_of
+from sgpu_magic.wire import ids
+from sgpu_magic.wire.device_types import CPU
+from sgpu_magic.wire.devices import Device
+from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
+from sgpu_magic.wire.prices import Prices, format_money, read_prices
+from sgpu_magic.wire.states import RunKind, RunState
 
 NO_GPU = "No GPU on this machine: ranks run on CPU."
 NO_GPU_THERE = "No GPU in this pool: ranks run on CPU."

@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.panel.drawing import RunPlace
-from sgpu_magic.protocol.ids import is_valid_id
-from sgpu_magic.protocol.pool_status import RunSummary
-from sgpu_magic.protocol.run_files import TRACKING
+from sgpu_magic.wire.ids import is_valid_id
+from sgpu_magic.wire.pool_status import RunSummary
+from sgpu_magic.wire.run_files import TRACKING
 
 # a page in MLflow may come so long after the run's end
 _LATE_S = 60.0

@@ -9,8 +9,8 @@ from sgpu_magic.commands import ledger_file
 from sgpu_magic.commands.usage import Use, usage
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError
-from sgpu_magic.protocol.pool_status import BudgetState, RunSummary
-from sgpu_magic.protocol.prices import HOUR_S, Prices, format_money
+from sgpu_magic.wire.pool_status import BudgetState, RunSummary
+from sgpu_magic.wire.prices import HOUR_S, Prices, format_money
 
 KEPT_S = 20.0
 """So long the sums are kept: they move slowly."""

@@ -11,10 +11,10 @@ import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sgpu_magic.protocol.device_types import CPU
-from sgpu_magic.protocol.pool_status import RunSummary
-from sgpu_magic.protocol.states import RunKind, RunState
 from sgpu_magic.render.pool_words import HOLDING
+from sgpu_magic.wire.device_types import CPU
+from sgpu_magic.wire.pool_status import RunSummary
+from sgpu_magic.wire.states import RunKind, RunState
 
 # nothing that is not free now is free at once
 _LEAST_S = 1.0

@@ -17,7 +17,7 @@ from sgpu_magic.payload.buffers import write_packed
 from sgpu_magic.payload.code_names import is_ipythons, loaded_names
 from sgpu_magic.payload.pickler import NamespacePickler
 from sgpu_magic.payload.unpack import collector_paused, compute_mac
-from sgpu_magic.protocol.payloads import PackedLayout
+from sgpu_magic.wire.payloads import PackedLayout
 
 _ALIGNMENT = 64
 # names that need each other while they are rebuilt can't always be brought into order

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sgpu_magic.payload.pack import Packed
-from sgpu_magic.protocol.blobs import PIECE_BYTES
+from sgpu_magic.wire.blobs import PIECE_BYTES
 
 LARGE_BYTES = 1 << 20
 """A buffer of this size has regions of its own."""

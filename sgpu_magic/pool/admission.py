@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from sgpu_magic.config import SEVEN_DAYS_S
-from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.messages import Submit
-from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.states import RunKind
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.messages import Submit
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.states import RunKind
 
 _MAX_RETRIES = 100
 

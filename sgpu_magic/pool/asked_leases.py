@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from sgpu_magic.pool.stock import CPU_LINE, Line, Stock
-from sgpu_magic.protocol.device_types import CPU
-from sgpu_magic.protocol.devices import Lease
+from sgpu_magic.wire.device_types import CPU
+from sgpu_magic.wire.devices import Lease
 
 ASKED = "asked of the cluster, which has to bring more nodes for it"
 

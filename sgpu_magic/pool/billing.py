@@ -15,11 +15,11 @@ from sgpu_magic.pool import meter
 from sgpu_magic.pool.ledger import Ledger, Metered
 from sgpu_magic.pool.meter import IdleMeter
 from sgpu_magic.pool.prices import Tariff
-from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.events import Placed, RunEnded
-from sgpu_magic.protocol.metering import idle_seconds
-from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.states import RunKind, RunState
+from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.events import Placed, RunEnded
+from sgpu_magic.wire.metering import idle_seconds
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.states import RunKind, RunState
 
 
 class OnMeter(Protocol):

@@ -8,7 +8,7 @@ from sgpu_magic.config import Settings
 from sgpu_magic.pool.budget import DAY_S, Budget
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.scheduled_run import ScheduledRun
-from sgpu_magic.protocol.pool_status import BudgetState
+from sgpu_magic.wire.pool_status import BudgetState
 
 
 def budget_of(settings: Settings, ledger: Ledger, now: float, wall: float) -> Budget | None:

@@ -19,7 +19,12 @@ from sgpu_magic.event_file import EventFile
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.run_book import RunBook
 from sgpu_magic.pool.server import ConnectedClient, Server
-from sgpu_magic.protocol.blobs import (
+from sgpu_magic.storage.below import list_below, open_below
+from sgpu_magic.storage.blob_store import BlobRefused, BlobStore, blob_path, store_name
+from sgpu_magic.storage.disk_room import disk_room
+from sgpu_magic.storage.file_thread import FileThread
+from sgpu_magic.storage.joined import join_parts
+from sgpu_magic.wire.blobs import (
     CHUNK_BYTES,
     PIECE_BYTES,
     AskBlobs,
@@ -32,18 +37,13 @@ from sgpu_magic.protocol.blobs import (
     RunFileRead,
     RunFiles,
 )
-from sgpu_magic.protocol.events import RunEnded
-from sgpu_magic.protocol.ids import is_valid_id, short
-from sgpu_magic.protocol.messages import Submit
-from sgpu_magic.protocol.payloads import FilePayload, SharedPayload, StoredPayload
-from sgpu_magic.protocol.run_files import PAYLOAD
-from sgpu_magic.protocol.run_record import RUN_RECORD
-from sgpu_magic.protocol.uploads import ManifestUnusable, Upload, decoded
-from sgpu_magic.storage.below import list_below, open_below
-from sgpu_magic.storage.blob_store import BlobRefused, BlobStore, blob_path, store_name
-from sgpu_magic.storage.disk_room import disk_room
-from sgpu_magic.storage.file_thread import FileThread
-from sgpu_magic.storage.joined import join_parts
+from sgpu_magic.wire.events import RunEnded
+from sgpu_magic.wire.ids import is_valid_id, short
+from sgpu_magic.wire.messages import Submit
+from sgpu_magic.wire.payloads import FilePayload, SharedPayload, StoredPayload
+from sgpu_magic.wire.run_files import PAYLOAD
+from sgpu_magic.wire.run_record import RUN_RECORD
+from sgpu_magic.wire.uploads import ManifestUnusable, Upload, decoded
 
 _RESULT = re.compile(r"result-(\d+)\.bin")
 _MOST_ASKED = 10_000

@@ -15,10 +15,10 @@ from sgpu_magic.pool.run_table import RunTable
 from sgpu_magic.pool.scheduled_run import WARN_SHARE, ScheduledRun, rough, span
 from sgpu_magic.pool.stimuli import Instruction, Remark
 from sgpu_magic.pool.wants import Refusal, Want
-from sgpu_magic.protocol.metering import cost_of
-from sgpu_magic.protocol.prices import HOUR_S
-from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.states import BUDGET, COST_LIMIT, RunState
+from sgpu_magic.wire.metering import cost_of
+from sgpu_magic.wire.prices import HOUR_S
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.states import BUDGET, COST_LIMIT, RunState
 
 # sums of many prices meet their limit but for the last digits
 _EXACT = 1 - 1e-9

@@ -18,7 +18,7 @@ import msgspec
 from sgpu_magic.event_file import EventFile
 from sgpu_magic.pool.clients import ConnectedClient
 from sgpu_magic.pool.run_log import RunLog
-from sgpu_magic.protocol.events import Event
+from sgpu_magic.wire.events import Event
 
 # of one client, then others have a turn
 _TURN_EVENTS = 256

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from sgpu_magic.pool.scheduled_run import ScheduledRun
 from sgpu_magic.pool.stock import CPU_LINE, Line
 from sgpu_magic.pool.wants import Refusal, Want, amount
-from sgpu_magic.protocol.device_types import CPU
-from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.user_limits import UserLimits, quota_types
+from sgpu_magic.wire.device_types import CPU
+from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.user_limits import UserLimits, quota_types
 
 NO_LIMITS = UserLimits()
 _NAMED_RUNS = 3

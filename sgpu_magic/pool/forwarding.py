@@ -10,15 +10,15 @@ import msgspec
 from sgpu_magic.engines.base import Engine
 from sgpu_magic.pool.run_book import PoolRun
 from sgpu_magic.pool.server import ConnectedClient, Server
-from sgpu_magic.protocol.forwarding import (
+from sgpu_magic.wire.forwarding import (
     OpenStream,
     StreamClosed,
     StreamEnded,
     StreamMessage,
     StreamOpened,
 )
-from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.states import RunState
 
 _MOST_OF_CLIENT = 256
 

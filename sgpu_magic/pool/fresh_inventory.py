@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from sgpu_magic.protocol.devices import Inventory
+from sgpu_magic.wire.devices import Inventory
 
 # an inventory older than this is taken anew before a run is placed on real devices
 _FRESH_S = 2.0

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from sgpu_magic.pool.run_book import PoolRun, RunBook
 from sgpu_magic.pool.server import ConnectedClient, Server
-from sgpu_magic.protocol.messages import ClientMessage, Submit
+from sgpu_magic.wire.messages import ClientMessage, Submit
 
 
 class ServiceFault(Exception):

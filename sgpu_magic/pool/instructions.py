@@ -16,8 +16,8 @@ from sgpu_magic.pool.server import Server
 from sgpu_magic.pool.submissions import Submissions
 from sgpu_magic.pool.succession import Succession
 from sgpu_magic.pool.tracker import Tracker
-from sgpu_magic.protocol.events import Noted, QueueMoved, StateChanged
-from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.wire.events import Noted, QueueMoved, StateChanged
+from sgpu_magic.wire.states import FailureKind, RunState
 
 
 class Instructions:

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sgpu_magic.pool.ledger import FINAL, Ledger, RowChanges, insertion, new_row, summary_of, update
-from sgpu_magic.protocol.pool_status import RunSummary
-from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.wire.pool_status import RunSummary
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.states import RunState
 
 _WRITE_S = 0.05
 # after a failure

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from sgpu_magic.pool.ledger_database import LedgerDatabase, Statement
-from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.ids import check_id
-from sgpu_magic.protocol.pool_status import RunSummary
-from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.states import RunKind, RunState
+from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.ids import check_id
+from sgpu_magic.wire.pool_status import RunSummary
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.states import RunKind, RunState
 
 _COLUMNS = (
     "run_id, name, ranks, device_type, simulated, state, submitted_at, started_at, ended_at, failure, uuids, "

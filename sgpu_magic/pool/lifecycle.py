@@ -15,7 +15,7 @@ import msgspec
 from sgpu_magic import __version__
 from sgpu_magic.config import private_dir
 from sgpu_magic.errors import UsageError
-from sgpu_magic.protocol.address import (
+from sgpu_magic.wire.address import (
     PoolAddress,
     address_file,
     agent_socket_file,
@@ -23,7 +23,7 @@ from sgpu_magic.protocol.address import (
     process_start,
     socket_file,
 )
-from sgpu_magic.protocol.messages import PROTOCOL_VERSION
+from sgpu_magic.wire.messages import PROTOCOL_VERSION
 
 _LOOK_S = 2.0
 

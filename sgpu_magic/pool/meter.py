@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sgpu_magic.protocol.device_types import CPU
-from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.metering import billed_s, cost_of, device_count
+from sgpu_magic.wire.device_types import CPU
+from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.metering import billed_s, cost_of, device_count
 
 
 @dataclass(frozen=True, slots=True)

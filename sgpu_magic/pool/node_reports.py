@@ -14,10 +14,10 @@ from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.restarts import Restarts
 from sgpu_magic.pool.run_book import PoolRun, RunBook
 from sgpu_magic.pool.scheduler import Scheduler
-from sgpu_magic.protocol.events import EnvironmentMoved, Noted, PayloadReleased, RanksStarted, RunEnded
-from sgpu_magic.protocol.node_messages import RunEvent
-from sgpu_magic.protocol.records import Failure
-from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
+from sgpu_magic.wire.events import EnvironmentMoved, Noted, PayloadReleased, RanksStarted, RunEnded
+from sgpu_magic.wire.node_messages import RunEvent
+from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 # events are confirmed to the agent this long after they are on disk
 _CONFIRM_S = 1.0

@@ -12,9 +12,9 @@ from sgpu_magic.config import host_name
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.run_book import RunBook
 from sgpu_magic.pool.server import ConnectedClient, Server
-from sgpu_magic.protocol.comms import TellComms
-from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.messages import (
+from sgpu_magic.wire.comms import TellComms
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.messages import (
     ClientMessage,
     Describe,
     KeepEnvironment,
@@ -26,8 +26,8 @@ from sgpu_magic.protocol.messages import (
     Unfollow,
     Warm,
 )
-from sgpu_magic.protocol.pool_status import PoolStatus, RunSummary
-from sgpu_magic.protocol.session_messages import AskRank, RestartRanks
+from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
+from sgpu_magic.wire.session_messages import AskRank, RestartRanks
 
 
 class Permissions:

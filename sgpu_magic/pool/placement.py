@@ -14,9 +14,9 @@ from sgpu_magic.pool.shares import Parts, laid_out
 from sgpu_magic.pool.shelves import Shelves
 from sgpu_magic.pool.stock import CPU_LINE, Line, Stock, line_of, memory_bytes
 from sgpu_magic.pool.wants import Want, amount
-from sgpu_magic.protocol.device_types import CPU
-from sgpu_magic.protocol.devices import Device, Inventory, Lease, NodeShare
-from sgpu_magic.protocol.ids import short
+from sgpu_magic.wire.device_types import CPU
+from sgpu_magic.wire.devices import Device, Inventory, Lease, NodeShare
+from sgpu_magic.wire.ids import short
 
 
 class Room:

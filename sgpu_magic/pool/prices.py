@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sgpu_magic.config import Settings
-from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.metering import device_count
-from sgpu_magic.protocol.prices import Prices, format_money, read_prices
+from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.metering import device_count
+from sgpu_magic.wire.prices import Prices, format_money, read_prices
 
 _NONE = Prices()
 

@@ -27,7 +27,7 @@ from sgpu_magic.pool.stimuli import Instruction, LaunchRun
 from sgpu_magic.pool.stock import Line
 from sgpu_magic.pool.waiting_words import Keepers, waited_in_vain
 from sgpu_magic.pool.wants import Want
-from sgpu_magic.protocol.devices import Inventory
+from sgpu_magic.wire.devices import Inventory
 
 Waiting = list[tuple[ScheduledRun, Want]]
 

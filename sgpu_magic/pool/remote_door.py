@@ -20,12 +20,12 @@ import zmq
 from sgpu_magic.pool.authorized_clients import AuthorizedClients
 from sgpu_magic.pool.clients import ConnectedClient
 from sgpu_magic.pool.doorkeeper import Doorkeeper, end_connection
-from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.events import Event
-from sgpu_magic.protocol.messages import Cancel, ClientMessage, Detach, Hello, Ping, Pong, StopPool, Submit
-from sgpu_magic.protocol.record import Record
-from sgpu_magic.protocol.session_messages import RestartRanks
 from sgpu_magic.secure_sockets import Admission, KeyPair, bound_to, secure_server, sender_of
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.events import Event
+from sgpu_magic.wire.messages import Cancel, ClientMessage, Detach, Hello, Ping, Pong, StopPool, Submit
+from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.session_messages import RestartRanks
 
 # what is done once, however often it is asked after a broken connection
 _ONCE = (Submit, Cancel, Detach, RestartRanks, StopPool)

@@ -22,13 +22,13 @@ from sgpu_magic.pool.run_lookup import RunLookup
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.pool.session_requests import SessionRequests
 from sgpu_magic.pool.submissions import Placing, Submissions
-from sgpu_magic.protocol.blobs import AskBlobs, ListRunFiles, PutBlob, ReadRunFile
-from sgpu_magic.protocol.comms import TellComms
-from sgpu_magic.protocol.events import Described, Detached
-from sgpu_magic.protocol.forwarding import OpenStream, StreamClosed, StreamData, StreamEnded, StreamTaken
-from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.measures import RankStack
-from sgpu_magic.protocol.messages import (
+from sgpu_magic.wire.blobs import AskBlobs, ListRunFiles, PutBlob, ReadRunFile
+from sgpu_magic.wire.comms import TellComms
+from sgpu_magic.wire.events import Described, Detached
+from sgpu_magic.wire.forwarding import OpenStream, StreamClosed, StreamData, StreamEnded, StreamTaken
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.measures import RankStack
+from sgpu_magic.wire.messages import (
     Accepted,
     AskStacks,
     AskStatus,
@@ -52,11 +52,11 @@ from sgpu_magic.protocol.messages import (
     Warm,
     Welcome,
 )
-from sgpu_magic.protocol.pool_status import PoolStatus
-from sgpu_magic.protocol.records import CellSource
-from sgpu_magic.protocol.run_files import KEY
-from sgpu_magic.protocol.session_messages import AskRank, RestartRanks
-from sgpu_magic.protocol.states import OWNER_GONE, RunState
+from sgpu_magic.wire.pool_status import PoolStatus
+from sgpu_magic.wire.records import CellSource
+from sgpu_magic.wire.run_files import KEY
+from sgpu_magic.wire.session_messages import AskRank, RestartRanks
+from sgpu_magic.wire.states import OWNER_GONE, RunState
 
 
 class Core(Placing, Protocol):

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import msgspec
 
 from sgpu_magic.pool.run_book import PoolRun, RunBook
-from sgpu_magic.protocol.events import AttemptFailed, RunEnded
-from sgpu_magic.protocol.payloads import FilePayload, InlinePayload, SharedPayload, StoredPayload
-from sgpu_magic.protocol.records import Failure
-from sgpu_magic.protocol.run_files import PAYLOAD
-from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.wire.events import AttemptFailed, RunEnded
+from sgpu_magic.wire.payloads import FilePayload, InlinePayload, SharedPayload, StoredPayload
+from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.run_files import PAYLOAD
+from sgpu_magic.wire.states import FailureKind, RunState
 
 _NOT_USERS_FAULT = (FailureKind.WORKER_DIED, FailureKind.NODE_LOST)
 

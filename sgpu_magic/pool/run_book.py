@@ -18,15 +18,15 @@ from sgpu_magic.pool.event_feed import EventFeed, Offer
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.server import ConnectedClient
-from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.events import EventBody, Noted, PayloadReleased, RunEnded, Submitted
-from sgpu_magic.protocol.messages import Accepted, Submit
-from sgpu_magic.protocol.node_messages import RunEvent
-from sgpu_magic.protocol.payloads import InlinePayload, SharedPayload
-from sgpu_magic.protocol.record import Record
-from sgpu_magic.protocol.records import Failure, RunSpec
-from sgpu_magic.protocol.states import FailureKind, RunState
 from sgpu_magic.storage.disk_room import disk_room, why_no_run
+from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.events import EventBody, Noted, PayloadReleased, RunEnded, Submitted
+from sgpu_magic.wire.messages import Accepted, Submit
+from sgpu_magic.wire.node_messages import RunEvent
+from sgpu_magic.wire.payloads import InlinePayload, SharedPayload
+from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.records import Failure, RunSpec
+from sgpu_magic.wire.states import FailureKind, RunState
 
 _CUT_SHORT = (
     "the disk has taken no event for so long that output, displays and samples are left out until it does; the ranks' "

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.event_file import EventFile
-from sgpu_magic.protocol.codec import Decoder, FrameReader, frame
-from sgpu_magic.protocol.events import (
+from sgpu_magic.wire.codec import Decoder, FrameReader, frame
+from sgpu_magic.wire.events import (
     AttemptFailed,
     DisplayPublished,
     Event,
@@ -25,8 +25,8 @@ from sgpu_magic.protocol.events import (
     RunEnded,
     Sampled,
 )
-from sgpu_magic.protocol.node_messages import RunEvent
-from sgpu_magic.protocol.run_files import EVENTS
+from sgpu_magic.wire.node_messages import RunEvent
+from sgpu_magic.wire.run_files import EVENTS
 
 _decoder = Decoder[Event](Event)
 _READ_BYTES = 1 << 20

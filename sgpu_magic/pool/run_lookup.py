@@ -8,8 +8,8 @@ from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.run_book import PoolRun, RunBook
 from sgpu_magic.pool.server import ConnectedClient, Server
-from sgpu_magic.protocol.messages import Attach
-from sgpu_magic.protocol.records import RunSpec
+from sgpu_magic.wire.messages import Attach
+from sgpu_magic.wire.records import RunSpec
 
 # a user's own newest run is looked for among so many
 _LOOK_BACK = 200

@@ -15,9 +15,9 @@ from sgpu_magic.pool.budget import Budget
 from sgpu_magic.pool.scheduled_run import ScheduledRun
 from sgpu_magic.pool.stimuli import EndRun, Instruction, MoveRun, RefuseRun, StopRun
 from sgpu_magic.pool.stock import Line
-from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.metering import cost_of
-from sgpu_magic.protocol.states import FailureKind, RunState, can_move
+from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.metering import cost_of
+from sgpu_magic.wire.states import FailureKind, RunState, can_move
 
 # a run that is over holds its devices until its ranks have left; one that was not to wait waits for that
 _LEAVING_S = 1.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sgpu_magic.pool.wants import Want
-from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.prices import HOUR_S
-from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.prices import HOUR_S
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.states import RunState
 
 WARN_SHARE = 0.8
 """Of a cost limit or a budget: who uses more is told."""

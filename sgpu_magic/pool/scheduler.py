@@ -46,10 +46,10 @@ from sgpu_magic.pool.stimuli import (
     Stimulus,
 )
 from sgpu_magic.pool.wants import STRICT_PACK, Refusal, Want, resolve
-from sgpu_magic.protocol.devices import Inventory, Lease, Placement
-from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.states import RunState
-from sgpu_magic.protocol.user_limits import UserLimits
+from sgpu_magic.wire.devices import Inventory, Lease, Placement
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.user_limits import UserLimits
 
 NO_PRICES = Tariff()
 

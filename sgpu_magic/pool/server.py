@@ -16,10 +16,10 @@ import zmq
 
 from sgpu_magic.pool.clients import ConnectedClient
 from sgpu_magic.pool.remote_door import Listening, RemoteDoor
-from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.events import Event
-from sgpu_magic.protocol.messages import ClientMessage, Hello, Notice, Refused
-from sgpu_magic.protocol.record import Record
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.events import Event
+from sgpu_magic.wire.messages import ClientMessage, Hello, Notice, Refused
+from sgpu_magic.wire.record import Record
 
 _NO_PIDFD_POLL_S = 1.0
 _SENT_AHEAD = 500

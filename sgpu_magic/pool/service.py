@@ -40,10 +40,10 @@ from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.pool.status import pool_status
 from sgpu_magic.pool.succession import Succession
 from sgpu_magic.pool.tracker import Tracker
-from sgpu_magic.protocol.devices import Inventory, Lease
-from sgpu_magic.protocol.forwarding import StreamMessage, StreamOpened
-from sgpu_magic.protocol.measures import RankStack
-from sgpu_magic.protocol.messages import (
+from sgpu_magic.wire.devices import Inventory, Lease
+from sgpu_magic.wire.forwarding import StreamMessage, StreamOpened
+from sgpu_magic.wire.measures import RankStack
+from sgpu_magic.wire.messages import (
     PROTOCOL_VERSION,
     AskStatus,
     ClientMessage,
@@ -52,12 +52,12 @@ from sgpu_magic.protocol.messages import (
     TrackRun,
     Welcome,
 )
-from sgpu_magic.protocol.node_messages import HeldRun, RunEvent
-from sgpu_magic.protocol.pool_status import PoolStatus
-from sgpu_magic.protocol.questions import RankAnswer
-from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.states import FailureKind, RunState
-from sgpu_magic.protocol.user_limits import read_limits
+from sgpu_magic.wire.node_messages import HeldRun, RunEvent
+from sgpu_magic.wire.pool_status import PoolStatus
+from sgpu_magic.wire.questions import RankAnswer
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.states import FailureKind, RunState
+from sgpu_magic.wire.user_limits import read_limits
 
 _QUEUE_REFRESH_S = 5.0
 _ANSWER_FIRST_S = 0.05

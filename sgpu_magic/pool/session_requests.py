@@ -11,11 +11,11 @@ from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.run_book import PoolRun, RunBook
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.pool.session_rules import named
-from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.messages import Accepted
-from sgpu_magic.protocol.questions import RankAnswer
-from sgpu_magic.protocol.session_messages import AskRank, RankAnswered, RestartRanks
-from sgpu_magic.protocol.states import RunKind, RunState
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.messages import Accepted
+from sgpu_magic.wire.questions import RankAnswer
+from sgpu_magic.wire.session_messages import AskRank, RankAnswered, RestartRanks
+from sgpu_magic.wire.states import RunKind, RunState
 
 _REMEDY = "Begin another with %sgpu_connect."
 

@@ -17,10 +17,10 @@ import msgspec
 from sgpu_magic.pool.scheduled_run import ScheduledRun, span
 from sgpu_magic.pool.stock import Stock
 from sgpu_magic.pool.wants import SPREAD, Refusal, Want, amount
-from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.states import RunKind, RunState
+from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.states import RunKind, RunState
 
 
 class Runs(Protocol):

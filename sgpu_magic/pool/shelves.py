@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from sgpu_magic.pool.stock import CPU_LINE, Line, Stock, line_of, memory_bytes
 from sgpu_magic.pool.wants import Want
-from sgpu_magic.protocol.device_types import CPU
-from sgpu_magic.protocol.devices import Device
+from sgpu_magic.wire.device_types import CPU
+from sgpu_magic.wire.devices import Device
 
 
 @dataclass(slots=True)

@@ -10,9 +10,9 @@ import msgspec
 from sgpu_magic import __version__
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.scheduler import Scheduler
-from sgpu_magic.protocol.devices import Inventory
-from sgpu_magic.protocol.messages import AskStatus
-from sgpu_magic.protocol.pool_status import BudgetState, PoolStatus, RunSummary
+from sgpu_magic.wire.devices import Inventory
+from sgpu_magic.wire.messages import AskStatus
+from sgpu_magic.wire.pool_status import BudgetState, PoolStatus, RunSummary
 
 # what two clocks differ by that were not set
 _STEP_S = 1.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sgpu_magic.protocol.devices import Inventory, Lease
-from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.wire.devices import Inventory, Lease
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.states import FailureKind, RunState
 
 # ---------------------------------------------------------------- stimuli
 

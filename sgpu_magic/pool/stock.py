@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sgpu_magic.protocol.device_types import CPU, memory_of
-from sgpu_magic.protocol.devices import Device, Inventory
+from sgpu_magic.wire.device_types import CPU, memory_of
+from sgpu_magic.wire.devices import Device, Inventory
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,10 @@ from sgpu_magic.pool.byte_desk import ByteDesk, names_files
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.run_book import PoolRun, RunBook
 from sgpu_magic.pool.server import ConnectedClient, Server
-from sgpu_magic.protocol.ids import is_valid_id
-from sgpu_magic.protocol.messages import ClientMessage, Submit
-from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.wire.ids import is_valid_id
+from sgpu_magic.wire.messages import ClientMessage, Submit
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.states import RunState
 
 # a notebook that submits its session again after a service's death does so at once
 _LOOK_AGAIN_S = 0.05

@@ -22,12 +22,12 @@ from sgpu_magic.pool.restarts import Restarts
 from sgpu_magic.pool.run_book import PoolRun, RunBook
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.processes import may_be_alive
-from sgpu_magic.protocol.events import Noted, RunEnded, Submitted
-from sgpu_magic.protocol.messages import Submit
-from sgpu_magic.protocol.metering import cost_so_far, gpu_s_so_far
-from sgpu_magic.protocol.node_messages import HeldRun
-from sgpu_magic.protocol.records import Failure, RunSpec
-from sgpu_magic.protocol.states import OWNER_GONE, FailureKind, RunState
+from sgpu_magic.wire.events import Noted, RunEnded, Submitted
+from sgpu_magic.wire.messages import Submit
+from sgpu_magic.wire.metering import cost_so_far, gpu_s_so_far
+from sgpu_magic.wire.node_messages import HeldRun
+from sgpu_magic.wire.records import Failure, RunSpec
+from sgpu_magic.wire.states import OWNER_GONE, FailureKind, RunState
 
 _TAKEN_OVER = "the pool service ended unexpectedly; another one was started and has taken the run over"
 _LOST = "the pool service and the agent of its ranks ended unexpectedly"

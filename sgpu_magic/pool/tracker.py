@@ -19,10 +19,12 @@ from sgpu_magic.config import Settings
 from sgpu_magic.engines.base import Engine
 from sgpu_magic.pool.run_book import PoolRun, RunBook
 from sgpu_magic.pool.tracker_process import TrackerProcess
-from sgpu_magic.protocol.events import Noted, Tracked
-from sgpu_magic.protocol.ids import is_valid_id, short
-from sgpu_magic.protocol.states import RunState
-from sgpu_magic.protocol.tracking import (
+from sgpu_magic.tracking import progress
+from sgpu_magic.tracking.progress import Progress, without_user
+from sgpu_magic.wire.events import Noted, Tracked
+from sgpu_magic.wire.ids import is_valid_id, short
+from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.tracking import (
     FromTracker,
     Track,
     TrackedRun,
@@ -31,8 +33,6 @@ from sgpu_magic.protocol.tracking import (
     TrackingStarted,
     TrackingTroubled,
 )
-from sgpu_magic.tracking import progress
-from sgpu_magic.tracking.progress import Progress, without_user
 
 # after the first run that needs it: launches come in bursts, and their results first
 _LATER_S = 1.0

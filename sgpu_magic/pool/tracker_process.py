@@ -15,8 +15,8 @@ import msgspec
 
 from sgpu_magic.config import Settings
 from sgpu_magic.message_stream import MessageStream
-from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.tracking import EndTracker, FromTracker, Hurry, RunOver, Track, TrackingDone, is_store_variable
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.tracking import EndTracker, FromTracker, Hurry, RunOver, Track, TrackingDone, is_store_variable
 
 # it is given so long to import at idle priority, while the ranks may have all cores
 _PATIENCE_S = 5.0

@@ -9,7 +9,7 @@ from sgpu_magic.pool.placement import Room
 from sgpu_magic.pool.scheduled_run import ScheduledRun, span
 from sgpu_magic.pool.stock import CPU_LINE, Line
 from sgpu_magic.pool.wants import SPREAD, Want, amount
-from sgpu_magic.protocol.ids import short
+from sgpu_magic.wire.ids import short
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from sgpu_magic.pool.prices import Tariff
 from sgpu_magic.pool.stock import CPU_LINE, Line, Stock, memory_bytes
-from sgpu_magic.protocol.device_types import ANY, CPU
-from sgpu_magic.protocol.devices import Placement
+from sgpu_magic.wire.device_types import ANY, CPU
+from sgpu_magic.wire.devices import Placement
 
 PACK, STRICT_PACK, SPREAD = STRATEGIES = ("pack", "strict_pack", "spread")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-from sgpu_magic.protocol.states import RunKind, RunState
 from sgpu_magic.render import ansi
 from sgpu_magic.render.failure import error_line
 from sgpu_magic.render.heading import header_line, returned_bytes
@@ -15,6 +14,7 @@ from sgpu_magic.render.segments import TextSegment
 from sgpu_magic.render.text import render_segment_text
 from sgpu_magic.render.units import format_seconds
 from sgpu_magic.render.view import RunView
+from sgpu_magic.wire.states import RunKind, RunState
 
 RUN_MIME = "application/vnd.sgpu.run.v1+json"
 RECORD_VERSION = 1

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from sgpu_magic.protocol.device_types import CPU
-from sgpu_magic.protocol.metering import cost_of
-from sgpu_magic.protocol.prices import HOUR_S, format_money
 from sgpu_magic.render.view import RunView
+from sgpu_magic.wire.device_types import CPU
+from sgpu_magic.wire.metering import cost_of
+from sgpu_magic.wire.prices import HOUR_S, format_money
 
 # of a cell the part of its session's cost is worth a word from here on
 _LEAST_SHARE = 0.005

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from sgpu_magic.protocol.records import Failure, RunSpec
 from sgpu_magic.render.units import format_ranks
+from sgpu_magic.wire.records import Failure, RunSpec
 
 # cudaError_t in the CUDA runtime's reference: the errors after which "the process must be terminated and relaunched",
 # by what cudaGetErrorString says. torch, Triton, CuPy and NCCL pass that text on, in a line that has CUDA in it.

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from sgpu_magic.config import host_name
 from sgpu_magic.processes import signal_name
-from sgpu_magic.protocol.events import AttemptFailed
-from sgpu_magic.protocol.measures import StackFrame
-from sgpu_magic.protocol.records import CellSource, Failure
-from sgpu_magic.protocol.states import BUDGET, COST_LIMIT, FailureKind
 from sgpu_magic.render.stacks import last_python_line
 from sgpu_magic.render.units import format_ranks, format_seconds
+from sgpu_magic.wire.events import AttemptFailed
+from sgpu_magic.wire.measures import StackFrame
+from sgpu_magic.wire.records import CellSource, Failure
+from sgpu_magic.wire.states import BUDGET, COST_LIMIT, FailureKind
 
 _RULE = re.compile(r"-{5,}")
 _HEADING = re.compile(r"[\w.]+ +Traceback \(most recent call last\):?")

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from sgpu_magic.protocol.records import Failure
-from sgpu_magic.protocol.states import FailureKind
 from sgpu_magic.render import ansi
 from sgpu_magic.render.failure import cell_excerpt, death_sentence, last_part, traceback_body
 from sgpu_magic.render.text import culprits_last_words, ending_stacks, failure_sentence
 from sgpu_magic.render.view import RunView
+from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.states import FailureKind
 
 LineKind = Literal["title", "code", "culprit", "error", "text"]
 

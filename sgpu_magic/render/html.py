@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from html import escape
 
-from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render import ansi
 from sgpu_magic.render.cost import billed_text, cost_text
 from sgpu_magic.render.failure import other_lines
@@ -25,6 +24,7 @@ from sgpu_magic.render.state_words import Tone, state_word
 from sgpu_magic.render.surroundings import label_text, packages_text, tracked_link, tracked_text
 from sgpu_magic.render.units import count_of, format_clock, format_seconds, format_span
 from sgpu_magic.render.view import RunView
+from sgpu_magic.wire.states import RunState
 
 __all__ = ["render_html", "render_segment_html", "segments"]
 

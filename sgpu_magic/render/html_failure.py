@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from html import escape
 
-from sgpu_magic.protocol.states import FailureKind, RunState
 from sgpu_magic.render.failure_form import FormLine, cut_lines, failure_form
 from sgpu_magic.render.html_memory import memory_html
 from sgpu_magic.render.html_style import BAD, LINE, PRE, SOFT, WARN
 from sgpu_magic.render.text import stall_lines
 from sgpu_magic.render.view import RunView
+from sgpu_magic.wire.states import FailureKind, RunState
 
 _MAX_EXCERPT_CHARS = 12_000
 _MAX_WHOLE_CHARS = 40_000

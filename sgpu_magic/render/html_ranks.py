@@ -9,7 +9,6 @@ from html import escape
 from pathlib import PurePath
 from weakref import WeakKeyDictionary
 
-from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render import ansi
 from sgpu_magic.render.failure import last_part
 from sgpu_magic.render.hosts import new_host
@@ -21,6 +20,7 @@ from sgpu_magic.render.sparkline import sparkline
 from sgpu_magic.render.units import count_of
 from sgpu_magic.render.usage import use_text
 from sgpu_magic.render.view import RunView
+from sgpu_magic.wire.states import RunState
 
 MAX_RANKS = 64
 _MAX_LIVE_CHARS = 160

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from sgpu_magic.protocol.events import IDLE_GPU_PCT
 from sgpu_magic.render.units import format_gb, format_ranks, format_seconds
 from sgpu_magic.render.usage import Drawn, RankUsage, RunUsage, use_text
 from sgpu_magic.render.view import RunView
+from sgpu_magic.wire.events import IDLE_GPU_PCT
 
 # shorter idleness is how a run begins
 _IDLE_S = 60.0

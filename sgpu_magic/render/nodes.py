@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from sgpu_magic.protocol import ids
-from sgpu_magic.protocol.devices import Device
-from sgpu_magic.protocol.pool_status import PoolStatus, RunSummary
 from sgpu_magic.render.pool_words import device_holders
 from sgpu_magic.render.tables import Row
 from sgpu_magic.render.units import count_of
+from sgpu_magic.wire import ids
+from sgpu_magic.wire.devices import Device
+from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 
 HEADS: Row = ("node", "devices", "free", "use", "runs")
 RIGHT = (2, 3)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from sgpu_magic.protocol.events import DisplayPublished, OutputCleared, OutputWritten
 from sgpu_magic.render import ansi
 from sgpu_magic.render.items import GapItem, Item, LineItem
 from sgpu_magic.render.lines import LineAssembler
 from sgpu_magic.render.store import OutputStore
+from sgpu_magic.wire.events import DisplayPublished, OutputCleared, OutputWritten
 
 _mime = msgspec.json.Decoder(dict[str, object])
 

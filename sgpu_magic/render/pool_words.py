@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from sgpu_magic.protocol.devices import Device
-from sgpu_magic.protocol.pool_status import PoolStatus, RunSummary
-from sgpu_magic.protocol.prices import format_money
-from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render import ansi
 from sgpu_magic.render.units import format_seconds
+from sgpu_magic.wire.devices import Device
+from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
+from sgpu_magic.wire.prices import format_money
+from sgpu_magic.wire.states import RunState
 
 HOLDING = (RunState.PREPARING, RunState.STARTING, RunState.RUNNING, RunState.CANCELLING)
 """States in which a run has devices."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Protocol, TextIO
 
-from sgpu_magic.protocol.events import Event
 from sgpu_magic.render.slots import OutputSlots
 from sgpu_magic.render.terminal import TerminalPublisher
 from sgpu_magic.render.view import RunView
+from sgpu_magic.wire.events import Event
 
 __all__ = ["NotebookPublisher", "Publisher", "SilentPublisher", "TerminalPublisher", "publisher_for"]
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from sgpu_magic.protocol.comms import CommMessage
-from sgpu_magic.protocol.events import CommsMoved
 from sgpu_magic.render.widget_forms import REFERENCE, Model, ModelKey, Path, State, refers, static_form
+from sgpu_magic.wire.comms import CommMessage
+from sgpu_magic.wire.events import CommsMoved
 
 WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 # state of all widgets of a run, or of a session

@@ -7,10 +7,6 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from sgpu_magic import errors
-from sgpu_magic.protocol import ids
-from sgpu_magic.protocol.measures import RankStack
-from sgpu_magic.protocol.records import CellSource, Failure, RunSpec
-from sgpu_magic.protocol.states import FailureKind
 from sgpu_magic.render.cuda_errors import context_hint, no_cuda_hint
 from sgpu_magic.render.failure import (
     death_sentence,
@@ -23,6 +19,10 @@ from sgpu_magic.render.failure import (
 from sgpu_magic.render.failure_form import cut_lines
 from sgpu_magic.render.stacks import group_lines, group_stacks, stack_lines, stacks_text, verdict
 from sgpu_magic.render.units import format_seconds
+from sgpu_magic.wire import ids
+from sgpu_magic.wire.measures import RankStack
+from sgpu_magic.wire.records import CellSource, Failure, RunSpec
+from sgpu_magic.wire.states import FailureKind
 
 _UNDEFINED = re.compile(r"name '(\w+)' is not defined")
 

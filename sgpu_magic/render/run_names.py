@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from sgpu_magic.protocol import ids
-from sgpu_magic.protocol.states import RunKind
+from sgpu_magic.wire import ids
+from sgpu_magic.wire.states import RunKind
 
 
 class Named(Protocol):

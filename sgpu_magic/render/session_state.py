@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sgpu_magic.protocol.events import GroupRenewed, RanksRestarted, SessionMoved
 from sgpu_magic.render.units import format_ranks
+from sgpu_magic.wire.events import GroupRenewed, RanksRestarted, SessionMoved
 
 
 class SessionState:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 
-from sgpu_magic.protocol.prices import format_money
-from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render.cost import mark
 from sgpu_magic.render.measured import busy_text
 from sgpu_magic.render.session_state import restart_command
 from sgpu_magic.render.surroundings import tracked_text
 from sgpu_magic.render.units import count_of, format_ranks, format_seconds, format_span
 from sgpu_magic.render.view import RunView
+from sgpu_magic.wire.prices import format_money
+from sgpu_magic.wire.states import RunState
 
 _A_DAY_S = 20 * 3600.0
 

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.measures import Collective, RankStack, StackFrame
-from sgpu_magic.protocol.records import CellSource
 from sgpu_magic.render import ansi
 from sgpu_magic.render.units import format_ranks
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.measures import Collective, RankStack, StackFrame
+from sgpu_magic.wire.records import CellSource
 
 _CELL_FILE = re.compile(r"<ipython-input-(\d+)-")
 # code that is not a function: a cell, a module, a class body seen from outside

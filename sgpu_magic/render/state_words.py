@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render.failure import limit_of
 from sgpu_magic.render.view import RunView
+from sgpu_magic.wire.states import RunState
 
 Tone = Literal["plain", "busy", "good", "bad", "warn"]
 

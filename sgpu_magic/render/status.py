@@ -6,12 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from sgpu_magic.protocol import ids
-from sgpu_magic.protocol.devices import Device
-from sgpu_magic.protocol.metering import cost_so_far
-from sgpu_magic.protocol.pool_status import PoolStatus, RunSummary
-from sgpu_magic.protocol.prices import format_money
-from sgpu_magic.protocol.states import RunKind, RunState
 from sgpu_magic.render import nodes
 from sgpu_magic.render.html_style import LINE, PANEL, SANS, SOFT, WARN
 from sgpu_magic.render.pool_words import (
@@ -27,6 +21,12 @@ from sgpu_magic.render.pool_words import (
 from sgpu_magic.render.session_words import idle_since
 from sgpu_magic.render.tables import Row, aligned, safe, table
 from sgpu_magic.render.units import TIMES, count_of, format_clock, format_seconds
+from sgpu_magic.wire import ids
+from sgpu_magic.wire.devices import Device
+from sgpu_magic.wire.metering import cost_so_far
+from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
+from sgpu_magic.wire.prices import format_money
+from sgpu_magic.wire.states import RunKind, RunState
 
 # of a session's cells so many newest are listed
 _MAX_CELLS = 3

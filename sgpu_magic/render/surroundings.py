@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render.units import count_of, format_seconds
 from sgpu_magic.render.view import RunView
+from sgpu_magic.wire.states import RunState
 
 _MAX_URL_CHARS = 2000
 _BEFORE_RANKS = (RunState.QUEUED, RunState.PREPARING)

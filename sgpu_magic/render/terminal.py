@@ -8,7 +8,6 @@ from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple, TextIO
 
-from sgpu_magic.protocol.events import Event
 from sgpu_magic.render import ansi
 from sgpu_magic.render.heading import header_line
 from sgpu_magic.render.items import DisplayItem, GapItem, LineItem, display_text, gap_lines
@@ -18,6 +17,7 @@ from sgpu_magic.render.session_words import standing_warnings
 from sgpu_magic.render.text import ending_stacks, live_line, stall_lines, summary_line
 from sgpu_magic.render.units import count_of
 from sgpu_magic.render.view import RunView
+from sgpu_magic.wire.events import Event
 
 REDRAW_S = 0.1
 HEADER_AFTER_S = 0.1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from sgpu_magic.protocol.states import FailureKind, RunState
 from sgpu_magic.render import ansi
 from sgpu_magic.render.cost import billed_text, cost_text
 from sgpu_magic.render.failure import (
@@ -37,6 +36,7 @@ from sgpu_magic.render.state_words import state_word
 from sgpu_magic.render.surroundings import packages_text, tracked_text
 from sgpu_magic.render.units import format_seconds, format_span
 from sgpu_magic.render.view import RunView
+from sgpu_magic.wire.states import FailureKind, RunState
 
 _MAX_TRACEBACK_LINES = 400
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from sgpu_magic.protocol.events import IDLE_GPU_PCT, DeviceBusy, DeviceIdle, Sampled
-from sgpu_magic.protocol.measures import RankSample
 from sgpu_magic.render.series import MAX_POINTS, Series
 from sgpu_magic.render.units import format_gb, format_ranks, format_seconds
+from sgpu_magic.wire.events import IDLE_GPU_PCT, DeviceBusy, DeviceIdle, Sampled
+from sgpu_magic.wire.measures import RankSample
 
 __all__ = ["MAX_POINTS", "Drawn", "RankUsage", "RunUsage", "Series", "detail_lines", "use_text"]
 

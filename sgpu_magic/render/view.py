@@ -6,9 +6,16 @@ import time
 from collections.abc import Sequence
 
 from sgpu_magic.byte_sizes import format_bytes
-from sgpu_magic.protocol import ids
-from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.events import (
+from sgpu_magic.render.failure import attempt_note
+from sgpu_magic.render.items import DisplayItem, GapItem, Item, LineItem
+from sgpu_magic.render.output import RunOutput
+from sgpu_magic.render.rank_models import RankModels
+from sgpu_magic.render.run_names import run_name
+from sgpu_magic.render.session_state import SessionState, renewal_note, restart_note, unstopped_note
+from sgpu_magic.render.usage import RunUsage
+from sgpu_magic.wire import ids
+from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.events import (
     AttemptFailed,
     CommsMoved,
     Described,
@@ -38,16 +45,9 @@ from sgpu_magic.protocol.events import (
     Submitted,
     Tracked,
 )
-from sgpu_magic.protocol.records import Failure, RankResult, RunSpec
-from sgpu_magic.protocol.states import OWNER_GONE, RunKind, RunState
-from sgpu_magic.protocol.tracking import TrackedRun
-from sgpu_magic.render.failure import attempt_note
-from sgpu_magic.render.items import DisplayItem, GapItem, Item, LineItem
-from sgpu_magic.render.output import RunOutput
-from sgpu_magic.render.rank_models import RankModels
-from sgpu_magic.render.run_names import run_name
-from sgpu_magic.render.session_state import SessionState, renewal_note, restart_note, unstopped_note
-from sgpu_magic.render.usage import RunUsage
+from sgpu_magic.wire.records import Failure, RankResult, RunSpec
+from sgpu_magic.wire.states import OWNER_GONE, RunKind, RunState
+from sgpu_magic.wire.tracking import TrackedRun
 
 __all__ = ["DisplayItem", "GapItem", "Item", "LineItem", "RunView"]
 

@@ -19,11 +19,11 @@ from sgpu_magic import __version__
 from sgpu_magic.config import host_name, load_settings
 from sgpu_magic.environment.path_entries import installed_entries
 from sgpu_magic.environment.snapshot import take_snapshot
-from sgpu_magic.protocol.records import Interpreter
 from sgpu_magic.replay.differences import Circumstances
 from sgpu_magic.replay.probe import Found
 from sgpu_magic.replay.recorded import Recorded
 from sgpu_magic.runs.git_state import git_tags
+from sgpu_magic.wire.records import Interpreter
 
 _PROBE_S = 30.0
 _HEAD = re.compile(r"# Python (?P<python>[\w.]+) on .*?, digest (?P<digest>[0-9a-f]+)")

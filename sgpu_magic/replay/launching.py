@@ -11,14 +11,14 @@ import msgspec
 from sgpu_magic.client.along import Stand
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
-from sgpu_magic.protocol.ids import new_id, short
-from sgpu_magic.protocol.records import RunSpec
 from sgpu_magic.replay import circumstances
 from sgpu_magic.replay.differences import differences
 from sgpu_magic.replay.recorded import Recorded
 from sgpu_magic.runs.notebook import owner
 from sgpu_magic.runs.submission import Submission, Wishes
 from sgpu_magic.runs.workplace import Workplace
+from sgpu_magic.wire.ids import new_id, short
+from sgpu_magic.wire.records import RunSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import sys
 
 import msgspec
 
-from sgpu_magic.protocol.records import Interpreter
+from sgpu_magic.wire.records import Interpreter
 
 
 class Found(msgspec.Struct, frozen=True):

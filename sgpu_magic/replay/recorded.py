@@ -13,13 +13,13 @@ import msgspec
 from sgpu_magic.errors import UsageError
 from sgpu_magic.event_file import EventFile
 from sgpu_magic.payload.pack import Packed
-from sgpu_magic.protocol.events import Described, RanksStarted, RunEnded
-from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.payloads import PackedLayout
-from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.run_files import KEY, PAYLOAD, REQUIREMENTS
-from sgpu_magic.protocol.run_record import RUN_RECORD, UNDER_WAY, RunRecord
-from sgpu_magic.protocol.states import RunKind
+from sgpu_magic.wire.events import Described, RanksStarted, RunEnded
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.payloads import PackedLayout
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.run_files import KEY, PAYLOAD, REQUIREMENTS
+from sgpu_magic.wire.run_record import RUN_RECORD, UNDER_WAY, RunRecord
+from sgpu_magic.wire.states import RunKind
 
 _REPLAYABLE = (RunKind.CELL, RunKind.CALL)
 # a payload is copied some 2 s after the run's end

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from sgpu_magic.environment.variables import SecretsOf, blanked_settings
-from sgpu_magic.protocol.records import CellSource, RunSpec
+from sgpu_magic.wire.records import CellSource, RunSpec
 
 _secrets = SecretsOf()
 _lock = threading.Lock()

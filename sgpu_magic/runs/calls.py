@@ -16,10 +16,10 @@ from sgpu_magic.client.pool import new_key
 from sgpu_magic.errors import SerializationError, UsageError
 from sgpu_magic.payload.call import RANK_NAMES, FunctionCall, RankValue, name_of
 from sgpu_magic.payload.pack import Packed, pack_namespace
-from sgpu_magic.protocol.records import CellSource, OutputName, Shipped
 from sgpu_magic.runs.notebook import cell_number, cell_numbers
 from sgpu_magic.runs.parameters import Parameters, arguments, scalars
 from sgpu_magic.runs.workplace import Workplace
+from sgpu_magic.wire.records import CellSource, OutputName, Shipped
 
 CALL_NAME = "__sgpu_call__"
 RESULT_NAME = "__sgpu_result__"

@@ -10,8 +10,8 @@ from sgpu_magic.client.pools import Asked, Pools
 from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import RunUnknown
-from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.pool_status import RunSummary
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.pool_status import RunSummary
 
 # so many of each pool's newest runs are looked through; an older one is asked for by name
 _NEWEST = 300

@@ -21,16 +21,16 @@ from sgpu_magic.errors import (
     RunUnknown,
     SgpuError,
 )
-from sgpu_magic.protocol.events import Detached, Event, RunEnded
-from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.records import Failure, RunSpec
-from sgpu_magic.protocol.states import FailureKind, RunState
 from sgpu_magic.render.publisher import Publisher
 from sgpu_magic.render.units import format_span
 from sgpu_magic.render.view import RunView
 from sgpu_magic.runs.outcome import deliver
 from sgpu_magic.runs.restarts import RestartWatch
 from sgpu_magic.runs.stopping import Ending, Interrupts, after_interrupt, cancel, last_words, not_yet_stopped
+from sgpu_magic.wire.events import Detached, Event, RunEnded
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.records import Failure, RunSpec
+from sgpu_magic.wire.states import FailureKind, RunState
 
 _TICK_S = 0.05
 # nothing comes: only the clock moves, and every wake-up is taken from the ranks

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.environment.distributions import Snapshot
 from sgpu_magic.environment.lock import Lock, keep_lock, kept_lock
-from sgpu_magic.protocol.environment import Environment
+from sgpu_magic.wire.environment import Environment
 
 # below the state directory
 WHEELS = "wheels"

@@ -23,9 +23,9 @@ from sgpu_magic.environment import snapshot as snapshots
 from sgpu_magic.environment.distributions import Snapshot
 from sgpu_magic.environment.lock import Lock
 from sgpu_magic.environment.ordering import Ordered, order_of
-from sgpu_magic.protocol.environment import Environment
-from sgpu_magic.protocol.messages import KeepEnvironment
 from sgpu_magic.runs.locks import WHEELS, Ask, lock_of_order, lock_of_snapshot
+from sgpu_magic.wire.environment import Environment
+from sgpu_magic.wire.messages import KeepEnvironment
 
 REQUIREMENTS = "requirements.txt"
 PYLOCK = "pylock.toml"

@@ -8,8 +8,8 @@ import msgspec
 
 from sgpu_magic.client.pools import Asked, Pools
 from sgpu_magic.client.pools_file import LOCAL
-from sgpu_magic.protocol.pool_status import PoolStatus
 from sgpu_magic.render.status import away_html, away_text, status_html, status_text
+from sgpu_magic.wire.pool_status import PoolStatus
 
 RECENT = 20
 NOT_RUNNING = "not running; the first run in it starts it"

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sgpu_magic.client.run import Run
-from sgpu_magic.protocol.events import RunEnded
-from sgpu_magic.protocol.ids import short
+from sgpu_magic.wire.events import RunEnded
+from sgpu_magic.wire.ids import short
 
 if TYPE_CHECKING:
     from sgpu_magic.runs.follow import Followed

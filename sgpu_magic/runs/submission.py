@@ -10,12 +10,12 @@ from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.run import Run
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.payload.pack import Packed
-from sgpu_magic.protocol.codec import printable
-from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.messages import Describe, TrackRun
-from sgpu_magic.protocol.records import Interpreter, RunSpec
 from sgpu_magic.runs import git_state, job_defaults, packages, tracked, travel
 from sgpu_magic.runs.uploads import uploads_of
+from sgpu_magic.wire.codec import printable
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.messages import Describe, TrackRun
+from sgpu_magic.wire.records import Interpreter, RunSpec
 
 
 @dataclass(frozen=True, slots=True)

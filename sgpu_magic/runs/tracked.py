@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sgpu_magic.config import Settings
-from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.states import RunKind
-from sgpu_magic.protocol.tracking import STORE_VARIABLES, Tracking, absolute_uri
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.states import RunKind
+from sgpu_magic.wire.tracking import STORE_VARIABLES, Tracking, absolute_uri
 
 if TYPE_CHECKING:
     from sgpu_magic.runs.submission import Submission

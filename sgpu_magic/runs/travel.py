@@ -15,11 +15,11 @@ from sgpu_magic.client.pool import Pool
 from sgpu_magic.config import Settings
 from sgpu_magic.environment import known_mismatches
 from sgpu_magic.environment.variables import travelling
-from sgpu_magic.protocol.environment import CodeBundle, Environment
-from sgpu_magic.protocol.records import CellSource, RunSpec
-from sgpu_magic.protocol.states import RunKind
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.blanking import without_secrets
+from sgpu_magic.wire.environment import CodeBundle, Environment
+from sgpu_magic.wire.records import CellSource, RunSpec
+from sgpu_magic.wire.states import RunKind
 
 if TYPE_CHECKING:
     from sgpu_magic.environment.bundle import Bundles

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.protocol.states import RunKind
-from sgpu_magic.protocol.uploads import Upload
 from sgpu_magic.runs import job_defaults
+from sgpu_magic.wire.states import RunKind
+from sgpu_magic.wire.uploads import Upload
 
 if TYPE_CHECKING:
     from sgpu_magic.runs.submission import Submission

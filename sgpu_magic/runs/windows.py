@@ -6,8 +6,8 @@ import contextvars
 import threading
 from collections.abc import Callable
 
-from sgpu_magic.protocol.states import RunState
 from sgpu_magic.runs import follow
+from sgpu_magic.wire.states import RunState
 
 _JOIN_S = 2.0
 

@@ -11,8 +11,6 @@ from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pools import Pools
 from sgpu_magic.client.run import Run
 from sgpu_magic.config import Settings, load_settings
-from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render.publisher import SilentPublisher
 from sgpu_magic.render.run_names import stop_words
 from sgpu_magic.render.stacks import stacks_text
@@ -26,6 +24,8 @@ from sgpu_magic.runs.sending_board import SendingBoard
 from sgpu_magic.runs.submission import Submission
 from sgpu_magic.runs.windows import RunWindows
 from sgpu_magic.widget.live_views import Buttons, LiveViews
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.states import RunState
 
 
 class Workplace:

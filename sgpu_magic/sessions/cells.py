@@ -12,15 +12,15 @@ from sgpu_magic.client.pool import new_key
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.payload.digest import Fingerprint
 from sgpu_magic.payload.pack import Packed, pack_namespace
-from sgpu_magic.protocol.ids import new_id
-from sgpu_magic.protocol.records import CellSource, OutputName, RunSpec, Shipped
-from sgpu_magic.protocol.states import RunKind
 from sgpu_magic.runs import calls
 from sgpu_magic.runs.notebook import cell_number, cell_numbers, future_flags, owner
 from sgpu_magic.runs.parameters import Parameters, scalars
 from sgpu_magic.runs.reading import heavy_names, name_of, read_cell, transform_of, words_in
 from sgpu_magic.runs.submission import Submission, Wishes
 from sgpu_magic.sessions.shipping import Effects, Plan
+from sgpu_magic.wire.ids import new_id
+from sgpu_magic.wire.records import CellSource, OutputName, RunSpec, Shipped
+from sgpu_magic.wire.states import RunKind
 
 if TYPE_CHECKING:
     from sgpu_magic.sessions.session import Session

@@ -13,10 +13,6 @@ from sgpu_magic.environment.snapshot import take_snapshot
 from sgpu_magic.errors import UsageError
 from sgpu_magic.panel.chosen import PYTHON_WAYS, Asked, with_choice
 from sgpu_magic.payload.pack import pack_namespace
-from sgpu_magic.protocol.device_types import canonical_type
-from sgpu_magic.protocol.ids import new_id
-from sgpu_magic.protocol.records import CellSource, RunSpec, Shipped
-from sgpu_magic.protocol.states import RunKind
 from sgpu_magic.runs.devices import memory_bytes, node_count, strategy_of
 from sgpu_magic.runs.durations import optional_s, timeout_s
 from sgpu_magic.runs.notebook import owner
@@ -26,6 +22,10 @@ from sgpu_magic.runs.wishes import EnvVersion, Upload, max_cost_from, wishes_fro
 from sgpu_magic.runs.workplace import Workplace, workplace
 from sgpu_magic.sessions import registry
 from sgpu_magic.sessions.session import Session
+from sgpu_magic.wire.device_types import canonical_type
+from sgpu_magic.wire.ids import new_id
+from sgpu_magic.wire.records import CellSource, RunSpec, Shipped
+from sgpu_magic.wire.states import RunKind
 
 DEFAULT_NAME = "main"
 _MOST_RANKS = 4096

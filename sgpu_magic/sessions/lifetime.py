@@ -14,10 +14,6 @@ import msgspec
 
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.errors import SessionError
-from sgpu_magic.protocol.devices import Placement
-from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.states import RunState
 from sgpu_magic.render.session_state import SessionState
 from sgpu_magic.runs import follow
 from sgpu_magic.runs.durations import optional_s
@@ -26,6 +22,10 @@ from sgpu_magic.runs.placing import Found
 from sgpu_magic.runs.windows import Background
 from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.sessions.rank_lists import format_ranks
+from sgpu_magic.wire.devices import Placement
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.states import RunState
 
 _CLOSE_PATIENCE_S = 10.0
 # a pool service that died is followed by another in about a second

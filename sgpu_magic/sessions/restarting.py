@@ -6,9 +6,9 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from sgpu_magic.errors import SerializationError, UsageError
-from sgpu_magic.protocol.records import OutputName
 from sgpu_magic.sessions.rank_lists import format_ranks
 from sgpu_magic.sessions.running import names_on, push
+from sgpu_magic.wire.records import OutputName
 
 if TYPE_CHECKING:
     from sgpu_magic.sessions.session import Session

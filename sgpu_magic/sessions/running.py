@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.client.run import Run
 from sgpu_magic.errors import RunCancelled, SessionError
-from sgpu_magic.protocol.questions import RankQuestion
-from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
 from sgpu_magic.render.view import RunView
 from sgpu_magic.runs import follow
 from sgpu_magic.runs.submission import let_go, submit
 from sgpu_magic.sessions.cells import Prepared, prepare_push
 from sgpu_magic.sessions.rank_lists import format_ranks
+from sgpu_magic.wire.questions import RankQuestion
+from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 if TYPE_CHECKING:
     from collections.abc import Callable

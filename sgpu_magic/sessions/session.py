@@ -11,7 +11,6 @@ from typing import Any
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.environment.distributions import Snapshot
 from sgpu_magic.errors import UsageError
-from sgpu_magic.protocol.records import OutputName
 from sgpu_magic.runs import follow
 from sgpu_magic.runs.durations import timeout_s
 from sgpu_magic.runs.reading import check_name
@@ -23,6 +22,7 @@ from sgpu_magic.sessions.lifetime import Lifetime
 from sgpu_magic.sessions.rank_lists import ranks_from
 from sgpu_magic.sessions.restarting import restart
 from sgpu_magic.sessions.shipping import Shipping
+from sgpu_magic.wire.records import OutputName
 
 
 class Session(Lifetime):

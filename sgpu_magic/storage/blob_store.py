@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sgpu_magic.config import private_dir
-from sgpu_magic.protocol.blobs import DIGEST_BYTES, is_digest, is_store_name
+from sgpu_magic.wire.blobs import DIGEST_BYTES, is_digest, is_store_name
 
 _PARTS = "parts"
 _READ_BYTES = 1 << 20

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from sgpu_magic.protocol.payloads import StoredPart
+from sgpu_magic.wire.payloads import StoredPart
 
 _COPY_BYTES = 16 << 20
 

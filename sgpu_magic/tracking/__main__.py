@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sgpu_magic.config import Settings
-from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.tracking import EndTracker, FromTracker, Hurry, RunOver, ToTracker, Track
 from sgpu_magic.tracking import store
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.tracking import EndTracker, FromTracker, Hurry, RunOver, ToTracker, Track
 
 if TYPE_CHECKING:
     from sgpu_magic.tracking.desk import Desk

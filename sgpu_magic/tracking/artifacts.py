@@ -18,10 +18,10 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.event_file import EventFile
-from sgpu_magic.protocol.events import Submitted
 from sgpu_magic.render.html import render_html
 from sgpu_magic.render.run_names import run_name
 from sgpu_magic.render.view import RunView
+from sgpu_magic.wire.events import Submitted
 
 MAX_BYTES = 200_000_000
 """A larger file stays where it is."""

@@ -20,12 +20,12 @@ from mlflow.exceptions import MlflowException
 
 from sgpu_magic.config import Settings
 from sgpu_magic.environment.secrets import find_secrets, without_secrets
-from sgpu_magic.protocol.ids import is_valid_id
-from sgpu_magic.protocol.tracking import TrackedRun, Tracking
 from sgpu_magic.tracking import store
 from sgpu_magic.tracking.artifacts import OWN_NAMES
 from sgpu_magic.tracking.progress import without_user
 from sgpu_magic.tracking.runs import LOGGED_TAG, RUN_TAG, Batch, in_chunks
+from sgpu_magic.wire.ids import is_valid_id
+from sgpu_magic.wire.tracking import TrackedRun, Tracking
 
 # of one request, which MLflow's servers take up to 1,000 things and a megabyte (mlflow.utils.validation)
 _METRICS, _NAMES = 800, 50

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sgpu_magic.config import Settings
-from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.tracking import (
+from sgpu_magic.tracking.client import Store, StoreTroubled
+from sgpu_magic.tracking.writer import Busy, RunWriter
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.tracking import (
     FromTracker,
     Track,
     Tracking,
@@ -17,8 +19,6 @@ from sgpu_magic.protocol.tracking import (
     TrackingStarted,
     TrackingTroubled,
 )
-from sgpu_magic.tracking.client import Store, StoreTroubled
-from sgpu_magic.tracking.writer import Busy, RunWriter
 
 INTERVAL_S = 1.0
 IDLE_S = 60.0

@@ -20,10 +20,10 @@ import uuid
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
-from sgpu_magic.protocol.rank_messages import AskTracking, Remarked, TrackingAnswered
-from sgpu_magic.protocol.record import Record
-from sgpu_magic.protocol.tracking import TrackedRun, Tracking
 from sgpu_magic.tracking.in_rank_reports import Reports
+from sgpu_magic.wire.rank_messages import AskTracking, Remarked, TrackingAnswered
+from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.tracking import TrackedRun, Tracking
 
 # the store that has to be made first takes seconds; a server that does not answer is given up sooner
 _PATIENCE_S = 20.0

@@ -13,9 +13,9 @@ from typing import TypeVar
 
 import msgspec
 
-from sgpu_magic.protocol.rank_messages import MetricsReported
-from sgpu_magic.protocol.record import Record
-from sgpu_magic.protocol.tracking import MetricPoint
+from sgpu_magic.wire.rank_messages import MetricsReported
+from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.tracking import MetricPoint
 
 # a batch is sent when it is this old ...
 _INTERVAL_S = 0.1

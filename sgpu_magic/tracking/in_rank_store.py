@@ -28,9 +28,9 @@ from mlflow.utils.validation import (
     _validate_tag,  # pyright: ignore[reportPrivateUsage]
 )
 
-from sgpu_magic.protocol.tracking import MetricPoint, absolute_uri
 from sgpu_magic.tracking import in_rank
 from sgpu_magic.tracking.in_rank import CellHere
+from sgpu_magic.wire.tracking import MetricPoint, absolute_uri
 
 # what MLflow sets by itself on a run that it creates, and the writer has set on this one
 _SET_BY_WRITER = ("mlflow.source.", "mlflow.user")

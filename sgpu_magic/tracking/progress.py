@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.protocol.ids import is_valid_id
-from sgpu_magic.protocol.record import Record
-from sgpu_magic.protocol.tracking import TrackedRun, Tracking
+from sgpu_magic.wire.ids import is_valid_id
+from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.tracking import TrackedRun, Tracking
 
 TRACKING = "tracking.json"
 _USER = re.compile(r"(?<=://)[^/]*@")

@@ -9,7 +9,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from sgpu_magic.protocol.events import (
+from sgpu_magic.render.run_names import run_name
+from sgpu_magic.tracking.system_metrics import SystemMetrics
+from sgpu_magic.wire.events import (
     AttemptFailed,
     Described,
     Event,
@@ -21,11 +23,9 @@ from sgpu_magic.protocol.events import (
     StateChanged,
     Submitted,
 )
-from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.states import RunKind, RunState
-from sgpu_magic.protocol.tracking import MetricPoint
-from sgpu_magic.render.run_names import run_name
-from sgpu_magic.tracking.system_metrics import SystemMetrics
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.states import RunKind, RunState
+from sgpu_magic.wire.tracking import MetricPoint
 
 RUN_TAG = "sgpu.run_id"
 LOGGED_TAG = "sgpu.logged"

@@ -21,7 +21,7 @@ from typing import Any
 
 from sgpu_magic.config import Settings, load_settings, private_dir
 from sgpu_magic.errors import PoolError
-from sgpu_magic.protocol.tracking import is_store_variable
+from sgpu_magic.wire.tracking import is_store_variable
 
 _SCHEME = "sqlite:///"
 _MAKE_S = 120.0

@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import Settings
-from sgpu_magic.protocol.tracking import Tracking, is_store_variable
 from sgpu_magic.tracking import store
+from sgpu_magic.wire.tracking import Tracking, is_store_variable
 
 _BUSY_S = 10.0
 _LOOK_S = 0.2

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sgpu_magic.protocol.events import Sampled
-from sgpu_magic.protocol.measures import RankSample
-from sgpu_magic.protocol.tracking import MetricPoint
+from sgpu_magic.wire.events import Sampled
+from sgpu_magic.wire.measures import RankSample
+from sgpu_magic.wire.tracking import MetricPoint
 
 _EACH_S = 60.0
 _WINDOW_S = 10.0

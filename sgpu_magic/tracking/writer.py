@@ -16,15 +16,15 @@ import msgspec
 
 from sgpu_magic.config import Settings
 from sgpu_magic.event_file import EventFile
-from sgpu_magic.protocol.events import RunEnded
-from sgpu_magic.protocol.ids import short
-from sgpu_magic.protocol.records import Failure, RunSpec
-from sgpu_magic.protocol.states import FailureKind, RunState
-from sgpu_magic.protocol.tracking import Tracking
 from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.artifacts import MAX_BYTES, files_of
 from sgpu_magic.tracking.client import Gone, Rejected, Store, StoreTroubled
 from sgpu_magic.tracking.runs import NAME_TAG, PARENT_TAG, Batch, RunFold, closing_tags, opening_tags, status_of
+from sgpu_magic.wire.events import RunEnded
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.records import Failure, RunSpec
+from sgpu_magic.wire.states import FailureKind, RunState
+from sgpu_magic.wire.tracking import Tracking
 
 # of one step: what one run has to say must not hold up the others
 _STEP_METRICS = 5000

@@ -13,13 +13,13 @@ from typing import Any, TextIO
 from sgpu_magic.live.answers import Answers
 from sgpu_magic.live.feed import Feed
 from sgpu_magic.live.log_reader import LogReader
-from sgpu_magic.protocol.states import RunKind
 from sgpu_magic.render.publisher import Publisher, publisher_for
 from sgpu_magic.render.quiet import is_quiet
 from sgpu_magic.render.view import RunView
 from sgpu_magic.widget.channels import Channels, Taker
 from sgpu_magic.widget.rank_widgets import RankWidgets, SessionWidgets, Tell
 from sgpu_magic.widget.widget_publisher import Surroundings, WidgetPublisher
+from sgpu_magic.wire.states import RunKind
 
 # as `jupyter_client.session.Session.msg_id` makes them
 _CLIENTS_ID = re.compile(r"[0-9a-f-]+_\d+_\d+")

@@ -12,9 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
-from sgpu_magic.protocol.comms import CommMessage, TellComms, can_merge
-from sgpu_magic.protocol.events import Event
-from sgpu_magic.protocol.ids import short
 from sgpu_magic.render.items import DisplayItem
 from sgpu_magic.render.publisher import MAX_MESSAGES_PER_TICK, Publisher
 from sgpu_magic.render.rank_models import (
@@ -27,6 +24,9 @@ from sgpu_magic.render.rank_models import (
 )
 from sgpu_magic.render.widget_forms import ModelKey
 from sgpu_magic.widget.channels import Channels
+from sgpu_magic.wire.comms import CommMessage, TellComms, can_merge
+from sgpu_magic.wire.events import Event
+from sgpu_magic.wire.ids import short
 
 INTERVAL_S = 0.1
 # messages of one widget; older ones are dropped

@@ -11,13 +11,13 @@ from sgpu_magic.live import messages
 from sgpu_magic.live.answers import Answers
 from sgpu_magic.live.feed import Feed
 from sgpu_magic.live.messages import Answer, Question
-from sgpu_magic.protocol.events import Event
 from sgpu_magic.render.bundle import interrupted_bundle
 from sgpu_magic.render.publisher import MAX_MESSAGES_PER_TICK, NotebookPublisher, Pace
 from sgpu_magic.render.slots import OutputSlots
 from sgpu_magic.render.view import RunView
 from sgpu_magic.widget.channels import Channels
 from sgpu_magic.widget.rank_widgets import RankWidgets
+from sgpu_magic.wire.events import Event
 
 HELLO_S = 5.0
 # the background's import of the widget takes 50 ms, on a slow disk longer

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.payload import unpack
-from sgpu_magic.protocol.rank_messages import Execute, Joined, Remarked
-from sgpu_magic.protocol.record import Record
-from sgpu_magic.protocol.states import RunKind
 from sgpu_magic.tracking import in_rank
+from sgpu_magic.wire.rank_messages import Execute, Joined, Remarked
+from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.states import RunKind
 from sgpu_magic.worker import asking, execute, interrupts, rendezvous, results
 from sgpu_magic.worker.asking import encodable
 from sgpu_magic.worker.helper import Order

@@ -23,7 +23,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
-from sgpu_magic.protocol.records import RankContext
+from sgpu_magic.wire.records import RankContext
 from sgpu_magic.worker.shell import RankShell
 
 _PACKAGE = str(Path(__file__).parent.parent)

@@ -17,10 +17,10 @@ from IPython.core.inputtransformer2 import leading_indent
 
 from sgpu_magic.errors import EnvironmentFailed, SerializationError
 from sgpu_magic.payload import unpack
-from sgpu_magic.protocol.measures import RankMemory
-from sgpu_magic.protocol.rank_messages import Execute
-from sgpu_magic.protocol.records import CellSource, Failure
-from sgpu_magic.protocol.states import FailureKind
+from sgpu_magic.wire.measures import RankMemory
+from sgpu_magic.wire.rank_messages import Execute
+from sgpu_magic.wire.records import CellSource, Failure
+from sgpu_magic.wire.states import FailureKind
 from sgpu_magic.worker import asking, failures, memory
 from sgpu_magic.worker.results import pack_names
 from sgpu_magic.worker.shell import RankShell, hook_of

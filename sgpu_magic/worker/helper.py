@@ -15,7 +15,8 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sgpu_magic.protocol.rank_messages import (
+from sgpu_magic.tracking import in_rank
+from sgpu_magic.wire.rank_messages import (
     AnswerQuestion,
     Collectives,
     CommsHeard,
@@ -29,7 +30,6 @@ from sgpu_magic.protocol.rank_messages import (
     ToRank,
     TrackingAnswered,
 )
-from sgpu_magic.tracking import in_rank
 from sgpu_magic.worker import flight_recorder, output, rendezvous, widgets
 from sgpu_magic.worker.link import Link
 from sgpu_magic.worker.shell import RankShell

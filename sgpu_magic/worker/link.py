@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
-from sgpu_magic.protocol.codec import Decoder, FrameReader, frame
-from sgpu_magic.protocol.record import Record
+from sgpu_magic.wire.codec import Decoder, FrameReader, frame
+from sgpu_magic.wire.record import Record
 
 M = TypeVar("M")
 _CHUNK_BYTES = 1 << 18

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sgpu_magic.payload.buffers import memory_available_bytes
-from sgpu_magic.protocol.measures import RankMemory, TensorUse
+from sgpu_magic.wire.measures import RankMemory, TensorUse
 from sgpu_magic.worker.asking import is_a
 from sgpu_magic.worker.shell import RankShell
 

@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from sgpu_magic.protocol.records import RankContext
+from sgpu_magic.wire.records import RankContext
 
 
 def stand_where_the_kernel_stands(context: RankContext, rank_variables: dict[str, str]) -> None:

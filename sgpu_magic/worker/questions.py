@@ -15,7 +15,7 @@ from types import FrameType, TracebackType
 from IPython.core.completer import provisionalcompleter
 from IPython.utils.tokenutil import token_at_cursor
 
-from sgpu_magic.protocol.questions import Match, RankAnswer, RankQuestion
+from sgpu_magic.wire.questions import Match, RankAnswer, RankQuestion
 from sgpu_magic.worker.results import names_set
 from sgpu_magic.worker.shell import RankShell
 

@@ -18,8 +18,9 @@ import threading
 
 import torch
 
-from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.rank_messages import (
+from sgpu_magic.tracking import in_rank
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.rank_messages import (
     AnswerQuestion,
     CommsHeard,
     Execute,
@@ -33,9 +34,8 @@ from sgpu_magic.protocol.rank_messages import (
     Renewed,
     ToRank,
 )
-from sgpu_magic.protocol.record import Record
-from sgpu_magic.protocol.zygote_messages import Fork
-from sgpu_magic.tracking import in_rank
+from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.zygote_messages import Fork
 from sgpu_magic.worker import (
     broken_models,
     execute,

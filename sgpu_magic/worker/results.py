@@ -17,11 +17,11 @@ import msgspec
 from sgpu_magic.errors import SerializationError, UsageError
 from sgpu_magic.payload import buffers
 from sgpu_magic.payload.pack import Packed, pack_object
-from sgpu_magic.protocol.payloads import FilePayload, InlinePayload, Payload, SharedPayload
-from sgpu_magic.protocol.rank_messages import Execute, Failed, Finished
-from sgpu_magic.protocol.record import Record
-from sgpu_magic.protocol.records import Failure, OutputName, RankResult
-from sgpu_magic.protocol.states import RunKind
+from sgpu_magic.wire.payloads import FilePayload, InlinePayload, Payload, SharedPayload
+from sgpu_magic.wire.rank_messages import Execute, Failed, Finished
+from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.records import Failure, OutputName, RankResult
+from sgpu_magic.wire.states import RunKind
 from sgpu_magic.worker import asking, rendezvous
 from sgpu_magic.worker.shell import RankShell, hook_of
 

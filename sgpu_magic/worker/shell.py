@@ -26,8 +26,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
 
-from sgpu_magic.protocol.rank_messages import Cleared, Displayed
-from sgpu_magic.protocol.record import Record
+from sgpu_magic.wire.rank_messages import Cleared, Displayed
+from sgpu_magic.wire.record import Record
 from sgpu_magic.worker import asking, failures, interrupts, output, widgets
 from sgpu_magic.worker.failures import Shown, WholeTexts
 

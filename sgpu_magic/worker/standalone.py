@@ -13,9 +13,9 @@ import msgspec
 
 from sgpu_magic import compat
 from sgpu_magic.payload import unpack
-from sgpu_magic.protocol.payloads import PackedLayout
-from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.states import RunKind
+from sgpu_magic.wire.payloads import PackedLayout
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.states import RunKind
 from sgpu_magic.worker.execute import source_of
 
 

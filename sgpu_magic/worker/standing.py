@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 
-from sgpu_magic.protocol.records import RankContext
-from sgpu_magic.protocol.zygote_messages import Fork
+from sgpu_magic.wire.records import RankContext
+from sgpu_magic.wire.zygote_messages import Fork
 from sgpu_magic.worker import flight_recorder, place, rendezvous
 from sgpu_magic.worker import shell as rank_shell
 from sgpu_magic.worker.edited_modules import EditedModules

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol, cast
 
-from sgpu_magic.protocol.comms import CommMessage, can_merge
-from sgpu_magic.protocol.rank_messages import CommsSaid, Remarked
-from sgpu_magic.protocol.record import Record
+from sgpu_magic.wire.comms import CommMessage, can_merge
+from sgpu_magic.wire.rank_messages import CommsSaid, Remarked
+from sgpu_magic.wire.record import Record
 
 _INTERVAL_S = 0.1
 # of who has sent much

@@ -20,9 +20,9 @@ import traceback
 from types import FrameType
 
 from sgpu_magic import processes
-from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.messages import PROTOCOL_VERSION
-from sgpu_magic.protocol.zygote_messages import Exited, Fork, Forked, ForkRefused, ToZygote, ZygoteFailed, ZygoteReady
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.messages import PROTOCOL_VERSION
+from sgpu_magic.wire.zygote_messages import Exited, Fork, Forked, ForkRefused, ToZygote, ZygoteFailed, ZygoteReady
 from sgpu_magic.worker import output
 from sgpu_magic.worker.link import Link
 

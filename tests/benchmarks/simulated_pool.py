@@ -19,11 +19,11 @@ from sgpu_magic.config import Settings
 from sgpu_magic.engines.many_nodes import ManyNodes
 from sgpu_magic.pool.lifecycle import PoolPresence
 from sgpu_magic.pool.service import PoolService
-from sgpu_magic.protocol.devices import Device, Inventory
-from sgpu_magic.protocol.events import OutputWritten, RanksStarted, RunEnded
-from sgpu_magic.protocol.messages import PROTOCOL_VERSION
-from sgpu_magic.protocol.node_messages import AgentReady, EndRun, Launch, RanksGone, RunEvent, ToAgent
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.wire.devices import Device, Inventory
+from sgpu_magic.wire.events import OutputWritten, RanksStarted, RunEnded
+from sgpu_magic.wire.messages import PROTOCOL_VERSION
+from sgpu_magic.wire.node_messages import AgentReady, EndRun, Launch, RanksGone, RunEvent, ToAgent
+from sgpu_magic.wire.states import RunState
 from tests.benchmarks.simulation import cluster
 
 LINE = "step 1200  loss 0.4213  lr 3.0e-4  tokens/s 51200  memory 61.2 GB\n"

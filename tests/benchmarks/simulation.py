@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from sgpu_magic.pool.scheduler import Scheduler
 from sgpu_magic.pool.stimuli import Instruction, LaunchRun, RunMoved, RunOver, RunSubmitted, Stimulus
-from sgpu_magic.protocol.devices import Device, Inventory, Node, Placement
-from sgpu_magic.protocol.records import CellSource, Owner, RunSpec
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.wire.devices import Device, Inventory, Node, Placement
+from sgpu_magic.wire.records import CellSource, Owner, RunSpec
+from sgpu_magic.wire.states import RunState
 
 GPUS_PER_NODE = 8
 _TYPES = ("h100", "a100", "l4", "a10")

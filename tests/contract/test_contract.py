@@ -14,7 +14,7 @@ from waiting import eventually
 
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.pool.run_log import read_events
-from sgpu_magic.protocol.events import (
+from sgpu_magic.wire.events import (
     AttemptFailed,
     Event,
     OutputWritten,
@@ -22,7 +22,7 @@ from sgpu_magic.protocol.events import (
     RanksStarted,
     RunEnded,
 )
-from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.wire.states import FailureKind, RunState
 
 RANKS = 4
 BARRIER = "import torch.distributed as dist\ndist.barrier()"

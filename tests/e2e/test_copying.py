@@ -18,8 +18,8 @@ from pool_client import PoolClient
 from served_pools import RemoteUser, ServedPool
 
 from sgpu_magic.client.along import Along
-from sgpu_magic.protocol.events import OutputWritten
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.wire.events import OutputWritten
+from sgpu_magic.wire.states import RunState
 
 COMMAND = [sys.executable, "-m", "sgpu_magic.cli", "cp"]
 BIG = 60_000_000

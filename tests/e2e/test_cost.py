@@ -16,9 +16,9 @@ from waiting import eventually
 from sgpu_magic.commands.ledger_file import recent_runs
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import CapacityError, SgpuError, UsageError
-from sgpu_magic.protocol.events import AttemptFailed, Noted, Placed
-from sgpu_magic.protocol.pool_status import RunSummary
-from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.wire.events import AttemptFailed, Noted, Placed
+from sgpu_magic.wire.pool_status import RunSummary
+from sgpu_magic.wire.states import FailureKind, RunState
 
 # a device and second for 0.01
 PRICES = "a10=36,cpu=3.6"

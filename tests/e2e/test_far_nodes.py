@@ -14,9 +14,9 @@ from many_agents import ManyAgents
 from pool_client import PoolClient
 from waiting import eventually
 
-from sgpu_magic.protocol.events import Noted, OutputWritten, PayloadReleased, RanksStarted
-from sgpu_magic.protocol.payloads import StoredPayload
-from sgpu_magic.protocol.states import FailureKind, RunState
+from sgpu_magic.wire.events import Noted, OutputWritten, PayloadReleased, RanksStarted
+from sgpu_magic.wire.payloads import StoredPayload
+from sgpu_magic.wire.states import FailureKind, RunState
 
 MB = 1 << 20
 # what a pool reads besides blobs while a run goes on

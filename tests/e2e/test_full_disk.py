@@ -13,7 +13,7 @@ from pool_client import PoolClient
 from small_disks import SmallDisk, small_disk
 
 from sgpu_magic.errors import PoolError
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.wire.states import RunState
 
 TRAINS = (
     "%%distributed -n 2 --out total --detach --session none\n"

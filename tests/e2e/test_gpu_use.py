@@ -11,10 +11,10 @@ import pytest
 from kernels import Cell, Home, Kernel, eventually
 
 from sgpu_magic.pool.run_log import read_events
-from sgpu_magic.protocol.events import Sampled, Submitted
-from sgpu_magic.protocol.measures import RankSample
 from sgpu_magic.render.usage import detail_lines, use_text
 from sgpu_magic.render.view import RunView
+from sgpu_magic.wire.events import Sampled, Submitted
+from sgpu_magic.wire.measures import RankSample
 from tests import nvml_stub as nvml
 
 nvml_stub = nvml.nvml_stub

@@ -18,7 +18,7 @@ from waiting import eventually
 
 from sgpu_magic.client.along import Along
 from sgpu_magic.errors import SessionError
-from sgpu_magic.protocol.events import (
+from sgpu_magic.wire.events import (
     AttemptFailed,
     OutputWritten,
     Placed,
@@ -28,8 +28,8 @@ from sgpu_magic.protocol.events import (
     Stalled,
     Tracked,
 )
-from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
-from sgpu_magic.protocol.tracking import Tracking
+from sgpu_magic.wire.states import FailureKind, RunKind, RunState
+from sgpu_magic.wire.tracking import Tracking
 
 RANKS = 4
 WAIT = "import threading\nprint('here', flush=True)\nthreading.Event().wait()"

@@ -23,8 +23,8 @@ from pool_client import ClientRun, PoolClient
 from served_pools import served_pool
 from tcp_proxy import Proxy
 
-from sgpu_magic.protocol.events import OutputWritten
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.wire.events import OutputWritten
+from sgpu_magic.wire.states import RunState
 
 COMMAND = [sys.executable, "-m", "sgpu_magic.cli"]
 BIG = 20_000_000

@@ -22,8 +22,8 @@ from sgpu_magic.client.pools_file import PoolEntry
 from sgpu_magic.engines.ray.deploy import job_options
 from sgpu_magic.engines.ray.jobs_api import JobsApi
 from sgpu_magic.errors import PoolError, UsageError
-from sgpu_magic.protocol.events import RanksStarted
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.wire.events import RanksStarted
+from sgpu_magic.wire.states import RunState
 
 # a Ray cluster starts slowly on a machine that has much to do
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

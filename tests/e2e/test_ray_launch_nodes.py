@@ -17,10 +17,10 @@ from tracking_writers import Runs
 from waiting import eventually
 
 from sgpu_magic.client.along import Along
-from sgpu_magic.protocol.events import AttemptFailed, Noted, RunEnded
-from sgpu_magic.protocol.states import FailureKind, RunState
-from sgpu_magic.protocol.tracking import Tracking
 from sgpu_magic.tracking import progress
+from sgpu_magic.wire.events import AttemptFailed, Noted, RunEnded
+from sgpu_magic.wire.states import FailureKind, RunState
+from sgpu_magic.wire.tracking import Tracking
 
 VARIABLES = {"SGPU_SIMULATE": "a10:2", "SGPU_STAND_IN": "cpu", "SGPU_RAY_DASHBOARD": "false", "SGPU_TRACK": "on"}
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

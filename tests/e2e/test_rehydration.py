@@ -20,11 +20,11 @@ from sgpu_magic.client.interpreter import this_owner
 from sgpu_magic.environment.store import Store
 from sgpu_magic.pool import stimuli as sched
 from sgpu_magic.pool.scheduler import Scheduler
-from sgpu_magic.protocol.devices import Inventory, Placement
-from sgpu_magic.protocol.environment import Environment
-from sgpu_magic.protocol.events import EnvironmentMoved, Placed, QueueMoved, RanksStarted, RunEnded, StateChanged
-from sgpu_magic.protocol.records import CellSource, RunSpec
-from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
+from sgpu_magic.wire.devices import Inventory, Placement
+from sgpu_magic.wire.environment import Environment
+from sgpu_magic.wire.events import EnvironmentMoved, Placed, QueueMoved, RanksStarted, RunEnded, StateChanged
+from sgpu_magic.wire.records import CellSource, RunSpec
+from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 SHOW = """
 import sys, tinyone

@@ -24,11 +24,12 @@ from waiting import eventually
 
 from sgpu_magic.errors import KeyRefused, PoolError, UsageError
 from sgpu_magic.pool.doorkeeper import MOST_STRANGERS
-from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.devices import Placement
-from sgpu_magic.protocol.events import Event, OutputWritten, RunEnded
-from sgpu_magic.protocol.ids import new_id
-from sgpu_magic.protocol.messages import (
+from sgpu_magic.secure_sockets import MAX_FRAME_BYTES, new_key_pair
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.devices import Placement
+from sgpu_magic.wire.events import Event, OutputWritten, RunEnded
+from sgpu_magic.wire.ids import new_id
+from sgpu_magic.wire.messages import (
     AskStatus,
     Attach,
     Cancel,
@@ -39,11 +40,10 @@ from sgpu_magic.protocol.messages import (
     StopPool,
     Submit,
 )
-from sgpu_magic.protocol.payloads import FilePayload, InlinePayload, PackedLayout, Payload, PayloadSource, SharedPayload
-from sgpu_magic.protocol.pool_status import PoolStatus
-from sgpu_magic.protocol.records import CellSource, Interpreter, Owner, RankContext, RunSpec
-from sgpu_magic.protocol.states import RunState
-from sgpu_magic.secure_sockets import MAX_FRAME_BYTES, new_key_pair
+from sgpu_magic.wire.payloads import FilePayload, InlinePayload, PackedLayout, Payload, PayloadSource, SharedPayload
+from sgpu_magic.wire.pool_status import PoolStatus
+from sgpu_magic.wire.records import CellSource, Interpreter, Owner, RankContext, RunSpec
+from sgpu_magic.wire.states import RunState
 
 needs_root = pytest.mark.needs_root
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root to be another user")

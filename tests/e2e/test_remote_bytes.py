@@ -30,12 +30,12 @@ from sgpu_magic.client.link import PoolLink, Reply
 from sgpu_magic.commands.files_of_run import recorded_directory
 from sgpu_magic.errors import RunFileUnknown, RunUnknown, UsageError
 from sgpu_magic.live.log_reader import LogReader
-from sgpu_magic.protocol.blobs import CHUNK_BYTES, AskBlobs, BlobsHeld, ListRunFiles, PutBlob, ReadRunFile, RunFiles
-from sgpu_magic.protocol.events import OutputWritten, RanksStarted
-from sgpu_magic.protocol.payloads import StoredPayload
-from sgpu_magic.protocol.run_record import RUN_RECORD, UNDER_WAY
-from sgpu_magic.protocol.states import RunState
 from sgpu_magic.replay.recorded import read_recorded
+from sgpu_magic.wire.blobs import CHUNK_BYTES, AskBlobs, BlobsHeld, ListRunFiles, PutBlob, ReadRunFile, RunFiles
+from sgpu_magic.wire.events import OutputWritten, RanksStarted
+from sgpu_magic.wire.payloads import StoredPayload
+from sgpu_magic.wire.run_record import RUN_RECORD, UNDER_WAY
+from sgpu_magic.wire.states import RunState
 
 MB = 1 << 20
 PRINT = "import time, pathlib\nfor n in range(400): print('line', n, 'of rank', rank)"

@@ -15,7 +15,7 @@ from kernels import Home, Kernel, Reply
 from pool_client import PoolClient
 
 from sgpu_magic.event_file import EventFile
-from sgpu_magic.protocol.pool_status import PoolStatus
+from sgpu_magic.wire.pool_status import PoolStatus
 
 
 class Marks:

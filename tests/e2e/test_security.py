@@ -19,14 +19,14 @@ import pytest
 import zmq
 from kernels import Home, Kernel, descriptors, eventually
 
-from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.devices import Placement
-from sgpu_magic.protocol.ids import new_id
-from sgpu_magic.protocol.messages import AskStatus, Hello, Refused, Submit, Welcome
-from sgpu_magic.protocol.payloads import FilePayload, InlinePayload, PackedLayout, Payload, PayloadSource
-from sgpu_magic.protocol.pool_status import PoolStatus
-from sgpu_magic.protocol.record import Record
-from sgpu_magic.protocol.records import CellSource, Interpreter, Owner, RankContext, RunSpec
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.devices import Placement
+from sgpu_magic.wire.ids import new_id
+from sgpu_magic.wire.messages import AskStatus, Hello, Refused, Submit, Welcome
+from sgpu_magic.wire.payloads import FilePayload, InlinePayload, PackedLayout, Payload, PayloadSource
+from sgpu_magic.wire.pool_status import PoolStatus
+from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.records import CellSource, Interpreter, Owner, RankContext, RunSpec
 
 # what a pool lets in and keeps is looked at whole
 OWN_HOME = True

@@ -18,11 +18,11 @@ from tracking_writers import Runs, quiet_mlflow
 from waiting import eventually
 
 from sgpu_magic.client.along import Along
-from sgpu_magic.protocol.events import Noted, RanksStarted, Tracked
-from sgpu_magic.protocol.messages import TrackRun
-from sgpu_magic.protocol.states import RunKind, RunState
-from sgpu_magic.protocol.tracking import Tracking
 from sgpu_magic.tracking import progress
+from sgpu_magic.wire.events import Noted, RanksStarted, Tracked
+from sgpu_magic.wire.messages import TrackRun
+from sgpu_magic.wire.states import RunKind, RunState
+from sgpu_magic.wire.tracking import Tracking
 
 NB = Tracking(experiment="nb")
 

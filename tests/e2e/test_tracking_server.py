@@ -17,9 +17,9 @@ from tracking_writers import Runs, ToldRun, WriterProcess
 from waiting import eventually
 
 from sgpu_magic.config import Settings
-from sgpu_magic.protocol.events import MetricsLogged
-from sgpu_magic.protocol.states import RunState
-from sgpu_magic.protocol.tracking import Tracking
+from sgpu_magic.wire.events import MetricsLogged
+from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.tracking import Tracking
 
 
 @pytest.fixture(scope="module")

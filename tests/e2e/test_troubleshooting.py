@@ -16,7 +16,7 @@ from kernels import Home, Kernel
 
 from sgpu_magic import errors
 from sgpu_magic import help as help_pages
-from sgpu_magic.protocol.states import FailureKind
+from sgpu_magic.wire.states import FailureKind
 
 NOTEBOOK = ROOT / "notebooks/troubleshooting.ipynb"
 # on two cores; a reader waits for it

@@ -19,8 +19,8 @@ from sgpu_magic.client.ignore_rules import IgnoreRules
 from sgpu_magic.client.known_digests import KnownDigests
 from sgpu_magic.client.upload_files import find_files
 from sgpu_magic.errors import UsageError
-from sgpu_magic.protocol.states import RunState
-from sgpu_magic.protocol.uploads import Manifest, Upload, UploadedFile, encoded
+from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.uploads import Manifest, Upload, UploadedFile, encoded
 
 LISTED = """
 import os, pathlib, json

@@ -19,7 +19,7 @@ import pytest
 from kernels import Home, Kernel, descriptors, eventually, thread_count
 
 from sgpu_magic.pool.run_log import read_events
-from sgpu_magic.protocol.events import Event, PayloadReleased, RanksStarted, RunEnded
+from sgpu_magic.wire.events import Event, PayloadReleased, RanksStarted, RunEnded
 
 MB = 1 << 20
 PSS = """

@@ -27,11 +27,11 @@ from planted_table import (
 from process_table import is_alive
 from waiting import eventually
 
-from sgpu_magic.protocol.events import RanksStarted, RunEnded
-from sgpu_magic.protocol.ids import new_id
-from sgpu_magic.protocol.questions import RankQuestion
-from sgpu_magic.protocol.records import OutputName
-from sgpu_magic.protocol.states import FailureKind, RunKind, RunState
+from sgpu_magic.wire.events import RanksStarted, RunEnded
+from sgpu_magic.wire.ids import new_id
+from sgpu_magic.wire.questions import RankQuestion
+from sgpu_magic.wire.records import OutputName
+from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 BESIDE = """
 import os, time

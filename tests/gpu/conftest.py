@@ -15,7 +15,7 @@ from figures import Figures
 from kernels import Home, Kernel, eventually
 from one_kernel import OneKernel
 
-from sgpu_magic.protocol.devices import Device
+from sgpu_magic.wire.devices import Device
 
 _FIGURES = pytest.StashKey[str]()
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from sgpu_magic.agent.inventory import take_inventory
-from sgpu_magic.protocol.devices import Device
+from sgpu_magic.wire.devices import Device
 
 MIB = 1 << 20
 GB = 1_000_000_000

@@ -19,7 +19,7 @@ from figures import Figure, Figures
 from kernels import Home, Kernel, eventually
 from peer_scripts import ALL_REDUCE, FIRST_KERNEL, TRAINING, Scripts, has_accelerate
 
-from sgpu_magic.protocol.devices import Device
+from sgpu_magic.wire.devices import Device
 from tests.benchmarks.measure import Series, collect
 
 pytestmark = [pytest.mark.needs_gpu, pytest.mark.slow, pytest.mark.timeout(900)]

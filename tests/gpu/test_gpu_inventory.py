@@ -12,7 +12,7 @@ from kernels import Home, Kernel, eventually
 from real_gpus import MIB
 
 from sgpu_magic.agent.device_users import BUSY_MEMORY_SHARE
-from sgpu_magic.protocol.devices import Device
+from sgpu_magic.wire.devices import Device
 
 pytestmark = pytest.mark.needs_gpu
 

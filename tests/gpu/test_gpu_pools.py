@@ -11,7 +11,7 @@ import real_gpus
 from driver_errors import WORKS
 from kernels import Cell, Home, Kernel, eventually
 
-from sgpu_magic.protocol.devices import Device
+from sgpu_magic.wire.devices import Device
 
 pytestmark = pytest.mark.needs_gpu
 

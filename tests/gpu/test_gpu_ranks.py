@@ -11,7 +11,7 @@ import real_gpus
 from kernels import Kernel, eventually
 from watched_runs import WatchedRun
 
-from sgpu_magic.protocol.devices import Device
+from sgpu_magic.wire.devices import Device
 
 pytestmark = pytest.mark.needs_gpu
 

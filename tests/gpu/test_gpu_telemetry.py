@@ -14,9 +14,9 @@ from watched_runs import WatchedRun
 
 from sgpu_magic.agent.gpu_reading import GpuReading
 from sgpu_magic.agent.gpus import Gpus
-from sgpu_magic.protocol.devices import Device
-from sgpu_magic.protocol.measures import RankSample
 from sgpu_magic.render.usage import detail_lines, use_text
+from sgpu_magic.wire.devices import Device
+from sgpu_magic.wire.measures import RankSample
 
 pytestmark = pytest.mark.needs_gpu
 

@@ -12,7 +12,7 @@ import real_gpus
 from driver_errors import FAILED_ASSERT, WORKS
 from kernels import Kernel, eventually
 
-from sgpu_magic.protocol.devices import Device
+from sgpu_magic.wire.devices import Device
 
 pytestmark = pytest.mark.needs_gpu(2)
 

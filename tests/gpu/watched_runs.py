@@ -9,9 +9,9 @@ from typing import Any
 from kernels import Cell, Home, Kernel
 
 from sgpu_magic.pool.run_log import read_events
-from sgpu_magic.protocol.events import Submitted
-from sgpu_magic.protocol.measures import RankSample
 from sgpu_magic.render.view import RunView
+from sgpu_magic.wire.events import Submitted
+from sgpu_magic.wire.measures import RankSample
 
 
 def newest_view(home: Home, since: set[str]) -> RunView | None:

@@ -15,7 +15,7 @@ from process_table import descriptors, memory_files, no_more
 from strikes import command, events_of, kill, ranks_of
 from waiting import eventually
 
-from sgpu_magic.protocol.events import RunEnded
+from sgpu_magic.wire.events import RunEnded
 from soak.plans import Plan
 from soak.pool import Pool
 

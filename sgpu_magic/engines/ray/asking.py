@@ -9,8 +9,8 @@ import msgspec
 
 from sgpu_magic.engines.ray.inventory import is_usable, type_of
 from sgpu_magic.engines.ray.messages import AskLease, NodeFacts
-from sgpu_magic.protocol.device_types import CPU, canonical_type
-from sgpu_magic.protocol.devices import Lease, Placement
+from sgpu_magic.wire.device_types import CPU, canonical_type
+from sgpu_magic.wire.devices import Lease, Placement
 
 _LABEL = "ray.io/accelerator-type"
 _NODE_LABEL = "ray.io/node-id"

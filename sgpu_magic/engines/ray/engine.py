@@ -37,10 +37,10 @@ from sgpu_magic.engines.ray.messages import (
 )
 from sgpu_magic.engines.ray.node_agents import NodeAgents, NodeKeys
 from sgpu_magic.engines.ray.uplink import AgentOrder
-from sgpu_magic.protocol.devices import Inventory, Lease
-from sgpu_magic.protocol.messages import PROTOCOL_VERSION
-from sgpu_magic.protocol.node_messages import AgentReady, FromAgent, Launch
 from sgpu_magic.secure_sockets import KeyPair
+from sgpu_magic.wire.devices import Inventory, Lease
+from sgpu_magic.wire.messages import PROTOCOL_VERSION
+from sgpu_magic.wire.node_messages import AgentReady, FromAgent, Launch
 
 # so often Ray is asked for its nodes while runs go on or wait, and else
 _BUSY_S, _IDLE_S = 1.0, 5.0

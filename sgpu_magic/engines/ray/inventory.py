@@ -9,8 +9,8 @@ import msgspec
 
 from sgpu_magic.engines.ray.messages import LeasePart, NodeFacts
 from sgpu_magic.errors import UsageError
-from sgpu_magic.protocol.device_types import ANY, canonical_type, memory_of
-from sgpu_magic.protocol.devices import Device, Inventory, Lease, Node, NodeShare
+from sgpu_magic.wire.device_types import ANY, canonical_type, memory_of
+from sgpu_magic.wire.devices import Device, Inventory, Lease, Node, NodeShare
 
 OTHERS = "in use by others on the Ray cluster"
 AWAY = "on a node that does not answer"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from sgpu_magic.engines.ray.uplink import AgentOrder
-from sgpu_magic.protocol.record import Record
+from sgpu_magic.wire.record import Record
 
 
 class Watch(Record, frozen=True, tag="watch", kw_only=True):

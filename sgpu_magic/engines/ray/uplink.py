@@ -24,9 +24,10 @@ from sgpu_magic.config import Settings
 from sgpu_magic.engines.ray import go_between
 from sgpu_magic.message_stream import MessageStream
 from sgpu_magic.processes import signal_name
-from sgpu_magic.protocol import codec
-from sgpu_magic.protocol.address import agent_socket_file
-from sgpu_magic.protocol.node_link import (
+from sgpu_magic.secure_sockets import Endpoint, KeyPair, secure_client
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.address import agent_socket_file
+from sgpu_magic.wire.node_link import (
     BEAT_S,
     SILENT_S,
     Carried,
@@ -37,9 +38,8 @@ from sgpu_magic.protocol.node_link import (
     NodeLeaves,
     ToNode,
 )
-from sgpu_magic.protocol.node_messages import EndAgent
-from sgpu_magic.protocol.record import Record
-from sgpu_magic.secure_sockets import Endpoint, KeyPair, secure_client
+from sgpu_magic.wire.node_messages import EndAgent
+from sgpu_magic.wire.record import Record
 
 _to_node = msgspec.msgpack.Decoder[ToNode](ToNode)
 _raw = msgspec.msgpack.Decoder[msgspec.Raw](msgspec.Raw)

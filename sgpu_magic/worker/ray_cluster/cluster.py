@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from sgpu_magic.errors import EnvironmentFailed
-from sgpu_magic.protocol.rank_messages import PrivateRay, Remarked
-from sgpu_magic.protocol.record import Record
+from sgpu_magic.wire.rank_messages import PrivateRay, Remarked
+from sgpu_magic.wire.record import Record
 from sgpu_magic.worker.ray_cluster import variables
 from sgpu_magic.worker.ray_cluster.driver import Driver, Lines, written_in
 from sgpu_magic.worker.ray_cluster.meeting import Connection, Host, PeerGone, come_to

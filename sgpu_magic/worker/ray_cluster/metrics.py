@@ -19,8 +19,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 
-from sgpu_magic.protocol.rank_messages import MetricsReported
-from sgpu_magic.protocol.tracking import MetricPoint
+from sgpu_magic.wire.rank_messages import MetricsReported
+from sgpu_magic.wire.tracking import MetricPoint
 
 _EACH_S = 5.0
 _TIMEOUT_S = 3.0

@@ -31,7 +31,7 @@ from types import FrameType
 from typing import Any
 
 from sgpu_magic import processes
-from sgpu_magic.protocol.record import Record
+from sgpu_magic.wire.record import Record
 from sgpu_magic.worker.ray_cluster.words import NodeStarted, NodeTroubled, StartNode, line_of, start_words
 
 _LOOK_S = 0.1

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 from sgpu_magic.errors import SgpuError
-from sgpu_magic.protocol.rank_messages import Execute, PrivateRay
-from sgpu_magic.protocol.record import Record
+from sgpu_magic.wire.rank_messages import Execute, PrivateRay
+from sgpu_magic.wire.record import Record
 from sgpu_magic.worker import interrupts
 from sgpu_magic.worker.cell_run import CellRun
 from sgpu_magic.worker.helper import Order

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from sgpu_magic.protocol.record import Record
+from sgpu_magic.wire.record import Record
 
 M = TypeVar("M")
 _CHUNK_BYTES = 1 << 16

@@ -16,7 +16,7 @@ from sgpu_magic.environment.index import index_variables
 from sgpu_magic.environment.progress import BuildOrder, BuildReady, BuildRefused, decode_news, encode
 from sgpu_magic.environment.store import Store
 from sgpu_magic.environment.uv_command import UvFailed, run_uv, uv_path
-from sgpu_magic.protocol.environment import Environment
+from sgpu_magic.wire.environment import Environment
 from tests.benchmarks.environment import Bench
 from tests.benchmarks.measure import MeasurementFailed, Row, Series, at_most, at_most_times, collect
 

@@ -22,10 +22,10 @@ from sgpu_magic.config import load_settings
 from sgpu_magic.payload.pack import pack_namespace
 from sgpu_magic.pool.scheduler import Scheduler
 from sgpu_magic.pool.stimuli import LaunchRun
-from sgpu_magic.protocol.devices import Placement
-from sgpu_magic.protocol.events import OutputWritten, RanksStarted
-from sgpu_magic.protocol.ids import new_id
-from sgpu_magic.protocol.records import RunSpec
+from sgpu_magic.wire.devices import Placement
+from sgpu_magic.wire.events import OutputWritten, RanksStarted
+from sgpu_magic.wire.ids import new_id
+from sgpu_magic.wire.records import RunSpec
 from tests.benchmarks.environment import ROOT, Bench
 from tests.benchmarks.measure import Check, MeasurementFailed, Row, Series, at_most
 from tests.benchmarks.simulation import Traffic, cluster, specs

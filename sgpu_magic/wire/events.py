@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from sgpu_magic.protocol.comms import CommMessage
-from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.measures import RankSample, RankStack
-from sgpu_magic.protocol.record import Record
-from sgpu_magic.protocol.records import Failure, RankResult, RunSpec
-from sgpu_magic.protocol.states import RunState
-from sgpu_magic.protocol.tracking import MetricPoint, TrackedRun
+from sgpu_magic.wire.comms import CommMessage
+from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.measures import RankSample, RankStack
+from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.records import Failure, RankResult, RunSpec
+from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.tracking import MetricPoint, TrackedRun
 
 IDLE_GPU_PCT = 5.0
 """A GPU that is busier than this works."""

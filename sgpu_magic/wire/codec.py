@@ -17,12 +17,12 @@ from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
-from sgpu_magic.protocol.messages import ClientMessage, PoolMessage
-from sgpu_magic.protocol.node_messages import FromAgent, ToAgent
-from sgpu_magic.protocol.rank_messages import FromRank, ToRank
-from sgpu_magic.protocol.record import Record
-from sgpu_magic.protocol.tracking import FromTracker, ToTracker
-from sgpu_magic.protocol.zygote_messages import FromZygote, ToZygote
+from sgpu_magic.wire.messages import ClientMessage, PoolMessage
+from sgpu_magic.wire.node_messages import FromAgent, ToAgent
+from sgpu_magic.wire.rank_messages import FromRank, ToRank
+from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.tracking import FromTracker, ToTracker
+from sgpu_magic.wire.zygote_messages import FromZygote, ToZygote
 
 _encoder = msgspec.msgpack.Encoder()
 _U32 = struct.Struct("<I")

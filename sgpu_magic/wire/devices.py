@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgpu_magic.protocol.record import Record
+from sgpu_magic.wire.record import Record
 
 
 class Device(Record, frozen=True, kw_only=True):

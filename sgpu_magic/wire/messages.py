@@ -12,7 +12,7 @@ is in pool_status.
 
 from __future__ import annotations
 
-from sgpu_magic.protocol.blobs import (
+from sgpu_magic.wire.blobs import (
     AskBlobs,
     BlobsHeld,
     BlobTaken,
@@ -22,19 +22,19 @@ from sgpu_magic.protocol.blobs import (
     RunFileRead,
     RunFiles,
 )
-from sgpu_magic.protocol.comms import TellComms
-from sgpu_magic.protocol.environment import CodeBundle, Environment
-from sgpu_magic.protocol.events import Event
-from sgpu_magic.protocol.forwarding import OpenStream, StreamClosed, StreamData, StreamEnded, StreamOpened, StreamTaken
-from sgpu_magic.protocol.measures import RankStack
-from sgpu_magic.protocol.payloads import Payload
-from sgpu_magic.protocol.pool_status import PoolStatus
-from sgpu_magic.protocol.record import Record
-from sgpu_magic.protocol.records import CellSource, Interpreter, RankContext, RunSpec
-from sgpu_magic.protocol.session_messages import AskRank, RankAnswered, RestartRanks
-from sgpu_magic.protocol.states import RunState
-from sgpu_magic.protocol.tracking import Tracking
-from sgpu_magic.protocol.uploads import Upload
+from sgpu_magic.wire.comms import TellComms
+from sgpu_magic.wire.environment import CodeBundle, Environment
+from sgpu_magic.wire.events import Event
+from sgpu_magic.wire.forwarding import OpenStream, StreamClosed, StreamData, StreamEnded, StreamOpened, StreamTaken
+from sgpu_magic.wire.measures import RankStack
+from sgpu_magic.wire.payloads import Payload
+from sgpu_magic.wire.pool_status import PoolStatus
+from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.records import CellSource, Interpreter, RankContext, RunSpec
+from sgpu_magic.wire.session_messages import AskRank, RankAnswered, RestartRanks
+from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.tracking import Tracking
+from sgpu_magic.wire.uploads import Upload
 
 PROTOCOL_VERSION = 4
 OLDEST_PROTOCOL_VERSION = 3

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 
-from sgpu_magic.protocol.record import Record
+from sgpu_magic.wire.record import Record
 
 CHUNK_BYTES = 1 << 18
 """Most bytes of one chunk: on a slow line a heartbeat waits behind no more than a few of them."""

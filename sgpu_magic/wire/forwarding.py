@@ -10,7 +10,7 @@ fills no memory between them. A stream's number is its client's; towards an agen
 
 from __future__ import annotations
 
-from sgpu_magic.protocol.record import Record
+from sgpu_magic.wire.record import Record
 
 STREAM_CHUNK_BYTES = 1 << 16
 """Most bytes of one message."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from sgpu_magic.protocol.device_types import ANY, canonical_type
+from sgpu_magic.wire.device_types import ANY, canonical_type
 
 HOUR_S = 3600.0
 _SIGNS = {"USD": "$", "EUR": "€", "GBP": "£", "JPY": "¥", "INR": "₹", "KRW": "₩"}

@@ -7,7 +7,7 @@ above it, by run.
 
 from __future__ import annotations
 
-from sgpu_magic.protocol.record import Record
+from sgpu_magic.wire.record import Record
 
 BEAT_S = 1.0
 """Each side says so often that it is there, in seconds."""

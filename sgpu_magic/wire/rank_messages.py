@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from sgpu_magic.protocol.comms import CommMessage
-from sgpu_magic.protocol.measures import Collective
-from sgpu_magic.protocol.payloads import PackedLayout
-from sgpu_magic.protocol.questions import RankAnswer, RankQuestion
-from sgpu_magic.protocol.record import Record
-from sgpu_magic.protocol.records import CellSource, Failure, OutputName, RankContext, RankResult
-from sgpu_magic.protocol.states import RunKind
-from sgpu_magic.protocol.tracking import MetricPoint, TrackedRun, Tracking
+from sgpu_magic.wire.comms import CommMessage
+from sgpu_magic.wire.measures import Collective
+from sgpu_magic.wire.payloads import PackedLayout
+from sgpu_magic.wire.questions import RankAnswer, RankQuestion
+from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.records import CellSource, Failure, OutputName, RankContext, RankResult
+from sgpu_magic.wire.states import RunKind
+from sgpu_magic.wire.tracking import MetricPoint, TrackedRun, Tracking
 
 
 class Prepare(Record, frozen=True, tag="prepare", kw_only=True):

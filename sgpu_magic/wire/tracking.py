@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import posixpath
 
-from sgpu_magic.protocol.record import Record
+from sgpu_magic.wire.record import Record
 
 STORE_VARIABLES = (
     "MLFLOW_",

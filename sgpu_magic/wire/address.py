@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sgpu_magic.protocol.record import Record
+from sgpu_magic.wire.record import Record
 
 # sun_path of a Unix socket's address ends at 108 bytes
 MAX_SOCKET_PATH_BYTES = 107

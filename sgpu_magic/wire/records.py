@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from sgpu_magic.protocol.devices import Placement
-from sgpu_magic.protocol.measures import RankMemory, StackFrame
-from sgpu_magic.protocol.payloads import PackedLayout, Payload
-from sgpu_magic.protocol.record import Record
-from sgpu_magic.protocol.states import FailureKind, RunKind
+from sgpu_magic.wire.devices import Placement
+from sgpu_magic.wire.measures import RankMemory, StackFrame
+from sgpu_magic.wire.payloads import PackedLayout, Payload
+from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.states import FailureKind, RunKind
 
 
 class OutputName(Record, frozen=True):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.payloads import PackedLayout
-from sgpu_magic.protocol.record import Record
-from sgpu_magic.protocol.records import RunSpec
-from sgpu_magic.protocol.states import RunState
+from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.payloads import PackedLayout
+from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.states import RunState
 
 RUN_RECORD = "run.json"
 # the note of a payload that is still being kept, or will be when the run is over

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from sgpu_magic.protocol.blobs import BlobFetched, FetchBlob, RunFileStored, StoreRunFile
-from sgpu_magic.protocol.comms import TellComms
-from sgpu_magic.protocol.devices import Inventory, Lease
-from sgpu_magic.protocol.environment import CodeBundle, Environment
-from sgpu_magic.protocol.events import EventBody
-from sgpu_magic.protocol.forwarding import OpenStream, StreamClosed, StreamData, StreamEnded, StreamOpened, StreamTaken
-from sgpu_magic.protocol.measures import RankStack
-from sgpu_magic.protocol.messages import ReclaimPayload, ResultsReceived
-from sgpu_magic.protocol.payloads import Payload
-from sgpu_magic.protocol.questions import RankAnswer, RankQuestion
-from sgpu_magic.protocol.record import Record
-from sgpu_magic.protocol.records import Interpreter, RankContext, RunSpec
-from sgpu_magic.protocol.states import RunState
-from sgpu_magic.protocol.tracking import TrackedRun, Tracking
-from sgpu_magic.protocol.uploads import Upload
+from sgpu_magic.wire.blobs import BlobFetched, FetchBlob, RunFileStored, StoreRunFile
+from sgpu_magic.wire.comms import TellComms
+from sgpu_magic.wire.devices import Inventory, Lease
+from sgpu_magic.wire.environment import CodeBundle, Environment
+from sgpu_magic.wire.events import EventBody
+from sgpu_magic.wire.forwarding import OpenStream, StreamClosed, StreamData, StreamEnded, StreamOpened, StreamTaken
+from sgpu_magic.wire.measures import RankStack
+from sgpu_magic.wire.messages import ReclaimPayload, ResultsReceived
+from sgpu_magic.wire.payloads import Payload
+from sgpu_magic.wire.questions import RankAnswer, RankQuestion
+from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.records import Interpreter, RankContext, RunSpec
+from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.tracking import TrackedRun, Tracking
+from sgpu_magic.wire.uploads import Upload
 
 
 class WarmZygote(Record, frozen=True, tag="warm-zygote", kw_only=True):

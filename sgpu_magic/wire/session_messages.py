@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sgpu_magic.protocol.questions import RankAnswer, RankQuestion
-from sgpu_magic.protocol.record import Record
+from sgpu_magic.wire.questions import RankAnswer, RankQuestion
+from sgpu_magic.wire.record import Record
 
 
 class RestartRanks(Record, frozen=True, tag="restart-ranks", kw_only=True):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sgpu_magic.protocol.devices import Inventory
-from sgpu_magic.protocol.record import Record
-from sgpu_magic.protocol.states import RunKind, RunState
+from sgpu_magic.wire.devices import Inventory
+from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.states import RunKind, RunState
 
 
 class RunSummary(Record, frozen=True, kw_only=True):

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from sgpu_magic.protocol.device_types import CPU
-from sgpu_magic.protocol.devices import Lease
-from sgpu_magic.protocol.pool_status import RunSummary
-from sgpu_magic.protocol.prices import HOUR_S
+from sgpu_magic.wire.device_types import CPU
+from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.pool_status import RunSummary
+from sgpu_magic.wire.prices import HOUR_S
 
 
 def billed_s(seconds: float) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sgpu_magic.protocol.record import Record
+from sgpu_magic.wire.record import Record
 
 VARIABLE = "SGPU_UPLOADS"
 """The environment variable that tells a rank where they lie: JSON, path by name."""

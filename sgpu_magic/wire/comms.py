@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sgpu_magic.protocol.record import Record
+from sgpu_magic.wire.record import Record
 
 
 def can_merge(older: Mapping[str, object], newer: Mapping[str, object], nothing: object) -> bool:

@@ -1,0 +1,1 @@
+"""What this package needs of the operating system: processes, memory, streams between processes, sockets and keys."""
