@@ -13,7 +13,7 @@ from served_pools import ServedPool
 
 from sgpu_magic.client.pools_edits import add_pool
 from sgpu_magic.client.pools_file import PoolEntry
-from sgpu_magic.secure_sockets import KeyPair, new_key_pair, write_key_pair
+from sgpu_magic.system.secure_sockets import KeyPair, new_key_pair, write_key_pair
 
 
 def listed(home: Home) -> Path:

@@ -23,11 +23,12 @@ import msgspec
 from homes import Home
 from waiting import eventually
 
-from sgpu_magic import config, processes
+from sgpu_magic import config
 from sgpu_magic.config import Settings
 from sgpu_magic.engines.local_agent import LocalAgent
 from sgpu_magic.engines.many_nodes import ManyNodes
 from sgpu_magic.pool.lifecycle import PoolPresence
+from sgpu_magic.system import processes
 from sgpu_magic.wire.devices import Inventory
 from sgpu_magic.wire.node_messages import AgentReady, EndAgent, FromAgent, ToAgent
 

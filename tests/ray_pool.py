@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from sgpu_magic import config, processes
+from sgpu_magic import config
 from sgpu_magic.engines.choose import engine_settings, make_engine
 from sgpu_magic.pool.lifecycle import PoolPresence
 from sgpu_magic.pool.service import PoolService
+from sgpu_magic.system import processes
 
 
 async def _serve(settings: config.Settings, presence: PoolPresence) -> None:

@@ -24,7 +24,7 @@ from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pools_edits import add_pool
 from sgpu_magic.client.pools_file import PoolEntry
 from sgpu_magic.config import load_settings
-from sgpu_magic.secure_sockets import KeyPair, new_key_pair, write_key_pair
+from sgpu_magic.system.secure_sockets import KeyPair, new_key_pair, write_key_pair
 
 SGPU = str(Path(sys.executable).with_name("sgpu"))
 _START_S = 30

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from sgpu_magic.secure_sockets import KeyPair
+from sgpu_magic.system.secure_sockets import KeyPair
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.messages import PROTOCOL_VERSION, Hello, Welcome
 from sgpu_magic.wire.record import Record

@@ -25,7 +25,7 @@ from sgpu_magic.agent.leftovers import RUN_VARIABLE, kill_leftovers
 from sgpu_magic.agent.output import RankOutput
 from sgpu_magic.agent.release import connections_between
 from sgpu_magic.agent.root_cause import death, find_root_cause
-from sgpu_magic.message_stream import MessageStream
+from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.events import OutputWritten
 from sgpu_magic.wire.output_marks import STDERR_BEGIN, STDERR_END

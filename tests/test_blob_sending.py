@@ -11,11 +11,11 @@ import pytest
 from lazy_modules import torch
 
 from sgpu_magic.client.blob_sender import pieces_of
+from sgpu_magic.files.joined import join_parts
 from sgpu_magic.payload import regions
 from sgpu_magic.payload.pack import Packed, pack_namespace
 from sgpu_magic.payload.regions import LARGE_BYTES, regions_of
 from sgpu_magic.payload.unpack import unpack
-from sgpu_magic.storage.joined import join_parts
 from sgpu_magic.wire.payloads import StoredPart
 
 KEY = b"k" * 32

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from small_disks import small_disk
 
-from sgpu_magic.storage import blob_store
-from sgpu_magic.storage.below import BadName, list_below, open_below, parts_of
-from sgpu_magic.storage.blob_store import BlobRefused, BlobStore, blob_path, store_name
-from sgpu_magic.storage.file_thread import FileThread
+from sgpu_magic.files import content_store as blob_store
+from sgpu_magic.files.content_store import BlobRefused, BlobStore, blob_path, store_name
+from sgpu_magic.files.file_thread import FileThread
+from sgpu_magic.files.safe_paths import BadName, list_below, open_below, parts_of
 
 CHUNK = 1000
 

@@ -19,7 +19,7 @@ from sgpu_magic.commands import place_checks, pools_checks, python_checks
 from sgpu_magic.commands.finding import Finding, Level
 from sgpu_magic.commands.python_checks import ProbeFacts
 from sgpu_magic.config import load_settings
-from sgpu_magic.storage.disk_room import mount_of
+from sgpu_magic.files.disk_room import mount_of
 from tests import nvml_stub as nvml
 
 nvml_stub = nvml.nvml_stub

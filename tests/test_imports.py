@@ -14,24 +14,15 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "sgpu_magic"
 
-FOR_ALL = {
-    "errors", "config", "byte_sizes", "event_file", "message_stream", "byte_stream", "wire", "processes",
-    "secure_sockets", "storage", "memory_room", "__version__",
-}  # fmt: skip
+FOR_ALL = {"errors", "config", "wire", "system", "files", "__version__"}
 BY_HAND = {"capture", "payload", "environment", "client", "render"}
 MAY_USE: dict[str, set[str]] = {
     "__init__": {"compat", "functions", "magics", "sessions"},
     "errors": set(),
     "config": set(),
-    "byte_sizes": set(),
-    "processes": set(),
-    "event_file": set(),
-    "message_stream": set(),
-    "byte_stream": set(),
     "wire": set(),
-    "secure_sockets": set(),
-    "storage": set(),
-    "memory_room": set(),
+    "system": set(),
+    "files": set(),
     "payload": set(),
     "capture": {"payload"},
     "environment": set(),
@@ -53,8 +44,7 @@ MAY_USE: dict[str, set[str]] = {
     "commands": BY_HAND | {"agent", "engines", "headless", "runs", "replay", "tracking", "pool"},
     "headless": {"render", "runs"},
     "__main__": {"cli"},
-    "runtime": {"node_cache"},
-    "node_cache": set(),
+    "runtime": set(),
     "pool": {"engines", "environment", "tracking"},
     "engines": {"agent", "environment"},
     # the worker only by its command line

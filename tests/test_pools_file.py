@@ -14,7 +14,7 @@ import pytest
 from sgpu_magic.client.pools_edits import add_pool, remove_pool
 from sgpu_magic.client.pools_file import PoolEntry, default_pool, new_entry, pools_path, read_pools, unknown_pool
 from sgpu_magic.errors import UsageError
-from sgpu_magic.secure_sockets import new_key_pair
+from sgpu_magic.system.secure_sockets import new_key_pair
 
 KEY = new_key_pair().public
 TEAM = PoolEntry("team", "tcp://gpu1.example.org:8700", KEY, True, ("a10", "h100"), {"a10": 1.2, "h100": 3.9})

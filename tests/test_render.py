@@ -46,7 +46,6 @@ from stories import (
 )
 
 from sgpu_magic import errors
-from sgpu_magic.byte_sizes import format_bytes
 from sgpu_magic.config import host_name
 from sgpu_magic.live.rank_cards import rank_cards
 from sgpu_magic.render import ansi
@@ -63,6 +62,7 @@ from sgpu_magic.render.stacks import group_stacks, last_python_line, stacks_html
 from sgpu_magic.render.status import status_html, status_text
 from sgpu_magic.render.text import render_text, summary_line
 from sgpu_magic.render.units import format_clock, format_ranks, format_seconds
+from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.devices import Device, Inventory, NodeShare
 from sgpu_magic.wire.measures import RankStack, StackFrame

@@ -14,7 +14,7 @@ from small_disks import small_disk
 
 from sgpu_magic.agent import reports
 from sgpu_magic.agent.reports import Reports
-from sgpu_magic.event_file import EventFile, read_spec
+from sgpu_magic.files.event_log import EventFile, read_spec
 from sgpu_magic.pool.run_log import RunLog, read_events
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.events import AttemptFailed, EventBody, Noted, OutputWritten, RunEnded, Sampled, Submitted

@@ -25,7 +25,7 @@ from process_table import descriptors
 from waiting import eventually
 
 from sgpu_magic.config import Settings
-from sgpu_magic.event_file import EventFile
+from sgpu_magic.files.event_log import EventFile
 from sgpu_magic.jupyter_server.elsewhere import Elsewhere
 from sgpu_magic.jupyter_server.followers import IDLE_S, Followers, RunNotHere
 from sgpu_magic.pool.run_log import RunLog

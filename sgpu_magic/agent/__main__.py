@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    from sgpu_magic.processes import become_subreaper, kill_descendants
+    from sgpu_magic.system.processes import become_subreaper, kill_descendants
 
     # the pool's terminal is not ours: Ctrl-C in it must not reach the ranks past the stop path
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -15,8 +15,8 @@ from sgpu_magic.agent.background_call import call_in_background
 from sgpu_magic.agent.blob_cache import BlobCache
 from sgpu_magic.agent.uploaded import Uploaded
 from sgpu_magic.config import Settings, private_dir
-from sgpu_magic.memory_room import fits_memory
-from sgpu_magic.storage.joined import copy_blob, join_parts
+from sgpu_magic.files.joined import copy_blob, join_parts
+from sgpu_magic.system.memory import fits_memory
 from sgpu_magic.wire.blobs import PIECE_BYTES
 from sgpu_magic.wire.environment import CodeBundle, Wheel
 from sgpu_magic.wire.node_messages import Launch

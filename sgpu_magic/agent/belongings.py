@@ -9,7 +9,7 @@ from sgpu_magic.agent.far_runs import FarRuns
 from sgpu_magic.agent.keeper import Keeper
 from sgpu_magic.agent.run_directory import RunDirectory
 from sgpu_magic.agent.run_memory import RunMemory
-from sgpu_magic.message_stream import MessageStream
+from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire.events import EventBody, Noted, PayloadReleased
 from sgpu_magic.wire.node_messages import Launch
 from sgpu_magic.wire.payloads import FilePayload, InlinePayload, Payload, SharedPayload

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from sgpu_magic import processes
+from sgpu_magic.system import processes
 
 
 class Door:

@@ -26,7 +26,7 @@ from sgpu_magic.agent import faults
 from sgpu_magic.agent.background_call import call_in_background
 from sgpu_magic.agent.reports import Send
 from sgpu_magic.config import Settings
-from sgpu_magic.storage.below import list_below, open_below
+from sgpu_magic.files.safe_paths import list_below, open_below
 from sgpu_magic.wire.blobs import CHUNK_BYTES, WINDOW, RunFile, RunFileStored, StoreRunFile
 from sgpu_magic.wire.events import EventBody, Noted, RunEnded
 from sgpu_magic.wire.node_messages import Launch

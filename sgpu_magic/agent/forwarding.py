@@ -9,7 +9,7 @@ from sgpu_magic.agent import faults
 from sgpu_magic.agent.background_call import call_in_background
 from sgpu_magic.agent.listening import address_of
 from sgpu_magic.agent.node_run import NodeRun
-from sgpu_magic.byte_stream import ByteStream, Send
+from sgpu_magic.system.byte_stream import ByteStream, Send
 from sgpu_magic.wire.forwarding import OpenStream, StreamClosed, StreamMessage, StreamOpened
 from sgpu_magic.wire.ids import short
 

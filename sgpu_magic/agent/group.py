@@ -19,7 +19,7 @@ from sgpu_magic.agent import faults
 from sgpu_magic.agent.output import RankOutput
 from sgpu_magic.agent.stacks import StackFile
 from sgpu_magic.agent.zygotes import Zygote
-from sgpu_magic.message_stream import MessageStream
+from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.comms import TellComms
 from sgpu_magic.wire.events import OutputWritten

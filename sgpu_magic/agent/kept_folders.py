@@ -10,7 +10,7 @@ import stat
 import time
 from pathlib import Path
 
-from sgpu_magic.byte_sizes import folder_bytes
+from sgpu_magic.system.byte_sizes import folder_bytes
 
 _LEFTOVER_S = 3600.0
 

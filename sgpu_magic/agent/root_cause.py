@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 
-from sgpu_magic.processes import signal_name
+from sgpu_magic.system.processes import signal_name
 from sgpu_magic.wire.records import Failure
 from sgpu_magic.wire.states import FailureKind
 

@@ -12,7 +12,7 @@ import msgspec
 
 from sgpu_magic import __version__
 from sgpu_magic.config import host_name
-from sgpu_magic.storage.links import has_content, link_or_copy
+from sgpu_magic.files.links import has_content, link_or_copy
 from sgpu_magic.wire.codec import printable
 from sgpu_magic.wire.ids import check_id
 from sgpu_magic.wire.node_messages import Launch

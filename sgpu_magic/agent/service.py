@@ -33,7 +33,7 @@ from sgpu_magic.agent.successor import Successor
 from sgpu_magic.agent.uploaded import Uploaded
 from sgpu_magic.agent.zygotes import raise_open_files_limit
 from sgpu_magic.config import Settings
-from sgpu_magic.message_stream import MessageStream
+from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.address import agent_socket_file, lock_file
 from sgpu_magic.wire.blobs import BlobFetched, RunFileStored

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sgpu_magic import processes
+from sgpu_magic.system import processes
 
 
 class Successor:

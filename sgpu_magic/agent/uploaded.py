@@ -19,8 +19,8 @@ from sgpu_magic.agent.background_call import call_in_background
 from sgpu_magic.agent.blob_cache import BlobCache, BlobMissing
 from sgpu_magic.agent.kept_folders import evict, lock_shared, remove_tree, remove_unused
 from sgpu_magic.config import Settings, private_dir
-from sgpu_magic.storage.below import parts_of
-from sgpu_magic.storage.joined import copy_blob
+from sgpu_magic.files.joined import copy_blob
+from sgpu_magic.files.safe_paths import parts_of
 from sgpu_magic.wire.blobs import PIECE_BYTES, is_digest
 from sgpu_magic.wire.node_messages import Launch
 from sgpu_magic.wire.uploads import VARIABLE, Manifest, ManifestUnusable, Upload, UploadedFile, decoded

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Protocol
 
 from sgpu_magic.agent import faults
-from sgpu_magic.message_stream import MessageStream
-from sgpu_magic.processes import signal_name
+from sgpu_magic.system.message_stream import MessageStream
+from sgpu_magic.system.processes import signal_name
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.messages import PROTOCOL_VERSION
 from sgpu_magic.wire.records import Interpreter

@@ -20,7 +20,7 @@ from sgpu_magic.client.pools_file import PoolEntry
 from sgpu_magic.client.remote_wire import RemoteWire
 from sgpu_magic.config import Settings, is_linux
 from sgpu_magic.errors import PoolError, PoolVersionError
-from sgpu_magic.secure_sockets import Endpoint
+from sgpu_magic.system.secure_sockets import Endpoint
 from sgpu_magic.wire.address import PoolAddress, process_start, socket_file
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.messages import PROTOCOL_VERSION, AskStatus, Goodbye, StopPool, Warm

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 
-from sgpu_magic.byte_stream import ByteStream
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
+from sgpu_magic.system.byte_stream import ByteStream
 from sgpu_magic.wire.forwarding import OpenStream, StreamClosed, StreamMessage, StreamOpened
 from sgpu_magic.wire.record import Record
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sgpu_magic.config import config_path
 from sgpu_magic.errors import PoolError
-from sgpu_magic.secure_sockets import KeyPair, read_key_pair
+from sgpu_magic.system.secure_sockets import KeyPair, read_key_pair
 
 _FILE = "client.key"
 

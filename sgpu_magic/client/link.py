@@ -20,7 +20,7 @@ from sgpu_magic.client.interpreter import this_owner
 from sgpu_magic.client.outgoing import Outgoing, Parcel
 from sgpu_magic.client.wire import Wire
 from sgpu_magic.errors import PoolError, UsageError
-from sgpu_magic.secure_sockets import MAX_FRAME_BYTES
+from sgpu_magic.system.secure_sockets import MAX_FRAME_BYTES
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.blobs import BlobsHeld, BlobTaken, RunFileRead, RunFiles
 from sgpu_magic.wire.events import Event, PayloadReleased

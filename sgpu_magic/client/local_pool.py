@@ -15,7 +15,7 @@ import msgspec
 
 from sgpu_magic.config import Settings, config_path, load_settings, pool_settings, private_dir
 from sgpu_magic.errors import PoolError
-from sgpu_magic.storage.disk_room import why_no_run
+from sgpu_magic.files.disk_room import why_no_run
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.address import (
     MAX_SOCKET_PATH_BYTES,

@@ -15,8 +15,8 @@ from sgpu_magic.client.event_queue import FilePart
 from sgpu_magic.client.link import PoolLink, Reply
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import PoolError, RunFileUnknown, UsageError
-from sgpu_magic.memory_room import fits_memory
-from sgpu_magic.storage.below import open_below, parts_of
+from sgpu_magic.files.safe_paths import open_below, parts_of
+from sgpu_magic.system.memory import fits_memory
 from sgpu_magic.wire.blobs import CHUNK_BYTES, ListRunFiles, ReadRunFile, RunFiles
 
 MIRRORS = "remote"

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sgpu_magic.byte_sizes import format_bytes
 from sgpu_magic.client.pools import Asked
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.errors import CapacityError
+from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.wire.device_types import ANY, CPU, memory_of
 from sgpu_magic.wire.pool_status import PoolStatus
 from sgpu_magic.wire.prices import Prices, format_money

@@ -13,7 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from sgpu_magic.client.outgoing import Outgoing
 from sgpu_magic.errors import KeyRefused, PoolError
-from sgpu_magic.secure_sockets import Endpoint, KeyPair, secure_client
+from sgpu_magic.system.secure_sockets import Endpoint, KeyPair, secure_client
 
 _MADE_S = 6.0
 _LOOK_MS = 100

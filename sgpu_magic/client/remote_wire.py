@@ -15,7 +15,7 @@ from sgpu_magic.client.outgoing import Outgoing, Parcel
 from sgpu_magic.client.remote_connection import RemoteConnection
 from sgpu_magic.client.wire import Receiver
 from sgpu_magic.errors import KeyRefused, PoolError
-from sgpu_magic.secure_sockets import Endpoint, KeyPair
+from sgpu_magic.system.secure_sockets import Endpoint, KeyPair
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.messages import Hello, Ping, Pong, Welcome
 

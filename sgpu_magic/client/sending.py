@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from sgpu_magic.byte_sizes import format_bytes
 from sgpu_magic.client.link import PoolLink
+from sgpu_magic.system.byte_sizes import format_bytes
 
 # what is over within a second needs no word
 _FIRST_S = 1.0

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.byte_sizes import format_bytes
 from sgpu_magic.client.blob_sender import BlobSender, Piece, pieces_of
 from sgpu_magic.client.known_digests import KnownDigests
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.client.sending import Sending
 from sgpu_magic.client.upload_files import FoundFile, FoundFiles, find_files
 from sgpu_magic.errors import UsageError
+from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.wire.blobs import PIECE_BYTES
 from sgpu_magic.wire.uploads import Manifest, Upload, UploadedFile, encoded
 

@@ -15,11 +15,11 @@ from typing import BinaryIO, TextIO
 
 import msgspec
 
-from sgpu_magic.byte_sizes import format_bytes
 from sgpu_magic.commands.files_of_run import FilesOfRun, files_of
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import RunFileUnknown, UsageError
-from sgpu_magic.storage.below import BadName, list_below, open_below, parts_of, replace_below
+from sgpu_magic.files.safe_paths import BadName, list_below, open_below, parts_of, replace_below
+from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.wire.blobs import RunFile
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.run_files import KEY, work_folders

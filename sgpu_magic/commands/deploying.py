@@ -13,7 +13,7 @@ from sgpu_magic.engines.ray.jobs_api import JobsApi
 from sgpu_magic.pool.authorized_clients import read_clients
 from sgpu_magic.pool.pool_names import checked_listen, checked_name
 from sgpu_magic.pool.serving import CLIENTS, served_settings
-from sgpu_magic.secure_sockets import read_key_pair
+from sgpu_magic.system.secure_sockets import read_key_pair
 
 # the pool's own settings, said where `sgpu pool deploy` is called; directories are the head's affair
 _TRAVEL = ("SGPU_RAY_", "SGPU_USER_", "SGPU_FAIR_", "SGPU_LINK_", "SGPU_ADOPT_", "SGPU_PRICES", "SGPU_RESERVED_PRICES")

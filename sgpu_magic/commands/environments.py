@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgpu_magic.byte_sizes import format_bytes
 from sgpu_magic.config import Settings
 from sgpu_magic.environment import saved
 from sgpu_magic.environment.base_lists import BASE_NAMES, BaseList, base_list
@@ -16,6 +15,7 @@ from sgpu_magic.environment.store import Built, Store, read_built
 from sgpu_magic.errors import UsageError
 from sgpu_magic.render.tables import aligned
 from sgpu_magic.render.units import count_of, format_clock
+from sgpu_magic.system.byte_sizes import format_bytes
 
 _DAY_S = 24 * 3600.0
 _SHORTEST_PREFIX = 4

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 
-from sgpu_magic.byte_sizes import format_bytes
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pool_choosing import Money, counts, has_words
 from sgpu_magic.client.pools import PATIENCE_S, Asked, Pools
@@ -15,6 +14,7 @@ from sgpu_magic.commands.runs import aligned
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, SgpuError
 from sgpu_magic.runs import pools_status
+from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.wire.device_types import CPU, memory_of
 from sgpu_magic.wire.interconnects import interconnect_of
 from sgpu_magic.wire.pool_status import PoolStatus

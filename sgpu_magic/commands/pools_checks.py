@@ -15,7 +15,7 @@ from sgpu_magic.client.pools_file import pools_path, read_pools
 from sgpu_magic.commands.finding import Finding, ok, problem, warning
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.secure_sockets import read_key_pair
+from sgpu_magic.system.secure_sockets import read_key_pair
 
 # label selectors of placement groups
 _OLDEST_RAY = Version("2.50")

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 
-from sgpu_magic.byte_sizes import format_bytes
 from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pools import Asked, Pools
@@ -21,6 +20,7 @@ from sgpu_magic.render import ansi
 from sgpu_magic.render.stacks import stacks_text
 from sgpu_magic.render.units import TIMES, format_clock
 from sgpu_magic.runs import finding
+from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.wire.ids import is_valid_id, short
 from sgpu_magic.wire.metering import cost_so_far
 from sgpu_magic.wire.pool_status import RunSummary

@@ -14,7 +14,7 @@ from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.pool import authorized_clients
 from sgpu_magic.pool.pool_names import checked_listen, checked_name
 from sgpu_magic.pool.serving import CLIENTS, served_settings
-from sgpu_magic.secure_sockets import new_key_pair, write_key_pair
+from sgpu_magic.system.secure_sockets import new_key_pair, write_key_pair
 from sgpu_magic.wire.address import MAX_SOCKET_PATH_BYTES, agent_socket_file
 
 # ranks of a served pool wait so long for the next service

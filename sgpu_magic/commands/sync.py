@@ -19,7 +19,7 @@ from sgpu_magic.commands import ledger_file
 from sgpu_magic.commands.runs import aligned, find_directory
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, UsageError
-from sgpu_magic.event_file import read_spec
+from sgpu_magic.files.event_log import read_spec
 from sgpu_magic.render.run_names import run_name
 from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.progress import Progress, without_user

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from sgpu_magic import processes
 from sgpu_magic.agent import ray_place
 from sgpu_magic.config import Settings
-from sgpu_magic.message_stream import MessageStream
+from sgpu_magic.system import processes
+from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.address import agent_socket_file
 from sgpu_magic.wire.messages import Warm

@@ -15,7 +15,7 @@ import msgspec
 import zmq
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.secure_sockets import Admission, KeyPair, bound_to, secure_server, sender_of
+from sgpu_magic.system.secure_sockets import Admission, KeyPair, bound_to, secure_server, sender_of
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.node_link import (
     BEAT_S,

@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import Settings
-from sgpu_magic.storage.below import BadName, open_below, parts_of, remove_below, replace_below
-from sgpu_magic.storage.blob_store import blob_path
-from sgpu_magic.storage.file_thread import FileThread
+from sgpu_magic.files.content_store import blob_path
+from sgpu_magic.files.file_thread import FileThread
+from sgpu_magic.files.safe_paths import BadName, open_below, parts_of, remove_below, replace_below
 from sgpu_magic.wire.blobs import CHUNK_BYTES, BlobFetched, FetchBlob, RunFileStored, StoreRunFile
 from sgpu_magic.wire.ids import is_valid_id
 

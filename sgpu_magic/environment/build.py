@@ -13,7 +13,7 @@ from types import FrameType
 
 
 def main() -> None:
-    from sgpu_magic import processes
+    from sgpu_magic.system import processes
 
     processes.die_with_parent(int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)

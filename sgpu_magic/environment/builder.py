@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from sgpu_magic import processes
 from sgpu_magic.environment import refusals
 from sgpu_magic.environment.base_layer import base_layer, link_layer
 from sgpu_magic.environment.distributions import normalised
@@ -30,6 +29,7 @@ from sgpu_magic.environment.progress import BuildMoved, BuildOrder
 from sgpu_magic.environment.refusals import BuildFailed
 from sgpu_magic.environment.store import Built, HeldLock, Store
 from sgpu_magic.environment.uv_command import UvFailed, run_uv
+from sgpu_magic.system import processes
 from sgpu_magic.wire.environment import Environment, Wheel
 
 _POLL_S = 0.05

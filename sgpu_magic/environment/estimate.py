@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sgpu_magic.byte_sizes import format_bytes
 from sgpu_magic.environment.distributions import normalised
+from sgpu_magic.system.byte_sizes import format_bytes
 
 _PIN = re.compile(r"^\s*([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[[^\]]*\])?\s*==\s*([^\s;#,*]+)\s*(?:;.*|#.*|--hash.*)?$")
 _NAMED = 5

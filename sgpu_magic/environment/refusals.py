@@ -11,10 +11,10 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from sgpu_magic.byte_sizes import format_bytes
 from sgpu_magic.environment.estimate import Estimate
 from sgpu_magic.environment.secrets import without_url_credentials
 from sgpu_magic.environment.uv_command import UvFailed
+from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.wire.environment import Environment
 
 _NAMED = 8

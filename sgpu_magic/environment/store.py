@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.byte_sizes import folder_bytes
+from sgpu_magic.system.byte_sizes import folder_bytes
 from sgpu_magic.wire.record import Record
 
 _DESCRIPTION = "environment.json"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from sgpu_magic.config import Settings
-from sgpu_magic.event_file import EventFile
+from sgpu_magic.files.event_log import EventFile
 from sgpu_magic.jupyter_server.elsewhere import Elsewhere
 from sgpu_magic.jupyter_server.outputs import Output, cell_outputs, rich_outputs
 from sgpu_magic.jupyter_server.run_places import RunPlace, run_here

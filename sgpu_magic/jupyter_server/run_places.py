@@ -12,7 +12,7 @@ from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.commands import ledger_file
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import KeyRefused, PoolError, RunFileUnknown, RunUnknown, UsageError
-from sgpu_magic.event_file import read_spec
+from sgpu_magic.files.event_log import read_spec
 from sgpu_magic.render.run_names import stop_words
 from sgpu_magic.wire.ids import is_valid_id
 from sgpu_magic.wire.records import RunSpec

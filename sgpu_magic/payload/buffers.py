@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.memory_room import fits_memory, memory_available_bytes
+from sgpu_magic.system.memory import fits_memory, memory_available_bytes
 
 if TYPE_CHECKING:
     from sgpu_magic.payload.pack import Packed

@@ -27,9 +27,10 @@ def main() -> None:
     os.chdir("/")
     from dataclasses import replace
 
-    from sgpu_magic import config, processes
+    from sgpu_magic import config
+    from sgpu_magic.files.disk_room import why_no_run
     from sgpu_magic.pool.lifecycle import AlreadyRunning, PoolPresence
-    from sgpu_magic.storage.disk_room import why_no_run
+    from sgpu_magic.system import processes
 
     processes.become_subreaper()
     # the setting is what its clients prefer; this one is this machine's own

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import cast
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.secure_sockets import is_public_key
+from sgpu_magic.system.secure_sockets import is_public_key
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _BEGINS = '# Who may use this pool: name = "public key". `sgpu pool authorize` and `revoke` write this file.\n\n'

@@ -15,15 +15,15 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import Settings
-from sgpu_magic.event_file import EventFile
+from sgpu_magic.files.content_store import BlobRefused, BlobStore, blob_path, store_name
+from sgpu_magic.files.disk_room import disk_room
+from sgpu_magic.files.event_log import EventFile
+from sgpu_magic.files.file_thread import FileThread
+from sgpu_magic.files.joined import join_parts
+from sgpu_magic.files.safe_paths import list_below, open_below
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.run_book import RunBook
 from sgpu_magic.pool.server import ConnectedClient, Server
-from sgpu_magic.storage.below import list_below, open_below
-from sgpu_magic.storage.blob_store import BlobRefused, BlobStore, blob_path, store_name
-from sgpu_magic.storage.disk_room import disk_room
-from sgpu_magic.storage.file_thread import FileThread
-from sgpu_magic.storage.joined import join_parts
 from sgpu_magic.wire.blobs import (
     CHUNK_BYTES,
     PIECE_BYTES,

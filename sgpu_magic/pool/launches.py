@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 
 from sgpu_magic.engines.base import Engine, LeaseUnavailable
+from sgpu_magic.files.content_store import store_name
 from sgpu_magic.pool import stimuli as sched
 from sgpu_magic.pool.byte_desk import needed_blobs
 from sgpu_magic.pool.kept_environments import KeptEnvironments
 from sgpu_magic.pool.run_book import PoolRun, RunBook
 from sgpu_magic.pool.scheduler import Scheduler
-from sgpu_magic.storage.blob_store import store_name
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.node_messages import Launch
 from sgpu_magic.wire.states import RunState

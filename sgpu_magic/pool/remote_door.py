@@ -20,7 +20,7 @@ import zmq
 from sgpu_magic.pool.authorized_clients import AuthorizedClients
 from sgpu_magic.pool.clients import ConnectedClient
 from sgpu_magic.pool.doorkeeper import Doorkeeper, end_connection
-from sgpu_magic.secure_sockets import Admission, KeyPair, bound_to, secure_server, sender_of
+from sgpu_magic.system.secure_sockets import Admission, KeyPair, bound_to, secure_server, sender_of
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.messages import Cancel, ClientMessage, Detach, Hello, Ping, Pong, StopPool, Submit

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 
+from sgpu_magic.files.disk_room import disk_room, why_no_run
 from sgpu_magic.pool.billing import Billing
 from sgpu_magic.pool.event_feed import EventFeed, Offer
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.server import ConnectedClient
-from sgpu_magic.storage.disk_room import disk_room, why_no_run
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import EventBody, Noted, PayloadReleased, RunEnded, Submitted
 from sgpu_magic.wire.messages import Accepted, Submit

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.event_file import EventFile
+from sgpu_magic.files.event_log import EventFile
 from sgpu_magic.wire.codec import Decoder, FrameReader, frame
 from sgpu_magic.wire.events import (
     AttemptFailed,

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import zmq
 
-from sgpu_magic import config, processes
+from sgpu_magic import config
 from sgpu_magic.config import Settings
 from sgpu_magic.engines.choose import engine_settings, make_engine
 from sgpu_magic.errors import PoolError, SgpuError
@@ -27,7 +27,8 @@ from sgpu_magic.pool.guard import ServiceFault
 from sgpu_magic.pool.lifecycle import AlreadyRunning, PoolPresence
 from sgpu_magic.pool.remote_door import Listening
 from sgpu_magic.pool.service import PoolService
-from sgpu_magic.secure_sockets import KeyPair, new_key_pair, read_key_pair, write_key_pair
+from sgpu_magic.system import processes
+from sgpu_magic.system.secure_sockets import KeyPair, new_key_pair, read_key_pair, write_key_pair
 
 CLIENTS = "clients.toml"
 _KEY = "pool.key"

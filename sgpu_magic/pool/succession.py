@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from sgpu_magic.engines.base import Engine
-from sgpu_magic.event_file import read_spec
+from sgpu_magic.files.event_log import read_spec
 from sgpu_magic.pool import stimuli as sched
 from sgpu_magic.pool.launches import Guarded
 from sgpu_magic.pool.ledger import Ledger, Metered
 from sgpu_magic.pool.restarts import Restarts
 from sgpu_magic.pool.run_book import PoolRun, RunBook
 from sgpu_magic.pool.run_log import RunLog
-from sgpu_magic.processes import may_be_alive
+from sgpu_magic.system.processes import may_be_alive
 from sgpu_magic.wire.events import Noted, RunEnded, Submitted
 from sgpu_magic.wire.messages import Submit
 from sgpu_magic.wire.metering import cost_so_far, gpu_s_so_far

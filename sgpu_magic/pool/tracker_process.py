@@ -14,7 +14,7 @@ from dataclasses import replace
 import msgspec
 
 from sgpu_magic.config import Settings
-from sgpu_magic.message_stream import MessageStream
+from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.tracking import EndTracker, FromTracker, Hurry, RunOver, Track, TrackingDone, is_store_variable
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from sgpu_magic.config import host_name
-from sgpu_magic.processes import signal_name
 from sgpu_magic.render.stacks import last_python_line
 from sgpu_magic.render.units import format_ranks, format_seconds
+from sgpu_magic.system.processes import signal_name
 from sgpu_magic.wire.events import AttemptFailed
 from sgpu_magic.wire.measures import StackFrame
 from sgpu_magic.wire.records import CellSource, Failure

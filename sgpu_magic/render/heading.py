@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sgpu_magic.byte_sizes import format_bytes
 from sgpu_magic.render.hosts import hosts_text
 from sgpu_magic.render.surroundings import label_text
 from sgpu_magic.render.units import TIMES, count_of, format_seconds
 from sgpu_magic.render.view import RunView
+from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.wire import ids
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.payloads import Payload

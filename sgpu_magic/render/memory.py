@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from sgpu_magic.byte_sizes import format_bytes
 from sgpu_magic.render import ansi
 from sgpu_magic.render.units import count_of, format_gb
 from sgpu_magic.render.view import RunView
+from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.wire.measures import RankMemory, TensorUse
 from sgpu_magic.wire.records import Failure
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from sgpu_magic.byte_sizes import format_bytes
 from sgpu_magic.render.heading import names_text, returned_bytes, session_text
 from sgpu_magic.render.html_style import SANS, SOFT, safe
 from sgpu_magic.render.units import count_of, format_ranks
 from sgpu_magic.render.view import RunView
+from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.wire.records import OutputName
 from sgpu_magic.wire.states import RunKind, RunState
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from sgpu_magic.byte_sizes import format_bytes
 from sgpu_magic.render.failure import attempt_note
 from sgpu_magic.render.items import DisplayItem, GapItem, Item, LineItem
 from sgpu_magic.render.output import RunOutput
@@ -13,6 +12,7 @@ from sgpu_magic.render.rank_models import RankModels
 from sgpu_magic.render.run_names import run_name
 from sgpu_magic.render.session_state import SessionState, renewal_note, restart_note, unstopped_note
 from sgpu_magic.render.usage import RunUsage
+from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.wire import ids
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import (

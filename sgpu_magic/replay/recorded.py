@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.event_file import EventFile
+from sgpu_magic.files.event_log import EventFile
 from sgpu_magic.payload.pack import Packed
 from sgpu_magic.wire.events import Described, RanksStarted, RunEnded
 from sgpu_magic.wire.ids import short

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.event_file import EventFile
+from sgpu_magic.files.event_log import EventFile
 from sgpu_magic.render.html import render_html
 from sgpu_magic.render.run_names import run_name
 from sgpu_magic.render.view import RunView

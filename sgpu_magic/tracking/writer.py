@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import Settings
-from sgpu_magic.event_file import EventFile
+from sgpu_magic.files.event_log import EventFile
 from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.artifacts import MAX_BYTES, files_of
 from sgpu_magic.tracking.client import Gone, Rejected, Store, StoreTroubled

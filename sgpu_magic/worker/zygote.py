@@ -19,7 +19,7 @@ import sys
 import traceback
 from types import FrameType
 
-from sgpu_magic import processes
+from sgpu_magic.system import processes
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.messages import PROTOCOL_VERSION
 from sgpu_magic.wire.zygote_messages import Exited, Fork, Forked, ForkRefused, ToZygote, ZygoteFailed, ZygoteReady

@@ -23,7 +23,7 @@ from test_panel_kernel import Panel
 
 from sgpu_magic.client.pools_edits import remove_pool
 from sgpu_magic.client.pools_file import read_pools
-from sgpu_magic.secure_sockets import KeyPair, new_key_pair
+from sgpu_magic.system.secure_sockets import KeyPair, new_key_pair
 
 WAITS = "import time\nprint('begun', flush=True)\nwhile True: time.sleep(0.05)"
 

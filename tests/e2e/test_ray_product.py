@@ -13,7 +13,7 @@ from two_machines import two_machines
 from waiting import eventually
 
 from sgpu_magic.client.pools_edits import add_pool
-from sgpu_magic.secure_sockets import new_key_pair, write_key_pair
+from sgpu_magic.system.secure_sockets import new_key_pair, write_key_pair
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.slow, pytest.mark.timeout(400)]
 

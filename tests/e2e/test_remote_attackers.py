@@ -24,7 +24,7 @@ from waiting import eventually
 
 from sgpu_magic.errors import KeyRefused, PoolError, UsageError
 from sgpu_magic.pool.doorkeeper import MOST_STRANGERS
-from sgpu_magic.secure_sockets import MAX_FRAME_BYTES, new_key_pair
+from sgpu_magic.system.secure_sockets import MAX_FRAME_BYTES, new_key_pair
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.events import Event, OutputWritten, RunEnded

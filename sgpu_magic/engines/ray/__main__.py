@@ -40,7 +40,7 @@ from sgpu_magic.engines.ray.messages import (
     to_cluster,
 )
 from sgpu_magic.engines.ray.untyped import RayError, ray
-from sgpu_magic.message_stream import MessageStream
+from sgpu_magic.system.message_stream import MessageStream
 
 T = TypeVar("T")
 _THREADS = 24

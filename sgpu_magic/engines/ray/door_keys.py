@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.secure_sockets import KeyPair, new_key_pair, read_key_pair, write_key_pair
+from sgpu_magic.system.secure_sockets import KeyPair, new_key_pair, read_key_pair, write_key_pair
 
 _ANYWHERE = ("0.0.0.0", "[::]", "*")
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sgpu_magic.engines.ray.messages import EndAll, FromCluster, ToCluster, from_cluster
-from sgpu_magic.message_stream import MessageStream
+from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
 
 _AGAIN_S = (1.0, 2.0, 5.0, 10.0)

@@ -37,7 +37,7 @@ from sgpu_magic.engines.ray.messages import (
 )
 from sgpu_magic.engines.ray.node_agents import NodeAgents, NodeKeys
 from sgpu_magic.engines.ray.uplink import AgentOrder
-from sgpu_magic.secure_sockets import KeyPair
+from sgpu_magic.system.secure_sockets import KeyPair
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.messages import PROTOCOL_VERSION
 from sgpu_magic.wire.node_messages import AgentReady, FromAgent, Launch

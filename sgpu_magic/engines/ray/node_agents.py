@@ -11,7 +11,7 @@ import msgspec
 
 from sgpu_magic.engines.ray.messages import EndAgents, NodeFacts, StartAgent, ToCluster
 from sgpu_magic.engines.ray.uplink import AgentOrder
-from sgpu_magic.secure_sockets import KeyPair, new_key_pair
+from sgpu_magic.system.secure_sockets import KeyPair, new_key_pair
 
 # its actor is given up after a minute
 _COME_S = 90.0

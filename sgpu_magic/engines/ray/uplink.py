@@ -22,9 +22,9 @@ import zmq
 
 from sgpu_magic.config import Settings
 from sgpu_magic.engines.ray import go_between
-from sgpu_magic.message_stream import MessageStream
-from sgpu_magic.processes import signal_name
-from sgpu_magic.secure_sockets import Endpoint, KeyPair, secure_client
+from sgpu_magic.system.message_stream import MessageStream
+from sgpu_magic.system.processes import signal_name
+from sgpu_magic.system.secure_sockets import Endpoint, KeyPair, secure_client
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.address import agent_socket_file
 from sgpu_magic.wire.node_link import (

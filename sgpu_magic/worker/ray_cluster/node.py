@@ -30,7 +30,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from sgpu_magic import processes
+from sgpu_magic.system import processes
 from sgpu_magic.wire.record import Record
 from sgpu_magic.worker.ray_cluster.words import NodeStarted, NodeTroubled, StartNode, line_of, start_words
 

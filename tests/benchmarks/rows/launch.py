@@ -152,7 +152,7 @@ def first_cell_at_once(bench: Bench) -> Row:
 IDLE_MEMORY = """
 import json, os, re
 from pathlib import Path
-from sgpu_magic.processes import descendants
+from sgpu_magic.system.processes import descendants
 def bench_is_zygote(pid):
     return b"worker.zygote" in Path(f"/proc/{pid}/cmdline").read_bytes()
 def bench_parent(pid):

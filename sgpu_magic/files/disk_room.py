@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgpu_magic.byte_sizes import format_bytes
+from sgpu_magic.system.byte_sizes import format_bytes
 
 # a run of two ranks that prints a little leaves 160 kB in 16 files
 RUN_BYTES = 256_000

@@ -26,9 +26,9 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
-from sgpu_magic.byte_sizes import folder_bytes
 from sgpu_magic.config import Settings, host_name, load_settings, private_dir
 from sgpu_magic.errors import UsageError
+from sgpu_magic.system.byte_sizes import folder_bytes
 
 _BOOKS = ".sgpu"
 _LONGEST_NAME_BYTES = 200
