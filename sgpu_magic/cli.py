@@ -152,7 +152,8 @@ def _run(options: argparse.Namespace) -> int:
                 case _:
                     print(environments.prune(settings, options.days))
         case "usage":
-            from sgpu_magic.commands import usage, usage_forms
+            from sgpu_magic.client import usage
+            from sgpu_magic.commands import usage_forms
 
             print(usage_forms.FORMATS[options.format](usage.read_usage(load_settings(), options.since, options.by)))
         case "types":

@@ -29,14 +29,14 @@ MAY_USE: dict[str, set[str]] = {
     "client": {"payload", "environment"},
     "render": set(),
     "live": {"render"},
-    "panel": {"client", "commands", "environment", "live", "render", "runs", "sessions", "widget"},
+    "panel": {"client", "environment", "live", "render", "runs", "sessions", "widget"},
     "widget": {"live", "render"},
     "runs": BY_HAND | {"widget"},
     "sessions": BY_HAND | {"panel", "runs"},
     "functions": BY_HAND | {"panel", "runs", "sessions"},
     "compat": {"client", "functions", "runtime"},
     "replay": BY_HAND | {"runs"},
-    "magics": BY_HAND | {"live", "panel", "widget", "runs", "sessions", "replay", "commands", "help"},
+    "magics": BY_HAND | {"live", "panel", "widget", "runs", "sessions", "replay", "help"},
     # the command looks at everything that a person may want to see from a shell
     "cli": {"commands", "doctor", "help"},
     "help": {"render"},
@@ -51,7 +51,7 @@ MAY_USE: dict[str, set[str]] = {
     "agent": {"environment"},
     "worker": {"compat", "payload", "tracking", "runtime"},
     "tracking": {"environment", "render"},
-    "jupyter_server": {"client", "commands", "live", "panel", "render"},
+    "jupyter_server": {"client", "live", "panel", "render"},
 }
 """What a part of the package may import of the others."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sgpu_magic.commands.usage import Use
+from sgpu_magic.client.usage import Use
 from sgpu_magic.jupyter_server.outbox import Outbox
 from sgpu_magic.panel.drawing import NO_GPU, Rates, RunPlace, pool_choices, pool_picture, run_row
 from sgpu_magic.panel.messages import Said

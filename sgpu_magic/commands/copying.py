@@ -15,7 +15,7 @@ from typing import BinaryIO, TextIO
 
 import msgspec
 
-from sgpu_magic.commands.files_of_run import FilesOfRun, files_of
+from sgpu_magic.client.files_of_run import FilesOfRun, files_of
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import RunFileUnknown, UsageError
 from sgpu_magic.files.safe_paths import BadName, list_below, open_below, parts_of, replace_below

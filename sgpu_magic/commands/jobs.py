@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from sgpu_magic.commands.runs import aligned
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.headless import records
 from sgpu_magic.headless.records import JobRecord
+from sgpu_magic.render.tables import aligned
 from sgpu_magic.render.units import format_clock
 from sgpu_magic.wire.ids import short
 

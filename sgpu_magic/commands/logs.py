@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from sgpu_magic.commands.files_of_run import FilesOfRun, files_of
+from sgpu_magic.client.files_of_run import FilesOfRun, files_of
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import RunFileUnknown, UsageError
 from sgpu_magic.render import ansi

@@ -7,10 +7,10 @@ import signal
 from collections.abc import Callable
 from typing import TextIO
 
+from sgpu_magic.client.find_run import check_prefix
 from sgpu_magic.client.forwarding import LOOPBACK, Forwarder
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.client.pool import Pool
-from sgpu_magic.commands.runs import check_prefix
 from sgpu_magic.errors import UsageError
 from sgpu_magic.wire.ids import short
 

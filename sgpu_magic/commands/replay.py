@@ -6,7 +6,7 @@ import argparse
 import threading
 from typing import TextIO
 
-from sgpu_magic.commands.files_of_run import recorded_directory
+from sgpu_magic.client.files_of_run import recorded_directory
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.replay.launching import ReplayOptions, prepare_replay

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
 import time
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from sgpu_magic.client.local_pool import find_pool
-from sgpu_magic.client.pool import Pool
+from sgpu_magic.client import ledger_file
+from sgpu_magic.client.find_run import check_prefix, pool_of
 from sgpu_magic.client.pools import Asked, Pools
 from sgpu_magic.client.pools_file import LOCAL
-from sgpu_magic.commands import ledger_file
 from sgpu_magic.config import Settings
-from sgpu_magic.errors import PoolError, UsageError
-from sgpu_magic.render import ansi
+from sgpu_magic.errors import PoolError
 from sgpu_magic.render.stacks import stacks_text
+from sgpu_magic.render.tables import aligned
 from sgpu_magic.render.units import TIMES, format_clock
-from sgpu_magic.runs import finding
-from sgpu_magic.system.byte_sizes import format_bytes
-from sgpu_magic.wire.ids import is_valid_id, short
+from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.metering import cost_so_far
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.prices import format_money
 from sgpu_magic.wire.states import RunKind
 
-_PREFIX = re.compile(r"[0-9a-f]{1,8}")
-_MAX_LISTED = 8
 _MAX_FAILURE = 100
 _ALL = 1_000_000_000
 
@@ -127,80 +119,6 @@ def stacks(settings: Settings, run: str) -> str:
     return stacks_text(answer.run_id, answer.stacks, answer.cell)
 
 
-@contextlib.contextmanager
-def pool_of(settings: Settings, run: str, wish: str, *, going_on: bool = False) -> Generator[Pool]:
-    """Return the pool that has a run, closed at the end. Never starts a pool.
-
-    Args:
-        settings: Where pools are.
-        run: The first digits of its id.
-        wish: What the run is wanted for, the end of a sentence.
-        going_on: It must not have ended.
-
-    Raises:
-        PoolError: No pool runs.
-        RunUnknown: No pool that answers has such a run.
-        UsageError: That is no beginning of an id.
-    """
-    prefix = check_prefix(run)
-    pools = Pools(settings)
-    try:
-        if not pools.entries() and find_pool(settings) is None:
-            raise PoolError(f"no local pool is running, so no run is going on {wish}.")
-        yield finding.pool_with(pools, settings, prefix, going_on=going_on, start=False)
-    finally:
-        pools.close()
-
-
-def check_prefix(text: str) -> str:
-    """Return `text` as the beginning of a run id.
-
-    Raises:
-        UsageError: It can't be one.
-    """
-    prefix = text.strip().lower()
-    if _PREFIX.fullmatch(prefix) is None:
-        raise UsageError(
-            f"{text[:40]!r} is no run: give the first digits of its id (0-9, a-f), as `sgpu runs` lists them."
-        )
-    return prefix
-
-
-def find_directory(settings: Settings, text: str) -> str:
-    """Return the id of the one run with a directory whose id begins with `text`.
-
-    Raises:
-        UsageError: No run, or more than one, has an id like that.
-    """
-    prefix = check_prefix(text)
-    try:
-        names = os.listdir(settings.runs_path)
-    except FileNotFoundError:
-        names = []
-    found = sorted(name for name in names if is_valid_id(name) and name.startswith(prefix))
-    if not found:
-        _check_not_removed(settings, prefix)
-        raise UsageError(
-            f"no run on this machine has an id that begins with {prefix!r}. `sgpu runs --all` lists them; "
-            f"their directories are in {settings.runs_path}."
-        )
-    if len(found) > 1:
-        listed = ", ".join(found[:_MAX_LISTED]) + (", ..." if len(found) > _MAX_LISTED else "")
-        raise UsageError(f"{prefix!r} begins the ids of {len(found)} runs: {listed}. Give more digits.")
-    return found[0]
-
-
-def _check_not_removed(settings: Settings, prefix: str) -> None:
-    """Raise UsageError if the ledger has a run of that prefix: its directory was there once."""
-    for run in ledger_file.recent_runs(settings, None):
-        if run.run_id.startswith(prefix):
-            raise UsageError(
-                f"what run {short(run.run_id)} printed and returned is no longer kept, only that it was: `sgpu runs "
-                f"--all`. Of ended runs the newest {settings.keep_runs:,} are kept, for {settings.keep_days:g} days "
-                f"and within {format_bytes(settings.keep_bytes)} (settings keep_runs, keep_days, keep_bytes)."
-            )
-
-
 def runs_table(runs: Sequence[RunSummary], now: float, pools: Mapping[str, str] | None = None) -> str:
     """Return the runs as aligned text.
 
@@ -229,19 +147,6 @@ def runs_table(runs: Sequence[RunSummary], now: float, pools: Mapping[str, str] 
         ]
         right = tuple(column + 1 for column in right)
     return "\n".join(aligned(rows, right=right))
-
-
-def aligned(rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
-    """Return the rows with their columns below each other, those in `right` at the right."""
-    rows = [tuple(ansi.plain(cell) for cell in row) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "   ".join(
-            cell.rjust(width) if at in right else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _named(run: RunSummary) -> str:

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import msgspec
 
+from sgpu_magic.client import ledger_file
+from sgpu_magic.client.find_run import find_directory
 from sgpu_magic.client.local_pool import find_pool
-from sgpu_magic.commands import ledger_file
-from sgpu_magic.commands.runs import aligned, find_directory
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.files.event_log import read_spec
 from sgpu_magic.render.run_names import run_name
+from sgpu_magic.render.tables import aligned
 from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.progress import Progress, without_user
 from sgpu_magic.tracking.sync import Sent, Unsent

@@ -6,7 +6,7 @@ import time
 
 import msgspec
 
-from sgpu_magic.commands import ledger_file
+from sgpu_magic.client import ledger_file
 from sgpu_magic.config import Settings
 from sgpu_magic.files.event_log import read_spec
 from sgpu_magic.jupyter_server.elsewhere import Elsewhere

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sgpu_magic.client import ledger_file
 from sgpu_magic.client.pools_file import LOCAL
-from sgpu_magic.commands import ledger_file
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import KeyRefused, PoolError, RunFileUnknown, RunUnknown, UsageError
 from sgpu_magic.files.event_log import read_spec
@@ -116,9 +116,10 @@ class RunHere(RunPlace):
             pool.close()
 
     def stacks(self) -> Sequence[str]:
-        from sgpu_magic.commands.runs import stacks
+        from sgpu_magic.client.find_run import pool_of
 
-        return stacks(self._settings, self.spec.run_id).splitlines()
+        with pool_of(self._settings, self.spec.run_id, "whose ranks could be looked at", going_on=True) as pool:
+            return _stacks(pool, self.spec)
 
 
 class RunElsewhere(RunPlace):
@@ -167,10 +168,14 @@ class RunElsewhere(RunPlace):
         return _cancel(self._ask(), self.spec)
 
     def stacks(self) -> Sequence[str]:
-        from sgpu_magic.render.stacks import stacks_text
+        return _stacks(self._ask(), self.spec)
 
-        answer = self._ask().stacks(self.spec.run_id)
-        return stacks_text(answer.run_id, answer.stacks, answer.cell).splitlines()
+
+def _stacks(pool: Pool, spec: RunSpec) -> Sequence[str]:
+    from sgpu_magic.render.stacks import stacks_text
+
+    answer = pool.stacks(spec.run_id)
+    return stacks_text(answer.run_id, answer.stacks, answer.cell).splitlines()
 
 
 def run_here(settings: Settings, run_id: str) -> RunHere | None:

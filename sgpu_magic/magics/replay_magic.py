@@ -35,7 +35,7 @@ class ReplayMagics(Magics):
         if not values.run:
             made.error("which run? Give the first digits of its id, as %sgpu_status lists them")
         # only a replay needs them
-        from sgpu_magic.commands.files_of_run import recorded_directory
+        from sgpu_magic.client.files_of_run import recorded_directory
         from sgpu_magic.replay.launching import ReplayOptions, prepare_replay
         from sgpu_magic.replay.recorded import read_recorded
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from sgpu_magic.client import ledger_file
 from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry, default_pool, pools_path, read_pools
-from sgpu_magic.commands import ledger_file
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, PoolVersionError, SgpuError
 from sgpu_magic.panel.drawing import RunPlace, as_sentence, away_picture, pool_picture, rates_of, run_row

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from sgpu_magic.commands import ledger_file
-from sgpu_magic.commands.usage import Use, usage
+from sgpu_magic.client import ledger_file
+from sgpu_magic.client.usage import Use, usage
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError
 from sgpu_magic.wire.pool_status import BudgetState, RunSummary

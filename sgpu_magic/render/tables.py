@@ -13,12 +13,13 @@ Row = tuple[str, ...]
 
 
 def aligned(rows: Sequence[Row], right: tuple[int, ...] = ()) -> list[str]:
-    """Return the rows as lines, their columns aligned; those of `right` to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    """Return the rows with their columns below each other, those in `right` at the right."""
+    rows = [tuple(ansi.plain(cell) for cell in row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "   ".join(
-            ansi.plain(cell).rjust(widths[column]) if column in right else ansi.plain(cell).ljust(widths[column])
-            for column, cell in enumerate(row)
+            cell.rjust(width) if at in right else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]

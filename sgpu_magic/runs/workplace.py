@@ -7,6 +7,7 @@ import sys
 import threading
 from typing import Any
 
+from sgpu_magic.client import find_run
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pools import Pools
 from sgpu_magic.client.run import Run
@@ -15,7 +16,7 @@ from sgpu_magic.render.publisher import SilentPublisher
 from sgpu_magic.render.run_names import stop_words
 from sgpu_magic.render.stacks import stacks_text
 from sgpu_magic.render.view import RunView
-from sgpu_magic.runs import finding, follow, job_defaults, packages, placing
+from sgpu_magic.runs import follow, job_defaults, packages, placing
 from sgpu_magic.runs.following import Follower
 from sgpu_magic.runs.notices import NoticeBoard
 from sgpu_magic.runs.placing import Devices, Found
@@ -104,8 +105,8 @@ class Workplace:
         return placing.find_place(self.pools, self.current_settings(), name, devices)
 
     def pool_with(self, run: str, *, going_on: bool = False) -> Pool:
-        """Return the pool that has a run, by the first digits of its id; as `finding.pool_with`."""
-        return finding.pool_with(self.pools, self.settings, run, going_on=going_on)
+        """Return the pool that has a run, by the first digits of its id; as `find_run.pool_with`."""
+        return find_run.pool_with(self.pools, self.settings, run, going_on=going_on)
 
     def attach(self, run: str) -> tuple[Run, RunState]:
         """Follow a run of any pool; as `Pool.attach`."""

@@ -26,8 +26,8 @@ from sgpu_magic.client import blob_sender, remote_wire
 from sgpu_magic.client.blob_sender import BlobSender, Piece
 from sgpu_magic.client.connection import wait_for
 from sgpu_magic.client.event_queue import FilePart
+from sgpu_magic.client.files_of_run import recorded_directory
 from sgpu_magic.client.link import PoolLink, Reply
-from sgpu_magic.commands.files_of_run import recorded_directory
 from sgpu_magic.errors import RunFileUnknown, RunUnknown, UsageError
 from sgpu_magic.live.log_reader import LogReader
 from sgpu_magic.replay.recorded import read_recorded

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import msgspec
 
+from sgpu_magic.client import ledger_file
+from sgpu_magic.client.find_run import check_prefix, find_directory, pool_of
 from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.mirror import Mirror, mirror_path
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pools_file import read_pools
-from sgpu_magic.commands import ledger_file
-from sgpu_magic.commands.runs import check_prefix, find_directory, pool_of
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.wire.ids import check_id
