@@ -42,7 +42,7 @@ def see(topic: str) -> str:
 
     The Jupyter server draws what a kernel has shown.
     """
-    loaded = "sgpu_magic.magics" in sys.modules or "sgpu_magic.jupyter_server" in sys.modules
+    loaded = "sgpu_magic.magics" in sys.modules or "sgpu_magic.server" in sys.modules
     return f"See `%sgpu_help {topic}`." if loaded else f"See `sgpu help {topic}` in a shell."
 
 

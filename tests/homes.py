@@ -356,7 +356,7 @@ def _is_agent(process: Process) -> bool:
 
 def _is_servant(process: Process) -> bool:
     """Of the pool: what speaks to MLflow, or to Ray."""
-    return "-m sgpu_magic.tracking " in process.command or "-m sgpu_magic.engines.ray " in process.command
+    return "-m sgpu_magic.tracking " in process.command or "-m sgpu_magic.nodes.ray " in process.command
 
 
 def _is_zygote(process: Process) -> bool:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from sgpu_magic.engines.device_locks import DeviceLocks, DevicesLocked
 from sgpu_magic.errors import CapacityError, PoolError
+from sgpu_magic.nodes.device_locks import DeviceLocks, DevicesLocked
 
 ROOT = Path(__file__).parent.parent
 FIRST = "GPU-00000000-0000-0000-0000-000000000001"
@@ -32,7 +32,7 @@ HOLD = """
 import os, sys
 from pathlib import Path
 directory, uid, *uuids = sys.argv[1:]
-from sgpu_magic.engines.device_locks import DeviceLocks, DevicesLocked
+from sgpu_magic.nodes.device_locks import DeviceLocks, DevicesLocked
 os.umask(0o077)
 if int(uid):
     os.setgroups([])
@@ -165,7 +165,7 @@ def test_probing_never_refuses_somebody_else_a_free_device(directory: Path, lock
     code = """
 import sys
 from pathlib import Path
-from sgpu_magic.engines.device_locks import DeviceLocks
+from sgpu_magic.nodes.device_locks import DeviceLocks
 locks = DeviceLocks(Path(sys.argv[1]))
 print("probing", flush=True)
 while True:

@@ -235,7 +235,7 @@ HEAVY = {"torch", "ray", "mlflow", "pynvml", "IPython", "numpy", "zmq", "cloudpi
         pytest.param("import sgpu_magic.wire.codec", HEAVY, id="wire"),
         pytest.param("import sgpu_magic.agent.service", HEAVY - {"zmq"}, id="agent"),
         pytest.param(
-            "import sgpu_magic.pool.service, sgpu_magic.engines.local",
+            "import sgpu_magic.pool.service, sgpu_magic.nodes.local",
             HEAVY - {"zmq"},
             id="pool",
         ),

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 from sgpu_magic.client.interpreter import this_owner
 from sgpu_magic.config import Settings
-from sgpu_magic.engines.base import EngineListener
-from sgpu_magic.engines.many_nodes import ManyNodes
+from sgpu_magic.nodes.base import EngineListener
+from sgpu_magic.nodes.many_nodes import ManyNodes
 from sgpu_magic.wire.devices import Inventory, Lease, NodeShare, Placement
 from sgpu_magic.wire.events import EventBody, RankFailed, RanksStarted, RunEnded
 from sgpu_magic.wire.messages import PROTOCOL_VERSION

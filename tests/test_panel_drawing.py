@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from sgpu_magic.client.usage import Use
-from sgpu_magic.jupyter_server.outbox import Outbox
 from sgpu_magic.panel.drawing import NO_GPU, Rates, RunPlace, pool_choices, pool_picture, run_row
 from sgpu_magic.panel.messages import Said
 from sgpu_magic.panel.picture import PoolPicture, PoolTold, RunRow, RunsTold
@@ -18,6 +17,7 @@ from sgpu_magic.panel.places import RunPlaces
 from sgpu_magic.panel.usage import month_began, month_line, month_sums
 from sgpu_magic.panel.waiting import Durations
 from sgpu_magic.panel.watcher import changes
+from sgpu_magic.server.outbox import Outbox
 from sgpu_magic.wire.devices import Device, Inventory
 from sgpu_magic.wire.pool_status import BudgetState, PoolStatus, RunSummary
 from sgpu_magic.wire.prices import read_prices

@@ -38,7 +38,6 @@ from stories import (
     value_error,
 )
 
-from sgpu_magic.jupyter_server.outputs import cell_outputs
 from sgpu_magic.live.messages import AskLines, Refusal
 from sgpu_magic.live.picture import Snapshot
 from sgpu_magic.live.snapshot import snapshot_of
@@ -51,6 +50,7 @@ from sgpu_magic.render.status import status_html, status_text
 from sgpu_magic.render.terminal import TerminalPublisher
 from sgpu_magic.render.text import render_text
 from sgpu_magic.render.units import TIMES
+from sgpu_magic.server.outputs import cell_outputs
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.devices import Device, Inventory
 from sgpu_magic.wire.measures import TensorUse

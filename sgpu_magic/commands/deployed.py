@@ -10,8 +10,8 @@ import msgspec
 
 from sgpu_magic.commands.serving import serve
 from sgpu_magic.config import load_settings, private_dir
-from sgpu_magic.engines.ray.deploy import DEPLOYED, Deployment
 from sgpu_magic.errors import SgpuError, UsageError
+from sgpu_magic.nodes.ray.deploy import DEPLOYED, Deployment
 from sgpu_magic.pool import authorized_clients
 from sgpu_magic.pool.serving import CLIENTS, served_settings
 

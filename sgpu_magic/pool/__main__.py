@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _run(settings: Settings, presence: PoolPresence, first_order: bytes) -> None:
-    from sgpu_magic.engines.local import LocalEngine
+    from sgpu_magic.nodes.local import LocalEngine
     from sgpu_magic.wire.codec import Decoder
     from sgpu_magic.wire.messages import Warm
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from sgpu_magic.engines.base import Engine
+from sgpu_magic.nodes.base import Engine
 from sgpu_magic.pool.run_book import PoolRun
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.wire.forwarding import (

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from sgpu_magic.engines.base import Engine
+from sgpu_magic.nodes.base import Engine
 from sgpu_magic.pool import stimuli as sched
 from sgpu_magic.pool.fresh_inventory import FreshInventory
 from sgpu_magic.pool.launches import Launches

@@ -7,8 +7,8 @@ import functools
 import time
 from collections.abc import Callable
 
-from sgpu_magic.engines.base import Engine, LeaseUnavailable
 from sgpu_magic.files.content_store import store_name
+from sgpu_magic.nodes.base import Engine, LeaseUnavailable
 from sgpu_magic.pool import stimuli as sched
 from sgpu_magic.pool.byte_desk import needed_blobs
 from sgpu_magic.pool.kept_environments import KeptEnvironments

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from sgpu_magic.engines.base import Engine
+from sgpu_magic.nodes.base import Engine
 from sgpu_magic.pool import stimuli as sched
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.restarts import Restarts

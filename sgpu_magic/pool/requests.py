@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from sgpu_magic.engines.base import Engine
 from sgpu_magic.files.event_log import read_spec
+from sgpu_magic.nodes.base import Engine
 from sgpu_magic.pool import stimuli as sched
 from sgpu_magic.pool.admission import ends_with_notebook
 from sgpu_magic.pool.byte_desk import ByteDesk

@@ -15,7 +15,7 @@ from typing import Any
 
 from sgpu_magic import __version__
 from sgpu_magic.config import Settings, pool_settings
-from sgpu_magic.engines.base import Engine
+from sgpu_magic.nodes.base import Engine
 from sgpu_magic.pool import stimuli as sched
 from sgpu_magic.pool.billing import Billing
 from sgpu_magic.pool.budget_of_pool import budget_of, budget_state

@@ -20,8 +20,8 @@ import zmq
 
 from sgpu_magic import config
 from sgpu_magic.config import Settings
-from sgpu_magic.engines.choose import engine_settings, make_engine
 from sgpu_magic.errors import PoolError, SgpuError
+from sgpu_magic.nodes.choose import engine_settings, make_engine
 from sgpu_magic.pool.authorized_clients import AuthorizedClients
 from sgpu_magic.pool.guard import ServiceFault
 from sgpu_magic.pool.lifecycle import AlreadyRunning, PoolPresence

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from sgpu_magic.engines.base import Engine
+from sgpu_magic.nodes.base import Engine
 from sgpu_magic.pool import stimuli as sched
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.run_book import PoolRun, RunBook

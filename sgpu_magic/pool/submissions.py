@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from sgpu_magic.engines.base import Engine
+from sgpu_magic.nodes.base import Engine
 from sgpu_magic.pool import stimuli as sched
 from sgpu_magic.pool.admission import unfit, unstartable
 from sgpu_magic.pool.byte_desk import ByteDesk, names_files

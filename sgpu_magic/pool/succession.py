@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from sgpu_magic.engines.base import Engine
 from sgpu_magic.files.event_log import read_spec
+from sgpu_magic.nodes.base import Engine
 from sgpu_magic.pool import stimuli as sched
 from sgpu_magic.pool.launches import Guarded
 from sgpu_magic.pool.ledger import Ledger, Metered

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from sgpu_magic import config
 from sgpu_magic.config import Settings
-from sgpu_magic.engines.many_nodes import ManyNodes
+from sgpu_magic.nodes.many_nodes import ManyNodes
 from sgpu_magic.pool.lifecycle import PoolPresence
 from sgpu_magic.pool.service import PoolService
 from sgpu_magic.wire.devices import Device, Inventory

@@ -19,9 +19,9 @@ from waiting import eventually
 
 from sgpu_magic.client.pools_edits import add_pool
 from sgpu_magic.client.pools_file import PoolEntry
-from sgpu_magic.engines.ray.deploy import job_options
-from sgpu_magic.engines.ray.jobs_api import JobsApi
 from sgpu_magic.errors import PoolError, UsageError
+from sgpu_magic.nodes.ray.deploy import job_options
+from sgpu_magic.nodes.ray.jobs_api import JobsApi
 from sgpu_magic.wire.events import RanksStarted
 from sgpu_magic.wire.states import RunState
 

@@ -363,7 +363,7 @@ def test_the_key_is_a_new_one_each_time(kernel: Kernel, home: Home):
 
 @pytest.mark.parametrize(
     "module",
-    ["sgpu_magic.pool.service", "sgpu_magic.pool.__main__", "sgpu_magic.agent.service", "sgpu_magic.engines.local"],
+    ["sgpu_magic.pool.service", "sgpu_magic.pool.__main__", "sgpu_magic.agent.service", "sgpu_magic.nodes.local"],
 )
 def test_pool_and_agent_have_nothing_to_unpickle_with(module: str):
     code = f"import sys, json, {module}; print(json.dumps(sorted(sys.modules)))"

@@ -56,7 +56,7 @@ def test_every_error_has_a_page_and_names_it(cls: type[errors.SgpuError], monkey
     monkeypatch.setitem(sys.modules, "sgpu_magic.magics", ModuleType("loaded"))
     error = cls("what happened", type_name="E") if cls is errors.RemoteError else cls("what happened")
     assert error._render_traceback_()[-1] == f"See `%sgpu_help {cls.topic}`."
-    for name in ("sgpu_magic.magics", "sgpu_magic.jupyter_server"):
+    for name in ("sgpu_magic.magics", "sgpu_magic.server"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     assert error._render_traceback_()[-1] == f"See `sgpu help {cls.topic}` in a shell."
     assert str(error) == "what happened"

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from sgpu_magic.config import Settings
-from sgpu_magic.engines.base import EngineListener
-from sgpu_magic.engines.busy_nodes import BusyNodes
-from sgpu_magic.engines.joint_run import Told
-from sgpu_magic.engines.joint_stacks import JointStacks
-from sgpu_magic.engines.node_channel import NodeChannel
-from sgpu_magic.engines.spread_run import SpreadRun, nodes_of
+from sgpu_magic.nodes.base import EngineListener
+from sgpu_magic.nodes.busy_nodes import BusyNodes
+from sgpu_magic.nodes.joint_run import Told
+from sgpu_magic.nodes.joint_stacks import JointStacks
+from sgpu_magic.nodes.node_channel import NodeChannel
+from sgpu_magic.nodes.spread_run import SpreadRun, nodes_of
 from sgpu_magic.wire.comms import TellComms
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import RankFailed, RunEnded

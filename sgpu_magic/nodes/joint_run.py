@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from sgpu_magic.engines.joint_end import PartEnd, join_ends, join_releases, join_starts
-from sgpu_magic.engines.joint_stalls import JointStalls
+from sgpu_magic.nodes.joint_end import PartEnd, join_ends, join_releases, join_starts
+from sgpu_magic.nodes.joint_stalls import JointStalls
 from sgpu_magic.wire.events import (
     EnvironmentMoved,
     EventBody,

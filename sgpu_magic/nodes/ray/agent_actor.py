@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import Settings, private_dir
-from sgpu_magic.engines.ray.groups import remove_groups_on
-from sgpu_magic.engines.ray.untyped import ray
-from sgpu_magic.engines.ray.uplink import AgentOrder, Uplink
+from sgpu_magic.nodes.ray.groups import remove_groups_on
+from sgpu_magic.nodes.ray.untyped import ray
+from sgpu_magic.nodes.ray.uplink import AgentOrder, Uplink
 from sgpu_magic.system import processes
 
 # a socket's path ends at 108 bytes

@@ -11,14 +11,14 @@ import msgspec
 
 from sgpu_magic import __version__
 from sgpu_magic.config import Settings, private_dir
-from sgpu_magic.engines.base import EngineListener
-from sgpu_magic.engines.many_nodes import ManyNodes
-from sgpu_magic.engines.node_door import NodeDoor, NodeLink
-from sgpu_magic.engines.ray.asking import request_of, why_not
-from sgpu_magic.engines.ray.door_keys import DoorState
-from sgpu_magic.engines.ray.driver_process import DriverProcess
-from sgpu_magic.engines.ray.inventory import inventory_of, is_known, read_elastic, shares_of
-from sgpu_magic.engines.ray.messages import (
+from sgpu_magic.nodes.base import EngineListener
+from sgpu_magic.nodes.many_nodes import ManyNodes
+from sgpu_magic.nodes.node_door import NodeDoor, NodeLink
+from sgpu_magic.nodes.ray.asking import request_of, why_not
+from sgpu_magic.nodes.ray.door_keys import DoorState
+from sgpu_magic.nodes.ray.driver_process import DriverProcess
+from sgpu_magic.nodes.ray.inventory import inventory_of, is_known, read_elastic, shares_of
+from sgpu_magic.nodes.ray.messages import (
     AgentFailed,
     AgentStarts,
     AllEnded,
@@ -35,8 +35,8 @@ from sgpu_magic.engines.ray.messages import (
     ToCluster,
     Watch,
 )
-from sgpu_magic.engines.ray.node_agents import NodeAgents, NodeKeys
-from sgpu_magic.engines.ray.uplink import AgentOrder
+from sgpu_magic.nodes.ray.node_agents import NodeAgents, NodeKeys
+from sgpu_magic.nodes.ray.uplink import AgentOrder
 from sgpu_magic.system.secure_sockets import KeyPair
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.messages import PROTOCOL_VERSION

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from sgpu_magic.engines.spread_run import nodes_of
+from sgpu_magic.nodes.spread_run import nodes_of
 from sgpu_magic.wire.node_messages import HeldRun
 
 

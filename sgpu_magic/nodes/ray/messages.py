@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sgpu_magic.engines.ray.uplink import AgentOrder
+from sgpu_magic.nodes.ray.uplink import AgentOrder
 from sgpu_magic.wire.record import Record
 
 

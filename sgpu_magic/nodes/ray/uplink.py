@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from sgpu_magic.config import Settings
-from sgpu_magic.engines.ray import go_between
+from sgpu_magic.nodes.ray import go_between
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.system.processes import signal_name
 from sgpu_magic.system.secure_sockets import Endpoint, KeyPair, secure_client

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from sgpu_magic.engines.lock_files import UUID, LockFiles, let_go, write_holder
 from sgpu_magic.errors import CapacityError
+from sgpu_magic.nodes.lock_files import UUID, LockFiles, let_go, write_holder
 
 _SIMULATED = re.compile(r"SIM-[0-9A-Za-z-]{1,80}")
 

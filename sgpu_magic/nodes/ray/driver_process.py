@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sgpu_magic.engines.ray.messages import EndAll, FromCluster, ToCluster, from_cluster
+from sgpu_magic.nodes.ray.messages import EndAll, FromCluster, ToCluster, from_cluster
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
 
@@ -85,7 +85,7 @@ class DriverProcess:
         environ = {**quiet, **os.environ, "PYTHONSAFEPATH": "1"}
         with theirs, open(self._log, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as words:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "sgpu_magic.engines.ray", str(theirs.fileno()), *self._arguments],
+                [sys.executable, "-m", "sgpu_magic.nodes.ray", str(theirs.fileno()), *self._arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=words,
                 stderr=words,

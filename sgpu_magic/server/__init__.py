@@ -18,12 +18,12 @@ from typing import Any
 
 
 def _jupyter_server_extension_points() -> list[dict[str, str]]:  # pyright: ignore[reportUnusedFunction]
-    return [{"module": "sgpu_magic.jupyter_server"}]
+    return [{"module": "sgpu_magic.server"}]
 
 
 def _load_jupyter_server_extension(server_app: Any) -> None:  # pyright: ignore[reportUnusedFunction]
-    from sgpu_magic.jupyter_server.handlers import add_handlers
-    from sgpu_magic.jupyter_server.panel_handlers import add_panel_handlers
+    from sgpu_magic.server.handlers import add_handlers
+    from sgpu_magic.server.panel_handlers import add_panel_handlers
 
     add_panel_handlers(server_app)
     add_handlers(server_app)

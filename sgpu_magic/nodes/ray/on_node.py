@@ -76,7 +76,7 @@ class NodeAgent:
             with zipfile.ZipFile(BytesIO(package)) as archive:
                 archive.extractall(unpacked)
             sys.path.insert(0, unpacked)
-        from sgpu_magic.engines.ray.agent_actor import Holder
+        from sgpu_magic.nodes.ray.agent_actor import Holder
 
         self._holder = Holder(order, unpacked)
 

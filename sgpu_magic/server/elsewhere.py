@@ -12,7 +12,7 @@ import msgspec
 from sgpu_magic.client.sent_runs import SentRun, note_end, sent_run, sent_run_ids
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.jupyter_server.run_places import RunElsewhere
+from sgpu_magic.server.run_places import RunElsewhere
 from sgpu_magic.wire.pool_status import RunSummary
 
 if TYPE_CHECKING:

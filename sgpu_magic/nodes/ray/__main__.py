@@ -1,4 +1,4 @@
-"""`python -m sgpu_magic.engines.ray <fd> <address> <namespace> <prefix>`: the process that speaks to Ray for a pool.
+"""`python -m sgpu_magic.nodes.ray <fd> <address> <namespace> <prefix>`: the process that speaks to Ray for a pool.
 
 Ray's own client blocks while the cluster is away, and ends its process when that takes long. Here it may.
 """
@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from sgpu_magic.engines.ray import cluster, groups
-from sgpu_magic.engines.ray.messages import (
+from sgpu_magic.nodes.ray import cluster, groups
+from sgpu_magic.nodes.ray.messages import (
     AgentFailed,
     AgentStarts,
     AllEnded,
@@ -39,7 +39,7 @@ from sgpu_magic.engines.ray.messages import (
     Watch,
     to_cluster,
 )
-from sgpu_magic.engines.ray.untyped import RayError, ray
+from sgpu_magic.nodes.ray.untyped import RayError, ray
 from sgpu_magic.system.message_stream import MessageStream
 
 T = TypeVar("T")

@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import msgspec
 
-from sgpu_magic.engines.ray import groups, on_node
-from sgpu_magic.engines.ray.messages import NodeFacts, StartAgent
-from sgpu_magic.engines.ray.package_archive import package_archive
-from sgpu_magic.engines.ray.untyped import (
+from sgpu_magic.nodes.ray import groups, on_node
+from sgpu_magic.nodes.ray.messages import NodeFacts, StartAgent
+from sgpu_magic.nodes.ray.package_archive import package_archive
+from sgpu_magic.nodes.ray.untyped import (
     RayError,
     accelerators,
     autoscaler_status,

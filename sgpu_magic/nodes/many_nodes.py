@@ -10,14 +10,14 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from sgpu_magic.config import Settings
-from sgpu_magic.engines.base import EngineListener
-from sgpu_magic.engines.many_runs import ManyRuns
-from sgpu_magic.engines.merged_inventory import merged_inventory
-from sgpu_magic.engines.node_channel import NodeChannel
-from sgpu_magic.engines.node_files import NodeFiles
-from sgpu_magic.engines.returned_nodes import HeldParts, StaleRuns
-from sgpu_magic.engines.spread_run import SpreadRun
 from sgpu_magic.environment.need import needs_build
+from sgpu_magic.nodes.base import EngineListener
+from sgpu_magic.nodes.many_runs import ManyRuns
+from sgpu_magic.nodes.merged_inventory import merged_inventory
+from sgpu_magic.nodes.node_channel import NodeChannel
+from sgpu_magic.nodes.node_files import NodeFiles
+from sgpu_magic.nodes.returned_nodes import HeldParts, StaleRuns
+from sgpu_magic.nodes.spread_run import SpreadRun
 from sgpu_magic.wire.blobs import FetchBlob, StoreRunFile
 from sgpu_magic.wire.devices import Inventory
 from sgpu_magic.wire.environment import Environment

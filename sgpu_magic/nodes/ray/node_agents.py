@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.engines.ray.messages import EndAgents, NodeFacts, StartAgent, ToCluster
-from sgpu_magic.engines.ray.uplink import AgentOrder
+from sgpu_magic.nodes.ray.messages import EndAgents, NodeFacts, StartAgent, ToCluster
+from sgpu_magic.nodes.ray.uplink import AgentOrder
 from sgpu_magic.system.secure_sockets import KeyPair, new_key_pair
 
 # its actor is given up after a minute

@@ -6,8 +6,8 @@ import dataclasses
 import importlib.util
 
 from sgpu_magic.config import Settings
-from sgpu_magic.engines.base import Engine
 from sgpu_magic.errors import UsageError
+from sgpu_magic.nodes.base import Engine
 from sgpu_magic.wire.messages import Warm
 
 ENGINES = ("local", "ray")
@@ -36,7 +36,7 @@ def make_engine(name: str, settings: Settings, warm: Warm | None = None) -> Engi
         UsageError: There is no such engine, what it needs is not installed, or a setting can't be understood.
     """
     if name == "local":
-        from sgpu_magic.engines.local import LocalEngine
+        from sgpu_magic.nodes.local import LocalEngine
 
         return LocalEngine(settings, warm)
     if name != "ray":
@@ -46,6 +46,6 @@ def make_engine(name: str, settings: Settings, warm: Warm | None = None) -> Engi
             "the engine ray needs Ray in the pool's own Python, and it is not installed there: "
             'pip install "sgpu-magic[ray]", with the version of Ray that the cluster has.'
         )
-    from sgpu_magic.engines.ray.engine import RayEngine
+    from sgpu_magic.nodes.ray.engine import RayEngine
 
     return RayEngine(settings)

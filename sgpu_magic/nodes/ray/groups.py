@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sgpu_magic.engines.ray import on_node
-from sgpu_magic.engines.ray.messages import AskLease, LeasePart
-from sgpu_magic.engines.ray.untyped import placement_groups, ray, strategies
+from sgpu_magic.nodes.ray import on_node
+from sgpu_magic.nodes.ray.messages import AskLease, LeasePart
+from sgpu_magic.nodes.ray.untyped import placement_groups, ray, strategies
 
 # a `PlacementGroup`
 Group = Any

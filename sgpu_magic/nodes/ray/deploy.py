@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from sgpu_magic.engines.ray.jobs_api import Job, JobsApi
-from sgpu_magic.engines.ray.package_archive import package_archive
 from sgpu_magic.errors import PoolError, UsageError
+from sgpu_magic.nodes.ray.jobs_api import Job, JobsApi
+from sgpu_magic.nodes.ray.package_archive import package_archive
 
 DEPLOYED = "SGPU_DEPLOYED"
 """The variable that tells the job what it is to be: an encoded `Deployment`."""
