@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sgpu_magic.functions.handle import Run
     from sgpu_magic.functions.ray_launching import ray_launch
     from sgpu_magic.functions.sweep import map
-    from sgpu_magic.sessions import connect
+    from sgpu_magic.runs.sessions import connect
     from sgpu_magic.tracking.store import tracking_uri
 
 __all__ = [
@@ -41,7 +41,7 @@ __all__ = [
 # imported when they are first used: a rank, a command or the pool service needs none of them
 _OWNERS = {
     "Run": "sgpu_magic.functions.handle",
-    "connect": "sgpu_magic.sessions",
+    "connect": "sgpu_magic.runs.sessions",
     "distributed": "sgpu_magic.functions.decorator",
     "map": "sgpu_magic.functions.sweep",
     "ray_launch": "sgpu_magic.functions.ray_launching",
@@ -65,7 +65,8 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:
     """Register the magics and warm the local pool in the background (`%load_ext sgpu_magic`)."""
-    from sgpu_magic import compat, magics
+    from sgpu_magic import magics
+    from sgpu_magic.functions import compat
 
     compat.install()
     magics.load(ipython)

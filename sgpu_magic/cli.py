@@ -161,7 +161,7 @@ def _run(options: argparse.Namespace) -> int:
 
             print(pools.types(load_settings(), options.pool))
         case "help":
-            from sgpu_magic import help as help_pages
+            from sgpu_magic.views import help as help_pages
 
             print(help_pages.plain(help_pages.page(options.topic)))
         case "doctor":

@@ -10,8 +10,8 @@ from typing import TextIO
 
 from sgpu_magic.commands import machine_checks, place_checks, pools_checks, python_checks
 from sgpu_magic.commands.finding import Finding, Level, warning
-from sgpu_magic.render import ansi
-from sgpu_magic.render.units import count_of
+from sgpu_magic.views import ansi
+from sgpu_magic.views.units import count_of
 
 _NAME_WIDTH = 20
 _LEVEL_WIDTH = 7

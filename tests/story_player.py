@@ -10,9 +10,9 @@ from unittest import mock
 import msgspec
 import stories
 
-from sgpu_magic.render.view import RunView
 from sgpu_magic.runs.workplace import workplace
-from sgpu_magic.widget.live_views import Buttons
+from sgpu_magic.views.live.live_views import Buttons
+from sgpu_magic.views.view import RunView
 from sgpu_magic.wire.events import Event, OutputWritten
 from sgpu_magic.wire.records import RunSpec
 

@@ -13,9 +13,9 @@ from textwrap import dedent
 
 import pytest
 
-from sgpu_magic.capture.names import names_in
-from sgpu_magic.capture.namespace import cell_sources, collect, submodules_read
 from sgpu_magic.errors import UsageError
+from sgpu_magic.payload.names import names_in
+from sgpu_magic.payload.namespace import cell_sources, collect, submodules_read
 
 
 def read(source: str) -> set[str]:
@@ -170,7 +170,7 @@ def test_collect_takes_what_is_read_and_exists() -> None:
 def test_collect_leaves_ipythons_own_here() -> None:
     probe = """
     from IPython.core.interactiveshell import InteractiveShell
-    from sgpu_magic.capture.namespace import collect
+    from sgpu_magic.payload.namespace import collect
     shell = InteractiveShell.instance()
     for cell in ("2 + 2", "x = 5", "3", "x"):
         shell.run_cell(cell, store_history=True)

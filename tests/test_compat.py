@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-import sgpu_magic.compat
+import sgpu_magic.functions.compat
 from sgpu_magic.client.pools_edits import add_pool
 from sgpu_magic.client.pools_file import new_entry
-from sgpu_magic.compat import pool_choice
-from sgpu_magic.compat.finder import CompatFinder
 from sgpu_magic.errors import UsageError
+from sgpu_magic.functions.compat import pool_choice
+from sgpu_magic.functions.compat.finder import CompatFinder
 
 
 def python(code: str, *, path: Path | None = None) -> str:
@@ -33,7 +33,7 @@ def test_without_this_package_there_is_none():
 
 def test_nothing_is_imported_until_it_is_asked_for():
     code = (
-        "import sys, sgpu_magic.compat\n"
+        "import sys, sgpu_magic.functions.compat\n"
         "print([name for name in sys.modules if name.startswith('serverless_gpu')])\n"
         "from serverless_gpu import runtime\n"
         "from serverless_gpu.compute import GPUType\n"
@@ -45,9 +45,9 @@ def test_nothing_is_imported_until_it_is_asked_for():
 
 
 def test_it_comes_last_and_once():
-    sgpu_magic.compat.install()
+    sgpu_magic.functions.compat.install()
     assert [type(finder) for finder in sys.meta_path].count(CompatFinder) == 1
-    assert python("import sys, sgpu_magic.compat; print(type(sys.meta_path[-1]).__name__)") == "CompatFinder"
+    assert python("import sys, sgpu_magic.functions.compat; print(type(sys.meta_path[-1]).__name__)") == "CompatFinder"
 
 
 @pytest.mark.parametrize("before", ["", "import serverless_gpu_plugin;"])
@@ -55,7 +55,7 @@ def test_the_real_package_wins(tmp_path: Path, before: str):
     (tmp_path / "serverless_gpu").mkdir()
     (tmp_path / "serverless_gpu" / "__init__.py").write_text("distributed = 'the real one'")
     (tmp_path / "serverless_gpu_plugin.py").write_text("")
-    code = f"import sgpu_magic.compat; {before} import serverless_gpu; print(serverless_gpu.distributed)"
+    code = f"import sgpu_magic.functions.compat; {before} import serverless_gpu; print(serverless_gpu.distributed)"
     assert python(code, path=tmp_path) == "the real one"
 
 
@@ -67,7 +67,7 @@ def test_other_names_are_not_found(module: str):
 
 def test_the_documented_names_are_there():
     code = (
-        "import sgpu_magic.compat, serverless_gpu\n"
+        "import sgpu_magic.functions.compat, serverless_gpu\n"
         "from serverless_gpu import distributed\n"
         "from serverless_gpu import runtime as rt\n"
         "from serverless_gpu.compute import GPUType\n"
@@ -113,7 +113,7 @@ def test_runtime_tells_what_torchrun_says(monkeypatch: pytest.MonkeyPatch):
         {"gpus": 8, "gpu_type": "H100"},
         {"gpus": 8, "gpu_type": "h100", "remote": True},
         {"num_gpus": 8, "gpu_type": "A10", "remote": False},
-        {"gpus": 4, "gpu_type": sgpu_magic.compat, "remote": True},
+        {"gpus": 4, "gpu_type": sgpu_magic.functions.compat, "remote": True},
         {"gpus": 8, "gpu_type": "A10", "remote": True, "run_async": True},
         {"gpus": 8, "gpu_type": "H100", "timeout": 3 * 3600},
         {"gpus": 8, "timeout": None},
@@ -123,7 +123,7 @@ def test_distributed_takes_the_documented_options(options: dict[str, object]):
     from serverless_gpu import distributed
     from serverless_gpu.compute import GPUType
 
-    if options.get("gpu_type") is sgpu_magic.compat:
+    if options.get("gpu_type") is sgpu_magic.functions.compat:
         options["gpu_type"] = GPUType.A10
 
     @distributed(**options)

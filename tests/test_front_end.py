@@ -13,10 +13,10 @@ import msgspec
 import pytest
 from npm_packages import GOLDEN, PANEL_GOLDEN, ROOT, SOURCES, npm
 
-from sgpu_magic.live import messages, picture
 from sgpu_magic.panel import messages as panel_messages
 from sgpu_magic.panel import notebook as panel_notebook
 from sgpu_magic.panel import picture as panel_picture
+from sgpu_magic.views.live import messages, picture
 
 STATIC = ROOT / "sgpu_magic" / "static"
 # every widget carries its view to the page: with the table of an out-of-memory 67 kB, a third of that compressed

@@ -15,54 +15,47 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "sgpu_magic"
 
 FOR_ALL = {"errors", "config", "wire", "system", "files", "__version__"}
-BY_HAND = {"capture", "payload", "environment", "client", "render"}
+BY_HAND = {"payload", "environment", "client", "views"}
 MAY_USE: dict[str, set[str]] = {
-    "__init__": {"compat", "functions", "magics", "sessions"},
+    "__init__": {"functions", "magics", "runs"},
     "errors": set(),
     "config": set(),
     "wire": set(),
     "system": set(),
     "files": set(),
     "payload": set(),
-    "capture": {"payload"},
     "environment": set(),
     "client": {"payload", "environment"},
-    "render": set(),
-    "live": {"render"},
-    "panel": {"client", "environment", "live", "render", "runs", "sessions", "widget"},
-    "widget": {"live", "render"},
-    "runs": BY_HAND | {"widget"},
-    "sessions": BY_HAND | {"panel", "runs"},
-    "functions": BY_HAND | {"panel", "runs", "sessions"},
-    "compat": {"client", "functions", "runtime"},
-    "replay": BY_HAND | {"runs"},
-    "magics": BY_HAND | {"live", "panel", "widget", "runs", "sessions", "replay", "help"},
+    "views": set(),
+    "panel": {"client", "environment", "runs", "views"},
+    "runs": BY_HAND | {"panel"},
+    "functions": BY_HAND | {"panel", "runs", "runtime"},
+    "magics": BY_HAND | {"panel", "runs"},
     # the command looks at everything that a person may want to see from a shell
-    "cli": {"commands", "doctor", "help"},
-    "help": {"render"},
-    "doctor": {"commands", "render"},
-    "commands": BY_HAND | {"agent", "engines", "headless", "runs", "replay", "tracking", "pool"},
-    "headless": {"render", "runs"},
+    "cli": {"client", "commands", "doctor", "views"},
+    "doctor": {"commands", "views"},
+    "commands": BY_HAND | {"agent", "nodes", "headless", "runs", "tracking", "pool"},
+    "headless": {"views", "runs"},
     "__main__": {"cli"},
     "runtime": set(),
-    "pool": {"engines", "environment", "tracking"},
-    "engines": {"agent", "environment"},
+    "pool": {"nodes", "environment", "tracking"},
+    "nodes": {"agent", "environment"},
     # the worker only by its command line
     "agent": {"environment"},
-    "worker": {"compat", "payload", "tracking", "runtime"},
-    "tracking": {"environment", "render"},
-    "jupyter_server": {"client", "live", "panel", "render"},
+    "worker": {"functions", "payload", "tracking", "runtime"},
+    "tracking": {"environment", "views"},
+    "server": {"client", "panel", "views"},
 }
 """What a part of the package may import of the others."""
 
 HEAVY_OWNERS: dict[str, set[str]] = {
     "torch": {"worker", "payload/tensors.py", "runtime.py"},
-    "ray": {"engines/ray", "worker/ray_cluster"},
+    "ray": {"nodes/ray", "worker/ray_cluster"},
     "pynvml": {"agent/nvml.py"},
-    "IPython": {"magics", "render", "runs/notices.py", "worker", "capture/names.py"},
-    "ipykernel": {"magics", "render", "widget", "worker"},
-    "anywidget": {"widget/keyed_widget.py"},
-    "ipywidgets": {"widget/keyed_widget.py"},
+    "IPython": {"magics", "views", "runs/notices.py", "worker", "payload/names.py"},
+    "ipykernel": {"magics", "views", "worker"},
+    "anywidget": {"views/live/keyed_widget.py"},
+    "ipywidgets": {"views/live/keyed_widget.py"},
     "mlflow": {"tracking"},
 }
 
@@ -163,26 +156,25 @@ def test_the_parts_of_the_panel_are_apart():
         "picture", "drawing", "waiting", "usage", "places", "looking", "watcher", "all_pools", "device_rows", "orders",
         "messages",
     }  # fmt: skip
+    widgets = {"live_views", "widget_publisher", "rank_widgets", "channels", "view_widget", "keyed_widget"}
     wrong: list[str] = []
     for found in all_imports():
-        top, part, module, *_ = [*found.module.split("."), "", ""]
-        name = found.file.removeprefix("panel/").removesuffix(".py")
+        top, part, module, inner, *_ = [*found.module.split("."), "", "", ""]
         if top != "sgpu_magic":
             continue
-        if part_of(found.file) in ("sessions", "functions") and part == "panel" and module not in below:
+        name = found.file.removeprefix("panel/").removesuffix(".py")
+        is_session = (part, module) == ("runs", "sessions")
+        is_widget = (part, module) == ("views", "live") and inner in widgets
+        if found.file.startswith(("runs/sessions/", "functions/")) and part == "panel" and module not in below:
             wrong.append(found.place)
-        if part_of(found.file) == "jupyter_server" and part == "panel" and module not in served:
+        if part_of(found.file) == "server" and part == "panel" and module not in served:
             wrong.append(found.place)
-        if (
-            found.file.startswith("panel/")
-            and name in below
-            and (part in ("sessions", "widget") or (part == "panel" and module not in below))
-        ):
+        if not found.file.startswith("panel/"):
+            continue
+        if name in below and (is_session or is_widget or (part == "panel" and module not in below)):
             wrong.append(found.place)
-        if (
-            found.file.startswith("panel/")
-            and name in served
-            and (part in ("sessions", "runs", "widget") or (part == "panel" and module not in served | {"notebook"}))
+        if name in served and (
+            part == "runs" or is_widget or (part == "panel" and module not in served | {"notebook"})
         ):
             wrong.append(found.place)
     assert wrong == []

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 from tqdm import tqdm
 
-from sgpu_magic.live.bars import bar_of, bar_of_all
-from sgpu_magic.live.picture import Bar
-from sgpu_magic.render import ansi
-from sgpu_magic.render.lines import LineAssembler
+from sgpu_magic.views import ansi
+from sgpu_magic.views.lines import LineAssembler
+from sgpu_magic.views.live.bars import bar_of, bar_of_all
+from sgpu_magic.views.live.picture import Bar
 
 
 def drawn(draw: Callable[[io.StringIO], object]) -> list[str]:

@@ -12,9 +12,9 @@ import pytest
 from live_log import FrontEnd, LiveRun
 
 from sgpu_magic.errors import PoolError
-from sgpu_magic.live.answers import Answers
-from sgpu_magic.live.log_reader import LogReader
-from sgpu_magic.live.messages import (
+from sgpu_magic.views.live.answers import Answers
+from sgpu_magic.views.live.log_reader import LogReader
+from sgpu_magic.views.live.messages import (
     Answer,
     AskFind,
     AskHello,
@@ -31,7 +31,7 @@ from sgpu_magic.live.messages import (
     question_of,
     to_json,
 )
-from sgpu_magic.live.picture import Snapshot
+from sgpu_magic.views.live.picture import Snapshot
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.measures import RankSample
 from sgpu_magic.wire.records import Failure

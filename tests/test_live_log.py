@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from live_log import FrontEnd, LiveRun
 
 from sgpu_magic.agent.output import RankOutput
-from sgpu_magic.live import log_order, log_reader, recent_lines
-from sgpu_magic.live.line_text import MAX_JSON_BYTES, MAX_RAW_CHARS, json_bytes, line_text
-from sgpu_magic.live.log_order import LogOrder
-from sgpu_magic.live.log_reader import LogReader
-from sgpu_magic.live.messages import AskFind, AskLines, AskLog, FindAnswer, LinesAnswer, LogAnswer
+from sgpu_magic.views.live import log_order, log_reader, recent_lines
+from sgpu_magic.views.live.line_text import MAX_JSON_BYTES, MAX_RAW_CHARS, json_bytes, line_text
+from sgpu_magic.views.live.log_order import LogOrder
+from sgpu_magic.views.live.log_reader import LogReader
+from sgpu_magic.views.live.messages import AskFind, AskLines, AskLog, FindAnswer, LinesAnswer, LogAnswer
 from sgpu_magic.wire import events as ev
 
 PARTS = st.sampled_from(

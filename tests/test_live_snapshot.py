@@ -14,10 +14,10 @@ import pytest
 from live_log import LiveRun
 from stories import TRACKED
 
-from sgpu_magic.live.messages import to_builtins, to_json
-from sgpu_magic.live.picture import Snapshot
-from sgpu_magic.live.snapshot import snapshot_of
-from sgpu_magic.render.units import TIMES
+from sgpu_magic.views.live.messages import to_builtins, to_json
+from sgpu_magic.views.live.picture import Snapshot
+from sgpu_magic.views.live.snapshot import snapshot_of
+from sgpu_magic.views.units import TIMES
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.measures import Collective, RankMemory, RankSample, RankStack, StackFrame, TensorUse

@@ -47,22 +47,22 @@ from stories import (
 
 from sgpu_magic import errors
 from sgpu_magic.config import host_name
-from sgpu_magic.live.rank_cards import rank_cards
-from sgpu_magic.render import ansi
-from sgpu_magic.render.bundle import RUN_MIME, mime_bundle
-from sgpu_magic.render.html import render_html
-from sgpu_magic.render.html_ranks import ended_ranks_html, live_ranks_html
-from sgpu_magic.render.items import DisplayItem, GapItem, LineItem, trim
-from sgpu_magic.render.lines import LineAssembler
-from sgpu_magic.render.publisher import NotebookPublisher, SilentPublisher, TerminalPublisher, publisher_for
-from sgpu_magic.render.remote_error import remote_exception
-from sgpu_magic.render.segments import TextSegment, segments
-from sgpu_magic.render.slots import OutputSlots
-from sgpu_magic.render.stacks import group_stacks, last_python_line, stacks_html, stacks_text, verdict
-from sgpu_magic.render.status import status_html, status_text
-from sgpu_magic.render.text import render_text, summary_line
-from sgpu_magic.render.units import format_clock, format_ranks, format_seconds
 from sgpu_magic.system.byte_sizes import format_bytes
+from sgpu_magic.views import ansi
+from sgpu_magic.views.bundle import RUN_MIME, mime_bundle
+from sgpu_magic.views.html import render_html
+from sgpu_magic.views.html_ranks import ended_ranks_html, live_ranks_html
+from sgpu_magic.views.items import DisplayItem, GapItem, LineItem, trim
+from sgpu_magic.views.lines import LineAssembler
+from sgpu_magic.views.live.rank_cards import rank_cards
+from sgpu_magic.views.publisher import NotebookPublisher, SilentPublisher, TerminalPublisher, publisher_for
+from sgpu_magic.views.remote_error import remote_exception
+from sgpu_magic.views.segments import TextSegment, segments
+from sgpu_magic.views.slots import OutputSlots
+from sgpu_magic.views.stacks import group_stacks, last_python_line, stacks_html, stacks_text, verdict
+from sgpu_magic.views.status import status_html, status_text
+from sgpu_magic.views.text import render_text, summary_line
+from sgpu_magic.views.units import format_clock, format_ranks, format_seconds
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.devices import Device, Inventory, NodeShare
 from sgpu_magic.wire.measures import RankStack, StackFrame

@@ -38,19 +38,19 @@ from stories import (
     value_error,
 )
 
-from sgpu_magic.live.messages import AskLines, Refusal
-from sgpu_magic.live.picture import Snapshot
-from sgpu_magic.live.snapshot import snapshot_of
-from sgpu_magic.render import ansi
-from sgpu_magic.render.bundle import RUN_MIME, interrupted_bundle, mime_bundle, run_record
-from sgpu_magic.render.html import render_html
-from sgpu_magic.render.memory import memory_lines
-from sgpu_magic.render.segments import TextSegment, segments
-from sgpu_magic.render.status import status_html, status_text
-from sgpu_magic.render.terminal import TerminalPublisher
-from sgpu_magic.render.text import render_text
-from sgpu_magic.render.units import TIMES
 from sgpu_magic.server.outputs import cell_outputs
+from sgpu_magic.views import ansi
+from sgpu_magic.views.bundle import RUN_MIME, interrupted_bundle, mime_bundle, run_record
+from sgpu_magic.views.html import render_html
+from sgpu_magic.views.live.messages import AskLines, Refusal
+from sgpu_magic.views.live.picture import Snapshot
+from sgpu_magic.views.live.snapshot import snapshot_of
+from sgpu_magic.views.memory import memory_lines
+from sgpu_magic.views.segments import TextSegment, segments
+from sgpu_magic.views.status import status_html, status_text
+from sgpu_magic.views.terminal import TerminalPublisher
+from sgpu_magic.views.text import render_text
+from sgpu_magic.views.units import TIMES
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.devices import Device, Inventory
 from sgpu_magic.wire.measures import TensorUse

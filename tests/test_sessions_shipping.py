@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from lazy_modules import torch
 
-from sgpu_magic.capture.names import names_bound, names_in
 from sgpu_magic.errors import UsageError
 from sgpu_magic.magics.arguments import parse
 from sgpu_magic.magics.auto import stays_here
 from sgpu_magic.payload.digest import WHOLE_BYTES, Fingerprint
-from sgpu_magic.sessions.rank_lists import format_ranks, parse_ranks, ranks_from
-from sgpu_magic.sessions.shipping import Effects, Plan, Shipping
+from sgpu_magic.payload.names import names_bound, names_in
+from sgpu_magic.runs.sessions.rank_lists import format_ranks, parse_ranks, ranks_from
+from sgpu_magic.runs.sessions.shipping import Effects, Plan, Shipping
 
 ALL = (0, 1, 2, 3)
 

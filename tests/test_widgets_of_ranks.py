@@ -10,7 +10,7 @@ import comm
 import ipywidgets
 import pytest
 
-from sgpu_magic.render.rank_models import WIDGET_MIME, RankModels, references, with_prefix, without_prefix
+from sgpu_magic.views.rank_models import WIDGET_MIME, RankModels, references, with_prefix, without_prefix
 from sgpu_magic.wire.comms import CommMessage, can_merge
 from sgpu_magic.wire.events import CommsMoved
 from sgpu_magic.wire.rank_messages import CommsSaid

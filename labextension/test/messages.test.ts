@@ -12,7 +12,7 @@ interface Golden {
   readonly records: Readonly<Record<string, readonly unknown[]>>;
 }
 
-// written by tests/test_front_end.py from sgpu_magic/live/messages.py
+// written by tests/test_front_end.py from sgpu_magic/views/live/messages.py
 const golden = JSON.parse(readFileSync(resolve(import.meta.dirname, "../../tests/golden/live_messages.json"), "utf8")) as Golden;
 
 const TWINS: Readonly<Record<string, Check<unknown>>> = {

@@ -13,9 +13,9 @@ from sgpu_magic.environment import saved
 from sgpu_magic.environment.base_lists import BASE_NAMES, BaseList, base_list
 from sgpu_magic.environment.store import Built, Store, read_built
 from sgpu_magic.errors import UsageError
-from sgpu_magic.render.tables import aligned
-from sgpu_magic.render.units import count_of, format_clock
 from sgpu_magic.system.byte_sizes import format_bytes
+from sgpu_magic.views.tables import aligned
+from sgpu_magic.views.units import count_of, format_clock
 
 _DAY_S = 24 * 3600.0
 _SHORTEST_PREFIX = 4

@@ -12,8 +12,8 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.headless import records
 from sgpu_magic.headless.records import JobRecord
-from sgpu_magic.render.tables import aligned
-from sgpu_magic.render.units import format_clock
+from sgpu_magic.views.tables import aligned
+from sgpu_magic.views.units import format_clock
 from sgpu_magic.wire.ids import short
 
 

@@ -13,7 +13,7 @@ from typing import TextIO
 from sgpu_magic.client.files_of_run import FilesOfRun, files_of
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import RunFileUnknown, UsageError
-from sgpu_magic.render import ansi
+from sgpu_magic.views import ansi
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.pool_status import RunSummary
 

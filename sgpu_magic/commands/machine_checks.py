@@ -17,8 +17,8 @@ from sgpu_magic.agent.inventory import take_inventory
 from sgpu_magic.commands.finding import Finding, ok, problem, warning
 from sgpu_magic.commands.python_checks import ProbeFacts
 from sgpu_magic.config import is_linux
-from sgpu_magic.render.units import count_of, format_seconds
 from sgpu_magic.system.byte_sizes import format_bytes
+from sgpu_magic.views.units import count_of, format_seconds
 
 _SLOW_LOOKUP_S = 1.0
 _LOOKUP_DEADLINE_S = 10.0

@@ -20,8 +20,8 @@ from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.files.disk_room import disk_room
 from sgpu_magic.files.disk_room import remedy as remedy_for_disk
-from sgpu_magic.render.units import count_of
 from sgpu_magic.system.byte_sizes import format_bytes
+from sgpu_magic.views.units import count_of
 from sgpu_magic.wire.address import MAX_SOCKET_PATH_BYTES, address_file, socket_file
 from sgpu_magic.wire.messages import PROTOCOL_VERSION
 

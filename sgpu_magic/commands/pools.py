@@ -12,9 +12,9 @@ from sgpu_magic.client.pools_edits import add_pool, remove_pool
 from sgpu_magic.client.pools_file import PoolEntry, new_entry, pools_path
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, SgpuError
-from sgpu_magic.render.tables import aligned
 from sgpu_magic.runs import pools_status
 from sgpu_magic.system.byte_sizes import format_bytes
+from sgpu_magic.views.tables import aligned
 from sgpu_magic.wire.device_types import CPU, memory_of
 from sgpu_magic.wire.interconnects import interconnect_of
 from sgpu_magic.wire.pool_status import PoolStatus

@@ -21,7 +21,7 @@ from sgpu_magic.environment.cuda import driver_version
 from sgpu_magic.environment.mismatches import find_mismatches
 from sgpu_magic.environment.snapshot import take_snapshot
 from sgpu_magic.environment.travel_checks import packages_of
-from sgpu_magic.render.units import format_seconds
+from sgpu_magic.views.units import format_seconds
 
 _OLDEST_PYTHON = (3, 11)
 _OLDEST_TORCH = (2, 6)

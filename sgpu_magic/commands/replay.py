@@ -9,10 +9,10 @@ from typing import TextIO
 from sgpu_magic.client.files_of_run import recorded_directory
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.replay.launching import ReplayOptions, prepare_replay
-from sgpu_magic.replay.recorded import read_recorded
 from sgpu_magic.runs import follow
 from sgpu_magic.runs.durations import optional_s
+from sgpu_magic.runs.replay.launching import ReplayOptions, prepare_replay
+from sgpu_magic.runs.replay.recorded import read_recorded
 from sgpu_magic.runs.submission import let_go, submit
 from sgpu_magic.runs.workplace import close_workplace, workplace
 from sgpu_magic.wire.device_types import canonical_type

@@ -19,7 +19,7 @@ from sgpu_magic.headless.job import Job, Options, copy_of, job_from
 from sgpu_magic.headless.job_file import EXTRA, read_mapping, read_yaml
 from sgpu_magic.headless.outcome import ExitCode
 from sgpu_magic.headless.parameters import read_pair, typed
-from sgpu_magic.render.units import format_seconds
+from sgpu_magic.views.units import format_seconds
 from sgpu_magic.wire.ids import new_id, short
 
 _NEEDS = ("nbclient", "nbformat")

@@ -12,9 +12,9 @@ from sgpu_magic.client.pools import Asked, Pools
 from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError
-from sgpu_magic.render.stacks import stacks_text
-from sgpu_magic.render.tables import aligned
-from sgpu_magic.render.units import TIMES, format_clock
+from sgpu_magic.views.stacks import stacks_text
+from sgpu_magic.views.tables import aligned
+from sgpu_magic.views.units import TIMES, format_clock
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.metering import cost_so_far
 from sgpu_magic.wire.pool_status import RunSummary

@@ -20,11 +20,11 @@ from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.files.event_log import read_spec
-from sgpu_magic.render.run_names import run_name
-from sgpu_magic.render.tables import aligned
 from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.progress import Progress, without_user
 from sgpu_magic.tracking.sync import Sent, Unsent
+from sgpu_magic.views.run_names import run_name
+from sgpu_magic.views.tables import aligned
 from sgpu_magic.wire.ids import short
 
 _CREDENTIALS = ("MLFLOW_TRACKING_", "MLFLOW_AUTH", "DATABRICKS_")

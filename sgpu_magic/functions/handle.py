@@ -16,12 +16,12 @@ from sgpu_magic.client.mlflow_run import mlflow_run_id
 from sgpu_magic.client.run import Run as PoolRun
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.functions.tracebacks import frames_left_out
-from sgpu_magic.render.view import RunView
 from sgpu_magic.runs import follow
 from sgpu_magic.runs.follow import Ending, Followed
 from sgpu_magic.runs.outcome import deliver
 from sgpu_magic.runs.submission import let_go
 from sgpu_magic.runs.workplace import Workplace, workplace
+from sgpu_magic.views.view import RunView
 from sgpu_magic.wire.events import Event, RunEnded
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.states import RunState

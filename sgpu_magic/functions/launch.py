@@ -20,11 +20,11 @@ from sgpu_magic.panel.chosen import PYTHON_WAYS, Asked, with_choice
 from sgpu_magic.runs import calls, follow
 from sgpu_magic.runs.devices import in_pythons_words
 from sgpu_magic.runs.notebook import owner
+from sgpu_magic.runs.sessions import Session, registry, running
+from sgpu_magic.runs.sessions.cells import Prepared, prepare_call
 from sgpu_magic.runs.submission import Submission, let_go, submit
 from sgpu_magic.runs.wishes import refuse_in_session
 from sgpu_magic.runs.workplace import Workplace, workplace
-from sgpu_magic.sessions import Session, registry, running
-from sgpu_magic.sessions.cells import Prepared, prepare_call
 from sgpu_magic.wire.ids import new_id, short
 from sgpu_magic.wire.records import RunSpec
 from sgpu_magic.wire.states import RunKind, RunState

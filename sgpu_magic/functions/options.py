@@ -19,7 +19,7 @@ from sgpu_magic.runs.wishes import EnvVersion, Upload, max_cost_from, wishes_fro
 from sgpu_magic.wire.device_types import canonical_type
 
 if TYPE_CHECKING:
-    from sgpu_magic.sessions import Session
+    from sgpu_magic.runs.sessions import Session
 
 Duration = float | str | timedelta
 """Seconds, a text such as `"30m"`, or a `datetime.timedelta`."""

@@ -17,8 +17,8 @@ from sgpu_magic.functions import launch
 from sgpu_magic.functions.handle import Run
 from sgpu_magic.functions.options import CallOptions
 from sgpu_magic.payload.call import name_of
-from sgpu_magic.render.progress import SweepPicture, SweepProgress, failure_line
 from sgpu_magic.runs.workplace import Workplace
+from sgpu_magic.views.progress import SweepPicture, SweepProgress, failure_line
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.states import RunState
 

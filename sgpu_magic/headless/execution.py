@@ -25,9 +25,9 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from sgpu_magic.headless import cells, formats
 from sgpu_magic.headless.job import Job
 from sgpu_magic.headless.outcome import ExitCode, code_of
-from sgpu_magic.render import ansi
-from sgpu_magic.render.units import format_seconds
 from sgpu_magic.runs.job_defaults import VARIABLE, as_variable
+from sgpu_magic.views import ansi
+from sgpu_magic.views.units import format_seconds
 
 # a cell that runs for hours leaves what it has shown so far
 _SAVE_EVERY_S = 20.0

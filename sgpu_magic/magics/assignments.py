@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from sgpu_magic.capture.names import names_bound
 from sgpu_magic.magics.auto import AutoMode
+from sgpu_magic.payload.names import names_bound
 from sgpu_magic.runs.reading import transform_of
-from sgpu_magic.sessions import registry
-from sgpu_magic.sessions.session import Session
-from sgpu_magic.sessions.shipping import Assigned
+from sgpu_magic.runs.sessions import registry
+from sgpu_magic.runs.sessions.session import Session
+from sgpu_magic.runs.sessions.shipping import Assigned
 
 
 class Assignments:

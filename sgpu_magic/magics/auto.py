@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from sgpu_magic.sessions import registry
+from sgpu_magic.runs.sessions import registry
 
 CELL_MAGIC = "sgpu_auto_cell"
 """What a plain cell becomes; nobody writes it."""

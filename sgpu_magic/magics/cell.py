@@ -12,19 +12,19 @@ from collections.abc import Mapping
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from sgpu_magic.capture.names import CellNames
-from sgpu_magic.capture.namespace import cell_sources, collect, submodules_read
 from sgpu_magic.client.pool import new_key
 from sgpu_magic.errors import UsageError
 from sgpu_magic.magics.arguments import CellOptions
+from sgpu_magic.payload.names import CellNames
+from sgpu_magic.payload.namespace import cell_sources, collect, submodules_read
 from sgpu_magic.payload.pack import pack_namespace
 from sgpu_magic.runs.notebook import cell_number, cell_numbers, future_flags, owner
 from sgpu_magic.runs.parameters import scalars
 from sgpu_magic.runs.placing import Found
 from sgpu_magic.runs.reading import heavy_names, name_of, read_cell, transform_of, words_in
+from sgpu_magic.runs.sessions.cells import RANK_NAMES, SessionCell
+from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.submission import Submission
-from sgpu_magic.sessions.cells import RANK_NAMES, SessionCell
-from sgpu_magic.sessions.session import Session
 from sgpu_magic.wire.ids import new_id
 from sgpu_magic.wire.records import CellSource, RunSpec, Shipped
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from sgpu_magic.errors import UsageError
 from sgpu_magic.magics.arguments import NO_SESSION, CellOptions
 from sgpu_magic.panel.chosen import MAGIC_WAYS, Asked, with_choice
+from sgpu_magic.runs.sessions import registry
+from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.wishes import refuse_in_session
 from sgpu_magic.runs.workplace import Workplace
-from sgpu_magic.sessions import registry
-from sgpu_magic.sessions.session import Session
 
 
 def session_for(options: CellOptions, magic: str) -> Session | None:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 from IPython.core.interactiveshell import InteractiveShell
 
-from sgpu_magic import help as help_pages
 from sgpu_magic.client.pool_choosing import KINDS, RESERVED
 from sgpu_magic.client.pools_file import LOCAL, read_pools
 from sgpu_magic.config import load_settings
@@ -24,8 +23,9 @@ from sgpu_magic.magics import environment_magic, line_arguments
 from sgpu_magic.magics.arguments import NO_SESSION, RAY, RETRY_CHOICES, parser
 from sgpu_magic.magics.parsing import UI_CHOICES, Parser
 from sgpu_magic.runs.devices import STRATEGIES
+from sgpu_magic.runs.sessions import registry, running
 from sgpu_magic.runs.wishes import TORCH_CHOICES
-from sgpu_magic.sessions import registry, running
+from sgpu_magic.views import help as help_pages
 from sgpu_magic.wire.device_types import KNOWN_TYPES
 from sgpu_magic.wire.ids import is_valid_id, short
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
-from sgpu_magic import help as help_pages
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import RunCancelled
 from sgpu_magic.magics import arguments, cell, line_arguments
@@ -16,13 +15,14 @@ from sgpu_magic.magics.auto import AutoMode
 from sgpu_magic.magics.choosing import session_for, with_notebooks_choice
 from sgpu_magic.magics.status import StatusBoard
 from sgpu_magic.magics.warmth import Warmth
-from sgpu_magic.render.stacks import stacks_html, stacks_text
 from sgpu_magic.runs import follow
+from sgpu_magic.runs.sessions import registry
+from sgpu_magic.runs.sessions.cells import SessionCell
+from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.submission import let_go, submit
 from sgpu_magic.runs.workplace import close_workplace, workplace
-from sgpu_magic.sessions import registry
-from sgpu_magic.sessions.cells import SessionCell
-from sgpu_magic.sessions.session import Session
+from sgpu_magic.views import help as help_pages
+from sgpu_magic.views.stacks import stacks_html, stacks_text
 
 
 @magics_class

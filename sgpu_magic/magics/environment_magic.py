@@ -15,8 +15,8 @@ from sgpu_magic.magics.parsing import Parser
 from sgpu_magic.panel import chosen
 from sgpu_magic.panel.door import Door
 from sgpu_magic.runs import packages
+from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.workplace import workplace
-from sgpu_magic.sessions import registry
 
 
 @magics_class
@@ -52,9 +52,10 @@ class EnvironmentMagics(Magics):
     def _show(self, compared_to: str) -> None:
         from IPython.display import publish_display_data
 
-        # only who asks needs what reads metadata and files
-        from sgpu_magic.render.environment import environment_html, environment_text
         from sgpu_magic.runs.environment_report import report
+
+        # only who asks needs what reads metadata and files
+        from sgpu_magic.views.environment import environment_html, environment_text
 
         place = workplace()
         found = report(place.current_settings(), registry.all_sessions(), compared_to)

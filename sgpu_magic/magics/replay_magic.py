@@ -36,8 +36,8 @@ class ReplayMagics(Magics):
             made.error("which run? Give the first digits of its id, as %sgpu_status lists them")
         # only a replay needs them
         from sgpu_magic.client.files_of_run import recorded_directory
-        from sgpu_magic.replay.launching import ReplayOptions, prepare_replay
-        from sgpu_magic.replay.recorded import read_recorded
+        from sgpu_magic.runs.replay.launching import ReplayOptions, prepare_replay
+        from sgpu_magic.runs.replay.recorded import read_recorded
 
         options = ReplayOptions(
             ranks=values.gpus,

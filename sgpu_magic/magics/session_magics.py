@@ -12,13 +12,13 @@ from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.magics import line_arguments
 from sgpu_magic.magics.auto import AutoMode
 from sgpu_magic.panel.chosen import MAGIC_WAYS
+from sgpu_magic.runs.sessions import registry, running
+from sgpu_magic.runs.sessions.cells import prepare_push
+from sgpu_magic.runs.sessions.connecting import begin, is_same, with_notebooks_choice
+from sgpu_magic.runs.sessions.lifetime import current_cell
+from sgpu_magic.runs.sessions.rank_lists import parse_ranks
+from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.workplace import workplace
-from sgpu_magic.sessions import registry, running
-from sgpu_magic.sessions.cells import prepare_push
-from sgpu_magic.sessions.connecting import begin, is_same, with_notebooks_choice
-from sgpu_magic.sessions.lifetime import current_cell
-from sgpu_magic.sessions.rank_lists import parse_ranks
-from sgpu_magic.sessions.session import Session
 
 
 @magics_class

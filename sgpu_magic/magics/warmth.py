@@ -11,7 +11,7 @@ import time
 from sgpu_magic.client.interpreter import this_interpreter
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.runs import packages
-from sgpu_magic.sessions import registry
+from sgpu_magic.runs.sessions import registry
 
 _RENEW_S = 20.0
 _LOOK_S = 0.2

@@ -30,10 +30,10 @@ from sgpu_magic.panel.messages import (
 )
 from sgpu_magic.panel.notebook import Choice, KeptChoice
 from sgpu_magic.panel.plan import Impossible, Plan, living, plan, sentence
+from sgpu_magic.runs.sessions import registry
+from sgpu_magic.runs.sessions.connecting import Ask, begin, with_notebooks_choice
+from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.workplace import Workplace
-from sgpu_magic.sessions import registry
-from sgpu_magic.sessions.connecting import Ask, begin, with_notebooks_choice
-from sgpu_magic.sessions.session import Session
 
 ANSWER_S = 45.0
 """An answer that takes longer says that packages are still being installed."""

@@ -82,7 +82,7 @@ class Door:
         if live_views.channels is None or not live_views.is_watched:
             return None
         try:
-            from sgpu_magic.widget.panel_widget import PanelWidget
+            from sgpu_magic.panel.panel_widget import PanelWidget
         except (ImportError, OSError):
             # another version of anywidget than we ask for, or none
             return None

@@ -20,15 +20,15 @@ from sgpu_magic.panel.picture import (
     RunRow,
     TypePicture,
 )
-from sgpu_magic.render.pool_words import (
+from sgpu_magic.views.pool_words import (
     budget_words,
     device_holders,
     failure_line,
     idle_words,
     problem_words,
 )
-from sgpu_magic.render.run_names import run_name
-from sgpu_magic.render.units import count_of
+from sgpu_magic.views.run_names import run_name
+from sgpu_magic.views.units import count_of
 from sgpu_magic.wire import ids
 from sgpu_magic.wire.device_types import CPU
 from sgpu_magic.wire.devices import Device

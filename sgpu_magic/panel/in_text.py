@@ -5,11 +5,11 @@ from __future__ import annotations
 from sgpu_magic.client.pools import PATIENCE_S
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.panel import chosen
-from sgpu_magic.render.environment import environment_text
-from sgpu_magic.render.status import status_text
 from sgpu_magic.runs.environment_report import report
+from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.workplace import Workplace
-from sgpu_magic.sessions import registry
+from sgpu_magic.views.environment import environment_text
+from sgpu_magic.views.status import status_text
 
 _NO_CHOICE = "this notebook asks for nothing of its own: runs get what the pool and the settings choose."
 _NO_POOL = "no pool is running; the first run starts it."

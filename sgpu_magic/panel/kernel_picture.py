@@ -25,11 +25,11 @@ from sgpu_magic.panel.choice import Held, label_of, words_of
 from sgpu_magic.panel.notebook import BaseChoice, Choice, KernelPicture, PackageLine, SessionPicture
 from sgpu_magic.panel.packages import Base, base_of, base_versions, problem_of_base
 from sgpu_magic.panel.picture import VERSION
-from sgpu_magic.render.units import count_of
 from sgpu_magic.runs.environment_report import since_connected, stale_words
+from sgpu_magic.runs.sessions import registry
+from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.workplace import Workplace
-from sgpu_magic.sessions import registry
-from sgpu_magic.sessions.session import Session
+from sgpu_magic.views.units import count_of
 
 OWN_PACKAGES = "this notebook's packages"
 _MOST_DIFFERENCES = 60

@@ -20,7 +20,7 @@ from sgpu_magic.panel.picture import MAX_RUNS, PoolPicture, PoolState, Remedy, R
 from sgpu_magic.panel.places import RunPlaces
 from sgpu_magic.panel.usage import MonthUsage
 from sgpu_magic.panel.waiting import Durations
-from sgpu_magic.render.units import format_span
+from sgpu_magic.views.units import format_span
 from sgpu_magic.wire.address import address_file
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import msgspec
 
-from sgpu_magic.live.picture import Message
 from sgpu_magic.panel.notebook import Choice, KeptChoice, KernelPicture, PlanPicture
 from sgpu_magic.panel.picture import PanelTold
+from sgpu_magic.views.live.picture import Message
 
 PANEL = "panel"
 """The model id of questions that belong to no run's view."""

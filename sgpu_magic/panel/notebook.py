@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from sgpu_magic.live.picture import Message
+from sgpu_magic.views.live.picture import Message
 
 CHOICE_KEY = "sgpu"
 """Where a notebook's metadata has its choice."""

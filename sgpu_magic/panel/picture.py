@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from sgpu_magic.live.picture import Message
+from sgpu_magic.views.live.picture import Message
 
 VERSION = 1
 """Of all records of the panel. A front end draws only its own version."""

@@ -17,12 +17,12 @@ from sgpu_magic.panel.choice import Held, label_of, normal, problem_of
 from sgpu_magic.panel.installing import would_install
 from sgpu_magic.panel.notebook import Choice, PlanPicture
 from sgpu_magic.panel.packages import base_of, base_versions, env_version_of, missing, problem_of_base
-from sgpu_magic.render.units import count_of
 from sgpu_magic.runs.placing import Devices
+from sgpu_magic.runs.sessions import registry
+from sgpu_magic.runs.sessions.connecting import DEFAULT_NAME
+from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.workplace import Workplace
-from sgpu_magic.sessions import registry
-from sgpu_magic.sessions.connecting import DEFAULT_NAME
-from sgpu_magic.sessions.session import Session
+from sgpu_magic.views.units import count_of
 from sgpu_magic.wire.device_types import CPU
 from sgpu_magic.wire.pool_status import PoolStatus
 from sgpu_magic.wire.states import RunState

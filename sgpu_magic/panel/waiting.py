@@ -11,7 +11,7 @@ import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sgpu_magic.render.pool_words import HOLDING
+from sgpu_magic.views.pool_words import HOLDING
 from sgpu_magic.wire.device_types import CPU
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.states import RunKind, RunState

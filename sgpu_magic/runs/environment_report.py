@@ -18,11 +18,11 @@ from sgpu_magic.environment.mismatches import find_mismatches
 from sgpu_magic.environment.requirement_files import name_of, read_file, version_of
 from sgpu_magic.environment.travel_checks import packages_of
 from sgpu_magic.errors import UsageError
-from sgpu_magic.render.environment import EnvironmentReport
-from sgpu_magic.render.tables import Row
+from sgpu_magic.views.environment import EnvironmentReport
+from sgpu_magic.views.tables import Row
 
 if TYPE_CHECKING:
-    from sgpu_magic.sessions.session import Session
+    from sgpu_magic.runs.sessions.session import Session
 
 _KINDS = {
     Kind.REGISTRY: "from an index",

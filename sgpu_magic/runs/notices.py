@@ -6,7 +6,7 @@ import secrets
 import threading
 from html import escape
 
-from sgpu_magic.render.html_style import SANS, SOFT
+from sgpu_magic.views.html_style import SANS, SOFT
 
 
 class NoticeBoard:

@@ -8,10 +8,10 @@ from typing import Any
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.client.run import Run
 from sgpu_magic.errors import NodeLost, RunCancelled
-from sgpu_magic.render import ansi
-from sgpu_magic.render.remote_error import remote_exception
-from sgpu_magic.render.session_state import unstopped_note
-from sgpu_magic.render.view import RunView
+from sgpu_magic.views import ansi
+from sgpu_magic.views.remote_error import remote_exception
+from sgpu_magic.views.session_state import unstopped_note
+from sgpu_magic.views.view import RunView
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.states import RunKind, RunState

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sgpu_magic.capture.names import CellNames, names_in
 from sgpu_magic.errors import CellSyntaxError, UsageError
+from sgpu_magic.payload.names import CellNames, names_in
 
 _DEFINITION = re.compile(r"^(?:async\s+)?(?:def|class)\s+(\w+)", re.MULTILINE)
 _WORD = re.compile(r"[^\W\d]\w*")

@@ -12,10 +12,6 @@ from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pools import Pools
 from sgpu_magic.client.run import Run
 from sgpu_magic.config import Settings, load_settings
-from sgpu_magic.render.publisher import SilentPublisher
-from sgpu_magic.render.run_names import stop_words
-from sgpu_magic.render.stacks import stacks_text
-from sgpu_magic.render.view import RunView
 from sgpu_magic.runs import follow, job_defaults, packages, placing
 from sgpu_magic.runs.following import Follower
 from sgpu_magic.runs.notices import NoticeBoard
@@ -24,7 +20,11 @@ from sgpu_magic.runs.restarts import watch_restarts
 from sgpu_magic.runs.sending_board import SendingBoard
 from sgpu_magic.runs.submission import Submission
 from sgpu_magic.runs.windows import RunWindows
-from sgpu_magic.widget.live_views import Buttons, LiveViews
+from sgpu_magic.views.live.live_views import Buttons, LiveViews
+from sgpu_magic.views.publisher import SilentPublisher
+from sgpu_magic.views.run_names import stop_words
+from sgpu_magic.views.stacks import stacks_text
+from sgpu_magic.views.view import RunView
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.states import RunState
 

@@ -23,10 +23,10 @@ from tornado.ioloop import PeriodicCallback
 
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import PoolError, UsageError
-from sgpu_magic.live.messages import questions, to_json
 from sgpu_magic.server.elsewhere import Elsewhere
 from sgpu_magic.server.followers import IDLE_S, Follower, Followers, Known, RunNotHere
 from sgpu_magic.server.owned import OwnedRuns
+from sgpu_magic.views.live.messages import questions, to_json
 
 MAX_WAIT_S = 20.0
 _LOOK_EVERY_S = 0.25

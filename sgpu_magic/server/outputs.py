@@ -7,13 +7,13 @@ from pathlib import Path
 
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import RunCancelled
-from sgpu_magic.render import ansi
-from sgpu_magic.render.bundle import mime_bundle
-from sgpu_magic.render.failure import last_part
-from sgpu_magic.render.items import DisplayItem
-from sgpu_magic.render.remote_error import remote_exception
-from sgpu_magic.render.segments import segments
-from sgpu_magic.render.view import RunView
+from sgpu_magic.views import ansi
+from sgpu_magic.views.bundle import mime_bundle
+from sgpu_magic.views.failure import last_part
+from sgpu_magic.views.items import DisplayItem
+from sgpu_magic.views.remote_error import remote_exception
+from sgpu_magic.views.segments import segments
+from sgpu_magic.views.view import RunView
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.records import Failure

@@ -13,7 +13,7 @@ from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import KeyRefused, PoolError, RunFileUnknown, RunUnknown, UsageError
 from sgpu_magic.files.event_log import read_spec
-from sgpu_magic.render.run_names import stop_words
+from sgpu_magic.views.run_names import stop_words
 from sgpu_magic.wire.ids import is_valid_id
 from sgpu_magic.wire.records import RunSpec
 from sgpu_magic.wire.run_files import EVENTS
@@ -172,7 +172,7 @@ class RunElsewhere(RunPlace):
 
 
 def _stacks(pool: Pool, spec: RunSpec) -> Sequence[str]:
-    from sgpu_magic.render.stacks import stacks_text
+    from sgpu_magic.views.stacks import stacks_text
 
     answer = pool.stacks(spec.run_id)
     return stacks_text(answer.run_id, answer.stacks, answer.cell).splitlines()

@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from sgpu_magic.render.run_names import run_name
 from sgpu_magic.tracking.system_metrics import SystemMetrics
+from sgpu_magic.views.run_names import run_name
 from sgpu_magic.wire.events import (
     AttemptFailed,
     Described,

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from typing import Any
 
-from sgpu_magic import compat
+from sgpu_magic.functions import compat
 from sgpu_magic.worker import flight_recorder
 
 

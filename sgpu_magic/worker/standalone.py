@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from sgpu_magic import compat
+from sgpu_magic.functions import compat
 from sgpu_magic.payload import unpack
 from sgpu_magic.wire.payloads import PackedLayout
 from sgpu_magic.wire.records import RunSpec

@@ -211,7 +211,7 @@ def test_a_program_without_a_notebook(home: Home, tmp_path):
 
     program = tmp_path / "program.py"
     program.write_text(
-        "import sgpu_magic.compat\n"
+        "import sgpu_magic.functions.compat\n"
         "from serverless_gpu import distributed\n"
         "from serverless_gpu import runtime as rt\n"
         "\n"

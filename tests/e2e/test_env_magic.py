@@ -247,7 +247,7 @@ def test_what_is_the_sessions_is_refused_for_one_cell(session: Kernel):
 
 
 def test_calls_in_a_session_have_its_packages(session: Kernel):
-    session.check("import sgpu_magic, sgpu_magic.sessions.registry as registry\nhere = registry.current()")
+    session.check("import sgpu_magic, sgpu_magic.runs.sessions.registry as registry\nhere = registry.current()")
     reply = session.run("sgpu_magic.distributed(session=here, env_version='4')(len).distributed([1])")
     assert reply.ename == "UsageError", reply.story
     assert "session main" in reply.evalue
@@ -255,7 +255,7 @@ def test_calls_in_a_session_have_its_packages(session: Kernel):
 
 
 def test_scalars_of_a_cell_are_its_parameters(session: Kernel, home: Home):
-    session.check("import sgpu_magic.sessions.registry as registry\nmain = registry.current().run_id")
+    session.check("import sgpu_magic.runs.sessions.registry as registry\nmain = registry.current().run_id")
     assert spec_of(home, session.value("main"))["max_cost"] == 7.0
     session.check(
         "lr, epochs, name, api_key, rows = 0.1, 3, 'small', 'sk-' + 'a' * 30, [1]\nflag, long = True, 'x' * 251"

@@ -29,8 +29,8 @@ from sgpu_magic.client.event_queue import FilePart
 from sgpu_magic.client.files_of_run import recorded_directory
 from sgpu_magic.client.link import PoolLink, Reply
 from sgpu_magic.errors import RunFileUnknown, RunUnknown, UsageError
-from sgpu_magic.live.log_reader import LogReader
-from sgpu_magic.replay.recorded import read_recorded
+from sgpu_magic.runs.replay.recorded import read_recorded
+from sgpu_magic.views.live.log_reader import LogReader
 from sgpu_magic.wire.blobs import CHUNK_BYTES, AskBlobs, BlobsHeld, ListRunFiles, PutBlob, ReadRunFile, RunFiles
 from sgpu_magic.wire.events import OutputWritten, RanksStarted
 from sgpu_magic.wire.payloads import StoredPayload

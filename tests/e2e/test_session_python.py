@@ -49,7 +49,7 @@ def test_a_closed_session_does_not_count_for_the_next_call(home: Home):
         "    session = sgpu_magic.connect(2, 'cpu', name='gone', ui='none')\n"
         "    session.wait().close()\n"
         "    print(sgpu_magic.distributed(gpus=2, gpu_type='cpu', ui='none')(add).distributed(1))\n"
-        "    from sgpu_magic.sessions import registry\n"
+        "    from sgpu_magic.runs.sessions import registry\n"
         "    print(registry.current())\n",
     )
     assert out.splitlines() == ["[(1, 2), (2, 2)]", "None"]

@@ -15,7 +15,7 @@ from executed_notebooks import ROOT, Executed, execute, headings, introduction, 
 from kernels import Home, Kernel
 
 from sgpu_magic import errors
-from sgpu_magic import help as help_pages
+from sgpu_magic.views import help as help_pages
 from sgpu_magic.wire.states import FailureKind
 
 NOTEBOOK = ROOT / "notebooks/troubleshooting.ipynb"
@@ -84,7 +84,7 @@ def test_the_wheel_has_the_pages(tmp_path: Path):
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as packed:
         for topic in help_pages.topics():
-            assert packed.read(f"sgpu_magic/help/{topic}.md").decode() == help_pages.page(topic)
+            assert packed.read(f"sgpu_magic/views/help/{topic}.md").decode() == help_pages.page(topic)
 
 
 def test_help_is_shown_as_markdown_and_in_a_shell_as_text(kernel: Kernel):

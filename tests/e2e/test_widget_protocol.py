@@ -99,7 +99,7 @@ def no_cell_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_a_quick_run_opens_no_view(lab: Lab):
     before = len(lab.front_end.views)
     # on a busy machine no run takes less than 100 ms
-    lab.check("import sgpu_magic.render.publisher as publisher\nfirst_after_s = publisher.FIRST_AFTER_S")
+    lab.check("import sgpu_magic.views.publisher as publisher\nfirst_after_s = publisher.FIRST_AFTER_S")
     lab.check("publisher.FIRST_AFTER_S = 30")
     try:
         reply = lab.check("%%distributed -n 2\nprint('quick')")

@@ -1,6 +1,6 @@
 import type { CellOutput, OwnedRun } from "./run_server";
 
-/** The record that the kernel's own outputs carry: `sgpu_magic/render/bundle.py`. */
+/** The record that the kernel's own outputs carry: `sgpu_magic/views/bundle.py`. */
 export const RUN_MIME = "application/vnd.sgpu.run.v1+json";
 /** An output that shows a run as long as it goes on, drawn by this extension alone. */
 export const LIVE_MIME = "application/vnd.sgpu.live.v1+json";

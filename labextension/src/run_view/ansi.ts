@@ -1,7 +1,7 @@
 /**
  * Colours of terminals in lines of ranks: they become styles, other escape sequences are dropped.
  *
- * The same sequences and the same colours as `sgpu_magic/render/ansi.py`, so that the live view and the output that
+ * The same sequences and the same colours as `sgpu_magic/views/ansi.py`, so that the live view and the output that
  * replaces it look alike. Pieces are drawn as text: nothing here makes HTML.
  */
 

@@ -1,4 +1,4 @@
-/** Numbers with their units, as `sgpu_magic/render/units.py` writes them. */
+/** Numbers with their units, as `sgpu_magic/views/units.py` writes them. */
 
 /** Returns `02:14`, above an hour `1:02:14`. */
 export function formatClock(seconds: number): string {

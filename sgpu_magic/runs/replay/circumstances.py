@@ -1,0 +1,166 @@
+"""In which Python a replay runs, and what is known of that and of the run's own."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from sgpu_magic import __version__
+from sgpu_magic.config import host_name, load_settings
+from sgpu_magic.environment.path_entries import installed_entries
+from sgpu_magic.environment.snapshot import take_snapshot
+from sgpu_magic.runs.git_state import git_tags
+from sgpu_magic.runs.replay.differences import Circumstances
+from sgpu_magic.runs.replay.probe import Found
+from sgpu_magic.runs.replay.recorded import Recorded
+from sgpu_magic.wire.records import Interpreter
+
+_PROBE_S = 30.0
+_HEAD = re.compile(r"# Python (?P<python>[\w.]+) on .*?, digest (?P<digest>[0-9a-f]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The Python of a replay.
+
+    Args:
+        interpreter: Another one on this machine; None is this process's, or one that is built.
+        env_version: The requirements file that it is built of, "" when nothing is built.
+        digest: Of its packages, "" when it is not known.
+        executable: It, "" when it is built.
+    """
+
+    interpreter: Interpreter | None = None
+    env_version: str = ""
+    digest: str = ""
+    executable: str = ""
+
+
+def choose(recorded: Recorded, *, here: bool) -> Chosen:
+    """Find the packages that the run had: in this Python, in the run's own, or built anew from what was recorded.
+
+    Args:
+        recorded: The run.
+        here: This Python is wanted, whatever it has.
+    """
+    own = Chosen(digest=take_snapshot().digest, executable=sys.executable)
+    wanted, executable = _read_pins(recorded).digest, recorded.record.executable
+    built = recorded.spec.environment_label or _is_built(executable)
+    if here or (wanted and own.digest == wanted and not built):
+        return own
+    if not built and executable != sys.executable and os.access(executable, os.X_OK):
+        found = _probe(executable)
+        if found is not None and (not wanted or found.digest == wanted):
+            return Chosen(found.interpreter, "", found.digest, executable)
+    if wanted and recorded.requirements is not None:
+        return Chosen(None, str(recorded.requirements), wanted)
+    return own
+
+
+def path_of(recorded: Recorded, chosen: Chosen) -> tuple[str, ...]:
+    """Return the ranks' `sys.path`: the run's own folders, and where the chosen Python has its packages."""
+    then = recorded.record.sys_path
+    if chosen.interpreter is not None:
+        return then
+    installed = {*recorded.record.installed, *installed_entries(then)}
+    folders = [entry for entry in then if entry not in installed and not _is_built(entry)]
+    return (*folders, *installed_entries(tuple(filter(None, sys.path))))
+
+
+def of_run(recorded: Recorded) -> Circumstances:
+    """What is known of the run."""
+    record = recorded.record
+    pins = _read_pins(recorded)
+    return Circumstances(
+        host=record.host,
+        python=pins.python,
+        version=record.version,
+        executable=record.executable,
+        digest=pins.digest,
+        packages=pins.packages,
+        commit=recorded.tags.get("mlflow.source.git.commit", ""),
+        dirty=_truth(recorded.tags.get("mlflow.source.git.dirty", "")),
+        cwd=record.cwd,
+    )
+
+
+def of_replay(chosen: Chosen, cwd: str, packages: Mapping[str, str]) -> Circumstances:
+    """What the replay will have.
+
+    Args:
+        chosen: Its Python.
+        cwd: Its working directory.
+        packages: The run's, by canonical name: those that are built anew are the same.
+    """
+    tags = dict(git_tags(cwd))
+    is_own = chosen.interpreter is None and not chosen.env_version
+    if is_own:
+        packages = {canonicalize_name(each.name): each.version for each in take_snapshot().distributions}
+    return Circumstances(
+        host=host_name(),
+        python=platform.python_version() if is_own else "",
+        version=__version__,
+        executable=chosen.executable,
+        digest=chosen.digest,
+        packages=packages,
+        commit=tags.get("mlflow.source.git.commit", ""),
+        dirty=_truth(tags.get("mlflow.source.git.dirty", "")),
+        cwd=cwd,
+    )
+
+
+def _is_built(executable: str) -> bool:
+    return Path(executable).is_relative_to(load_settings().environments_path)
+
+
+def _probe(executable: str) -> Found | None:
+    """Ask another Python for its packages; None when it does not tell, as one with an older sgpu-magic."""
+    command = [executable, "-m", "sgpu_magic.runs.replay.probe"]
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, timeout=_PROBE_S, check=True, stdin=subprocess.DEVNULL
+        ).stdout
+        return msgspec.json.decode(answer, type=Found)
+    except (OSError, subprocess.SubprocessError, msgspec.MsgspecError):
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pins:
+    """A run's packages as they were recorded."""
+
+    python: str
+    digest: str
+    packages: dict[str, str]
+
+
+def _read_pins(recorded: Recorded) -> _Pins:
+    """What the run's requirements file and its spec say."""
+    python, digest, packages = "", recorded.spec.environment, dict[str, str]()
+    path = recorded.requirements
+    for line in path.read_text(errors="replace").splitlines() if path is not None else ():
+        if (head := _HEAD.match(line)) is not None:
+            # a run that was submitted before its packages were known has its digest only here
+            python, digest = head["python"], digest or head["digest"]
+        try:
+            pin = Requirement(line.partition(" #")[0].partition(" --hash")[0].strip())
+        except InvalidRequirement:
+            continue
+        versions = [each.version for each in pin.specifier if each.operator in ("==", "===")]
+        if len(versions) == 1:
+            packages[canonicalize_name(pin.name)] = versions[0]
+    return _Pins(python, digest, packages)
+
+
+def _truth(text: str) -> bool | None:
+    return {"true": True, "false": False}.get(text.lower())

@@ -1,0 +1,228 @@
+"""A session begins: what was asked for is submitted, and the handle is there at once."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from sgpu_magic.client.pool import new_key
+from sgpu_magic.config import SEVEN_DAYS_S
+from sgpu_magic.environment.snapshot import take_snapshot
+from sgpu_magic.errors import UsageError
+from sgpu_magic.panel.chosen import PYTHON_WAYS, Asked, with_choice
+from sgpu_magic.payload.pack import pack_namespace
+from sgpu_magic.runs.devices import memory_bytes, node_count, strategy_of
+from sgpu_magic.runs.durations import optional_s, timeout_s
+from sgpu_magic.runs.notebook import owner
+from sgpu_magic.runs.placing import Devices
+from sgpu_magic.runs.sessions import registry
+from sgpu_magic.runs.sessions.session import Session
+from sgpu_magic.runs.submission import Submission, Wishes, submit
+from sgpu_magic.runs.wishes import EnvVersion, Upload, max_cost_from, wishes_from
+from sgpu_magic.runs.workplace import Workplace, workplace
+from sgpu_magic.wire.device_types import canonical_type
+from sgpu_magic.wire.ids import new_id
+from sgpu_magic.wire.records import CellSource, RunSpec, Shipped
+from sgpu_magic.wire.states import RunKind
+
+DEFAULT_NAME = "main"
+_MOST_RANKS = 4096
+# a cell and the panel may connect at the same time, and there is one session of a name
+_beginning = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What is asked for.
+
+    Args:
+        devices: How many of which; what is left out is the pool's choice.
+        name: The session's.
+        idle_s: It ends after so many seconds without a cell, 0 never; None is the setting `session_idle_s`.
+        wait_s: Longest time in the queue in seconds; None is as long as it takes.
+        timeout_s: Longest time that it may last in seconds.
+        variables: Set on its ranks.
+        wishes: About packages and tracking.
+        max_cost: What it may cost in the currency of the settings; None is no limit.
+        pool: The pool, or a kind of pools; "" leaves that to the settings.
+    """
+
+    devices: Devices = field(default_factory=Devices)
+    name: str = DEFAULT_NAME
+    idle_s: float | None = None
+    wait_s: float | None = None
+    timeout_s: float = SEVEN_DAYS_S
+    variables: Mapping[str, str] = field(default_factory=dict[str, str])
+    wishes: Wishes = field(default_factory=Wishes)
+    max_cost: float | None = None
+    pool: str = ""
+
+
+def connect(
+    gpus: int | None = None,
+    gpu_type: str | None = None,
+    *,
+    name: str = "",
+    idle: float | str | None = None,
+    wait: float | str | None = None,
+    timeout: float | str | None = None,
+    env: Mapping[str, str] | None = None,
+    env_version: EnvVersion | None = None,
+    torch: str | None = None,
+    allow_build: bool = False,
+    track: bool | None = None,
+    upload: Upload = (),
+    max_cost: float | None = None,
+    allow_busy: bool = False,
+    min_memory: str | float | None = None,
+    nodes: int | None = None,
+    placement: str | None = None,
+    pool: str = "",
+    ui: str = "none",
+) -> Session:
+    """Connect: take devices and start ranks that stay. Returns at once; a context manager, and `await`able.
+
+        with sgpu_magic.connect(4, "a10") as session:
+            session.push(cfg=cfg)
+            session.run("model = build(cfg).to(device)")
+            losses = session.call(train, epochs=3)
+
+    Args:
+        gpus: Ranks, one per GPU. Default: 2 on CPU, else all GPUs of the pool's one type.
+        gpu_type: `"a10"`, `"h100"` ..., `"cpu"` or `"any"` (default: what the pool has).
+        name: Its name (default: `main`).
+        idle: It ends after so long without a cell, seconds or a text such as `"60m"`; 0 never (default: the
+            setting `session_idle_s`, an hour).
+        wait: Longest time in the queue, 0 to get the devices now or fail (default: as long as it takes).
+        timeout: Longest time that it may last (default and most: 7 days).
+        env: Variables to set on the ranks.
+        env_version: The ranks' packages: `"4"`, `"ai-4"`, a requirements or pylock file, or one that `%sgpu_env` has
+            saved; `"none"` for this notebook's or program's own (default: the setting `env_version`, else `"none"`).
+        torch: Where packages are installed for the run: `"node"` uses the node's torch (default), `"mine"` installs
+            the notebook's.
+        allow_build: Packages without a wheel may be built from source for the run.
+        track: False: it does not become an MLflow run (default: the setting `track`).
+        upload: A folder or file, or several, that the ranks find there too: `sgpu_magic.runtime.upload_path("data")`.
+        max_cost: It is ended before it costs more, in the currency of the settings (default: no limit).
+        allow_busy: Also take GPUs that other programs use.
+        min_memory: Memory of each device, `"40GB"` or bytes; without `gpu_type` the cheapest type that has it.
+        nodes: Nodes that the ranks are spread over evenly (default: the pool's choice).
+        placement: `"pack"` on as few nodes as can be (default), `"strict_pack"` on one, `"spread"` over many.
+        pool: The pool's name, or `"reserved"` or `"on-demand"` for any such (default: the setting `pool`, else a
+            reserved pool that has the type, an on-demand one, this machine's own).
+        ui: How the session itself is shown: `"auto"`, `"widget"`, `"text"` or `"none"`.
+
+    Raises:
+        UsageError: Something can't be meant, or a session of that name is connected.
+        CapacityError: The pool can't give the devices.
+        PoolError: The pool can't be reached.
+    """
+    if gpus is not None and not 1 <= gpus <= _MOST_RANKS:
+        raise UsageError(f"gpus={gpus!r} is not a number of ranks; 1 to {_MOST_RANKS} is possible.")
+    try:
+        device_type = canonical_type(gpu_type) if gpu_type is not None else None
+    except ValueError as error:
+        raise UsageError(f"gpu_type: {error}") from None
+    ask = Ask(
+        devices=Devices(
+            gpus,
+            device_type,
+            memory_bytes("min_memory", min_memory),
+            node_count("nodes", nodes),
+            strategy_of("placement", placement),
+            allow_busy,
+        ),
+        name=name or DEFAULT_NAME,
+        idle_s=optional_s("idle", idle),
+        wait_s=optional_s("wait", wait),
+        timeout_s=timeout_s("timeout", timeout),
+        variables=dict(env or {}),
+        wishes=wishes_from(env_version, torch, allow_build, track, upload),
+        max_cost=max_cost_from("max_cost", max_cost),
+        pool=pool,
+    )
+    place = workplace()
+    place.wanted_pool(pool)
+    return begin(place, with_notebooks_choice(place, ask, PYTHON_WAYS), ui)
+
+
+def with_notebooks_choice(place: Workplace, ask: Ask, ways: str) -> Ask:
+    """Return what is asked for, with what the notebook's choice says where nothing was; as `chosen.with_choice`."""
+    asked = Asked(ask.devices, ask.wishes, ask.pool)
+    found = with_choice(place, asked, ways)
+    if found is asked:
+        return ask
+    return replace(ask, devices=found.devices, wishes=found.wishes, pool=found.pool)
+
+
+def begin(place: Workplace, ask: Ask, ui: str, *, of_cell: bool = True) -> Session:
+    """Submit a session and make it the current one. May be called by any thread; two do not get in each other's way.
+
+    Args:
+        place: This process's runs.
+        ask: What is asked for.
+        ui: How the session itself is shown.
+        of_cell: The cell that is running asks for it.
+
+    Raises:
+        UsageError: A session of that name is connected.
+    """
+    with _beginning:
+        return _begun(place, ask, ui, of_cell)
+
+
+def _begun(place: Workplace, ask: Ask, ui: str, of_cell: bool) -> Session:
+    known = registry.find(ask.name)
+    if known is not None:
+        raise UsageError(
+            f"session {ask.name} is connected already ({known.ranks} ranks). End it first (`%sgpu_disconnect "
+            f"{ask.name}`, or close()), or give the new one another name."
+        )
+    found = place.find(place.wanted_pool(ask.pool), ask.devices)
+    settings = place.current_settings()
+    idle_s = settings.session_idle_s if ask.idle_s is None else ask.idle_s
+    key = new_key()
+    spec = RunSpec(
+        run_id=new_id(),
+        name=ask.name,
+        cell=CellSource(body=""),
+        placement=found.placement,
+        outputs=(),
+        owner=owner(place.shell, of_cell=of_cell),
+        timeout_s=ask.timeout_s,
+        wait_s=ask.wait_s,
+        env_names=tuple(ask.variables),
+        kind=RunKind.SESSION,
+        idle_s=idle_s or None,
+        max_cost=ask.max_cost,
+        shipped=Shipped(notes=found.notes),
+    )
+    packed = pack_namespace({}, place.namespace, key)
+    environ = {**os.environ, **ask.variables}
+    submission = Submission(spec, packed, key, environ, ask.wishes, frozenset(ask.variables), pool=found.pool.name)
+    # its ranks begin with these; after the submission an interrupt would find a session that nobody knows of yet
+    packages = take_snapshot()
+    run = submit(found.pool, submission)
+    session = Session(place, place.followed(run, ui, error_follows=False), ask.variables, ask.wishes, packages)
+    registry.add(session)
+    if place.restarts is not None:
+        place.restarts.before = registry.end_for_restart
+    return session
+
+
+def is_same(session: Session, ask: Ask) -> bool:
+    """Whether a session is what is asked for."""
+    spec = session.spec
+    return (
+        ask.devices.ranks in (None, session.ranks)
+        and ask.devices.device_type in (None, spec.placement.device_type, session.device_type)
+        and ask.devices.min_memory_bytes in (0, spec.placement.min_memory_bytes)
+        and ask.devices.nodes in (0, spec.placement.nodes)
+        and ask.pool in ("", session.pool.name)
+        and ask.idle_s in (None, spec.idle_s or 0)
+        and all(session.variables.get(name) == value for name, value in ask.variables.items())
+        and ask.wishes in (Wishes(), session.wishes)
+        and ask.max_cost in (None, spec.max_cost)
+    )

@@ -1,0 +1,299 @@
+"""How long a session lives: it waits for devices, connects, ends; who waits for that is woken."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
+from html import escape
+from typing import Any, Self
+
+import msgspec
+
+from sgpu_magic.client.pool import Pool
+from sgpu_magic.errors import SessionError
+from sgpu_magic.runs import follow
+from sgpu_magic.runs.durations import optional_s
+from sgpu_magic.runs.notebook import cell_number
+from sgpu_magic.runs.placing import Found
+from sgpu_magic.runs.sessions.rank_lists import format_ranks
+from sgpu_magic.runs.windows import Background
+from sgpu_magic.runs.workplace import Workplace
+from sgpu_magic.views.session_state import SessionState
+from sgpu_magic.wire.devices import Placement
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.states import RunState
+
+_CLOSE_PATIENCE_S = 10.0
+# a pool service that died is followed by another in about a second
+_ADOPTION_PATIENCE_S = 20.0
+
+
+class Lifetime:
+    """A session from its submission to its end, as a thread of its own follows it.
+
+    Args:
+        place: This process's runs.
+        followed: The session's own run.
+
+    Attributes:
+        name: Its name.
+        run_id: Its run, as `sgpu logs` and `%sgpu_status` take it.
+        ranks: Number of ranks.
+        variables: Set on its ranks beside this process's environment.
+    """
+
+    def __init__(self, place: Workplace, followed: follow.Followed, variables: Mapping[str, str]) -> None:
+        spec = followed.run.spec
+        self.place = place
+        self.name = spec.name
+        self.run_id = spec.run_id
+        self.placement: Placement = spec.placement
+        self.ranks = spec.placement.ranks
+        self.variables = dict(variables)
+        self.shown_in: object = None
+        self.ending_told = False
+        self._view = followed.view
+        self._run = followed.run
+        self._moved = threading.Condition()
+        self._waiters: list[Callable[[], None]] = []
+        followed = replace(followed, heard=self._heard)
+        self._follower = Background("sgpu-session", lambda stopped: follow.show(followed, RunState.QUEUED, stopped))
+
+    # ------------------------------------------------------------ what it is
+
+    @property
+    def pool(self) -> Pool:
+        """The pool that it is in."""
+        return self.place.pool_of(self._run)
+
+    def lends(self, ranks: int | None) -> Found:
+        """Return the place of new processes on its devices: `ranks` of them, all without a number."""
+        placement = msgspec.structs.replace(self.placement, ranks=ranks or self.ranks)
+        return Found(self.pool, placement)
+
+    @property
+    def spec(self) -> RunSpec:
+        """What was submitted."""
+        return self._run.spec
+
+    @property
+    def device_type(self) -> str:
+        """The type of its devices: what was granted, or what was asked for while it waits."""
+        lease = self._view.lease
+        return lease.device_type if lease is not None else self.placement.device_type
+
+    @property
+    def state(self) -> str:
+        """Where it is, in words."""
+        view = self._view
+        match view.state:
+            case RunState.QUEUED:
+                return f"waits for devices: {view.waiting_for}" if view.waiting_for else "waits for devices"
+            case RunState.PREPARING | RunState.STARTING:
+                return "starting"
+            case RunState.RUNNING:
+                dead = self.dead
+                return f"connected, {format_ranks(dead)} dead" if dead else "connected"
+            case RunState.CANCELLING:
+                return "ending"
+            case _:
+                return f"ended: {self.ending}"
+
+    @property
+    def is_connected(self) -> bool:
+        """Its ranks are there."""
+        return self._view.state is RunState.RUNNING
+
+    @property
+    def is_idle(self) -> bool:
+        """Its ranks are there and no cell runs in them."""
+        return self.is_connected and not self._told.running
+
+    @property
+    def has_ended(self) -> bool:
+        return self._view.state.is_final or bool(self._view.left)
+
+    @property
+    def ending(self) -> str:
+        """By whom and why it ended, "" while it has not."""
+        ended = self._view.ended
+        if ended is None:
+            return self._view.left
+        if ended.failure is not None:
+            return ended.failure.message.rstrip(".")
+        return (ended.reason or "it is over").rstrip(".")
+
+    @property
+    def dead(self) -> tuple[int, ...]:
+        """Ranks that are dead and wait for a restart."""
+        return self._told.dead
+
+    @property
+    def cells(self) -> int:
+        """Cells that have run in it so far, those under way included."""
+        return self._told.cells
+
+    @property
+    def run_state(self) -> RunState:
+        """Its own run's state."""
+        return self._view.state
+
+    def wait_for_the_dead(self, timeout_s: float) -> tuple[int, ...]:
+        """Return the ranks that are dead, as soon as one is known to be; none after so many seconds."""
+        with self._moved:
+            self._moved.wait_for(lambda: self.dead or self.has_ended, timeout_s)
+        return self.dead
+
+    @property
+    def _told(self) -> SessionState:
+        return self._view.session or SessionState()
+
+    def __repr__(self) -> str:
+        kind = self.device_type if self.device_type != "any" else "devices of any type"
+        count = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
+        return f"<Session {self.name}: {count} on {kind}, {self.state}, run {short(self.run_id)}>"
+
+    def _ipython_display_(self) -> None:
+        """Show nothing where its view stands below the cell already; else it is drawn like any value."""
+        shown, self.shown_in = self.shown_in, None
+        if shown is None or shown != current_cell(self.place):
+            raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        return f"<code>{escape(repr(self))}</code>"
+
+    # ------------------------------------------------------------ waiting
+
+    def wait(self, timeout: float | str | None = None) -> Self:
+        """Wait until its ranks are there.
+
+        Args:
+            timeout: Longest time in seconds, or a text such as `"5m"`; as long as it takes when left out.
+
+        Raises:
+            SessionError: It has ended.
+            TimeoutError: The time is over; the session goes on.
+        """
+        seconds = optional_s("timeout", timeout)
+        with self._moved:
+            if not self._moved.wait_for(self._is_decided, seconds):
+                raise TimeoutError(
+                    f"session {self.name} is not connected after {seconds:g} s: {self.state}. It goes on: wait again, "
+                    "or close() it."
+                )
+        return self.checked()
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self._connected().__await__()
+
+    async def _connected(self) -> Self:
+        await self._until(self._is_decided)
+        return self.checked()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait without blocking the loop."""
+        loop = asyncio.get_running_loop()
+        moved = asyncio.Event()
+
+        def wake() -> None:
+            # a loop that is closed by now has nobody who waits
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(moved.set)
+
+        with self._moved:
+            self._waiters.append(wake)
+        try:
+            while not condition():
+                await moved.wait()
+                moved.clear()
+        finally:
+            with self._moved:
+                self._waiters.remove(wake)
+
+    def checked(self) -> Self:
+        """Return itself if it can take a cell, now or when its ranks are there.
+
+        Raises:
+            SessionError: It has ended, or is about to.
+        """
+        if self.has_ended or self._view.state is RunState.CANCELLING:
+            why = f": {self.ending}" if self.ending else ""
+            raise SessionError(
+                f"session {self.name} has ended{why}. What its ranks had is gone. Begin another with %sgpu_connect or "
+                "sgpu_magic.connect(...)."
+            )
+        if self._run.link_lost:
+            # its pool service has died; the next one takes it over
+            with self._moved:
+                self._moved.wait_for(lambda: self.has_ended or not self._run.link_lost, _ADOPTION_PATIENCE_S)
+        return self
+
+    def _is_decided(self) -> bool:
+        return self.is_connected or self.has_ended
+
+    def _heard(self) -> None:
+        """An event was folded; runs in the follower's thread."""
+        with self._moved:
+            self._moved.notify_all()
+            waiters = list(self._waiters)
+        for wake in waiters:
+            wake()
+
+    # ------------------------------------------------------------ its end
+
+    def close(self) -> None:
+        """End it: its ranks go, and its devices are free. What runs in it is cancelled."""
+        self.end("it was disconnected")
+        self.wait_for_end(_CLOSE_PATIENCE_S)
+        self._release()
+
+    def end(self, reason: str) -> None:
+        """Ask for its end, and do not wait for it."""
+        if not self.has_ended:
+            self._run.cancel(reason)
+
+    def wait_for_end(self, timeout_s: float) -> bool:
+        """Wait until it has ended; False when it has not after so many seconds."""
+        with self._moved:
+            return self._moved.wait_for(lambda: self.has_ended, timeout_s)
+
+    def _release(self) -> None:
+        self.ending_told = True
+        self._follower.stop()
+        if self.has_ended:
+            self.pool.run_over(self.run_id)
+        self._run.close()
+
+    def __enter__(self) -> Self:
+        try:
+            return self.wait()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        try:
+            return await self._connected()
+        except BaseException:
+            self.end("it was disconnected")
+            raise
+
+    async def __aexit__(self, *exception: object) -> None:
+        if not self.has_ended:
+            self.end("it was disconnected")
+            # as `close`: what the body has raised counts, not that its ranks take long
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._until(lambda: self.has_ended), _CLOSE_PATIENCE_S)
+        await asyncio.get_running_loop().run_in_executor(None, self._release)
+
+
+def current_cell(place: Workplace) -> object:
+    """Something that tells the cell that runs now from others; None outside of a notebook."""
+    return cell_number(place.shell) if place.shell is not None else None

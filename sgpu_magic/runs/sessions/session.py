@@ -1,0 +1,232 @@
+"""The handle of a session: cells, calls and names, for its ranks."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from sgpu_magic.client.result import RunResult
+from sgpu_magic.environment.distributions import Snapshot
+from sgpu_magic.errors import UsageError
+from sgpu_magic.runs import follow
+from sgpu_magic.runs.durations import timeout_s
+from sgpu_magic.runs.reading import check_name
+from sgpu_magic.runs.sessions import cells, running
+from sgpu_magic.runs.sessions.lifetime import Lifetime
+from sgpu_magic.runs.sessions.rank_lists import ranks_from
+from sgpu_magic.runs.sessions.restarting import restart
+from sgpu_magic.runs.sessions.shipping import Shipping
+from sgpu_magic.runs.stopping import Interrupts
+from sgpu_magic.runs.submission import Wishes
+from sgpu_magic.runs.workplace import Workplace
+from sgpu_magic.wire.records import OutputName
+
+
+class Session(Lifetime):
+    """Ranks that stay alive between cells. Methods may be called by any thread.
+
+    A context manager and, in async code, an asynchronous one; awaiting it waits until it is connected.
+
+    Args:
+        place: This process's runs.
+        followed: The session's own run.
+        variables: Set on its ranks beside this process's environment.
+        wishes: What was asked for about its packages and its tracking.
+        packages: What was installed here when it was connected.
+
+    Attributes:
+        shipping: What its ranks have of the notebook.
+        interrupts: Its cells that were interrupted and have not stopped.
+        ending_told: The user knows that it has ended: it was closed, or a cell was refused because of that.
+        lock: Held while something is prepared and handed over: what goes along depends on what went before.
+    """
+
+    def __init__(
+        self,
+        place: Workplace,
+        followed: follow.Followed,
+        variables: Mapping[str, str],
+        wishes: Wishes,
+        packages: Snapshot,
+    ) -> None:
+        self.wishes = wishes
+        self.packages = packages
+        self.shipping = Shipping()
+        self.interrupts = Interrupts()
+        self.lock = threading.RLock()
+        super().__init__(place, followed, variables)
+
+    # ------------------------------------------------------------ using it
+
+    def run(
+        self,
+        code: str,
+        *,
+        ranks: Iterable[int] | int | str | None = None,
+        out: str | Iterable[str] = (),
+        name: str = "",
+        reload: bool = False,
+        timeout: float | str | None = None,
+        ui: str = "auto",
+    ) -> RunResult:
+        """Run code on its ranks as a cell, and return the result.
+
+        Args:
+            code: Python, with IPython's magics if need be.
+            ranks: Those that take part: `0`, `[0, 2]`, `"0,2-3"`; all when left out.
+            out: Names to bring back into the notebook or program: `"history"`, `["history", "loss:all"]`.
+            name: What to call it.
+            reload: Load edited local modules anew on the ranks first.
+            timeout: Longest running time in seconds, or a text such as `"5m"`.
+            ui: `"auto"`, `"widget"`, `"text"` or `"none"`.
+
+        Raises:
+            RunCancelled: It was cancelled.
+            SessionError: The session can't take it.
+            Exception: What the culprit rank raised.
+        """
+        cell = cells.SessionCell(
+            body=code,
+            name=name,
+            only=self.only(ranks),
+            outputs=outputs_from(out),
+            reload=reload,
+            timeout_s=timeout_s("timeout", timeout),
+        )
+        return self.run_cell(cell, ui)
+
+    def run_cell(self, cell: cells.SessionCell, ui: str = "auto") -> RunResult:
+        """Run a cell on its ranks; as `run`."""
+        self.checked()
+        return running.run_in(self, lambda: cells.prepare_cell(self, cell), ui)
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        /,
+        *args: Any,
+        ranks: Iterable[int] | int | str | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call a function on its ranks and return what it returned, by rank.
+
+        Parameters named `rank`, `local_rank`, `world_size` and `device` that are left out are filled in by each rank.
+
+        Args:
+            function: The function.
+            args: Its positional arguments.
+            ranks: Those that call it, as for `run`.
+            kwargs: Its keyword arguments.
+
+        Raises:
+            Exception: As `run`; TypeError when the arguments do not fit.
+        """
+        self.checked()
+        only = self.only(ranks)
+        return running.run_in(self, lambda: cells.prepare_call(self, function, args, kwargs, only=only)).values
+
+    def push(self, *names: str, ranks: Iterable[int] | int | str | None = None, **values: Any) -> None:
+        """Set names on its ranks, whatever they have under them.
+
+        Args:
+            names: Names of the notebook or program.
+            ranks: The ranks, as for `run`.
+            values: Further names with their values.
+
+        Raises:
+            UsageError: There is no such name.
+            SerializationError: A value can't travel.
+        """
+        if not names and not values:
+            raise UsageError('push() takes names or values to set: push("cfg"), push(lr=0.1).')
+        self.checked()
+        only = self.only(ranks)
+        running.run_in(self, lambda: cells.prepare_push(self, names, values, only), "auto" if names else "none")
+        self.shipping.set_on_ranks(values, self.place.namespace, self.ranks_of(only), pushed=True)
+
+    def pull(self, *names: str, ranks: Iterable[int] | int | str | None = None) -> Any:
+        """Return the value of a name on its lowest rank, or with `"x:all"` the list of all ranks' values.
+
+        Args:
+            names: The names; the values of several come as a tuple.
+            ranks: The ranks, as for `run`.
+
+        Raises:
+            UsageError: A rank has no such name.
+            SerializationError: A value can't travel.
+        """
+        outputs = outputs_from(names)
+        if not outputs:
+            raise UsageError('pull() takes names to bring back: pull("history"), pull("loss:all").')
+        found: dict[str, Any] = {}
+        self.pull_into(found, outputs, self.only(ranks), "none")
+        values = tuple(found[output.name] for output in outputs)
+        return values[0] if len(values) == 1 else values
+
+    def pull_into(
+        self, into: dict[str, Any] | None, outputs: tuple[OutputName, ...], only: tuple[int, ...], ui: str
+    ) -> None:
+        """Bring names back into `into`, or into the notebook where that is None."""
+        self.checked()
+        running.run_in(self, lambda: cells.prepare_pull(self, outputs, only), ui, into)
+
+    def restart(self, *ranks: int) -> str:
+        """Replace ranks by new processes; what the notebook had shipped to them is pushed again.
+
+        Args:
+            ranks: Which; all when left out.
+
+        Returns:
+            What was lost, a sentence.
+
+        Raises:
+            SessionError: A cell runs in them, or they could not be started.
+        """
+        self.checked()
+        return restart(self, self.only(ranks or None))
+
+    # ------------------------------------------------------------ for those who prepare cells
+
+    def only(self, ranks: Iterable[int] | int | str | None) -> tuple[int, ...]:
+        """Return the ranks that take part, ascending; empty for all.
+
+        Raises:
+            UsageError: It has no such rank.
+        """
+        return ranks_from(ranks, self.ranks, f"session {self.name}")
+
+    def ranks_of(self, only: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the ranks that take part, all of them by number."""
+        return only or tuple(range(self.ranks))
+
+    def wishes_with(self, wishes: Wishes) -> Wishes:
+        """Return what holds for a cell on its devices: its own packages, tracked as it is if the cell does not say.
+
+        What goes along is the cell's own: the ranks have what was uploaded for the session.
+        """
+        track = self.wishes.track if wishes.track is None else wishes.track
+        return replace(self.wishes, track=track, uploads=wishes.uploads)
+
+    def environ(self, variables: Mapping[str, str]) -> dict[str, str]:
+        """The ranks' environment: this process's now, with what was given beside it."""
+        return {**os.environ, **self.variables, **variables}
+
+
+def outputs_from(names: str | Iterable[str]) -> tuple[OutputName, ...]:
+    """Read `"a"`, `"a,b:all"` or `["a", "b:all"]`.
+
+    Raises:
+        UsageError: One is no name.
+    """
+    listed = names.split(",") if isinstance(names, str) else [part for name in names for part in name.split(",")]
+    found: dict[str, OutputName] = {}
+    for item in filter(None, map(str.strip, listed)):
+        name, colon, which = item.partition(":")
+        check_name("the name to bring back", name)
+        if colon and which != "all":
+            raise UsageError(f"{item}: after the colon only `all` is possible, for a list of every rank's value.")
+        found[name] = OutputName(name, bool(colon))
+    return tuple(found.values())

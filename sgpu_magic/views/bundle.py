@@ -1,0 +1,177 @@
+"""MIME bundles as they are saved in the notebook: of a run's segment, and of a run that was still going on."""
+
+from __future__ import annotations
+
+import time
+
+from sgpu_magic.views import ansi
+from sgpu_magic.views.failure import error_line
+from sgpu_magic.views.heading import header_line, returned_bytes
+from sgpu_magic.views.html import render_segment_html
+from sgpu_magic.views.html_style import BOX, SOFT, safe
+from sgpu_magic.views.measured import usage_record
+from sgpu_magic.views.segments import TextSegment
+from sgpu_magic.views.text import render_segment_text
+from sgpu_magic.views.units import format_seconds
+from sgpu_magic.views.view import RunView
+from sgpu_magic.wire.states import RunKind, RunState
+
+RUN_MIME = "application/vnd.sgpu.run.v1+json"
+RECORD_VERSION = 1
+"""Of the record under `RUN_MIME`; keys may be added without changing it."""
+
+# a record is for programs and stands in every saved output: it stays small whatever the number of ranks
+_MAX_USAGE_RANKS = 64
+_MAX_LISTED = 64
+_MAX_SENTENCE_CHARS = 1000
+
+
+def mime_bundle(
+    view: RunView, segment: TextSegment, first: bool = True, last: bool = True, limit: int | None = None
+) -> dict[str, object]:
+    """Return HTML and text of a segment; the last one also carries the run as a small record.
+
+    Args:
+        view: The run.
+        segment: One of `segments(view)`.
+        first: It is the first of them.
+        last: It is the last of them.
+        limit: Bytes allowed for the HTML of a live form; its text gets a third of that.
+    """
+    # a live form's text is for few eyes: it gets a third beside the HTML
+    text = render_segment_text(view, segment, first, last, None if limit is None else limit // 3)
+    if segment.next_rank is not None:
+        text = f"{text}\n[{segment.next_rank}] displays:".lstrip("\n")
+    bundle: dict[str, object] = {
+        "text/html": render_segment_html(view, segment, first, last, limit),
+        "text/plain": text,
+    }
+    if last:
+        bundle[RUN_MIME] = run_record(view)
+    return bundle
+
+
+def interrupted_bundle(view: RunView) -> dict[str, object]:
+    """Return what stands beside a live view for those who see no view: which run it is, and how to come back to it.
+
+    It is what a reader has of a notebook that was saved while the run went on, and of a page whose kernel has been
+    restarted.
+    """
+    after = f" for {format_seconds(elapsed)}" if (elapsed := view.elapsed_s()) else ""
+    lines = [header_line(view), f"run {view.short_id} was {view.state}{after} when this was saved."]
+    command = f"%sgpu_attach {view.short_id}"
+    if view.session is not None:
+        lines[1:] = _of_session(view, command)
+    elif view.spec.detach:
+        lines.append(f"It goes on without its notebook: {command} shows it{_and_brings(view)}.")
+    else:
+        lines.append(
+            f"{command} shows it{_and_brings(view)}, and what became of it. It ended with its notebook's kernel "
+            "unless it was detached."
+        )
+    lines = [ansi.plain(line)[:_MAX_SENTENCE_CHARS] for line in lines]
+    head, *rest = map(safe, lines)
+    html = f'<div style="{BOX};padding:6px 12px"><div><b style="font-weight:600">{head}</b></div>'
+    html += "".join(f'<div style="{SOFT}">{line}</div>' for line in rest) + "</div>"
+    return {"text/html": html, "text/plain": "\n".join(lines), RUN_MIME: run_record(view)}
+
+
+def _of_session(view: RunView, command: str) -> list[str]:
+    """Return the same for a session. What it did last is not said: this is written once, and the session goes on."""
+    began = time.strftime("%Y-%m-%d at %H:%M", time.localtime(view.spec.submitted_at or None))
+    if view.spec.detach:
+        return [f"It began on {began} and goes on without its notebook: {command} shows it."]
+    return [
+        f"It began on {began} and was there when this was saved. A session ends with its notebook's kernel: "
+        f"%sgpu_connect starts a new one, {command} shows what became of this one."
+    ]
+
+
+def _and_brings(view: RunView) -> str:
+    names = [output.name for output in view.spec.outputs] if view.spec.kind is RunKind.CELL else []
+    return f" and brings {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}" if names else ""
+
+
+def run_record(view: RunView) -> dict[str, object]:
+    """Return the run as JSON: what it was, where it ran, how long, how it ended."""
+    # a call's own name for what its function returns is nobody else's business
+    outputs = view.spec.outputs if view.spec.kind is not RunKind.CALL else ()
+    lease, failure, ended, shipped = view.lease, view.failure, view.ended, view.spec.shipped
+    record: dict[str, object] = {
+        "version": RECORD_VERSION,
+        "run_id": view.run_id,
+        "name": view.name,
+        "state": str(view.state),
+        "ranks": view.ranks,
+        "rank_numbers": list(view.rank_numbers[:_MAX_LISTED]),
+        "kind": str(view.spec.kind),
+        "session": view.spec.session,
+        "pool": view.pool,
+        "host": view.host,
+        "lines": view.total_lines,
+        "attempt": view.attempt,
+        "attempts": view.attempts,
+        "directory": view.directory,
+        "shipped": {
+            "names": list(shipped.names[:_MAX_LISTED]),
+            "total_bytes": shipped.total_bytes,
+            "seconds": round(shipped.seconds, 6),
+        },
+        "returned": [{"name": name.name, "all_ranks": name.all_ranks} for name in outputs[:_MAX_LISTED]],
+    }
+    if view.state is RunState.SUCCEEDED and view.spec.outputs:
+        record["returned_bytes"] = returned_bytes(view)
+    if view.usage.ranks:
+        record["usage"] = usage_record(view.usage, _MAX_USAGE_RANKS)
+    if view.session is not None:
+        record["cells"] = view.session.cells
+    if lease is not None:
+        record["lease"] = {
+            "device_type": lease.device_type,
+            "ranks": lease.ranks,
+            "uuids": list(lease.uuids[:_MAX_LISTED]),
+            "cpu_slots": lease.cpu_slots,
+            "simulated": lease.simulated,
+        }
+    if ended is not None:
+        record["durations"] = {
+            "queued_s": round(ended.queued_s, 6),
+            "starting_s": round(ended.starting_s, 6),
+            "running_s": round(ended.running_s, 6),
+            "total_s": round(ended.total_s, 6),
+        }
+        if ended.gpu_s is not None:
+            record["gpu_s"] = round(ended.gpu_s, 3)
+        if ended.cost is not None:
+            record["cost"] = {"amount": round(ended.cost, 9), "currency": ended.currency}
+    if (environment := _environment(view)) is not None:
+        record["environment"] = environment
+    if view.tracked is not None:
+        record["mlflow"] = {
+            "run_id": view.tracked.mlflow_run_id,
+            "experiment_id": view.tracked.experiment_id,
+            "experiment": view.tracked.experiment,
+            "uri": view.tracked.uri,
+            "url": view.tracked.url,
+        }
+    if failure is not None:
+        record["failure"] = {
+            "kind": str(failure.kind),
+            "rank": failure.rank,
+            "host": failure.host,
+            "type": failure.type_name,
+            "message": error_line(failure),
+            "line": failure.line,
+        }
+    return record
+
+
+def _environment(view: RunView) -> dict[str, object] | None:
+    """Return which packages the ranks have, and whether and how long they were built."""
+    spec, moved = view.spec, view.environment
+    if not spec.environment and moved is None:
+        return None
+    record: dict[str, object] = {"digest": spec.environment, "label": spec.environment_label}
+    if moved is not None and moved.ready:
+        record |= {"built": moved.built, "seconds": round(moved.seconds, 3), "packages": moved.packages}
+    return record

@@ -1,0 +1,210 @@
+"""The static HTML form: inline style only, text from ranks escaped, the theme's colours where it has some.
+
+Read with all styles stripped it is still the same sentences in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from html import escape
+
+from sgpu_magic.views import ansi
+from sgpu_magic.views.cost import billed_text, cost_text
+from sgpu_magic.views.failure import other_lines
+from sgpu_magic.views.heading import attempt_text, mark_text, place_words, returned_text, shipped_text
+from sgpu_magic.views.html_failure import failure_html, stall_html
+from sgpu_magic.views.html_ranks import ended_ranks_html, live_ranks_html
+from sgpu_magic.views.html_style import ACCENT, BAD, BOX, FAINT, GOOD, LINE, PANEL, PRE, SOFT, WARN, safe
+from sgpu_magic.views.items import DisplayItem, GapItem, LineItem, display_text, gap_lines, trim
+from sgpu_magic.views.measured import busy_text, idle_lines
+from sgpu_magic.views.quiet import is_quiet, quiet_html
+from sgpu_magic.views.segments import TextSegment, segments
+from sgpu_magic.views.session_words import session_meta, standing_warnings
+from sgpu_magic.views.state_words import Tone, state_word
+from sgpu_magic.views.surroundings import label_text, packages_text, tracked_link, tracked_text
+from sgpu_magic.views.units import count_of, format_clock, format_seconds, format_span
+from sgpu_magic.views.view import RunView
+from sgpu_magic.wire.states import RunState
+
+__all__ = ["render_html", "render_segment_html", "segments"]
+
+_COLOURS: dict[Tone, str] = {"plain": "inherit", "busy": ACCENT, "good": GOOD, "bad": BAD, "warn": WARN}
+_PILL = f"border:1px solid {LINE};border-radius:9px;padding:0 7px;font-size:11px;{SOFT}"
+_MAX_LIVE_LINES = 100
+# of a segment's box, and of what is said of lines that are left out and of the display that follows
+_FRAME_BYTES = len(BOX) + len(PRE) + 200
+
+
+def render_html(view: RunView) -> str:
+    """Return the whole run; displays stand as their text, since only Jupyter's renderers may draw them."""
+    parts = segments(view)
+    drawn: list[str] = []
+    for at, part in enumerate(parts):
+        if isinstance(part, DisplayItem):
+            text = "\n".join(_line(part.rank, line) for line in display_text(part).split("\n"))
+            drawn.append(f'<pre style="{PRE}">{text}</pre>')
+        else:
+            drawn.append(render_segment_html(view, part, at == 0, at == len(parts) - 1))
+    return "".join(drawn)
+
+
+def render_segment_html(view: RunView, segment: TextSegment, first: bool, last: bool, limit: int | None = None) -> str:
+    """Return one segment: the first has the header, the failure or the ranks; the last the ended ranks and the footer.
+
+    Args:
+        view: The run.
+        segment: One of `segments(view)`.
+        first: It is the first of them.
+        last: It is the last of them.
+        limit: Bytes allowed for a live form, which shows the newest lines; the segment's share of
+            `view.output_limit` when left out.
+    """
+    if is_quiet(view):
+        return quiet_html(view) if first else ""
+    top = _header(view) + _standing(view) + _notes(view) if first else ""
+    bottom = ended_ranks_html(view) + _footer(view) if last else ""
+    if limit is None:
+        footer = _footer(view) if last else ""
+        room = _share(view, segment) - len(top.encode()) - len(footer.encode())
+    else:
+        room = limit - len(top.encode()) - len(bottom.encode())
+    lines = _lines(view, segment, max(room, 2000), live=limit is not None)
+    if not (top or bottom or lines):
+        return ""
+    return f'<div style="{BOX}">{top}{lines}{bottom}</div>'
+
+
+def _standing(view: RunView) -> str:
+    """Return what stands above the lines: the failure of a run that is over, else its ranks and what they wait for."""
+    if view.is_final:
+        return failure_html(view) + _warnings(idle_lines(view))
+    if view.left:
+        return ""
+    return live_ranks_html(view) + _warnings(idle_lines(view)) + stall_html(view)
+
+
+def _share(view: RunView, segment: TextSegment) -> int:
+    """Return the bytes that this segment's lines, header and footer may take, by its part of all lines."""
+    every = sum(1 for item in view.items if not isinstance(item, DisplayItem))
+    # the first display's caption has a box of its own
+    frames = _FRAME_BYTES * (len(view.items) - every + 2)
+    room = max(view.output_limit - len(ended_ranks_html(view).encode()) - frames, 0)
+    return room * (len(segment.items) + 1) // (every + 1)
+
+
+def _header(view: RunView) -> str:
+    word = state_word(view)
+    meta = [*place_words(view), attempt_text(view)]
+    if view.left:
+        pass
+    elif view.state is RunState.QUEUED:
+        meta += [f"position {view.position}"] if view.position else []
+        meta.append(view.waiting_for or view.reason)
+    else:
+        elapsed = view.elapsed_s()
+        lasted = format_span(elapsed) if view.session is not None else format_seconds(elapsed)
+        # what was refused was never there
+        if elapsed >= 0.0005 or not view.is_final:
+            meta.append(lasted if view.is_final else format_clock(elapsed))
+        meta.append(cost_text(view))
+        if view.session is not None:
+            meta += session_meta(view)
+        elif view.reason and (view.state is RunState.CANCELLED or not view.is_final):
+            meta.append(view.reason)
+        meta += [billed_text(view), busy_text(view.usage)] if view.is_final and view.session is None else []
+    said = " · ".join(safe(text) for text in meta if text)
+    mark = mark_text(view)
+    pill = f'<span style="{_PILL}">{mark}</span> ' if mark else ""
+    return (
+        f'<div style="display:flex;flex-wrap:wrap;align-items:baseline;gap:2px 10px;padding:6px 12px;'
+        f'background:{PANEL};border-bottom:1px solid {LINE}">{pill}'
+        f'<b style="font-weight:600;color:{_COLOURS[word.tone]}">{word.shape} {safe(word.text)}</b> '
+        f'<b style="font-weight:600">{safe(view.name)}</b> '
+        f'<span style="{SOFT}">{said}</span></div>'
+    )
+
+
+def _notes(view: RunView) -> str:
+    return _warnings([*view.notes, *standing_warnings(view)])
+
+
+def _warnings(sentences: list[str]) -> str:
+    return "".join(
+        f'<div style="padding:4px 12px;font-size:12px;color:{WARN};border-bottom:1px solid {LINE}">'
+        f"{safe(sentence)}</div>"
+        for sentence in sentences
+    )
+
+
+def _lines(view: RunView, segment: TextSegment, room: int, live: bool) -> str:
+    if live and len(segment.items) > _MAX_LIVE_LINES:
+        segment = replace(segment, items=_newest(segment.items))
+    drawn = {at: _line(item.rank, item.text) for at, item in enumerate(segment.items) if isinstance(item, LineItem)}
+    # ASCII is the rule, so that measuring costs nothing
+    sizes = [
+        0 if (text := drawn.get(at)) is None else 1 + (len(text) if text.isascii() else len(text.encode()))
+        for at in range(len(segment.items))
+    ]
+    kept = trim(segment.items, sizes, room, head_share=0.0 if live else 0.4)
+    head = next((at for at, item in enumerate(kept) if isinstance(item, GapItem)), len(kept))
+    tail = len(kept) - head - 1
+    lines = [drawn[at] for at in range(head)]
+    if head < len(kept):
+        gap = kept[head]
+        if isinstance(gap, GapItem):
+            lines += [f'<span style="{FAINT}">{line}</span>' for line in gap_lines(gap, view.short_id)]
+        lines += [drawn[at] for at in range(len(segment.items) - tail, len(segment.items))]
+    if segment.next_rank is not None:
+        lines.append(f'<span style="{FAINT}">[{segment.next_rank}] displays:</span>')
+    newline = "\n"
+    return f'<pre style="{PRE}">{newline.join(lines)}</pre>' if lines else ""
+
+
+def _newest(items: tuple[LineItem | GapItem, ...]) -> tuple[LineItem | GapItem, ...]:
+    """Return the last lines, before them one gap for the rest: a live form follows, it does not grow."""
+    kept = trim(items, [isinstance(item, LineItem) for item in items], _MAX_LIVE_LINES, head_share=0.0)
+    return tuple(item for item in kept if not isinstance(item, DisplayItem))
+
+
+def _line(rank: int, text: str) -> str:
+    return f'<span style="{FAINT}">[{rank}]</span> {ansi.to_html(text)}'
+
+
+def _footer(view: RunView) -> str:
+    parts: list[str] = []
+    if view.is_final and view.state is not RunState.SUCCEEDED:
+        culprit = view.failure.rank if view.failure else None
+        parts += other_lines(view.others, culprit)[:6]
+    parts += [
+        f"rank {result.rank}'s last value stayed there: {result.value_problem}"
+        for result in view.results[:4]
+        if result.value_problem
+    ]
+    if not view.is_final or view.state is RunState.SUCCEEDED:
+        parts += [returned_text(view), shipped_text(view), label_text(view), packages_text(view)]
+    if not view.is_final and view.total_lines:
+        parts.append(count_of(view.total_lines, "line"))
+    if view.left:
+        parts.append(view.left)
+    elif view.is_final and view.state is RunState.FAILED:
+        parts.append(f"sgpu logs {view.short_id}")
+    else:
+        parts.append(f"run {view.short_id}")
+    said = [safe(ansi.plain(part)[:1000]) for part in parts if part]
+    text = " · ".join([*said[:-1], *_tracked(view), *said[-1:]])
+    return (
+        f'<div style="padding:4px 12px;font-size:12px;border-top:1px solid {LINE};background:{PANEL}">'
+        f'<span style="{SOFT}">{text}</span></div>'
+    )
+
+
+def _tracked(view: RunView) -> list[str]:
+    """Return its place in MLflow, as a link where that is a page."""
+    if not view.is_final:
+        return []
+    link = tracked_link(view)
+    if link is None:
+        return [safe(text) for text in (tracked_text(view),) if text]
+    url, text = escape(link.url), safe(link.text)
+    style = "color:inherit;text-decoration:underline"
+    return [f'<a href="{url}" target="_blank" rel="noopener noreferrer" style="{style}">{text}</a>']

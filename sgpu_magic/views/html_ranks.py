@@ -1,0 +1,210 @@
+"""The ranks of a run as static HTML: a grid while they run, one `<details>` each once they are done."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter, deque
+from collections.abc import Iterable
+from html import escape
+from pathlib import PurePath
+from weakref import WeakKeyDictionary
+
+from sgpu_magic.views import ansi
+from sgpu_magic.views.failure import last_part
+from sgpu_magic.views.hosts import new_host
+from sgpu_magic.views.html_style import ACCENT, BAD, FAINT, LINE, MONO, PANEL, PRE, SOFT, WARN, safe
+from sgpu_magic.views.items import DisplayItem, LineItem, count_fitting
+from sgpu_magic.views.measured import curve_text, is_low, measured_lines, whole_text
+from sgpu_magic.views.session_state import restart_command
+from sgpu_magic.views.sparkline import sparkline
+from sgpu_magic.views.units import count_of
+from sgpu_magic.views.usage import use_text
+from sgpu_magic.views.view import RunView
+from sgpu_magic.wire.states import RunState
+
+MAX_RANKS = 64
+_MAX_LIVE_CHARS = 160
+_SHARE = 0.6
+_MAX_LINES = 20
+_MAX_LINE_CHARS = 400
+# with fewer lines than this every rank's own are found at a glance
+_MANY_LINES = 20
+
+_drawn: WeakKeyDictionary[RunView, tuple[int, str]] = WeakKeyDictionary()
+
+
+def live_ranks_html(view: RunView) -> str:
+    """Return the grid of ranks with what each uses and has said last."""
+    said, usage = view.last_lines, view.usage.ranks
+    dead = view.session.dead if view.session is not None else ()
+    if view.state is not RunState.RUNNING or not (said or view.rank_failures or usage or dead):
+        return ""
+    ranks = view.rank_numbers
+    columns = next((number for number in (4, 3, 2) if len(ranks) % number == 0), min(len(ranks), 4))
+    cells: list[str] = []
+    for at, rank in enumerate(ranks[:MAX_RANKS]):
+        cells.append(_host_row(new_host(view, ranks, at)))
+        latest = usage[rank].latest if rank in usage else None
+        label = use_text(latest) if latest is not None else view.labels[rank] if rank < len(view.labels) else ""
+        label = f" {escape(label)}"
+        failure = view.rank_failures.get(rank)
+        if rank in dead:
+            label, last = " ✕ dead", restart_command((rank,))
+        elif failure is not None:
+            label, last = f" ✕ {escape(last_part(failure.type_name) or failure.kind)}", failure.message
+        else:
+            last = said.get(rank, "")
+        colour = f";color:{BAD}" if failure or rank in dead else ""
+        cells.append(
+            f'<div style="padding:3px 12px 4px;min-width:0;box-shadow:0 0 0 .5px {LINE}">'
+            f'<b style="font-weight:600;font-size:12px{colour}">rank {rank}</b>'
+            f'<span style="font-size:12px;{SOFT}">{label}</span>'
+            f'<div style="{MONO};font-size:11.5px;{SOFT};white-space:nowrap;overflow:hidden;'
+            f'text-overflow:ellipsis;min-height:1.45em">{safe(ansi.plain(last)[:_MAX_LIVE_CHARS])}</div></div>'
+        )
+    rest = len(ranks) - MAX_RANKS
+    more = f"and {count_of(rest, 'more rank')}" if rest > 0 else ""
+    cells += [f'<div style="padding:3px 12px">{more}</div>'] if more else []
+    return (
+        f'<div style="display:grid;grid-template-columns:repeat({columns},minmax(0,1fr));'
+        f'border-bottom:1px solid {LINE}">{"".join(cells)}</div>'
+    )
+
+
+def ended_ranks_html(view: RunView) -> str:
+    """Return one `<details>` for each rank of a run that is over, at most 60 % of its `output_limit`.
+
+    "" with one rank, and when neither use nor enough lines are there to look at a rank alone.
+    """
+    known = _drawn.get(view)
+    if known is None or known[0] != view.version:
+        known = _drawn[view] = (view.version, _ended(view))
+    return known[1]
+
+
+def _ended(view: RunView) -> str:
+    measured = any(usage.latest is not None for usage in view.usage.ranks.values())
+    if not view.is_final or len(view.rank_numbers) == 1 or not (measured or view.total_lines > _MANY_LINES):
+        return ""
+    limit = int(view.output_limit * _SHARE)
+    shows = Counter(item.rank for item in view.items if isinstance(item, DisplayItem))
+    parts = {rank: _Parts(view, rank, shows[rank]) for rank in _most_urgent(view)}
+    fitting = count_fitting((part.size for part in parts.values()), limit)
+    kept = dict(list(parts.items())[:fitting])
+    rest = len(view.rank_numbers) - len(kept)
+    room = (limit - sum(part.size for part in kept.values())) // max(len(kept), 1)
+    lines = _last_lines(view, kept, room)
+    listed = sorted(kept)
+    drawn = "".join(
+        _host_row(new_host(view, listed, at)) + kept[rank].drawn(lines[rank]) for at, rank in enumerate(listed)
+    )
+    if rest:
+        command = f"sgpu logs {view.short_id} --rank N"
+        what = f"and {count_of(rest, 'more rank')}" if kept else count_of(rest, "rank")
+        drawn += f'<div style="padding:3px 12px;font-size:12px;{SOFT}">{what}: {command}</div>'
+    return f'<div style="border-top:1px solid {LINE};padding:2px 0">{drawn}</div>'
+
+
+def _host_row(host: str) -> str:
+    """Return the name of the node that the ranks below it are on."""
+    if not host:
+        return ""
+    return f'<div style="grid-column:1/-1;padding:3px 12px 1px;font-size:11.5px;{FAINT}">{escape(host)}</div>'
+
+
+def _most_urgent(view: RunView) -> list[int]:
+    """Return the ranks that are listed when there is no room for all: the culprit, those that stand out, the first."""
+    culprit = view.failure.rank if view.failure is not None else None
+    outstanding = {rank for rank, usage in view.usage.ranks.items() if is_low(usage)}
+    outstanding |= {other.rank for other in view.others if other.rank is not None and not other.is_consequence}
+    order = sorted(view.rank_numbers, key=lambda rank: (rank != culprit, rank not in outstanding, rank))
+    return order[:MAX_RANKS]
+
+
+class _Parts:
+    """What is said of one rank, but for its lines.
+
+    Args:
+        view: The run.
+        rank: The rank.
+        shows: Number of its displays.
+    """
+
+    def __init__(self, view: RunView, rank: int, shows: int) -> None:
+        usage = view.usage.ranks.get(rank)
+        state, colour = _state(view, rank)
+        label = view.labels[rank] if rank < len(view.labels) else ""
+        count = view.rank_lines.get(rank, 0)
+        use = escape(whole_text(usage)) if usage is not None else ""
+        said = [state, use, count_of(count, "line") if count else ""]
+        curve = ""
+        if usage is not None and (curves := usage.curves()):
+            first = curves[0]
+            top = first.top if first.unit != "cores" else max(1.0, *(value or 0.0 for value in first.series.values))
+            stroke = WARN if is_low(usage) else ACCENT
+            curve = " " + sparkline(first.series.values, top, f"({curve_text(first)})", stroke)
+        self._head = (
+            f'<details style="font-size:12px"><summary style="cursor:pointer;padding:3px 12px">'
+            f'<span style="display:inline-block;min-width:23em"><b style="font-weight:600{colour}">rank {rank}</b>'
+            f"{''.join(f' · {part}' for part in said if part)}</span>{curve}</summary>"
+        )
+        told = [f"on {label}"] if label else []
+        told += measured_lines(usage) if usage is not None else []
+        told += [f"{count_of(shows, 'display')} above"] if shows else []
+        self._foot = "".join(f"<div>{safe(line)}</div>" for line in told)
+        self._foot += f'<div style="overflow-wrap:anywhere">{escape(_log(view, rank))}</div>'
+        self._count = count
+        self.size = len(self._drawn("").encode())
+
+    def drawn(self, lines: list[str]) -> str:
+        if not lines:
+            return self._drawn("")
+        left_out = self._count - len(lines)
+        newline = "\n"
+        before = f'<span style="{FAINT}">... {count_of(left_out, "line")} before</span>\n' if left_out > 0 else ""
+        return self._drawn(f'<pre style="{PRE};padding:4px 0">{before}{newline.join(lines)}</pre>')
+
+    def _drawn(self, lines: str) -> str:
+        inside = (
+            f'<div style="padding:2px 12px 6px 28px;background:{PANEL}">{lines}<div style="{SOFT}">{self._foot}</div>'
+        )
+        return f"{self._head}{inside}</div></details>"
+
+
+def _state(view: RunView, rank: int) -> tuple[str, str]:
+    """Return how the rank ended where that is not how the run did, and the style of its name."""
+    if view.failure is not None and view.failure.rank == rank:
+        return f'<span style="color:{BAD}">✕ failed</span>', f";color:{BAD}"
+    other = next((other for other in view.others if other.rank == rank), None)
+    if other is None:
+        return "", ""
+    return ("released", "") if other.is_consequence else (f'<span style="color:{BAD}">✕ failed</span>', "")
+
+
+def _log(view: RunView, rank: int) -> str:
+    """Return where all that the rank has printed is."""
+    command = f"sgpu logs {view.short_id} --rank {rank}"
+    if not view.directory:
+        return f"whole log: {command}"
+    return f"whole log: {command} · {shlex.quote(str(PurePath(view.directory) / f'rank-{rank}.log'))}"
+
+
+def _last_lines(view: RunView, ranks: Iterable[int], room: int) -> dict[int, list[str]]:
+    """Return the last lines of each rank as HTML, at most `room` bytes of each."""
+    newest: dict[int, deque[str]] = {rank: deque(maxlen=_MAX_LINES) for rank in ranks}
+    for item in view.items:
+        if isinstance(item, LineItem) and item.rank in newest:
+            newest[item.rank].append(item.text)
+    found: dict[int, list[str]] = {}
+    for rank, texts in newest.items():
+        lines = [_line(text) for text in texts]
+        # what is said of lines that are left out takes its place too
+        fitting = count_fitting((len(line.encode()) + 1 for line in reversed(lines)), room - 200)
+        found[rank] = lines[len(lines) - fitting :]
+    return found
+
+
+def _line(text: str) -> str:
+    if len(text) > _MAX_LINE_CHARS:
+        return escape(ansi.plain(text)[:_MAX_LINE_CHARS], quote=False) + " ..."
+    return ansi.to_html(text)

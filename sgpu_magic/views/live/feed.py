@@ -1,0 +1,166 @@
+"""A run's events -> at most 10 messages a second, of which none is larger than 64 kB."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from sgpu_magic.views.live.log_order import Piece
+from sgpu_magic.views.live.messages import HelloAnswer, NewLines, Told
+from sgpu_magic.views.live.picture import Snapshot
+from sgpu_magic.views.live.recent_lines import RecentLines
+from sgpu_magic.views.live.snapshot import snapshot_of
+from sgpu_magic.views.view import RunView
+from sgpu_magic.wire.events import Event, OutputWritten, RunEnded
+
+_WINDOW_S = 1.0
+_MAX_MESSAGES = 10
+# lines leave room in every second for its snapshot and a change of state
+_LINES_EVERY_S = 0.125
+_SNAPSHOT_EVERY_S = 1.0
+
+
+class Feed:
+    """What a front end is told of a run without asking.
+
+    One thread has the view: it applies events to it, then to the feed, and takes what is to be told. Any other thread
+    may ask `hello`, `since`, `locate`, `numbers_of` and `totals`: what they read is behind the feed's lock, and the
+    view is not among it.
+
+    Args:
+        view: The run; `apply` of it is the caller's, before the feed's.
+        wall: The time of day in seconds since the epoch.
+    """
+
+    def __init__(self, view: RunView, wall: Callable[[], float] = time.time) -> None:
+        self._view = view
+        self._wall = wall
+        self._lock = threading.Lock()
+        self._recent = RecentLines(view.ranks)
+        self._order = self._recent.order
+        self._seq = 0
+        self._told_total = 0
+        self._told_ranks: tuple[int, ...] = (0,) * view.ranks
+        self._lines_at = float("-inf")
+        self._sent: deque[float] = deque()
+        self._snapshot_at = float("-inf")
+        self._drawn: tuple[int, object] = (-1, None)
+        self._made_at = wall()
+        self._latest = snapshot_of(view, 1, self._told_ranks, self._made_at)
+
+    # ------------------------------------------------------------ the thread that has the view
+
+    def apply(self, event: Event) -> None:
+        """Fold one event in."""
+        match event.body:
+            case OutputWritten() as body:
+                with self._lock:
+                    self._recent.write(body)
+            case RunEnded():
+                with self._lock:
+                    self._recent.finish()
+            case _:
+                pass
+
+    def told(self, now: float) -> list[Told]:
+        """Return what is to be sent now: one message of new lines, or nothing.
+
+        Args:
+            now: Monotonic time in seconds.
+        """
+        if now < self._lines_at + _LINES_EVERY_S or not self._may_send(now):
+            return []
+        with self._lock:
+            if self._order.total == self._told_total:
+                return []
+            self._seq += 1
+            message = self._new_lines(self._told_total)
+            self._told_total, self._told_ranks = self._order.total, message.ranks
+        self._lines_at = now
+        self._sent.append(now)
+        return [message]
+
+    def snapshot(self, now: float) -> Snapshot | None:
+        """Return the snapshot that is to be sent now; None when nothing has changed or it is too early.
+
+        Args:
+            now: Monotonic time in seconds.
+        """
+        drawn = (self._view.version, _stage(self._view))
+        if drawn == self._drawn or not self._may_send(now):
+            return None
+        if drawn[1] == self._drawn[1] and now < self._snapshot_at + _SNAPSHOT_EVERY_S:
+            return None
+        self._drawn, self._snapshot_at = drawn, now
+        self._sent.append(now)
+        wall = self._wall()
+        made = snapshot_of(self._view, 0, self._told_ranks, wall)
+        with self._lock:
+            self._made_at = wall
+            self._latest = msgspec.structs.replace(made, seq=self._latest.seq + 1, lines=self._lines_told())
+            return self._latest
+
+    # ------------------------------------------------------------ any thread
+
+    def hello(self, n: int) -> HelloAnswer:
+        """Return where the run is, for a view that opens."""
+        with self._lock:
+            made = self._latest
+            passed = max(self._wall() - self._made_at, 0.0) if made.ticking else 0.0
+            self._latest = msgspec.structs.replace(made, seq=made.seq + 1, lines=self._lines_told())
+            snapshot = msgspec.structs.replace(self._latest, elapsed_s=round(made.elapsed_s + passed, 3))
+            return HelloAnswer(n=n, snapshot=snapshot, seq=self._seq)
+
+    def since(self, total: int) -> NewLines | None:
+        """Return the lines that came after so many lines of all ranks, None when none did; nothing counts as told.
+
+        For those who are not told but ask again and again.
+        """
+        with self._lock:
+            return self._new_lines(total) if total < self._order.total else None
+
+    def locate(self, first: int, count: int) -> list[Piece]:
+        """Return which lines of which ranks are those from `first` among all on."""
+        with self._lock:
+            return self._order.locate(first, count)
+
+    def numbers_of(self, rank: int, lines: Sequence[int]) -> list[int]:
+        """Return the numbers among all lines of a rank's lines, given in ascending order."""
+        with self._lock:
+            return self._order.numbers_of(rank, lines)
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """Lines of each rank's log."""
+        with self._lock:
+            return tuple(self._order.totals)
+
+    # ------------------------------------------------------------ within
+
+    def _new_lines(self, total: int) -> NewLines:
+        first, rows = self._recent.rows_since(total)
+        return NewLines(seq=self._seq, first=first, rows=tuple(rows), ranks=tuple(self._order.totals))
+
+    def _lines_told(self) -> tuple[int, ...]:
+        """Return the lines that a snapshot counts: those told; all before anybody was told any."""
+        if not self._seq:
+            self._told_total, self._told_ranks = self._order.total, tuple(self._order.totals)
+        return self._told_ranks
+
+    def _may_send(self, now: float) -> bool:
+        while self._sent and self._sent[0] <= now - _WINDOW_S:
+            self._sent.popleft()
+        return len(self._sent) < _MAX_MESSAGES
+
+
+def _stage(view: RunView) -> object:
+    """Return what is to be shown at once when it changes."""
+    return (
+        view.state, view.is_final, view.left, view.attempt, view.lease is not None, view.stalled is not None,
+        view.warm, view.position, view.waiting_for, view.reason, len(view.rank_failures),
+        view.session and (view.session.running, view.session.dead),
+    )  # fmt: skip

@@ -1,0 +1,277 @@
+"""Any lines of a run's logs, without reading all of them: an index of where every 64 kB begins."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import re
+import threading
+from array import array
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from sgpu_magic.views.lines import MAX_LINE_CHARS
+from sgpu_magic.views.live.line_text import cut_line, line_text
+
+_STEP_BYTES = 1 << 16
+_FIND_BYTES = 1 << 20
+_MAX_LINE_BYTES = 1 << 20
+_MOST_CHAR_BYTES = 4
+_CONTINUATIONS = bytes(range(0x80, 0xC0))
+
+# as `collapse` and `ansi.plain` see a line, but never across two
+_REWRITTEN = re.compile(rb"^[^\n]*\r+(?=[^\r\n])", re.MULTILINE)
+_SEQUENCE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?)")
+_CONTROLS = bytes([*range(9), *range(11, 32), 127])
+
+
+class Matches(NamedTuple):
+    """Lines that contain a text: the numbers of the last ones, ascending, and how many there are."""
+
+    numbers: list[int]
+    total: int
+
+
+class LogReader:
+    """Reads the logs in a run's directory, which may not be there yet, and grow.
+
+    Any thread may ask: the index has a lock of its own. Files are open only while they are read.
+
+    Args:
+        directory: The run's.
+        bring: Brings what has come to a log of that name, from another machine; None where the directory has it.
+    """
+
+    def __init__(self, directory: Path, bring: Callable[[str], None] | None = None) -> None:
+        self.directory = directory
+        self._bring = bring
+        self._lock = threading.Lock()
+        self._indexes: dict[int, _Index] = {}
+
+    def path(self, rank: int) -> Path:
+        return self.directory / f"rank-{rank}.log"
+
+    def exists(self, rank: int) -> bool:
+        self._brought(rank)
+        return self.path(rank).exists()
+
+    def lines(self, rank: int, first: int, count: int) -> list[str]:
+        """Return `count` lines from number `first` on, fewer where the log ends; also a last line without newline."""
+        with closing(self.lines_from(rank, first)) as found:
+            return list(islice(found, count))
+
+    def lines_from(self, rank: int, first: int) -> Generator[str]:
+        """Yield the lines from number `first` on, as they are drawn; to be closed by who does not take them all."""
+        with self._opened(rank) as file:
+            if file is None:
+                return
+            with self._lock:
+                begin = self._index(rank, file).line_start(file, first)
+            if begin is None:
+                return
+            yield from _lines_at(file, begin)
+
+    def find(self, rank: int, text: str, lines: int, most: int) -> Matches:
+        """Look for a text, whatever its case, in what can be seen of the lines.
+
+        Args:
+            rank: Whose log.
+            text: What to look for.
+            lines: Only among so many first lines.
+            most: How many numbers are returned.
+        """
+        found: deque[int] = deque(maxlen=most)
+        total = at = 0
+        with self._opened(rank) as file:
+            if file is None:
+                return Matches([], 0)
+            matches = _matcher(text)
+            for chunk in _whole_lines(file):
+                if at >= lines:
+                    break
+                count = chunk.count(b"\n") + (not chunk.endswith(b"\n"))
+                numbers = [at + index for index in matches(chunk) if at + index < lines]
+                found.extend(numbers)
+                total += len(numbers)
+                at += count
+        return Matches(list(found), total)
+
+    def piece(self, rank: int, offset: int, size: int) -> tuple[str, int | None]:
+        """Return at most `size` bytes of a log as they are, and where the next piece begins, None at the log's end."""
+        with self._opened(rank) as file:
+            if file is None:
+                return "", None
+            data = os.pread(file, size + _MOST_CHAR_BYTES, offset)
+        if len(data) <= size:
+            return data.decode("utf-8", "replace"), None
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        text = decoder.decode(data[:size])
+        # a character that the end of the piece cuts in two belongs to the next piece
+        held = len(decoder.getstate()[0])
+        return text, offset + size - held
+
+    def _brought(self, rank: int) -> None:
+        if self._bring is not None:
+            self._bring(self.path(rank).name)
+
+    @contextmanager
+    def _opened(self, rank: int) -> Generator[int | None]:
+        self._brought(rank)
+        try:
+            file = os.open(self.path(rank), os.O_RDONLY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            yield None
+            return
+        try:
+            yield file
+        finally:
+            os.close(file)
+
+    def _index(self, rank: int, file: int) -> _Index:
+        status = os.fstat(file)
+        index = self._indexes.get(rank)
+        if index is None or index.inode != status.st_ino or status.st_size < index.size:
+            # it is another file, or was emptied: what is known of it is wrong
+            index = self._indexes[rank] = _Index(status.st_ino)
+        return index
+
+
+class _Index:
+    """Knows of every 64 kB how many lines end before it. Two arrays would do for a log of any size."""
+
+    def __init__(self, inode: int) -> None:
+        self.inode = inode
+        self.size = 0
+        self._lines = 0
+        # newlines before each step
+        self._before = array("Q")
+
+    def line_start(self, file: int, line: int) -> int | None:
+        """Return the offset of a line, None when the log has no such line; a line without newline is one."""
+        if line > self._lines:
+            self._extend(file, line)
+        if line == 0:
+            return 0
+        step = bisect_left(self._before, line) - 1
+        data = os.pread(file, _STEP_BYTES, step * _STEP_BYTES) if step >= 0 else b""
+        missing = line - self._before[step] if step >= 0 else 0
+        parts = data.split(b"\n", missing)
+        if len(parts) <= missing:
+            return None
+        start = step * _STEP_BYTES + len(data) - len(parts[-1])
+        return start if os.pread(file, 1, start) else None
+
+    def _extend(self, file: int, line: int) -> None:
+        while self._lines < line:
+            # the last step may have been incomplete when it was read
+            step = self.size // _STEP_BYTES
+            if step == len(self._before):
+                self._before.append(self._lines)
+            data = os.pread(file, _STEP_BYTES, step * _STEP_BYTES)
+            self._lines = self._before[step] + data.count(b"\n")
+            size = step * _STEP_BYTES + len(data)
+            if size == self.size or len(data) < _STEP_BYTES:
+                self.size = size
+                return
+            self.size = size
+
+
+def _lines_at(file: int, at: int) -> Iterator[str]:
+    """Yield the lines from an offset on; of a line that is too long for the memory only the part that is drawn."""
+    rest = b""
+    while data := os.pread(file, _STEP_BYTES, at):
+        at += len(data)
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line_text(line.decode("utf-8", "replace"))
+        if len(rest) > _MAX_LINE_BYTES:
+            text, at = _long_line(file, at - len(rest))
+            yield text
+            rest = b""
+    if rest:
+        yield line_text(rest.decode("utf-8", "replace"))
+
+
+def _long_line(file: int, begin: int) -> tuple[str, int]:
+    """Return the line at `begin` as it is drawn, and where the next one begins."""
+    seen = end = begin
+    returned = False
+    while data := os.pread(file, _STEP_BYTES, end):
+        part, newline, _ = data.partition(b"\n")
+        if returned and not part.startswith(b"\r") and part:
+            seen = end
+        seen = max(seen, end + part.rstrip(b"\r").rfind(b"\r") + 1) if b"\r" in part.rstrip(b"\r") else seen
+        returned = part.endswith(b"\r") or (returned and not part)
+        end += len(part)
+        if newline:
+            break
+    else:
+        newline = b""
+    if end - seen <= _MAX_LINE_BYTES:
+        text = line_text(os.pread(file, end - seen, seen).decode("utf-8", "replace"))
+    else:
+        head = os.pread(file, MAX_LINE_CHARS * _MOST_CHAR_BYTES, seen).decode("utf-8", "replace")
+        text = cut_line(head, _characters(file, seen, end))
+    return text, end + len(newline)
+
+
+def _characters(file: int, begin: int, end: int) -> int:
+    count = 0
+    while begin < end:
+        data = os.pread(file, min(_FIND_BYTES, end - begin), begin)
+        if not data:
+            break
+        count += len(data.translate(None, _CONTINUATIONS))
+        begin += len(data)
+    return count
+
+
+def _whole_lines(file: int) -> Iterator[bytes]:
+    """Yield a log in pieces that end with a newline, the last one perhaps without."""
+    rest = b""
+    at = 0
+    while data := os.pread(file, _FIND_BYTES, at):
+        at += len(data)
+        end = data.rfind(b"\n") + 1
+        if end:
+            yield rest + data[:end]
+            rest = data[end:]
+        else:
+            # of a line without an end no more than its beginning is drawn
+            rest = _REWRITTEN.sub(b"", rest + data)[:_MAX_LINE_BYTES]
+    if rest:
+        yield rest
+
+
+def _matcher(text: str) -> Callable[[bytes], list[int]]:
+    """Return what tells the lines of a piece that contain `text`."""
+    wanted = text.lower()
+
+    def of_ascii(piece: bytes) -> list[int]:
+        lowered = piece.lower()
+        if raw not in lowered:
+            return []
+        return [index for index, line in enumerate(lowered.split(b"\n")) if raw in line]
+
+    def of_any(piece: bytes) -> list[int]:
+        lowered = piece.decode("utf-8", "replace").lower()
+        if wanted not in lowered:
+            return []
+        return [index for index, line in enumerate(lowered.split("\n")) if wanted in line]
+
+    raw = wanted.encode("utf-8", "replace")
+    look = of_ascii if wanted.isascii() else of_any
+    return lambda piece: look(_seen(piece))
+
+
+def _seen(piece: bytes) -> bytes:
+    if b"\r" in piece:
+        piece = _REWRITTEN.sub(b"", piece)
+    if b"\x1b" in piece:
+        piece = _SEQUENCE.sub(b"", piece)
+    return piece.translate(None, _CONTROLS)

@@ -1,0 +1,247 @@
+"""Widgets of ranks at the front end: each gets a comm of the kernel's own, which speaks for it.
+
+Ids have a prefix, so that ranks never clash.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+from sgpu_magic.views.items import DisplayItem
+from sgpu_magic.views.live.channels import Channels
+from sgpu_magic.views.publisher import MAX_MESSAGES_PER_TICK, Publisher
+from sgpu_magic.views.rank_models import (
+    WIDGET_MIME,
+    Moved,
+    RankModels,
+    references,
+    with_prefix,
+    without_prefix,
+)
+from sgpu_magic.views.widget_forms import ModelKey
+from sgpu_magic.wire.comms import CommMessage, TellComms, can_merge
+from sgpu_magic.wire.events import Event
+from sgpu_magic.wire.ids import short
+
+INTERVAL_S = 0.1
+# messages of one widget; older ones are dropped
+_MOST_UNSENT = 200
+# cells whose displays turn static when their session ends
+_MOST_LEFT = 100
+
+Tell = Callable[[TellComms, Sequence[bytes]], None]
+
+
+class RankWidgets:
+    """The comms of a run's widgets, or of a session's. Methods may be called by any thread.
+
+    Args:
+        channels: Bring what the front end says while a cell blocks; None where nobody looks.
+        tell: Sends to the pool.
+        run_id: The run, or the session.
+        stays: The ranks, and so the widgets, are there when a cell has ended.
+    """
+
+    def __init__(self, channels: Channels | None, tell: Tell, run_id: str, *, stays: bool) -> None:
+        self.models = RankModels()
+        self.models.moved = self._moved
+        self.stays = stays
+        self._channels = channels
+        self._tell = tell
+        self._run_id = run_id
+        self._token = f"{short(run_id)}-{secrets.token_hex(3)}"
+        self._lock = self.models.lock
+        self._comms: dict[ModelKey, Any] = {}
+        # in the order of their turn
+        self._unopened: dict[ModelKey, None] = {}
+        self._unsent: dict[ModelKey, deque[Moved]] = {}
+        self._sent_at = 0.0
+        self._left: deque[Callable[[], object]] = deque(maxlen=_MOST_LEFT)
+        # a display of the cell that ends is live
+        self._left_live = False
+        self._closed = channels is None
+
+    # ------------------------------------------------------------ displays
+
+    def bundle(self, item: DisplayItem, *, final: bool) -> dict[str, object]:
+        """Return what is published of a display: with the live widget, or what stands for it.
+
+        Args:
+            item: The display.
+            final: Its run has ended.
+        """
+        view = item.bundle.get(WIDGET_MIME)
+        if self._closed or not isinstance(view, dict) or (final and not self.stays):
+            return self.models.static(item.rank, item.bundle)
+        key = (item.rank, str(cast("dict[str, object]", view).get("model_id")))
+        with self._lock:
+            if not self._open(key):
+                return self.models.static(item.rank, item.bundle)
+            self._left_live |= final
+        return {**item.bundle, WIDGET_MIME: {**cast("dict[str, object]", view), "model_id": self._id(key)}}
+
+    def leave(self, redraw: Callable[[], object]) -> None:
+        """Have displays of a cell that has ended drawn again, without live widgets, when these are gone."""
+        if self._left_live and not self._closed:
+            self._left.append(redraw)
+        self._left_live = False
+
+    # ------------------------------------------------------------ to the front end
+
+    def tick(self, now: float) -> None:
+        """Send what is due, at most 10 messages in 0.1 s: what has come into being first."""
+        if now - self._sent_at < INTERVAL_S or not (self._unopened or self._unsent):
+            return
+        self._sent_at = now
+        with self._lock:
+            for _ in range(MAX_MESSAGES_PER_TICK):
+                if self._unopened:
+                    key = next(iter(self._unopened))
+                    del self._unopened[key]
+                    self._open(key)
+                elif self._unsent:
+                    key = next(iter(self._unsent))
+                    # the others' turn comes next
+                    unsent = self._unsent.pop(key)
+                    self._send(key, unsent.popleft())
+                    if unsent:
+                        self._unsent[key] = unsent
+
+    def close(self) -> None:
+        """Close every comm; displays that were left live are drawn without them first."""
+        self._closed = True
+        while self._left:
+            self._left.popleft()()
+        with self._lock:
+            self._unopened.clear()
+            self._unsent.clear()
+            comms, self._comms = self._comms, {}
+            for comm in comms.values():
+                comm.close()
+
+    def _moved(self, moved: Moved) -> None:
+        """A model has changed; called with the lock held."""
+        key = moved.key
+        if self._closed:
+            return
+        if moved.kind in ("open", "close"):
+            self._unsent.pop(key, None)
+            self._unopened.pop(key, None)
+            comm = self._comms.pop(key, None)
+            if comm is not None:
+                # opened again: a rank has come in another's place
+                comm.close()
+            if moved.kind == "open":
+                self._unopened[key] = None
+            return
+        unsent = self._unsent.setdefault(key, deque(maxlen=_MOST_UNSENT))
+        if moved.kind == "update" and unsent and unsent[-1].kind == "update":
+            last = unsent[-1]
+            if can_merge(last.content, moved.content, None):
+                parts = {path: part for path, part in last.parts.items() if path[0] not in moved.content}
+                moved = Moved(key, "update", {**last.content, **moved.content}, {**parts, **moved.parts})
+                unsent.pop()
+        unsent.append(moved)
+
+    def _open(self, key: ModelKey) -> bool:
+        """Open a widget's comm, those of the widgets that it refers to first; False where there is no such widget."""
+        model = self.models.get(key)
+        if model is None or self._channels is None:
+            return False
+        if key in self._comms:
+            return True
+        # a placeholder: widgets may refer to each other
+        self._comms[key] = _Opening()
+        for other in references(model.state):
+            self._open((key[0], other))
+        from comm import create_comm
+
+        self._unopened.pop(key, None)
+        data: dict[str, object] = with_prefix(model.rest, self._prefix(key))
+        if model.state:
+            paths = list(map(list, model.buffers))
+            data |= {"state": with_prefix(model.state, self._prefix(key)), "buffer_paths": paths}
+        made: Any = create_comm(
+            target_name=model.target,
+            comm_id=self._id(key),
+            data=data,
+            metadata=model.metadata,
+            buffers=list(model.buffers.values()),
+        )
+        self._comms[key] = made
+        made.on_msg(partial(self._heard, key))
+        self._channels.take(made)
+        return True
+
+    def _send(self, key: ModelKey, moved: Moved) -> None:
+        comm = self._comms.get(key)
+        if comm is None:
+            return
+        content = with_prefix(dict(moved.content), self._prefix(key))
+        if moved.kind == "custom":
+            comm.send(data=content, buffers=list(moved.buffers))
+            return
+        for other in references(moved.content):
+            self._open((key[0], other))
+        paths = list(map(list, moved.parts))
+        comm.send(
+            data={"method": "update", "state": content, "buffer_paths": paths}, buffers=list(moved.parts.values())
+        )
+
+    def _prefix(self, key: ModelKey) -> str:
+        return f"{self._token}-{key[0]}-"
+
+    def _id(self, key: ModelKey) -> str:
+        return self._prefix(key) + key[1]
+
+    # ------------------------------------------------------------ from the front end
+
+    def _heard(self, key: ModelKey, message: Mapping[str, Any]) -> None:
+        """Runs in a subshell's thread, or in the main thread when nothing blocks it."""
+        data: dict[str, Any] = without_prefix(message["content"].get("data") or {}, self._prefix(key))
+        buffers = [bytes(buffer) for buffer in message.get("buffers") or ()]
+        model = self.models.get(key)
+        if model is not None and data.get("method") == "update":
+            paths = [tuple(path) for path in data.get("buffer_paths") or ()]
+            with self._lock:
+                model.update(data.get("state") or {}, dict(zip(paths, buffers, strict=False)))
+        said = CommMessage(comm_id=key[1], kind="msg", data=json.dumps(data).encode(), buffers=len(buffers))
+        self._tell(TellComms(run_id=self._run_id, rank=key[0], messages=(said,)), buffers)
+
+
+class _Opening:
+    """Stands for a comm that is being opened."""
+
+    def close(self) -> None:
+        """Nothing is open yet."""
+
+
+class SessionWidgets:
+    """Shows a session and keeps its widgets up to date between cells, until it ends.
+
+    Args:
+        publisher: Shows it.
+        widgets: Its ranks'.
+        ended: Called when it is not followed any more.
+    """
+
+    def __init__(self, publisher: Publisher, widgets: RankWidgets, ended: Callable[[], None]) -> None:
+        self._publisher = publisher
+        self._widgets = widgets
+        self._ended = ended
+
+    def applied(self, event: Event) -> None:
+        self._publisher.applied(event)
+
+    def tick(self, now: float, final: bool = False) -> None:
+        self._publisher.tick(now, final)
+        if final:
+            self._widgets.close()
+            self._ended()
+        else:
+            self._widgets.tick(now)

@@ -1,0 +1,146 @@
+"""What the ranks of a run have said, folded from its events: lines, displays, and the lines they have begun. No I/O."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sgpu_magic.views import ansi
+from sgpu_magic.views.items import GapItem, Item, LineItem
+from sgpu_magic.views.lines import LineAssembler
+from sgpu_magic.views.store import OutputStore
+from sgpu_magic.wire.events import DisplayPublished, OutputCleared, OutputWritten
+
+_mime = msgspec.json.Decoder(dict[str, object])
+
+
+class RunOutput:
+    """The output of a run's ranks.
+
+    Args:
+        limit: Bytes kept: the first 40 % and the last 60 %; the middle becomes one gap.
+
+    Attributes:
+        total_lines: Lines that ranks have finished, kept or not.
+        rank_lines: The same by rank, of those that have finished any.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.total_lines = 0
+        self.rank_lines: dict[int, int] = {}
+        self._store = OutputStore(limit)
+        self._assemblers: dict[tuple[int, str], LineAssembler] = {}
+        self._last_stream: dict[int, str] = {}
+        self._last_finished: dict[int, str] = {}
+        self._clear_before_next: set[int] = set()
+        self._fresh: list[Item] | None = None
+
+    @property
+    def items(self) -> list[Item]:
+        """The output in order of arrival, within the limit. Not to be changed."""
+        return self._store.items()
+
+    @property
+    def live_lines(self) -> dict[int, str]:
+        """The unfinished line of each rank that has one, such as its progress bar."""
+        lines: dict[int, str] = {}
+        for rank in sorted(self._last_stream):
+            stream = self._last_stream[rank]
+            for key in ((rank, stream), (rank, "stderr"), (rank, "stdout")):
+                text = self._assemblers[key].partial if key in self._assemblers else ""
+                if text and ansi.plain(text).strip():
+                    lines[rank] = text
+                    break
+        return lines
+
+    @property
+    def last_lines(self) -> dict[int, str]:
+        """What each rank has said last: its unfinished line, else its last finished one."""
+        return dict(sorted({**self._last_finished, **self.live_lines}.items()))
+
+    def take_items(self) -> list[Item]:
+        """Return the items since the last call; the first call returns all that are kept.
+
+        An update of a display comes again as an item of its own.
+        """
+        taken = list(self.items) if self._fresh is None else self._fresh
+        self._fresh = []
+        return taken
+
+    def write(self, body: OutputWritten) -> None:
+        rank = body.rank
+        if rank in self._clear_before_next:
+            self._clear_if_due(rank)
+        assembler = self._assembler(rank, body.stream)
+        text = body.text
+        if body.skipped_lines:
+            # what was left out begins in the unfinished line and ends in the first line of the text
+            assembler.flush()
+            self._store.add_skip(rank, body.skipped_lines)
+            self._count(rank, body.skipped_lines)
+            if self._fresh is not None:
+                self._fresh.append(GapItem(body.skipped_lines, 1))
+        elif body.skipped_bytes:
+            text = f" ... {text}"
+        self._last_stream[rank] = body.stream
+        self._add_lines(rank, body.stream, assembler.feed(text))
+
+    def display(self, body: DisplayPublished) -> None:
+        rank = body.rank
+        self._clear_if_due(rank)
+        stdout = self._assembler(rank, "stdout")
+        if stdout.partial and not stdout.was_rewritten and not body.update:
+            self._add_lines(rank, "stdout", [stdout.flush()])
+        size = len(body.bundle) + len(body.metadata)
+        bundle, metadata = _decode(body.bundle, rank), _decode(body.metadata, rank)
+        if body.update:
+            changed = self._store.update_display(rank, bundle, metadata, body.display_id, size)
+        else:
+            changed = [self._store.add_display(rank, bundle, metadata, body.display_id, size)]
+        if self._fresh is not None:
+            self._fresh.extend(changed[-1:])
+
+    def clear(self, body: OutputCleared) -> None:
+        self._clear_before_next.add(body.rank)
+        if not body.wait:
+            self._clear_if_due(body.rank)
+
+    def finish_lines(self) -> None:
+        """Nothing comes to the lines that were begun: they are whole."""
+        for (rank, stream), assembler in sorted(self._assemblers.items(), key=lambda pair: pair[0]):
+            line = assembler.flush()
+            if ansi.plain(line).strip():
+                self._add_lines(rank, stream, [line])
+
+    def _add_lines(self, rank: int, stream: str, lines: list[str]) -> None:
+        if not lines:
+            return
+        self._count(rank, len(lines))
+        self._last_finished[rank] = lines[-1]
+        if self._fresh is not None:
+            self._fresh.extend([LineItem(rank, stream, text) for text in lines])
+        self._store.add_lines(rank, stream, lines)
+
+    def _count(self, rank: int, lines: int) -> None:
+        self.total_lines += lines
+        self.rank_lines[rank] = self.rank_lines.get(rank, 0) + lines
+
+    def _assembler(self, rank: int, stream: str) -> LineAssembler:
+        key = (rank, stream)
+        if key not in self._assemblers:
+            self._assemblers[key] = LineAssembler()
+        return self._assemblers[key]
+
+    def _clear_if_due(self, rank: int) -> None:
+        if rank in self._clear_before_next:
+            self._clear_before_next.remove(rank)
+            self._store.clear(rank)
+            self._last_finished.pop(rank, None)
+            for stream in ("stdout", "stderr"):
+                self._assembler(rank, stream).flush()
+
+
+def _decode(raw: bytes, rank: int) -> dict[str, object]:
+    try:
+        return _mime.decode(raw)
+    except msgspec.DecodeError as error:
+        return {"text/plain": f"(rank {rank} displayed something that is no MIME bundle: {error})"}

@@ -1,0 +1,178 @@
+"""The exception that a failed run raises in the notebook, and how IPython shows it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+from sgpu_magic import errors
+from sgpu_magic.views.cuda_errors import context_hint, no_cuda_hint
+from sgpu_magic.views.failure import (
+    death_sentence,
+    error_line,
+    last_part,
+    last_words,
+    other_lines,
+    timeout_sentence,
+)
+from sgpu_magic.views.failure_form import cut_lines
+from sgpu_magic.views.stacks import group_lines, group_stacks, stack_lines, stacks_text, verdict
+from sgpu_magic.views.units import format_seconds
+from sgpu_magic.wire import ids
+from sgpu_magic.wire.measures import RankStack
+from sgpu_magic.wire.records import CellSource, Failure, RunSpec
+from sgpu_magic.wire.states import FailureKind
+
+_UNDEFINED = re.compile(r"name '(\w+)' is not defined")
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """What `_render_traceback_` of one exception object returns. Picklable, as the exception must stay."""
+
+    lines: tuple[str, ...]
+
+    def __call__(self) -> list[str]:
+        return list(self.lines)
+
+
+def remote_exception(
+    failure: Failure,
+    others: tuple[Failure, ...],
+    run_id: str,
+    ranks: int,
+    seconds: float,
+    exception: BaseException | None,
+    notebook_names: Container[str] = (),
+    *,
+    cell: CellSource | None = None,
+    last_output: str = "",
+    stacks: Sequence[RankStack] = (),
+    spec: RunSpec | None = None,
+    output_limit: int = 200_000,
+) -> BaseException:
+    """Return the exception to raise for a failed run.
+
+    Args:
+        failure: The root cause.
+        others: Further ranks' failures.
+        run_id: The run's whole id.
+        ranks: Number of ranks.
+        seconds: Time from the lease to the failure.
+        exception: The user's own exception object, unpickled; None when it could not travel.
+        notebook_names: Names that exist in the notebook, for the hint on a NameError.
+        cell: The run's cell, for the lines in `failure.stack` and `stacks`.
+        last_output: The culprit's last line of output, "" when it had none.
+        stacks: Where the ranks were when the run's time was over.
+        spec: The run; None where it is not known.
+        output_limit: Characters of the traceback that are shown; the rest of it is left out.
+
+    Returns:
+        `exception` itself with `.rank`, `.run_id` and `.remote_traceback`, or one of `errors` with the same.
+        One that would end a kernel (SystemExit and its like) comes as `RemoteError`.
+    """
+    run = f"run {ids.short(run_id)}"
+    source = cell or CellSource(body="")
+    plain = "\n".join(cut_lines(failure.traceback_text.strip("\n").split("\n"), output_limit))
+    remote_traceback = failure.traceback_text or "\n".join(stack_lines(failure.stack, source))
+    more = " · ".join(other_lines(others, failure.rank))
+    attributes: dict[str, object] = {
+        "rank": failure.rank,
+        "run_id": run_id,
+        "remote_traceback": remote_traceback or (stacks_text(run_id, stacks, source) if stacks else ""),
+    }
+    if failure.kind is FailureKind.USER_CODE:
+        hint = _name_hint(failure, notebook_names) or no_cuda_hint(failure) or context_hint(failure, others, spec)
+        raised = exception if isinstance(exception, Exception) else None
+        if raised is None:
+            raised = errors.RemoteError(error_line(failure), type_name=failure.type_name or "Exception")
+        where = f"rank {failure.rank} of {ranks}" if failure.rank is not None else f"{ranks} ranks"
+        heading = f"{where} on {failure.host} · {run}" if failure.host else f"{where} · {run}"
+        # colours are never cut in the middle
+        coloured = failure.traceback_ansi.strip("\n") if len(failure.traceback_ansi) <= output_limit else ""
+        trace = coloured or plain or error_line(failure)
+        lines = (heading, trace, hint, more)
+        # outside IPython the notes are all that a plain traceback shows of the rank
+        note = "\n".join(filter(None, (heading, plain, hint, more)))
+        known = getattr(raised, "__notes__", None)
+        attributes["__notes__"] = [*known, note] if isinstance(known, list) else [note]
+    else:
+        words = last_words(failure, cell, last_output) if failure.kind is FailureKind.WORKER_DIED else []
+        words += [*map(_one_line, group_lines(group_stacks(stacks, source))), *verdict(stacks, source)]
+        message = _message(failure, seconds, ranks, words, more, run)
+        raised = _for_kind(failure.kind, message)
+        trace = plain if failure.kind is FailureKind.INTERNAL else ""
+        lines = (trace, f"{type(raised).__name__}: {message}")
+    lines = (*lines, errors.see(errors.topic_of(failure.kind, out_of_memory=failure.out_of_memory)))
+    attributes["_render_traceback_"] = _Drawing(tuple(line for line in lines if line))
+    return _dressed(raised, attributes)
+
+
+def _dressed(exception: Exception, attributes: dict[str, object]) -> Exception:
+    """Set the attributes on the object; where its type forbids that, on a type of the same name below it."""
+    refused: dict[str, object] = {}
+    for name, value in attributes.items():
+        try:
+            # past a __setattr__ of the user's, such as a frozen dataclass's
+            BaseException.__setattr__(exception, name, value)
+        except (AttributeError, TypeError):
+            refused[name] = value
+    if refused:
+        cls = type(exception)
+        body: dict[str, object] = {"__module__": cls.__module__, "__slots__": (), **refused}
+        drawing = body.get("_render_traceback_")
+        if isinstance(drawing, _Drawing):
+            body["_render_traceback_"] = staticmethod(drawing)
+        exception.__class__ = type(cls.__name__, (cls,), body)
+    return exception
+
+
+def _for_kind(kind: FailureKind, message: str) -> Exception:
+    match kind:
+        case FailureKind.SERIALIZATION:
+            return errors.SerializationError(message)
+        case FailureKind.ENVIRONMENT:
+            return errors.EnvironmentFailed(message)
+        case FailureKind.CAPACITY:
+            return errors.CapacityError(message)
+        case FailureKind.WORKER_DIED:
+            return errors.WorkerDied(message)
+        case FailureKind.SESSION:
+            return errors.SessionError(message)
+        case FailureKind.NODE_LOST:
+            return errors.NodeLost(message)
+        case FailureKind.TIMEOUT:
+            return errors.RunTimeout(message)
+        case _:
+            return errors.InternalError(message)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _message(failure: Failure, seconds: float, ranks: int, words: Sequence[str], more: str, run: str) -> str:
+    """Return one paragraph: what happened, where it was, who else, which run."""
+    after = format_seconds(seconds)
+    match failure.kind:
+        case FailureKind.TIMEOUT:
+            parts = [f"stopped after {after}: {failure.message.strip() or timeout_sentence(seconds)}", *words, more]
+        case FailureKind.WORKER_DIED:
+            parts = [f"failed after {after} · {death_sentence(failure, ranks)}", *words, more]
+        case FailureKind.NODE_LOST | FailureKind.INTERNAL:
+            parts = [f"failed after {after} · {death_sentence(failure, ranks)}", more]
+        case _:
+            # these speak for themselves: what can't be shipped, placed or started, and the remedy
+            return failure.message.strip() or f"the run failed: {failure.kind} · {run}"
+    return " · ".join(part for part in (*parts, run) if part)
+
+
+def _name_hint(failure: Failure, notebook_names: Container[str]) -> str:
+    if last_part(failure.type_name) != "NameError":
+        return ""
+    found = _UNDEFINED.search(failure.message) or _UNDEFINED.search(failure.traceback_text)
+    if found is None or found[1] not in notebook_names:
+        return ""
+    name = found[1]
+    return f"`{name}` exists in the notebook but the cell's code does not show that it is used: add --in {name}"

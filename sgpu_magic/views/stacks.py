@@ -1,0 +1,319 @@
+"""Where the ranks are: their stacks, those that say the same together, and who has not come to a collective."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from sgpu_magic.views import ansi
+from sgpu_magic.views.units import format_ranks
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.measures import Collective, RankStack, StackFrame
+from sgpu_magic.wire.records import CellSource
+
+_CELL_FILE = re.compile(r"<ipython-input-(\d+)-")
+# code that is not a function: a cell, a module, a class body seen from outside
+_NO_FUNCTION = ("<module>", "<cell line: 0>", "")
+# torch.distributed's functions that return when the other ranks have come
+_MEETINGS = re.compile(
+    r"(monitored_)?barrier|(all_)?reduce(_coalesced)?|broadcast(_object_list)?|(all_)?gather(_object|_into_tensor)?|"
+    r"scatter(_object_list)?|reduce_scatter(_tensor)?|all_to_all(_single)?|send|recv|(send|recv)_object_list|"
+    r"init_process_group|new_group"
+)
+_MAX_SOURCE = 80
+_MAX_FRAMES = 60
+_MAX_GROUPS = 16
+
+
+class Sources:
+    """Tells the notebook's own lines in a stack.
+
+    Args:
+        cell: The run's cell; also the other cells whose functions came along.
+    """
+
+    def __init__(self, cell: CellSource) -> None:
+        self._number = cell.execution_count
+        # as a rank runs it: the magic's line stands first, unless another magic must
+        inner = cell.body.lstrip().startswith("%%")
+        above = [] if inner or not cell.magic_line else [cell.magic_line]
+        self._cell = [*above, *cell.body.splitlines()]
+        self._others = {name: (source.splitlines(), number) for name, source, number in cell.linecache}
+
+    def is_notebook(self, frame: StackFrame) -> bool:
+        return frame.file in self._others or _CELL_FILE.match(frame.file) is not None
+
+    def place(self, frame: StackFrame) -> str:
+        """Return `Cell In[7], line 15`, or the file's name and the line."""
+        return f"{self._file(frame, os.path.basename(frame.file))}, line {frame.line}"
+
+    def source(self, frame: StackFrame) -> str:
+        """Return the notebook's line without its indent, "" for other files."""
+        if frame.file in self._others:
+            lines = self._others[frame.file][0]
+        elif _CELL_FILE.match(frame.file):
+            lines = self._cell
+        else:
+            return ""
+        text = lines[frame.line - 1].strip() if 0 < frame.line <= len(lines) else ""
+        return text if len(text) <= _MAX_SOURCE else f"{text[:_MAX_SOURCE]} ..."
+
+    def entry(self, frame: StackFrame) -> list[str]:
+        """Return a frame as a traceback has it: its place, and the line where that is the notebook's."""
+        where = "" if frame.function in _NO_FUNCTION else f", in {frame.function}"
+        source = self.source(frame)
+        head = f"{self._file(frame, f'File {frame.file}')}, line {frame.line}{where}"
+        return [head, f"  {source}"] if source else [head]
+
+    def own_frames(self, frames: Sequence[StackFrame]) -> Sequence[StackFrame]:
+        """Return the frames without those that started the cell; innermost first."""
+        outermost = max((at for at, frame in enumerate(frames) if self.is_notebook(frame)), default=len(frames) - 1)
+        return frames[: outermost + 1]
+
+    def _file(self, frame: StackFrame, otherwise: str) -> str:
+        if frame.file in self._others:
+            number = self._others[frame.file][1]
+            return f"Cell In[{number}]" if number is not None else "the notebook"
+        if _CELL_FILE.match(frame.file):
+            return f"Cell In[{self._number}]" if self._number is not None else "the cell"
+        return otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What a rank is doing.
+
+    Args:
+        name: Such as `all_reduce #41` or `load_batch`; "" when its stack could not be had.
+        waits: It is where the ranks meet.
+        collective: The flight recorder's entry that says so; None when the stack does.
+        frame: The notebook's innermost line, else the innermost of all.
+    """
+
+    name: str
+    waits: bool = False
+    collective: Collective | None = None
+    frame: StackFrame | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StackGroup:
+    """Ranks that are at the same point.
+
+    Args:
+        ranks: In order.
+        activity: What they do.
+        place: Such as `Cell In[7], line 15`; "" when unknown.
+        source: The notebook's line there.
+        stack: Of the first of them, as a traceback, the most recent call last.
+        problem: Why there is no stack.
+    """
+
+    ranks: tuple[int, ...]
+    activity: Activity
+    place: str
+    source: str
+    stack: tuple[str, ...]
+    problem: str = ""
+
+    @property
+    def doing(self) -> str:
+        """Return `wait in all_reduce #41`, `is in load_batch`."""
+        if not self.activity.name:
+            return "can't be looked at" if self.problem else "have no Python stack"
+        one = len(self.ranks) == 1
+        verb = ("waits" if one else "wait") if self.activity.waits else ("is" if one else "are")
+        return f"{verb} in {self.activity.name}"
+
+
+def activity_of(stack: RankStack, sources: Sources) -> Activity:
+    """Decide what a rank is in.
+
+    The flight recorder's pending collective comes first: it is right when autograd's threads are in it, which the
+    main thread's stack does not show. Then the outermost function of torch that the notebook's innermost line has
+    called, then the innermost function of the notebook's own code.
+    """
+    frames = stack.frames
+    at = next((at for at, frame in enumerate(frames) if sources.is_notebook(frame)), None)
+    frame = frames[at] if at is not None else frames[0] if frames else None
+    collective = stack.collective
+    if collective is not None and collective.pending:
+        return Activity(_numbered(collective), True, collective, frame)
+    if frame is None:
+        return Activity("")
+    called = list(reversed(frames[:at])) if at is not None else []
+    torch_function = next((each.function.strip("_") for each in called if _is_torch(each)), "")
+    if torch_function:
+        return Activity(torch_function, _MEETINGS.fullmatch(torch_function) is not None, None, frame)
+    if frame.function not in _NO_FUNCTION:
+        return Activity(frame.function, False, None, frame)
+    # the cell's top level says nothing; the function it called does
+    return Activity(next((each.function for each in called), "the cell"), False, None, frame)
+
+
+def group_stacks(stacks: Iterable[RankStack], cell: CellSource) -> list[StackGroup]:
+    """Put ranks that are at the same point together: same activity, same lines of the notebook.
+
+    Args:
+        stacks: One for each rank.
+        cell: The run's cell.
+
+    Returns:
+        The largest group first, then by rank.
+    """
+    sources = Sources(cell)
+    found: dict[object, list[tuple[RankStack, Activity]]] = {}
+    for stack in sorted(stacks, key=lambda stack: stack.rank):
+        activity = activity_of(stack, sources)
+        lines = tuple(frame for frame in stack.frames if sources.is_notebook(frame)) or stack.frames
+        key = (activity.name, activity.waits, activity.collective, lines, stack.problem)
+        found.setdefault(key, []).append((stack, activity))
+    groups: list[StackGroup] = []
+    for members in found.values():
+        first, activity = members[0]
+        frame = activity.frame
+        groups.append(
+            StackGroup(
+                ranks=tuple(stack.rank for stack, _ in members),
+                activity=activity,
+                place=sources.place(frame) if frame is not None else first.problem,
+                source=sources.source(frame) if frame is not None else "",
+                stack=tuple(stack_lines(first.frames, cell)),
+                problem=first.problem,
+            )
+        )
+    return sorted(groups, key=lambda group: (-len(group.ranks), group.ranks))
+
+
+def group_lines(groups: Sequence[StackGroup]) -> list[str]:
+    """Return a line for each of the first groups, in columns, and how many there are more."""
+    shown = groups[:_MAX_GROUPS]
+    rows = [(format_ranks(group.ranks), group.doing, group.place, group.source) for group in shown]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
+    lines = ["   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    left_out = [rank for group in groups[_MAX_GROUPS:] for rank in group.ranks]
+    return [*lines, f"{format_ranks(left_out)} elsewhere"] if left_out else lines
+
+
+def verdict(stacks: Sequence[RankStack], cell: CellSource) -> list[str]:
+    """Return who has not come to a collective that others wait in; empty when the recorder does not tell."""
+    sources = Sources(cell)
+    waiting: dict[tuple[str, int], dict[str, list[int]]] = {}
+    for stack in stacks:
+        entry = stack.collective
+        if entry is not None and entry.pending:
+            waiting.setdefault((entry.group, entry.seq), {}).setdefault(_numbered(entry), []).append(stack.rank)
+    told: list[str] = []
+    for (group, number), names in sorted(waiting.items()):
+        if len(names) > 1:
+            parts = [f"{format_ranks(ranks)} in {name}" for name, ranks in sorted(names.items())]
+            told.append(f"{', '.join(parts)}: they wait for each other, because their collectives differ")
+            continue
+        name, ranks = next(iter(names.items()))
+        absent = [stack.rank for stack in stacks if _has_not_come(stack, group, number, name, sources)]
+        if absent:
+            verb = "has" if len(absent) == 1 else "have"
+            told.append(f"{format_ranks(absent)} {verb} not come to {name}")
+        elif len(ranks) == len(stacks) > 1:
+            told.append(f"all ranks are in {name}")
+    return told
+
+
+def stack_lines(frames: Sequence[StackFrame], cell: CellSource) -> list[str]:
+    """Return a stack as a traceback has it, the most recent call last, from the notebook's first line on."""
+    sources = Sources(cell)
+    own = list(reversed(sources.own_frames(frames)))
+    lines: list[str] = []
+    if len(own) > _MAX_FRAMES:
+        # recursion: its beginning and its end tell
+        left_out = len(own) - _MAX_FRAMES
+        for frame in own[: _MAX_FRAMES // 2]:
+            lines += sources.entry(frame)
+        lines.append(f"... {left_out:,} more frames ...")
+        own = own[-(_MAX_FRAMES // 2) :]
+    for frame in own:
+        lines += sources.entry(frame)
+    return lines
+
+
+def last_python_line(frames: Sequence[StackFrame], cell: CellSource) -> str:
+    """Return `Cell In[9], line 6, in build: cache[key] = x.clone()`, "" without a stack."""
+    sources = Sources(cell)
+    frame = next((frame for frame in frames if sources.is_notebook(frame)), frames[0] if frames else None)
+    if frame is None:
+        return ""
+    where = "" if frame.function in _NO_FUNCTION else f", in {frame.function}"
+    source = sources.source(frame)
+    return f"{sources.place(frame)}{where}" + (f": {source}" if source else "")
+
+
+def summary(stacks: Sequence[RankStack], cell: CellSource) -> list[str]:
+    """Return the groups and the verdict, as the view of a stalled run has them."""
+    groups = group_stacks(stacks, cell)
+    return [f"  {ansi.plain(line)}" for line in group_lines(groups)] + [
+        ansi.plain(line) for line in verdict(stacks, cell)
+    ]
+
+
+def stacks_text(run_id: str, stacks: Sequence[RankStack], cell: CellSource) -> str:
+    """Return what `%sgpu_stacks` prints: the groups, the verdict, then each group's whole stack."""
+    groups = group_stacks(stacks, cell)
+    if not groups:
+        return f"run {short(run_id)} has no ranks now"
+    lines = [f"run {short(run_id)}", *(f"  {line}" for line in group_lines(groups)), *verdict(stacks, cell)]
+    for group in groups:
+        lines += ["", f"{format_ranks(group.ranks)} {group.doing}"]
+        lines += [f"  {line}" for line in group.stack or (group.problem or "no Python stack",)]
+    return "\n".join(ansi.plain(line) for line in lines)
+
+
+def stacks_html(run_id: str, stacks: Sequence[RankStack], cell: CellSource) -> str:
+    """Return the same as HTML: the groups as a table, each whole stack behind its line."""
+    from sgpu_magic.views.html_style import LINE, MONO, PANEL, SANS, SOFT, WARN
+
+    def safe(text: str) -> str:
+        return escape(ansi.plain(text))
+
+    groups = group_stacks(stacks, cell)
+    rows = ""
+    for group in groups:
+        whole = "\n".join(group.stack or (group.problem or "no Python stack",))
+        rows += (
+            f'<details style="padding:3px 12px"><summary style="cursor:pointer">'
+            f'<b style="font-weight:600">{safe(format_ranks(group.ranks))}</b> {safe(group.doing)} '
+            f'<span style="{SOFT}">{safe(group.place)}</span> '
+            f'<code style="{MONO};font-size:12px;background:none">{safe(group.source)}</code></summary>'
+            f'<pre style="margin:0;padding:4px 0 4px 14px;{MONO};font-size:12px;white-space:pre-wrap">{safe(whole)}'
+            "</pre></details>"
+        )
+    for sentence in verdict(stacks, cell):
+        rows += f'<div style="padding:3px 12px;color:{WARN}">{safe(sentence)}</div>'
+    head = f"run {short(run_id)}" + ("" if groups else " has no ranks now")
+    return (
+        f'<div style="border:1px solid {LINE};border-radius:6px;overflow:hidden;{SANS};font-size:13px;'
+        f'line-height:1.45;margin:2px 0"><div style="padding:6px 12px;background:{PANEL};'
+        f'border-bottom:1px solid {LINE}"><b style="font-weight:600">{safe(head)}</b></div>{rows}</div>'
+    )
+
+
+def _numbered(collective: Collective) -> str:
+    of_group = f" of group {collective.group}" if collective.group else ""
+    return f"{collective.name} #{collective.seq}{of_group}"
+
+
+def _is_torch(frame: StackFrame) -> bool:
+    # its logging and gradient-mode wrappers are no function that a person has called
+    return f"{os.sep}torch{os.sep}" in frame.file and frame.function not in ("wrapper", "decorate_context")
+
+
+def _has_not_come(stack: RankStack, group: str, number: int, name: str, sources: Sources) -> bool:
+    entry = stack.collective
+    if entry is not None and entry.group == group:
+        return entry.seq < number
+    # who belongs to a group other than the default one is not known
+    if group or stack.problem:
+        return False
+    return activity_of(stack, sources).name != name.partition(" ")[0]

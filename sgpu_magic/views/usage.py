@@ -1,0 +1,268 @@
+"""What ranks and their devices use, folded from a run's events into bounded curves and said in words. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from sgpu_magic.views.series import MAX_POINTS, Series
+from sgpu_magic.views.units import format_gb, format_ranks, format_seconds
+from sgpu_magic.wire.events import IDLE_GPU_PCT, DeviceBusy, DeviceIdle, Sampled
+from sgpu_magic.wire.measures import RankSample
+
+__all__ = ["MAX_POINTS", "Drawn", "RankUsage", "RunUsage", "Series", "detail_lines", "use_text"]
+
+_NOT_TOLD = "not told by this device"
+_NOT_FOR_SLICES = "told for the whole GPU only, not for a MIG slice of it"
+
+
+class Drawn(NamedTuple):
+    """A curve as it is drawn: `name`, `unit`, its `series` in that unit, and `top`, the end of its axis if known."""
+
+    name: str
+    unit: str
+    series: Series
+    top: float | None
+
+
+class RankUsage:
+    """What one rank and its device have used in this attempt.
+
+    Attributes:
+        rank: The rank.
+        latest: What was told last, None before anything was.
+        idle: Why its GPU stands out, None when it does not.
+        peak_used_bytes: Most memory in use on the device; on CPU most that the rank's processes held.
+        peak_own_bytes: Most that this run's own processes had of it; None when nobody tells.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.latest: RankSample | None = None
+        self.idle: DeviceIdle | None = None
+        self.peak_used_bytes: int | None = None
+        self.peak_own_bytes: int | None = None
+        self._idle_at = 0.0
+        self._now = 0.0
+        self._series: dict[str, Series] = {}
+
+    def sampled(self, sample: RankSample, begin_s: float, end_s: float, at: float) -> None:
+        """Take a sample of the time from `begin_s` to `end_s`, told `at`."""
+        before = self.latest
+        if before is not None:
+            # what does not change is told once
+            total_bytes = before.total_bytes if sample.total_bytes is None else sample.total_bytes
+            sample = msgspec.structs.replace(sample, uuid=sample.uuid or before.uuid, total_bytes=total_bytes)
+        self.latest, self._now = sample, at
+        used = sample.rss_bytes if sample.kind == "cpu" else sample.used_bytes
+        self.peak_used_bytes = _larger(self.peak_used_bytes, used)
+        self.peak_own_bytes = _larger(self.peak_own_bytes, sample.own_bytes)
+        for name, value in _measured(sample).items():
+            series = self._series.get(name)
+            if series is None:
+                if value is None:
+                    continue
+                series = self._series[name] = Series(begin_s, digits=2 if name.endswith("memory") else 1)
+            series.add(begin_s, end_s, value)
+
+    def turned_idle(self, idle: DeviceIdle | None, at: float) -> None:
+        """Its GPU stands out from now on, or (None) no more."""
+        self.idle, self._idle_at, self._now = idle, at, max(at, self._now)
+
+    def ended(self) -> None:
+        """The run is over: nothing stands out any more."""
+        self.idle = None
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds for which its GPU has been idle by now."""
+        return self.idle.seconds + max(self._now - self._idle_at, 0.0) if self.idle is not None else 0.0
+
+    @property
+    def idle_text(self) -> str:
+        """`GPU under 5 % for 60 s: it waits in the DataLoader`, "" when its GPU does not stand out."""
+        if self.idle is None:
+            return ""
+        cause = f": it waits in {self.idle.waits_in}" if self.idle.waits_in else ""
+        return f"GPU under {IDLE_GPU_PCT:.0f} % for {format_seconds(self.idle_s)}{cause}"
+
+    @property
+    def mean_utilization_pct(self) -> float | None:
+        """Of its GPU over the whole attempt, 0 to 100; None on CPU and on MIG slices."""
+        series = self._series.get("GPU")
+        return series.mean if series is not None else None
+
+    def curves(self) -> list[Drawn]:
+        """What there is to draw. The first is for the grid: GPU use; memory of a MIG slice; cores on CPU."""
+        if self.latest is None:
+            return []
+        tops = {"GPU": 100.0, "own GPU": 100.0}
+        if self.latest.total_bytes:
+            # what a CPU rank may use is the whole machine's: against that nothing would be seen
+            tops |= dict.fromkeys(("memory", "own memory"), self.latest.total_bytes / 1e9)
+        order = _CPU_CURVES if self.latest.kind == "cpu" else _GPU_CURVES
+        found = [(name, unit, self._series.get(key), tops.get(key)) for name, key, unit in order]
+        return [Drawn(name, unit, series, top) for name, unit, series, top in found if series is not None]
+
+
+class RunUsage:
+    """What the ranks of a run use: `RankUsage` by rank, of the attempt that goes on or was the last."""
+
+    def __init__(self) -> None:
+        self.ranks: dict[int, RankUsage] = {}
+        self._until_s = 0.0
+
+    def apply(self, body: Sampled | DeviceIdle | DeviceBusy, at: float, started_at: float | None) -> None:
+        """Fold one event in.
+
+        Args:
+            at: When it was told, wall-clock seconds.
+            started_at: When the ranks had started.
+        """
+        match body:
+            case Sampled(seconds=seconds, samples=samples):
+                end_s = at - (started_at if started_at is not None else at - seconds)
+                # a clock that is set back leaves no hole and no overlap
+                begin_s = max(end_s - seconds, self._until_s)
+                end_s = self._until_s = max(end_s, begin_s + seconds)
+                for sample in samples:
+                    self._of(sample.rank).sampled(sample, begin_s, end_s, at)
+            case DeviceIdle(rank=rank):
+                self._of(rank).turned_idle(body, at)
+            case DeviceBusy(rank=rank):
+                self._of(rank).turned_idle(None, at)
+
+    def start_again(self) -> None:
+        """The group is started again: what its ranks used is another matter."""
+        self.ranks, self._until_s = {}, 0.0
+
+    def ended(self) -> None:
+        """The run is over: no GPU stands out any more."""
+        for usage in self.ranks.values():
+            usage.ended()
+
+    @property
+    def busy_pct(self) -> float | None:
+        """Mean use of the run's GPUs, 0 to 100; None where no GPU tells it."""
+        means = [usage.mean_utilization_pct for usage in self.ranks.values()]
+        told = [mean for mean in means if mean is not None]
+        return sum(told) / len(told) if told else None
+
+    @property
+    def idle_sentences(self) -> list[str]:
+        """One sentence for all GPUs that stand out for one cause: `rank 3's GPU has been under 5 % for 60 s: ...`."""
+        groups: dict[str, list[RankUsage]] = {}
+        for rank in sorted(self.ranks):
+            usage = self.ranks[rank]
+            if usage.idle is not None:
+                groups.setdefault(usage.idle.waits_in, []).append(usage)
+        return [_idle_sentence(waits_in, usages) for waits_in, usages in groups.items()]
+
+    def _of(self, rank: int) -> RankUsage:
+        return self.ranks.setdefault(rank, RankUsage(rank))
+
+
+def use_text(sample: RankSample) -> str:
+    """Say in a few words what a rank uses: `94 % · 18.2 GB`, `MIG · 4.1 GB`, `CPU 1.9 cores · 0.4 GB`."""
+    if sample.kind == "cpu":
+        memory = sample.rss_bytes
+        cores = None if sample.cpu_cores is None else f"{sample.cpu_cores:.1f} cores"
+        # also where CPU stands in for a GPU it is said to be CPU
+        return " ".join(["CPU", *filter(None, [_joined(cores, memory)])]) if cores or memory is not None else ""
+    if sample.problem:
+        return "can't be read"
+    if sample.kind == "mig":
+        return _joined("MIG", sample.used_bytes)
+    return _joined(None if sample.utilization_pct is None else _percent(sample.utilization_pct), sample.used_bytes)
+
+
+def detail_lines(sample: RankSample) -> list[str]:
+    """Say everything that was measured, a line each; what nobody tells is said as absent."""
+    cores = "not known" if sample.cpu_cores is None else f"{sample.cpu_cores:.1f} cores"
+    if sample.kind == "cpu":
+        where = "CPU stands in for a simulated device" if sample.uuid else "CPU"
+        held = _memory(sample.rss_bytes, sample.total_bytes, "not known")
+        return [f"device: {where}", f"CPU: {cores}", f"memory: {held}"]
+    own = [f"CPU: {cores}", f"main memory: {_memory(sample.rss_bytes, None, 'not known')}"]
+    device = f"device: {'a MIG slice, ' if sample.kind == 'mig' else ''}{sample.uuid}"
+    if sample.problem:
+        return [device, sample.problem, *own]
+    absent = _NOT_FOR_SLICES if sample.kind == "mig" else _NOT_TOLD
+    return [
+        device,
+        f"GPU: {_or(sample.utilization_pct, absent, _percent)}",
+        f"GPU, this run: {_or(sample.own_utilization_pct, absent, _percent)}",
+        f"memory: {_memory(sample.used_bytes, sample.total_bytes, _NOT_TOLD)}",
+        f"memory, this run: {_or(sample.own_bytes, _NOT_TOLD, format_gb)}",
+        f"power: {_or(sample.power_w, absent, lambda watts: f'{watts:.0f} W')}",
+        f"temperature: {_or(sample.temperature_c, absent, lambda degrees: f'{degrees:.0f} °C')}",
+        *own,
+    ]
+
+
+# ---------------------------------------------------------------- within
+
+# name, what of `_measured`, unit
+_GPU_CURVES = (
+    ("GPU", "GPU", "%"),
+    ("memory", "memory", "GB"),
+    ("GPU, this run", "own GPU", "%"),
+    ("memory, this run", "own memory", "GB"),
+    ("power", "power", "W"),
+    ("temperature", "temperature", "°C"),
+    ("CPU", "CPU", "cores"),
+    ("main memory", "rank's memory", "GB"),
+)
+_CPU_CURVES = (("CPU", "CPU", "cores"), ("memory", "rank's memory", "GB"))
+
+
+def _measured(sample: RankSample) -> dict[str, float | None]:
+    """What was measured, in the units of its curves."""
+    return {
+        "GPU": sample.utilization_pct,
+        "own GPU": sample.own_utilization_pct,
+        "memory": _in_gb(sample.used_bytes),
+        "own memory": _in_gb(sample.own_bytes),
+        "power": sample.power_w,
+        "temperature": sample.temperature_c,
+        "CPU": sample.cpu_cores,
+        "rank's memory": _in_gb(sample.rss_bytes),
+    }
+
+
+def _idle_sentence(waits_in: str, usages: list[RankUsage]) -> str:
+    lasts = format_seconds(min(usage.idle_s for usage in usages))
+    idle = f"been under {IDLE_GPU_PCT:.0f} % for {lasts}"
+    if len(usages) == 1:
+        return f"rank {usages[0].rank}'s GPU has {idle}" + (f": it waits in {waits_in}" if waits_in else "")
+    ranks = format_ranks(usage.rank for usage in usages)
+    return f"the GPUs of {ranks} have {idle}" + (f": they wait in {waits_in}" if waits_in else "")
+
+
+def _memory(used_bytes: int | None, total_bytes: int | None, absent: str) -> str:
+    if used_bytes is None:
+        return absent
+    used = format_gb(used_bytes)
+    return f"{used.removesuffix(' GB')} of {format_gb(total_bytes)}" if total_bytes else used
+
+
+def _joined(words: str | None, count: int | None) -> str:
+    return " · ".join(filter(None, [words, None if count is None else format_gb(count)]))
+
+
+def _percent(value: float) -> str:
+    return f"{value:.0f} %"
+
+
+def _or(value: float | None, absent: str, said: Callable[[float], str]) -> str:
+    return absent if value is None else said(value)
+
+
+def _in_gb(count: int | None) -> float | None:
+    return None if count is None else count / 1e9
+
+
+def _larger(one: int | None, other: int | None) -> int | None:
+    return max((count for count in (one, other) if count is not None), default=None)
