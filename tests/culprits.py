@@ -9,7 +9,7 @@ from pathlib import Path
 from kernels import Cell, Kernel, Reply
 from waiting import eventually
 
-from sgpu_magic.commands.runs import stacks
+from sgpu_magic.cli.runs import stacks
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import RunUnknown
 

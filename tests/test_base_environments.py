@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sgpu_magic.commands import environments
+from sgpu_magic.cli import environments
 from sgpu_magic.config import Settings
 from sgpu_magic.environment import bases, saved
 from sgpu_magic.environment.base_lists import BASE_NAMES, BaseList, base_list

@@ -192,7 +192,7 @@ def test_a_large_log_is_streamed(bare_home: Home, line: bytes):
     size = 60_000_000
     kept_run(bare_home, "7f3a0001", {0: line * (size // len(line))})
     code = (
-        "import sys; from sgpu_magic.cli import main; main(['logs', '7f3a']);"
+        "import sys; from sgpu_magic.cli.main import main; main(['logs', '7f3a']);"
         "print(*(line for line in open('/proc/self/status') if 'VmHWM' in line), file=sys.stderr)"
     )
     with open(bare_home.path / "out", "wb") as out:

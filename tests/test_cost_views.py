@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from stories import FORMS, IN_A_FILE, STUCK, TRACKED, Run, cell_in_session, result, with_price
 
-from sgpu_magic.commands.runs import runs_table
+from sgpu_magic.cli.runs import runs_table
 from sgpu_magic.views.bundle import run_record
 from sgpu_magic.views.cost import billed_text, cost_text
 from sgpu_magic.views.html import render_html

@@ -15,9 +15,9 @@ from listed_pools import list_nowhere, list_pools, listed
 from process_table import wait_gone
 from served_pools import served_pool
 
-from sgpu_magic.commands import place_checks, pools_checks, python_checks
-from sgpu_magic.commands.finding import Finding, Level
-from sgpu_magic.commands.python_checks import ProbeFacts
+from sgpu_magic.cli import place_checks, pools_checks, python_checks
+from sgpu_magic.cli.finding import Finding, Level
+from sgpu_magic.cli.python_checks import ProbeFacts
 from sgpu_magic.config import load_settings
 from sgpu_magic.files.disk_room import mount_of
 from tests import nvml_stub as nvml

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from sgpu_magic.cli.headless.outcome import ExitCode, code_of
 from sgpu_magic.errors import see
-from sgpu_magic.headless.outcome import ExitCode, code_of
 
 # as IPython sends them: ours end with the page that helps
 OURS = ["UsageError: no", f"{see('usage')}\n"]

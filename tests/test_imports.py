@@ -32,11 +32,7 @@ MAY_USE: dict[str, set[str]] = {
     "functions": BY_HAND | {"panel", "runs", "runtime"},
     "magics": BY_HAND | {"panel", "runs"},
     # the command looks at everything that a person may want to see from a shell
-    "cli": {"client", "commands", "doctor", "views"},
-    "doctor": {"commands", "views"},
-    "commands": BY_HAND | {"agent", "nodes", "headless", "runs", "tracking", "pool"},
-    "headless": {"views", "runs"},
-    "__main__": {"cli"},
+    "cli": BY_HAND | {"agent", "nodes", "runs", "tracking", "pool"},
     "runtime": set(),
     "pool": {"nodes", "environment", "tracking"},
     "nodes": {"agent", "environment"},
@@ -233,12 +229,10 @@ HEAVY = {"torch", "ray", "mlflow", "pynvml", "IPython", "numpy", "zmq", "cloudpi
         ),
         pytest.param("from sgpu_magic.payload import buffers, unpack", {"torch", "numpy"}, id="unpack"),
         pytest.param("import sgpu_magic.magics", HEAVY - {"IPython", "numpy", "zmq", "cloudpickle"}, id="magics"),
-        pytest.param("import sgpu_magic.cli", {"torch", "ray", "mlflow", "IPython"}, id="command"),
+        pytest.param("import sgpu_magic.cli.main", {"torch", "ray", "mlflow", "IPython"}, id="command"),
     ],
 )  # fmt: skip
 def test_an_import_brings_nothing_heavy(code: str, without: set[str]):
-    if "cli" in code and not (PACKAGE / "cli.py").exists():
-        pytest.skip("there is no command yet")
     assert loaded_after(code) & without == set()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sgpu_magic import cli
+from sgpu_magic.cli import main as cli
 from sgpu_magic.errors import UsageError
 from sgpu_magic.pool.authorized_clients import AuthorizedClient, AuthorizedClients, authorize, read_clients, revoke
 from sgpu_magic.system.secure_sockets import KeyPair, is_public_key, new_key_pair, read_key_pair, write_key_pair

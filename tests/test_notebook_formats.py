@@ -9,8 +9,8 @@ import jupytext
 import pytest
 from lazy_modules import nbformat
 
+from sgpu_magic.cli.headless.formats import Form, form_of, kernel_name, read_notebook, submits_runs
 from sgpu_magic.errors import UsageError
-from sgpu_magic.headless.formats import Form, form_of, kernel_name, read_notebook, submits_runs
 
 DATABRICKS = """# Databricks notebook source
 # MAGIC %md

@@ -17,9 +17,9 @@ from pool_client import ClientRun, ClientSession, PoolClient
 from process_table import is_alive
 from waiting import eventually
 
+from sgpu_magic.cli.runs import runs_table
 from sgpu_magic.client.interpreter import this_owner
 from sgpu_magic.client.result import RunResult
-from sgpu_magic.commands.runs import runs_table
 from sgpu_magic.errors import CapacityError, SessionError, UsageError
 from sgpu_magic.wire.events import (
     Detached,

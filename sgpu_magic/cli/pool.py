@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from sgpu_magic.cli import pools
 from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pools_file import LOCAL, read_pools
-from sgpu_magic.commands import pools
 from sgpu_magic.config import Settings, host_name
 from sgpu_magic.views.status import status_text
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from platformdirs import user_config_path
 
 from sgpu_magic import __version__
+from sgpu_magic.cli.finding import Finding, ok, problem, warning
 from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.pool import Pool
-from sgpu_magic.commands.finding import Finding, ok, problem, warning
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.files.disk_room import disk_room

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sgpu_magic.cli.headless.formats import NOTEBOOK, SUFFIXES, Form, form_of
+from sgpu_magic.cli.headless.job_file import JobFile, read_accelerator, read_job_file
+from sgpu_magic.cli.headless.parameters import check_values
 from sgpu_magic.errors import UsageError
-from sgpu_magic.headless.formats import NOTEBOOK, SUFFIXES, Form, form_of
-from sgpu_magic.headless.job_file import JobFile, read_accelerator, read_job_file
-from sgpu_magic.headless.parameters import check_values
 from sgpu_magic.runs.devices import check_spread, memory_bytes
 from sgpu_magic.runs.durations import duration_s
 from sgpu_magic.runs.job_defaults import JobDefaults

@@ -16,7 +16,7 @@ from importlib import metadata
 
 import msgspec
 
-from sgpu_magic.commands.finding import Finding, ok, problem, warning
+from sgpu_magic.cli.finding import Finding, ok, problem, warning
 from sgpu_magic.environment.cuda import driver_version
 from sgpu_magic.environment.mismatches import find_mismatches
 from sgpu_magic.environment.snapshot import take_snapshot

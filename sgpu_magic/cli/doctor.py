@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TextIO
 
-from sgpu_magic.commands import machine_checks, place_checks, pools_checks, python_checks
-from sgpu_magic.commands.finding import Finding, Level, warning
+from sgpu_magic.cli import machine_checks, place_checks, pools_checks, python_checks
+from sgpu_magic.cli.finding import Finding, Level, warning
 from sgpu_magic.views import ansi
 from sgpu_magic.views.units import count_of
 

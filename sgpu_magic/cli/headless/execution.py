@@ -22,9 +22,9 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
-from sgpu_magic.headless import cells, formats
-from sgpu_magic.headless.job import Job
-from sgpu_magic.headless.outcome import ExitCode, code_of
+from sgpu_magic.cli.headless import cells, formats
+from sgpu_magic.cli.headless.job import Job
+from sgpu_magic.cli.headless.outcome import ExitCode, code_of
 from sgpu_magic.runs.job_defaults import VARIABLE, as_variable
 from sgpu_magic.views import ansi
 from sgpu_magic.views.units import format_seconds

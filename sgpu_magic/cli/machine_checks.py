@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from sgpu_magic.agent.inventory import take_inventory
-from sgpu_magic.commands.finding import Finding, ok, problem, warning
-from sgpu_magic.commands.python_checks import ProbeFacts
+from sgpu_magic.cli.finding import Finding, ok, problem, warning
+from sgpu_magic.cli.python_checks import ProbeFacts
 from sgpu_magic.config import is_linux
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.views.units import count_of, format_seconds

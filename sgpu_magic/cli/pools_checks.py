@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from packaging.version import InvalidVersion, Version
 
 from sgpu_magic import __version__
+from sgpu_magic.cli.finding import Finding, ok, problem, warning
 from sgpu_magic.client.keys import own_key_path
 from sgpu_magic.client.pool_choosing import has_words
 from sgpu_magic.client.pools import Asked, Pools
 from sgpu_magic.client.pools_file import pools_path, read_pools
-from sgpu_magic.commands.finding import Finding, ok, problem, warning
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.system.secure_sockets import read_key_pair

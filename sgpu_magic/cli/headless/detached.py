@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from sgpu_magic.cli.headless import records
+from sgpu_magic.cli.headless.records import JobRecord
 from sgpu_magic.config import Settings, private_dir
-from sgpu_magic.headless import records
-from sgpu_magic.headless.records import JobRecord
 from sgpu_magic.wire.address import process_start
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn, TextIO
 
 from sgpu_magic import __version__
-from sgpu_magic.commands import pool_options, run_options, serving_options
+from sgpu_magic.cli import pool_options, run_options, serving_options
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import SgpuError, UsageError
 
@@ -56,15 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     match options.command:
         case "pool":
-            from sgpu_magic.commands import pool
+            from sgpu_magic.cli import pool
 
             settings = load_settings()
             if options.action in ("add", "list", "remove"):
-                from sgpu_magic.commands import pools
+                from sgpu_magic.cli import pools
 
                 print(pools.run(settings, options))
             elif options.action in ("serve", "deploy", "undeploy", "keygen", "authorize", "revoke"):
-                from sgpu_magic.commands import serving
+                from sgpu_magic.cli import serving
 
                 print(serving.run(settings, options))
             elif options.action == "status":
@@ -72,14 +72,14 @@ def _run(options: argparse.Namespace) -> int:
             else:
                 print(pool.stop(settings, force=options.force))
         case "runs":
-            from sgpu_magic.commands import runs
+            from sgpu_magic.cli import runs
 
             table, note = runs.recent(load_settings(), None if options.all else options.number, options.pool)
             print(table)
             if note:
                 _note(note)
         case "logs":
-            from sgpu_magic.commands import logs
+            from sgpu_magic.cli import logs
 
             logs.show(
                 load_settings(),
@@ -90,34 +90,34 @@ def _run(options: argparse.Namespace) -> int:
                 note=_note,
             )
         case "cancel":
-            from sgpu_magic.commands import runs
+            from sgpu_magic.cli import runs
 
             print(runs.cancel(load_settings(), options.run))
         case "detach":
-            from sgpu_magic.commands import runs
+            from sgpu_magic.cli import runs
 
             print(runs.detach(load_settings(), options.run))
         case "stacks":
-            from sgpu_magic.commands import runs
+            from sgpu_magic.cli import runs
 
             print(runs.stacks(load_settings(), options.run))
         case "cp":
-            from sgpu_magic.commands import copying
+            from sgpu_magic.cli import copying
 
             return copying.copy(
                 load_settings(), options.source, options.target, _listing_out(options.target), sys.stdout.buffer, _note
             )
         case "port-forward":
-            from sgpu_magic.commands import port_forward, runs
+            from sgpu_magic.cli import port_forward, runs
 
             with runs.pool_of(load_settings(), options.run, "whose ports could be reached") as pool:
                 return port_forward.forward(pool, options.run, options.ports, options.rank, sys.stdout, _note)
         case "run":
-            from sgpu_magic.commands import run
+            from sgpu_magic.cli import run
 
             return run.run(load_settings(), options, sys.stdout, sys.stderr)
         case "jobs":
-            from sgpu_magic.commands import jobs
+            from sgpu_magic.cli import jobs
 
             settings = load_settings()
             match options.action:
@@ -128,18 +128,18 @@ def _run(options: argparse.Namespace) -> int:
                 case _:
                     print(jobs.listing(settings, options.number))
         case "replay":
-            from sgpu_magic.commands import replay
+            from sgpu_magic.cli import replay
 
             done = replay.replay(load_settings(), options.run, replay.options_from(options), sys.stdout)
             return _OK if done else _FAILED
         case "sync":
-            from sgpu_magic.commands import sync
+            from sgpu_magic.cli import sync
 
             text, complete = sync.sync(load_settings(), options.run, only_list=options.list)
             print(text)
             return _OK if complete else _FAILED
         case "env":
-            from sgpu_magic.commands import environments
+            from sgpu_magic.cli import environments
 
             settings = load_settings()
             match options.action:
@@ -152,12 +152,12 @@ def _run(options: argparse.Namespace) -> int:
                 case _:
                     print(environments.prune(settings, options.days))
         case "usage":
+            from sgpu_magic.cli import usage_forms
             from sgpu_magic.client import usage
-            from sgpu_magic.commands import usage_forms
 
             print(usage_forms.FORMATS[options.format](usage.read_usage(load_settings(), options.since, options.by)))
         case "types":
-            from sgpu_magic.commands import pools
+            from sgpu_magic.cli import pools
 
             print(pools.types(load_settings(), options.pool))
         case "help":
@@ -165,7 +165,7 @@ def _run(options: argparse.Namespace) -> int:
 
             print(help_pages.plain(help_pages.page(options.topic)))
         case "doctor":
-            from sgpu_magic import doctor
+            from sgpu_magic.cli import doctor
 
             return _OK if doctor.run(os.environ, sys.stdout) else _FAILED
         case _:
@@ -296,7 +296,3 @@ def _rank(text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 6:
         raise argparse.ArgumentTypeError(f"{text!r} is not a rank: 0, 1, 2 ...")
     return int(text)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 from typing import TextIO
 
+from sgpu_magic.cli.headless import records
+from sgpu_magic.cli.headless.records import JobRecord
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.headless import records
-from sgpu_magic.headless.records import JobRecord
 from sgpu_magic.views.tables import aligned
 from sgpu_magic.views.units import format_clock
 from sgpu_magic.wire.ids import short

@@ -11,14 +11,14 @@ from typing import Any, TextIO
 
 import msgspec
 
-from sgpu_magic.commands.run_options import script_arguments
+from sgpu_magic.cli.headless import detached, formats, records
+from sgpu_magic.cli.headless.job import Job, Options, copy_of, job_from
+from sgpu_magic.cli.headless.job_file import EXTRA, read_mapping, read_yaml
+from sgpu_magic.cli.headless.outcome import ExitCode
+from sgpu_magic.cli.headless.parameters import read_pair, typed
+from sgpu_magic.cli.run_options import script_arguments
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.headless import detached, formats, records
-from sgpu_magic.headless.job import Job, Options, copy_of, job_from
-from sgpu_magic.headless.job_file import EXTRA, read_mapping, read_yaml
-from sgpu_magic.headless.outcome import ExitCode
-from sgpu_magic.headless.parameters import read_pair, typed
 from sgpu_magic.views.units import format_seconds
 from sgpu_magic.wire.ids import new_id, short
 
@@ -154,7 +154,7 @@ def _attempts(
 ) -> tuple[ExitCode, records.JobRecord]:
     """Execute the job, again after failures of the pool as often as it says."""
     # nbclient takes half a second, and a mistake in the command is told before
-    from sgpu_magic.headless.execution import NotebookRun
+    from sgpu_magic.cli.headless.execution import NotebookRun
 
     def told(done: int, cells: int) -> None:
         nonlocal record

@@ -7,8 +7,8 @@ import os
 import sys
 from typing import NoReturn
 
+from sgpu_magic.cli import deploying
 from sgpu_magic.client.keys import own_key_path
-from sgpu_magic.commands import deploying
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.pool import authorized_clients

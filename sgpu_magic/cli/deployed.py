@@ -1,4 +1,4 @@
-"""`python -m sgpu_magic.commands.deployed`: the Ray job of `sgpu pool deploy`; it becomes the pool service."""
+"""`python -m sgpu_magic.cli.deployed`: the Ray job of `sgpu pool deploy`; it becomes the pool service."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import msgspec
 
-from sgpu_magic.commands.serving import serve
+from sgpu_magic.cli.serving import serve
 from sgpu_magic.config import load_settings, private_dir
 from sgpu_magic.errors import SgpuError, UsageError
 from sgpu_magic.nodes.ray.deploy import DEPLOYED, Deployment

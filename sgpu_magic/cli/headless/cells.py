@@ -10,9 +10,9 @@ import re
 import shlex
 from typing import Any
 
-from sgpu_magic.headless.formats import submits_runs
-from sgpu_magic.headless.job import Job
-from sgpu_magic.headless.parameters import INJECTED_TAG, TAG, declared, has_tag, source_of
+from sgpu_magic.cli.headless.formats import submits_runs
+from sgpu_magic.cli.headless.job import Job
+from sgpu_magic.cli.headless.parameters import INJECTED_TAG, TAG, declared, has_tag, source_of
 
 SETUP_TAG = "injected-sgpu"
 
