@@ -18,8 +18,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from sgpu_magic.environment.index import index_variables
-from sgpu_magic.environment.uv_command import uv_path
+from sgpu_magic.packages.index import index_variables
+from sgpu_magic.packages.uv_command import uv_path
 
 REPOSITORY = Path(__file__).parent.parent
 UV = uv_path()
@@ -36,7 +36,7 @@ version = "{version}"
 _TELL = """
 import dataclasses, json, sys
 sys.path.append({repository!r})
-from sgpu_magic.environment import snapshot
+from sgpu_magic.packages import snapshot
 taken = snapshot.take_snapshot()
 tell = dataclasses.asdict
 print(json.dumps({{

@@ -15,16 +15,16 @@ import pytest
 
 from sgpu_magic.cli import environments
 from sgpu_magic.config import Settings
-from sgpu_magic.environment import bases, saved
-from sgpu_magic.environment.base_lists import BASE_NAMES, BaseList, base_list
-from sgpu_magic.environment.distributions import normalised
-from sgpu_magic.environment.index import index_variables
-from sgpu_magic.environment.requirement_files import read_file
-from sgpu_magic.environment.requirements import environment_requirements, snapshot_requirements
-from sgpu_magic.environment.snapshot import take_snapshot
-from sgpu_magic.environment.store import Built, Store
-from sgpu_magic.environment.uv_command import uv_path
 from sgpu_magic.errors import EnvironmentFailed, UsageError
+from sgpu_magic.packages import bases, saved
+from sgpu_magic.packages.base_lists import BASE_NAMES, BaseList, base_list
+from sgpu_magic.packages.distributions import normalised
+from sgpu_magic.packages.index import index_variables
+from sgpu_magic.packages.node.store import Built, Store
+from sgpu_magic.packages.requirement_files import read_file
+from sgpu_magic.packages.requirements import environment_requirements, snapshot_requirements
+from sgpu_magic.packages.snapshot import take_snapshot
+from sgpu_magic.packages.uv_command import uv_path
 from sgpu_magic.wire.environment import Environment, Wheel
 
 ROOT = Path(__file__).parent.parent
@@ -168,7 +168,7 @@ def python_of_the_base(folder: Path) -> str:
 _CHOOSE = """
 import msgspec, sys
 from sgpu_magic.config import Settings
-from sgpu_magic.environment.bases import chosen
+from sgpu_magic.packages.bases import chosen
 for name, mine, build in (("4", 0, 0), ("ai-4", 0, 1), ("4", 1, 0)):
     found = chosen(Settings(state_dir=sys.argv[1]), name, torch_mine=bool(mine), allow_build=bool(build))
     print(msgspec.json.encode([msgspec.structs.asdict(found.environment), found.notes]).decode())

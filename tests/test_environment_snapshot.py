@@ -33,9 +33,10 @@ from installed_venvs import (
 from packaging.pylock import Pylock
 from packaging.utils import canonicalize_name
 
-from sgpu_magic.environment import snapshot as snapshots
-from sgpu_magic.environment.digest import environment_digest, is_valid_digest
-from sgpu_magic.environment.distributions import (
+from sgpu_magic.errors import EnvironmentFailed
+from sgpu_magic.packages import snapshot as snapshots
+from sgpu_magic.packages.digest import environment_digest, is_valid_digest
+from sgpu_magic.packages.distributions import (
     Distribution,
     Kind,
     Snapshot,
@@ -43,15 +44,14 @@ from sgpu_magic.environment.distributions import (
     record_hash,
     without_credentials,
 )
-from sgpu_magic.environment.from_node import is_from_node
-from sgpu_magic.environment.index import index_variables
-from sgpu_magic.environment.lock import Lock, keep_lock, kept_lock
-from sgpu_magic.environment.locking import lock_order, make_lock
-from sgpu_magic.environment.ordering import order_of
-from sgpu_magic.environment.projects import build_project, content_key, project_files
-from sgpu_magic.environment.repacking import repack
-from sgpu_magic.environment.requirements import environment_requirements, snapshot_requirements
-from sgpu_magic.errors import EnvironmentFailed
+from sgpu_magic.packages.from_node import is_from_node
+from sgpu_magic.packages.index import index_variables
+from sgpu_magic.packages.lock import Lock, keep_lock, kept_lock
+from sgpu_magic.packages.locking import lock_order, make_lock
+from sgpu_magic.packages.ordering import order_of
+from sgpu_magic.packages.projects import build_project, content_key, project_files
+from sgpu_magic.packages.repacking import repack
+from sgpu_magic.packages.requirements import environment_requirements, snapshot_requirements
 from sgpu_magic.wire.environment import Wheel
 
 

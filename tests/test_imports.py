@@ -15,7 +15,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "sgpu_magic"
 
 FOR_ALL = {"errors", "config", "wire", "system", "files", "__version__"}
-BY_HAND = {"payload", "environment", "client", "views"}
+BY_HAND = {"payload", "packages", "client", "views"}
 MAY_USE: dict[str, set[str]] = {
     "__init__": {"functions", "magics", "runs"},
     "errors": set(),
@@ -24,22 +24,22 @@ MAY_USE: dict[str, set[str]] = {
     "system": set(),
     "files": set(),
     "payload": set(),
-    "environment": set(),
-    "client": {"payload", "environment"},
+    "packages": set(),
+    "client": {"payload", "packages"},
     "views": set(),
-    "panel": {"client", "environment", "runs", "views"},
+    "panel": {"client", "packages", "runs", "views"},
     "runs": BY_HAND | {"panel"},
     "functions": BY_HAND | {"panel", "runs", "runtime"},
     "magics": BY_HAND | {"panel", "runs"},
     # the command looks at everything that a person may want to see from a shell
     "cli": BY_HAND | {"agent", "nodes", "runs", "tracking", "pool"},
     "runtime": set(),
-    "pool": {"nodes", "environment", "tracking"},
-    "nodes": {"agent", "environment"},
+    "pool": {"nodes", "packages", "tracking"},
+    "nodes": {"agent", "packages"},
     # the worker only by its command line
-    "agent": {"environment"},
+    "agent": {"packages"},
     "worker": {"functions", "payload", "tracking", "runtime"},
-    "tracking": {"environment", "views"},
+    "tracking": {"packages", "views"},
     "server": {"client", "panel", "views"},
 }
 """What a part of the package may import of the others."""

@@ -11,17 +11,17 @@ from types import ModuleType
 
 import pytest
 
-from sgpu_magic.environment.base_lists import base_list
-from sgpu_magic.environment.cuda import driver_in, is_driver_too_old, oldest_driver
-from sgpu_magic.environment.difference import changes, process_began_at, stale_modules, versions
-from sgpu_magic.environment.distributions import Snapshot
-from sgpu_magic.environment.index import index_variables
-from sgpu_magic.environment.mismatches import find_left_behind, find_mismatches
-from sgpu_magic.environment.package_facts import packages_in, packages_of_pins
-from sgpu_magic.environment.snapshot import read_snapshot
-from sgpu_magic.environment.travel_checks import check_before_travel
-from sgpu_magic.environment.uv_command import uv_path
 from sgpu_magic.errors import EnvironmentFailed
+from sgpu_magic.packages.base_lists import base_list
+from sgpu_magic.packages.cuda import driver_in, is_driver_too_old, oldest_driver
+from sgpu_magic.packages.difference import changes, process_began_at, stale_modules, versions
+from sgpu_magic.packages.distributions import Snapshot
+from sgpu_magic.packages.index import index_variables
+from sgpu_magic.packages.mismatches import find_left_behind, find_mismatches
+from sgpu_magic.packages.package_facts import packages_in, packages_of_pins
+from sgpu_magic.packages.snapshot import read_snapshot
+from sgpu_magic.packages.travel_checks import check_before_travel
+from sgpu_magic.packages.uv_command import uv_path
 from sgpu_magic.wire.environment import Environment
 
 TORCH_NEEDS = (
@@ -296,9 +296,9 @@ def test_what_was_found_in_the_background_is_told_once(site: Site):
     site.install("numpy", "2.1.3", pure=False).install("pandas", "1.5.3", pure=False)
     script = (
         "import sys\n"
-        "from sgpu_magic.environment import known_mismatches as known\n"
+        "from sgpu_magic.packages import known_mismatches as known\n"
         "assert 'packaging' not in sys.modules\n"
-        "from sgpu_magic.environment.snapshot import read_snapshot\n"
+        "from sgpu_magic.packages.snapshot import read_snapshot\n"
         "print(known.news())\n"
         "known.look(read_snapshot([sys.argv[1]]))\n"
         "print(known.news()); print(known.news())\n"
@@ -342,7 +342,7 @@ def test_a_loaded_module_of_another_version_asks_for_a_restart(site: Site):
 
 
 def test_the_begin_of_this_process_is_known():
-    script = "import time; from sgpu_magic.environment.difference import process_began_at; print(process_began_at())"
+    script = "import time; from sgpu_magic.packages.difference import process_began_at; print(process_began_at())"
     before = time.time()
     began = float(subprocess.check_output([sys.executable, "-c", script], text=True))
     assert before - 2 <= began <= time.time()

@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgpu_magic.config import Settings
-from sgpu_magic.environment.requirement_files import read_file
 from sgpu_magic.errors import EnvironmentFailed, UsageError
+from sgpu_magic.packages.requirement_files import read_file
 from sgpu_magic.panel import chosen
 from sgpu_magic.panel.choice import (
     KEY_FILE,

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from sgpu_magic.agent.place_here import place_here
-from sgpu_magic.environment.store import Built
+from sgpu_magic.packages.node.store import Built
 from sgpu_magic.wire.devices import Lease, Placement
 from sgpu_magic.wire.node_messages import Launch
 from sgpu_magic.wire.payloads import InlinePayload, PackedLayout, Payload

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.agent.background_call import call_in_background
-from sgpu_magic.environment.progress import BuildNews, BuildOrder, decode_news, encode
+from sgpu_magic.packages.node.progress import BuildNews, BuildOrder, decode_news, encode
 
 _CHUNK_BYTES = 1 << 16
 # what was begun is removed within this
@@ -43,7 +43,7 @@ class Building:
         self._text = b""
         with open(log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "sgpu_magic.environment.build", str(os.getpid())],
+                [sys.executable, "-m", "sgpu_magic.packages.node.build", str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -13,10 +13,10 @@ from typing import Protocol
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.building import Building
 from sgpu_magic.config import Settings, host_name
-from sgpu_magic.environment.base_layer import layer_tag
-from sgpu_magic.environment.need import needs_build
-from sgpu_magic.environment.progress import BuildMoved, BuildNews, BuildOrder, BuildReady, BuildRefused
-from sgpu_magic.environment.store import Built, HeldLock, Store
+from sgpu_magic.packages.node.base_layer import layer_tag
+from sgpu_magic.packages.node.need import needs_build
+from sgpu_magic.packages.node.progress import BuildMoved, BuildNews, BuildOrder, BuildReady, BuildRefused
+from sgpu_magic.packages.node.store import Built, HeldLock, Store
 from sgpu_magic.wire.environment import Environment
 from sgpu_magic.wire.events import EnvironmentMoved
 from sgpu_magic.wire.node_messages import Launch

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from sgpu_magic.environment.secrets import Blanker, find_secrets
+from sgpu_magic.packages.secrets import Blanker, find_secrets
 from sgpu_magic.wire.records import Failure
 
 

@@ -23,8 +23,8 @@ from sgpu_magic.agent.nvml import (
     utilization,
 )
 from sgpu_magic.config import host_name
-from sgpu_magic.environment.cuda import driver_version
 from sgpu_magic.errors import UsageError
+from sgpu_magic.packages.cuda import driver_version
 from sgpu_magic.wire.device_types import ANY, CPU, canonical_type, memory_of
 from sgpu_magic.wire.devices import Device, Inventory
 

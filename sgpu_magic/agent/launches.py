@@ -20,7 +20,7 @@ from sgpu_magic.agent.preparing_run import PreparingRun, Unpack
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.session import Session, SessionRefuses
 from sgpu_magic.agent.uploaded import Uploaded
-from sgpu_magic.environment.store import Built
+from sgpu_magic.packages.node.store import Built
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.node_messages import Launch
 from sgpu_magic.wire.records import Failure

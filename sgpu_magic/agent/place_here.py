@@ -18,7 +18,7 @@ from sgpu_magic.wire.node_messages import Launch
 from sgpu_magic.wire.records import RankContext
 
 if TYPE_CHECKING:
-    from sgpu_magic.environment.store import Built
+    from sgpu_magic.packages.node.store import Built
 
 # of the kernel's Python: the ranks have another one
 _KERNELS_PYTHON = ("PYTHON", "CONDA_", "_CE_", "MAMBA_", "PYENV_", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__", "UV_PROJECT")

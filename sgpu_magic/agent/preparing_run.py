@@ -17,7 +17,7 @@ from sgpu_magic.agent.background_call import call_in_background
 from sgpu_magic.agent.blob_cache import BlobMissing
 from sgpu_magic.agent.environments import Environments
 from sgpu_magic.agent.node_run import NodeRun, Surroundings
-from sgpu_magic.environment.store import Built
+from sgpu_magic.packages.node.store import Built
 from sgpu_magic.wire.events import EnvironmentMoved, RunEnded
 from sgpu_magic.wire.measures import RankStack
 from sgpu_magic.wire.node_messages import Launch, MasterKnown, PartsOver, PeerFailed

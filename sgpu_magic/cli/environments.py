@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sgpu_magic.config import Settings
-from sgpu_magic.environment import saved
-from sgpu_magic.environment.base_lists import BASE_NAMES, BaseList, base_list
-from sgpu_magic.environment.store import Built, Store, read_built
 from sgpu_magic.errors import UsageError
+from sgpu_magic.packages import saved
+from sgpu_magic.packages.base_lists import BASE_NAMES, BaseList, base_list
+from sgpu_magic.packages.node.store import Built, Store, read_built
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.views.tables import aligned
 from sgpu_magic.views.units import count_of, format_clock

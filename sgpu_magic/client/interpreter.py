@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable, Mapping
 
 from sgpu_magic.config import host_name
-from sgpu_magic.environment.path_entries import installed_entries
+from sgpu_magic.packages.path_entries import installed_entries
 from sgpu_magic.wire.records import Interpreter, Owner, RankContext
 
 # read at import by Python, torch, numpy or the loader: a zygote that had others would be another environment

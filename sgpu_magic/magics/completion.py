@@ -16,12 +16,12 @@ from IPython.core.interactiveshell import InteractiveShell
 from sgpu_magic.client.pool_choosing import KINDS, RESERVED
 from sgpu_magic.client.pools_file import LOCAL, read_pools
 from sgpu_magic.config import load_settings
-from sgpu_magic.environment import saved
-from sgpu_magic.environment.base_lists import BASE_NAMES
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.magics import environment_magic, line_arguments
 from sgpu_magic.magics.arguments import NO_SESSION, RAY, RETRY_CHOICES, parser
 from sgpu_magic.magics.parsing import UI_CHOICES, Parser
+from sgpu_magic.packages import saved
+from sgpu_magic.packages.base_lists import BASE_NAMES
 from sgpu_magic.runs.devices import STRATEGIES
 from sgpu_magic.runs.sessions import registry, running
 from sgpu_magic.runs.wishes import TORCH_CHOICES

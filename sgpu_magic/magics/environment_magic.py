@@ -87,7 +87,7 @@ class EnvironmentMagics(Magics):
             print(text)  # noqa: T201
 
     def _save(self, name: str) -> None:
-        from sgpu_magic.environment import saved
+        from sgpu_magic.packages import saved
 
         place = workplace()
         settings = place.current_settings()

@@ -9,11 +9,11 @@ import msgspec
 
 from sgpu_magic.agent import leftovers, ray_place
 from sgpu_magic.config import Settings
-from sgpu_magic.environment.need import needs_build
 from sgpu_magic.nodes.base import EngineListener, LeaseUnavailable
 from sgpu_magic.nodes.device_locks import DeviceLocks, DevicesLocked
 from sgpu_magic.nodes.held_leases import HeldLeases, has_locks
 from sgpu_magic.nodes.local_agent import LocalAgent
+from sgpu_magic.packages.node.need import needs_build
 from sgpu_magic.wire.blobs import FetchBlob, StoreRunFile
 from sgpu_magic.wire.comms import TellComms
 from sgpu_magic.wire.devices import Inventory

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from sgpu_magic.config import Settings
-from sgpu_magic.environment.need import needs_build
 from sgpu_magic.nodes.base import EngineListener
 from sgpu_magic.nodes.many_runs import ManyRuns
 from sgpu_magic.nodes.merged_inventory import merged_inventory
@@ -18,6 +17,7 @@ from sgpu_magic.nodes.node_channel import NodeChannel
 from sgpu_magic.nodes.node_files import NodeFiles
 from sgpu_magic.nodes.returned_nodes import HeldParts, StaleRuns
 from sgpu_magic.nodes.spread_run import SpreadRun
+from sgpu_magic.packages.node.need import needs_build
 from sgpu_magic.wire.blobs import FetchBlob, StoreRunFile
 from sgpu_magic.wire.devices import Inventory
 from sgpu_magic.wire.environment import Environment

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sgpu_magic.environment import snapshot
-from sgpu_magic.environment.difference import versions
-from sgpu_magic.environment.distributions import normalised
 from sgpu_magic.errors import UsageError
+from sgpu_magic.packages import snapshot
+from sgpu_magic.packages.difference import versions
+from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.panel import chosen
 from sgpu_magic.panel.choice import words_of
 from sgpu_magic.panel.desk import accept

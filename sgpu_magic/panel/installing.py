@@ -10,10 +10,10 @@ import sysconfig
 from collections.abc import Sequence
 
 from sgpu_magic.config import Settings
-from sgpu_magic.environment.index import index_variables
-from sgpu_magic.environment.kernel_uv import Done, call_pip, call_uv
-from sgpu_magic.environment.uv_command import last_words
 from sgpu_magic.errors import EnvironmentFailed
+from sgpu_magic.packages.index import index_variables
+from sgpu_magic.packages.kernel_uv import Done, call_pip, call_uv
+from sgpu_magic.packages.uv_command import last_words
 
 INSTALL_S = 1800.0
 

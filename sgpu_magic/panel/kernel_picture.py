@@ -11,15 +11,15 @@ from packaging.requirements import Requirement
 
 from sgpu_magic import __version__
 from sgpu_magic.config import Settings
-from sgpu_magic.environment import bases, saved, snapshot
-from sgpu_magic.environment.base_lists import BASE_NAMES, base_list
-from sgpu_magic.environment.cuda import driver_version
-from sgpu_magic.environment.difference import Change, changes, versions
-from sgpu_magic.environment.distributions import Snapshot, normalised
-from sgpu_magic.environment.mismatches import find_mismatches
-from sgpu_magic.environment.requirement_files import name_of, version_of
-from sgpu_magic.environment.travel_checks import packages_of
 from sgpu_magic.errors import SgpuError
+from sgpu_magic.packages import bases, saved, snapshot
+from sgpu_magic.packages.base_lists import BASE_NAMES, base_list
+from sgpu_magic.packages.cuda import driver_version
+from sgpu_magic.packages.difference import Change, changes, versions
+from sgpu_magic.packages.distributions import Snapshot, normalised
+from sgpu_magic.packages.mismatches import find_mismatches
+from sgpu_magic.packages.requirement_files import name_of, version_of
+from sgpu_magic.packages.travel_checks import packages_of
 from sgpu_magic.panel import chosen
 from sgpu_magic.panel.choice import Held, label_of, words_of
 from sgpu_magic.panel.notebook import BaseChoice, Choice, KernelPicture, PackageLine, SessionPicture

@@ -13,14 +13,14 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 
 from sgpu_magic.config import Settings, private_dir
-from sgpu_magic.environment import bases, saved
-from sgpu_magic.environment.base_lists import BASE_NAMES, base_list
-from sgpu_magic.environment.digest import environment_digest
-from sgpu_magic.environment.distributions import normalised
-from sgpu_magic.environment.kept_wheels import distribution_name
-from sgpu_magic.environment.requirement_files import name_of, read_file, version_of
-from sgpu_magic.environment.secrets import without_url_credentials
 from sgpu_magic.errors import UsageError
+from sgpu_magic.packages import bases, saved
+from sgpu_magic.packages.base_lists import BASE_NAMES, base_list
+from sgpu_magic.packages.digest import environment_digest
+from sgpu_magic.packages.distributions import normalised
+from sgpu_magic.packages.kept_wheels import distribution_name
+from sgpu_magic.packages.requirement_files import name_of, read_file, version_of
+from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.panel.notebook import Choice
 
 FOLDER = "chosen-environments"

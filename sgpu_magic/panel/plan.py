@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from sgpu_magic.client.pool_choosing import KINDS
 from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.config import Settings
-from sgpu_magic.environment import bases, snapshot
-from sgpu_magic.environment.difference import versions
-from sgpu_magic.environment.distributions import normalised
 from sgpu_magic.errors import PoolError, SgpuError
+from sgpu_magic.packages import bases, snapshot
+from sgpu_magic.packages.difference import versions
+from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.panel.choice import Held, label_of, normal, problem_of
 from sgpu_magic.panel.installing import would_install
 from sgpu_magic.panel.notebook import Choice, PlanPicture

@@ -14,10 +14,10 @@ import tempfile
 from pathlib import Path
 
 from sgpu_magic.config import private_dir
-from sgpu_magic.environment.digest import is_valid_digest
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.content_store import store_name
 from sgpu_magic.files.links import has_content, link_or_copy
+from sgpu_magic.packages.digest import is_valid_digest
 from sgpu_magic.wire.ids import is_valid_id
 from sgpu_magic.wire.messages import KeepEnvironment
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from sgpu_magic.environment.variables import SecretsOf, blanked_settings
+from sgpu_magic.packages.variables import SecretsOf, blanked_settings
 from sgpu_magic.wire.records import CellSource, RunSpec
 
 _secrets = SecretsOf()

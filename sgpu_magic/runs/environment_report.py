@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sgpu_magic.config import Settings
-from sgpu_magic.environment import saved, snapshot
-from sgpu_magic.environment.base_lists import BASE_NAMES, base_list
-from sgpu_magic.environment.cuda import driver_version
-from sgpu_magic.environment.difference import changes, process_began_at, stale_modules, versions
-from sgpu_magic.environment.distributions import Kind, Snapshot, normalised
-from sgpu_magic.environment.mismatches import find_mismatches
-from sgpu_magic.environment.requirement_files import name_of, read_file, version_of
-from sgpu_magic.environment.travel_checks import packages_of
 from sgpu_magic.errors import UsageError
+from sgpu_magic.packages import saved, snapshot
+from sgpu_magic.packages.base_lists import BASE_NAMES, base_list
+from sgpu_magic.packages.cuda import driver_version
+from sgpu_magic.packages.difference import changes, process_began_at, stale_modules, versions
+from sgpu_magic.packages.distributions import Kind, Snapshot, normalised
+from sgpu_magic.packages.mismatches import find_mismatches
+from sgpu_magic.packages.requirement_files import name_of, read_file, version_of
+from sgpu_magic.packages.travel_checks import packages_of
 from sgpu_magic.views.environment import EnvironmentReport
 from sgpu_magic.views.tables import Row
 

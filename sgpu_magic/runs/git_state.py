@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from sgpu_magic.environment.secrets import without_url_credentials
+from sgpu_magic.packages.secrets import without_url_credentials
 
 Tags = tuple[tuple[str, str], ...]
 

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 
 from sgpu_magic.config import Settings, load_settings
-from sgpu_magic.environment.distributions import Snapshot
-from sgpu_magic.environment.lock import Lock, keep_lock, kept_lock
+from sgpu_magic.packages.distributions import Snapshot
+from sgpu_magic.packages.lock import Lock, keep_lock, kept_lock
 from sgpu_magic.wire.environment import Environment
 
 # below the state directory
@@ -37,8 +37,8 @@ def lock_of_snapshot(snapshot: Snapshot, ask: Ask) -> Lock | None:
 
     def make(settings: Settings, variables: Mapping[str, str]) -> Lock:
         # uv is called, its output read, TOML checked: nothing that a kernel needs at its start
-        from sgpu_magic.environment.kept_wheels import remove_old_wheels
-        from sgpu_magic.environment.locking import make_lock
+        from sgpu_magic.packages.kept_wheels import remove_old_wheels
+        from sgpu_magic.packages.locking import make_lock
 
         wheels = settings.state_path / WHEELS
         remove_old_wheels(wheels, time.time() - _WHEELS_STAY_S)
@@ -51,7 +51,7 @@ def lock_of_order(environment: Environment, ask: Ask) -> Lock | None:
     """The lock of what a node was told to build; None where it is not there, or the settings want none."""
 
     def make(settings: Settings, variables: Mapping[str, str]) -> Lock:
-        from sgpu_magic.environment.locking import lock_order
+        from sgpu_magic.packages.locking import lock_order
 
         return lock_order(environment, sys.executable, variables, gently=ask is Ask.GENTLY)
 
@@ -68,7 +68,7 @@ def _locked(key: str, ask: Ask, make: Callable[[Settings, Mapping[str, str]], Lo
         failed_at, lock = _failed.get(key, (-_FAILED_STAYS_S, None))
         if lock is not None and time.monotonic() - failed_at < _FAILED_STAYS_S:
             return lock
-        from sgpu_magic.environment.index import index_variables
+        from sgpu_magic.packages.index import index_variables
 
         lock = make(settings, index_variables(settings.index_url))
         if lock.problem:

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.config import load_settings
-from sgpu_magic.environment import known_mismatches
-from sgpu_magic.environment import snapshot as snapshots
-from sgpu_magic.environment.distributions import Snapshot
-from sgpu_magic.environment.lock import Lock
-from sgpu_magic.environment.ordering import Ordered, order_of
+from sgpu_magic.packages import known_mismatches
+from sgpu_magic.packages import snapshot as snapshots
+from sgpu_magic.packages.distributions import Snapshot
+from sgpu_magic.packages.lock import Lock
+from sgpu_magic.packages.ordering import Ordered, order_of
 from sgpu_magic.runs.locks import WHEELS, Ask, lock_of_order, lock_of_snapshot
 from sgpu_magic.wire.environment import Environment
 from sgpu_magic.wire.messages import KeepEnvironment
@@ -134,9 +134,9 @@ class Packages:
             EnvironmentFailed: A project can't be built, or what is in no index can't be repacked.
         """
         # what builds wheels is only loaded where packages travel
-        from sgpu_magic.environment.index import index_variables
-        from sgpu_magic.environment.projects import build_project
-        from sgpu_magic.environment.repacking import repack
+        from sgpu_magic.packages.index import index_variables
+        from sgpu_magic.packages.projects import build_project
+        from sgpu_magic.packages.repacking import repack
 
         settings = load_settings()
         snapshot = snapshots.take_snapshot()
@@ -300,7 +300,7 @@ def _own(snapshot: Snapshot) -> _Described:
 
     def requirements(lock: Lock | None) -> str:
         # what writes these texts is only loaded where they are wanted
-        from sgpu_magic.environment.requirements import snapshot_requirements
+        from sgpu_magic.packages.requirements import snapshot_requirements
 
         return snapshot_requirements(snapshot, lock)
 
@@ -311,7 +311,7 @@ def _ordered(environment: Environment) -> _Described:
     """What a node was told to build."""
 
     def requirements(lock: Lock | None) -> str:
-        from sgpu_magic.environment.requirements import environment_requirements
+        from sgpu_magic.packages.requirements import environment_requirements
 
         return environment_requirements(environment, lock)
 

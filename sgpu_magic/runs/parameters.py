@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 
-from sgpu_magic.environment.secrets import is_secret
+from sgpu_magic.packages.secrets import is_secret
 from sgpu_magic.payload.call import RankValue
 
 _MOST = 100

@@ -13,8 +13,8 @@ import msgspec
 
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.config import Settings
-from sgpu_magic.environment import known_mismatches
-from sgpu_magic.environment.variables import travelling
+from sgpu_magic.packages import known_mismatches
+from sgpu_magic.packages.variables import travelling
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.blanking import without_secrets
 from sgpu_magic.wire.environment import CodeBundle, Environment
@@ -22,8 +22,8 @@ from sgpu_magic.wire.records import CellSource, RunSpec
 from sgpu_magic.wire.states import RunKind
 
 if TYPE_CHECKING:
-    from sgpu_magic.environment.bundle import Bundles
-    from sgpu_magic.environment.local_modules import LocalCode
+    from sgpu_magic.packages.bundle import Bundles
+    from sgpu_magic.packages.local_modules import LocalCode
     from sgpu_magic.runs.submission import Submission, Wishes
 
 _OWN_PACKAGES = ("", "none")
@@ -154,8 +154,8 @@ def _wished(pool: Pool, settings: Settings, submission: Submission) -> tuple[Env
     if (wishes.env_version or settings.env_version) in _OWN_PACKAGES:
         return None
     # only loaded where packages travel
-    from sgpu_magic.environment import bases
-    from sgpu_magic.environment.travel_checks import check_before_travel
+    from sgpu_magic.packages import bases
+    from sgpu_magic.packages.travel_checks import check_before_travel
 
     chosen = bases.chosen(settings, wishes.env_version, torch_mine=wishes.torch_mine, allow_build=wishes.allow_build)
     if chosen is None:
@@ -166,7 +166,7 @@ def _wished(pool: Pool, settings: Settings, submission: Submission) -> tuple[Env
 
 def _own(pool: Pool, submission: Submission) -> tuple[tuple[Environment, tuple[str, ...]], tuple[str, ...]]:
     """The notebook's own packages, and the directories of projects of which wheels were made."""
-    from sgpu_magic.environment.travel_checks import check_before_travel
+    from sgpu_magic.packages.travel_checks import check_before_travel
 
     wishes, own = submission.wishes, packages.of(pool)
     ordered = own.environment(torch_mine=wishes.torch_mine, allow_build=wishes.allow_build)
@@ -187,7 +187,7 @@ def _driver(pool: Pool) -> str:
 def _local_code(
     submission: Submission, cell: CellSource, known: Iterable[str], projects: Iterable[str]
 ) -> list[LocalCode]:
-    from sgpu_magic.environment.local_modules import find_local_code
+    from sgpu_magic.packages.local_modules import find_local_code
 
     stand = submission.stand
     cwd = stand.cwd if stand is not None else _directory()
@@ -215,13 +215,13 @@ def _files(files: Iterable[str]) -> Iterable[str]:
 def _check_references(
     submission: Submission, code: Iterable[LocalCode], environment: Environment | None, projects: tuple[str, ...]
 ) -> None:
-    from sgpu_magic.environment.references import check_references
+    from sgpu_magic.packages.references import check_references
 
     check_references(submission.packed.modules, code, environment, projects=projects)
 
 
 def _bundled(settings: Settings, code: list[LocalCode]) -> tuple[tuple[CodeBundle, ...], tuple[str, ...]]:
-    from sgpu_magic.environment.bundle import check_size
+    from sgpu_magic.packages.bundle import check_size
 
     notes = check_size(code, warn_bytes=settings.code_warn_bytes, limit_bytes=settings.code_limit_bytes)
     bundles = _bundles_in(settings.state_path / _BUNDLES)
@@ -229,7 +229,7 @@ def _bundled(settings: Settings, code: list[LocalCode]) -> tuple[tuple[CodeBundl
 
 
 def _bundles_in(folder: Path) -> Bundles:
-    from sgpu_magic.environment.bundle import Bundles
+    from sgpu_magic.packages.bundle import Bundles
 
     return _bundles.setdefault(folder, Bundles(folder))
 

@@ -19,7 +19,7 @@ from mlflow.entities import Metric, Param, RunTag, ViewType
 from mlflow.exceptions import MlflowException
 
 from sgpu_magic.config import Settings
-from sgpu_magic.environment.secrets import find_secrets, without_secrets
+from sgpu_magic.packages.secrets import find_secrets, without_secrets
 from sgpu_magic.tracking import store
 from sgpu_magic.tracking.artifacts import OWN_NAMES
 from sgpu_magic.tracking.progress import without_user

@@ -18,7 +18,7 @@ from ipykernels import variables_for
 from kernels import Cell, Home, Kernel, eventually
 from small_index import SmallIndex
 
-from sgpu_magic.environment.uv_command import uv_path
+from sgpu_magic.packages.uv_command import uv_path
 from sgpu_magic.panel.choice import KEY_FILE, sign
 from sgpu_magic.panel.notebook import Choice
 

@@ -17,8 +17,8 @@ from packaging.utils import canonicalize_name
 
 from sgpu_magic import __version__
 from sgpu_magic.config import host_name, load_settings
-from sgpu_magic.environment.path_entries import installed_entries
-from sgpu_magic.environment.snapshot import take_snapshot
+from sgpu_magic.packages.path_entries import installed_entries
+from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.runs.git_state import git_tags
 from sgpu_magic.runs.replay.differences import Circumstances
 from sgpu_magic.runs.replay.probe import Found

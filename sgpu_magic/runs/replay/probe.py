@@ -23,7 +23,7 @@ class Found(msgspec.Struct, frozen=True):
 
 def main() -> None:
     from sgpu_magic.client.interpreter import this_interpreter
-    from sgpu_magic.environment.snapshot import take_snapshot
+    from sgpu_magic.packages.snapshot import take_snapshot
 
     found = Found(this_interpreter(), take_snapshot().digest)
     sys.stdout.buffer.write(msgspec.json.encode(found))

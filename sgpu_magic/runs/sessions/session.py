@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from sgpu_magic.client.result import RunResult
-from sgpu_magic.environment.distributions import Snapshot
 from sgpu_magic.errors import UsageError
+from sgpu_magic.packages.distributions import Snapshot
 from sgpu_magic.runs import follow
 from sgpu_magic.runs.durations import timeout_s
 from sgpu_magic.runs.reading import check_name

@@ -10,12 +10,12 @@ import sys
 import time
 from collections.abc import Callable
 
-from sgpu_magic.environment.base_layer import layer_tag
-from sgpu_magic.environment.builder import folder_name
-from sgpu_magic.environment.index import index_variables
-from sgpu_magic.environment.progress import BuildOrder, BuildReady, BuildRefused, decode_news, encode
-from sgpu_magic.environment.store import Store
-from sgpu_magic.environment.uv_command import UvFailed, run_uv, uv_path
+from sgpu_magic.packages.index import index_variables
+from sgpu_magic.packages.node.base_layer import layer_tag
+from sgpu_magic.packages.node.builder import folder_name
+from sgpu_magic.packages.node.progress import BuildOrder, BuildReady, BuildRefused, decode_news, encode
+from sgpu_magic.packages.node.store import Store
+from sgpu_magic.packages.uv_command import UvFailed, run_uv, uv_path
 from sgpu_magic.wire.environment import Environment
 from tests.benchmarks.environment import Bench
 from tests.benchmarks.measure import MeasurementFailed, Row, Series, at_most, at_most_times, collect
@@ -62,7 +62,7 @@ class _Node:
             budget_bytes=50_000_000_000,
         )
         before = time.perf_counter()
-        command = [sys.executable, "-m", "sgpu_magic.environment.build", str(os.getpid())]
+        command = [sys.executable, "-m", "sgpu_magic.packages.node.build", str(os.getpid())]
         environ = {**os.environ, **self.variables}
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ) as builder:
             assert builder.stdin is not None

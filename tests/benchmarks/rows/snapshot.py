@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from sgpu_magic.environment.uv_command import uv_path
+from sgpu_magic.packages.uv_command import uv_path
 from tests.benchmarks.environment import Bench
 from tests.benchmarks.measure import MeasurementFailed, Row, Series, at_least_times_faster, at_most, collect
 
@@ -15,7 +15,7 @@ _MOST_WARM_S = 0.001
 # the first look of a new process, and the mean of a thousand later ones
 _COLD = """
 import time
-from sgpu_magic.environment.snapshot import take_snapshot
+from sgpu_magic.packages.snapshot import take_snapshot
 began = time.perf_counter()
 digest = (taken := take_snapshot()).digest
 cold = time.perf_counter() - began

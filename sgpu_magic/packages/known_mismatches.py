@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from sgpu_magic.environment.distributions import Snapshot
+from sgpu_magic.packages.distributions import Snapshot
 
 _lock = threading.Lock()
 _looked_at = ""
@@ -18,9 +18,9 @@ def look(snapshot: Snapshot) -> None:
     if snapshot.digest == _looked_at:
         return
     # who only asks for the news needs nothing of this
-    from sgpu_magic.environment.cuda import driver_version
-    from sgpu_magic.environment.mismatches import find_mismatches
-    from sgpu_magic.environment.travel_checks import packages_of
+    from sgpu_magic.packages.cuda import driver_version
+    from sgpu_magic.packages.mismatches import find_mismatches
+    from sgpu_magic.packages.travel_checks import packages_of
 
     # a package that is there twice is told by %sgpu_env: many a Python has dozens
     found = find_mismatches(packages_of(snapshot), driver=driver_version())

@@ -17,8 +17,8 @@ from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import cast
 
-from sgpu_magic.environment.file_tree import TreeFile, Walk, walk
-from sgpu_magic.environment.path_entries import installed_entries
+from sgpu_magic.packages.file_tree import TreeFile, Walk, walk
+from sgpu_magic.packages.path_entries import installed_entries
 
 # never travels: the node has it
 _OWN_PACKAGE = "sgpu_magic"

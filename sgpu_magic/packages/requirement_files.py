@@ -23,8 +23,8 @@ from packaging.pylock import (
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 
-from sgpu_magic.environment.secrets import without_url_credentials
 from sgpu_magic.errors import EnvironmentFailed, UsageError
+from sgpu_magic.packages.secrets import without_url_credentials
 
 _HEADER = re.compile(r"# Python (\d+\.\d+)[\w.+]* on [\w ]*, digest [0-9a-f]+")
 _COMPLETE = "Complete: "

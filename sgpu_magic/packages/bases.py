@@ -14,13 +14,13 @@ from msgspec.structs import replace
 from packaging.requirements import Requirement
 
 from sgpu_magic.config import Settings
-from sgpu_magic.environment import saved
-from sgpu_magic.environment.base_lists import BASE_NAMES, BaseList, base_list
-from sgpu_magic.environment.digest import environment_digest
-from sgpu_magic.environment.distributions import Distribution, Kind, normalised
-from sgpu_magic.environment.from_node import SGPU_MAGIC, is_from_node
-from sgpu_magic.environment.requirement_files import name_of, read_file, version_of
 from sgpu_magic.errors import EnvironmentFailed, UsageError
+from sgpu_magic.packages import saved
+from sgpu_magic.packages.base_lists import BASE_NAMES, BaseList, base_list
+from sgpu_magic.packages.digest import environment_digest
+from sgpu_magic.packages.distributions import Distribution, Kind, normalised
+from sgpu_magic.packages.from_node import SGPU_MAGIC, is_from_node
+from sgpu_magic.packages.requirement_files import name_of, read_file, version_of
 from sgpu_magic.wire.environment import Environment, Wheel
 
 NONE = "none"
@@ -111,8 +111,8 @@ def _wheel(settings: Settings, name: str, there: Path) -> Wheel:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return Wheel(file=there.name, sha256=sha256, size=there.stat().st_size, path=str(there))
     # few files name projects
-    from sgpu_magic.environment.index import index_variables
-    from sgpu_magic.environment.projects import build_project
+    from sgpu_magic.packages.index import index_variables
+    from sgpu_magic.packages.projects import build_project
 
     project = Distribution(name=name, version="", kind=Kind.EDITABLE, url=there.resolve().as_uri())
     return build_project(project, settings.state_path / "wheels", index_variables(settings.index_url))

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sgpu_magic.environment.secrets import without_url_credentials
-from sgpu_magic.environment.uv_command import uv_path
 from sgpu_magic.errors import EnvironmentFailed
+from sgpu_magic.packages.secrets import without_url_credentials
+from sgpu_magic.packages.uv_command import uv_path
 
 # it must not take this kernel's environment, nor the notebook's own project, for what it works on
 _NOT_INHERITED = ("VIRTUAL_ENV", "CONDA_PREFIX", "UV_PROJECT", "UV_PROJECT_ENVIRONMENT")

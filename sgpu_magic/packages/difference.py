@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from sgpu_magic.environment.distributions import Distribution, Snapshot
+from sgpu_magic.packages.distributions import Distribution, Snapshot
 
 _IMPORTED_AT = time.time()
 

@@ -12,8 +12,8 @@ from importlib import metadata
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
-from sgpu_magic.environment.local_modules import LocalCode
 from sgpu_magic.errors import SerializationError
+from sgpu_magic.packages.local_modules import LocalCode
 from sgpu_magic.wire.environment import Environment
 
 # every node's base layer has it, and what it needs

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from sgpu_magic.environment.distributions import Distribution, has_project_file
-from sgpu_magic.environment.file_tree import walk
-from sgpu_magic.environment.kept_wheels import kept_wheel
-from sgpu_magic.environment.kernel_uv import call_uv
 from sgpu_magic.errors import EnvironmentFailed
+from sgpu_magic.packages.distributions import Distribution, has_project_file
+from sgpu_magic.packages.file_tree import walk
+from sgpu_magic.packages.kept_wheels import kept_wheel
+from sgpu_magic.packages.kernel_uv import call_uv
 from sgpu_magic.wire.environment import Wheel
 
 _BUILD_TIMEOUT_S = 900.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from sgpu_magic.environment.distributions import normalised
+from sgpu_magic.packages.distributions import normalised
 
 BASE_NAMES = ("4", "ai-4")
 """The names of those that there are."""

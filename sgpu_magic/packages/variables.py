@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from sgpu_magic.environment.secrets import Blanker, find_secrets
+from sgpu_magic.packages.secrets import Blanker, find_secrets
 
 _TRAVEL = (
     "HF_", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_", "TRANSFORMERS_", "DATASETS_", "DIFFUSERS_", "ACCELERATE_",

@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import Settings, private_dir
-from sgpu_magic.environment.base_lists import BASE_NAMES
-from sgpu_magic.environment.requirements import environment_requirements
 from sgpu_magic.errors import UsageError
+from sgpu_magic.packages.base_lists import BASE_NAMES
+from sgpu_magic.packages.requirements import environment_requirements
 from sgpu_magic.wire.environment import Environment
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")

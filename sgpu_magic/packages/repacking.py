@@ -18,9 +18,9 @@ import sys
 import zipfile
 from pathlib import Path
 
-from sgpu_magic.environment.distributions import Distribution
-from sgpu_magic.environment.kept_wheels import kept_wheel
 from sgpu_magic.errors import EnvironmentFailed
+from sgpu_magic.packages.distributions import Distribution
+from sgpu_magic.packages.kept_wheels import kept_wheel
 from sgpu_magic.wire.environment import Wheel
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sgpu_magic.environment.distributions import Distribution, Snapshot, normalised, read_distribution
+from sgpu_magic.packages.distributions import Distribution, Snapshot, normalised, read_distribution
 
 Key = tuple[tuple[str, int], ...]
 

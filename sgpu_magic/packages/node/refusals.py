@@ -11,9 +11,9 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from sgpu_magic.environment.estimate import Estimate
-from sgpu_magic.environment.secrets import without_url_credentials
-from sgpu_magic.environment.uv_command import UvFailed
+from sgpu_magic.packages.node.estimate import Estimate
+from sgpu_magic.packages.secrets import without_url_credentials
+from sgpu_magic.packages.uv_command import UvFailed
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.wire.environment import Environment
 

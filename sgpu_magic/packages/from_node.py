@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from sgpu_magic.environment.distributions import normalised
+from sgpu_magic.packages.distributions import normalised
 
 SGPU_MAGIC = "sgpu-magic"
 _TORCH_FAMILY = re.compile(

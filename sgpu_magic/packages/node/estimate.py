@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sgpu_magic.environment.distributions import normalised
+from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.system.byte_sizes import format_bytes
 
 _PIN = re.compile(r"^\s*([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[[^\]]*\])?\s*==\s*([^\s;#,*]+)\s*(?:;.*|#.*|--hash.*)?$")

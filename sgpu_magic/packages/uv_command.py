@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from sgpu_magic.environment.secrets import without_url_credentials
+from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.system import processes
 
 # a paragraph, not a page: of a resolver's proof the beginning says what is wrong

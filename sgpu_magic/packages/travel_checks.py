@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 
-from sgpu_magic.environment.distributions import Snapshot, normalised
-from sgpu_magic.environment.from_node import is_from_node
-from sgpu_magic.environment.mismatches import Mismatch, find_left_behind, find_mismatches
-from sgpu_magic.environment.package_facts import Packages, packages_in, packages_of_pins
-from sgpu_magic.environment.requirement_files import name_of, version_of
 from sgpu_magic.errors import EnvironmentFailed
+from sgpu_magic.packages.distributions import Snapshot, normalised
+from sgpu_magic.packages.from_node import is_from_node
+from sgpu_magic.packages.mismatches import Mismatch, find_left_behind, find_mismatches
+from sgpu_magic.packages.package_facts import Packages, packages_in, packages_of_pins
+from sgpu_magic.packages.requirement_files import name_of, version_of
 from sgpu_magic.wire.environment import Environment
 
 _lock = threading.Lock()

@@ -20,15 +20,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from sgpu_magic.environment import refusals
-from sgpu_magic.environment.base_layer import base_layer, link_layer
-from sgpu_magic.environment.distributions import normalised
-from sgpu_magic.environment.estimate import Estimate, KnownSizes, estimate
-from sgpu_magic.environment.index import index_variables
-from sgpu_magic.environment.progress import BuildMoved, BuildOrder
-from sgpu_magic.environment.refusals import BuildFailed
-from sgpu_magic.environment.store import Built, HeldLock, Store
-from sgpu_magic.environment.uv_command import UvFailed, run_uv
+from sgpu_magic.packages.distributions import normalised
+from sgpu_magic.packages.index import index_variables
+from sgpu_magic.packages.node import refusals
+from sgpu_magic.packages.node.base_layer import base_layer, link_layer
+from sgpu_magic.packages.node.estimate import Estimate, KnownSizes, estimate
+from sgpu_magic.packages.node.progress import BuildMoved, BuildOrder
+from sgpu_magic.packages.node.refusals import BuildFailed
+from sgpu_magic.packages.node.store import Built, HeldLock, Store
+from sgpu_magic.packages.uv_command import UvFailed, run_uv
 from sgpu_magic.system import processes
 from sgpu_magic.wire.environment import Environment, Wheel
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from sgpu_magic.environment.distributions import normalised
-from sgpu_magic.environment.from_node import SGPU_MAGIC
+from sgpu_magic.packages.distributions import normalised
+from sgpu_magic.packages.from_node import SGPU_MAGIC
 
 # of what sgpu-magic needs, this only where notebooks and pools are
 _NOT_FOR_RANKS = {"anywidget", "ipywidgets", "pathspec", "uv"}

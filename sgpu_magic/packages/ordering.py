@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgpu_magic.environment.digest import environment_digest
-from sgpu_magic.environment.distributions import Distribution, Kind, Snapshot, has_project_file
-from sgpu_magic.environment.from_node import is_from_node
-from sgpu_magic.environment.lock import Lock
+from sgpu_magic.packages.digest import environment_digest
+from sgpu_magic.packages.distributions import Distribution, Kind, Snapshot, has_project_file
+from sgpu_magic.packages.from_node import is_from_node
+from sgpu_magic.packages.lock import Lock
 from sgpu_magic.wire.environment import Environment, Wheel
 
 # every conda environment has them; no code of a notebook's needs them in conda's build

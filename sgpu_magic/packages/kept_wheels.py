@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sgpu_magic.config import private_dir
-from sgpu_magic.environment.distributions import normalised
+from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.wire.environment import Wheel
 
 _CHUNK_BYTES = 1 << 20

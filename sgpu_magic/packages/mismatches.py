@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from sgpu_magic.environment.cuda import is_driver_too_old, oldest_driver
-from sgpu_magic.environment.distributions import Distribution
-from sgpu_magic.environment.package_facts import Package, Packages
+from sgpu_magic.packages.cuda import is_driver_too_old, oldest_driver
+from sgpu_magic.packages.distributions import Distribution
+from sgpu_magic.packages.package_facts import Package, Packages
 
 # The first versions whose wheels are built for NumPy 2 as well, of packages that do not all say so in their metadata:
 # NumPy's issue 26191, "Ecosystem compatibility with numpy 2.0". Of each but

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from sgpu_magic.environment.digest import environment_digest
+from sgpu_magic.packages.digest import environment_digest
 
 _HEAD_BYTES = 4096
 _SEPARATORS = re.compile(r"[-_.]+")

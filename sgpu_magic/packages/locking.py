@@ -15,14 +15,14 @@ from typing import cast
 
 import msgspec
 
-from sgpu_magic.environment.distributions import Distribution, Kind, Snapshot, normalised
-from sgpu_magic.environment.from_node import is_from_node
-from sgpu_magic.environment.kept_wheels import distribution_name
-from sgpu_magic.environment.kernel_uv import call_uv
-from sgpu_magic.environment.lock import Lock
-from sgpu_magic.environment.repacking import installed_bytes, repack
-from sgpu_magic.environment.secrets import without_url_credentials
 from sgpu_magic.errors import EnvironmentFailed
+from sgpu_magic.packages.distributions import Distribution, Kind, Snapshot, normalised
+from sgpu_magic.packages.from_node import is_from_node
+from sgpu_magic.packages.kept_wheels import distribution_name
+from sgpu_magic.packages.kernel_uv import call_uv
+from sgpu_magic.packages.lock import Lock
+from sgpu_magic.packages.repacking import installed_bytes, repack
+from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.wire.environment import Environment, Wheel
 
 _TIMEOUT_S = 300.0

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO
 
-from sgpu_magic.environment.file_tree import TreeFile
-from sgpu_magic.environment.local_modules import MOST_FILES, LocalCode
 from sgpu_magic.errors import SerializationError
+from sgpu_magic.packages.file_tree import TreeFile
+from sgpu_magic.packages.local_modules import MOST_FILES, LocalCode
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.wire.environment import CodeBundle
 
