@@ -19,12 +19,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgpu_magic.agent.group import Group
-from sgpu_magic.agent.keeper import Keeper, KeepJob
-from sgpu_magic.agent.leftovers import RUN_VARIABLE, kill_leftovers
-from sgpu_magic.agent.output import RankOutput
-from sgpu_magic.agent.release import connections_between
-from sgpu_magic.agent.root_cause import death, find_root_cause
+from sgpu_magic.agent.failures.root_cause import death, find_root_cause
+from sgpu_magic.agent.ranks.group import Group
+from sgpu_magic.agent.ranks.leftovers import RUN_VARIABLE, kill_leftovers
+from sgpu_magic.agent.ranks.output import RankOutput
+from sgpu_magic.agent.ranks.rank_connections import connections_between
+from sgpu_magic.agent.runs.background_copy import Keeper, KeepJob
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.events import OutputWritten

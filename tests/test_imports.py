@@ -47,7 +47,7 @@ MAY_USE: dict[str, set[str]] = {
 HEAVY_OWNERS: dict[str, set[str]] = {
     "torch": {"worker", "payload/tensors.py", "runtime.py"},
     "ray": {"nodes/ray", "worker/ray_cluster"},
-    "pynvml": {"agent/nvml.py"},
+    "pynvml": {"agent/watch/nvml.py"},
     "IPython": {"magics", "views", "runs/notices.py", "worker", "payload/names.py"},
     "ipykernel": {"magics", "views", "worker"},
     "anywidget": {"views/live/keyed_widget.py"},
@@ -185,7 +185,9 @@ def test_a_wrong_import_would_be_found():
     imports = list(imports_in(bad, "agent/service.py"))
     assert wrong_way(imports) == ["agent/service.py:2: agent imports worker"]
     assert strangers(imports) == ["agent/service.py:3 imports torch"]
-    assert strangers(list(imports_in("import pynvml", "agent/output.py"))) == ["agent/output.py:1 imports pynvml"]
+    assert strangers(list(imports_in("import pynvml", "agent/ranks/output.py"))) == [
+        "agent/ranks/output.py:1 imports pynvml"
+    ]
 
 
 def test_the_protocol_does_no_io():

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sgpu_magic.agent.inventory import take_inventory
+from sgpu_magic.agent.watch.inventory import take_inventory
 from sgpu_magic.errors import UsageError
 from sgpu_magic.wire.device_types import KNOWN_TYPES, canonical_type, memory_of
 from sgpu_magic.wire.devices import Inventory
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 GB = 1_000_000_000
 TAKE = """
 import sys, msgspec
-from sgpu_magic.agent.inventory import take_inventory
+from sgpu_magic.agent.watch.inventory import take_inventory
 own = [int(pid) for pid in sys.argv[1].split()]
 sys.stdout.buffer.write(msgspec.json.encode(take_inventory(simulate="", cpu_slots=16, own_pids=own)))
 """
@@ -355,7 +355,7 @@ def test_a_library_without_driver_and_gpu_is_no_problem(nvml_stub: Stub) -> None
 
 def test_nvml_is_loaded_only_when_it_is_asked() -> None:
     code = (
-        "import sys; from sgpu_magic.agent.inventory import take_inventory;"
+        "import sys; from sgpu_magic.agent.watch.inventory import take_inventory;"
         "take_inventory(simulate='a10:1', cpu_slots=1); sys.exit('pynvml' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 0

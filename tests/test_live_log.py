@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_log import FrontEnd, LiveRun
 
-from sgpu_magic.agent.output import RankOutput
+from sgpu_magic.agent.ranks.output import RankOutput
 from sgpu_magic.views.live import log_order, log_reader, recent_lines
 from sgpu_magic.views.live.line_text import MAX_JSON_BYTES, MAX_RAW_CHARS, json_bytes, line_text
 from sgpu_magic.views.live.log_order import LogOrder

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sgpu_magic.agent.place_here import place_here
+from sgpu_magic.agent.node_context import place_here
 from sgpu_magic.packages.node.store import Built
 from sgpu_magic.wire.devices import Lease, Placement
 from sgpu_magic.wire.node_messages import Launch

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from kernels import eventually
 
-from sgpu_magic.agent.out_of_memory import MemoryWatch, memory_limit, peak_memory
-from sgpu_magic.agent.process_use import ProcessTable
-from sgpu_magic.agent.progress import CpuWatch, RankLook, StallJudge
-from sgpu_magic.agent.signals import catches
-from sgpu_magic.agent.stack_taking import find_py_spy, parse_py_spy
-from sgpu_magic.agent.stacks import NotebookFrames, StackFile, parse
+from sgpu_magic.agent.failures.memory_kills import MemoryWatch, memory_limit, peak_memory
+from sgpu_magic.agent.ranks.signals import catches
+from sgpu_magic.agent.watch.stack_taking import find_py_spy, parse_py_spy
+from sgpu_magic.agent.watch.stacks import NotebookFrames, StackFile, parse
+from sgpu_magic.agent.watch.stall_rules import CpuWatch, RankLook, StallJudge
+from sgpu_magic.agent.watch.usage import ProcessTable
 from sgpu_magic.wire.events import Resumed, Stalled
 from sgpu_magic.wire.measures import Collective, RankStack, StackFrame
 from sgpu_magic.wire.records import CellSource

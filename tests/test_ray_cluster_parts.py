@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from test_place_here import launch as placed_launch
 
-from sgpu_magic.agent import ray_place
+from sgpu_magic.agent.runs import ray_place
 from sgpu_magic.config import Settings
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.ids import new_id

@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import eventually
 
-from sgpu_magic.agent.gpu_reading import GpuReading
-from sgpu_magic.agent.group import Group
-from sgpu_magic.agent.idle_watch import IdleWatch, waits_in
-from sgpu_magic.agent.process_use import ProcessTable, TreeUse
-from sgpu_magic.agent.run_sampler import RunSampler, merged
-from sgpu_magic.agent.stacks import NotebookFrames
+from sgpu_magic.agent.ranks.group import Group
+from sgpu_magic.agent.watch.gpu_reading import GpuReading
+from sgpu_magic.agent.watch.idle import IdleWatch, waits_in
+from sgpu_magic.agent.watch.run_sampler import RunSampler, merged
+from sgpu_magic.agent.watch.stacks import NotebookFrames
+from sgpu_magic.agent.watch.usage import ProcessTable, TreeUse
 from sgpu_magic.pool.run_log import RunLog, read_events
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import DeviceBusy, DeviceIdle, Noted, Sampled
@@ -144,7 +144,7 @@ def test_looking_at_64_ranks_costs_less_than_a_hundredth_of_a_core(processes: Ca
 
 READ = """
 import asyncio, sys, msgspec, os
-from sgpu_magic.agent.gpus import Gpus
+from sgpu_magic.agent.watch.gpus import Gpus
 async def main():
     gpus = Gpus()
     held = []

@@ -1,20 +1,19 @@
 """One agent per node: starts ranks, takes their output, finds the root cause, ends them. Lives across runs.
 
 service         what the pool says, and to whom it goes
-stream          messages over socketpairs, descriptors beside
-zygotes         the processes that fork ranks, one per environment
-group           N ranks, from the fork to the exit
-execution       one run in one group, from the launch to the last exit
-output          pipes -> log and batches
-gathering       what the ranks reported
-root_cause      which failure is to blame (pure)
-stop_path       interrupt, release, TERM, grace, KILL
-release         frees ranks that sit in a collective
-leftovers       what a run's processes left behind
-run_directory   what a run leaves on disk
-run_memory      payload and results in memory; keeper copies them to disk in the background
-inventory       the devices; device_users who uses them; nvml all that is known of NVML
+reports         what the agent says, numbered by run and kept until it is written down
+run_registry    the runs that it holds
+launches        from a launch to its ranks; first, where need be, come
+fetch_inputs    what the pool's store has of it: blob_cache, code_bundles, uploaded (kept_folders is how they are kept)
+environments    the packages, built by building's process
+node_context    the kernel's place, in terms of what is here
 faults          what a callback raises costs the run that it works for, no other
-sampling        samples all runs every second: process_use from /proc, gpus from NVML (in a thread, gpu_reading)
-run_watch       what is watched of one run: run_sampler, idle_gpus (idle_watch is pure), stall_watch (progress)
+service_socket  where the next pool service finds it; agent_ready  what it is told first
+orphaned        the time without a service;  successor  starts the next one
+background_call threads that nobody waits for
+
+runs/           one run, and what belongs to it besides its ranks
+ranks/          processes: forked, ordered about, listened to, stopped
+failures/       what went wrong, and which of several failures is to blame
+watch/          stacks, stalls, use of CPU and GPU, devices
 """

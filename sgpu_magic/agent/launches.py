@@ -8,17 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from sgpu_magic.agent.arrivals import Arrivals, travels_by_blobs
 from sgpu_magic.agent.code_bundles import CodeBundles, CodeUnusable
 from sgpu_magic.agent.environments import Environments
-from sgpu_magic.agent.fresh_run import FreshRun
-from sgpu_magic.agent.groups import Groups
-from sgpu_magic.agent.held_runs import HeldRuns
-from sgpu_magic.agent.node_run import NodeRun, Surroundings
-from sgpu_magic.agent.place_here import place_here
-from sgpu_magic.agent.preparing_run import PreparingRun, Unpack
+from sgpu_magic.agent.fetch_inputs import Arrivals, travels_by_blobs
+from sgpu_magic.agent.node_context import place_here
+from sgpu_magic.agent.ranks.standby_groups import Groups
 from sgpu_magic.agent.reports import Reports
-from sgpu_magic.agent.session import Session, SessionRefuses
+from sgpu_magic.agent.run_registry import HeldRuns
+from sgpu_magic.agent.runs.fresh import FreshRun
+from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
+from sgpu_magic.agent.runs.preparing import PreparingRun, Unpack
+from sgpu_magic.agent.runs.session import Session, SessionRefuses
 from sgpu_magic.agent.uploaded import Uploaded
 from sgpu_magic.packages.node.store import Built
 from sgpu_magic.wire.events import RunEnded

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable, Collection
 
 from sgpu_magic.agent import faults
-from sgpu_magic.agent.node_run import NodeRun
+from sgpu_magic.agent.runs.node_run import NodeRun
 from sgpu_magic.agent.successor import Successor
 from sgpu_magic.system.processes import may_be_alive
 from sgpu_magic.wire.states import OWNER_GONE, RunState

@@ -9,29 +9,31 @@ import signal
 import socket
 from collections.abc import Sequence
 
-from sgpu_magic.agent import faults, leftovers, ray_place
-from sgpu_magic.agent.arrivals import Arrivals
+from sgpu_magic.agent import faults
+from sgpu_magic.agent.agent_ready import Introduction
 from sgpu_magic.agent.blob_cache import BlobCache
 from sgpu_magic.agent.code_bundles import CodeBundles
-from sgpu_magic.agent.door import Door
 from sgpu_magic.agent.environments import Environments
-from sgpu_magic.agent.far_runs import FarRuns
-from sgpu_magic.agent.forwarding import Forwarding
-from sgpu_magic.agent.fresh_run import FreshRun
-from sgpu_magic.agent.groups import Groups
-from sgpu_magic.agent.held_runs import HeldRuns
-from sgpu_magic.agent.introduction import Introduction
-from sgpu_magic.agent.keeper import Keeper
+from sgpu_magic.agent.fetch_inputs import Arrivals
 from sgpu_magic.agent.launches import Launches
-from sgpu_magic.agent.node_run import NodeRun, Surroundings
 from sgpu_magic.agent.orphaned import Orphaned
-from sgpu_magic.agent.preparing_run import PreparingRun
+from sgpu_magic.agent.ranks import leftovers
+from sgpu_magic.agent.ranks.forwarding import Forwarding
+from sgpu_magic.agent.ranks.standby_groups import Groups
+from sgpu_magic.agent.ranks.zygotes import raise_open_files_limit
 from sgpu_magic.agent.reports import Reports
-from sgpu_magic.agent.sampling import Sampling
-from sgpu_magic.agent.session_cell import SessionCell
+from sgpu_magic.agent.run_registry import HeldRuns
+from sgpu_magic.agent.runs import ray_place
+from sgpu_magic.agent.runs.background_copy import Keeper
+from sgpu_magic.agent.runs.fresh import FreshRun
+from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
+from sgpu_magic.agent.runs.preparing import PreparingRun
+from sgpu_magic.agent.runs.send_files_to_pool import FarRuns
+from sgpu_magic.agent.runs.session_cell import SessionCell
+from sgpu_magic.agent.service_socket import Door
 from sgpu_magic.agent.successor import Successor
 from sgpu_magic.agent.uploaded import Uploaded
-from sgpu_magic.agent.zygotes import raise_open_files_limit
+from sgpu_magic.agent.watch.sampling import Sampling
 from sgpu_magic.config import Settings
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec

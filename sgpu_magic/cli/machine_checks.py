@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from sgpu_magic.agent.inventory import take_inventory
+from sgpu_magic.agent.watch.inventory import take_inventory
 from sgpu_magic.cli.finding import Finding, ok, problem, warning
 from sgpu_magic.cli.python_checks import ProbeFacts
 from sgpu_magic.config import is_linux

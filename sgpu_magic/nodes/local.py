@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from sgpu_magic.agent import leftovers, ray_place
+from sgpu_magic.agent.ranks import leftovers
+from sgpu_magic.agent.runs import ray_place
 from sgpu_magic.config import Settings
 from sgpu_magic.nodes.base import EngineListener, LeaseUnavailable
 from sgpu_magic.nodes.device_locks import DeviceLocks, DevicesLocked

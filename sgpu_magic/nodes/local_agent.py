@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from sgpu_magic.agent import ray_place
+from sgpu_magic.agent.runs import ray_place
 from sgpu_magic.config import Settings
 from sgpu_magic.system import processes
 from sgpu_magic.system.message_stream import MessageStream

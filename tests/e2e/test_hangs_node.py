@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import pytest
 from kernels import Home, Kernel, eventually
 
-from sgpu_magic.agent.stack_taking import find_py_spy
+from sgpu_magic.agent.watch.stack_taking import find_py_spy
 from sgpu_magic.pool.run_log import read_events
 from sgpu_magic.wire.events import EventBody, Resumed, RunEnded, Stalled
 from sgpu_magic.wire.measures import RankStack

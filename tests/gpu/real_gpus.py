@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from sgpu_magic.agent.inventory import take_inventory
+from sgpu_magic.agent.watch.inventory import take_inventory
 from sgpu_magic.wire.devices import Device
 
 MIB = 1 << 20

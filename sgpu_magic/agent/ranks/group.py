@@ -1,0 +1,355 @@
+"""A group: N ranks from the fork to the exit.
+
+A fresh run is one execute, a standby group has had none yet, a session has many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from sgpu_magic.agent import faults
+from sgpu_magic.agent.ranks.output import RankOutput
+from sgpu_magic.agent.ranks.zygotes import Zygote
+from sgpu_magic.agent.watch.stacks import StackFile
+from sgpu_magic.system.message_stream import MessageStream
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.comms import TellComms
+from sgpu_magic.wire.events import OutputWritten
+from sgpu_magic.wire.ids import new_id
+from sgpu_magic.wire.rank_messages import CommsHeard, FromRank, Leave, Release, ToRank
+from sgpu_magic.wire.states import FailureKind
+from sgpu_magic.wire.zygote_messages import Fork
+
+
+class GroupListener(Protocol):
+    """The run that a group belongs to."""
+
+    def rank_said(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None: ...
+    def rank_wrote(self, batch: OutputWritten) -> None: ...
+    def rank_exited(self, rank: int, status: int) -> None: ...
+    def rank_log_ended(self, rank: int, problem: str) -> None: ...
+    def group_broken(self, kind: FailureKind, message: str) -> None: ...
+    def faulted(self, error: Exception) -> None: ...
+
+
+class RankProcess:
+    """One rank as the agent holds it."""
+
+    def __init__(self, rank: int, output: RankOutput, stack_file: StackFile) -> None:
+        self.rank = rank
+        self.output = output
+        self.stack_file = stack_file
+        self.pid: int | None = None
+        self.pidfd: int | None = None
+        # it had been reaped before the agent could watch it; the zygote has yet to report its status
+        self.is_reaped = False
+        self.exit_status: int | None = None
+        self.peak_bytes = 0
+        self.stream: MessageStream[FromRank] | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.pid is not None and self.exit_status is None
+
+    def is_dead(self) -> bool:
+        """Whether it has ended, also when the zygote has not yet told so."""
+        if self.exit_status is not None or self.pidfd is None:
+            return not self.alive
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        """Free what the agent holds of it; the process must be gone or about to go."""
+        if self.stream is not None:
+            self.stream.close()
+            self.stream = None
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+        self.output.close()
+        self.stack_file.close()
+
+    def signal(self, number: int, *, whole_session: bool = False) -> None:
+        """Signal the rank, or with it all that stayed in its process group.
+
+        The zygote reaps a dead rank before the agent hears of it; the pidfd says for sure that the pid is still its.
+        """
+        if self.pid is None or self.exit_status is not None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if self.pidfd is not None:
+                signal.pidfd_send_signal(self.pidfd, 0 if whole_session else number)
+                if whole_session:
+                    os.killpg(self.pid, number)
+            elif whole_session:
+                os.killpg(self.pid, number)
+            else:
+                os.kill(self.pid, number)
+
+
+class GroupStore:
+    """The file over which ranks find each other: a memory file, or one with a name where there are none.
+
+    Args:
+        scratch: Directory of the file with a name.
+    """
+
+    def __init__(self, scratch: Path) -> None:
+        self.path = ""
+        self._fd = -1
+        if hasattr(os, "memfd_create"):
+            self._fd = os.memfd_create("sgpu-store", os.MFD_CLOEXEC)
+        else:
+            self.path = str(scratch / f"store-{new_id()}")
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What goes along to a rank, unless there is a path."""
+        return [self._fd] if self._fd >= 0 else []
+
+    def close(self) -> None:
+        """Every rank has its own descriptor. May be said more than once."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Group:
+    """N ranks of one zygote.
+
+    Args:
+        zygote: Who forks them.
+        ranks: How many.
+        join_early: Whether they join the process group before they know their run.
+        whole_bytes: Output per rank that is sent on uncut.
+        scratch: Directory for files where memory files do not exist.
+        rehearse: Whether they run a small cell while they wait.
+        first_rank: The number of the first; more than 0 where others are on other nodes.
+        world_size: How many there are on all nodes; None where all are here.
+    """
+
+    def __init__(
+        self,
+        zygote: Zygote,
+        ranks: int,
+        join_early: bool,
+        whole_bytes: int,
+        scratch: Path,
+        *,
+        rehearse: bool = False,
+        first_rank: int = 0,
+        world_size: int | None = None,
+    ) -> None:
+        self.group_id = new_id()
+        self.zygote = zygote
+        self.join_early = join_early
+        self.world_size = ranks if world_size is None else world_size
+        self._first_rank = first_rank
+        self._rehearse = rehearse
+        self.listener: GroupListener | None = None
+        self.broken = ""
+        self.broken_kind = FailureKind.ENVIRONMENT
+        self.wanted_at = asyncio.get_running_loop().time()
+        # of the socket that Prepare has given to rank 0; 0 while the ranks are not prepared
+        self.master_port = 0
+        self._whole_bytes = whole_bytes
+        self._scratch = scratch
+        self._unforked = ranks
+        self.ranks: list[RankProcess] = []
+        self._store = GroupStore(scratch)
+        try:
+            with faults.charging(self.faulted):
+                for rank in range(first_rank, first_rank + ranks):
+                    self.ranks.append(self._make(rank))
+                for process in self.ranks:
+                    self._order(process)
+        except BaseException:
+            # those that are forked already exit when their sockets close
+            self.close()
+            raise
+
+    def rank(self, number: int) -> RankProcess:
+        """The process that is rank `number` now."""
+        return self.ranks[number - self._first_rank]
+
+    def order(self, rank: int, order: ToRank, blobs: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+        """Send the rank an order; it may not even be forked yet."""
+        stream = self.rank(rank).stream
+        if stream is not None:
+            stream.send(order, blobs, descriptors)
+
+    def hear_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
+        """Tell a rank's widgets what the front end says. Not before the rank has its first order, which comes first."""
+        index = message.rank - self._first_rank
+        if 0 <= index < len(self.ranks) and self.ranks[index].alive:
+            self.order(message.rank, CommsHeard(messages=message.messages), frames)
+
+    def replace(self, numbers: Sequence[int], store: GroupStore) -> None:
+        """Fork new processes in the place of ranks that are dead; they join late, over a store of their own.
+
+        Args:
+            numbers: The ranks.
+            store: Where the new ones meet those that stay. The group owns it.
+        """
+        self._store.close()
+        self._store, self._rehearse, self.join_early = store, False, False
+        self._unforked += len(numbers)
+        with faults.charging(self.faulted):
+            for number in numbers:
+                self.rank(number).close()
+                self.ranks[number - self._first_rank] = self._make(number)
+                self._order(self.rank(number))
+
+    def leave(self) -> None:
+        """Let every rank exit. One that has executed nothing exits at end of file."""
+        for process in self.ranks:
+            if process.stream is not None:
+                process.stream.send(Leave())
+
+    def dismiss(self) -> None:
+        """End a group that belongs to no run: its ranks exit when their sockets close."""
+        for process in self.ranks:
+            if process.stream is not None:
+                process.stream.close()
+
+    def release(self, connections: dict[int, tuple[int, ...]]) -> None:
+        """Ask each rank to shut its connections to its peers down."""
+        for process in self.ranks:
+            if process.stream is not None and process.pid is not None:
+                process.stream.send(Release(fds=connections.get(process.pid, ())))
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self.ranks if process.pid is not None]
+
+    @property
+    def gone(self) -> bool:
+        return self._unforked == 0 and not any(process.alive for process in self.ranks)
+
+    def has_dead_rank(self) -> bool:
+        """Whether a rank has ended, also when the zygote has not yet told so."""
+        if self.broken or any(process.is_reaped for process in self.ranks):
+            return True
+        return any(process.pidfd is not None and process.is_dead() for process in self.ranks)
+
+    def is_dead(self) -> bool:
+        """Whether every rank has ended, also when it went unheard how."""
+        return all(process.is_dead() for process in self.ranks)
+
+    def close(self) -> None:
+        """Free what the agent holds; the ranks must be gone or about to go."""
+        self.zygote.forget(self.group_id)
+        self._store.close()
+        for process in self.ranks:
+            process.close()
+
+    # ------------------------------------------------------------ from the zygote (ForkListener)
+
+    def forked(self, rank: int, pid: int) -> None:
+        process = self.rank(rank)
+        process.pid = pid
+        if hasattr(os, "pidfd_open"):
+            try:
+                process.pidfd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                process.is_reaped = True
+            except OSError:
+                # no descriptors left: the zygote alone reports its end
+                pass
+        self._order_done()
+
+    def fork_refused(self, rank: int, message: str) -> None:
+        self._order_done()
+        self._break(FailureKind.ENVIRONMENT, f"a rank could not be started: {message}.")
+
+    def exited(self, pid: int, status: int, peak_bytes: int) -> None:
+        for process in self.ranks:
+            if process.pid == pid and process.exit_status is None:
+                process.exit_status, process.peak_bytes = status, peak_bytes
+                if self.listener is not None:
+                    self.listener.rank_exited(process.rank, status)
+                else:
+                    self.broken = self.broken or f"a standby rank ended with status {status}"
+
+    def faulted(self, error: Exception) -> None:
+        """A callback that worked for its ranks raised an exception."""
+        if self.listener is not None:
+            self.listener.faulted(error)
+        else:
+            self.broken = self.broken or f"the agent met a fault: {error!r}"
+
+    def zygote_lost(self, kind: FailureKind, message: str) -> None:
+        self._unforked = 0
+        self._store.close()
+        self._break(kind, message)
+        for process in self.ranks:
+            if process.alive:
+                process.signal(signal.SIGKILL, whole_session=True)
+                # its parent can't tell any more how it ended; it dies with its parent
+                process.exit_status = -signal.SIGKILL
+                if self.listener is not None:
+                    self.listener.rank_exited(process.rank, -signal.SIGKILL)
+
+    # ------------------------------------------------------------ within
+
+    def _make(self, rank: int) -> RankProcess:
+        output = RankOutput(rank, self._whole_bytes, self._wrote, self._log_ended)
+        return RankProcess(rank, output, StackFile(self._scratch))
+
+    def _order(self, process: RankProcess) -> None:
+        ours, theirs = socket.socketpair()
+        process.stream = MessageStream[FromRank](
+            ours,
+            codec.from_rank,
+            lambda message, frames: self._said(process.rank, message, frames),
+            lambda: None,  # the zygote tells how a rank ended; end of file alone does not
+        )
+        descriptors = [
+            theirs.fileno(),
+            *process.output.child_ends,
+            process.stack_file.fd,
+            *self._store.descriptors,
+        ]
+        order = Fork(
+            group_id=self.group_id,
+            rank=process.rank,
+            ranks=self.world_size,
+            join_early=self.join_early,
+            rehearse=self._rehearse,
+            store_path=self._store.path,
+        )
+        self.zygote.fork(order, descriptors, self)
+        theirs.close()
+        process.output.close_child_ends()
+
+    def _order_done(self) -> None:
+        self._unforked -= 1
+        if self._unforked == 0:
+            self._store.close()
+
+    def _said(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
+        if self.listener is not None:
+            self.listener.rank_said(rank, message, frames)
+
+    def _log_ended(self, rank: int, problem: str) -> None:
+        if self.listener is not None:
+            self.listener.rank_log_ended(rank, problem)
+
+    def _wrote(self, batch: OutputWritten) -> None:
+        if self.listener is not None:
+            self.listener.rank_wrote(batch)
+
+    def _break(self, kind: FailureKind, message: str) -> None:
+        if not self.broken:
+            self.broken, self.broken_kind = message, kind
+            if self.listener is not None:
+                self.listener.group_broken(kind, message)

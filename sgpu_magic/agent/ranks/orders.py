@@ -1,0 +1,140 @@
+"""A launch becomes orders for its ranks: the cell, where it runs, and torchrun's variables."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Generator, Sequence
+
+import msgspec
+
+from sgpu_magic.agent.ranks.group import Group
+from sgpu_magic.agent.ranks.rendezvous_point import MeetingPoint
+from sgpu_magic.agent.ranks.variables import torchrun_variables
+from sgpu_magic.agent.runs.run_files import Belongings
+from sgpu_magic.wire.node_messages import Launch
+from sgpu_magic.wire.rank_messages import Execute, Prepare, PrivateRay
+from sgpu_magic.wire.tracking import Tracking
+
+
+def send_cells(
+    launch: Launch,
+    group: Group,
+    belongings: Belongings,
+    default_store: str,
+    ray: PrivateRay | None = None,
+    meeting: MeetingPoint | None = None,
+) -> None:
+    """Send every rank of the group its cell and the payload.
+
+    Rank 0 also gets the bound socket behind `MASTER_PORT`, unless the group was prepared before.
+
+    Args:
+        launch: The run.
+        group: Its ranks.
+        belongings: Its payload.
+        default_store: The MLflow store of runs that name none.
+        ray: The run's own Ray cluster here; None where it has none.
+        meeting: Where the ranks meet, where they are on several nodes; None where they are all here.
+
+    Raises:
+        OSError: No port or descriptor is left.
+    """
+    with _rendezvous(group) if meeting is None else contextlib.nullcontext(meeting) as at:
+        for process in group.ranks:
+            rank = process.rank
+            further = at.listening if rank == 0 else ()
+            variables = torchrun_variables(launch, rank, at, device_of(launch))
+            _send(launch, group, belongings, rank, variables, further, default_store, ray)
+
+
+def send_session_cells(
+    launch: Launch, session: Launch, group: Group, belongings: Belongings, default_store: str
+) -> None:
+    """Send the ranks of a session that take part their cell and the payload; their variables stay the session's."""
+    device = device_of(session)
+    for rank in launch.spec.rank_numbers:
+        variables = torchrun_variables(session, rank, MeetingPoint(group.master_port), device)
+        _send(launch, group, belongings, rank, variables, (), default_store)
+
+
+def prepare(launch: Launch, group: Group, ranks: Sequence[int], *, stays: bool, renewal: bool = False) -> None:
+    """Let ranks take their place before they get a cell.
+
+    Args:
+        launch: Whose context, devices and variables they get.
+        group: Where they belong.
+        ranks: Which.
+        stays: They belong to a session.
+        renewal: The others of the group are in it already.
+
+    Raises:
+        OSError: No port or descriptor is left.
+    """
+    with _rendezvous(group, afresh=0 in ranks) as meeting:
+        for rank in ranks:
+            device = device_of(launch)
+            order = Prepare(
+                context=launch.context,
+                device=device,
+                rank_variables=torchrun_variables(launch, rank, meeting, device),
+                renewal=renewal,
+                stays=stays,
+            )
+            group.order(rank, order, descriptors=meeting.listening if rank == 0 else ())
+        group.master_port = meeting.port
+
+
+def device_of(launch: Launch) -> str:
+    """`cuda` where the lease has real GPUs, else `cpu`."""
+    return "cuda" if launch.lease.uuids and not launch.lease.simulated else "cpu"
+
+
+def _send(
+    launch: Launch,
+    group: Group,
+    belongings: Belongings,
+    rank: int,
+    rank_variables: dict[str, str],
+    further: Sequence[int],
+    default_store: str,
+    ray: PrivateRay | None = None,
+) -> None:
+    spec, inline = launch.spec, belongings.inline
+    order = Execute(
+        run_id=spec.run_id,
+        cell=launch.context.cell or spec.cell,
+        context=launch.context,
+        layout=launch.payload.layout,
+        inline=inline,
+        outputs=spec.outputs,
+        run_dir=launch.run_dir,
+        device=device_of(launch),
+        rank_variables=rank_variables,
+        kind=spec.kind,
+        in_session=spec.in_session,
+        reload=spec.reload,
+        only=spec.only,
+        tracking=_in_full(launch.tracking, default_store),
+        profile=spec.profile,
+        ray=ray,
+    )
+    descriptors = [] if inline else [belongings.payload_fd]
+    group.order(rank, order, belongings.frames[:1] if inline else (), [*descriptors, *further])
+
+
+def _in_full(tracking: Tracking | None, default_store: str) -> Tracking | None:
+    """With the default store's URI where none was named."""
+    if tracking is None or tracking.uri:
+        return tracking
+    return msgspec.structs.replace(tracking, uri=default_store)
+
+
+@contextlib.contextmanager
+def _rendezvous(group: Group, *, afresh: bool = False) -> Generator[MeetingPoint]:
+    """Yield where ranks meet that are all here."""
+    if group.master_port and not afresh:
+        yield MeetingPoint(group.master_port)
+        return
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:
+        yield MeetingPoint(listening.getsockname()[1], listening=(listening.fileno(),))

@@ -1,0 +1,170 @@
+"""Groups of ranks at hand: forked when a run needs one, one of the last size kept ready, and one for each session."""
+
+from __future__ import annotations
+
+import asyncio
+
+from sgpu_magic.agent.ranks.group import Group
+from sgpu_magic.agent.ranks.orders import prepare
+from sgpu_magic.agent.ranks.zygotes import Zygotes
+from sgpu_magic.config import Settings
+from sgpu_magic.wire.node_messages import Launch, Part
+from sgpu_magic.wire.records import Interpreter
+
+# above this the ranks of a standby group join late: gloo's loops cost CPU while they wait
+_JOIN_EARLY_MAX = 8
+
+
+class Groups:
+    """The node's zygotes and its standby groups: one for runs, and one for each session's fresh runs.
+
+    Args:
+        settings: The pool's settings.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._loop = asyncio.get_running_loop()
+        self._zygotes = Zygotes(settings.state_path / "logs", settings.zygote_idle_s)
+        # by session; "" is for runs with a lease of their own
+        self._standbys: dict[str, Group] = {}
+        self._last_on_gpus = False
+        self._departing: list[Group] = []
+
+    def take(self, launch: Launch) -> tuple[Group, str]:
+        """Return a group for the run, forked or being forked, and how it came: `standby`, `zygote` or `cold`.
+
+        Raises:
+            OSError: The interpreter can't be executed.
+        """
+        if launch.part is not None:
+            return self._take_part(launch, launch.part)
+        interpreter, ranks, on_gpus = launch.interpreter, launch.spec.placement.ranks, _on_gpus(launch)
+        session = launch.spec.session
+        for key in (session, "") if session else ("",):
+            standby = self._standbys.get(key)
+            fits = standby is not None and _fits(standby, interpreter, ranks, on_gpus)
+            if standby is not None and fits and not standby.has_dead_rank():
+                del self._standbys[key]
+                return standby, "standby"
+        self._drop_standby(session)
+        zygote = self._zygotes.get(interpreter)
+        warm = "zygote" if zygote.ready else "cold"
+        return self._make(interpreter, ranks, join_early=not on_gpus), warm
+
+    def _take_part(self, launch: Launch, part: Part) -> tuple[Group, str]:
+        """Ranks that stand by have met each other already, and are no part of a larger group."""
+        zygote = self._zygotes.get(launch.interpreter)
+        warm = "zygote" if zygote.ready else "cold"
+        settings, world_size = self._settings, launch.spec.placement.ranks
+        return Group(
+            zygote,
+            part.ranks,
+            False,
+            settings.output_limit,
+            settings.runtime_path,
+            first_rank=part.first_rank,
+            world_size=world_size,
+        ), warm
+
+    def dismiss(self, group: Group) -> None:
+        """End a group that belongs to no run."""
+        group.dismiss()
+        self._departing.append(group)
+
+    def warm(self, interpreter: Interpreter, ranks: int) -> None:
+        """Start this interpreter's zygote, and a standby group of `ranks` (0 for none)."""
+        try:
+            self._zygotes.get(interpreter)
+        except OSError:
+            # told when a run needs it
+            return
+        if ranks:
+            self._replenish("", interpreter, ranks, self._last_on_gpus)
+
+    def replenish_after(self, launch: Launch) -> None:
+        """Keep a group like this run's at hand for the next one."""
+        if launch.part is not None:
+            return
+        self._last_on_gpus = _on_gpus(launch)
+        self._replenish("", launch.interpreter, launch.spec.placement.ranks, self._last_on_gpus)
+
+    def keep_for_session(self, session: Launch) -> None:
+        """Keep a group at hand for the session's fresh runs; on GPUs it takes its devices and makes its context.
+
+        Args:
+            session: The session's own launch.
+        """
+        key, on_gpus = session.spec.run_id, _on_gpus(session)
+        self._replenish(key, session.interpreter, session.spec.placement.ranks, on_gpus)
+        group = self._standbys.get(key)
+        if group is not None and on_gpus and not group.master_port:
+            try:
+                prepare(session, group, range(len(group.ranks)), stays=False)
+            except OSError:
+                self._drop_standby(key)
+
+    def session_over(self, run_id: str) -> None:
+        """The session ends: nobody needs its group any more."""
+        self._drop_standby(run_id)
+
+    def tend(self) -> None:
+        """Drop what was unused for too long, and free what has left."""
+        for key, standby in list(self._standbys.items()):
+            is_idle = not key and self._loop.time() - standby.wanted_at > self._settings.standby_idle_s
+            if standby.broken or is_idle:
+                self._drop_standby(key)
+        for group in [group for group in self._departing if group.is_dead()]:
+            group.close()
+            self._departing.remove(group)
+        self._zygotes.retire()
+
+    def reaped(self, pid: int, status: int) -> None:
+        """A child of this process has ended: exit code, negative for a signal."""
+        self._zygotes.reaped(pid, status)
+
+    def zygote_pids(self) -> list[int]:
+        return self._zygotes.pids()
+
+    def zygote_keys(self) -> list[str]:
+        return self._zygotes.keys()
+
+    def close(self) -> None:
+        """End every zygote, and with it all its ranks."""
+        self._zygotes.close()
+
+    def _make(self, interpreter: Interpreter, ranks: int, join_early: bool, *, rehearse: bool = False) -> Group:
+        settings = self._settings
+        zygote = self._zygotes.get(interpreter)
+        return Group(zygote, ranks, join_early, settings.output_limit, settings.runtime_path, rehearse=rehearse)
+
+    def _replenish(self, key: str, interpreter: Interpreter, ranks: int, on_gpus: bool) -> None:
+        if not self._settings.standby:
+            return
+        standby = self._standbys.get(key)
+        if standby is not None:
+            if _fits(standby, interpreter, ranks, on_gpus):
+                standby.wanted_at = self._loop.time()
+                return
+            self._drop_standby(key)
+        try:
+            join_early = ranks <= _JOIN_EARLY_MAX and not on_gpus
+            self._standbys[key] = self._make(interpreter, ranks, join_early, rehearse=join_early)
+        except OSError:
+            return
+
+    def _drop_standby(self, key: str) -> None:
+        standby = self._standbys.pop(key, None)
+        if standby is not None:
+            self.dismiss(standby)
+
+
+def _on_gpus(launch: Launch) -> bool:
+    return bool(launch.lease.uuids) and not launch.lease.simulated
+
+
+def _fits(group: Group, interpreter: Interpreter, ranks: int, on_gpus: bool) -> bool:
+    if group.broken or group.zygote.interpreter.key != interpreter.key or len(group.ranks) != ranks:
+        return False
+    # one that has joined is a group of gloo: NCCL asks the driver, which then no longer hears which devices are its
+    return not (on_gpus and group.join_early)

@@ -1,0 +1,146 @@
+"""The one way in which ranks are stopped: TERM to those that handle it, interrupt, release, TERM, grace, KILL.
+
+A rank that waits in a collective hears no interrupt, and one that computes feels no lost connection; so both come,
+one shortly after the other. Which comes first says what the user sees: `KeyboardInterrupt` after a cancel, "released
+from all_reduce" after a peer's failure.
+
+A rank whose code has a handler for SIGTERM, as one that saves a checkpoint, gets that alone, once, and has the grace
+to end by itself: no interrupt, no release of any rank, as its handler may need collectives. Then the others have a
+moment to end by themselves too, and the rest goes its way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+
+from sgpu_magic.agent.ranks import rank_connections as release
+from sgpu_magic.agent.ranks.group import RankProcess
+from sgpu_magic.agent.ranks.signals import catches
+from sgpu_magic.agent.runs.gathering import Gathering
+from sgpu_magic.agent.runs.run_ranks import Crew
+
+# a cell that an interrupt reaches in Python ends as KeyboardInterrupt; only then are the connections shut
+_LEAD_S = 0.03
+# from one rung to the next, where no grace is given
+_RUNG_S = 0.3
+# exit handlers of ranks that are done
+_EXIT_HANDLERS_S = 5.0
+
+
+class StopPath:
+    """Stops the ranks of one run that have not reported.
+
+    Args:
+        crew: The ranks.
+        gathering: Who has reported.
+        later: Calls back after some seconds; what is pending is dropped with the run.
+
+    Attributes:
+        begun: The ranks were told to stop.
+        released: Connections between them were shut down.
+    """
+
+    def __init__(self, crew: Crew, gathering: Gathering, later: Callable[[float, Callable[[], None]], None]) -> None:
+        self._crew = crew
+        self._gathering = gathering
+        self._later = later
+        self._loop = asyncio.get_running_loop()
+        self.begun = False
+        self.released = False
+        self._termed: set[int] = set()
+        self._grace_over = 0.0
+        self._proceed: Callable[[], None] | None = None
+
+    def begin(self, grace_s: float, *, interrupt_first: bool, waited: Callable[[], None]) -> None:
+        """Stop the ranks; call `waited` when those that react have had their time.
+
+        Args:
+            grace_s: Seconds for those that handle TERM; with 0 they are like the others.
+        """
+        self.begun = True
+        self.let_handlers_end(grace_s, lambda: self._press(interrupt_first, waited))
+
+    def let_handlers_end(self, grace_s: float, proceed: Callable[[], None]) -> None:
+        """TERM the ranks that handle it; call `proceed` when they have ended, or the grace is over."""
+        if grace_s > 0:
+            for process in self._unreported():
+                if process.rank not in self._termed and process.alive and _handles_term(process):
+                    self._termed.add(process.rank)
+                    process.signal(signal.SIGTERM)
+        if not self._handling():
+            proceed()
+            return
+        self._grace_over = self._loop.time() + grace_s
+        self._proceed = proceed
+        self._later(grace_s, self._go_on)
+
+    def any_handles_term(self) -> bool:
+        """Whether a rank that has not reported has a handler for TERM."""
+        return any(process.alive and _handles_term(process) for process in self._unreported())
+
+    def reported(self) -> None:
+        """A rank has said its last word, or is gone."""
+        if self._proceed is None or self._handling():
+            return
+        if self._unreported():
+            # those without a handler may have been told through a collective, and are about to end by themselves
+            self._later(_RUNG_S, self._go_on)
+        else:
+            self._go_on()
+
+    def end(self, grace_s: float) -> None:
+        """Let those that have reported exit; TERM the others, and KILL what is left after `grace_s` seconds.
+
+        Those that have had their TERM have had their grace.
+        """
+        self._crew.leave()
+        unreported = self._unreported()
+        for process in unreported:
+            process.signal(signal.SIGTERM, whole_session=True)
+        if unreported and self._termed:
+            grace_s = max(0.0, self._grace_over - self._loop.time())
+        self._later(grace_s if unreported else _EXIT_HANDLERS_S, self._kill)
+
+    # ------------------------------------------------------------ within
+
+    def _unreported(self) -> list[RankProcess]:
+        return [process for process in self._crew.ranks if not self._gathering.has_reported(process.rank)]
+
+    def _handling(self) -> bool:
+        return any(process.rank in self._termed and process.alive for process in self._unreported())
+
+    def _go_on(self) -> None:
+        proceed, self._proceed = self._proceed, None
+        if proceed is not None:
+            proceed()
+
+    def _press(self, interrupt_first: bool, waited: Callable[[], None]) -> None:
+        first, second = (self._interrupt, self._release) if interrupt_first else (self._release, self._interrupt)
+        first()
+        self._later(_LEAD_S, second)
+        self._later(_RUNG_S, waited)
+
+    def _interrupt(self) -> None:
+        for process in self._unreported():
+            process.signal(signal.SIGINT)
+
+    def _release(self) -> None:
+        if not self._gathering.complete:
+            self.released = True
+            self._crew.release(release.connections_between(self._crew.group_pids))
+
+    def kill_unreported(self) -> None:
+        """KILL those that have not stopped, and no others."""
+        for process in self._unreported():
+            process.signal(signal.SIGKILL, whole_session=True)
+
+    def _kill(self) -> None:
+        for process in self._crew.ranks:
+            process.signal(signal.SIGKILL, whole_session=True)
+
+
+def _handles_term(process: RankProcess) -> bool:
+    """A rank starts with the default action, so a handler is the user's. Unknown where there is no /proc: none."""
+    return process.pid is not None and catches(process.pid, signal.SIGTERM) is True

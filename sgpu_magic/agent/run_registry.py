@@ -1,0 +1,268 @@
+"""The runs that an agent holds: from their launch until nobody can want anything of them any more."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from sgpu_magic.agent import faults
+from sgpu_magic.agent.ranks import leftovers
+from sgpu_magic.agent.ranks.standby_groups import Groups
+from sgpu_magic.agent.reports import Reports
+from sgpu_magic.agent.runs.execution import Execution
+from sgpu_magic.agent.runs.fresh import FreshRun
+from sgpu_magic.agent.runs.node_run import NodeRun
+from sgpu_magic.agent.runs.send_files_to_pool import FarRuns
+from sgpu_magic.agent.runs.session import Session
+from sgpu_magic.wire.events import EventBody, Noted, RanksStarted, RunEnded
+from sgpu_magic.wire.node_messages import Launch, MasterBound
+from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.states import FailureKind, RunState
+
+T = TypeVar("T")
+_REPLENISH_DELAY_S = 0.15
+_KEEP_DELAY_S = 2.0
+# results that nobody fetched are given up with their run after this
+_RESULTS_KEPT_S = 600.0
+# a run that was struck by a fault has this long to end as others do
+_FAULT_S, _FAULT_LOOK_S = 3.0, 0.2
+_FAULT_CHARS = 2_000
+
+
+class HeldRuns:
+    """Fresh runs, sessions and the cells in them, by id (a `NodeRunListener`).
+
+    Args:
+        groups: Ranks are kept at hand there when runs are over.
+        reports: Tells the pool service what happened.
+        has_service: There is a pool service; without one nothing is forgotten.
+        drop: Lets go of what a run has of the notebook's code and files.
+        far: Brings what belongs to the pool's machine there, where that is another one.
+        log: Where faults of this program are written; None where nobody can say.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        reports: Reports,
+        has_service: Callable[[], bool],
+        drop: Callable[[str], None],
+        far: FarRuns,
+        log: Path | None,
+    ) -> None:
+        self._log = log
+        # those that a fault of this program has struck
+        self._struck: set[str] = set()
+        self._far = far
+        self._groups = groups
+        self._reports = reports
+        self._has_service = has_service
+        self._drop = drop
+        self._loop = asyncio.get_running_loop()
+        self._runs: dict[str, NodeRun] = {}
+        # descriptors of device locks by run: a device is locked for as long as a rank may use it
+        self._locks: dict[str, Sequence[int]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._runs)
+
+    def all(self) -> list[NodeRun]:
+        """In order of launch."""
+        return list(self._runs.values())
+
+    def get(self, run_id: str) -> NodeRun | None:
+        return self._runs.get(run_id)
+
+    def session(self, run_id: str) -> Session | None:
+        """The session of that id, None when there is none."""
+        run = self._runs.get(run_id)
+        return run if isinstance(run, Session) else None
+
+    def add(self, run: NodeRun) -> None:
+        """Hold a run; a further attempt takes the place of the one before."""
+        self._runs[run.run_id] = run
+
+    def hold_locks(self, run_id: str, locks: Sequence[int]) -> None:
+        """Keep the run's device locks until its ranks are gone."""
+        self._locks[run_id] = locks
+
+    def locks(self, run_id: str) -> Sequence[int]:
+        return self._locks.get(run_id, ())
+
+    def end(self, run: NodeRun, state: RunState, reason: str) -> None:
+        """Take the stop path with a run. Fresh runs on a session's lease the pool service ends by itself."""
+        run.end_as(state, reason)
+        if isinstance(run, Session):
+            self._groups.session_over(run.run_id)
+
+    def ranks_gone(self, run_id: str) -> None:
+        """Every process of the run is dead and reaped, or it never had one."""
+        for descriptor in self._locks.pop(run_id, ()):
+            os.close(descriptor)
+        with faults.guarded(None):
+            self._drop(run_id)
+        self._far.gone(
+            run_id,
+            lambda: self._reports.gone(run_id),
+            lambda text: self._reports.happened(run_id, Noted(text=text), ()),
+        )
+
+    # ------------------------------------------------------------ faults of this program
+
+    def words_of(self, error: Exception) -> str:
+        """What a user reads of a fault."""
+        where = f"{self._log} on {socket.gethostname()}" if self._log is not None else "the node's log"
+        text = str(error)[:_FAULT_CHARS]
+        return (
+            f"the agent on {socket.gethostname()} met a fault of sgpu-magic: {type(error).__name__}: {text}. The "
+            f"traceback is in {where}; please report it."
+        )
+
+    def faulted(self, run_id: str, error: Exception) -> None:
+        """A callback that worked for the run raised an exception: the run ends, and no other."""
+        run, words = self._runs.get(run_id), self.words_of(error)
+        if run is None or run.gone:
+            self._say_over(run_id, words)
+        elif run_id in self._struck:
+            self._abandon(run, words)
+        else:
+            self._struck.add(run_id)
+            grace_s = run.launch.spec.grace_s or 0.0
+            self._loop.call_later(_FAULT_LOOK_S, self._see_it_end, run, words, self._loop.time() + grace_s + _FAULT_S)
+            try:
+                run.fail_whole(FailureKind.INTERNAL, words)
+            except Exception as second:  # noqa: BLE001  a guard: its way to the end is broken too
+                with faults.charging(None):
+                    faults.report(second)
+                self._abandon(run, words)
+
+    def _see_it_end(self, run: NodeRun, words: str, until: float) -> None:
+        with faults.charging(None):
+            if run.gone:
+                self._say_over(run.run_id, words)
+            elif self._loop.time() > until or (isinstance(run, FreshRun | Session) and run.group.is_dead()):
+                self._abandon(run, words)
+            else:
+                self._loop.call_later(_FAULT_LOOK_S, self._see_it_end, run, words, until)
+
+    def _abandon(self, run: NodeRun, words: str) -> None:
+        """The fault keeps the run from ending as others do."""
+        with faults.charging(None):
+            session = self.session(run.launch.spec.session) if run.launch.spec.in_session else None
+            if session is not None and not session.gone:
+                session.fail_whole(FailureKind.INTERNAL, words)
+            with faults.guarded(None):
+                run.abandon()
+            if isinstance(run, FreshRun | Session):
+                run.group.listener = None
+                for process in run.group.ranks:
+                    process.signal(signal.SIGKILL, whole_session=True)
+                self._groups.dismiss(run.group)
+                with faults.guarded(None):
+                    leftovers.kill_leftovers(run.run_id, set(run.pids))
+            self._say_over(run.run_id, words)
+
+    def _say_over(self, run_id: str, words: str) -> None:
+        """Tell what the pool waits for and was not told."""
+        self._struck.discard(run_id)
+        if not self._reports.has_ended(run_id):
+            failure = Failure(kind=FailureKind.INTERNAL, message=words, host=socket.gethostname(), at=time.time())
+            with faults.guarded(None):
+                self._reports.happened(run_id, RunEnded(state=RunState.FAILED, failure=failure), ())
+        if not self._reports.is_gone(run_id):
+            self.ranks_gone(run_id)
+            if (run := self._runs.get(run_id)) is not None:
+                self._loop.call_later(_KEEP_DELAY_S, self._keep, run)
+
+    # ------------------------------------------------------------ from the runs (NodeRunListener)
+
+    def happened(self, run_id: str, body: EventBody, frames: Iterable[bytes]) -> None:
+        kept = tuple(frames)
+        self._far.happened(run_id, body, lambda body: self._reports.happened(run_id, body, kept))
+        if isinstance(body, RanksStarted) and (session := self.session(run_id)) is not None:
+            self._later(_REPLENISH_DELAY_S, self._keep_for_session, session)
+
+    def tracking_asked(self, run_id: str) -> None:
+        self._reports.tracking_asked(run_id)
+
+    def master_bound(self, bound: MasterBound) -> None:
+        self._reports.master_bound(bound)
+
+    def run_gone(self, run: NodeRun) -> None:
+        self.ranks_gone(run.run_id)
+        spec = run.launch.spec
+        if isinstance(run, Session):
+            self._end_fresh_runs(run)
+        elif spec.session:
+            session = self.session(spec.session)
+            if spec.fresh and session is not None:
+                self._later(_REPLENISH_DELAY_S, self._keep_for_session, session)
+        elif isinstance(run, Execution) and not run.group.broken:
+            self._later(_REPLENISH_DELAY_S, self._replenish, run.launch)
+        self._loop.call_later(_KEEP_DELAY_S, self._keep, run)
+
+    # ------------------------------------------------------------ within
+
+    def _later(self, delay_s: float, call: Callable[[T], None], of: T) -> None:
+        """What is kept at hand is no matter of the run after which it is."""
+        with faults.charging(None):
+            self._loop.call_later(delay_s, call, of)
+
+    @property
+    def busy(self) -> bool:
+        """Ranks compute: nothing may compete with them."""
+        return any(_computes(run) for run in self._runs.values())
+
+    def _end_fresh_runs(self, session: Session) -> None:
+        """Runs beside the session's ranks use its lease."""
+        self._groups.session_over(session.run_id)
+        for run in list(self._runs.values()):
+            if run.launch.spec.session == session.run_id and run.launch.spec.fresh:
+                with faults.guarded(functools.partial(self.faulted, run.run_id)):
+                    run.end_as(RunState.CANCELLED, "its session ended")
+
+    def _replenish(self, launch: Launch) -> None:
+        if not self.busy:
+            self._groups.replenish_after(launch)
+
+    def _keep_for_session(self, session: Session) -> None:
+        if not session.connected:
+            return
+        if self.busy:
+            self._later(_REPLENISH_DELAY_S, self._keep_for_session, session)
+        else:
+            self._groups.keep_for_session(session.launch)
+
+    def _keep(self, run: NodeRun) -> None:
+        if self._runs.get(run.run_id) is not run:
+            # its group was started again, and the next attempt has the payload
+            return
+        with faults.guarded(None):
+            run.belongings.keep_large_parts()
+        if run.belongings.in_memory:
+            self._loop.call_later(_RESULTS_KEPT_S, self._forget, run)
+        else:
+            self._forget(run)
+
+    def _forget(self, run: NodeRun) -> None:
+        if self._runs.get(run.run_id) is not run:
+            return
+        if not self._has_service() or self._reports.has_unkept(run.run_id):
+            self._loop.call_later(_KEEP_DELAY_S, self._forget, run)
+        else:
+            run.belongings.close()
+            self._reports.forget(run.run_id)
+            del self._runs[run.run_id]
+
+
+def _computes(run: NodeRun) -> bool:
+    if isinstance(run, Session):
+        return run.busy
+    return not run.gone and run.state is not RunState.PREPARING

@@ -1,0 +1,181 @@
+"""A run whose ranks are its own: new processes that leave when it is over.
+
+    launch -> all joined -> ... -> ended(succeeded) -> leave -> gone
+                                -> ended(...)       -> stop  -> gone
+
+The devices are free at `gone`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sgpu_magic.agent.ranks import leftovers
+from sgpu_magic.agent.ranks.group import Group
+from sgpu_magic.agent.ranks.orders import send_cells
+from sgpu_magic.agent.ranks.rendezvous_point import Meeting, MeetingPoint
+from sgpu_magic.agent.runs import ray_place
+from sgpu_magic.agent.runs.execution import Execution
+from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
+from sgpu_magic.wire.node_messages import Launch, MasterKnown, PartsOver, PeerFailed
+from sgpu_magic.wire.rank_messages import FromRank, Joined
+from sgpu_magic.wire.states import FailureKind, RunState
+
+# nothing may compete with the result on its way to the notebook
+_LEAVE_DELAY_S = 0.03
+# nor with the first line
+_SETTLED_S = 0.05
+# for a rank that writes the trace of `--profile` down
+_TRACE_S = 15.0
+
+
+class FreshRun(Execution):
+    """Runs one launch in a group of its own (a `GroupListener`). Arguments as of `Execution`."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        frames: Sequence[bytes],
+        group: Group,
+        warm: str,
+        here: Surroundings,
+        predecessor: NodeRun | None = None,
+    ) -> None:
+        super().__init__(launch, frames, group, warm, here, predecessor)
+        self._launched_ticks = leftovers.now_in_ticks()
+        self._joined: set[int] = set()
+        self._settings = here.settings
+        self._meeting: Meeting | None = None
+        self._waits_for_parts = False
+        self._parts_over = False
+        group.listener = self
+
+    def start(self) -> None:
+        self._later(_SETTLED_S, self._coroner.begin)
+        try:
+            self.belongings.open_payload()
+            for process in self.crew.ranks:
+                process.output.begin_log(self.belongings.directory.log_path(process.rank))
+            if self.launch.part is None:
+                self._send_cells(None)
+            else:
+                part, listener = self.launch.part, self._listener
+                self._meeting = Meeting(self.run_id, part, listener.master_bound, self._send_cells)
+                self._meeting.begin()
+        except OSError as error:
+            self._could_not_start(error)
+            return
+        if self.group.broken:
+            self.group_broken(self.group.broken_kind, self.group.broken)
+        self.belongings.describe()
+
+    def _send_cells(self, meeting: MeetingPoint | None) -> None:
+        try:
+            ray = ray_place.make(self.launch, self._settings) if self.launch.spec.ray else None
+            send_cells(self.launch, self.group, self.belongings, self._default_store, ray, meeting)
+        except OSError as error:
+            self._could_not_start(error)
+
+    def _could_not_start(self, error: OSError) -> None:
+        self.fail_whole(FailureKind.INTERNAL, f"the run could not be started on {self._host}: {error}.")
+
+    # ------------------------------------------------------------ from the run's other nodes
+
+    def heard_of_others(self, message: MasterKnown | PeerFailed | PartsOver) -> None:
+        """Something of the run's other nodes."""
+        match message:
+            case MasterKnown():
+                if self._meeting is not None and not self._is_stopping():
+                    self._meeting.heard(message)
+            case PeerFailed():
+                self._peer_failed()
+            case PartsOver():
+                self._parts_over = True
+                if self._waits_for_parts:
+                    self._waits_for_parts = False
+                    self._later(_LEAVE_DELAY_S, self._let_leave)
+
+    def adopted(self) -> None:
+        super().adopted()
+        if self.launch.part is not None:
+            self.belongings.tell_released_again()
+        if self._meeting is not None and not self._ended:
+            self._meeting.begin()
+
+    # ------------------------------------------------------------ from the group
+
+    def rank_said(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
+        if not isinstance(message, Joined):
+            super().rank_said(rank, message, frames)
+            return
+        self._joined.add(rank)
+        if len(self._joined) == len(self.group.ranks) and self._started_at is None:
+            self._all_there()
+
+    def rank_exited(self, rank: int, status: int) -> None:
+        if not self._ended and (self._gathering.has_finished(rank) or not self._gathering.has_reported(rank)):
+            self._take_failure(self._coroner.death(rank, status))
+        self._stop.reported()
+        self._finish_if_gone()
+
+    def group_broken(self, kind: FailureKind, message: str) -> None:
+        self.fail_whole(kind, message)
+        self._finish_if_gone()
+
+    # ------------------------------------------------------------ stop path
+
+    def _begin_stop(self) -> None:
+        self._stop.begin(self._grace(), interrupt_first=True, waited=self._stop_waiting)
+
+    def _free_others(self) -> None:
+        if self._grace_s and self._stop.any_handles_term():
+            # the error is told at once; those that save a checkpoint finish behind it, with their connections whole
+            self._end(RunState.FAILED)
+        else:
+            self._stop.begin(0.0, interrupt_first=False, waited=self._stop_waiting)
+
+    def kill(self) -> None:
+        self._stop.kill_unreported()
+
+    def _grace(self) -> float:
+        """Seconds after a cancel or a time-out."""
+        return self._default_grace_s if self._grace_s is None else self._grace_s
+
+    def _stop_waiting(self) -> None:
+        self._end(self._ending_as or RunState.FAILED)
+
+    # ------------------------------------------------------------ end
+
+    def _all_reported(self, state: RunState) -> None:
+        self._end(state)
+
+    def _after_end(self) -> None:
+        part = self.launch.part
+        if part is not None and self._final_state is RunState.SUCCEEDED and not self._parts_over:
+            # ranks on other nodes may still connect to those here
+            self._waits_for_parts = True
+        else:
+            self._later(_LEAVE_DELAY_S, self._let_leave)
+        self._finish_if_gone()
+
+    def _let_leave(self) -> None:
+        if self._ending_as is not None:
+            self._stop.end(self._grace())
+            return
+        # survivors of a failure get none unless it was asked for, or a trace is to be written
+        grace_s = self._grace_s or (_TRACE_S if self.launch.spec.profile else 0.0)
+        if self._stop.begun or self._gathering.complete:
+            self._stop.end(grace_s)
+        else:
+            self._stop.begin(grace_s, interrupt_first=False, waited=lambda: self._stop.end(grace_s))
+
+    def _finish_if_gone(self) -> None:
+        if not self._ended or self._gone or not self.group.gone:
+            return
+        leftovers.kill_leftovers(self.run_id, set(self.group.pids), self._launched_ticks)
+        if self.launch.spec.ray:
+            ray_place.remove(self.run_id, self._settings)
+        self.group.close()
+        if self._meeting is not None:
+            self._meeting.close()
+        self._is_over()

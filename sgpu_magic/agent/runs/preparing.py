@@ -1,0 +1,206 @@
+"""A run whose ranks can't be started yet: its packages and code are being made ready on this node.
+
+launch -> packages, code and variables are there -> handed on (the launch of a fresh run, a session or a cell in one)
+       -> they can't be had                   -> ended(failed)    -> gone
+       -> asked to end                        -> ended(...)       -> gone
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+from sgpu_magic.agent import faults
+from sgpu_magic.agent.background_call import call_in_background
+from sgpu_magic.agent.blob_cache import BlobMissing
+from sgpu_magic.agent.environments import Environments
+from sgpu_magic.agent.fetch_inputs import Arrivals, travels_by_blobs
+from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
+from sgpu_magic.packages.node.store import Built
+from sgpu_magic.wire.events import EnvironmentMoved, RunEnded
+from sgpu_magic.wire.measures import RankStack
+from sgpu_magic.wire.node_messages import Launch, MasterKnown, PartsOver, PeerFailed
+from sgpu_magic.wire.payloads import StoredPayload
+from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.states import FailureKind, RunKind, RunState
+
+# what a run's code is unpacked with: the folders by the kernel's path entry
+Unpack = Callable[[Launch], Mapping[str, str]]
+
+
+class PreparingRun(NodeRun):
+    """Holds a launch until its ranks can be started (a `Waiter`).
+
+    Args:
+        launch: The run.
+        frames: Raw frames of the launch.
+        here: What it shares with other runs.
+        environments: Builds its packages.
+        arrivals: Brings what lies in the pool's store.
+        unpack: Unpacks its code, in a thread of its own; None where it has none.
+        go_on: Starts the ranks: everything is there. Called with this run, the environment and the code.
+        predecessor: The attempt before this one.
+
+    Raises:
+        OSError: The run's directory can't be made.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        frames: Sequence[bytes],
+        here: Surroundings,
+        environments: Environments,
+        arrivals: Arrivals,
+        unpack: Unpack | None,
+        go_on: Callable[[PreparingRun, Built | None, Mapping[str, str]], None],
+        predecessor: NodeRun | None,
+    ) -> None:
+        super().__init__(launch, frames, here, predecessor)
+        self.frames = frames
+        self._environments = environments
+        self._arrivals = arrivals
+        self._arriving: asyncio.Task[None] | None = None
+        # what is handed on as soon as the payload is there as well
+        self._ready: tuple[Built | None, EnvironmentMoved | None, Mapping[str, str]] | None = None
+        self._unpack = unpack
+        self._go_on = go_on
+        self._state = RunState.PREPARING
+
+    def start(self) -> None:
+        if travels_by_blobs(self.launch):
+            self._arriving = faults.in_background(self._arrive())
+        else:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Code and wheels lie on this node."""
+        stored = isinstance(self.launch.payload.source, StoredPayload)
+        if self.launch.spec.kind is not RunKind.SESSION and not stored:
+            try:
+                # this may take minutes, and a detached run's notebook may go
+                self.belongings.open_payload()
+            except OSError as error:
+                self._fail(f"the run could not be started on {self._host}: {error}.", FailureKind.INTERNAL)
+                return
+        self.belongings.describe(RunState.PREPARING)
+        environment = self.launch.environment
+        if environment is not None and self._environments.needed(self.launch):
+            self._environments.wait(self.run_id, environment, self)
+        else:
+            self._unpack_code(None)
+
+    # ------------------------------------------------------------ from the environments (Waiter)
+
+    def environment_moved(self, moved: EnvironmentMoved) -> None:
+        with faults.guarded(self.faulted):
+            if not self._ended:
+                self._say(moved)
+
+    def environment_ready(self, built: Built, moved: EnvironmentMoved) -> None:
+        with faults.guarded(self.faulted):
+            if not self._ended:
+                self._unpack_code(built, moved)
+
+    def environment_failed(self, message: str) -> None:
+        with faults.guarded(self.faulted):
+            if not self._ended:
+                self._fail(message)
+
+    # ------------------------------------------------------------ within
+
+    async def _arrive(self) -> None:
+        source = self.launch.payload.source
+        try:
+            self.launch = await self._arrivals.luggage(self.launch)
+            self._begin()
+            if isinstance(source, StoredPayload) and self.belongings.payload_fd < 0:
+                # while its packages are being made ready
+                self.belongings.take_payload(*await self._arrivals.payload(self.launch, source))
+        except (BlobMissing, OSError, ValueError) as error:
+            if not self._ended:
+                self._fail(f"the run's variables can't be brought to {self._host}: {error}.", FailureKind.INTERNAL)
+            return
+        self._arriving = None
+        if self._ready is not None and not self._ended:
+            self._hand_on(*self._ready)
+
+    def _unpack_code(self, built: Built | None, moved: EnvironmentMoved | None = None) -> None:
+        if self._unpack is None:
+            self._hand_on(built, moved, {})
+            return
+        unpack = functools.partial(self._unpack, self.launch)
+        unpacked = call_in_background(unpack, "sgpu-code")
+
+        def done() -> None:
+            error = unpacked.exception()
+            if self._ended:
+                return
+            if error is None:
+                self._hand_on(built, moved, unpacked.result())
+            else:
+                self._fail(str(error))
+
+        unpacked.add_done_callback(lambda future: done())
+
+    def _hand_on(self, built: Built | None, moved: EnvironmentMoved | None, code: Mapping[str, str]) -> None:
+        if self._arriving is not None:
+            self._ready = built, moved, code
+            return
+        if moved is not None:
+            self._say(moved)
+        # the payload goes on to the run that comes now
+        self._ended = self._gone = True
+        self._environments.leave(self.run_id)
+        self._go_on(self, built, code)
+        self._arrivals.over(self.run_id)
+
+    def fail_whole(self, kind: FailureKind, message: str) -> None:
+        """Nothing more is prepared."""
+        if not self._ended:
+            self._end(RunState.FAILED, "", self._failure_now(kind, message))
+
+    def _fail(self, message: str, kind: FailureKind = FailureKind.ENVIRONMENT) -> None:
+        self.fail_whole(kind, message)
+
+    def _end(self, state: RunState, reason: str, failure: Failure | None = None) -> None:
+        self._ended = True
+        self._state = state
+        if self._arriving is not None:
+            self._arriving.cancel()
+        self._arrivals.over(self.run_id)
+        self._environments.leave(self.run_id)
+        self._say(RunEnded(state=state, reason=reason, failure=failure, starting_s=self.age_s))
+        self._is_over()
+
+    # ------------------------------------------------------------ what the agent asks (NodeRun)
+
+    def end_as(self, state: RunState, reason: str) -> None:
+        """It has no ranks: it ends at once."""
+        if not self._ended:
+            self._end(state, reason)
+
+    @property
+    def pids(self) -> list[int]:
+        return []
+
+    @property
+    def state(self) -> RunState:
+        return self._state
+
+    def kill(self) -> None:
+        """It has no ranks."""
+
+    def give_payload_up(self) -> None:
+        if self._gone:
+            self.belongings.give_payload_up()
+
+    def heard_of_others(self, message: MasterKnown | PeerFailed | PartsOver) -> None:
+        """Something of the run's other nodes."""
+        if isinstance(message, PeerFailed) and not self._ended:
+            self._end(RunState.FAILED, "")
+
+    def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
+        problem = "it is not started yet: the run's packages are being made ready"
+        done(tuple(RankStack(rank=rank, problem=problem) for rank in self.launch.spec.rank_numbers))

@@ -1,0 +1,178 @@
+"""A cell in the ranks of a session: they stay, with all that they have, whatever becomes of the cell.
+
+    launch -> all finished -> ended(succeeded)                                  -> idle
+           -> one failed   -> others released    -> groups renewed -> ended(failed)    -> idle
+           -> asked to end -> interrupted        -> groups renewed -> ended(cancelled) -> idle
+
+The session takes its next cell when the ranks are idle. One that does not stop keeps it waiting until it does or is
+killed; the notebook is told before (`RunEnded.unstopped`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from sgpu_magic.agent.ranks.group import Group
+from sgpu_magic.agent.ranks.orders import send_session_cells
+from sgpu_magic.agent.runs.execution import Execution
+from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
+from sgpu_magic.wire.events import GroupRenewed
+from sgpu_magic.wire.node_messages import Launch
+from sgpu_magic.wire.rank_messages import Failed, Finished, FromRank
+from sgpu_magic.wire.states import FailureKind, RunState
+
+# the failure is told before the groups are whole when that takes longer
+_RENEWAL_PATIENCE_S = 0.5
+# from the interrupt until the notebook is told that ranks do not stop; it frees its cell by itself at 2.8 s
+_UNSTOPPED_S = 2.0
+# nothing may compete with the result on its way to the notebook
+_WRITE_DELAY_S = 0.03
+Renewed = Callable[[GroupRenewed | None], None]
+
+
+class SessionHost(Protocol):
+    """The session, as a cell in it sees it."""
+
+    launch: Launch
+    group: Group
+
+    def renew(self, reason: str, done: Renewed) -> None:
+        """Connect the process groups anew, if that is possible; call `done` with what is to be told of it."""
+        ...
+
+    def cell_over(self, cell: SessionCell) -> None:
+        """Its ranks are idle again."""
+        ...
+
+
+class SessionCell(Execution):
+    """Runs one launch in ranks of a session.
+
+    Args:
+        launch: What to run.
+        frames: Raw frames of the launch; the first is an inline payload.
+        session: Whose ranks.
+        here: What it shares with other runs.
+        predecessor: What made it ready.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        frames: Sequence[bytes],
+        session: SessionHost,
+        here: Surroundings,
+        predecessor: NodeRun | None = None,
+    ) -> None:
+        super().__init__(launch, frames, session.group, "session", here, predecessor)
+        self._session = session
+        self._ungrouped = False
+
+    def start(self) -> None:
+        try:
+            self.belongings.open_payload()
+        except OSError as error:
+            self.fail_whole(FailureKind.INTERNAL, f"the cell could not be started on {self._host}: {error}.")
+            self._settle()
+            return
+        # everything else can wait until the ranks are at work: nothing of theirs is read before this returns
+        send_session_cells(self.launch, self._session.launch, self.group, self.belongings, self._default_store)
+        for process in self.crew.ranks:
+            process.output.switch_log(self.belongings.directory.log_path(process.rank))
+        self._all_there()
+        self._coroner.begin()
+
+    # ------------------------------------------------------------ from the group
+
+    def rank_said(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
+        if isinstance(message, Finished | Failed) and not message.grouped:
+            self._ungrouped = True
+        super().rank_said(rank, message, frames)
+
+    def rank_exited(self, rank: int, status: int) -> None:
+        if not self._ended and self._gathering.has_finished(rank):
+            # the others may wait for it
+            self._take_failure(self._coroner.death(rank, status))
+        elif not self._gathering.has_reported(rank):
+            self._take_failure(self._coroner.death(rank, status))
+
+    def group_broken(self, kind: FailureKind, message: str) -> None:
+        """The ranks are lost, and the session with them."""
+        self.fail_whole(kind, message)
+
+    # ------------------------------------------------------------ stop path
+
+    def fail_whole(self, kind: FailureKind, message: str) -> None:
+        super().fail_whole(kind, message)
+        # ranks that still run the cell keep the session busy
+        if self._started_at is not None and not self._gathering.complete and not self._stop.begun:
+            self._stop.begin(0.0, interrupt_first=True, waited=lambda: None)
+
+    def _begin_stop(self) -> None:
+        self._stop.begin(0.0, interrupt_first=True, waited=lambda: self._later(_UNSTOPPED_S, self._tell_unstopped))
+
+    def _free_others(self) -> None:
+        self._stop.begin(0.0, interrupt_first=False, waited=self._tell_unstopped)
+
+    def kill(self) -> None:
+        self._stop.kill_unreported()
+
+    def end_now(self) -> None:
+        """The session ends: say the last word although ranks may still run the cell."""
+        self._end(self._ending_as or RunState.CANCELLED)
+
+    def _tell_unstopped(self) -> None:
+        if self._gathering.unreported:
+            self._end(self._ending_as or RunState.FAILED)
+
+    @property
+    def _unstopped(self) -> tuple[int, ...]:
+        return self._gathering.unreported
+
+    # ------------------------------------------------------------ end
+
+    def _all_reported(self, state: RunState) -> None:
+        reason = self._reason_to_renew(state)
+        if not reason:
+            self._end(state)
+            self._settle()
+            return
+        self._later(_RENEWAL_PATIENCE_S, lambda: self._end(state))
+
+        def done(renewed: GroupRenewed | None) -> None:
+            if renewed is not None and not self._ended:
+                self._say(renewed)
+            self._end(state)
+            self._settle()
+
+        self._session.renew(reason, done)
+
+    def _reason_to_renew(self, state: RunState) -> str:
+        """Why the process groups may be broken, "" when they are as good as before."""
+        if self.crew.world_size == 1:
+            return "the cell has ended the process group" if self._ungrouped else ""
+        if self._stop.released:
+            return "ranks were freed from a collective" if state is RunState.FAILED else "the cell was stopped"
+        if self._ungrouped:
+            return "the cell has ended the process group"
+        if state is RunState.SUCCEEDED or self._gathering.failed_alike:
+            return ""
+        return "ranks ended the cell at different places"
+
+    def _after_end(self) -> None:
+        """Ranks that do not stop are waited for."""
+
+    def _settle(self) -> None:
+        """The ranks are idle again."""
+        if self._gone:
+            return
+        self._ranks_gone()
+        try:
+            self._session.cell_over(self)
+        finally:
+            self._listener.run_gone(self)
+            self._loop.call_later(_WRITE_DELAY_S, self._write_down)
+
+    def _write_down(self) -> None:
+        self.belongings.describe(self._final_state)

@@ -1,0 +1,222 @@
+"""What devices this node has and who uses them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection
+
+import msgspec
+
+from sgpu_magic.agent.watch.device_users import outside_use
+from sgpu_magic.agent.watch.nvml import (
+    Code,
+    Nvml,
+    close_nvml,
+    code_of,
+    memory,
+    nvml_error,
+    open_nvml,
+    open_problem,
+    problem_text,
+    raise_if_lost,
+    utilization,
+)
+from sgpu_magic.config import host_name
+from sgpu_magic.errors import UsageError
+from sgpu_magic.packages.cuda import driver_version
+from sgpu_magic.wire.device_types import ANY, CPU, canonical_type, memory_of
+from sgpu_magic.wire.devices import Device, Inventory
+
+MAX_SIMULATED = 1024
+"""Simulated devices of one type."""
+
+_SIMULATED = re.compile(r"(?P<type>[^:]+):\s*(?P<count>[0-9]{1,4})\s*")
+
+
+def take_inventory(*, simulate: str, cpu_slots: int, own_pids: Collection[int] = ()) -> Inventory:
+    """Return what this node has at this moment.
+
+    NVML is opened and closed again, which takes tens of milliseconds and seconds where the driver's
+    persistence mode is off, and leaves nothing behind that would keep an administrator from resetting a GPU.
+
+    Args:
+        simulate: Simulated devices, `a10:4,h100:8`. They stand in place of the real ones; "" asks NVML.
+        cpu_slots: CPU ranks that fit at once, passed on.
+        own_pids: Processes of this pool. They and their descendants are no outside use. In a container NVML
+            may give the host's pids, which can't be matched: of a device that it has leased itself the
+            caller must disregard `outside_use`.
+
+    Returns:
+        The devices in PCI bus order, each slice of a GPU in MIG mode as a device of its own. `problem` is
+        also set when only some devices could be read; a machine without a driver has neither.
+
+    Raises:
+        UsageError: `simulate` can't be understood.
+    """
+    if simulate.strip():
+        devices, problem = simulated_devices(simulate), ""
+    else:
+        devices, problem = _real_devices(frozenset(own_pids))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Inventory(
+        host=host_name(), devices=devices, cpu_slots=cpu_slots, cores=cores, problem=problem, driver=driver_version()
+    )
+
+
+# ---------------------------------------------------------------- simulated
+
+
+def simulated_devices(text: str) -> tuple[Device, ...]:
+    """Return the devices that `text` (the setting `simulate`) declares.
+
+    Raises:
+        UsageError: A part is not `type:count`, or a type stands twice.
+    """
+    devices: list[Device] = []
+    seen: set[str] = set()
+    for part in text.split(","):
+        match = _SIMULATED.fullmatch(part)
+        count = int(match["count"]) if match else 0
+        if not match or not 1 <= count <= MAX_SIMULATED:
+            wanted = f"a type, a colon and a count from 1 to {MAX_SIMULATED}"
+            raise _simulate_error(text, f"{part.strip()!r} is not {wanted}.")
+        try:
+            kind = canonical_type(match["type"])
+        except ValueError as error:
+            raise _simulate_error(text, str(error)) from None
+        if kind in (CPU, ANY):
+            raise _simulate_error(text, f"{kind} can't be simulated.")
+        if kind in seen:
+            raise _simulate_error(text, f"{kind} stands twice.")
+        seen.add(kind)
+        start = len(devices)
+        devices.extend(
+            Device(
+                uuid=f"SIM-{kind}-{number}",
+                type=kind,
+                name=f"simulated {kind}",
+                index=start + number,
+                memory_bytes=memory_of(kind),
+                simulated=True,
+            )
+            for number in range(count)
+        )
+    return tuple(devices)
+
+
+def _simulate_error(text: str, reason: str) -> UsageError:
+    return UsageError(
+        f"the simulated devices {text!r} can't be understood: {reason} "
+        "Set SGPU_SIMULATE (or simulate in config.toml) to something like a10:4,h100:8, or leave it empty."
+    )
+
+
+# ---------------------------------------------------------------- real
+
+
+def _real_devices(own_pids: frozenset[int]) -> tuple[tuple[Device, ...], str]:
+    failed = nvml_error()
+    try:
+        nvml = open_nvml()
+    except failed as error:
+        return (), open_problem(code_of(error))
+    try:
+        return _Reader(nvml, own_pids).read()
+    except nvml.NVMLError as error:
+        return (), problem_text("the GPUs can't be listed", code_of(error))
+    finally:
+        close_nvml(nvml)
+
+
+class _Reader:
+    """Reads all devices through an opened NVML.
+
+    Args:
+        nvml: The module, initialised.
+        own_pids: Processes that are no outside use.
+    """
+
+    def __init__(self, nvml: Nvml, own_pids: frozenset[int]) -> None:
+        self._nvml = nvml
+        self._own_pids = own_pids
+        self._problems: dict[str, None] = {}  # a set that keeps its order
+
+    def read(self) -> tuple[tuple[Device, ...], str]:
+        found: list[tuple[tuple[int, int, int], list[Device]]] = []
+        for number in range(self._nvml.nvmlDeviceGetCount()):
+            try:
+                handle = self._nvml.nvmlDeviceGetHandleByIndex(number)
+                pci = self._nvml.nvmlDeviceGetPciInfo(handle)
+                found.append(((pci.domain, pci.bus, pci.device), self._gpu(handle, number)))
+            except self._nvml.NVMLError as error:
+                self._problems[problem_text(f"GPU {number} (NVML's number) can't be read", code_of(error))] = None
+        devices = [device for _, group in sorted(found, key=lambda pair: pair[0]) for device in group]
+        placed = tuple(msgspec.structs.replace(device, index=index) for index, device in enumerate(devices))
+        return placed, " ".join(self._problems)
+
+    def _gpu(self, handle: object, number: int) -> list[Device]:
+        if not self._in_mig_mode(handle):
+            return [self._device(handle, self._nvml.nvmlDeviceGetName(handle))]
+        slices = self._slices(handle)
+        if not slices:
+            self._problems[
+                f"GPU {number} (NVML's number) is in MIG mode but has no slices, so nothing can run on it: "
+                "make some with `nvidia-smi mig -cgi ... -C`, or leave MIG mode with `nvidia-smi -mig 0`."
+            ] = None
+        return slices
+
+    def _in_mig_mode(self, handle: object) -> bool:
+        try:
+            return self._nvml.nvmlDeviceGetMigMode(handle)[0] == 1
+        except self._nvml.NVMLError as error:
+            raise_if_lost(error)
+            return False
+
+    def _slices(self, handle: object) -> list[Device]:
+        slices: list[Device] = []
+        name = self._nvml.nvmlDeviceGetName(handle)
+        for position in range(self._nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            try:
+                part = self._nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, position)
+            except self._nvml.NVMLError as error:
+                if code_of(error) == Code.NOT_FOUND:  # a free place
+                    continue
+                raise
+            try:
+                own_name = self._nvml.nvmlDeviceGetName(part)
+            except self._nvml.NVMLError as error:
+                raise_if_lost(error)
+                own_name = f"{name} MIG"
+            slices.append(self._device(part, own_name))
+        return slices
+
+    def _device(self, handle: object, name: str) -> Device:
+        total, used = memory(self._nvml, handle)
+        return Device(
+            uuid=self._nvml.nvmlDeviceGetUUID(handle),
+            type=_type_of(name),
+            name=name,
+            memory_bytes=total,
+            used_bytes=used,
+            utilization_pct=utilization(self._nvml, handle),
+            outside_use=outside_use(self._pids(handle), self._own_pids, total, used),
+        )
+
+    def _pids(self, handle: object) -> list[int]:
+        try:
+            return [process.pid for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+        except self._nvml.NVMLLibraryMismatchError:
+            problem = problem_text("which processes use the GPUs can't be told", Code.FUNCTION_NOT_FOUND)
+            self._problems[problem] = None
+        except self._nvml.NVMLError as error:
+            raise_if_lost(error)
+        return []
+
+
+def _type_of(name: str) -> str:
+    """The type of a device that exists: also one of an unknown name must be a type that can be asked for."""
+    try:
+        return canonical_type(name)
+    except ValueError:
+        return canonical_type(f"nvidia gpu {name}")

@@ -1,0 +1,246 @@
+"""Ask the ranks of a run where they are, and wait for the answers, never longer than half a second.
+
+A rank is asked twice: by a signal, which faulthandler answers even while C code holds the interpreter, and by a
+message, which its helper thread answers from torch's flight recorder. Of a rank that does not answer the signal, as
+one that was stopped by SIGSTOP, py-spy tells the stack where it is installed and allowed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from sgpu_magic.agent import faults
+from sgpu_magic.agent.background_call import call_in_background
+from sgpu_magic.agent.ranks.group import RankProcess
+from sgpu_magic.agent.ranks.signals import catches
+from sgpu_magic.agent.runs.run_ranks import Crew
+from sgpu_magic.agent.watch.stacks import NotebookFrames, parse
+from sgpu_magic.wire.measures import Collective, RankStack, StackFrame
+from sgpu_magic.wire.rank_messages import Collectives, TellCollectives
+from sgpu_magic.wire.stack_area import STACK_SIGNAL
+
+Done = Callable[[tuple[RankStack, ...]], None]
+_POLL_S = 0.01
+# a rank that does not answer by then does not answer
+_PATIENCE_S = 0.25
+_PY_SPY_TIMEOUT_S = 0.2
+
+
+class StackTaker:
+    """Takes the stacks of one run's ranks; who asks while an answer is under way gets the same one.
+
+    Args:
+        crew: The ranks.
+        notebook: Where the cell's own frames end.
+        has_reported: Whether a rank's cell is done or failed.
+
+    Attributes:
+        entered_at: When each rank called the collective that it told of last, seconds since the epoch.
+    """
+
+    def __init__(self, crew: Crew, notebook: NotebookFrames, has_reported: Callable[[int], bool]) -> None:
+        self._crew = crew
+        self._notebook = notebook
+        self.has_reported = has_reported
+        self.entered_at: dict[int, float] = {}
+        self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.count(1)
+        self._taking: _Taking | None = None
+        self._next: list[Done] = []
+
+    def take(self, done: Done, *, gently: bool = False) -> None:
+        """Call `done` with one stack for each rank, within half a second.
+
+        Args:
+            gently: Send no signal, which may cut a wait in C code short: take what each rank has sampled itself. Of
+                one whose C code does not give the interpreter away that is where it was before.
+        """
+        done = faults.bound(done)
+        if self._taking is not None:
+            if self._taking.gently and not gently:
+                self._next.append(done)
+            else:
+                self._taking.listeners.append(done)
+            return
+        taking = self._taking = _Taking(next(self._numbers), self._loop.time() + _PATIENCE_S, [done], gently)
+        with faults.guarded(functools.partial(self._faulted, taking)):
+            for process in self._crew.ranks:
+                problem = self._ask(process, taking)
+                if problem:
+                    taking.problems[process.rank] = problem
+            self._loop.call_later(_POLL_S, self._look, taking)
+
+    def _faulted(self, taking: _Taking, error: Exception) -> None:
+        """Who waits for the stacks may be the end of the run."""
+        problem = f"the agent met a fault: {error!r}"
+        self._answer(taking, tuple(RankStack(rank=rank, problem=problem) for rank in self._crew.numbers))
+
+    def answered(self, rank: int, message: Collectives) -> None:
+        """A rank has looked into its flight recorder."""
+        if self._taking is not None and message.request == self._taking.request:
+            self._taking.collectives[rank] = message.current
+            self.entered_at[rank] = message.entered_at
+
+    # ------------------------------------------------------------ within
+
+    def _ask(self, process: RankProcess, taking: _Taking) -> str:
+        """Returns why there is nothing to ask, "" when it was asked."""
+        if process.pid is None:
+            return "it has not started yet"
+        if process.exit_status is not None:
+            return "its process has ended"
+        if self.has_reported(process.rank):
+            return "its cell is done"
+        if taking.gently:
+            taking.frames[process.rank] = self._notebook.upwards(parse(process.stack_file.sampled()))
+        else:
+            self._signal(process)
+        if process.stream is not None:
+            process.stream.send(TellCollectives(request=taking.request))
+        return ""
+
+    def _signal(self, process: RankProcess) -> None:
+        process.stack_file.forget()
+        # one that has only been forked would die of the signal, as would one whose user took the handler away
+        if process.pid is not None and catches(process.pid, STACK_SIGNAL) is not False:
+            process.signal(STACK_SIGNAL)
+
+    def _look(self, taking: _Taking) -> None:
+        late = self._loop.time() >= taking.deadline
+        missing: list[RankProcess] = []
+        waiting = False
+        for process in self._crew.ranks:
+            rank = process.rank
+            if rank in taking.problems:
+                continue
+            if rank not in taking.frames:
+                text = "" if process.stack_file.fd < 0 else process.stack_file.written()
+                # written line by line: it is whole when nothing more has come
+                if text and text == taking.texts.get(rank):
+                    taking.frames[rank] = self._notebook.upwards(parse(text))
+                else:
+                    taking.texts[rank] = text
+                    missing.append(process)
+            waiting = waiting or rank not in taking.frames or rank not in taking.collectives
+        if waiting and not late:
+            self._loop.call_later(_POLL_S, self._look, taking)
+        elif missing and (py_spy := find_py_spy()):
+            pids = {process.rank: process.pid for process in missing if process.pid is not None and process.alive}
+            future = call_in_background(functools.partial(_ask_py_spy, py_spy, pids), "sgpu-py-spy")
+            future.add_done_callback(lambda found: self._finish(taking, found.result()))
+        else:
+            self._finish(taking, {})
+
+    def _finish(self, taking: _Taking, by_py_spy: dict[int, tuple[StackFrame, ...]]) -> None:
+        stacks: list[RankStack] = []
+        for process in self._crew.ranks:
+            rank = process.rank
+            problem = taking.problems.get(rank, "")
+            frames = taking.frames.get(rank)
+            if frames is None:
+                frames = self._notebook.upwards(by_py_spy.get(rank, ()))
+                if not problem and not frames:
+                    problem = _silence(process)
+            elif not frames and not problem:
+                problem = "it is not in its cell: it gets ready, or it hands its result over"
+            stacks.append(RankStack(rank=rank, frames=frames, collective=taking.collectives.get(rank), problem=problem))
+        self._answer(taking, tuple(stacks))
+
+    def _answer(self, taking: _Taking, stacks: tuple[RankStack, ...]) -> None:
+        self._taking = None
+        listeners, taking.listeners = taking.listeners, []
+        for done in listeners:
+            done(stacks)
+        waiting, self._next = self._next, []
+        for done in waiting:
+            self.take(done)
+
+
+@dataclass
+class _Taking:
+    """One request that is under way; answers by rank."""
+
+    request: int
+    deadline: float
+    listeners: list[Done]
+    gently: bool
+    problems: dict[int, str] = field(default_factory=dict[int, str])
+    texts: dict[int, str] = field(default_factory=dict[int, str])
+    frames: dict[int, tuple[StackFrame, ...]] = field(default_factory=dict[int, tuple[StackFrame, ...]])
+    collectives: dict[int, Collective | None] = field(default_factory=dict[int, Collective | None])
+
+
+def _silence(process: RankProcess) -> str:
+    """Why a rank did not answer, as far as the system tells."""
+    if not process.alive:
+        return "its process has ended"
+    try:
+        state = Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    except (OSError, IndexError):
+        state = b""
+    if state in (b"T", b"t"):
+        return "its process is stopped (SIGSTOP or a debugger)"
+    if state == b"D":
+        return "its process waits in the system, such as for a disk, and can't answer"
+    return "it did not answer"
+
+
+def find_py_spy() -> str:
+    """The command py-spy, beside this Python or on the path; "" when it is not installed."""
+    beside = Path(sys.executable).parent / "py-spy"
+    return str(beside) if beside.exists() else shutil.which("py-spy") or ""
+
+
+def _ask_py_spy(command: str, pids: dict[int, int]) -> dict[int, tuple[StackFrame, ...]]:
+    """Dump the processes beside each other; nothing of one that takes too long or may not be looked into."""
+    arguments = [command, "dump", "--json", "--nonblocking", "--pid"]
+    running: dict[int, subprocess.Popen[bytes]] = {}
+    found: dict[int, tuple[StackFrame, ...]] = {}
+    for rank, pid in pids.items():
+        try:
+            pipe = subprocess.PIPE
+            running[rank] = subprocess.Popen([*arguments, str(pid)], stdout=pipe, stderr=subprocess.DEVNULL)
+        except OSError:
+            return found
+    deadline = time.monotonic() + _PY_SPY_TIMEOUT_S
+    for rank, process in running.items():
+        try:
+            text = process.communicate(timeout=max(0.0, deadline - time.monotonic()))[0]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            continue
+        found[rank] = parse_py_spy(text, pids[rank])
+    return found
+
+
+class _SpyFrame(msgspec.Struct):
+    name: str
+    filename: str
+    line: int = 0
+
+
+class _SpyThread(msgspec.Struct):
+    frames: list[_SpyFrame]
+    os_thread_id: int | None = None
+
+
+def parse_py_spy(text: bytes, pid: int) -> tuple[StackFrame, ...]:
+    """Read `py-spy dump --json`: the main thread's frames, innermost first; none when it is not of that form."""
+    try:
+        threads = msgspec.json.decode(text, type=list[_SpyThread])
+    except msgspec.DecodeError:
+        return ()
+    main = next((thread for thread in threads if thread.os_thread_id == pid), None)
+    return tuple(StackFrame(frame.filename, frame.line, frame.name) for frame in main.frames) if main else ()
