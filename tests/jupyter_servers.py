@@ -148,7 +148,7 @@ def _laid_out(places: Path) -> dict[str, str]:
         labextensions.mkdir(parents=True)
         configuration.mkdir(parents=True)
         (labextensions / "labextension").symlink_to(PACKAGE / "labextension")
-        (configuration / "sgpu_magic.json").symlink_to(PACKAGE / "jupyter_server" / "server_config.json")
+        (configuration / "sgpu_magic.json").symlink_to(PACKAGE / "server" / "server_config.json")
     return {
         "JUPYTER_PATH": str(places / "share" / "jupyter"),
         "JUPYTER_CONFIG_PATH": str(places / "etc" / "jupyter"),

@@ -3,79 +3,79 @@
 FRESH = (
     "service:Agent._launch",
     "launches:Launches._start",
-    "groups:Groups.take",
-    "group:Group.forked",
-    "group:Group._said",
-    "group:Group._wrote",
-    "fresh_run:FreshRun.start",
-    "fresh_run:FreshRun.rank_said",
-    "execution:Execution._all_there",
-    "execution:Execution._take_result",
-    "execution:Execution._end",
-    "output:RankOutput.flush",
-    "output:RankOutput.drain",
-    "deaths:Coroner.begin",
-    "gathering:Gathering.last_word",
-    "belongings:Belongings.describe",
-    "belongings:Belongings.take_result",
+    "ranks.standby_groups:Groups.take",
+    "ranks.group:Group.forked",
+    "ranks.group:Group._said",
+    "ranks.group:Group._wrote",
+    "runs.fresh:FreshRun.start",
+    "runs.fresh:FreshRun.rank_said",
+    "runs.execution:Execution._all_there",
+    "runs.execution:Execution._take_result",
+    "runs.execution:Execution._end",
+    "ranks.output:RankOutput.flush",
+    "ranks.output:RankOutput.drain",
+    "failures.exit_diagnosis:Coroner.begin",
+    "runs.gathering:Gathering.last_word",
+    "runs.run_files:Belongings.describe",
+    "runs.run_files:Belongings.take_result",
     "reports:Reports.happened",
 )
 # of these, one is called when a short run may have ended
-WHILE_IT_GOES_ON = ("deaths:Coroner.begin",)
+WHILE_IT_GOES_ON = ("failures.exit_diagnosis:Coroner.begin",)
 # the run's last word was said by then
 AFTER = (
-    "group:Group.exited",
-    "fresh_run:FreshRun.rank_exited",
-    "fresh_run:FreshRun._let_leave",
-    "fresh_run:FreshRun._finish_if_gone",
-    "belongings:Belongings.ended",
+    "ranks.group:Group.exited",
+    "runs.fresh:FreshRun.rank_exited",
+    "runs.fresh:FreshRun._let_leave",
+    "runs.fresh:FreshRun._finish_if_gone",
+    "runs.run_files:Belongings.ended",
     "reports:Reports.gone",
-    "held_runs:HeldRuns.run_gone",
-    "held_runs:HeldRuns.ranks_gone",
+    "run_registry:HeldRuns.run_gone",
+    "run_registry:HeldRuns.ranks_gone",
 )
 # what they cost is less than the run, while it goes on
 WATCHING = (
-    "run_sampler:RunSampler.begin",
-    "run_sampler:RunSampler.sample",
-    "sampling:Sampling._tick",
-    "groups:Groups.tend",
+    "watch.run_sampler:RunSampler.begin",
+    "watch.run_sampler:RunSampler.sample",
+    "watch.sampling:Sampling._tick",
+    "ranks.standby_groups:Groups.tend",
 )
 # and afterwards
 SPARED = (
-    "held_runs:HeldRuns._replenish",
-    "held_runs:HeldRuns._keep",
-    "run_memory:RunMemory.keep",
+    "run_registry:HeldRuns._replenish",
+    "run_registry:HeldRuns._keep",
+    "runs.run_memory:RunMemory.keep",
 )
 FAILING = (
-    "execution:Execution._take_failure",
-    "blame:Blame._decide",
-    "stop_path:StopPath.begin",
-    "stop_path:StopPath.end",
+    "runs.execution:Execution._take_failure",
+    "failures.failure_patience:Blame._decide",
+    "ranks.stop:StopPath.begin",
+    "ranks.stop:StopPath.end",
 )
 CELLS = (
-    "session_cell:SessionCell.start",
-    "session_cell:SessionCell.rank_said",
-    "session_cell:SessionCell._settle",
-    "session_cell:SessionCell._write_down",
-    "session:Session.execute",
-    "session:Session.cell_over",
-    "session_logs:SessionLogs.lend",
-    "session_logs:SessionLogs.take_back",
-    "cell_orders:send_session_cells",
+    "runs.session_cell:SessionCell.start",
+    "runs.session_cell:SessionCell.rank_said",
+    "runs.session_cell:SessionCell._settle",
+    "runs.session_cell:SessionCell._write_down",
+    "runs.session:Session.execute",
+    "runs.session:Session.cell_over",
+    "runs.session_logs:SessionLogs.lend",
+    "runs.session_logs:SessionLogs.take_back",
+    "ranks.orders:send_session_cells",
 )
 SESSIONS = (
-    "session:Session.start",
-    "session:Session._take_joined",
-    "session:Session._say_end",
-    "session:Session._finish_if_gone",
-    "group_care:GroupCare.fail",
+    "runs.session:Session.start",
+    "runs.session:Session._take_joined",
+    "runs.session:Session._say_end",
+    "runs.session:Session._finish_if_gone",
+    "runs.session_repair:GroupCare.fail",
 )
-ASKED = ("session:Session.ask", "questions:Questions.answered", "session:Session.restart")
-STACKS = ("stack_taking:StackTaker._ask", "stack_taking:StackTaker._look", "stack_taking:StackTaker._finish")
+ASKED = ("runs.session:Session.ask", "runs.questions:Questions.answered", "runs.session:Session.restart")
+STACKS = ("watch.stack_taking:StackTaker._ask", "watch.stack_taking:StackTaker._look", "watch.stack_taking:StackTaker._finish")
 CALLBACKS = (*FRESH, *AFTER, *WATCHING, *SPARED, *FAILING, *CELLS, *SESSIONS, *ASKED, *STACKS)
 # nothing but these can tell the pool
-TOLD = ("reports:Reports.happened", "reports:Reports.gone", "held_runs:HeldRuns.ranks_gone")
+TOLD = ("reports:Reports.happened", "reports:Reports.gone", "run_registry:HeldRuns.ranks_gone")
 OF_SESSION = tuple(name for name in CELLS if name.startswith("session"))
-AT_ITS_END = ("session:Session._say_end", "session:Session._finish_if_gone", "group_care:GroupCare.fail")
+AT_ITS_END = ("runs.session:Session._say_end", "runs.session:Session._finish_if_gone", "runs.session_repair:GroupCare.fail")
 # they do not know their run
-UNNAMED = ("gathering:Gathering.last_word", "sampling:Sampling._tick", "groups:Groups.tend")
+UNNAMED = ("runs.gathering:Gathering.last_word", "watch.sampling:Sampling._tick", "ranks.standby_groups:Groups.tend")
