@@ -2,8 +2,8 @@
 """The house from the code: `python scripts/house.py` measures it, `--map` draws it.
 
 A room is a folder or a module at the top of `sgpu_magic`; it stands one floor above the highest room that it imports
-from. Imports count wherever they stand but for those that only a type checker sees. Where rooms import each other, they share a
-floor, and are named.
+from. Imports count wherever they stand, but for those that only a type checker sees. Rooms that import each other share
+a floor, and are named.
 """
 
 from __future__ import annotations

@@ -71,11 +71,19 @@ SESSIONS = (
     "runs.session_repair:GroupCare.fail",
 )
 ASKED = ("runs.session:Session.ask", "runs.questions:Questions.answered", "runs.session:Session.restart")
-STACKS = ("watch.stack_taking:StackTaker._ask", "watch.stack_taking:StackTaker._look", "watch.stack_taking:StackTaker._finish")
+STACKS = (
+    "watch.stack_taking:StackTaker._ask",
+    "watch.stack_taking:StackTaker._look",
+    "watch.stack_taking:StackTaker._finish",
+)
 CALLBACKS = (*FRESH, *AFTER, *WATCHING, *SPARED, *FAILING, *CELLS, *SESSIONS, *ASKED, *STACKS)
 # nothing but these can tell the pool
 TOLD = ("reports:Reports.happened", "reports:Reports.gone", "run_registry:HeldRuns.ranks_gone")
 OF_SESSION = tuple(name for name in CELLS if name.startswith("session"))
-AT_ITS_END = ("runs.session:Session._say_end", "runs.session:Session._finish_if_gone", "runs.session_repair:GroupCare.fail")
+AT_ITS_END = (
+    "runs.session:Session._say_end",
+    "runs.session:Session._finish_if_gone",
+    "runs.session_repair:GroupCare.fail",
+)
 # they do not know their run
 UNNAMED = ("runs.gathering:Gathering.last_word", "watch.sampling:Sampling._tick", "ranks.standby_groups:Groups.tend")

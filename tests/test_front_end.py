@@ -14,8 +14,8 @@ import pytest
 from npm_packages import GOLDEN, PANEL_GOLDEN, ROOT, SOURCES, npm
 
 from sgpu_magic.panel import messages as panel_messages
-from sgpu_magic.panel import notebook as panel_notebook
 from sgpu_magic.panel import picture as panel_picture
+from sgpu_magic.runs.choice import schema as panel_notebook
 from sgpu_magic.views.live import messages, picture
 
 STATIC = ROOT / "sgpu_magic" / "static"

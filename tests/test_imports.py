@@ -28,8 +28,8 @@ MAY_USE: dict[str, set[str]] = {
     "client": {"payload", "packages"},
     "views": set(),
     "panel": {"client", "packages", "runs", "views"},
-    "runs": BY_HAND | {"panel"},
-    "functions": BY_HAND | {"panel", "runs", "runtime"},
+    "runs": BY_HAND,
+    "functions": BY_HAND | {"runs", "runtime"},
     "magics": BY_HAND | {"panel", "runs"},
     # the command looks at everything that a person may want to see from a shell
     "cli": BY_HAND | {"agent", "nodes", "runs", "tracking", "pool"},
@@ -40,7 +40,7 @@ MAY_USE: dict[str, set[str]] = {
     "agent": {"packages"},
     "worker": {"functions", "payload", "tracking", "runtime"},
     "tracking": {"packages", "views"},
-    "server": {"client", "panel", "views"},
+    "server": {"client", "panel", "runs", "views"},
 }
 """What a part of the package may import of the others."""
 
@@ -145,34 +145,20 @@ def test_imports_go_one_way():
     assert wrong_way(all_imports()) == []
 
 
-def test_the_parts_of_the_panel_are_apart():
-    """A notebook's choice is below sessions, which it governs; what a server serves knows nothing of a kernel."""
-    below = {"picture", "notebook", "choice", "packages", "chosen"}
+def test_what_a_server_takes_of_the_panel_knows_no_kernel():
     served = {
         "picture", "drawing", "waiting", "usage", "places", "looking", "watcher", "all_pools", "device_rows", "orders",
-        "messages",
+        "messages", "notebook",
     }  # fmt: skip
     widgets = {"live_views", "widget_publisher", "rank_widgets", "channels", "view_widget", "keyed_widget"}
     wrong: list[str] = []
     for found in all_imports():
         top, part, module, inner, *_ = [*found.module.split("."), "", "", ""]
-        if top != "sgpu_magic":
-            continue
-        name = found.file.removeprefix("panel/").removesuffix(".py")
-        is_session = (part, module) == ("runs", "sessions")
-        is_widget = (part, module) == ("views", "live") and inner in widgets
-        if found.file.startswith(("runs/sessions/", "functions/")) and part == "panel" and module not in below:
-            wrong.append(found.place)
-        if part_of(found.file) == "server" and part == "panel" and module not in served:
-            wrong.append(found.place)
-        if not found.file.startswith("panel/"):
-            continue
-        if name in below and (is_session or is_widget or (part == "panel" and module not in below)):
-            wrong.append(found.place)
-        if name in served and (
-            part == "runs" or is_widget or (part == "panel" and module not in served | {"notebook"})
-        ):
-            wrong.append(found.place)
+        is_served = found.file.removeprefix("panel/").removesuffix(".py") in served
+        if top == "sgpu_magic" and (part_of(found.file) == "server" or (found.file.startswith("panel/") and is_served)):
+            knows_kernel = part == "runs" and (module, inner) != ("choice", "schema")
+            if knows_kernel or (part == "panel" and module not in served) or (module == "live" and inner in widgets):
+                wrong.append(found.place)
     assert wrong == []
 
 

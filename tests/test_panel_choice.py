@@ -21,8 +21,10 @@ from hypothesis import strategies as st
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import EnvironmentFailed, UsageError
 from sgpu_magic.packages.requirement_files import read_file
-from sgpu_magic.panel import chosen
-from sgpu_magic.panel.choice import (
+from sgpu_magic.runs import job_defaults
+from sgpu_magic.runs.choice import default_choice
+from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, PYTHON_WAYS, Asked, with_choice
+from sgpu_magic.runs.choice.keeper import (
     KEY_FILE,
     MAX_FILE_BYTES,
     ChoiceKeeper,
@@ -35,10 +37,8 @@ from sgpu_magic.panel.choice import (
     sign,
     words_of,
 )
-from sgpu_magic.panel.chosen import MAGIC_WAYS, PYTHON_WAYS, Asked, with_choice
-from sgpu_magic.panel.notebook import Choice, KeptChoice
-from sgpu_magic.panel.packages import env_version_of, missing, problem_of_requirement
-from sgpu_magic.runs import job_defaults
+from sgpu_magic.runs.choice.packages import env_version_of, missing, problem_of_requirement
+from sgpu_magic.runs.choice.schema import Choice, KeptChoice
 from sgpu_magic.runs.job_defaults import JobDefaults
 from sgpu_magic.runs.placing import Devices
 from sgpu_magic.runs.submission import Wishes
@@ -309,7 +309,7 @@ def asked(place: Place, options: Asked = NOTHING_ASKED, ways: str = MAGIC_WAYS) 
 
 
 def keeper_of(place: Place) -> ChoiceKeeper:
-    return chosen.keeper(place)  # type: ignore[arg-type]
+    return default_choice.keeper(place)  # type: ignore[arg-type]
 
 
 def test_without_a_choice_nothing_is_added(tmp_path: Path):

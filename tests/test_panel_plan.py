@@ -12,9 +12,9 @@ import pytest
 
 from sgpu_magic.config import Settings
 from sgpu_magic.panel import installing
-from sgpu_magic.panel.choice import Held
-from sgpu_magic.panel.notebook import Choice
 from sgpu_magic.panel.plan import Plan, plan
+from sgpu_magic.runs.choice.keeper import Held
+from sgpu_magic.runs.choice.schema import Choice
 from sgpu_magic.wire.devices import Device, Inventory
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 from sgpu_magic.wire.states import RunState

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from sgpu_magic.errors import CapacityError, RunCancelled, UsageError
 from sgpu_magic.functions.handle import Run
 from sgpu_magic.functions.options import CallOptions
-from sgpu_magic.panel.chosen import PYTHON_WAYS, Asked, with_choice
 from sgpu_magic.runs import calls, follow
+from sgpu_magic.runs.choice.default_choice import PYTHON_WAYS, Asked, with_choice
 from sgpu_magic.runs.devices import in_pythons_words
 from sgpu_magic.runs.notebook import owner
 from sgpu_magic.runs.sessions import Session, registry, running

@@ -34,9 +34,9 @@ from sgpu_magic.magics.environment_magic import EnvironmentMagics
 from sgpu_magic.magics.questions import RankQuestions
 from sgpu_magic.magics.replay_magic import ReplayMagics
 from sgpu_magic.magics.session_magics import SessionMagics
-from sgpu_magic.panel import chosen
 from sgpu_magic.panel.door import Door
 from sgpu_magic.runs import packages
+from sgpu_magic.runs.choice import default_choice
 
 _OURS = ("%%distributed", "%%rank", "%%ray_launch")
 
@@ -74,7 +74,7 @@ def load(shell: InteractiveShell) -> None:
     kernel = getattr(shell, "kernel", None)
     questions = RankQuestions(kernel, auto) if hasattr(kernel, "do_inspect") else None
     _loaded[id(shell)] = _Loaded(magics, auto, assignments, questions, door)
-    if chosen.pool_name(magics.place) == magics.pool.name:
+    if default_choice.pool_name(magics.place) == magics.pool.name:
         # where all runs go elsewhere none of these processes is needed
         magics.pool.warm_in_background()
     packages.of(magics.pool).begin()
@@ -106,5 +106,5 @@ def unload(shell: InteractiveShell) -> None:
             for name in names:
                 shell.magics_manager.magics[kind].pop(name, None)
     loaded.door.close()
-    chosen.forget(loaded.magics.place)
+    default_choice.forget(loaded.magics.place)
     loaded.magics.close()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.magics.arguments import NO_SESSION, CellOptions
-from sgpu_magic.panel.chosen import MAGIC_WAYS, Asked, with_choice
+from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, Asked, with_choice
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.wishes import refuse_in_session
@@ -41,7 +41,7 @@ def with_notebooks_choice(place: Workplace, options: CellOptions) -> CellOptions
     """Return the options of a cell that runs in no session, with what the notebook's choice says where nothing was.
 
     Raises:
-        UsageError: As `chosen.with_choice`.
+        UsageError: As `default_choice.with_choice`.
         EnvironmentFailed: As that.
     """
     asked = Asked(options.devices, options.wishes, options.pool)

@@ -12,9 +12,9 @@ from IPython.core.magic import Magics, line_magic, magics_class
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.magics.parsing import Parser
-from sgpu_magic.panel import chosen
 from sgpu_magic.panel.door import Door
 from sgpu_magic.runs import packages
+from sgpu_magic.runs.choice import default_choice
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.workplace import workplace
 
@@ -59,7 +59,7 @@ class EnvironmentMagics(Magics):
 
         place = workplace()
         found = report(place.current_settings(), registry.all_sessions(), compared_to)
-        choice = chosen.held_words(chosen.keeper(place).now(), chosen.pool_name(place))
+        choice = default_choice.held_words(default_choice.keeper(place).now(), default_choice.pool_name(place))
         if choice:
             found = replace(found, lines=(choice, *found.lines))
         if place.is_notebook:

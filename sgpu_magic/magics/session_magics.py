@@ -11,7 +11,7 @@ from IPython.core.magic import Magics, line_magic, magics_class
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.magics import line_arguments
 from sgpu_magic.magics.auto import AutoMode
-from sgpu_magic.panel.chosen import MAGIC_WAYS
+from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS
 from sgpu_magic.runs.sessions import registry, running
 from sgpu_magic.runs.sessions.cells import prepare_push
 from sgpu_magic.runs.sessions.connecting import begin, is_same, with_notebooks_choice

@@ -1,9 +1,8 @@
 """What the environment panel shows, and what it may ask: for JupyterLab's sidebar and for a widget alike.
 
 picture   records of a pool as a panel draws it
-notebook  records of a notebook's kernel: its packages, its session, its choice
+notebook  records of a notebook's kernel: its packages, its session, a plan
 messages  questions to the kernel, and its answers
-choice    what a notebook asks for, kept in its metadata; whether this user has chosen it
 drawing   a pool's status -> picture
 waiting   when devices will be free
 usage     what a month has used
@@ -11,8 +10,6 @@ places    what runs' directories tell
 looking   asks a pool once
 watcher   asks pools while somebody looks
 orders    what a page asks of pools
-packages  a base with what a choice adds and removes, as a file
-chosen    what the choice adds to the options of magics and of Python
 plan      what applying a choice would do
 installing      packages in the kernel's own environment
 kernel_picture  a kernel -> picture
@@ -22,6 +19,6 @@ lanes     the threads that answer
 accepting       `%sgpu_env --accept`
 panel_view      the panel below a cell; in_text where none can be shown
 
-The Jupyter server imports `picture`, `messages`, and from `drawing` to `orders`. Sessions and functions import `chosen`
-alone, which is below them.
+The Jupyter server imports `picture`, `messages`, and from `drawing` to `orders`. The choice itself is `runs/choice`,
+below all that submits.
 """

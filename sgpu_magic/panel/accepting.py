@@ -6,11 +6,11 @@ from sgpu_magic.errors import UsageError
 from sgpu_magic.packages import snapshot
 from sgpu_magic.packages.difference import versions
 from sgpu_magic.packages.distributions import normalised
-from sgpu_magic.panel import chosen
-from sgpu_magic.panel.choice import words_of
 from sgpu_magic.panel.desk import accept
 from sgpu_magic.panel.installing import install
 from sgpu_magic.panel.plan import plan
+from sgpu_magic.runs.choice import default_choice
+from sgpu_magic.runs.choice.keeper import words_of
 from sgpu_magic.runs.workplace import Workplace
 
 
@@ -21,13 +21,13 @@ def accept_choice(place: Workplace) -> str:
         UsageError: There is nothing to confirm, or it is not possible here.
         EnvironmentFailed: Its packages can't be installed.
     """
-    held = chosen.keeper(place).now()
+    held = default_choice.keeper(place).now()
     choice = held.choice
     if choice is None:
         raise UsageError(
             held.problem or "this notebook's metadata ask for nothing, so there is nothing that could be confirmed."
         )
-    words = words_of(choice, chosen.pool_name(place))
+    words = words_of(choice, default_choice.pool_name(place))
     if held.confirmed:
         return f"this notebook asks for {words}; that is confirmed already."
     planned = plan(place, held, choice, connect=False, resolve=False)

@@ -14,7 +14,6 @@ from typing import Any, cast
 import msgspec
 
 from sgpu_magic.errors import SgpuError
-from sgpu_magic.panel import chosen
 from sgpu_magic.panel.installing import install
 from sgpu_magic.panel.kernel_picture import KernelPictures
 from sgpu_magic.panel.messages import (
@@ -28,8 +27,9 @@ from sgpu_magic.panel.messages import (
     PanelRefusal,
     PlanAnswer,
 )
-from sgpu_magic.panel.notebook import Choice, KeptChoice
 from sgpu_magic.panel.plan import Impossible, Plan, living, plan, sentence
+from sgpu_magic.runs.choice import default_choice
+from sgpu_magic.runs.choice.schema import Choice, KeptChoice
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.connecting import Ask, begin, with_notebooks_choice
 from sgpu_magic.runs.sessions.session import Session
@@ -96,7 +96,7 @@ class Desk:
             case AskKernel():
                 return self._kernel(question, knows_metadata)
             case AskPlan():
-                held = chosen.keeper(self._place).now()
+                held = default_choice.keeper(self._place).now()
                 planned = plan(self._place, held, question.choice, connect=question.connect)
                 return PlanAnswer(n=question.n, plan=planned.picture)
             case AskApply():
@@ -107,7 +107,7 @@ class Desk:
     # ------------------------------------------------------------ looking
 
     def _kernel(self, question: AskKernel, knows_metadata: bool) -> KernelReply:
-        keeper = chosen.keeper(self._place)
+        keeper = default_choice.keeper(self._place)
         kept = keeper.told(question.kept) if knows_metadata else None
         failed = self._failure()
         if failed:
@@ -115,7 +115,7 @@ class Desk:
         return self._state(question.n, kept)
 
     def _state(self, number: int, kept: KeptChoice | None = None, said: str = "") -> KernelAnswer:
-        held = chosen.keeper(self._place).now()
+        held = default_choice.keeper(self._place).now()
         with self._lock:
             installing = self._job is not None and self._job.is_alive
         picture = self._pictures.picture(held)
@@ -144,7 +144,7 @@ class Desk:
             self._applying.release()
 
     def _applied(self, question: AskApply) -> KernelReply:
-        held = chosen.keeper(self._place).now()
+        held = default_choice.keeper(self._place).now()
         planned = plan(self._place, held, question.choice, connect=question.connect, resolve=False)
         if planned.picture.problem:
             return PanelRefusal(n=question.n, text=planned.picture.problem)
@@ -188,14 +188,14 @@ class Desk:
     def _connect(self, before: Session | None) -> str:
         if before is not None:
             # one that can't be had is refused before the other has gone
-            with_notebooks_choice(self._place, Ask(), chosen.MAGIC_WAYS)
+            with_notebooks_choice(self._place, Ask(), default_choice.MAGIC_WAYS)
             end(before, "the panel has connected another in its place", wait_s=_END_S)
             if not before.has_ended:
                 raise Impossible(
                     f"Session {before.name} is asked to end and has not yet, so no other was connected. Connect again "
                     "when it has."
                 )
-        ask = with_notebooks_choice(self._place, Ask(), chosen.MAGIC_WAYS)
+        ask = with_notebooks_choice(self._place, Ask(), default_choice.MAGIC_WAYS)
         session = begin(self._place, ask, "none", of_cell=False)
         return f"%%distributed cells run in session {session.name} from now on."
 
@@ -262,7 +262,7 @@ def accept(place: Workplace, choice: Choice) -> KeptChoice:
     if not choice.env_version:
         # they are among the notebook's packages now
         choice = msgspec.structs.replace(choice, dependencies=(), removed=())
-    return chosen.keeper(place).confirm(choice)
+    return default_choice.keeper(place).confirm(choice)
 
 
 def end(session: Session, reason: str, wait_s: float = 0.0) -> None:

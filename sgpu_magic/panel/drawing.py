@@ -11,15 +11,8 @@ from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.config import Settings
 from sgpu_magic.panel import waiting
 from sgpu_magic.panel.device_rows import Holders, device_pictures, file_name, is_free
-from sgpu_magic.panel.picture import (
-    VERSION,
-    PoolChoice,
-    PoolPicture,
-    PoolState,
-    Remedy,
-    RunRow,
-    TypePicture,
-)
+from sgpu_magic.panel.picture import PoolChoice, PoolPicture, PoolState, Remedy, RunRow, TypePicture
+from sgpu_magic.runs.choice.schema import VERSION
 from sgpu_magic.views.pool_words import (
     budget_words,
     device_holders,

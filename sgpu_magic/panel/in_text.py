@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sgpu_magic.client.pools import PATIENCE_S
 from sgpu_magic.errors import SgpuError
-from sgpu_magic.panel import chosen
+from sgpu_magic.runs.choice import default_choice
 from sgpu_magic.runs.environment_report import report
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.workplace import Workplace
@@ -17,13 +17,13 @@ _NO_POOL = "no pool is running; the first run starts it."
 
 def panel_text(place: Workplace) -> str:
     """Return the pool, the notebook's choice and its packages. Starts no pool."""
-    name = chosen.pool_name(place)
+    name = default_choice.pool_name(place)
     try:
         looked_at = place.pools.named(name)
         status = looked_at.status(recent=5, start=False, timeout_s=PATIENCE_S)
         pool = _NO_POOL if status is None else status_text(status, notice=looked_at.notice)
     except SgpuError as error:
         pool = error.message
-    choice = chosen.held_words(chosen.keeper(place).now(), name) or _NO_CHOICE
+    choice = default_choice.held_words(default_choice.keeper(place).now(), name) or _NO_CHOICE
     packages = environment_text(report(place.current_settings(), registry.all_sessions()))
     return "\n\n".join((pool.rstrip(), choice, packages.rstrip()))

@@ -20,11 +20,11 @@ from sgpu_magic.packages.distributions import Snapshot, normalised
 from sgpu_magic.packages.mismatches import find_mismatches
 from sgpu_magic.packages.requirement_files import name_of, version_of
 from sgpu_magic.packages.travel_checks import packages_of
-from sgpu_magic.panel import chosen
-from sgpu_magic.panel.choice import Held, label_of, words_of
-from sgpu_magic.panel.notebook import BaseChoice, Choice, KernelPicture, PackageLine, SessionPicture
-from sgpu_magic.panel.packages import Base, base_of, base_versions, problem_of_base
-from sgpu_magic.panel.picture import VERSION
+from sgpu_magic.panel.notebook import BaseChoice, KernelPicture, PackageLine, SessionPicture
+from sgpu_magic.runs.choice import default_choice
+from sgpu_magic.runs.choice.keeper import Held, label_of, words_of
+from sgpu_magic.runs.choice.packages import Base, base_of, base_versions, problem_of_base
+from sgpu_magic.runs.choice.schema import VERSION, Choice
 from sgpu_magic.runs.environment_report import since_connected, stale_words
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.session import Session
@@ -71,7 +71,7 @@ class KernelPictures:
         else:
             notes += [*stale_words(now), *self._broken(now)]
         notes += since_connected(now, [session for session in registry.all_sessions() if not session.has_ended])
-        pool = chosen.pool_name(self._place)
+        pool = default_choice.pool_name(self._place)
         return KernelPicture(
             version=VERSION,
             package_version=__version__,

@@ -1,47 +1,11 @@
-"""Records of a notebook as a panel draws it: the choice in its metadata, its kernel's packages and session."""
+"""Records of a notebook's kernel as a panel draws it: its packages, its session, what applying a choice would do."""
 
 from __future__ import annotations
 
 from typing import Literal
 
+from sgpu_magic.runs.choice.schema import Choice
 from sgpu_magic.views.live.picture import Message
-
-CHOICE_KEY = "sgpu"
-"""Where a notebook's metadata has its choice."""
-
-
-class Choice(Message, frozen=True):
-    """What a notebook asks for: bare `%%distributed` and the panel's Connect use it; options on the magic win.
-
-    Args:
-        gpus: Number of ranks, 0 for the pool's choice.
-        type: Canonical device type, "" for the pool's choice.
-        pool: The pool's name, "" for the settings'.
-        env_version: Base environment as in `--env-version`, "" for this notebook's packages.
-        dependencies: Requirements on top of the base: `peft==0.17.1`.
-        removed: Names of the base's packages that are left out.
-    """
-
-    gpus: int = 0
-    type: str = ""
-    pool: str = ""
-    env_version: str = ""
-    dependencies: tuple[str, ...] = ()
-    removed: tuple[str, ...] = ()
-
-
-class KeptChoice(Message, frozen=True):
-    """A choice as it lies in the notebook's metadata under `CHOICE_KEY`.
-
-    Args:
-        choice: The choice.
-        signed: By whose key it was made (HMAC-SHA-256 over the choice, hexadecimal), "" by nobody's.
-        version: `picture.VERSION`.
-    """
-
-    choice: Choice
-    signed: str = ""
-    version: int = 1
 
 
 class BaseChoice(Message, frozen=True):

@@ -6,9 +6,6 @@ from typing import Literal
 
 from sgpu_magic.views.live.picture import Message
 
-VERSION = 1
-"""Of all records of the panel. A front end draws only its own version."""
-
 PoolState = Literal["up", "none", "lost", "other-version", "problem"]
 """`none`: nobody has started it, or it has given its processes back; `lost`: it was there and does not answer."""
 

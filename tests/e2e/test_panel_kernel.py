@@ -19,8 +19,8 @@ from kernels import Cell, Home, Kernel, eventually
 from small_index import SmallIndex
 
 from sgpu_magic.packages.uv_command import uv_path
-from sgpu_magic.panel.choice import KEY_FILE, sign
-from sgpu_magic.panel.notebook import Choice
+from sgpu_magic.runs.choice.keeper import KEY_FILE, sign
+from sgpu_magic.runs.choice.schema import Choice
 
 HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4,h100:8", "SGPU_CPU_SLOTS": "16"}
 TELL = "if rank == 0: print('ranks', world_size)"

@@ -11,8 +11,8 @@ from sgpu_magic.client.pool import new_key
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
 from sgpu_magic.packages.snapshot import take_snapshot
-from sgpu_magic.panel.chosen import PYTHON_WAYS, Asked, with_choice
 from sgpu_magic.payload.pack import pack_namespace
+from sgpu_magic.runs.choice.default_choice import PYTHON_WAYS, Asked, with_choice
 from sgpu_magic.runs.devices import memory_bytes, node_count, strategy_of
 from sgpu_magic.runs.durations import optional_s, timeout_s
 from sgpu_magic.runs.notebook import owner

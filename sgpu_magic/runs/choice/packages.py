@@ -21,7 +21,7 @@ from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.packages.kept_wheels import distribution_name
 from sgpu_magic.packages.requirement_files import name_of, read_file, version_of
 from sgpu_magic.packages.secrets import without_url_credentials
-from sgpu_magic.panel.notebook import Choice
+from sgpu_magic.runs.choice.schema import Choice
 
 FOLDER = "chosen-environments"
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from sgpu_magic.client.pools_file import LOCAL, default_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.panel.choice import ChoiceKeeper, Held, words_of
-from sgpu_magic.panel.notebook import Choice
 from sgpu_magic.runs import job_defaults
+from sgpu_magic.runs.choice.keeper import ChoiceKeeper, Held, words_of
+from sgpu_magic.runs.choice.schema import Choice
 from sgpu_magic.runs.devices import memory_bytes, strategy_of
 from sgpu_magic.runs.notebook import notebook_path
 from sgpu_magic.runs.placing import Devices
@@ -154,7 +154,7 @@ def _env_version(settings: Settings, choice: Choice) -> str:
     if found is not None and found[0] == key and os.path.exists(found[1]):
         return found[1]
     # only loaded where packages are changed
-    from sgpu_magic.panel.packages import env_version_of
+    from sgpu_magic.runs.choice.packages import env_version_of
 
     file = env_version_of(settings, choice)
     _found = (key, file)

@@ -20,8 +20,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import private_dir
-from sgpu_magic.panel.notebook import CHOICE_KEY, Choice, KeptChoice
-from sgpu_magic.panel.picture import VERSION
+from sgpu_magic.runs.choice.schema import CHOICE_KEY, VERSION, Choice, KeptChoice
 from sgpu_magic.wire.device_types import ANY, canonical_type
 
 KEY_FILE = "choice.key"
@@ -93,7 +92,7 @@ def problem_of(choice: Choice) -> str:
         return str(error)
     if choice.dependencies or choice.removed:
         # what parses requirements is only loaded where there are some
-        from sgpu_magic.panel.packages import problem_of_packages
+        from sgpu_magic.runs.choice.packages import problem_of_packages
 
         return problem_of_packages(choice)
     return ""
