@@ -14,8 +14,9 @@ import pytest
 from npm_packages import GOLDEN, PANEL_GOLDEN, ROOT, SOURCES, npm
 
 from sgpu_magic.panel import messages as panel_messages
+from sgpu_magic.panel import notebook as panel_notebook
 from sgpu_magic.panel import picture as panel_picture
-from sgpu_magic.runs.choice import schema as panel_notebook
+from sgpu_magic.runs.choice import schema as choice
 from sgpu_magic.views.live import messages, picture
 
 STATIC = ROOT / "sgpu_magic" / "static"
@@ -102,12 +103,12 @@ def test_the_golden_records_that_the_front_end_reads_are_what_python_writes() ->
 def test_the_golden_records_that_the_panel_reads_are_what_python_writes() -> None:
     """`labextension/test/panel_messages.test.ts` checks its twins of the records against this file."""
     constants: dict[str, object] = {
-        "VERSION": panel_picture.VERSION,
+        "VERSION": choice.VERSION,
         "MAX_RUNS": panel_picture.MAX_RUNS,
         "PANEL": panel_messages.PANEL,
-        "CHOICE_KEY": panel_notebook.CHOICE_KEY,
+        "CHOICE_KEY": choice.CHOICE_KEY,
     }
-    kinds = record_types(panel_picture, panel_notebook, panel_messages)
+    kinds = record_types(panel_picture, choice, panel_notebook, panel_messages)
     check_golden(PANEL_GOLDEN, golden_text(constants, kinds), "panel/messages.ts")
 
 

@@ -7,4 +7,5 @@ handle      `Run`: a run that goes on while the program does something else
 sweep       `map`: one run per item, and what comes of it
 sweeping    a sweep that goes on
 tracebacks  what a caller sees of an exception
+compat/     the documented names of serverless_gpu
 """

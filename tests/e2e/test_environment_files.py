@@ -69,7 +69,7 @@ def digest_of(directory: Path) -> str:
 
 def known(kernel: Kernel) -> str:
     """Wait until the kernel knows its packages, and return their digest."""
-    code = "(lambda s: s and s.digest)(__import__('sgpu_magic.packages.snapshot').environment.snapshot.kept_snapshot())"
+    code = "(lambda s: s and s.digest)(__import__('sgpu_magic.packages.snapshot').packages.snapshot.kept_snapshot())"
     return eventually(lambda: kernel.value(code), 15, "the snapshot")
 
 

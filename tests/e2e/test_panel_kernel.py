@@ -347,7 +347,7 @@ def test_it_disconnects_while_a_cell_runs(panel: Panel, kernel: Kernel, home: Ho
     assert not cell.idle
     blocked()
     assert cell.wait().text.split() == ["up", "over"]
-    assert kernel.value("__import__('sgpu_magic.runs.sessions.registry').sessions.registry.names()") == []
+    assert kernel.value("__import__('sgpu_magic.runs.sessions.registry').runs.sessions.registry.names()") == []
 
 
 def test_plain_cells_run_here_again_after_disconnecting_and_no_cell_is_told(panel: Panel, kernel: Kernel):

@@ -101,6 +101,10 @@ class RunDirectory:
 
     def _link_air(self) -> None:
         """Give the one `_air.py` of all runs a name here: one for each would be a sixth of what a small run takes."""
+        if self._launch.far:
+            # it goes to the pool, and nothing stays here
+            self.write(_AIR_NAME, _AIR)
+            return
         shared = self.path.parent / _SHARED_AIR
         if not has_content(shared, _AIR):
             self.write(_AIR_NAME, _AIR)
