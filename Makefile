@@ -9,6 +9,7 @@
 # make soak   500 random runs with random faults; SOAK_RUNS=100, SOAK_SEED=7 as variables
 # make bench  measure this package and its peers
 # make lint   format and lint checks, types
+# make house  measure the source: rooms, floors, circles, modules, statements;  make map  draws it
 # make front-end  build and test labextension/; needs Node 20.19 or newer
 #
 # PYTHON=...  the Python to use, 3.11 or newer; a torch that it has is used instead of a download
@@ -40,7 +41,7 @@ NOTEBOOK := notebooks/quickstart.ipynb
 OUT := build/demo
 CODE := sgpu_magic tests scripts
 
-.PHONY: demo lab test test-all test-gpu gpu-wheels coverage mutants frameworks soak bench lint format front-end clean help
+.PHONY: demo lab test test-all test-gpu gpu-wheels coverage mutants frameworks soak bench lint house map format front-end clean help
 
 help:
 	@sed -n 's/^# \{0,1\}//p;t;q' Makefile
@@ -82,6 +83,12 @@ lint: $(VENV)/.ready-test
 	$(BIN)/python -m ruff format --check $(CODE)
 	$(BIN)/python -m ruff check $(CODE)
 	$(BIN)/python -m pyright --pythonpath $(BIN)/python
+
+house:
+	@$(PYTHON) scripts/house.py
+
+map:
+	@$(PYTHON) scripts/house.py --map
 
 format: $(VENV)/.ready-test
 	$(BIN)/python -m ruff format $(CODE)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -230,3 +231,7 @@ def test_the_public_names_are_the_documented_ones():
     names = set(done.stdout.split())
     assert {"__version__", "load_ipython_extension", "unload_ipython_extension"} <= names
     assert not any(name.startswith("_") and name != "__version__" for name in names)
+
+
+def test_no_two_rooms_import_each_other():
+    TopologicalSorter(MAY_USE).prepare()
