@@ -31,8 +31,8 @@ from mlflow.tracking._tracking_service import utils
 from mlflow.utils import autologging_utils
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NAME, MLFLOW_RUN_NOTE
 
-from sgpu_magic.tracking import in_rank, in_rank_store
-from sgpu_magic.tracking.in_rank import CellHere
+from sgpu_magic.tracking import in_rank_store
+from sgpu_magic.tracking.in_rank_cell import CellHere, current
 
 _NO_MODEL = (
     "models are logged and registered by the first rank, for the run: what the other ranks call for that does nothing "
@@ -92,7 +92,7 @@ def _replace(original: Any, replacement: Any) -> None:
 
 def _begin_cell() -> None:
     global _place
-    cell = in_rank.current()
+    cell = current()
     if cell is None:
         return
     if cell.tracking.uri != _place:
@@ -112,7 +112,7 @@ def _begin_cell() -> None:
 
 def _active_cell() -> CellHere | None:
     """The tracked cell, None where MLflow is the user's own affair."""
-    cell = in_rank.current()
+    cell = current()
     return None if cell is None or cell.own else cell
 
 

@@ -28,8 +28,7 @@ from mlflow.utils.validation import (
     _validate_tag,  # pyright: ignore[reportPrivateUsage]
 )
 
-from sgpu_magic.tracking import in_rank
-from sgpu_magic.tracking.in_rank import CellHere
+from sgpu_magic.tracking.in_rank_cell import CellHere, current
 from sgpu_magic.wire.tracking import MetricPoint, absolute_uri
 
 # what MLflow sets by itself on a run that it creates, and the writer has set on this one
@@ -54,7 +53,7 @@ def wrapped(builder: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_place(uri: object) -> bool:
     """Whether a cell is tracked at this URI."""
-    cell = in_rank.current()
+    cell = current()
     if cell is None or not isinstance(uri, str):
         return False
     uri = absolute_uri(uri, os.getcwd())
@@ -96,7 +95,7 @@ class RunStore:
 
         @functools.wraps(attribute)
         def call(*args: Any, **kwargs: Any) -> Any:
-            cell = in_rank.current()
+            cell = current()
             if cell is not None:
                 args = tuple(_in_truth(cell, value) for value in args)
                 kwargs = {key: _in_truth(cell, value) for key, value in kwargs.items()}
@@ -108,7 +107,7 @@ class RunStore:
     def _real(self) -> Any:
         with self._opening:
             if self._opened is None:
-                cell = in_rank.current()
+                cell = current()
                 if cell is not None and cell.wait() is None and is_place(self._uri):
                     raise MlflowException(f"the tracking store {_shown(self._uri)} of this run is not available.")
                 self._opened = self._open_store()
@@ -189,7 +188,7 @@ class RunStore:
 
         Lightning's and others' loggers do so, through `MlflowClient`.
         """
-        cell = in_rank.current()
+        cell = current()
         parent = next((tag.value for tag in tags if tag.key == MLFLOW_PARENT_RUN_ID), "")
         tracked = cell.wait() if cell is not None and not cell.own and is_place(self._uri) else None
         if cell is not None and not cell.own and (tracked is None or str(experiment_id) == tracked.experiment_id):
@@ -208,7 +207,7 @@ class RunStore:
 
     def get_experiment_by_name(self, experiment_name: str) -> Any:
         """Lightning's logger names this experiment where its user has named none: the run's is meant."""
-        cell = in_rank.current()
+        cell = current()
         tracked = cell.wait() if cell is not None and not cell.own and experiment_name == _NO_NAME else None
         if tracked is not None and is_place(self._uri):
             return self._real.get_experiment(tracked.experiment_id)
@@ -280,7 +279,7 @@ def described(cell: CellHere, artifact_uri: str | None = None) -> Run:
 
 
 def _cell_of(run_id: object) -> CellHere | None:
-    cell = in_rank.current()
+    cell = current()
     return cell if cell is not None and cell.is_this(run_id) else None
 
 

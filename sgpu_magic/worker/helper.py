@@ -30,7 +30,7 @@ from sgpu_magic.wire.rank_messages import (
     ToRank,
     TrackingAnswered,
 )
-from sgpu_magic.worker import flight_recorder, output, rendezvous, widgets
+from sgpu_magic.worker import flight_recorder, output, rendezvous, renewal, widgets
 from sgpu_magic.worker.link import Link
 from sgpu_magic.worker.shell import RankShell
 from sgpu_magic.worker.trace import Sampler
@@ -147,7 +147,7 @@ class Helper:
                 for fd in fds:
                     _shut_down(fd)
                 rendezvous.revoke_store()
-                rendezvous.abort_nccl(stays=self.stays)
+                renewal.abort_nccl(stays=self.stays)
             case InPlace():
                 self.in_place.set()
             case TrackingAnswered():

@@ -248,19 +248,3 @@ def groups() -> list[object]:
 def is_grouped() -> bool:
     """Whether the default process group is there."""
     return dist.is_available() and dist.is_initialized()
-
-
-def abort_nccl(*, stays: bool) -> None:
-    """Free a rank that sits in an NCCL collective (torch 2.6 or newer). Gloo's are freed through their sockets.
-
-    Args:
-        stays: The groups are kept, to be connected anew: only their backends are aborted.
-    """
-    if not is_grouped() or "nccl" not in str(dist.get_backend_config()):
-        return
-    if not stays:
-        c10d._abort_process_group()  # pyright: ignore[reportPrivateUsage]
-        return
-    from sgpu_magic.worker import renewal
-
-    renewal.abort_nccl_backends()

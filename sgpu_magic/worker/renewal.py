@@ -103,6 +103,20 @@ def renew(rank: int, ranks: int, store_path: str, replaced: Sequence[int] = (), 
     return lost
 
 
+def abort_nccl(*, stays: bool) -> None:
+    """Free a rank that sits in an NCCL collective (torch 2.6 or newer). Gloo's are freed through their sockets.
+
+    Args:
+        stays: The groups are kept, to be connected anew: only their backends are aborted.
+    """
+    if not rendezvous.is_grouped() or "nccl" not in str(dist.get_backend_config()):
+        return
+    if not stays:
+        c10d._abort_process_group()  # pyright: ignore[reportPrivateUsage]
+        return
+    abort_nccl_backends()
+
+
 def abort_nccl_backends() -> None:
     """Free this rank from NCCL collectives; the groups stay and are connected anew later."""
     for group in list(c10d._world.pg_map):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import linecache
 import sys
 import threading
@@ -17,21 +16,18 @@ import types
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from IPython.core.displayhook import DisplayHook
-from IPython.core.displaypub import DisplayPublisher
 from IPython.core.error import UsageError as IPythonUsageError
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
 
-from sgpu_magic.wire.rank_messages import Cleared, Displayed
-from sgpu_magic.wire.record import Record
-from sgpu_magic.worker import asking, failures, interrupts, output, widgets
+from sgpu_magic.worker import asking, failures, interrupts, widgets
+from sgpu_magic.worker.displays import RankDisplayPublisher, Report
 from sgpu_magic.worker.failures import Shown, WholeTexts
 
-Report = Callable[[Record], None]
 _PLAIN = "text/plain"
 # in `IPython.core`: what of it ends a cell when it shows a traceback; the rest shows one and means no end
 _ENDING = ("IPython.core.interactiveshell", "IPython.core.magics.", "sgpu_magic.")
@@ -47,45 +43,8 @@ class CellEnded(BaseException):
     """
 
 
-def _discard(message: Record) -> None:
-    """Before the fork there is nobody to report to."""
-
-
 def _do_nothing() -> None:
     """Before the fork nobody waits for a cell."""
-
-
-class RankDisplayPublisher(DisplayPublisher):
-    """`display()` and `clear_output()` of a rank."""
-
-    report: Report = staticmethod(_discard)
-    # blocks under way whose displays go into a widget, the innermost last
-    captures: ClassVar[list[Any]] = []
-
-    def publish(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        data: Mapping[str, object],
-        metadata: Mapping[str, object] | None = None,
-        *,
-        transient: Mapping[str, str] | None = None,
-        update: bool = False,
-        **kwargs: object,
-    ) -> None:
-        if self.captures:
-            self.captures[-1].display(data, metadata or {})
-            return
-        output.flush()
-        display_id = (transient or {}).get("display_id", "")
-        self.report(
-            Displayed(bundle=_to_json(data), metadata=_to_json(metadata or {}), display_id=display_id, update=update)
-        )
-
-    def clear_output(self, wait: bool = False) -> None:
-        if self.captures:
-            self.captures[-1].clear(wait)
-            return
-        output.flush()
-        self.report(Cleared(wait=wait))
 
 
 class RankDisplayHook(DisplayHook):
@@ -342,16 +301,3 @@ def report_to(shell: RankShell, report: Report, report_raised: Callable[[], None
     publisher = shell.display_pub
     if isinstance(publisher, RankDisplayPublisher):
         publisher.report = report
-
-
-def _to_json(value: Mapping[str, object]) -> bytes:
-    # what is no UTF-8 has no place in JSON either
-    return json.dumps(value, default=_encode_binary, ensure_ascii=False).encode("utf-8", "replace")
-
-
-def _encode_binary(value: object) -> str:
-    import base64
-
-    if isinstance(value, bytes | bytearray | memoryview):
-        return base64.b64encode(value).decode("ascii")
-    return str(value)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal
 
-from sgpu_magic.worker.shell import RankDisplayPublisher
+from sgpu_magic.worker.displays import RankDisplayPublisher
 
 _MOST_CHARS = 100_000
 _MOST_OUTPUTS = 200
