@@ -112,7 +112,7 @@ def test_the_wheel_of_a_clean_checkout_has_the_panel_without_node(
         assert re.search(r"@sgpu-magic/labextension v\S+ enabled OK", found), found
         assert str(commands.parent) in found
         found = listed(home, commands / "jupyter", "server", "extension", "list")
-        assert re.search(r"sgpu_magic\.jupyter_server enabled", found), found
+        assert re.search(r"sgpu_magic\.server enabled", found), found
         where = "import sgpu_magic; print(sgpu_magic.__file__)"
         assert str(commands.parent) in listed(home, commands / "python", "-c", where)
         server = JupyterServer(home, "jupyterlab", command=[commands / "jupyter", "lab"])
