@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import stat
@@ -576,7 +577,10 @@ def test_the_panel_below_a_cell_tells_of_the_pool_while_it_is_watched(widget: tu
     order(kernel, view, kind="watch", pool="")
     cell.until(lambda: told(view, "runs"), 30, "the runs")
     assert told(view, "pools")[0]["pools"][0]["name"] == "local"
-    assert [found["type"] for found in told(view, "pool")[0]["picture"]["types"]] == ["h100", "a10", "cpu"]
+    # the pool may still be coming up: it has no devices then
+    pictures = functools.partial(told, view, "pool")
+    cell.until(lambda: pictures()[-1]["picture"]["types"], 30, "the pool's devices")
+    assert [found["type"] for found in pictures()[-1]["picture"]["types"]] == ["h100", "a10", "cpu"]
     assert told(view, "runs")[0]["whole"]
     assert panel_threads(kernel)
     kernel.check("%%distributed -n 1 --type cpu --name seen --ui none\npass")
