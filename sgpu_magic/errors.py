@@ -21,7 +21,7 @@
     └── RunCancelled              also a KeyboardInterrupt: the user stopped the run
 
 An exception that user code raised on a rank is raised in the notebook as its own type where that type
-exists here, with the three attributes of `RunFailed` set on it; see `render.remote_error`.
+exists here, with the three attributes of `RunFailed` set on it; see `views.remote_error`.
 
 Each class has a `topic`, a page in the folder `help`, and names what shows it.
 """

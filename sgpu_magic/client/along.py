@@ -20,7 +20,7 @@ class Stand:
 
 @dataclass(frozen=True, slots=True)
 class Along:
-    """Packages, code, uploads and the place in MLflow, as `protocol.messages.Submit` has them.
+    """Packages, code, uploads and the place in MLflow, as `wire.messages.Submit` has them.
 
     Args:
         interpreter: The ranks' Python; None is this process's.

@@ -21,8 +21,6 @@ def link_or_copy(kept: Path, wanted: Path) -> None:
     temporary.unlink(missing_ok=True)
     try:
         os.link(kept, temporary)
-    except FileNotFoundError:
-        raise
     except OSError:
         shutil.copyfile(kept, temporary)
         shutil.copymode(kept, temporary)

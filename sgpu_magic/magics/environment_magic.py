@@ -52,9 +52,8 @@ class EnvironmentMagics(Magics):
     def _show(self, compared_to: str) -> None:
         from IPython.display import publish_display_data
 
-        from sgpu_magic.runs.environment_report import report
-
         # only who asks needs what reads metadata and files
+        from sgpu_magic.runs.environment_report import report
         from sgpu_magic.views.environment import environment_html, environment_text
 
         place = workplace()

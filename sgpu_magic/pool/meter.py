@@ -1,6 +1,6 @@
 """What a run's time on the meter comes to. Pure.
 
-`protocol.metering` has the rules that views share.
+`wire.metering` has the rules that views share.
 """
 
 from __future__ import annotations

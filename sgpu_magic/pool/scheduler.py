@@ -7,7 +7,7 @@ feeds it what happened and does what it says. In the style of distributed's `wor
       told: `queue_words`.
     - `LaunchRun` gives the lease, `RunOver` frees it. The run stays queued until the agent's first
       `RunMoved`; until then the engine may hand the lease back with `LeaseRefused`.
-    - A state changes only with a `MoveRun`, and only along `protocol.states.TRANSITIONS`.
+    - A state changes only with a `MoveRun`, and only along `wire.states.TRANSITIONS`.
     - Cells of a session wait for it and for each other: `session_rules`.
     - Runs end at their cost limit, and at the pool's budget: `cost_rules`.
 """

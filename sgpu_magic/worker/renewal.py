@@ -114,11 +114,6 @@ def abort_nccl(*, stays: bool) -> None:
     if not stays:
         c10d._abort_process_group()  # pyright: ignore[reportPrivateUsage]
         return
-    abort_nccl_backends()
-
-
-def abort_nccl_backends() -> None:
-    """Free this rank from NCCL collectives; the groups stay and are connected anew later."""
     for group in list(c10d._world.pg_map):
         _abort_nccl(group)
 

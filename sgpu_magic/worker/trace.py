@@ -1,4 +1,4 @@
-"""Where a rank is, for those outside it: its stack file (see `protocol.stack_area`).
+"""Where a rank is, for those outside it: its stack file (see `wire.stack_area`).
 
 faulthandler    writes there when C code crashes, and on `STACK_SIGNAL`, also while C code holds the interpreter
 Sampler         keeps the main thread's last stack there: after SIGKILL and `os._exit` nobody can write any more

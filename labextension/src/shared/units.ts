@@ -46,7 +46,7 @@ function withSign(digits: string, currency: string): string {
   return sign ? `${sign}${digits}` : `${digits} ${currency}`.trimEnd();
 }
 
-/** Returns what `seconds` on the meter cost: each that has begun counts whole, as in `protocol/metering.py`. */
+/** Returns what `seconds` on the meter cost: each that has begun counts whole, as in `wire/metering.py`. */
 export function costOf(per_s: number, seconds: number): number {
   return per_s * Math.max(1, Math.ceil(seconds - 1e-6));
 }

@@ -6,7 +6,7 @@ fresh               a run whose ranks are its own
 preparing           a run whose packages and code are being made ready
 session             ranks that stay between cells;  session_logs, session_news  where they write, what it tells
 session_cell        a cell in these ranks
-session_repair      process groups connected anew, dead ranks replaced
+session_repair      keeps its group whole: dead ranks replaced;  regrouping  process groups connected anew
 run_ranks           the ranks that take part in one run
 gathering           what the ranks reported (no I/O);  displays  what they displayed
 questions           questions to idle ranks of a session

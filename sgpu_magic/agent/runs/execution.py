@@ -5,7 +5,7 @@
            -> asked to end               -> interrupted      -> ended(...)
 
 `ended` is what the notebook waits for. What comes before the first and after the last of these is another matter for
-ranks that are the run's own (`fresh_run`) and for those of a session (`session_cell`).
+ranks that are the run's own (`fresh`) and for those of a session (`session_cell`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tells of a run's idle GPUs: looks into the ranks' stacks when one has stood still for a while (see `idle_watch`)."""
+"""Tells of a run's idle GPUs: looks into the ranks' stacks when one has stood still for a while (see `idle`)."""
 
 from __future__ import annotations
 

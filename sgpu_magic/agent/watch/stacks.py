@@ -1,4 +1,4 @@
-"""Where ranks are: their stack files (see `protocol.stack_area`) and faulthandler's text, read. No waiting."""
+"""Where ranks are: their stack files (see `wire.stack_area`) and faulthandler's text, read. No waiting."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class CpuWatch:
 
         Args:
             now: A clock's seconds.
-            used_s: CPU seconds by process so far (`process_use`).
+            used_s: CPU seconds by process so far (`usage`).
         """
         last, self._last = self._last, (now, dict(used_s))
         for pid, used in used_s.items():

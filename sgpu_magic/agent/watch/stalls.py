@@ -1,4 +1,4 @@
-"""Looks at a silent run from time to time and says when its ranks wait for each other (see `progress`)."""
+"""Looks at a silent run from time to time and says when its ranks wait for each other (see `stall_rules`)."""
 
 from __future__ import annotations
 

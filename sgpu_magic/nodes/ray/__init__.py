@@ -17,5 +17,5 @@ package_archive  our package, for nodes that have none
 jobs_api         Ray's Jobs API by HTTP; needs no Ray
 deploy           a pool service as a Ray job
 
-Only `untyped` imports Ray, for `__main__`, `cluster`, `groups` and `agent_actor`.
+Only `untyped` imports Ray, for `__main__`, `cluster`, `groups`, `lease_parts` and `agent_actor`.
 """

@@ -149,7 +149,7 @@ def connect(
 
 
 def with_notebooks_choice(place: Workplace, ask: Ask, ways: str) -> Ask:
-    """Return what is asked for, with what the notebook's choice says where nothing was; as `chosen.with_choice`."""
+    """Return what is asked for, with the notebook's choice where nothing was; as `default_choice.with_choice`."""
     asked = Asked(ask.devices, ask.wishes, ask.pool)
     found = with_choice(place, asked, ways)
     if found is asked:
