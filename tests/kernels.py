@@ -221,9 +221,10 @@ class Kernel:
 
     def start(self, code: str, *, stop_on_error: bool = True, silent: bool = False) -> Cell:
         """Send a cell without waiting for it."""
+        began = time.monotonic()  # before the kernel can have it
         msg_id = self.client.execute(code, stop_on_error=stop_on_error, silent=silent)
         reply = self._replies[msg_id] = Reply()
-        return Cell(self, msg_id, reply)
+        return Cell(self, msg_id, reply, began)
 
     def run(self, code: str, timeout_s: float = 60.0, *, stop_on_error: bool = False) -> Reply:
         """Run a cell and return all that it sent back."""
@@ -326,7 +327,7 @@ class Cell:
     kernel: Kernel
     msg_id: str
     reply: Reply
-    began: float = field(default_factory=time.monotonic)
+    began: float
     idle: bool = False
 
     def wait(self, timeout_s: float = 60.0) -> Reply:
