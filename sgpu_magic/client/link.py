@@ -116,6 +116,12 @@ class PoolLink:
         """Seconds since a pool of another machine was heard; 0 as long as that is no cause for a word."""
         return self._wire.silent_s
 
+    @property
+    def is_used(self) -> bool:
+        """Whether an answer is awaited, a run followed or a port forwarded."""
+        with self._lock:
+            return bool(self._replies or self._followers) or self.on_stream is not None
+
     def send(self, message: Record, frames: Sequence[bytes] = ()) -> None:
         """Send a message.
 

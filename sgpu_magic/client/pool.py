@@ -83,6 +83,8 @@ class Pool:
         self.name = LOCAL if entry is None else entry.name
         self._uploads = Uploads()
         self._kept_settings = ""
+        self._submissions = 0
+        self._lock = threading.Lock()
         self._connection: Connection = (
             LocalConnection(settings, self._link_lost, self._noticed)
             if entry is None
@@ -121,12 +123,17 @@ class Pool:
             UsageError: The pool refuses the run, or there is no room for its payload.
             CapacityError: There is no room now and the run was not to wait.
         """
+        with self._lock:
+            self._submissions += 1
         try:
             run = self._submitter.submit(spec, packed, key, environ, along)
         except (UsageError, CapacityError) as error:
             if not self._kept_settings:
                 raise
             raise type(error)(f"{error.message} {self._kept_settings}") from None
+        finally:
+            with self._lock:
+                self._submissions -= 1
         run.pool = self.name
         return run
 
@@ -387,6 +394,13 @@ class Pool:
         """Say goodbye; runs that this kernel follows are cancelled."""
         self._connection.close()
         self._uploads.close()
+
+    def close_if_unused(self) -> None:
+        """End the link if nothing goes on over it; it is made again when it is needed."""
+        link = self._connection.alive
+        with self._lock:
+            if link is not None and not self._submissions and not link.is_used:
+                self._connection.close()
 
     # ------------------------------------------------------------ within
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -85,6 +85,7 @@ class Pools:
         read = self._read
         if read is None or read[0] != seen:
             read = self._read = (seen, read_pools(path))
+        self._let_go_of_others(read[1])
         return read[1]
 
     def names(self) -> list[str]:
@@ -197,6 +198,13 @@ class Pools:
             pool = Pool(self._settings, self._on_notice, entry, self._on_sending)
             self._made[entry.name] = (entry, pool)
             return pool
+
+    def _let_go_of_others(self, entries: Collection[PoolEntry]) -> None:
+        """End the links to pools that are not listed any more, or not so, where nothing goes on over them."""
+        with self._lock:
+            others = [*(pool for entry, pool in self._made.values() if entry not in entries), *self._replaced]
+        for pool in others:
+            pool.close_if_unused()
 
     def _ask_in_background(self, entry: PoolEntry, recent: int, again: bool) -> Future[Asked]:
         future: Future[Asked] = Future()

@@ -21,7 +21,7 @@ from listed_pools import list_nowhere, list_pools, listed
 from served_pools import ServedPool
 from test_panel_kernel import Panel
 
-from sgpu_magic.client.pools_edits import remove_pool
+from sgpu_magic.client.pools_edits import add_pool, remove_pool
 from sgpu_magic.client.pools_file import read_pools
 from sgpu_magic.system.secure_sockets import KeyPair, new_key_pair
 
@@ -121,8 +121,16 @@ def gone(scene: Scene) -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def nothing_stays(scene: Scene) -> Iterator[None]:
     yield
+    # its panel may have asked a pool that is listed no more: it lets go of that when it reads the list again
+    linked_pools(scene.kernel)
     for home in (scene.home, scene.team.home, scene.cloud.home):
         home.check_leaks()
+
+
+def linked_pools(kernel: Kernel) -> list[str]:
+    """The names of the pools that a kernel has a link to, after it has looked at the list."""
+    pools = "__import__('sgpu_magic.runs.workplace').runs.workplace.workplace().pools"
+    return kernel.value(f"{pools}.entries() and [pool.name for pool in {pools}.connected()]")
 
 
 def goes_to(reply: Reply) -> str:
@@ -420,3 +428,18 @@ def test_adding_listing_and_removing_a_pool(scene: Scene, new_kernel: Callable[[
     assert "It was not asked." in said
     assert "can't find the address" in scene.sgpu("pool", "list")
     scene.sgpu("pool", "remove", "later")
+
+
+def test_the_link_to_a_pool_that_is_listed_no_more_ends_with_what_goes_on_there(
+    scene: Scene, new_kernel: Callable[[], Kernel]
+):
+    add_pool(replace(scene.cloud.entry, name="brief"), scene.file)
+    kernel = new_kernel()
+    try:
+        kernel.check("%sgpu_connect -n 1 --type h100 --pool brief")
+    finally:
+        remove_pool("brief", scene.file)
+    assert linked_pools(kernel) == ["brief"]
+    assert kernel.check("%%distributed\nprint('goes on')").lines(0) == ["goes on"]
+    kernel.check("%sgpu_disconnect")
+    eventually(lambda: linked_pools(kernel) == [], 10)
