@@ -478,6 +478,13 @@ def test_the_children_of_a_ranks_session_are_leftovers_too():
 
 
 @linux_only
+def test_who_has_a_dead_ranks_number_now_is_left_alone():
+    with sleeper(session=True) as stranger, sleeper(session=True, mark="abcd1234") as marked:
+        assert kill_leftovers("abcd1234", {stranger.pid}, reaped=True) == [marked.pid]
+        assert stranger.poll() is None
+
+
+@linux_only
 def test_a_run_without_leftovers_kills_nothing():
     with sleeper(session=True) as stranger:
         assert kill_leftovers("00000000", set()) == []

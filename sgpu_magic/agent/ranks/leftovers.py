@@ -18,7 +18,9 @@ def now_in_ticks() -> int:
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
 
 
-def kill_leftovers(run_id: str, sessions: Collection[int], since_ticks: int = 0, *, marked: bool = True) -> list[int]:
+def kill_leftovers(
+    run_id: str, sessions: Collection[int], since_ticks: int = 0, *, marked: bool = True, reaped: bool = False
+) -> list[int]:
     """Kill what still lives of a run and return the pids. Linux only.
 
     A process belongs to the run when its session was made by one of the run's ranks, or when it was started with
@@ -29,8 +31,12 @@ def kill_leftovers(run_id: str, sessions: Collection[int], since_ticks: int = 0,
         sessions: The ranks' pids, each the id of its session.
         since_ticks: When the run began (`now_in_ticks`); what is older can't be of it and is not looked into.
         marked: Also those that have left their sessions.
+        reaped: The ranks themselves are gone. A process that has the number of one is another's then, and so is its
+            session: the kernel gives no number anew while a session has it.
     """
     killed: list[int] = []
+    if reaped:
+        sessions = [pid for pid in sessions if not os.path.exists(f"/proc/{pid}")]
     mark = f"{RUN_VARIABLE}={run_id}".encode()
     own_uid = os.getuid()
     for entry in os.listdir("/proc") if os.path.isdir("/proc/self") else ():

@@ -320,7 +320,7 @@ class Session(NodeRun):
     def _finish_if_gone(self) -> None:
         if not self._ended or self._gone or not self.group.gone:
             return
-        leftovers.kill_leftovers(self.run_id, set(self.group.pids), self._launched_ticks)
+        leftovers.kill_leftovers(self.run_id, self.group.pids, self._launched_ticks, reaped=not self.group.broken)
         self.group.close()
         self._is_over()
 

@@ -88,7 +88,7 @@ class GroupCare:
         if not ranks or self._regrouping is not None or any(self._group.rank(rank).alive for rank in ranks):
             return
         old = {self._group.rank(rank).pid or 0 for rank in ranks}
-        leftovers.kill_leftovers(self._launch.spec.run_id, old, marked=False)
+        leftovers.kill_leftovers(self._launch.spec.run_id, old, marked=False, reaped=True)
         self._regroup(ranks, self._end_replacement)
         if self._replacing:
             self._replaced(ranks)
