@@ -371,6 +371,14 @@ def test_idle_time_counts_from_the_last_use():
     assert watch.look(16, {1: 5.1, 2: 5.5}) == {1: 6.0, 2: 2.0}
 
 
+def test_looks_in_quick_succession_see_a_process_that_shares_its_core():
+    watch = CpuWatch()
+    # a fifth of a core, of which each look sees less than the system's clock tells apart
+    idle = [watch.look(0.05 * step, {1: 0.01 * step, 2: 0.002 * step}) for step in range(41)]
+    assert max(seen[1] for seen in idle) < 0.3
+    assert idle[-1][2] == pytest.approx(2.0)
+
+
 @linux_only
 def test_cpu_time_of_a_process_is_also_its_childrens():
     burn = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"

@@ -94,15 +94,19 @@ class StallJudge:
 
 
 class CpuWatch:
-    """How long each rank has used no CPU, from its own and its children's time. Where that is unknown it is busy."""
+    """How long each rank has used no CPU, from its own and its children's time. Where that is unknown it is busy.
+
+    It is busy that used more than a small share since the last look, or since it was last seen to be: looks that
+    follow each other closely see little of a process that shares its core with others.
+    """
 
     def __init__(self) -> None:
-        self._last: tuple[float, dict[int, float]] | None = None
-        self._idle_since: dict[int, float] = {}
+        self._last: dict[int, _Used] = {}
+        self._busy: dict[int, _Used] = {}
 
     def forget(self) -> None:
-        self._last = None
-        self._idle_since = {}
+        self._last = {}
+        self._busy = {}
 
     def look(self, now: float, used_s: Mapping[int, float]) -> dict[int, float]:
         """Return for each process how long it has been idle, in seconds.
@@ -111,10 +115,19 @@ class CpuWatch:
             now: A clock's seconds.
             used_s: CPU seconds by process so far (`usage`).
         """
-        last, self._last = self._last, (now, dict(used_s))
         for pid, used in used_s.items():
-            before = last[1].get(pid) if last is not None else None
-            # less than before: a child has ended
-            if last is None or before is None or not 0 <= used - before <= BUSY_SHARE * (now - last[0]) + _SLACK_S:
-                self._idle_since[pid] = now
-        return {pid: now - self._idle_since[pid] for pid in used_s}
+            since = (self._last.get(pid), self._busy.get(pid))
+            if not all(before is not None and before.is_idle_until(now, used) for before in since):
+                self._busy[pid] = _Used(now, used)
+        self._last = {pid: _Used(now, used) for pid, used in used_s.items()}
+        return {pid: now - self._busy[pid].at for pid in used_s}
+
+
+@dataclass(frozen=True, slots=True)
+class _Used:
+    at: float
+    cpu_s: float
+
+    def is_idle_until(self, now: float, cpu_s: float) -> bool:
+        # less than before: a child has ended
+        return 0 <= cpu_s - self.cpu_s <= BUSY_SHARE * (now - self.at) + _SLACK_S
