@@ -19,6 +19,7 @@ class LazyModule:
         return getattr(importlib.import_module(self._name), name)
 
 
+jupytext = LazyModule("jupytext")
 nbclient = LazyModule("nbclient")
 nbconvert = LazyModule("nbconvert")
 nbformat = LazyModule("nbformat")

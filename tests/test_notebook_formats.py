@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import jupytext
 import pytest
-from lazy_modules import nbformat
+from lazy_modules import jupytext, nbformat
 
 from sgpu_magic.cli.headless.formats import Form, form_of, kernel_name, read_notebook, submits_runs
 from sgpu_magic.errors import UsageError

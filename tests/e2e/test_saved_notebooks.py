@@ -48,26 +48,29 @@ dist.barrier()
 ALL = (LOAD, GOOD, "print(total, where)", BAD)
 
 
-class WithFrontEnd(nbclient.NotebookClient):
+def with_front_end() -> type[nbclient.NotebookClient]:
     """A front end with a person: its kernel may ask for input, and it names the cell. Runs get their live view."""
 
-    async def async_start_new_kernel_client(self):
-        client = await super().async_start_new_kernel_client()
-        client.allow_stdin = True
-        client.session.metadata = {"cellId": "a-cell"}
-        return client
+    class WithFrontEnd(nbclient.NotebookClient):
+        async def async_start_new_kernel_client(self):
+            client = await super().async_start_new_kernel_client()
+            client.allow_stdin = True
+            client.session.metadata = {"cellId": "a-cell"}
+            return client
 
-    start_new_kernel_client = nbclient.util.run_sync(async_start_new_kernel_client)
+        start_new_kernel_client = nbclient.util.run_sync(async_start_new_kernel_client)
+
+    return WithFrontEnd
 
 
 @pytest.fixture
 def executed(environment: Home) -> Callable[..., nbformat.NotebookNode]:
     """Executes cells, errors and all, and returns the notebook."""
 
-    def execute(*cells: str, client: type[nbclient.NotebookClient] = nbclient.NotebookClient) -> nbformat.NotebookNode:
+    def execute(*cells: str, client: type[nbclient.NotebookClient] | None = None) -> nbformat.NotebookNode:
         made = notebook(*cells)
         resources = {"metadata": {"path": str(environment.work)}}
-        client(made, timeout=60, resources=resources, allow_errors=True).execute()
+        (client or nbclient.NotebookClient)(made, timeout=60, resources=resources, allow_errors=True).execute()
         nbformat.validate(made)
         return made
 
@@ -181,7 +184,7 @@ def test_papermill(environment: Home, tmp_path: Path) -> None:
 def test_a_live_view_leaves_nothing_of_itself(
     environment: Home, executed: Callable[..., nbformat.NotebookNode]
 ) -> None:
-    made = executed(*ALL, client=WithFrontEnd)
+    made = executed(*ALL, client=with_front_end())
     saved = nbformat.writes(made)
     assert WIDGET_MIME not in saved
     # what a front end says of a page that it has converted to HTML would be an error without its widget
