@@ -94,7 +94,8 @@ format: $(VENV)/.ready-test
 	$(BIN)/python -m ruff format $(CODE)
 	$(BIN)/python -m ruff check --fix $(CODE)
 
-front-end:
+front-end: $(VENV)/.ready-test
+	$(BIN)/python scripts/front_end_records.py
 	cd labextension && npm ci && npm run build:view && npm run build:plugin && npm run check && npm run lint && npm test
 
 clean:

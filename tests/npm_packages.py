@@ -12,8 +12,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "labextension"
-GOLDEN = ROOT / "tests" / "golden" / "live_messages.json"
-PANEL_GOLDEN = ROOT / "tests" / "golden" / "panel_messages.json"
 _COPIED = ("package.json", "package-lock.json", ".npmrc", "*.mjs", "*.ts", "tsconfig*.json", "src", "test")
 _NO_REGISTRY = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ETIMEDOUT", "ENOTCACHED")
 
@@ -44,9 +42,6 @@ def copy_front_end(kept: Path) -> Path:
     for pattern in _COPIED:
         for path in SOURCES.glob(pattern):
             (shutil.copytree if path.is_dir() else shutil.copy)(path, copy / path.name)
-    (place / "tests" / "golden").mkdir(parents=True, exist_ok=True)
-    for golden in (GOLDEN, PANEL_GOLDEN):
-        shutil.copy(golden, place / "tests" / "golden")
     installed = place / "installed"
     if not installed.exists():
         told = npm(copy, "ci", "--prefer-offline")

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import types
-import typing
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
 
-import msgspec
 import pytest
-from npm_packages import GOLDEN, PANEL_GOLDEN, ROOT, SOURCES, npm
-
-from sgpu_magic.panel import messages as panel_messages
-from sgpu_magic.panel import notebook as panel_notebook
-from sgpu_magic.panel import picture as panel_picture
-from sgpu_magic.runs.choice import schema as choice
-from sgpu_magic.views.live import messages, picture
+from npm_packages import ROOT, SOURCES, npm
 
 STATIC = ROOT / "sgpu_magic" / "static"
 # every widget carries its view to the page: with the table of an out-of-memory 67 kB, a third of that compressed
@@ -27,89 +18,10 @@ MOST_BYTES = {"run_view.js": 70_000, "panel.js": 82_000}
 # ------------------------------------------------------------------ records
 
 
-def record_types(*modules: types.ModuleType) -> list[type[picture.Message]]:
-    return [
-        kind
-        for kind in {name: each for module in modules for name, each in vars(module).items()}.values()
-        if isinstance(kind, type) and issubclass(kind, picture.Message) and kind is not picture.Message
-    ]
-
-
-_SCALARS: dict[object, list[object]] = {
-    int: [7],
-    float: [0.5],
-    str: ["text <b>"],
-    bool: [True, False],
-    types.NoneType: [None],
-}
-
-
-def choices(hint: Any) -> list[object]:
-    """Return a value of each sort that a field may have: every literal, None where it may be absent."""
-    if hint in _SCALARS:
-        return _SCALARS[hint]
-    if isinstance(hint, type) and issubclass(hint, picture.Message):
-        return [samples(hint)[0]]  # the other ones stand under its own name
-    arguments = get_args(hint)
-    match get_origin(hint):
-        case typing.Literal:
-            return list(arguments)
-        case types.UnionType | typing.Union:
-            return [value for each in arguments for value in choices(each)]
-        case origin if origin is tuple and arguments[-1] is ...:
-            return [tuple(choices(arguments[0])), ()]
-        case origin if origin is tuple:
-            return [tuple(choices(each)[0] for each in arguments)]
-        case _:
-            raise TypeError(f"no sample of {hint}")
-
-
-def samples(cls: type[picture.Message]) -> list[picture.Message]:
-    """Return records of a class: one, then one for each other choice of each of its fields."""
-    sorts = {name: choices(hint) for name, hint in get_type_hints(cls).items() if name in cls.__struct_fields__}
-    first = cls(**{name: values[0] for name, values in sorts.items()})
-    changes = [{name: value} for name, values in sorts.items() for value in values[1:]]
-    return [first, *(msgspec.structs.replace(first, **change) for change in changes)]
-
-
-def golden_text(constants: dict[str, object], kinds: list[type[picture.Message]]) -> str:
-    """Return constants and samples of records as a file's text: a line for each sample, as changes are read."""
-    written: dict[str, list[object]] = {}
-    for cls in kinds:
-        assert "id" not in cls.__struct_fields__
-        written[cls.__name__] = [json.loads(messages.to_json(record)) for record in samples(cls)]
-    named = (
-        f"  {json.dumps(name)}: [\n"
-        + ",\n".join(f"   {json.dumps(sample, ensure_ascii=False)}" for sample in records)
-        + "\n  ]"
-        for name, records in written.items()
-    )
-    return f'{{\n "constants": {json.dumps(constants)},\n "records": {{\n' + ",\n".join(named) + "\n }\n}\n"
-
-
-def check_golden(golden: Path, text: str, twins: str) -> None:
-    if os.environ.get("SGPU_UPDATE_GOLDEN"):
-        golden.write_text(text)
-    assert text == golden.read_text(), f"SGPU_UPDATE_GOLDEN=1 rewrites it; then labextension/src/{twins}"
-
-
-def test_the_golden_records_that_the_front_end_reads_are_what_python_writes() -> None:
-    """`labextension/test/messages.test.ts` checks its twins of the records against this file."""
-    names = ("VERSION", "MAX_LINES", "MAX_MATCHES", "MAX_LOG_BYTES")
-    constants = {name: getattr(picture if hasattr(picture, name) else messages, name) for name in names}
-    check_golden(GOLDEN, golden_text(constants, record_types(picture, messages)), "run_view/messages.ts")
-
-
-def test_the_golden_records_that_the_panel_reads_are_what_python_writes() -> None:
-    """`labextension/test/panel_messages.test.ts` checks its twins of the records against this file."""
-    constants: dict[str, object] = {
-        "VERSION": choice.VERSION,
-        "MAX_RUNS": panel_picture.MAX_RUNS,
-        "PANEL": panel_messages.PANEL,
-        "CHOICE_KEY": choice.CHOICE_KEY,
-    }
-    kinds = record_types(panel_picture, choice, panel_notebook, panel_messages)
-    check_golden(PANEL_GOLDEN, golden_text(constants, kinds), "panel/messages.ts")
+def test_the_front_ends_records_are_those_that_python_writes() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "front_end_records.py"), "--check"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stdout + told.stderr
 
 
 # ------------------------------------------------------------------ the built file

@@ -1,0 +1,250 @@
+/**
+ * The records of these modules, where they are described:
+ *
+ * - `sgpu_magic.panel.picture`
+ * - `sgpu_magic.runs.choice.schema`
+ * - `sgpu_magic.panel.notebook`
+ * - `sgpu_magic.panel.messages`
+ *
+ * Written by `scripts/front_end_records.py`.
+ */
+
+import { bool, kinds, list, nullable, num, oneOf, record, str } from "../shared/checks";
+import type { Of } from "../shared/checks";
+
+export const poolState = oneOf("up", "none", "lost", "other-version", "problem");
+export type PoolState = Of<typeof poolState>;
+
+export const remedy = oneOf("", "start", "retry");
+export type Remedy = Of<typeof remedy>;
+
+export const poolChoice = record({ name: str, about: str, reserved: bool, default: bool });
+export type PoolChoice = Of<typeof poolChoice>;
+
+export const typePicture = record({
+  type: str,
+  label: str,
+  total: num,
+  free: num,
+  memory_bytes: num,
+  price: nullable(num),
+  currency: str,
+  simulated: bool,
+  reserved: bool,
+  waits_s: list(nullable(num)),
+});
+export type TypePicture = Of<typeof typePicture>;
+
+export const devicePicture = record({
+  uuid: str,
+  type: str,
+  label: str,
+  simulated: bool,
+  utilization_pct: nullable(num),
+  used_bytes: nullable(num),
+  memory_bytes: num,
+  run_id: str,
+  kernel: str,
+  user: str,
+  free: bool,
+});
+export type DevicePicture = Of<typeof devicePicture>;
+
+export const runRow = record({
+  run_id: str,
+  short_id: str,
+  name: str,
+  kind: str,
+  session: str,
+  state: str,
+  tone: str,
+  final: bool,
+  words: str,
+  ranks: num,
+  device_type: str,
+  simulated: bool,
+  submitted_at: num,
+  started_at: nullable(num),
+  ended_at: nullable(num),
+  metered_at: nullable(num),
+  hourly: nullable(num),
+  cost: nullable(num),
+  currency: str,
+  notebook: str,
+  kernel: str,
+  user: str,
+  idle_ends_at: nullable(num),
+  tracked_url: str,
+  here: bool,
+});
+export type RunRow = Of<typeof runRow>;
+
+export const poolPicture = record({
+  version: num,
+  pool: str,
+  state: poolState,
+  sentence: str,
+  remedy,
+  remedy_words: str,
+  now: num,
+  about: str,
+  types: list(typePicture),
+  devices: list(devicePicture),
+  cpu_slots: num,
+  cpu_slots_free: num,
+  usage: str,
+  notes: list(str),
+});
+export type PoolPicture = Of<typeof poolPicture>;
+
+export const poolTold = record({ kind: oneOf("pool"), picture: poolPicture });
+export type PoolTold = Of<typeof poolTold>;
+
+export const runsTold = record({
+  kind: oneOf("runs"),
+  pool: str,
+  whole: bool,
+  changed: list(runRow),
+  gone: list(str),
+});
+export type RunsTold = Of<typeof runsTold>;
+
+export const poolsTold = record({ kind: oneOf("pools"), pools: list(poolChoice) });
+export type PoolsTold = Of<typeof poolsTold>;
+
+export const panelTold = kinds({
+  pools: poolsTold,
+  pool: poolTold,
+  runs: runsTold,
+});
+export type PanelTold = Of<typeof panelTold>;
+
+export const MAX_RUNS = 1000;
+
+export const VERSION = 1;
+
+export const CHOICE_KEY = "sgpu";
+
+export const choice = record({
+  gpus: num,
+  type: str,
+  pool: str,
+  env_version: str,
+  dependencies: list(str),
+  removed: list(str),
+});
+export type Choice = Of<typeof choice>;
+
+export const keptChoice = record({ choice, signed: str, version: num });
+export type KeptChoice = Of<typeof keptChoice>;
+
+export const baseChoice = record({ name: str, label: str, about: str });
+export type BaseChoice = Of<typeof baseChoice>;
+
+export const packageLine = record({ sign: oneOf("+", "-", "~"), name: str, words: str, removable: bool });
+export type PackageLine = Of<typeof packageLine>;
+
+export const sessionPicture = record({ run_id: str, name: str, current: bool, state: str, words: str });
+export type SessionPicture = Of<typeof sessionPicture>;
+
+export const kernelPicture = record({
+  version: num,
+  package_version: str,
+  pool: str,
+  choice: nullable(choice),
+  choice_words: str,
+  confirmed: bool,
+  bases: list(baseChoice),
+  python: str,
+  packages: num,
+  differences: list(packageLine),
+  more_differences: num,
+  sessions: list(sessionPicture),
+  notes: list(str),
+});
+export type KernelPicture = Of<typeof kernelPicture>;
+
+export const planPicture = record({ sentences: list(str), loses: bool, problem: str, button: str });
+export type PlanPicture = Of<typeof planPicture>;
+
+export const PANEL = "panel";
+
+export const askKernel = record({ kind: oneOf("kernel"), n: num, kept: nullable(keptChoice) });
+export type AskKernel = Of<typeof askKernel>;
+
+export const askPlan = record({ kind: oneOf("plan"), n: num, choice, connect: bool });
+export type AskPlan = Of<typeof askPlan>;
+
+export const askApply = record({
+  kind: oneOf("apply"),
+  n: num,
+  choice,
+  connect: bool,
+  confirmed: bool,
+});
+export type AskApply = Of<typeof askApply>;
+
+export const askDisconnect = record({ kind: oneOf("disconnect"), n: num, name: str });
+export type AskDisconnect = Of<typeof askDisconnect>;
+
+export const kernelQuestion = kinds({
+  kernel: askKernel,
+  plan: askPlan,
+  apply: askApply,
+  disconnect: askDisconnect,
+});
+export type KernelQuestion = Of<typeof kernelQuestion>;
+
+export const kernelAnswer = record({
+  kind: oneOf("kernel-answer"),
+  n: num,
+  picture: kernelPicture,
+  kept: nullable(keptChoice),
+  said: str,
+  installing: bool,
+});
+export type KernelAnswer = Of<typeof kernelAnswer>;
+
+export const planAnswer = record({ kind: oneOf("plan-answer"), n: num, plan: planPicture });
+export type PlanAnswer = Of<typeof planAnswer>;
+
+export const panelRefusal = record({ kind: oneOf("panel-refusal"), n: num, text: str });
+export type PanelRefusal = Of<typeof panelRefusal>;
+
+export const kernelReply = kinds({
+  "kernel-answer": kernelAnswer,
+  "plan-answer": planAnswer,
+  "panel-refusal": panelRefusal,
+});
+export type KernelReply = Of<typeof kernelReply>;
+
+export const watch = record({ kind: oneOf("watch"), pool: str });
+export type Watch = Of<typeof watch>;
+
+export const rest = record({ kind: oneOf("rest") });
+export type Rest = Of<typeof rest>;
+
+export const startPool = record({ kind: oneOf("start-pool"), pool: str });
+export type StartPool = Of<typeof startPool>;
+
+export const cancelRun = record({ kind: oneOf("cancel-run"), run_id: str, pool: str });
+export type CancelRun = Of<typeof cancelRun>;
+
+export const panelOrder = kinds({
+  watch,
+  rest,
+  "start-pool": startPool,
+  "cancel-run": cancelRun,
+});
+export type PanelOrder = Of<typeof panelOrder>;
+
+export const said = record({ kind: oneOf("said"), text: str, ok: bool });
+export type Said = Of<typeof said>;
+
+export const told = kinds({
+  pools: poolsTold,
+  pool: poolTold,
+  runs: runsTold,
+  said,
+});
+export type Told = Of<typeof told>;
