@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +95,21 @@ class AgentProcess:
         ranks: int,
         kind: RunKind = RunKind.CELL,
         names: Mapping[str, object] | None = None,
+        locks: Sequence[int] = (),
+        damage: Mapping[str, object] | None = None,
         **spec: Any,
     ) -> str:
-        """Order a run and return its id."""
+        """Order a run and return its id.
+
+        Args:
+            body: The cell.
+            ranks: World size.
+            kind: A run, or a session.
+            names: The namespace that it brings.
+            locks: Descriptors of device locks.
+            damage: Fields of the order that it does not have by its declaration.
+            spec: Further fields of the `RunSpec`.
+        """
         run_id = spec.pop("run_id", "") or new_id()
         interpreter = spec.pop("interpreter", None) or this_interpreter()
         packed = pack_namespace(dict(names or {}), {}, _KEY)
@@ -118,8 +130,9 @@ class AgentProcess:
             payload=Payload(source=InlinePayload(), layout=packed.layout),
             lease=Lease(lease_id="lease", device_type="cpu", ranks=ranks, cpu_slots=ranks),
             run_dir=str(self.path / "state" / "runs" / run_id),
+            locks=len(locks),
         )
-        self._link.send(launch, [packed.to_bytes()])
+        self._link.send(msgspec.structs.replace(launch, **(damage or {})), [packed.to_bytes()], locks)
         return run_id
 
     def connect(self, ranks: int) -> AgentSession:
