@@ -50,6 +50,40 @@ _KEY = bytes(range(32))
 _PATIENCE_S = 30.0
 
 
+def launch_order(
+    state: Path,
+    body: str = "",
+    *,
+    ranks: int,
+    kind: RunKind = RunKind.CELL,
+    names: Mapping[str, object] | None = None,
+    **spec: Any,
+) -> tuple[Launch, bytes]:
+    """Return the order to start a run, and its payload; as `AgentProcess.launch`."""
+    run_id = spec.pop("run_id", "") or new_id()
+    interpreter = spec.pop("interpreter", None) or this_interpreter()
+    packed = pack_namespace(dict(names or {}), {}, _KEY)
+    launch = Launch(
+        spec=RunSpec(
+            run_id=run_id,
+            name=spec.pop("name", "cell"),
+            cell=CellSource(body=body, execution_count=1),
+            placement=Placement(ranks=ranks),
+            outputs=spec.pop("outputs", ()),
+            owner=this_owner(),
+            timeout_s=600.0,
+            kind=kind,
+            **spec,
+        ),
+        interpreter=interpreter,
+        context=this_context(os.environ, _KEY),
+        payload=Payload(source=InlinePayload(), layout=packed.layout),
+        lease=Lease(lease_id="lease", device_type="cpu", ranks=ranks, cpu_slots=ranks),
+        run_dir=str(state / "runs" / run_id),
+    )
+    return launch, packed.to_bytes()
+
+
 class AgentProcess:
     """One agent, its zygote and its ranks, in directories of their own.
 
@@ -110,30 +144,10 @@ class AgentProcess:
             damage: Fields of the order that it does not have by its declaration.
             spec: Further fields of the `RunSpec`.
         """
-        run_id = spec.pop("run_id", "") or new_id()
-        interpreter = spec.pop("interpreter", None) or this_interpreter()
-        packed = pack_namespace(dict(names or {}), {}, _KEY)
-        launch = Launch(
-            spec=RunSpec(
-                run_id=run_id,
-                name=spec.pop("name", "cell"),
-                cell=CellSource(body=body, execution_count=1),
-                placement=Placement(ranks=ranks),
-                outputs=spec.pop("outputs", ()),
-                owner=this_owner(),
-                timeout_s=600.0,
-                kind=kind,
-                **spec,
-            ),
-            interpreter=interpreter,
-            context=this_context(os.environ, _KEY),
-            payload=Payload(source=InlinePayload(), layout=packed.layout),
-            lease=Lease(lease_id="lease", device_type="cpu", ranks=ranks, cpu_slots=ranks),
-            run_dir=str(self.path / "state" / "runs" / run_id),
-            locks=len(locks),
-        )
-        self._link.send(msgspec.structs.replace(launch, **(damage or {})), [packed.to_bytes()], locks)
-        return run_id
+        launch, payload = launch_order(self.path / "state", body, ranks=ranks, kind=kind, names=names, **spec)
+        launch = msgspec.structs.replace(launch, locks=len(locks), **(damage or {}))
+        self._link.send(launch, [payload], locks)
+        return launch.spec.run_id
 
     def connect(self, ranks: int) -> AgentSession:
         """Start a session and wait until its ranks have joined."""
