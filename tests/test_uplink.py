@@ -8,7 +8,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -108,7 +108,7 @@ class Node:
         self.door = self._listen(self.door.address)
 
     def _listen(self, address: str) -> NodeDoor:
-        door = NodeDoor(address, self._pool, self._said, lambda *lost: self.lost.append(lost))
+        door = NodeDoor(address, self._pool, self._said, self._lost)
         self._is_open = True
         door.admit({self._keys.public: "n1"})
         return door
@@ -119,6 +119,9 @@ class Node:
             self.ready.append(message)
         elif isinstance(message, RunEvent):
             self.events.append(message)
+
+    def _lost(self, node: str, why: str, silent: bool) -> None:
+        self.lost.append((node, why, silent))
 
     async def until(self, condition: Callable[[], object], within_s: float = 30.0) -> None:
         deadline = time.monotonic() + within_s
@@ -135,7 +138,7 @@ class Node:
 
 
 @asynccontextmanager
-async def node_that_is_up() -> AsyncIterator[Node]:
+async def node_that_is_up() -> AsyncGenerator[Node]:
     # short: a socket's path ends at 108 bytes
     place = Path(tempfile.mkdtemp(prefix="sgu"))
     node = Node(place)
