@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,40 @@ from sgpu_magic.worker.link import Link
 
 _KEY = bytes(range(32))
 _PATIENCE_S = 30.0
+
+
+def launch_order(
+    state: Path,
+    body: str = "",
+    *,
+    ranks: int,
+    kind: RunKind = RunKind.CELL,
+    names: Mapping[str, object] | None = None,
+    **spec: Any,
+) -> tuple[Launch, bytes]:
+    """Return the order to start a run, and its payload; as `AgentProcess.launch`."""
+    run_id = spec.pop("run_id", "") or new_id()
+    interpreter = spec.pop("interpreter", None) or this_interpreter()
+    packed = pack_namespace(dict(names or {}), {}, _KEY)
+    launch = Launch(
+        spec=RunSpec(
+            run_id=run_id,
+            name=spec.pop("name", "cell"),
+            cell=CellSource(body=body, execution_count=1),
+            placement=Placement(ranks=ranks),
+            outputs=spec.pop("outputs", ()),
+            owner=this_owner(),
+            timeout_s=600.0,
+            kind=kind,
+            **spec,
+        ),
+        interpreter=interpreter,
+        context=this_context(os.environ, _KEY),
+        payload=Payload(source=InlinePayload(), layout=packed.layout),
+        lease=Lease(lease_id="lease", device_type="cpu", ranks=ranks, cpu_slots=ranks),
+        run_dir=str(state / "runs" / run_id),
+    )
+    return launch, packed.to_bytes()
 
 
 class AgentProcess:
@@ -95,32 +129,25 @@ class AgentProcess:
         ranks: int,
         kind: RunKind = RunKind.CELL,
         names: Mapping[str, object] | None = None,
+        locks: Sequence[int] = (),
+        damage: Mapping[str, object] | None = None,
         **spec: Any,
     ) -> str:
-        """Order a run and return its id."""
-        run_id = spec.pop("run_id", "") or new_id()
-        interpreter = spec.pop("interpreter", None) or this_interpreter()
-        packed = pack_namespace(dict(names or {}), {}, _KEY)
-        launch = Launch(
-            spec=RunSpec(
-                run_id=run_id,
-                name=spec.pop("name", "cell"),
-                cell=CellSource(body=body, execution_count=1),
-                placement=Placement(ranks=ranks),
-                outputs=spec.pop("outputs", ()),
-                owner=this_owner(),
-                timeout_s=600.0,
-                kind=kind,
-                **spec,
-            ),
-            interpreter=interpreter,
-            context=this_context(os.environ, _KEY),
-            payload=Payload(source=InlinePayload(), layout=packed.layout),
-            lease=Lease(lease_id="lease", device_type="cpu", ranks=ranks, cpu_slots=ranks),
-            run_dir=str(self.path / "state" / "runs" / run_id),
-        )
-        self._link.send(launch, [packed.to_bytes()])
-        return run_id
+        """Order a run and return its id.
+
+        Args:
+            body: The cell.
+            ranks: World size.
+            kind: A run, or a session.
+            names: The namespace that it brings.
+            locks: Descriptors of device locks.
+            damage: Fields of the order that it does not have by its declaration.
+            spec: Further fields of the `RunSpec`.
+        """
+        launch, payload = launch_order(self.path / "state", body, ranks=ranks, kind=kind, names=names, **spec)
+        launch = msgspec.structs.replace(launch, locks=len(locks), **(damage or {}))
+        self._link.send(launch, [payload], locks)
+        return launch.spec.run_id
 
     def connect(self, ranks: int) -> AgentSession:
         """Start a session and wait until its ranks have joined."""

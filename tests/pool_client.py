@@ -56,7 +56,7 @@ class PoolClient:
         packed = pack_namespace(dict(names or {}), {}, key)
         outputs = tuple(OutputName(name.removesuffix(":all"), name.endswith(":all")) for name in out)
         spec = RunSpec(
-            run_id=new_id(),
+            run_id=fields.pop("run_id", "") or new_id(),
             name=fields.pop("name", "cell"),
             cell=CellSource(body=body, execution_count=1),
             placement=Placement(

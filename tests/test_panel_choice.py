@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from sgpu_magic.errors import EnvironmentFailed, UsageError
 from sgpu_magic.packages.requirement_files import read_file
 from sgpu_magic.runs import job_defaults
 from sgpu_magic.runs.choice import default_choice
-from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, PYTHON_WAYS, Asked, with_choice
+from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, PYTHON_WAYS, Asked, held_words, with_choice
 from sgpu_magic.runs.choice.keeper import (
     KEY_FILE,
     MAX_FILE_BYTES,
@@ -37,6 +38,7 @@ from sgpu_magic.runs.choice.keeper import (
     sign,
     words_of,
 )
+from sgpu_magic.runs.choice.known_notebooks import NOTEBOOKS_FILE
 from sgpu_magic.runs.choice.packages import env_version_of, missing, problem_of_requirement
 from sgpu_magic.runs.choice.schema import Choice, KeptChoice
 from sgpu_magic.runs.job_defaults import JobDefaults
@@ -284,6 +286,99 @@ def test_another_notebook_of_the_kernel_is_not_told_what_the_first_has_chosen(tm
     keeper.confirm(Choice(gpus=2))
     assert keeper.told(KeptChoice(choice=Choice(gpus=8))) is None
     assert keeper.now().choice == Choice(gpus=8)
+
+
+# ---------------------------------------------------------------- in which notebook it was made
+
+
+def chosen_in(file: Path, state: Path, choice: Choice) -> dict[str, Any]:
+    """Choose in a notebook's kernel; return the metadata, which the notebook has from now on."""
+    notebook(file, {})
+    metadata = {"sgpu": msgspec.to_builtins(ChoiceKeeper(state, lambda: str(file)).confirm(choice))}
+    notebook(file, metadata)
+    return metadata
+
+
+def opened(file: Path, state: Path) -> tuple[bool, str]:
+    """Whether the choice is in effect in a new kernel of a notebook, and in which other one it was made."""
+    held = ChoiceKeeper(state, lambda: str(file)).now()
+    assert held.choice == Choice(gpus=8, type="h100")
+    return held.confirmed, held.elsewhere
+
+
+def test_metadata_copied_into_another_notebook_are_not_this_users_choice_there(tmp_path: Path):
+    mine, theirs = tmp_path / "mine.ipynb", tmp_path / "theirs.ipynb"
+    place = Place(tmp_path / "state")
+    metadata = chosen_in(mine, tmp_path / "state", Choice(gpus=8, type="h100"))
+    notebook(theirs, metadata)
+    place.shell = SimpleNamespace(user_ns={"__vsc_ipynb_file__": str(theirs)})  # type: ignore[assignment]
+    for told in (False, True):
+        with pytest.raises(UsageError) as caught:
+            asked(place)
+        assert caught.value.message.startswith(
+            f"this notebook asks for 8 on H100, local, this notebook's packages, and you chose that in {mine}, not here"
+        )
+        assert "somebody else" not in caught.value.message
+        assert "confirm it in the panel or with `%sgpu_env --accept`" in caught.value.message
+        assert f"you chose that in {mine}, not here" in held_words(keeper_of(place).now(), "local")
+        if not told:
+            keeper_of(place).told(read_kept(metadata["sgpu"]).kept)
+    # one sentence, once
+    keeper_of(place).confirm(Choice(gpus=8, type="h100"))
+    assert asked(place).devices.ranks == 8
+    assert opened(theirs, tmp_path / "state") == opened(mine, tmp_path / "state") == (True, "")
+
+
+def test_a_notebook_that_is_renamed_or_saved_anew_keeps_its_choice(tmp_path: Path):
+    first, second, state = tmp_path / "first.ipynb", tmp_path / "second.ipynb", tmp_path / "state"
+    metadata = chosen_in(first, state, Choice(gpus=8, type="h100"))
+    first.rename(second)
+    assert opened(second, state) == (True, "")
+    # an editor that writes another file in its place
+    second.unlink()
+    first.touch()
+    notebook(second, metadata)
+    assert opened(second, state) == (True, "")
+    (tmp_path / "link.ipynb").symlink_to(second)
+    assert opened(tmp_path / "link.ipynb", state) == (True, "")
+
+
+def test_a_choice_of_before_belongs_to_the_notebook_that_is_opened_first(tmp_path: Path):
+    """Nobody wrote down where it was made."""
+    signed = sign(Choice(gpus=8, type="h100"), own_key(tmp_path / "state"))
+    for name in ("old", "copy"):
+        notebook(tmp_path / f"{name}.ipynb", {"sgpu": {"choice": {"gpus": 8, "type": "h100"}, "signed": signed}})
+    assert opened(tmp_path / "old.ipynb", tmp_path / "state") == (True, "")
+    assert opened(tmp_path / "copy.ipynb", tmp_path / "state") == (False, str(tmp_path / "old.ipynb"))
+
+
+def test_a_job_is_asked_nothing_about_its_users_own_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`sgpu run` names the notebook, wherever it was checked out to, and nobody is there to be asked."""
+    metadata = chosen_in(tmp_path / "mine.ipynb", tmp_path / "state", Choice(gpus=8))
+    notebook(tmp_path / "checkout.ipynb", metadata)
+    monkeypatch.setenv(job_defaults.VARIABLE, job_defaults.as_variable(JobDefaults()))
+    place = Place(tmp_path / "state")
+    place.shell = SimpleNamespace(user_ns={"__vsc_ipynb_file__": str(tmp_path / "checkout.ipynb")})  # type: ignore[assignment]
+    assert asked(place).devices.ranks == 8
+
+
+def test_a_list_of_notebooks_that_is_damaged_or_can_not_be_written_costs_nothing(tmp_path: Path):
+    state = tmp_path / "state"
+    chosen_in(tmp_path / "mine.ipynb", state, Choice(gpus=8, type="h100"))
+    (state / NOTEBOOKS_FILE).write_bytes(b"\xff{}\n[1]\n")
+    assert opened(tmp_path / "mine.ipynb", state) == (True, "")
+    (state / NOTEBOOKS_FILE).unlink()
+    (state / NOTEBOOKS_FILE).mkdir()
+    assert opened(tmp_path / "mine.ipynb", state) == (True, "")
+
+
+def test_the_list_of_notebooks_stays_small(tmp_path: Path):
+    state = tmp_path / "state"
+    for number in range(3000):
+        ChoiceKeeper(state, partial(str, tmp_path / f"{number}.ipynb")).confirm(Choice(gpus=1))
+    assert (state / NOTEBOOKS_FILE).stat().st_size < 500_000
+    notebook(tmp_path / "2999.ipynb", {"sgpu": {"choice": {"gpus": 1}, "signed": sign(Choice(gpus=1), own_key(state))}})
+    assert ChoiceKeeper(state, lambda: str(tmp_path / "2999.ipynb")).now().confirmed
 
 
 # ---------------------------------------------------------------- what it adds to options

@@ -480,6 +480,41 @@ def test_broken_settings_are_a_sentence_until_they_are_mended(new_home: Callable
         server.close()
 
 
+def test_a_list_of_pools_that_can_not_be_read_now_holds_up_no_other_request(new_home: Callable[..., Home]):
+    """As on a network disk that hangs: reading waits, and the server answers everything else."""
+    home = new_home()
+    listed = home.path / "pools.toml"
+    home.environ["SGPU_POOLS_FILE"] = str(listed)
+    server = JupyterServer(home, base_url=BASE)
+    pages: list[ServedPage] = []
+    try:
+        os.mkfifo(listed, 0o600)
+        held = listed.with_name("held")
+        os.link(listed, held)
+        for _ in range(12):
+            pages.append(ServedPage(server))
+            pages[-1].order("watch")
+        pages[-1].order("rest")
+        pages.pop().close()
+        began = time.monotonic()
+        assert server.get("api/status").status == 200
+        # not from the server's own threads either, which look up names and read files
+        assert server.get("api/contents").status == 200
+        assert time.monotonic() - began < 5
+        # what was asked last is told when it can be read again
+        pages[0].order("watch", pool="local")
+        empty = listed.with_name("empty")
+        empty.touch(0o600)
+        empty.replace(listed)
+        os.close(os.open(held, os.O_WRONLY))
+        for page in pages:
+            page.until_state("none")
+            assert [pool["name"] for pool in page.pools] == ["local"]
+            page.close()
+    finally:
+        server.close()
+
+
 # ------------------------------------------------------------ a thousand runs, without a server
 
 

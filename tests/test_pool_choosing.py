@@ -150,6 +150,20 @@ def test_any_device_and_pools_without_gpus():
     assert choose([asked(TEAM, "a10:4")], Wanted(2, "cpu"), MONEY).name == "team"
 
 
+@pytest.mark.parametrize("kind", [None, "any"])
+def test_of_several_types_a_run_that_names_none_gets_the_cheapest_that_is_free(kind: str | None):
+    """Not the one of which there are most."""
+    chosen = choose([asked(CLOUD, "a10:4 h100:8", held=3)], Wanted(1, kind), MONEY)
+    assert (chosen.device_type, chosen.why) == ("a10", "on demand at $2.00 an hour for each, and has 1 a10 free")
+    assert chosen.told == "on a10, the cheapest type that is free; --type takes another of a10, h100"
+    busy = choose([asked(CLOUD, "a10:4 h100:8", held=3)], Wanted(2, kind), MONEY)
+    assert (busy.device_type, busy.told[:40]) == ("h100", "on h100, the cheapest type that is free;")
+    assert choose([asked(CLOUD, "a10:4")], Wanted(1, kind), MONEY).told == ""
+    # each pool is weighed by what the run would cost there
+    others = [asked(entry("a"), "h100:8"), asked(entry("b"), "h100:8 a10:1")]
+    assert choose(others, Wanted(1, kind), MONEY).name == "b"
+
+
 @pytest.mark.parametrize(("kind", "taken"), [("reserved", "team"), ("on-demand", "cloud")])
 def test_only_pools_of_a_kind(kind: str, taken: str):
     answers = [asked(TEAM, "a10:4"), asked(CLOUD, "a10:4")]

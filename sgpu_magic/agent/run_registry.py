@@ -21,6 +21,7 @@ from sgpu_magic.agent.runs.fresh import FreshRun
 from sgpu_magic.agent.runs.node_run import NodeRun
 from sgpu_magic.agent.runs.send_files_to_pool import FarRuns
 from sgpu_magic.agent.runs.session import Session
+from sgpu_magic.wire.codec import UnreadableLaunch
 from sgpu_magic.wire.events import EventBody, Noted, RanksStarted, RunEnded
 from sgpu_magic.wire.node_messages import Launch, MasterBound
 from sgpu_magic.wire.records import Failure
@@ -123,6 +124,16 @@ class HeldRuns:
         return (
             f"the agent on {socket.gethostname()} met a fault of sgpu-magic: {type(error).__name__}: {text}. The "
             f"traceback is in {where}; please report it."
+        )
+
+    def refuse(self, launch: UnreadableLaunch) -> None:
+        """The order to start a run can't be read: the run ends before it has begun."""
+        self._say_over(
+            launch.run_id,
+            f"the agent on {socket.gethostname()} can't read the pool's order to start this run, so it started no rank "
+            f"of it: {launch.problem[:_FAULT_CHARS]}. The pool and the agent may have been started from different "
+            "installations of sgpu-magic: restart the pool, which starts new agents (`sgpu pool stop`; a served pool's "
+            "operator restarts it), and submit the run again. If that fails too, please report it.",
         )
 
     def faulted(self, run_id: str, error: Exception) -> None:

@@ -39,6 +39,7 @@ from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.address import agent_socket_file, lock_file
 from sgpu_magic.wire.blobs import BlobFetched, RunFileStored
+from sgpu_magic.wire.codec import Order, UnreadableLaunch
 from sgpu_magic.wire.comms import TellComms
 from sgpu_magic.wire.forwarding import OpenStream, StreamClosed, StreamData, StreamEnded, StreamTaken
 from sgpu_magic.wire.messages import ReclaimPayload, ResultsReceived
@@ -61,7 +62,6 @@ from sgpu_magic.wire.node_messages import (
     StacksTaken,
     TakeInventory,
     TakeStacks,
-    ToAgent,
     TrackingKnown,
     WarmZygote,
 )
@@ -127,7 +127,7 @@ class Agent:
         # a far agent is visited by its uplink, of a pool whose lock is on another machine
         lock = lock_file(settings.runtime_path) if lifeline < 0 else None
         self._door = Door(agent_socket_file(settings.runtime_path), self._pool_came, lock)
-        self._pool: MessageStream[ToAgent] | None = None
+        self._pool: MessageStream[Order] | None = None
         self._connect(sock)
         if lifeline >= 0:
             self._loop.add_reader(lifeline, self._finish)
@@ -160,7 +160,7 @@ class Agent:
     # ------------------------------------------------------------ the pool comes and goes
 
     def _connect(self, sock: socket.socket) -> None:
-        self._pool = MessageStream[ToAgent](sock, codec.to_agent, self._heard, self._pool_lost, gathers=True)
+        self._pool = MessageStream[Order](sock, codec.to_agent, self._heard, self._pool_lost, gathers=True)
 
     def _pool_came(self, sock: socket.socket) -> None:
         """A service was started again. Only one has the pool's lock, so the old one is dead."""
@@ -194,11 +194,11 @@ class Agent:
 
     # ------------------------------------------------------------ from the pool
 
-    def _heard(self, message: ToAgent, frames: Sequence[bytes]) -> None:
+    def _heard(self, message: Order, frames: Sequence[bytes]) -> None:
         with faults.guarded(self._charged(message)):
             self._obey(message, frames)
 
-    def _charged(self, message: ToAgent) -> faults.OnFault | None:
+    def _charged(self, message: Order) -> faults.OnFault | None:
         """Who takes a fault: the run that the message is about, or who asks."""
         words = self._runs.words_of
         match message:
@@ -214,11 +214,15 @@ class Agent:
                 run_id = getattr(message, "run_id", "")
                 return functools.partial(self._runs.faulted, run_id) if run_id else None
 
-    def _obey(self, message: ToAgent, frames: Sequence[bytes]) -> None:
+    def _obey(self, message: Order, frames: Sequence[bytes]) -> None:
         match message:
             case Launch():
                 self._reports.begin(message.spec.run_id, message.number)
                 self._launch(message, frames)
+            case UnreadableLaunch():
+                self._reports.begin(message.run_id, message.number)
+                self._hold_locks(message.run_id, message.locks)
+                self._runs.refuse(message)
             case WarmZygote() if self._settings.environments == "auto":
                 self._groups.warm(message.interpreter, 0 if self._runs.busy else message.ranks)
             case WarmZygote():
@@ -296,10 +300,12 @@ class Agent:
         self._send(SessionRanksRestarted(request=request, session=run_id, problem=problem))
 
     def _launch(self, launch: Launch, frames: Sequence[bytes]) -> None:
-        run_id = launch.spec.run_id
-        if launch.locks and self._pool is not None:
-            self._runs.hold_locks(run_id, self._pool.take_descriptors(launch.locks))
+        self._hold_locks(launch.spec.run_id, launch.locks)
         self._launches.launch(self._far.placed(launch), frames)
+
+    def _hold_locks(self, run_id: str, count: int) -> None:
+        if count and self._pool is not None:
+            self._runs.hold_locks(run_id, self._pool.take_descriptors(count))
 
     # ------------------------------------------------------------ housekeeping
 

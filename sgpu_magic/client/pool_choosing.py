@@ -89,11 +89,13 @@ class Choice:
         name: The pool's.
         device_type: What it asks for there; None when it asks for none.
         why: A sentence without its full stop, for the run's view.
+        told: Which of several types it gets that names none, likewise; "" otherwise.
     """
 
     name: str
     device_type: str | None
     why: str
+    told: str = ""
 
 
 def counts(status: PoolStatus, min_memory_bytes: int = 0) -> dict[str, TypeCount]:
@@ -124,7 +126,7 @@ def counts(status: PoolStatus, min_memory_bytes: int = 0) -> dict[str, TypeCount
 
 
 def cheapest_type(asked: Asked, wanted: Wanted, money: Money) -> str:
-    """Return the type that a run gets which only says how much memory a device must have: the cheapest that is free.
+    """Return the type that a run gets which names none, or only says how much memory: the cheapest that is free.
 
     Raises:
         CapacityError: The pool has none, or not so many.
@@ -146,6 +148,22 @@ def cheapest_type(asked: Asked, wanted: Wanted, money: Money) -> str:
         return count.free < ranks, price is None, price or 0.0, count.memory_bytes, kind
 
     return min(enough, key=rank_of)
+
+
+def one_of_several(asked: Asked, wanted: Wanted, money: Money) -> tuple[str | None, str]:
+    """Return the type that a run gets which names none, and what it is told of that: of several the cheapest free one.
+
+    None leaves it to the pool, which has one type, or too few devices of each.
+    """
+    there = {} if asked.status is None else counts(asked.status)
+    kinds = [kind for kind in there if kind != CPU]
+    ranks = wanted.ranks or 1
+    if len(kinds) < 2 or all(there[kind].total < ranks for kind in kinds):
+        return None, ""
+    chosen = cheapest_type(asked, Wanted(ranks), money)
+    how = "smallest" if money.of(asked.entry, chosen) is None else "cheapest"
+    free = " that is free" if there[chosen].free >= ranks else ""
+    return chosen, f"on {chosen}, the {how} type{free}; --type takes another of {', '.join(sorted(kinds))}"
 
 
 def check_memory(asked: Asked, wanted: Wanted) -> None:
@@ -212,7 +230,10 @@ def choose(answers: Sequence[Asked], wanted: Wanted, money: Money) -> Choice:
         why += f"; {_listed(passed)} {'has' if len(passed) == 1 else 'have'} no {asks}"
     if unreached:
         why += f"; {_listed(unreached)} can't be reached"
-    return Choice(chosen.name, kind if wanted.device_type is None and wanted.min_memory_bytes else None, why)
+    if wanted.min_memory_bytes:
+        return Choice(chosen.name, kind if wanted.device_type is None else None, why)
+    several, told = one_of_several(chosen, wanted, money) if wanted.device_type in (None, ANY) else (None, "")
+    return Choice(chosen.name, several, why, told)
 
 
 def has_words(status: PoolStatus) -> str:
@@ -239,9 +260,8 @@ def _fitting(asked: Asked, entry: PoolEntry, wanted: Wanted, money: Money) -> st
         return kind if kind in enough else None
     if wanted.min_memory_bytes:
         return cheapest_type(asked, wanted, money) if enough else None
-    gpus = [name for name in enough if name != CPU]
-    if gpus:
-        return max(gpus, key=lambda name: there[name].free)
+    if any(name != CPU for name in enough):
+        return cheapest_type(asked, Wanted(ranks), money)
     # a pool of no GPUs at all is asked for ranks on CPU
     return CPU if CPU in enough and not any(name != CPU for name in there) else None
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from sgpu_magic.client.pools_file import PoolEntry, default_pool, read_pools
@@ -24,6 +26,14 @@ _JOIN_S = 3.0
 _NOBODY = float("-inf")
 
 Tell = Callable[[PanelTold], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """What the user's files say."""
+
+    entries: tuple[PoolEntry, ...] = ()
+    settings: Settings = field(default_factory=Settings)
 
 
 class PoolList:
@@ -48,18 +58,20 @@ class PoolList:
 
     def now(self) -> PoolsTold:
         """Return the list with what is known; asks nobody, but has them asked."""
+        listed = self._read()
         with self._lock:
             self._polled_until = time.monotonic() + _POLLED_S
-            self._begin()
-            return self._drawn()
+            self._begin(listed)
+            return self._drawn(listed)
 
     def add(self, key: object, tell: Tell) -> None:
         """Tell somebody the list, and then each change of it."""
+        listed = self._read()
         with self._lock:
             self._listeners[key] = tell
-            self._told = self._drawn()
+            self._told = self._drawn(listed)
             tell(self._told)
-            self._begin()
+            self._begin(listed)
 
     def remove(self, key: object) -> None:
         """Somebody does not look any more."""
@@ -83,9 +95,9 @@ class PoolList:
 
     # ------------------------------------------------------------ the thread
 
-    def _begin(self) -> None:
+    def _begin(self, listed: _Listed) -> None:
         """Start it, where there are other pools than this machine's own; the lock is held."""
-        if self._thread is None and not self._closed and self._entries():
+        if self._thread is None and not self._closed and listed.entries:
             self._thread = threading.Thread(target=self._work, name="sgpu-pools", daemon=True)
             self._thread.start()
 
@@ -119,9 +131,10 @@ class PoolList:
             return goes_on
 
     def _take(self, answers: Mapping[str, Asked]) -> None:
+        listed = self._read()
         with self._lock:
             self._answers = answers
-            told = self._drawn()
+            told = self._drawn(listed)
             if told != self._told:
                 self._told = told
                 for tell in self._listeners.values():
@@ -129,19 +142,18 @@ class PoolList:
 
     # ------------------------------------------------------------ both
 
-    def _entries(self) -> tuple[PoolEntry, ...]:
-        try:
-            return read_pools()
-        except SgpuError:
-            return ()
+    def _read(self) -> _Listed:
+        """Read the files, without the lock: a disk that hangs holds up nobody else."""
+        listed = _Listed()
+        # the pool's own picture says what is wrong with the list or the settings
+        with contextlib.suppress(SgpuError):
+            listed = replace(listed, entries=read_pools())
+        with contextlib.suppress(SgpuError):
+            listed = replace(listed, settings=self._read_settings())
+        return listed
 
-    def _drawn(self) -> PoolsTold:
-        entries = self._entries()
-        try:
-            settings = self._read_settings()
-        except SgpuError:
-            # the pool's own picture says what is wrong with the settings
-            settings = Settings()
+    def _drawn(self, listed: _Listed) -> PoolsTold:
+        entries, settings = listed.entries, listed.settings
         statuses = {name: answer.status for name, answer in self._answers.items() if not answer.problem}
         silent = frozenset(name for name, answer in self._answers.items() if answer.problem)
         rates = {entry.name: rates_of(settings, entry) for entry in entries}

@@ -57,6 +57,8 @@ class KernelPictures:
         now = snapshot.take_snapshot()
         choice = held.choice or Choice(env_version=_default(settings))
         notes = [held.problem] if held.problem else []
+        if held.elsewhere:
+            notes.append(f"You chose this in {held.elsewhere}. Confirm it here if this notebook is yours as well.")
         python, packages, lines = _own(now)
         if choice.env_version:
             try:

@@ -37,7 +37,7 @@ class Page:
         self._closed = False
 
     def obey(self, order: PanelOrder) -> Said | None:
-        """Do what the page asks. `Watch` and `Rest` are done at once; the others may take seconds.
+        """Do what the page asks; may take seconds, and as long as a disk that hangs.
 
         Returns:
             What became of it; None where what is told says that.

@@ -52,6 +52,11 @@ def of_process() -> JobDefaults:
     return _read(os.environ.get(VARIABLE, ""))
 
 
+def is_job() -> bool:
+    """Whether `sgpu run` has started this process."""
+    return VARIABLE in os.environ
+
+
 def as_variable(given: JobDefaults) -> str:
     """Return the variable's value."""
     return msgspec.json.encode(given).decode()

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sgpu_magic.client.pool import Pool
-from sgpu_magic.client.pool_choosing import KINDS, Choice, Money, Wanted, cheapest_type, check_memory, choose, counts
+from sgpu_magic.client.pool_choosing import (
+    KINDS,
+    Choice,
+    Money,
+    Wanted,
+    cheapest_type,
+    check_memory,
+    choose,
+    one_of_several,
+)
 from sgpu_magic.client.pools import PATIENCE_S, Asked, Pools
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.config import Settings
@@ -96,13 +105,14 @@ def find_place(pools: Pools, settings: Settings, name: str, devices: Devices) ->
     pool = pools.named(name or LOCAL)
     kept_settings = pool.apply_settings()
     entry = next((each for each in entries if each.name == name), None)
-    device_type, told = devices.device_type, ""
+    device_type, told = devices.device_type, "" if choice is None else choice.told
     if choice is not None and choice.device_type is not None:
         device_type = choice.device_type
     elif devices.min_memory_bytes:
         device_type = _type_by_memory(pool, entry, devices, money_of(settings))
-    elif entry is None and device_type in (None, "any"):
-        device_type, told = _one_of_several(pool, devices, money_of(settings))
+    elif device_type in (None, "any") and (choice is None or entry is None):
+        kind, told = one_of_several(_asked(pool, entry), Wanted(devices.ranks), money_of(settings))
+        device_type = kind or device_type
     ranks = devices.ranks or default_ranks(pool, entry, device_type)
     check_spread(ranks, devices.nodes, devices.strategy)
     placement = Placement(
@@ -164,28 +174,15 @@ def _may_have(entry: PoolEntry, wanted: Wanted) -> bool:
     return not entry.types or wanted.device_type in (None, "any", *entry.types)
 
 
-def _one_of_several(pool: Pool, devices: Devices, money: Money) -> tuple[str | None, str]:
-    """Return the type that a run gets which names none, and that it does; where there are several, the cheapest free.
-
-    None leaves it to the pool, which has one type, or too few devices of each.
-    """
-    asked = Asked(pool.name, None, pool.status(_HOLDERS))
-    there = {} if asked.status is None else counts(asked.status)
-    kinds = [kind for kind in there if kind != "cpu"]
-    if len(kinds) < 2 or all(there[kind].total < (devices.ranks or 1) for kind in kinds):
-        return devices.device_type, ""
-    chosen = cheapest_type(asked, Wanted(devices.ranks or 1, None), money)
-    how = "smallest" if money.of(None, chosen) is None else "cheapest"
-    free = " that is free" if there[chosen].free >= (devices.ranks or 1) else ""
-    return chosen, f"on {chosen}, the {how} type{free}; --type takes another of {', '.join(sorted(kinds))}"
+def _asked(pool: Pool, entry: PoolEntry | None) -> Asked:
+    if entry is None:
+        return Asked(pool.name, None, pool.status(_HOLDERS))
+    return Asked(entry.name, entry, pool.status(_HOLDERS, timeout_s=PATIENCE_S))
 
 
 def _type_by_memory(pool: Pool, entry: PoolEntry | None, devices: Devices, money: Money) -> str | None:
     """Return the type that is asked for, or the cheapest that fits; checked."""
-    if entry is None:
-        asked = Asked(pool.name, None, pool.status(_HOLDERS))
-    else:
-        asked = Asked(entry.name, entry, pool.status(_HOLDERS, timeout_s=PATIENCE_S))
+    asked = _asked(pool, entry)
     wanted = Wanted(devices.ranks, devices.device_type, devices.min_memory_bytes)
     if devices.device_type in (None, "any"):
         if devices.ranks is None:

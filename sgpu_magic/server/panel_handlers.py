@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-from typing import Any
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 from jupyter_core.utils import ensure_async
@@ -32,6 +35,13 @@ from sgpu_magic.server.outbox import Outbox
 _RESOURCE = "kernels"
 _MAX_ORDER_BYTES = 10_000
 _FORBIDDEN = "You may look at this server's pools and not change anything there."
+
+
+# not the loop's own, which the rest of the server needs
+_threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="sgpu-panel-requests")
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def add_panel_handlers(server_app: Any) -> None:
@@ -62,6 +72,8 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
         self._outbox = Outbox()
         self._sending: asyncio.Task[None] | None = None
         self._obeying: set[asyncio.Task[None]] = set()
+        self._wanted: Watch | Rest | None = None
+        self._looking: asyncio.Task[None] | None = None
 
     def set_default_headers(self) -> None:
         """The REST answer sets its own; a websocket has none."""
@@ -94,7 +106,9 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
         if self._page is None:
             return
         if isinstance(order, Watch | Rest):
-            self._page.obey(order)
+            self._wanted = order
+            if self._looking is None or self._looking.done():
+                self._looking = asyncio.create_task(self._look(self._page))
             return
         # the next message is heard meanwhile
         task = asyncio.create_task(self._obey(self._page, order))
@@ -105,15 +119,22 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
         if self.ping_callback is not None:
             self.ping_callback.stop()
         if self._page is not None:
-            self._page.close()
+            # it waits for what is being done for the page
+            self._loop.run_in_executor(_threads, self._page.close)
         self._outbox.clear()
         super().on_close()
+
+    async def _look(self, page: Page) -> None:
+        """Watch or rest as the page wanted last: files are read for that, and locks taken."""
+        while (order := self._wanted) is not None:
+            self._wanted = None
+            await _in_thread(page.obey, order)
 
     async def _obey(self, page: Page, order: PanelOrder) -> None:
         if not await self._may("write"):
             self._put(Said(text=_FORBIDDEN, ok=False))
             return
-        said = await asyncio.to_thread(page.obey, order)
+        said = await _in_thread(page.obey, order)
         if said is not None:
             self._put(said)
 
@@ -145,8 +166,8 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
         if not self.check_origin():
             raise web.HTTPError(404)
         pool = self.get_query_argument("pool", "")
-        pools = await asyncio.to_thread(pools_told, self.watchers)
-        seen = await asyncio.to_thread(self.watchers.look, pool)
+        pools = await _in_thread(pools_told, self.watchers)
+        seen = await _in_thread(self.watchers.look, pool)
         if seen is None:
             raise web.HTTPError(503, "the pool can't be looked at now. Try again.")
         picture, runs = whole(seen)
@@ -171,7 +192,12 @@ class OrdersHandler(APIHandler):
             order = _order(self.request.body)
         except ValueError as error:
             raise web.HTTPError(400, str(error)) from None
-        _finish_json(self, await asyncio.to_thread(obey_once, self.watchers, order))
+        _finish_json(self, await _in_thread(obey_once, self.watchers, order))
+
+
+async def _in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call what may block."""
+    return await asyncio.get_running_loop().run_in_executor(_threads, functools.partial(call, *args, **kwargs))
 
 
 def _order(raw: bytes) -> PanelOrder:

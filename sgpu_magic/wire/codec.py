@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
@@ -62,9 +63,60 @@ class Decoder(Generic[M]):
         return msgspec.convert(_with_texts(msgspec.msgpack.decode(data), _unescaped), self._type)
 
 
+class _SpecOutline(msgspec.Struct):
+    run_id: str
+
+
+class _LaunchOutline(msgspec.Struct, tag="launch"):
+    """As much of a `Launch` as it takes to refuse it."""
+
+    spec: _SpecOutline
+    number: int = 0
+    locks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadableLaunch:
+    """A `Launch` that does not have its declared shape.
+
+    Args:
+        run_id: The run that was to start.
+        number: As in `Launch`.
+        locks: As in `Launch`.
+        problem: What does not fit.
+    """
+
+    run_id: str
+    number: int
+    locks: int
+    problem: str
+
+
+Order = ToAgent | UnreadableLaunch
+
+
+class OrderDecoder(Decoder[Order]):
+    """Decodes what the pool service tells an agent. A launch that can't be decoded still names its run."""
+
+    def __init__(self) -> None:
+        super().__init__(ToAgent)
+
+    def decode(self, data: bytes | memoryview) -> Order:
+        try:
+            return super().decode(data)
+        except msgspec.DecodeError as error:
+            try:
+                launch = msgspec.msgpack.decode(data, type=_LaunchOutline)
+            except msgspec.DecodeError:
+                raise error from None
+            return UnreadableLaunch(
+                run_id=launch.spec.run_id, number=launch.number, locks=launch.locks, problem=str(error)
+            )
+
+
 client_messages = Decoder[ClientMessage](ClientMessage)
 pool_messages = Decoder[PoolMessage](PoolMessage)
-to_agent = Decoder[ToAgent](ToAgent)
+to_agent = OrderDecoder()
 from_agent = Decoder[FromAgent](FromAgent)
 to_zygote = Decoder[ToZygote](ToZygote)
 from_zygote = Decoder[FromZygote](FromZygote)

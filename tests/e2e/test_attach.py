@@ -6,13 +6,24 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from kernels import Cell, Home, Kernel, eventually, is_alive, wait_gone
+from pool_client import ClientRun, PoolClient
 from process_table import memory_files
+
+from sgpu_magic.client.run import Run
+from sgpu_magic.errors import RunUnknown
+from sgpu_magic.wire.events import RanksStarted, RunEnded, Submitted
+from sgpu_magic.wire.ids import new_id
+from sgpu_magic.wire.states import RunState
+from tests import nvml_stub as nvml
+
+nvml_stub = nvml.nvml_stub
 
 # prints until it may end; the file is the test's word
 UNTIL_TOLD = (
@@ -506,3 +517,54 @@ def test_a_notice_of_the_pool_is_shown_and_taken_back(new_home: Callable[..., Ho
         assert "idle: gives its processes back in" in kernel.check("%sgpu_status").text
     finally:
         kernel.close()
+
+
+def test_a_run_that_is_not_accepted_yet_is_followed_from_its_beginning(
+    new_home: Callable[..., Home], nvml_stub: Callable[..., dict[str, str]]
+):
+    """It is accepted when its node has said which GPUs are free; until then it has no log that could be read."""
+    home = new_home(nvml_stub(devices=nvml.a10s(1)))
+    client, other = PoolClient(home), PoolClient(home)
+    begun: list[ClientRun] = []
+    try:
+        client.begin("pass", ranks=1, device_type="cpu").ended()
+        bystander = client.begin(UNTIL_TOLD.format(name=str(home.work / "word")), ranks=1, device_type="cpu")
+        bystander.wait_for(RanksStarted)
+        pool, (agent,) = home.pool_pid(), home.agent_pids()
+        # what is known of the GPUs is out of date
+        ended_at = time.monotonic()
+        eventually(lambda: time.monotonic() - ended_at > 2.5, 10)
+        run_id = new_id()
+        submit = threading.Thread(
+            target=lambda: begun.append(client.begin("print('whole')", ranks=1, device_type="cpu", run_id=run_id))
+        )
+        os.kill(agent, signal.SIGSTOP)
+        try:
+            submit.start()
+
+            def attached() -> tuple[Run, RunState] | None:
+                try:
+                    return other.pool.attach(run_id)
+                except RunUnknown:
+                    return None
+
+            found, state = eventually(attached, 10, "the pool does not know the run")
+            assert state is RunState.QUEUED
+            assert not (home.state / "runs" / run_id).exists()
+            assert begun == []
+        finally:
+            os.kill(agent, signal.SIGCONT)
+        follower = ClientRun(other, found)
+        for run in (follower, *(submit.join(30) or begun)):
+            assert run.ended(60).state is RunState.SUCCEEDED
+            assert run.printed == {0: "whole\n"}
+            kinds = [type(event) for event in run.events]
+            assert (kinds[0], kinds[-1], kinds.count(Submitted)) == (Submitted, RunEnded, 1)
+        assert [type(event) for event in follower.events] == [type(event) for event in begun[0].events]
+        (home.work / "word").touch()
+        assert bystander.ended().state is RunState.SUCCEEDED
+        assert home.pool_pid() == pool
+        assert f"the events of run {run_id} can't be read" not in (home.state / "pool.log").read_text()
+    finally:
+        other.close()
+        client.close()

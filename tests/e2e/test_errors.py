@@ -135,7 +135,7 @@ def test_a_hundred_hostile_exceptions_in_cells(kernel: Kernel):
         assert reply.status == "error", (name, reply.story)
         assert reply.ename != "WorkerDied", (name, reply.evalue)
         assert len(reply.traceback) + len(reply.text) < 400_000, name
-    assert resident_bytes(agent) + resident_bytes(kernel.home.pool_pid()) < before + 100_000_000
+    assert resident_bytes(agent) + resident_bytes(kernel.home.pool_pid()) < before + 50_000_000
     assert kernel.check("%%distributed -n 2\nprint('next')").lines(1) == ["next"]
 
 

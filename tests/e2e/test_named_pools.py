@@ -178,6 +178,29 @@ def test_this_machines_own_for_what_no_other_has(scene: Scene):
     assert goes_to(reply) == ""
 
 
+def test_a_run_without_a_type_gets_the_cheapest_that_is_free_and_says_so(scene: Scene):
+    run = scene.long_run("-n 3 --type a10 --pool cloud", "holder")
+    try:
+        # more h100 are free, and cost more
+        for options, went in (
+            ("--pool cloud", ""),
+            ("--pool on-demand", "note: pool cloud: on demand at $2.00 an hour for each, and has 1 a10 free"),
+        ):
+            reply = scene.kernel.check(f"%%distributed -n 1 {options}\nrank")
+            assert "1 x a10" in reply.text, reply.story
+            assert "on a10, the cheapest type that is free; --type takes another of a10, h100" in reply.text
+            assert goes_to(reply) == went
+        reply = scene.kernel.check("%%distributed -n 2 --pool cloud\nrank")
+        assert "on h100, the cheapest type that is free" in reply.text
+        scene.kernel.check("import sgpu_magic")
+        reply = scene.kernel.check("sgpu_magic.distributed(gpus=1, pool='cloud')(lambda: 1).distributed()")
+        assert "1 x a10" in reply.text, reply.story
+    finally:
+        scene.sgpu("cancel", run)
+    # one type is no choice
+    assert "the cheapest type" not in scene.kernel.check("%%distributed -n 1 --pool team\nrank").text
+
+
 def test_so_much_memory_chooses_the_type(scene: Scene):
     reply = scene.kernel.check("%%distributed -n 2 --min-memory 40GB\nrank")
     assert "2 x h100" in reply.text

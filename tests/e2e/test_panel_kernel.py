@@ -383,6 +383,13 @@ def test_the_notebooks_file_is_read_where_no_front_end_tells(
     write({"choice": {"gpus": 3, "type": "a10"}, "signed": sign(Choice(gpus=3, type="a10"), key), "version": 1})
     other = new_kernel(variables={"JPY_SESSION_NAME": str(file)})
     assert "ranks 3" in other.check(f"%%distributed\n{TELL}").text
+    # the same metadata in a notebook of somebody else's
+    copied = file.with_name("copied.ipynb")
+    copied.write_text(file.read_text())
+    copy = new_kernel(variables={"JPY_SESSION_NAME": str(copied)})
+    assert f"you chose that in {file}, not here" in copy.run(f"%%distributed\n{TELL}").evalue
+    copy.check("%sgpu_env --accept")
+    assert "ranks 3" in copy.check(f"%%distributed\n{TELL}").text
     write(foreign(gpus=4, type="a10"))
     assert "somebody else has chosen that" in other.run(f"%%distributed\n{TELL}").evalue
     write({"choice": {"gpus": "many"}})

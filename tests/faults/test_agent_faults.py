@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import select
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -122,6 +125,31 @@ def test_a_fault_in_a_runs_callback_ends_that_run(
     else:
         agent.launch(VICTIM, ranks=2, outputs=(OutputName(name="value"),), run_id=run_id)
     assert_says(assert_over(agent, run_id, callback), callback)
+
+
+def test_an_order_that_can_not_be_read_costs_its_run(agent: AgentProcess):
+    (heard, lock), (other_heard, other_lock) = os.pipe(), os.pipe()
+    run_id = agent.launch(VICTIM, ranks=2, locks=(lock,), damage={"attempt": "first"})
+    following = agent.launch(VICTIM, ranks=2, locks=(other_lock,))
+    os.close(lock)
+    os.close(other_lock)
+    ended = agent.wait_for(run_id, RunEnded)
+    assert (ended.state, ended.failure and ended.failure.kind) == (RunState.FAILED, FailureKind.INTERNAL)
+    assert ended.failure is not None
+    assert ended.failure.message.startswith(f"the agent on {socket.gethostname()} can't read the pool's order")
+    assert "Expected `int`, got `str` - at `$.attempt`" in ended.failure.message
+    assert "`sgpu pool stop`" in ended.failure.message
+    assert "\n" not in ended.failure.message
+    agent.wait_until_gone(run_id)
+    # its device is free, and the next run holds its own
+    assert select.select([heard], [], [], 5)[0]
+    agent.wait_for(following, RanksStarted)
+    assert not select.select([other_heard], [], [], 0)[0]
+    assert agent.wait_for(following, RunEnded).state is RunState.SUCCEEDED
+    agent.wait_until_gone(following)
+    assert select.select([other_heard], [], [], 5)[0]
+    for descriptor in (heard, other_heard):
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize("callback", first(2, AFTER))

@@ -19,6 +19,36 @@ from sgpu_magic.wire.events import OutputWritten, RanksStarted, RunEnded
 from sgpu_magic.wire.states import FailureKind, RunState
 
 WAITS = "import os, time\nprint('here', flush=True)\nwhile not os.path.exists({go!r}): time.sleep(0.01)\nprint('done')"
+# a service whose order to start a run of this name does not have its declared shape
+DAMAGES = """
+import importlib.abc, importlib.util, sys
+
+
+class Damage(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "sgpu_magic.nodes.local_agent":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def damage(module):
+            execute(module)
+            send = module.LocalAgent.send
+
+            def damaged(self, message, *rest):
+                if getattr(getattr(message, "spec", None), "name", "") == "unreadable":
+                    message = module.msgspec.structs.replace(message, attempt="first")
+                send(self, message, *rest)
+
+            module.LocalAgent.send = damaged
+
+        spec.loader.exec_module = damage
+        return spec
+
+
+sys.meta_path.insert(0, Damage())
+"""
 SAYS = "a fault in the pool service (RuntimeError: planted)"
 
 
@@ -233,3 +263,27 @@ def test_a_served_pool_takes_its_own_place(tmp_path: Path):
         log.write_text(log.read_text().replace("Traceback (most recent call last)", "a planted fault"))
     finally:
         served.close()
+
+
+def test_an_order_that_the_agent_can_not_read_fails_its_run_and_nothing_else(
+    tmp_path: Path, new_home: Callable[..., Home]
+):
+    (tmp_path / "sitecustomize.py").write_text(DAMAGES)
+    home = new_home({"PYTHONPATH": str(tmp_path), "SGPU_CPU_SLOTS": "4"})
+    client = PoolClient(home)
+    try:
+        session = client.connect(2)
+        assert session.do("kept = rank").ended().state is RunState.SUCCEEDED
+        pool, agents = home.pool_pid(), home.agent_pids()
+        for run in (client.begin("1", ranks=1, name="unreadable"), session.begin("1", name="unreadable")):
+            ended = run.ended(10)
+            assert (ended.state, ended.failure and ended.failure.kind) == (RunState.FAILED, FailureKind.INTERNAL)
+            assert ended.failure is not None
+            assert "can't read the pool's order to start this run" in ended.failure.message
+        assert session.do("kept").values == [0, 1]
+        assert client.begin("rank", ranks=2).ended().state is RunState.SUCCEEDED
+        session.end()
+        eventually(lambda: client.pool.status().cpu_slots_free == 4, 10, lambda: str(client.pool.status()))
+        assert (home.pool_pid(), home.agent_pids()) == (pool, agents)
+    finally:
+        client.close()

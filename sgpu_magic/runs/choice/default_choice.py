@@ -58,7 +58,7 @@ def keeper(place: Workplace) -> ChoiceKeeper:
         if _kept is None or _kept[0] is not place:
             shell = place.shell
             notebook = (lambda: notebook_path(shell)) if shell is not None else str
-            _kept = (place, ChoiceKeeper(place.settings.state_path, notebook))
+            _kept = (place, ChoiceKeeper(place.settings.state_path, notebook, any_notebook=job_defaults.is_job()))
         return _kept[1]
 
 
@@ -79,7 +79,8 @@ def with_choice(place: Workplace, asked: Asked, ways: str) -> Asked:
         ways: How a person says all of it, for a refusal: `MAGIC_WAYS` or `PYTHON_WAYS`.
 
     Raises:
-        UsageError: Somebody else has chosen it, and this user has not confirmed it; or it names what is not there.
+        UsageError: Somebody else has chosen it, or this user in another notebook, and it is not confirmed; or it names
+            what is not there.
         EnvironmentFailed: Its packages are for another Python.
     """
     asked = _with_job(asked)
@@ -96,7 +97,7 @@ def with_choice(place: Workplace, asked: Asked, ways: str) -> Asked:
     changes = packages and bool(choice.env_version or choice.dependencies or choice.removed)
     if not held.confirmed:
         if ranks or device_type or changes or (pool and pool != pool_name(place)):
-            raise UsageError(_foreign(place, choice, ways, packages=changes))
+            raise UsageError(_foreign(place, held, choice, ways, packages=changes))
         return asked
     if pool and pool not in (known := place.pools.names()):
         raise UsageError(
@@ -168,21 +169,25 @@ def _changed_ns(name: str) -> int:
         return 0
 
 
-def _foreign(place: Workplace, choice: Choice, ways: str, *, packages: bool) -> str:
+def _foreign(place: Workplace, held: Held, choice: Choice, ways: str, *, packages: bool) -> str:
     python = ways is PYTHON_WAYS
     env = ('env_version="none"' if python else "--env-version none") if packages else ""
     said = f"{ways}{', ' if python and env else ' ' if env else ''}{env}"
     return (
-        f"this notebook asks for {words_of(choice, pool_name(place))}, and somebody else has chosen that, so nothing "
-        "was started. If it is what you want, confirm it in the panel or with `%sgpu_env --accept`. Else say what you "
+        f"this notebook asks for {words_of(choice, pool_name(place))}, and {_who(held)}, so nothing was started. "
+        "If it is what you want, confirm it in the panel or with `%sgpu_env --accept`. Else say what you "
         f"want instead: `{said}`."
     )
+
+
+def _who(held: Held) -> str:
+    return f"you chose that in {held.elsewhere}, not here" if held.elsewhere else "somebody else has chosen that"
 
 
 def held_words(held: Held, pool: str) -> str:
     """Return what `%sgpu_env` tells of the choice, a line; "" without one."""
     if held.choice is None:
         return held.problem
-    whose = "" if held.confirmed else "; somebody else has chosen that: %sgpu_env --accept confirms it"
+    whose = "" if held.confirmed else f"; {_who(held)}: %sgpu_env --accept confirms it"
     problem = f" {held.problem}" if held.problem else ""
     return f"this notebook asks for {words_of(held.choice, pool)}{whose}.{problem}"

@@ -1,7 +1,7 @@
 """What a notebook asks for, kept in its metadata: read from there, checked, and signed by the user who has chosen it.
 
-A choice travels with its notebook. One that this user has not made is not in effect before it is confirmed, for it may
-take devices, spend money or install packages.
+A choice travels with its notebook. One that this user has not made there is not in effect before it is confirmed: it
+may take devices, spend money or install packages.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import private_dir
+from sgpu_magic.runs.choice.known_notebooks import KnownNotebooks
 from sgpu_magic.runs.choice.schema import CHOICE_KEY, VERSION, Choice, KeptChoice
 from sgpu_magic.wire.device_types import ANY, canonical_type
 
@@ -183,13 +184,15 @@ class Held:
 
     Args:
         choice: In effect, if it is confirmed; None without one.
-        confirmed: It is this user's.
+        confirmed: It is this user's, made in this notebook.
+        elsewhere: The other notebook in which this user has made it; "" when somebody else has.
         problem: A sentence about metadata that can't be read, "" when there is nothing to say.
     """
 
     choice: Choice | None = None
     confirmed: bool = False
     problem: str = ""
+    elsewhere: str = ""
 
 
 _EMPTY = Held()
@@ -203,11 +206,14 @@ class ChoiceKeeper:
     Args:
         state: The state directory, where the key is.
         notebook: Returns the notebook's file, "" when nobody has told it.
+        any_notebook: What this user has chosen in another notebook counts as well.
     """
 
-    def __init__(self, state: Path, notebook: Callable[[], str]) -> None:
+    def __init__(self, state: Path, notebook: Callable[[], str], *, any_notebook: bool = False) -> None:
         self._state = state
         self._notebook = notebook
+        self._any_notebook = any_notebook
+        self._known = KnownNotebooks(state)
         self._lock = threading.Lock()
         self._is_told = False
         self._told: KeptChoice | None = None
@@ -250,6 +256,7 @@ class ChoiceKeeper:
         """
         choice = normal(choice)
         kept = KeptChoice(choice=choice, signed=sign(choice, own_key(self._state)), version=VERSION)
+        self._known.add(kept.signed, self._notebook())
         with self._lock:
             self._pending, self._held = kept, Held(choice, True)
         return kept
@@ -271,10 +278,12 @@ class ChoiceKeeper:
     def _checked(self, read: Read) -> Held:
         if read.kept is None:
             return Held(problem=read.problem) if read.problem else _EMPTY
-        signed = is_signed(read.kept, read_key(self._state))
-        choice = normal(read.kept.choice)
-        # an empty one asks for nothing that anybody would have to confirm
-        return Held(choice, signed or choice == _NOTHING, read.problem)
+        signed, choice = is_signed(read.kept, read_key(self._state)), normal(read.kept.choice)
+        if choice == _NOTHING or not signed or self._any_notebook:
+            # an empty one asks for nothing that anybody would have to confirm
+            return Held(choice, signed or choice == _NOTHING, read.problem)
+        elsewhere = self._known.other_than(read.kept.signed, self._notebook())
+        return Held(choice, not elsewhere, read.problem, elsewhere)
 
 
 class _Metadata(msgspec.Struct):
