@@ -258,7 +258,7 @@ class RunView:
             now: Time by the views' clock (`steady_time`); used while the run goes on.
         """
         if self.ended:
-            # of a cell of milliseconds the pool's clock, which is the wall's, knows less than the ranks' own
+            # of a cell of milliseconds the pool, which hears of it, knows less than the ranks
             return max(self.ended.total_s - self.ended.queued_s, self.ended.running_s)
         if self._started_at is None:
             return 0.0
