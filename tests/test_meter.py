@@ -506,6 +506,36 @@ def test_what_was_begun_before_the_machine_was_started_anew_goes_by_the_wall_clo
     ledger.close()
 
 
+@pytest.mark.parametrize("step_s", [0.0, 3600.0, -3600.0])
+@pytest.mark.parametrize("runs_on", [False, True], ids=["between cells", "in a cell"])
+def test_no_step_of_the_wall_clock_changes_a_sessions_idle_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float, runs_on: bool
+) -> None:
+    ledger, true = Ledger(tmp_path / "ledger.sqlite3"), time.time
+    session = MeteredRun(msgspec.structs.replace(spec(A, 2), kind=RunKind.SESSION))
+    cell = MeteredRun(msgspec.structs.replace(spec(B, 2), session=A))
+    billing = Billing(ledger, TARIFF)
+    for run in (session, cell):
+        ledger.record(run.spec, RunState.QUEUED)
+        ledger.update(run.run_id, started_at=true(), meter=billing.begun(run, RunState.STARTING, true(), 50.0))
+    billing.ranks_started(session, 50.0)
+    billing.ranks_started(cell, 60.0)
+    if not runs_on:
+        billing.ended(cell, RunEnded(state=RunState.SUCCEEDED), 65.0)
+        ledger.update(B, ended_at=true() + 5)
+    monkeypatch.setattr(time, "time", lambda: true() + step_s)
+    session, cell = MeteredRun(session.spec), MeteredRun(cell.spec)
+    later = Billing(ledger, TARIFF)
+    later.adopted(session, LEASE, true(), RunState.RUNNING, 70.0)
+    if runs_on:
+        later.adopted(cell, LEASE, true(), RunState.RUNNING, 70.0)
+        later.ended(cell, RunEnded(state=RunState.SUCCEEDED), 75.0)
+    _, meter = later.ended(session, RunEnded(state=RunState.CANCELLED), 80.0)
+    assert meter is not None
+    assert meter.idle_s == (10.0 + 5.0 if runs_on else 10.0 + 15.0)
+    ledger.close()
+
+
 def test_a_meter_of_a_sessions_idle_time() -> None:
     idle = IdleMeter(10.0)
     idle.began("a", 12.0)
