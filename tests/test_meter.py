@@ -344,6 +344,11 @@ def test_cost_limits_that_mean_nothing_are_refused() -> None:
     assert unfit(limited(A)) == ""
 
 
+def test_a_run_has_a_bounded_number_of_ranks() -> None:
+    assert [unfit(spec(A, ranks)) for ranks in (1, 4096)] == ["", ""]
+    assert unfit(spec(A, 4097)) == "a run has at most 4096 ranks, not 4097."
+
+
 def test_a_run_that_was_taken_over_is_not_told_twice_and_is_stopped_in_time() -> None:
     machine = scheduler()
     lease = Lease(lease_id="1", device_type="a10", ranks=2, uuids=("GPU-a10-0", "GPU-a10-1"))
