@@ -613,7 +613,8 @@ def test_a_group_for_which_there_are_not_enough_descriptors_leaves_none_open(tmp
         try:
             Group(NothingForked(), 2, False, 1000, tmp_path).close()  # pyright: ignore[reportArgumentType]
         except OSError as error:
-            assert error.errno == errno.EMFILE
+            if error.errno != errno.EMFILE:
+                raise
             return False
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
