@@ -197,6 +197,10 @@ class Ledger:
         """Bring all changes into the one file, if there are many. It waits for the disk."""
         self._database.checkpoint()
 
+    def checkpoint_beside(self) -> None:
+        """The same from another thread, while changes are written."""
+        self._database.checkpoint_beside()
+
     def _rows(self, sql: str, *values: str | int) -> list[RowChanges]:
         return [dict(zip(_NAMES, row, strict=True)) for row in self._database.rows(sql, values)]
 
