@@ -49,7 +49,7 @@ class LiveRun:
             "submitted_at": self.at,
         }
         self.view = RunView(RunSpec(**{**fields, **spec}), pool="team")
-        self.feed = Feed(self.view, wall=lambda: self.at)
+        self.feed = Feed(self.view, clock=lambda: self.at)
         self.answers = Answers(self.view, self.feed, LogReader(directory), lambda: "cancelled", lambda: ("rank 0",))
         self.order: list[tuple[int, int]] = []
         self._seq = 0

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import gc
+import itertools
 import os
+import resource
 import select
 import signal
 import socket
@@ -599,3 +603,34 @@ def test_a_rank_that_was_reaped_before_it_could_be_watched_is_dead(tmp_path: Pat
         assert not asyncio.run(dead_after(alive.pid))
         assert alive.stdin is not None
         alive.stdin.close()
+
+
+@linux_only
+def test_a_group_for_which_there_are_not_enough_descriptors_leaves_none_open(tmp_path: Path):
+    def is_made(limit: int) -> bool:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        try:
+            Group(NothingForked(), 2, False, 1000, tmp_path).close()  # pyright: ignore[reportArgumentType]
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            return False
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        return True
+
+    async def make() -> int:
+        had = os.listdir("/proc/self/fd")
+        lowest = os.open(os.devnull, os.O_RDONLY)
+        os.close(lowest)
+        for more in itertools.count():
+            made = is_made(lowest + more)
+            # a socket may still be in the exception's traceback
+            gc.collect()
+            assert os.listdir("/proc/self/fd") == had, f"with {more} descriptors"
+            if made:
+                return more
+        raise AssertionError
+
+    assert asyncio.run(make()) > 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from sgpu_magic.cli.runs import runs_table
 from sgpu_magic.views.bundle import run_record
 from sgpu_magic.views.cost import billed_text, cost_text
 from sgpu_magic.views.html import render_html
+from sgpu_magic.views.live.feed import Feed
 from sgpu_magic.views.live.snapshot import snapshot_of
 from sgpu_magic.views.status import status_html, status_text
 from sgpu_magic.views.surroundings import packages_text, tracked_link, tracked_text
@@ -61,6 +63,29 @@ def test_a_cell_says_its_part_of_what_its_session_costs() -> None:
     run.end(running_s=12.0, seconds=12.0)
     assert billed_text(run.view) == "$0.12 of its session"
     assert "· $0.12 of its session ·" in render_text(run.view)
+
+
+@pytest.mark.parametrize("step_s", [3600.0, -3600.0])
+def test_no_step_of_the_wall_clock_changes_what_a_run_costs_so_far(
+    step_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true = time.time
+    run = with_price(at=true())
+    feed = Feed(run.view)
+    monkeypatch.setattr(time, "time", lambda: true() + step_s)
+    for _ in range(2):
+        assert 0.0 < run.view.elapsed_s() < 60.0
+        assert 0.0 < (run.view.metered_s() or 0.0) < 60.0
+        assert cost_text(run.view).startswith("$0.0"), "a minute costs $0.08"
+        drawn = snapshot_of(run.view, 1, ())
+        assert drawn.cost is not None
+        assert (drawn.elapsed_s < 60.0, drawn.cost.seconds < 60.0) == (True, True)
+        assert re.fullmatch(r"0[01]:\d\d left", drawn.meta[0]), "its 90 seconds"
+        assert feed.hello(1).snapshot.elapsed_s < 60.0
+        # another attempt's time begins after the step
+        run.tell(ev.AttemptFailed(attempt=1, attempts=2, failure=Failure(kind=FailureKind.WORKER_DIED, message="")))
+        again = (ev.StateChanged(state=RunState.STARTING), ev.RanksStarted(pids=(1, 2, 3, 4), warm="zygote"))
+        run.tell(*again, at=time.time())
 
 
 def test_a_session_that_has_ended_says_what_it_cost() -> None:

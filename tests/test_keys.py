@@ -6,11 +6,13 @@ import os
 import re
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sgpu_magic.cli import main as cli
 from sgpu_magic.errors import UsageError
+from sgpu_magic.pool import authorized_clients
 from sgpu_magic.pool.authorized_clients import AuthorizedClient, AuthorizedClients, authorize, read_clients, revoke
 from sgpu_magic.system.secure_sockets import KeyPair, is_public_key, new_key_pair, read_key_pair, write_key_pair
 
@@ -116,6 +118,21 @@ def test_keys_are_listed_and_taken_away(clients: Path):
     assert read_clients(clients) == {BEN: AuthorizedClient("b.en", admin=True)}
     with pytest.raises(UsageError, match=r"has no user 'ann'. It has: b\.en"):
         revoke(clients, "ann")
+
+
+def test_a_list_of_the_same_inode_on_another_disk_is_another_list(clients: Path, monkeypatch: pytest.MonkeyPatch):
+    authorize(clients, "ann", ANN)
+    seen, status = AuthorizedClients(clients), clients.stat()
+    assert (seen.look(), seen.find(ANN)) == (True, AuthorizedClient("ann"))
+    clients.write_text(clients.read_text().replace("ann", "ben"))
+    os.utime(clients, ns=(status.st_atime_ns, status.st_mtime_ns))
+    true = os.stat
+    fields = {name: getattr(status, name) for name in ("st_mtime_ns", "st_ino", "st_size", "st_uid", "st_mode")}
+    there = SimpleNamespace(**fields, st_dev=status.st_dev + 1)
+    monkeypatch.setattr(
+        authorized_clients.os, "stat", lambda path, **named: there if path == clients else true(path, **named)
+    )
+    assert (seen.look(), seen.find(ANN)) == (True, AuthorizedClient("ben"))
 
 
 def test_what_a_person_wrote_stays(clients: Path):

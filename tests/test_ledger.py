@@ -9,6 +9,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -397,6 +398,28 @@ def test_its_log_of_changes_stays_small(path: Path) -> None:
     assert log.stat().st_size == 0
     assert len(book.recent(5000)) == 1200
     book.close()
+
+
+def test_its_log_of_changes_stays_small_while_it_is_written(path: Path) -> None:
+    book = Ledger(path)
+    log = path.with_name("ledger.sqlite3-wal")
+    for number in range(1200):
+        book.record(spec(f"{number:08x}"), RunState.QUEUED)
+    thread = threading.Thread(target=book.checkpoint_beside)
+    thread.start()
+    for number in range(1200, 1300):
+        book.record(spec(f"{number:08x}"), RunState.QUEUED)
+    thread.join()
+    # what was written meanwhile may have to wait for the next one
+    book.checkpoint_beside()
+    book.record(spec(f"{1300:08x}"), RunState.QUEUED)
+    assert log.stat().st_size <= 1 << 20
+    assert (len(book.recent(5000)), book.problem) == (1301, "")
+    book.close()
+    # there is none to write to any more, nor is one made
+    path.unlink()
+    book.checkpoint_beside()
+    assert not path.exists()
 
 
 def test_a_ledger_that_can_not_be_made_names_the_remedy(path: Path) -> None:

@@ -284,6 +284,21 @@ def test_a_log_that_grows_is_read_on(tmp_path: Path) -> None:
     assert reader.lines(0, 100, 150) == expected[100:250]
 
 
+def test_a_log_of_the_same_inode_on_another_disk_is_another_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = LogReader(tmp_path)
+    (tmp_path / "rank-0.log").write_text("short\n" * 50_000)
+    assert reader.lines(0, 49_999, 1) == ["short"]
+    (tmp_path / "rank-0.log").write_text("a longer line\n" * 50_000)
+    true, inode = os.fstat, (tmp_path / "rank-0.log").stat().st_ino
+    # as after a run directory was moved, or a file system mounted over it
+    monkeypatch.setattr(
+        log_reader.os, "fstat", lambda file: mock.Mock(st_ino=inode, st_dev=-1, st_size=true(file).st_size)
+    )
+    assert reader.lines(0, 49_999, 2) == ["a longer line"]
+
+
 def test_a_log_that_was_emptied_is_another_log(tmp_path: Path) -> None:
     run = LiveRun(tmp_path, 1).start().write(0, b"old\n" * 50_000)
     assert isinstance(run.answers.answer(AskLines(n=1, first=49_990, count=5, rank=0)), LinesAnswer)

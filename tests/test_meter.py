@@ -344,6 +344,11 @@ def test_cost_limits_that_mean_nothing_are_refused() -> None:
     assert unfit(limited(A)) == ""
 
 
+def test_a_run_has_a_bounded_number_of_ranks() -> None:
+    assert [unfit(spec(A, ranks)) for ranks in (1, 4096)] == ["", ""]
+    assert unfit(spec(A, 4097)) == "a run has at most 4096 ranks, not 4097."
+
+
 def test_a_run_that_was_taken_over_is_not_told_twice_and_is_stopped_in_time() -> None:
     machine = scheduler()
     lease = Lease(lease_id="1", device_type="a10", ranks=2, uuids=("GPU-a10-0", "GPU-a10-1"))
@@ -503,6 +508,36 @@ def test_what_was_begun_before_the_machine_was_started_anew_goes_by_the_wall_clo
     again = MeteredRun(run.spec)
     billing.adopted(again, LEASE, time.time(), RunState.RUNNING, 20.0)
     assert again.metered_clock == pytest.approx(-80.0, abs=5.0)
+    ledger.close()
+
+
+@pytest.mark.parametrize("step_s", [0.0, 3600.0, -3600.0])
+@pytest.mark.parametrize("runs_on", [False, True], ids=["between cells", "in a cell"])
+def test_no_step_of_the_wall_clock_changes_a_sessions_idle_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float, runs_on: bool
+) -> None:
+    ledger, true = Ledger(tmp_path / "ledger.sqlite3"), time.time
+    session = MeteredRun(msgspec.structs.replace(spec(A, 2), kind=RunKind.SESSION))
+    cell = MeteredRun(msgspec.structs.replace(spec(B, 2), session=A))
+    billing = Billing(ledger, TARIFF)
+    for run in (session, cell):
+        ledger.record(run.spec, RunState.QUEUED)
+        ledger.update(run.run_id, started_at=true(), meter=billing.begun(run, RunState.STARTING, true(), 50.0))
+    billing.ranks_started(session, 50.0)
+    billing.ranks_started(cell, 60.0)
+    if not runs_on:
+        billing.ended(cell, RunEnded(state=RunState.SUCCEEDED), 65.0)
+        ledger.update(B, ended_at=true() + 5)
+    monkeypatch.setattr(time, "time", lambda: true() + step_s)
+    session, cell = MeteredRun(session.spec), MeteredRun(cell.spec)
+    later = Billing(ledger, TARIFF)
+    later.adopted(session, LEASE, true(), RunState.RUNNING, 70.0)
+    if runs_on:
+        later.adopted(cell, LEASE, true(), RunState.RUNNING, 70.0)
+        later.ended(cell, RunEnded(state=RunState.SUCCEEDED), 75.0)
+    _, meter = later.ended(session, RunEnded(state=RunState.CANCELLED), 80.0)
+    assert meter is not None
+    assert meter.idle_s == (10.0 + 5.0 if runs_on else 10.0 + 15.0)
     ledger.close()
 
 

@@ -21,6 +21,7 @@ from sgpu_magic.cli.runs import runs_table
 from sgpu_magic.client.interpreter import this_owner
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import CapacityError, SessionError, UsageError
+from sgpu_magic.files.disk_room import RUN_BYTES, RUN_INODES
 from sgpu_magic.wire.events import (
     Detached,
     OutputWritten,
@@ -106,6 +107,22 @@ def test_cells_of_a_session_take_turns(session: ClientSession):
     second.ended()
     first.ended()
     assert (first.printed[0], second.printed[0]) == ("a\n", "b\n")
+
+
+def test_what_runs_and_cells_leave_on_the_disk_is_small(home: Home, client: PoolClient, session: ClientSession):
+    run = client.begin("print('a little')")
+    run.ended()
+    for run_id, most_files, most_bytes in (
+        (run.run_id, 8, 32 * 1024),
+        (session.do("x = rank").run_id, 6, 24 * 1024),
+    ):
+        directory = home.run_dir(run_id)
+        # the others are one file for all runs
+        found = [status for path in directory.iterdir() if (status := path.stat()).st_nlink == 1]
+        size = sum(status.st_blocks * 512 for status in (*found, directory.stat()))
+        assert (len(found) + 1 <= most_files, size <= most_bytes) == (True, True), (len(found), size)
+        assert 2 * size <= RUN_BYTES
+        assert 2 * most_files <= RUN_INODES
 
 
 def test_fresh_runs_have_processes_of_their_own_on_the_same_lease(session: ClientSession):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import inspect
 import linecache
 import os
+import socket
 import subprocess
 import sys
+import threading
+import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +59,37 @@ def launch(tmp_path: Path) -> Launch:
     made = placed_launch(tmp_path, elsewhere=False)
     spec = msgspec.structs.replace(made.spec, run_id=new_id(), ray=True)
     return msgspec.structs.replace(made, spec=spec, run_dir=str(tmp_path / "run"))
+
+
+def test_nothing_is_kept_of_a_run_whose_lease_is_dropped(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("ray")
+    beside_ray = importlib.import_module("sgpu_magic.nodes.ray.__main__")
+    connected, removed, at_once = threading.Event(), list[str](), list[str]()
+
+    def remove(name: str) -> None:
+        assert name not in at_once, "two calls for one run at once"
+        at_once.append(name)
+        time.sleep(0.001)
+        at_once.remove(name)
+        removed.append(name)
+
+    monkeypatch.setattr(beside_ray.cluster, "connect", lambda *_: connected.wait())
+    monkeypatch.setattr(beside_ray.groups, "remove", remove)
+
+    async def drop() -> int:
+        ours, theirs = socket.socketpair()
+        process = beside_ray.ClusterProcess(ours, "address", "namespace", "pool-")
+        await asyncio.gather(*(process._drop(f"{number % 20:08x}") for number in range(60)))
+        kept = len(process._turns)
+        for task in process._tasks:
+            task.cancel()
+        connected.set()
+        process.close()
+        theirs.close()
+        return kept
+
+    assert asyncio.run(drop()) == 0
+    assert len(removed) == 60
 
 
 def test_the_nodes_numbers_are_read_from_prometheus_format():

@@ -198,6 +198,17 @@ def test_a_value_that_differs_between_ranks_is_told_once(notebook: Notebook):
     assert notebook.reads("lr").notes == ()
 
 
+def test_a_value_that_was_told_as_the_ranks_own_is_told_as_differing_after_a_restart(notebook: Notebook):
+    notebook.run("lr = 1")
+    notebook.reads("lr", stores=["lr"])
+    (note,) = notebook.reads("lr").notes
+    assert note.startswith("`lr` is the ranks' own")
+    notebook.shipping.restarted((1,))
+    (note,) = notebook.reads("lr").notes
+    assert note.startswith("`lr` differs between ranks: rank 1 got the notebook's value, ranks 0, 2, 3 kept what")
+    assert notebook.reads("lr").notes == ()
+
+
 def test_a_value_that_was_pushed_is_had_from_a_rank_that_stays(notebook: Notebook):
     notebook.shipping.set_on_ranks(["lr", "seed"], {}, ALL, pushed=True)
     notebook.reads(stores=["seed"])

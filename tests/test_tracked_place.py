@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import subprocess
 import sys
@@ -9,16 +10,25 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
+from test_place_here import launch as placed_launch
 from waiting import eventually
 
 from sgpu_magic.client.mlflow_run import mlflow_run_id
 from sgpu_magic.config import Settings
 from sgpu_magic.payload import pack
+from sgpu_magic.pool.run_book import PoolRun
+from sgpu_magic.pool.run_log import RunLog
+from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.runs.git_state import GitStates, Tags, git_state, git_tags
 from sgpu_magic.runs.submission import Submission, Wishes
 from sgpu_magic.runs.tracked import place_of
+from sgpu_magic.tracking import progress
+from sgpu_magic.tracking.progress import Progress
 from sgpu_magic.wire.devices import Placement
+from sgpu_magic.wire.events import Noted, Submitted
+from sgpu_magic.wire.messages import Submit
 from sgpu_magic.wire.records import CellSource, Owner, RunSpec
 from sgpu_magic.wire.states import RunKind
 from sgpu_magic.wire.tracking import Tracking
@@ -145,3 +155,53 @@ def test_the_id_is_read_from_the_runs_directory(tmp_path: Path):
     assert mlflow_run_id(tmp_path) == "abc"
     (tmp_path / "tracking.json").write_text("{")
     assert mlflow_run_id(tmp_path) == ""
+
+
+def test_the_next_service_tells_the_same_user_what_is_not_in_the_store(tmp_path: Path):
+    settings = Settings(state_dir=str(tmp_path / "s"), runtime_dir=str(tmp_path / "r"))
+    store = Tracking(uri="http://127.0.0.1:9")
+    told: list[str] = []
+
+    def submitted(run_id: str, user: str) -> PoolRun:
+        launch = placed_launch(tmp_path, elsewhere=False)
+        owner = Owner(pid=1, host="h", user=user)
+        spec = msgspec.structs.replace(launch.spec, run_id=run_id, owner=owner, tracked=True)
+        return PoolRun(
+            Submit(
+                request=0, spec=spec, interpreter=launch.interpreter, context=launch.context, payload=launch.payload,
+                tracking=store,
+            ),
+            (),
+            None,
+        )  # fmt: skip
+
+    class Book:
+        """Runs' directories, and what their followers are told."""
+
+        def directory(self, run_id: str) -> Path:
+            return settings.runs_path / run_id
+
+        def tell(self, run: PoolRun, body: Noted, at: float) -> None:
+            told.append(f"{run.run_id}: {body.text}")
+
+    async def follow() -> None:
+        loop = asyncio.get_running_loop()
+        left = Book().directory("000000a1")
+        left.mkdir(parents=True)
+        log = RunLog(left, "000000a1")
+        log.append(Submitted(spec=submitted("000000a1", "ann").spec), 1.0)
+        log.close()
+        progress.save(left, Progress(uri=store.uri, problem="it does not answer."))
+        tracker = Tracker(settings, Book(), None, lambda _: False)  # pyright: ignore[reportArgumentType]
+        tracker._look()
+        deadline = loop.time() + 10
+        while not tracker._leftovers and loop.time() < deadline:
+            await asyncio.sleep(0)
+        for run_id, user in (("000000b1", "bob"), ("000000a2", "ann")):
+            tracker.follow(submitted(run_id, user))
+        tracker._timer.cancel()
+
+    asyncio.run(follow())
+    assert told == [
+        "000000a2: run 0000, before this one, is not in MLflow: it does not answer. `sgpu sync 0000` sends it"
+    ]

@@ -20,7 +20,9 @@ from homes import Home
 from test_scheduler import spec
 
 from sgpu_magic.cli.usage_forms import as_json, comma_separated, table
-from sgpu_magic.client.usage import Usage, read_usage, usage
+from sgpu_magic.client import ledger_file
+from sgpu_magic.client.ledger_file import recent_runs
+from sgpu_magic.client.usage import Usage, Use, read_usage, usage
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.pool.ledger import Ledger, Metered
@@ -135,6 +137,39 @@ def test_a_session_that_goes_on_is_idle_until_now() -> None:
     assert (found.runs, found.gpu_s, found.reserved, found.unmetered) == (3, 200.0, None, 0)
     assert found.idle_s == pytest.approx(200.0 * 0.6)
     assert found.idle_cost == {"USD": pytest.approx(0.2 * 0.6)}
+
+
+def test_a_clock_that_was_set_changes_no_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = load_settings({"SGPU_STATE_DIR": str(tmp_path), "SGPU_RUNTIME_DIR": str(tmp_path / "run")})
+    monkeypatch.setattr(ledger_file, "_agent_waits", lambda _: True)
+    ledger, now, clock = Ledger(tmp_path / "ledger.sqlite3"), time.time(), time.monotonic()
+    session = msgspec.structs.replace(spec("5e550000", 2), kind=RunKind.SESSION)
+    ledger.record(session, RunState.RUNNING)
+    # it was connected 100 s ago and idle for all but 40 of them; then the clock was set on by an hour
+    meter = Metered(metered_at=now - 3700, metered_clock=clock - 100, hourly=7.2, currency="USD")
+    ledger.update("5e550000", started_at=now - 3700, meter=meter)
+    ledger.update("5e550000", meter=Metered(idle_s=30.0, idle_clock=clock - 30))
+    lease = Lease(lease_id="1", device_type="a10", ranks=2, uuids=("a", "b"))
+    ledger.update("5e550000", lease=lease)
+    ledger.record(msgspec.structs.replace(spec("000000c1"), session="5e550000"), RunState.QUEUED)
+    ledger.update("000000c1", started_at=now - 3650, ended_at=now - 10)
+
+    def total() -> Use:
+        return usage(recent_runs(settings, None), 0.0, time.time(), "user", read_prices(""), "USD").total
+
+    assert total().gpu_s == pytest.approx(200.0, abs=20.0)
+    assert total().idle_s == pytest.approx(120.0, abs=20.0)
+    # in a cell it is not idle
+    ledger.record(msgspec.structs.replace(spec("000000c2"), session="5e550000"), RunState.RUNNING)
+    ledger.update("000000c2", started_at=now)
+    assert total().idle_s == pytest.approx(60.0, abs=10.0)
+    # and when it has ended, its share is one of what was billed
+    bill = Metered(gpu_s=200.0, cost=0.2, idle_s=60.0)
+    for run_id in ("000000c2", "5e550000"):
+        ledger.update(run_id, state=RunState.CANCELLED, ended_at=now, meter=bill if run_id[0] == "5" else None)
+    ledger.close()
+    assert total().idle_s == pytest.approx(120.0)
+    assert total().idle_cost == {"USD": pytest.approx(0.12)}
 
 
 def test_the_table() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.states import RunState
 
 _BUSY_TIMEOUT_S = 2.0
+# what two clocks differ by that were not set
+_STEP_S = 1.0
 _FIELDS = frozenset(field.name for field in msgspec.structs.fields(RunSummary))
 LOST = "the pool service ended while the run was going on"
 
@@ -65,6 +68,7 @@ def _read(settings: Settings, rest: str, values: Sequence[str | int | float]) ->
             # every column that it has: an older or newer schema is read as far as it goes
             rows = [dict(row) for row in database.execute(f"SELECT * FROM runs {rest}", values)]
         held = find_pool(settings) is not None or _agent_waits(settings)
+        _bring_up_to_now(rows)
         return [_summary(row, held=held) for row in rows]
     except (sqlite3.Error, msgspec.ValidationError, ValueError) as error:
         raise PoolError(
@@ -83,6 +87,20 @@ def _agent_waits(settings: Settings) -> bool:
     except OSError:
         # no Linux: it takes its socket away when it ends, unless it is killed too
         return path.exists()
+
+
+def _bring_up_to_now(rows: Sequence[dict[str, Any]]) -> None:
+    """Let what is counted from the rows of runs that go on be what their pool counts, whatever the clock was set to."""
+    wall, clock = time.time(), time.monotonic()
+    going = [row for row in rows if row.get("ended_at") is None]
+    in_cells = {row.get("session") for row in going if row["started_at"] is not None}
+    for row in going:
+        began, idle_at = row.get("metered_clock"), row.get("idle_clock")
+        # else the machine was started anew
+        if began is not None and began <= clock and abs(wall - clock + began - row["metered_at"]) > _STEP_S:
+            row["metered_at"] = wall - clock + began
+        if idle_at is not None and idle_at <= clock and row["run_id"] not in in_cells:
+            row["idle_s"] += clock - idle_at
 
 
 def _summary(row: dict[str, Any], *, held: bool) -> RunSummary:

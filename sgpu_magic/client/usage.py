@@ -135,7 +135,7 @@ def _add(use: Use, row: RunSummary, now: float, idle_s: Callable[[RunSummary], f
         return
     idle_part = 0.0
     if row.kind is RunKind.SESSION and row.metered_at is not None:
-        lasted = (row.ended_at or now) - row.metered_at
+        lasted = cost * HOUR_S / row.hourly if cost and row.hourly else device_s / row.ranks
         idle_part = min(1.0, idle_s(row) / lasted) if lasted > 0 else 0.0
     if is_gpu:
         use.gpu_s += device_s

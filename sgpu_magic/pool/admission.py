@@ -10,6 +10,8 @@ from sgpu_magic.wire.messages import Submit
 from sgpu_magic.wire.records import RunSpec
 from sgpu_magic.wire.states import RunKind
 
+# CPU ranks may share slots, and each costs the agent several descriptors
+_MOST_RANKS = 4096
 _MAX_RETRIES = 100
 
 
@@ -18,6 +20,8 @@ def unfit(spec: RunSpec) -> str:
     is_session = spec.kind is RunKind.SESSION
     if spec.placement.ranks < 1:
         return f"a run needs at least one rank, not {spec.placement.ranks}."
+    if spec.placement.ranks > _MOST_RANKS:
+        return f"a run has at most {_MOST_RANKS} ranks, not {spec.placement.ranks}."
     if not 0 < spec.timeout_s <= SEVEN_DAYS_S:
         return "a run's time limit is more than 0 s and at most 7 days."
     if not 0 <= spec.retries <= _MAX_RETRIES:

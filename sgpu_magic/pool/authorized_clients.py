@@ -50,7 +50,7 @@ class AuthorizedClients:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._seen: tuple[int, int, int] | None = None
+        self._seen: tuple[int, int, int, int] | None = None
         self._clients: Mapping[str, AuthorizedClient] = {}
         self.problem = ""
 
@@ -66,7 +66,7 @@ class AuthorizedClients:
         """
         try:
             status = os.stat(self._path)
-            seen = (status.st_mtime_ns, status.st_ino, status.st_size)
+            seen = (status.st_mtime_ns, status.st_dev, status.st_ino, status.st_size)
         except OSError:
             seen = None
         if seen == self._seen:

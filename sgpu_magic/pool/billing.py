@@ -81,8 +81,10 @@ class Billing:
         """The run's ranks are there: a session is idle from now on, or no longer."""
         if run.spec.kind is RunKind.SESSION:
             self._idle[run.run_id] = IdleMeter(now)
+            self._write_idle(run.run_id, now)
         elif run.spec.session in self._idle:
             self._idle[run.spec.session].began(run.run_id, now)
+            self._write_idle(run.spec.session, now)
 
     def paused(self, run: OnMeter, now: float) -> None:
         """The run has lost its devices and waits for others: that costs nothing."""
@@ -104,22 +106,28 @@ class Billing:
         row = self._ledger.summary(run.run_id)
         if row is None:
             return
+        # of an earlier version, or of before the machine was started anew: all that is known is the wall clock
         wall = time.time()
+        clock, idle_clock = self._ledger.clocks(run.run_id)
         if run.spec.session:
             if state is RunState.RUNNING:
                 self.ranks_started(run, now)
             return
         if run.spec.kind is RunKind.SESSION and row.started_at is not None:
-            idle_s = idle_seconds(row.started_at, wall, self._ledger.cell_times(run.run_id))
-            self._idle[run.run_id] = IdleMeter(now, idle_s)
+            cells = self._ledger.cell_times(run.run_id)
+            if row.idle_s is None or idle_clock is None or idle_clock > now:
+                idle = IdleMeter(now, idle_seconds(row.started_at, wall, cells))
+            else:
+                # in a cell it was not idle since that began
+                in_cell = any(ended is None for _, ended in cells)
+                idle = IdleMeter(now if in_cell else idle_clock, row.idle_s)
+            self._idle[run.run_id] = idle
         if row.hourly is not None:
             run.hourly = row.hourly
         elif price is not None:
             self._ledger.update(run.run_id, meter=price)
         run.metered_at = row.metered_at
         if run.metered_at is not None:
-            clock = self._ledger.metered_clock(run.run_id)
-            # of an earlier version, or of before the machine was started anew: all that is known is the wall clock
             run.metered_clock = clock if clock is not None and clock <= now else now - max(0.0, wall - run.metered_at)
         elif state is not RunState.PREPARING:
             launched = now - max(0.0, wall - started_at)
@@ -135,6 +143,7 @@ class Billing:
         """
         if run.spec.session in self._idle:
             self._idle[run.spec.session].ended(run.run_id, now)
+            self._write_idle(run.spec.session, now)
         idle = self._idle.pop(run.run_id, None)
         on_meter_s = 0.0 if run.metered_clock is None else now - run.metered_clock
         seconds = run.metered_s + on_meter_s
@@ -146,3 +155,7 @@ class Billing:
         # one that was never connected had no time for cells
         idle_s = None if run.spec.kind is not RunKind.SESSION else 0.0 if idle is None else idle.seconds(now)
         return ended, Metered(gpu_s=due.gpu_s, cost=due.cost, idle_s=idle_s)
+
+    def _write_idle(self, session: str, now: float) -> None:
+        written = Metered(idle_s=self._idle[session].seconds(now), idle_clock=now)
+        self._ledger.update(session, meter=written)

@@ -21,6 +21,8 @@ from sgpu_magic.wire.states import RunState
 _WRITE_S = 0.05
 # after a failure
 _WRITE_AGAIN_S = 1.0
+# what each cell changes in its session's row
+_OF_EACH_CELL = {"idle_s", "idle_clock"}
 
 
 class LaterLedger(Ledger):
@@ -52,6 +54,7 @@ class LaterLedger(Ledger):
 
     def _change(self, run_id: str, changes: RowChanges) -> bool:
         waits = run_id in self._later or run_id in self._new or run_id in self._changes
+        waits = waits or changes.keys() == _OF_EACH_CELL
         if not waits and super()._change(run_id, changes):
             return True
         self._changes.setdefault(run_id, {}).update(changes)

@@ -83,7 +83,7 @@ class Launches:
 
     def launched(self, run: PoolRun, lease: Lease, inventory: Inventory | None) -> None:
         """Write down that its group was ordered."""
-        run.placed_at = time.time()
+        run.placed_at = time.monotonic()
         spec = run.spec
         link = functools.partial(self._kept_environments.link, spec.environment, run.run_id, spec.owner.user)
         self._loop.call_later(_LINK_LATER_S, self._guarded, run.run_id, link)

@@ -35,7 +35,13 @@ RowChanges = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Metered:
-    """What is new of a run's meter; None is what stays. As in `RunSummary`; `metered_clock` is monotonic."""
+    """What is new of a run's meter; None is what stays. As in `RunSummary`.
+
+    Args:
+        idle_s: Of a session that goes on until `idle_clock`, when a cell began or ended in it.
+        metered_clock: `metered_at` on the monotonic clock.
+        idle_clock: Monotonic time.
+    """
 
     metered_at: float | None = None
     hourly: float | None = None
@@ -44,6 +50,7 @@ class Metered:
     cost: float | None = None
     idle_s: float | None = None
     metered_clock: float | None = None
+    idle_clock: float | None = None
 
 
 class Ledger:
@@ -162,10 +169,10 @@ class Ledger:
         sql = "SELECT started_at, ended_at FROM runs WHERE session = ? AND session != '' AND started_at IS NOT NULL"
         return [(began, ended) for began, ended in self._database.rows(sql, (check_id(session),))]
 
-    def metered_clock(self, run_id: str) -> float | None:
-        """When the run's meter began, on the monotonic clock of the machine's life of then; None where none did."""
-        rows = self._database.rows("SELECT metered_clock FROM runs WHERE run_id = ?", (run_id,))
-        return rows[0][0] if rows else None
+    def clocks(self, run_id: str) -> tuple[float | None, float | None]:
+        """The run's `metered_clock` and `idle_clock`, of the machine's life of then; None where there is none."""
+        rows = self._database.rows("SELECT metered_clock, idle_clock FROM runs WHERE run_id = ?", (run_id,))
+        return rows[0] if rows else (None, None)
 
     def costs_since(self, since: float, currency: str) -> list[tuple[float, float]]:
         """When runs ended after `since` (seconds since the epoch), and what each cost, oldest first."""
@@ -189,6 +196,10 @@ class Ledger:
     def checkpoint(self) -> None:
         """Bring all changes into the one file, if there are many. It waits for the disk."""
         self._database.checkpoint()
+
+    def checkpoint_beside(self) -> None:
+        """The same from another thread, while changes are written."""
+        self._database.checkpoint_beside()
 
     def _rows(self, sql: str, *values: str | int) -> list[RowChanges]:
         return [dict(zip(_NAMES, row, strict=True)) for row in self._database.rows(sql, values)]

@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from sgpu_magic.config import private_dir
 from sgpu_magic.errors import PoolError
@@ -20,6 +21,8 @@ Statement = tuple[str, Sequence[str | int | float]]
 _FILES = ("", "-wal", "-shm")
 # what stays of the log of changes
 _LOG_BYTES = 1 << 20
+# what is written while it is brought into the one file is left for another round
+_MOST_ROUNDS = 20
 
 
 class LedgerDatabase:
@@ -63,6 +66,22 @@ class LedgerDatabase:
         """Bring what was written into the one file. It waits for the disk."""
         if os.path.exists(log := f"{self._path}-wal") and os.stat(log).st_size > _LOG_BYTES:
             self.rows("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def checkpoint_beside(self) -> None:
+        """Bring what was written into the one file while more is, from a thread that may wait for the disk.
+
+        The log of changes becomes small with the next change.
+        """
+        if not os.path.exists(log := f"{self._path}-wal") or os.stat(log).st_size <= _LOG_BYTES:
+            return
+        # what it can't do now it does the next time
+        with contextlib.suppress(sqlite3.Error):
+            uri = f"file:{quote(str(self._path))}?mode=rw"
+            with contextlib.closing(sqlite3.connect(uri, uri=True, isolation_level=None)) as connection:
+                for _ in range(_MOST_ROUNDS):
+                    _, written, brought = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+                    if written == brought:
+                        break
 
     def _written(self, statements: Sequence[Statement]) -> bool:
         if len(statements) == 1:

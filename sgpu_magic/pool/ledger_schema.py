@@ -48,6 +48,10 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         # `metered_at` on the monotonic clock of the machine's present life
         "ALTER TABLE runs ADD COLUMN metered_clock REAL",
     ),
+    (
+        # when a session's `idle_s` was written, on that clock
+        "ALTER TABLE runs ADD COLUMN idle_clock REAL",
+    ),
 )
 
 

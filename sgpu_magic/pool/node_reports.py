@@ -86,9 +86,10 @@ class NodeReports:
                 if failed is not None:
                     self._book.tell(run, failed, at, told=event)
                     return
-                submitted = run.spec.submitted_at
-                placed = run.placed_at or at
-                body = msgspec.structs.replace(body, queued_s=placed - submitted, total_s=at - submitted)
+                # its agent may have had nobody to tell for a while
+                ended_at = now - max(0.0, time.time() - at)
+                queued_s = (run.placed_at or ended_at) - run.submitted_at
+                body = msgspec.structs.replace(body, queued_s=queued_s, total_s=ended_at - run.submitted_at)
                 body, meter = self._book.billing.ended(run, body, now)
                 run.ended = True
                 self._book.tell(run, body, at, frames, event)

@@ -49,7 +49,8 @@ class PoolRun:
         watchers: Clients that only follow it.
         log: None until the run is accepted.
         state: What the scheduler moved it to.
-        placed_at: Wall-clock time of its lease; None before.
+        submitted_at: Monotonic time of its submission.
+        placed_at: Monotonic time of its lease; None before.
         attempt: How often its group was started again.
         restarting: The group failed, and is started again as soon as its ranks are gone.
         ordered: Its ranks were ordered from the engine, which says when they are gone.
@@ -85,6 +86,11 @@ class PoolRun:
     metered_at: float | None = None
     metered_clock: float | None = None
     metered_s: float = 0.0
+    submitted_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        # an earlier service may have taken it
+        self.submitted_at = time.monotonic() - max(0.0, time.time() - self.spec.submitted_at)
 
     @property
     def run_id(self) -> str:
@@ -267,7 +273,7 @@ class RunBook:
     def placed(self, run: PoolRun, lease: Lease, host: str, labels: tuple[str, ...]) -> None:
         """Write down which devices the run has and what they cost, and tell it."""
         self._ledger.update(run.run_id, lease=lease, meter=self.billing.placed(run, lease))
-        self.tell(run, self.billing.told(lease, host, labels), run.placed_at or time.time())
+        self.tell(run, self.billing.told(lease, host, labels), time.time())
 
     def end_without_ranks(
         self, run: PoolRun, state: RunState, reason: str, kind: FailureKind, failure: Failure | None = None
@@ -277,9 +283,10 @@ class RunBook:
         Args:
             failure: What it failed of, when that is known; else made of `kind` and `reason`.
         """
-        now = time.time()
+        now, clock = time.time(), time.monotonic()
         cancelled = state is RunState.CANCELLED
-        waited = now - run.spec.submitted_at
+        total_s = clock - run.submitted_at
+        running_s = 0.0 if run.placed_at is None else clock - run.placed_at
         if cancelled:
             failure = None
         elif failure is None:
@@ -288,12 +295,12 @@ class RunBook:
             state=state,
             failure=failure,
             reason=reason if cancelled else "",
-            queued_s=waited if run.placed_at is None else run.placed_at - run.spec.submitted_at,
-            running_s=0.0 if run.placed_at is None else now - run.placed_at,
-            total_s=waited,
+            queued_s=total_s - running_s,
+            running_s=running_s,
+            total_s=total_s,
         )
         run.ended = True
-        ended, meter = self.billing.ended(run, ended, time.monotonic())
+        ended, meter = self.billing.ended(run, ended, clock)
         self.tell(run, ended, now)
         self._ledger.update(run.run_id, state=state, ended_at=now, failure=reason or None, meter=meter)
         self._close_log(run)

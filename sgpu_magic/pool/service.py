@@ -331,6 +331,8 @@ class PoolService:
         if not self._book.going:
             # it waits for the disk
             self._ledger.checkpoint()
+        else:
+            self._loop.run_in_executor(None, self._ledger.checkpoint_beside)
 
     def _is_live(self, run_id: str) -> bool:
         return self._book.speaker(run_id) is not None or run_id in self._succession.resubmittable

@@ -108,7 +108,8 @@ class Succession:
         )
         run = PoolRun(submit, (), None)
         run.log = RunLog(self._book.directory(run.run_id), run.run_id)
-        run.placed_at = time.time() - held.started_s
+        launched_at = time.time() - held.started_s
+        run.placed_at = now - held.started_s
         run.attempt = launch.attempt
         run.ordered = run.adopted = True
         ended = run.log.ended
@@ -124,10 +125,10 @@ class Succession:
             # a cell in a session is launched before anything is written of it
             self._book.tell(run, Submitted(spec=launch.spec), launch.spec.submitted_at)
             placed = self._book.billing.told(launch.lease, launch.spec.owner.host, ())
-            self._book.tell(run, placed, run.placed_at)
+            self._book.tell(run, placed, launched_at)
         if not self._ledger.has(run.run_id):
             self._ledger.record(launch.spec, state)
-        self._book.billing.adopted(run, launch.lease, run.placed_at, state, now)
+        self._book.billing.adopted(run, launch.lease, launched_at, state, now)
         # its meter may have begun with an attempt before this one
         metered_at = now - held.started_s if run.metered_clock is None else run.metered_clock
         if not (held.gone and run.ended):

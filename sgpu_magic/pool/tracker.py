@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import Settings
+from sgpu_magic.files.event_log import read_spec
 from sgpu_magic.nodes.base import Engine
 from sgpu_magic.pool.run_book import PoolRun, RunBook
 from sgpu_magic.pool.tracker_process import TrackerProcess
@@ -107,7 +108,7 @@ class Tracker:
         order = Track(run_id=run.run_id, run_dir=str(directory), tracking=tracking, parent_run=parent)
         decided = not tracking.if_it_matters or run.spec.profile
         self._entries[run.run_id] = _Entry(order, maybe=None if decided else run)
-        untold = self._untold.pop(_key(tracking), "")
+        untold = self._untold.pop(_key(tracking), "") or self._left_untold(run, tracking)
         if untold:
             self._book.tell(run, Noted(text=untold), time.time())
         self._send_later()
@@ -252,6 +253,16 @@ class Tracker:
         # the others wait for a run that brings the credentials, or for `sgpu sync`
         for directory, left in self._leftovers.pop("", ()):
             self._resume(directory, left, Tracking())
+
+    def _left_untold(self, run: PoolRun, tracking: Tracking) -> str:
+        """Return why a run of the same user is not in the same store, where the service that knew it is gone."""
+        for directory, left in self._leftovers.get(without_user(tracking.uri), ()):
+            spec = read_spec(directory) if left.problem else None
+            if spec is not None and spec.owner.user == run.spec.owner.user:
+                name = short(directory.name)
+                why = left.problem.rstrip(".")
+                return f"run {name}, before this one, is not in MLflow: {why}. `sgpu sync {name}` sends it"
+        return ""
 
     def _resume(self, directory: Path, left: Progress, tracking: Tracking) -> None:
         tracking = msgspec.structs.replace(

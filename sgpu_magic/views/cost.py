@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from sgpu_magic.views.view import RunView
 from sgpu_magic.wire.device_types import CPU
 from sgpu_magic.wire.metering import cost_of
@@ -22,7 +20,7 @@ def cost_text(view: RunView, now: float | None = None) -> str:
 
     Args:
         view: The run.
-        now: Wall-clock time, seconds since the epoch; the present when left out.
+        now: Time by the views' clock (`steady_time`); the present when left out.
     """
     if view.is_final or view.left or view.hourly is None:
         return ""
@@ -65,6 +63,6 @@ def _share(view: RunView, now: float | None = None) -> str:
     """What runs in a session costs nothing of its own: return its part of what the session costs."""
     if view.hourly is None:
         return ""
-    seconds = view.elapsed_s(time.time() if now is None else now)
+    seconds = view.elapsed_s(now)
     cost = view.hourly * seconds / HOUR_S
     return f"{format_money(cost, view.currency)} of its session{mark(view)}" if cost >= _LEAST_SHARE else ""

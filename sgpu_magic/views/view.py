@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from sgpu_magic.system.byte_sizes import format_bytes
@@ -12,6 +11,7 @@ from sgpu_magic.views.output import RunOutput
 from sgpu_magic.views.rank_models import RankModels
 from sgpu_magic.views.run_names import run_name
 from sgpu_magic.views.session_state import SessionState, renewal_note, restart_note, unstopped_note
+from sgpu_magic.views.steady_clock import heard_at, steady_time
 from sgpu_magic.views.usage import RunUsage
 from sgpu_magic.wire import ids
 from sgpu_magic.wire.devices import Lease
@@ -87,6 +87,7 @@ class RunView:
         models: Widgets of its ranks; of a session's cells those of the session.
         left: Why nobody follows it here any more while it goes on, "" while somebody does.
         ended: The run's last word, None while it goes on.
+        submitted_at: When it was submitted, by the views' clock.
         version: Grows with every event; equal versions draw equal pictures (but for the clock).
     """
 
@@ -120,6 +121,7 @@ class RunView:
         self.left = ""
         self.ended: RunEnded | None = None
         self.models = RankModels()
+        self.submitted_at = heard_at(spec.submitted_at)
         self.version = 0
         self._started_at: float | None = None
         self._starting_at: float | None = None
@@ -136,7 +138,7 @@ class RunView:
                 self._output.write(body)
             case StateChanged(state=state, reason=reason):
                 self.state, self.reason = state, reason
-                self._starting_at = event.at if state is RunState.STARTING else self._starting_at
+                self._starting_at = heard_at(event.at) if state is RunState.STARTING else self._starting_at
                 self._metered_at = self._starting_at if self._metered_at is None else self._metered_at
                 if state is not RunState.QUEUED:
                     self.position, self.waiting_for = None, ""
@@ -148,7 +150,7 @@ class RunView:
                 self.position, self.waiting_for = None, ""
                 self._note(lease.note)
             case RanksStarted(warm=warm):
-                self.warm, self._started_at = warm, event.at
+                self.warm, self._started_at = warm, heard_at(event.at)
             case DisplayPublished() as body:
                 self._output.display(body)
             case CommsMoved() as body:
@@ -162,13 +164,13 @@ class RunView:
             case PayloadReleased(kept=kept, reason=reason):
                 self._note("" if kept else reason)
             case AttemptFailed() as body:
-                self._start_again(body, event.at)
+                self._start_again(body, heard_at(event.at))
             case Stalled() as body:
                 self.stalled = body
             case Resumed():
                 self.stalled = None
             case Sampled() | DeviceIdle() | DeviceBusy() as body:
-                self.usage.apply(body, event.at, self._started_at)
+                self.usage.apply(body, heard_at(event.at), self._started_at)
             case SessionMoved() as body:
                 if self.session is not None:
                     self.session.moved(body, event.at)
@@ -253,28 +255,24 @@ class RunView:
         """Return seconds the run has had its devices; it does not count the queue.
 
         Args:
-            now: Wall-clock time, seconds since the epoch; used while the run goes on.
+            now: Time by the views' clock (`steady_time`); used while the run goes on.
         """
         if self.ended:
-            # of a cell of milliseconds the pool's clock, which is the wall's, knows less than the ranks' own
+            # of a cell of milliseconds the pool, which hears of it, knows less than the ranks
             return max(self.ended.total_s - self.ended.queued_s, self.ended.running_s)
         if self._started_at is None:
             return 0.0
-        return max((time.time() if now is None else now) - self._started_at, 0.0)
+        return max((steady_time() if now is None else now) - self._started_at, 0.0)
 
     def metered_s(self, now: float | None = None) -> float | None:
-        """Return seconds for which its meter has run; None before it began, and of a cell in a session.
-
-        Args:
-            now: As in `elapsed_s`.
-        """
+        """Return seconds on its meter at `now`, as in `elapsed_s`; None before it began, and of a cell in a session."""
         if self._metered_at is None:
             return None
-        return max((time.time() if now is None else now) - self._metered_at, 0.0)
+        return max((steady_time() if now is None else now) - self._metered_at, 0.0)
 
     @property
     def deadline(self) -> float | None:
-        """When its time is over, seconds since the epoch; None before its ranks are being started."""
+        """When its time is over, by the views' clock; None before its ranks are being started."""
         return self._metered_at + self.spec.timeout_s if self._metered_at is not None else None
 
     # ------------------------------------------------------------ its output

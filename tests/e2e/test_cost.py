@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from homes import Home
@@ -16,7 +17,7 @@ from waiting import eventually
 from sgpu_magic.client.ledger_file import recent_runs
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import CapacityError, SgpuError, UsageError
-from sgpu_magic.wire.events import AttemptFailed, Noted, Placed
+from sgpu_magic.wire.events import AttemptFailed, Noted, Placed, RanksStarted
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.states import FailureKind, RunState
 
@@ -36,6 +37,14 @@ print("ready", flush=True)
 time.sleep(60)
 """
 
+
+# of a pool whose wall clock can be set: that many seconds off
+STEPPED_CLOCK = """
+import time
+from pathlib import Path
+true, step = time.time, Path(__file__).with_name("step")
+time.time = lambda: true() + float(step.read_text())
+"""
 
 VARIABLES = {"SGPU_SIMULATE": "a10:4,t4:2", "SGPU_PRICES": PRICES}
 
@@ -147,6 +156,25 @@ def test_a_cost_limit_warns_and_stops_with_term_and_grace(client: PoolClient) ->
     # the grace is on the meter as well
     assert 0.04 <= (ended.cost or 0) <= 0.1
     assert final_row(client, run.run_id).state is RunState.TIMED_OUT
+
+
+def test_a_step_of_the_clock_changes_no_limit_cost_or_time(clients: Callable[..., PoolClient], tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(STEPPED_CLOCK)
+    step = tmp_path / "step"
+    step.write_text("0")
+    client = clients(PYTHONPATH=str(tmp_path))
+    for step_s in (3600, 0):
+        run = client.begin(SLEEP.format(60), ranks=1, device_type="a10", max_cost=0.02)
+        run.wait_for(RanksStarted)
+        step.with_suffix(".new").write_text(str(step_s))
+        step.with_suffix(".new").replace(step)
+        ended = run.ended()
+        assert ended.state is RunState.TIMED_OUT
+        assert ended.failure is not None
+        assert "(--max-cost 0.02): 1 a10 (simulated) at $36.00 an hour cost $0.03 in 2 s" in ended.failure.message
+        assert 0.02 <= (ended.cost or 0) <= 0.06
+        assert 1.9 < ended.total_s < 20
+        assert 0 <= ended.queued_s < 20
 
 
 def test_a_cost_limit_that_is_not_reached_changes_nothing(client: PoolClient) -> None:

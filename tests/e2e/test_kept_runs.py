@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sqlite3
 import time
 from collections.abc import Callable
 
@@ -58,6 +60,11 @@ def test_oldest_ended_runs_go_and_one_that_goes_on_stays(new_home: Callable[...,
         for days, run_id in zip((4, 3, 2, 1), ended, strict=True):
             age(home, run_id, days)
         age(home, going, 100)
+        changed = home.state / "ledger.sqlite3-wal"
+        with contextlib.closing(sqlite3.connect(home.state / "ledger.sqlite3", isolation_level=None)) as ledger:
+            ledger.execute("PRAGMA synchronous = OFF")
+            while changed.stat().st_size < 2 << 20:
+                ledger.execute("UPDATE runs SET owner_pid = owner_pid + 1 WHERE run_id = ?", (ended[0],))
         kernel.check("%%distributed -n 1 --ui none\nprint('last')")
         (last,) = set(home.runs) - {*ended, going}
         # the one that has just ended counts
@@ -70,5 +77,8 @@ def test_oldest_ended_runs_go_and_one_that_goes_on_stays(new_home: Callable[...,
         assert "no longer kept" in reply.evalue
         log = (home.state / "pool.log").read_text()
         assert f"the directory of run {ended[0][:4]} was removed: it is beyond keep_runs" in log
+        # with the next rows, although a run goes on
+        writes_rows = "%%distributed -n 1 --ui none\npass"
+        eventually(lambda: kernel.check(writes_rows) and changed.stat().st_size <= 1 << 20, 30, "its log is small")
     finally:
         kernel.close()

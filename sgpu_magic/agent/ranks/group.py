@@ -303,7 +303,11 @@ class Group:
 
     def _make(self, rank: int) -> RankProcess:
         output = RankOutput(rank, self._whole_bytes, self._wrote, self._log_ended)
-        return RankProcess(rank, output, StackFile(self._scratch))
+        try:
+            return RankProcess(rank, output, StackFile(self._scratch))
+        except BaseException:
+            output.close()
+            raise
 
     def _order(self, process: RankProcess) -> None:
         ours, theirs = socket.socketpair()

@@ -67,20 +67,23 @@ class RankOutput:
         self._readers: list[int] = []
         # those that have a writer left
         self._open: set[int] = {0, 1}
-        self.child_ends: tuple[int, int] = self._open_pipes()
+        self.child_ends: tuple[int, ...] = ()
+        try:
+            self._open_pipes()
+        except BaseException:
+            self.close()
+            raise
 
-    def _open_pipes(self) -> tuple[int, int]:
-        writers: list[int] = []
+    def _open_pipes(self) -> None:
         for _ in range(2):
             reader, writer = os.pipe2(os.O_CLOEXEC) if hasattr(os, "pipe2") else os.pipe()
+            self._readers.append(reader)
+            self.child_ends += (writer,)
             os.set_blocking(reader, False)
             with contextlib.suppress(OSError):
                 # fewer wake-ups under a flood; the system may refuse more than a user's share
                 fcntl.fcntl(writer, _F_SETPIPE_SZ, _PIPE_BYTES)
-            self._readers.append(reader)
-            writers.append(writer)
         self._listen()
-        return writers[0], writers[1]
 
     def _listen(self) -> None:
         self._paused = False
@@ -91,7 +94,7 @@ class RankOutput:
         for writer in self.child_ends:
             with contextlib.suppress(OSError):
                 os.close(writer)
-        self.child_ends = (-1, -1)
+        self.child_ends = ()
 
     def begin_log(self, path: str) -> None:
         """From now on write to this file; what a standby rank printed before belongs to no run."""

@@ -10,10 +10,10 @@ import os
 import signal
 import socket
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -71,8 +71,8 @@ class ClusterProcess:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="sgpu-ray")
         self._tasks: set[asyncio.Task[None]] = set()
         self._asked: dict[str, AskLease] = {}
-        # of each run one thing after the other
-        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        # of each run one thing after the other; a lock is there as long as somebody has it or waits for it
+        self._turns = WeakValueDictionary[str, asyncio.Lock]()
         self._facts: dict[str, NodeFacts] = {}
         self._looking: set[str] = set()
         self._every_s = 2.0
@@ -191,7 +191,7 @@ class ClusterProcess:
 
     async def _lease(self, order: AskLease) -> None:
         try:
-            async with self._turns[order.run_id]:
+            async with self._turn(order.run_id):
                 group = await self._call(groups.find_or_make, order, self._name(order.run_id))
             began, wait_s, told = self._loop.time(), _FIRST_LOOK_S, ""
             while self._asked.get(order.run_id) is order:
@@ -204,7 +204,7 @@ class ClusterProcess:
                     if not soon:
                         raise RuntimeError("its placement group was removed")
                     # what was found is the one that the run had before
-                    async with self._turns[order.run_id]:
+                    async with self._turn(order.run_id):
                         group = await self._call(groups.find_or_make, order, self._name(order.run_id))
                 elif not soon and state != told and self._asked.get(order.run_id) is order:
                     told = state
@@ -231,11 +231,14 @@ class ClusterProcess:
     async def _drop(self, run_id: str) -> None:
         # what was asked since then stays asked: it waits for its turn
         try:
-            async with self._turns[run_id]:
+            async with self._turn(run_id):
                 await self._call(groups.remove, self._name(run_id))
         except _RAYS as error:
             self._say(ClusterLost(why=str(error).strip()))
             self._finish()
+
+    def _turn(self, run_id: str) -> asyncio.Lock:
+        return self._turns.setdefault(run_id, asyncio.Lock())
 
     def _name(self, run_id: str) -> str:
         return f"{self._prefix}{run_id}"

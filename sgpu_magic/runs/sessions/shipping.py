@@ -191,6 +191,8 @@ class Shipping:
         """Forget what these ranks had; return what the notebook had shipped to them: names, and the ranks they lack."""
         groups: dict[tuple[str, ...], tuple[int, ...]] = {}
         with self._lock:
+            # of a name that was told as the ranks' own, some now have the notebook's value
+            self._noted -= self.own_names(ranks)
             for rank in ranks:
                 shipped = [name for name, held in self._held.items() if rank in held and not held[rank].own]
                 groups[tuple(shipped)] = (*groups.get(tuple(shipped), ()), rank)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -14,6 +13,7 @@ from sgpu_magic.views.live.messages import HelloAnswer, NewLines, Told
 from sgpu_magic.views.live.picture import Snapshot
 from sgpu_magic.views.live.recent_lines import RecentLines
 from sgpu_magic.views.live.snapshot import snapshot_of
+from sgpu_magic.views.steady_clock import steady_time
 from sgpu_magic.views.view import RunView
 from sgpu_magic.wire.events import Event, OutputWritten, RunEnded
 
@@ -33,12 +33,12 @@ class Feed:
 
     Args:
         view: The run; `apply` of it is the caller's, before the feed's.
-        wall: The time of day in seconds since the epoch.
+        clock: The time by the views' clock.
     """
 
-    def __init__(self, view: RunView, wall: Callable[[], float] = time.time) -> None:
+    def __init__(self, view: RunView, clock: Callable[[], float] = steady_time) -> None:
         self._view = view
-        self._wall = wall
+        self._clock = clock
         self._lock = threading.Lock()
         self._recent = RecentLines(view.ranks)
         self._order = self._recent.order
@@ -49,7 +49,7 @@ class Feed:
         self._sent: deque[float] = deque()
         self._snapshot_at = float("-inf")
         self._drawn: tuple[int, object] = (-1, None)
-        self._made_at = wall()
+        self._made_at = clock()
         self._latest = snapshot_of(view, 1, self._told_ranks, self._made_at)
 
     # ------------------------------------------------------------ the thread that has the view
@@ -97,10 +97,10 @@ class Feed:
             return None
         self._drawn, self._snapshot_at = drawn, now
         self._sent.append(now)
-        wall = self._wall()
-        made = snapshot_of(self._view, 0, self._told_ranks, wall)
+        made_at = self._clock()
+        made = snapshot_of(self._view, 0, self._told_ranks, made_at)
         with self._lock:
-            self._made_at = wall
+            self._made_at = made_at
             self._latest = msgspec.structs.replace(made, seq=self._latest.seq + 1, lines=self._lines_told())
             return self._latest
 
@@ -110,7 +110,7 @@ class Feed:
         """Return where the run is, for a view that opens."""
         with self._lock:
             made = self._latest
-            passed = max(self._wall() - self._made_at, 0.0) if made.ticking else 0.0
+            passed = max(self._clock() - self._made_at, 0.0) if made.ticking else 0.0
             self._latest = msgspec.structs.replace(made, seq=made.seq + 1, lines=self._lines_told())
             snapshot = msgspec.structs.replace(self._latest, elapsed_s=round(made.elapsed_s + passed, 3))
             return HelloAnswer(n=n, snapshot=snapshot, seq=self._seq)

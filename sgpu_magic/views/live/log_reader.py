@@ -135,17 +135,19 @@ class LogReader:
     def _index(self, rank: int, file: int) -> _Index:
         status = os.fstat(file)
         index = self._indexes.get(rank)
-        if index is None or index.inode != status.st_ino or status.st_size < index.size:
+        identity = (status.st_dev, status.st_ino)
+        if index is None or index.identity != identity or status.st_size < index.size:
             # it is another file, or was emptied: what is known of it is wrong
-            index = self._indexes[rank] = _Index(status.st_ino)
+            index = self._indexes[rank] = _Index(identity)
         return index
 
 
 class _Index:
     """Knows of every 64 kB how many lines end before it. Two arrays would do for a log of any size."""
 
-    def __init__(self, inode: int) -> None:
-        self.inode = inode
+    def __init__(self, identity: tuple[int, int]) -> None:
+        # the file's device and inode
+        self.identity = identity
         self.size = 0
         self._lines = 0
         # newlines before each step

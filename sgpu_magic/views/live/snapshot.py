@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from sgpu_magic.views import ansi
@@ -19,6 +18,7 @@ from sgpu_magic.views.live.words import footer, meta, place, preparing
 from sgpu_magic.views.measured import idle_lines
 from sgpu_magic.views.session_words import standing_warnings
 from sgpu_magic.views.state_words import state_word
+from sgpu_magic.views.steady_clock import steady_time
 from sgpu_magic.views.surroundings import tracked_link
 from sgpu_magic.views.text import stall_lines
 from sgpu_magic.views.view import RunView
@@ -37,12 +37,12 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
         view: The run.
         seq: The snapshot's number.
         log_lines: Lines of each rank's log so far.
-        now: Time of day in seconds since the epoch; the present when left out.
+        now: Time by the views' clock; the present when left out.
 
     Returns:
         At most 60 kB of JSON: of many ranks the curves become coarser and the details fewer.
     """
-    now = time.time() if now is None else now
+    now = steady_time() if now is None else now
     cards = rank_cards(view)
     failure = first_failure(view)
     ended_badly = view.is_final and view.state is not RunState.SUCCEEDED

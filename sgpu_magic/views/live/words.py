@@ -112,5 +112,5 @@ def footer(view: RunView) -> list[str]:
 def _patience(view: RunView, now: float) -> str:
     if view.spec.wait_s is None or not view.spec.submitted_at:
         return ""
-    left = view.spec.submitted_at + view.spec.wait_s - now
+    left = view.submitted_at + view.spec.wait_s - now
     return f"gives up in {format_clock(left)} (--wait)"
