@@ -59,8 +59,8 @@ CELLS = (
     "runs.session_cell:SessionCell._write_down",
     "runs.session:Session.execute",
     "runs.session:Session.cell_over",
-    "runs.session_logs:SessionLogs.lend",
-    "runs.session_logs:SessionLogs.take_back",
+    "runs.session_records:SessionLogs.lend",
+    "runs.session_records:SessionLogs.take_back",
     "ranks.orders:send_session_cells",
 )
 SESSIONS = (
@@ -70,7 +70,7 @@ SESSIONS = (
     "runs.session:Session._finish_if_gone",
     "runs.session_repair:GroupCare.fail",
 )
-ASKED = ("runs.session:Session.ask", "runs.questions:Questions.answered", "runs.session:Session.restart")
+ASKED = ("runs.session:Session.ask", "runs.rank_requests:Questions.answered", "runs.session:Session.restart")
 STACKS = (
     "watch.stack_taking:StackTaker._ask",
     "watch.stack_taking:StackTaker._look",

@@ -24,7 +24,7 @@ from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.leftovers import RUN_VARIABLE, kill_leftovers
 from sgpu_magic.agent.ranks.output import RankOutput
 from sgpu_magic.agent.ranks.rank_connections import connections_between
-from sgpu_magic.agent.runs.background_copy import Keeper, KeepJob
+from sgpu_magic.agent.runs.run_memory import Keeper, KeepJob
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.events import OutputWritten

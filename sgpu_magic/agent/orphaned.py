@@ -72,7 +72,7 @@ class Orphaned:
         for execution in self._executions():
             spec = execution.launch.spec
             if spec.detach or may_be_alive(spec.owner.pid, spec.owner.host):
-                wanted |= not execution.gone or execution.belongings.in_memory or self._has_news(execution.run_id)
+                wanted |= not execution.gone or execution.belongings.memory.in_use or self._has_news(execution.run_id)
             elif not execution.ended:
                 with faults.guarded(execution.faulted):
                     execution.end_as(RunState.CANCELLED, OWNER_GONE)

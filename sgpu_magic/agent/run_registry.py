@@ -245,8 +245,8 @@ class HeldRuns:
             # its group was started again, and the next attempt has the payload
             return
         with faults.guarded(None):
-            run.belongings.keep_large_parts()
-        if run.belongings.in_memory:
+            run.belongings.memory.keep()
+        if run.belongings.memory.in_use:
             self._loop.call_later(_RESULTS_KEPT_S, self._forget, run)
         else:
             self._forget(run)
@@ -257,7 +257,7 @@ class HeldRuns:
         if not self._has_service() or self._reports.has_unkept(run.run_id):
             self._loop.call_later(_KEEP_DELAY_S, self._forget, run)
         else:
-            run.belongings.close()
+            run.belongings.memory.close()
             self._reports.forget(run.run_id)
             del self._runs[run.run_id]
 

@@ -24,10 +24,10 @@ from sgpu_magic.agent.ranks.zygotes import raise_open_files_limit
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.run_registry import HeldRuns
 from sgpu_magic.agent.runs import ray_place
-from sgpu_magic.agent.runs.background_copy import Keeper
 from sgpu_magic.agent.runs.fresh import FreshRun
 from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
 from sgpu_magic.agent.runs.preparing import PreparingRun
+from sgpu_magic.agent.runs.run_memory import Keeper
 from sgpu_magic.agent.runs.send_files_to_pool import FarRuns
 from sgpu_magic.agent.runs.session_cell import SessionCell
 from sgpu_magic.agent.service_socket import Door

@@ -119,7 +119,7 @@ def _send(
         profile=spec.profile,
         ray=ray,
     )
-    descriptors = [] if inline else [belongings.payload_fd]
+    descriptors = [] if inline else [belongings.memory.payload_fd]
     group.order(rank, order, belongings.frames[:1] if inline else (), [*descriptors, *further])
 
 

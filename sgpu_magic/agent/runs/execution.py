@@ -21,11 +21,10 @@ from sgpu_magic.agent.failures.failure_patience import Blame
 from sgpu_magic.agent.failures.secrets import without_secrets
 from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.stop import StopPath
-from sgpu_magic.agent.runs.displays import CommReports, show
 from sgpu_magic.agent.runs.gathering import Gathering
 from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
+from sgpu_magic.agent.runs.rank_requests import CommReports, TrackingAnswers, show
 from sgpu_magic.agent.runs.run_ranks import Crew
-from sgpu_magic.agent.runs.tracking_answers import TrackingAnswers
 from sgpu_magic.agent.watch.run_watch import RunWatch
 from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.wire.comms import TellComms
@@ -263,7 +262,7 @@ class Execution(NodeRun):
             unstopped=self._unstopped,
         )
         if not ended.results:
-            self.belongings.close_results()
+            self.belongings.memory.close_results()
         self._ended = True
         self._final_state = state
         self._say(ended, frames)
@@ -307,9 +306,9 @@ class Execution(NodeRun):
 
     def give_payload_up(self) -> None:
         if self._gone or (self._ended and self._final_state is RunState.SUCCEEDED):
-            self.belongings.give_payload_up()
+            self.belongings.memory.give_payload_up()
 
     def results_received(self) -> None:
         """Those of a detached run, and small ones, stay until they are in its directory, for who comes later."""
-        if not self.launch.spec.detach and self.belongings.result_bytes > self._keep_results:
-            self.belongings.close_results()
+        if not self.launch.spec.detach and self.belongings.memory.result_bytes > self._keep_results:
+            self.belongings.memory.close_results()

@@ -53,7 +53,7 @@ class FreshRun(Execution):
     def start(self) -> None:
         self._later(_SETTLED_S, self._coroner.begin)
         try:
-            self.belongings.open_payload()
+            self.belongings.memory.open_payload()
             for process in self.crew.ranks:
                 process.output.begin_log(self.belongings.directory.log_path(process.rank))
             if self.launch.part is None:

@@ -15,8 +15,8 @@ from typing import Protocol
 
 import msgspec
 
-from sgpu_magic.agent.runs.background_copy import Keeper
 from sgpu_magic.agent.runs.run_files import Belongings
+from sgpu_magic.agent.runs.run_memory import Keeper
 from sgpu_magic.agent.runs.send_files_to_pool import FarRuns
 from sgpu_magic.agent.watch.sampling import Sampling
 from sgpu_magic.config import Settings

@@ -80,7 +80,7 @@ class PreparingRun(NodeRun):
         if self.launch.spec.kind is not RunKind.SESSION and not stored:
             try:
                 # this may take minutes, and a detached run's notebook may go
-                self.belongings.open_payload()
+                self.belongings.memory.open_payload()
             except OSError as error:
                 self._fail(f"the run could not be started on {self._host}: {error}.", FailureKind.INTERNAL)
                 return
@@ -115,9 +115,9 @@ class PreparingRun(NodeRun):
         try:
             self.launch = await self._arrivals.luggage(self.launch)
             self._begin()
-            if isinstance(source, StoredPayload) and self.belongings.payload_fd < 0:
+            if isinstance(source, StoredPayload) and self.belongings.memory.payload_fd < 0:
                 # while its packages are being made ready
-                self.belongings.take_payload(*await self._arrivals.payload(self.launch, source))
+                self.belongings.memory.take_payload(*await self._arrivals.payload(self.launch, source))
         except (BlobMissing, OSError, ValueError) as error:
             if not self._ended:
                 self._fail(f"the run's variables can't be brought to {self._host}: {error}.", FailureKind.INTERNAL)
@@ -194,7 +194,7 @@ class PreparingRun(NodeRun):
 
     def give_payload_up(self) -> None:
         if self._gone:
-            self.belongings.give_payload_up()
+            self.belongings.memory.give_payload_up()
 
     def heard_of_others(self, message: MasterKnown | PeerFailed | PartsOver) -> None:
         """Something of the run's other nodes."""

@@ -14,14 +14,12 @@ from sgpu_magic.agent.failures.exit_diagnosis import Coroner
 from sgpu_magic.agent.ranks import leftovers
 from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.orders import prepare
-from sgpu_magic.agent.runs.displays import CommReports, show
 from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
-from sgpu_magic.agent.runs.questions import Questions
+from sgpu_magic.agent.runs.rank_requests import CommReports, Questions, show
 from sgpu_magic.agent.runs.run_ranks import Crew
 from sgpu_magic.agent.runs.session_cell import Renewed as CellRenewed
 from sgpu_magic.agent.runs.session_cell import SessionCell
-from sgpu_magic.agent.runs.session_logs import SessionLogs
-from sgpu_magic.agent.runs.session_news import SessionNews
+from sgpu_magic.agent.runs.session_records import SessionLogs, SessionNews
 from sgpu_magic.agent.runs.session_repair import GroupCare
 from sgpu_magic.agent.watch.run_sampler import RunSampler
 from sgpu_magic.agent.watch.stacks import NotebookFrames
@@ -352,7 +350,7 @@ class Session(NodeRun):
             self.group.hear_comms(message, frames)
 
     def give_payload_up(self) -> None:
-        self.belongings.give_payload_up()
+        self.belongings.memory.give_payload_up()
 
     def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
         """Look where the cell's ranks are; the others are idle."""

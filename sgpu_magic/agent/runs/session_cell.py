@@ -71,7 +71,7 @@ class SessionCell(Execution):
 
     def start(self) -> None:
         try:
-            self.belongings.open_payload()
+            self.belongings.memory.open_payload()
         except OSError as error:
             self.fail_whole(FailureKind.INTERNAL, f"the cell could not be started on {self._host}: {error}.")
             self._settle()
