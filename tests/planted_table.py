@@ -15,7 +15,7 @@ FRESH = (
     "ranks.output:RankOutput.flush",
     "ranks.output:RankOutput.drain",
     "failures.exit_diagnosis:Coroner.begin",
-    "runs.gathering:Gathering.last_word",
+    "failures.reports_of_ranks:Gathering.last_word",
     "runs.run_files:Belongings.describe",
     "runs.run_files:Belongings.take_result",
     "reports:Reports.happened",
@@ -48,7 +48,7 @@ SPARED = (
 )
 FAILING = (
     "runs.execution:Execution._take_failure",
-    "failures.failure_patience:Blame._decide",
+    "failures.reports_of_ranks:Blame._decide",
     "ranks.stop:StopPath.begin",
     "ranks.stop:StopPath.end",
 )
@@ -86,4 +86,8 @@ AT_ITS_END = (
     "runs.session_repair:GroupCare.fail",
 )
 # they do not know their run
-UNNAMED = ("runs.gathering:Gathering.last_word", "watch.sampling:Sampling._tick", "ranks.standby_groups:Groups.tend")
+UNNAMED = (
+    "failures.reports_of_ranks:Gathering.last_word",
+    "watch.sampling:Sampling._tick",
+    "ranks.standby_groups:Groups.tend",
+)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sgpu_magic.agent.ranks.rank_connections import connections_between
+from sgpu_magic.agent.ranks.stop import connections_between
 from sgpu_magic.agent.watch.stacks import StackFile
 from sgpu_magic.payload import pack, unpack
 from sgpu_magic.wire import codec

@@ -15,7 +15,7 @@ import pytest
 from kernels import eventually
 
 from sgpu_magic.agent.failures.memory_kills import MemoryWatch, memory_limit, peak_memory
-from sgpu_magic.agent.ranks.signals import catches
+from sgpu_magic.agent.ranks.run_processes import catches
 from sgpu_magic.agent.watch.stack_taking import find_py_spy, parse_py_spy
 from sgpu_magic.agent.watch.stacks import NotebookFrames, StackFile, parse
 from sgpu_magic.agent.watch.stall_rules import CpuWatch, RankLook, StallJudge

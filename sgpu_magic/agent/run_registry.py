@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from sgpu_magic.agent import faults
-from sgpu_magic.agent.ranks import leftovers
+from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.ranks.standby_groups import Groups
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.runs.execution import Execution
@@ -166,7 +166,7 @@ class HeldRuns:
                     process.signal(signal.SIGKILL, whole_session=True)
                 self._groups.dismiss(run.group)
                 with faults.guarded(None):
-                    leftovers.kill_leftovers(run.run_id, set(run.pids))
+                    run_processes.kill_leftovers(run.run_id, set(run.pids))
             self._say_over(run.run_id, words)
 
     def _say_over(self, run_id: str, words: str) -> None:

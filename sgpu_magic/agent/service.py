@@ -17,7 +17,7 @@ from sgpu_magic.agent.environments import Environments
 from sgpu_magic.agent.fetch_inputs import Arrivals
 from sgpu_magic.agent.launches import Launches
 from sgpu_magic.agent.orphaned import Orphaned
-from sgpu_magic.agent.ranks import leftovers
+from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.ranks.forwarding import Forwarding
 from sgpu_magic.agent.ranks.standby_groups import Groups
 from sgpu_magic.agent.ranks.zygotes import raise_open_files_limit
@@ -336,7 +336,7 @@ class Agent:
         for run in self._runs.all():
             if not isinstance(run, SessionCell):
                 with faults.guarded(None):
-                    leftovers.kill_leftovers(run.run_id, set(run.pids))
+                    run_processes.kill_leftovers(run.run_id, set(run.pids))
                     ray_place.remove(run.run_id, self._settings)
         for part in (self._groups, self._environments, self._keeper, self._far, self._sampling, self._code):
             with faults.guarded(None):

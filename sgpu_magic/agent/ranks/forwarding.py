@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import ipaddress
+from collections.abc import Callable, Collection, Sequence
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.background_call import call_in_background
-from sgpu_magic.agent.ranks.listening import address_of
+from sgpu_magic.agent.ranks.run_processes import processes_of, sockets_of, tcp_sockets
 from sgpu_magic.agent.runs.node_run import NodeRun
 from sgpu_magic.system.byte_stream import ByteStream, Send
 from sgpu_magic.wire.forwarding import OpenStream, StreamClosed, StreamMessage, StreamOpened
 from sgpu_magic.wire.ids import short
 
 _CONNECT_S = 10.0
+_LISTENS = "0A"
 
 
 class Forwarding:
@@ -76,3 +78,40 @@ class Forwarding:
         self._streams[number] = ByteStream(
             number, reader, writer, self._send, lambda _: self._streams.pop(number, None) and None
         )
+
+
+def address_of(run_id: str, ranks: Collection[int], port: int) -> tuple[str, str]:
+    """Find where a process of the run listens on a port.
+
+    Only then it is the run's: whoever else listens on this machine is none of its user's business.
+
+    Args:
+        run_id: The run; what it has started is known by a variable.
+        ranks: Its ranks' pids, each the id of its session.
+        port: The TCP port.
+
+    Returns:
+        The address to connect to, and a sentence about why there is none, one of them "".
+    """
+    end = f":{port:04X}"
+    addresses = {
+        inode: _reachable(local.removesuffix(end)) for local, _, inode in tcp_sockets(_LISTENS) if local.endswith(end)
+    }
+    if not addresses:
+        return "", f"nothing listens on port {port} there"
+    for pid in processes_of(run_id, ranks):
+        for inode in sockets_of(pid):
+            if inode in addresses:
+                return addresses[inode], ""
+    return "", f"no process of the run listens on port {port} there"
+
+
+def _reachable(local: str) -> str:
+    """The kernel writes addresses as words in the machine's byte order."""
+    words = [bytes.fromhex(local[at : at + 8])[::-1] for at in range(0, len(local), 8)]
+    address = ipaddress.ip_address(b"".join(words))
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    address = mapped or address
+    if not address.is_unspecified:
+        return str(address)
+    return "127.0.0.1" if address.version == 4 else "::1"

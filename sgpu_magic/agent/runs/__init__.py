@@ -8,8 +8,6 @@ session             ranks that stay between cells
 session_cell        a cell in these ranks
 session_repair      keeps their group whole: process groups connected anew, dead ranks replaced
 session_records     what a session reports, and its ranks' logs between cells
-run_ranks           the ranks that take part in one run
-gathering           what the ranks reported (no I/O)
 rank_requests       displays, widgets, the place in MLflow, questions to idle ranks
 run_files           directory, payload and results
 run_memory          payload and results in memory, and the thread that copies them to disk

@@ -17,14 +17,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from sgpu_magic.agent.failures.exit_diagnosis import Coroner
-from sgpu_magic.agent.failures.failure_patience import Blame
-from sgpu_magic.agent.failures.secrets import without_secrets
-from sgpu_magic.agent.ranks.group import Group
+from sgpu_magic.agent.failures.reports_of_ranks import Blame, Gathering, without_secrets
+from sgpu_magic.agent.ranks.group import Crew, Group
 from sgpu_magic.agent.ranks.stop import StopPath
-from sgpu_magic.agent.runs.gathering import Gathering
 from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
 from sgpu_magic.agent.runs.rank_requests import CommReports, TrackingAnswers, show
-from sgpu_magic.agent.runs.run_ranks import Crew
 from sgpu_magic.agent.watch.run_watch import RunWatch
 from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.wire.comms import TellComms

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sgpu_magic.agent.ranks import leftovers
+from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.orders import send_cells
 from sgpu_magic.agent.ranks.rendezvous_point import Meeting, MeetingPoint
@@ -42,7 +42,7 @@ class FreshRun(Execution):
         predecessor: NodeRun | None = None,
     ) -> None:
         super().__init__(launch, frames, group, warm, here, predecessor)
-        self._launched_ticks = leftovers.now_in_ticks()
+        self._launched_ticks = run_processes.now_in_ticks()
         self._joined: set[int] = set()
         self._settings = here.settings
         self._meeting: Meeting | None = None
@@ -172,7 +172,7 @@ class FreshRun(Execution):
     def _finish_if_gone(self) -> None:
         if not self._ended or self._gone or not self.group.gone:
             return
-        leftovers.kill_leftovers(self.run_id, set(self.group.pids), self._launched_ticks)
+        run_processes.kill_leftovers(self.run_id, set(self.group.pids), self._launched_ticks)
         if self.launch.spec.ray:
             ray_place.remove(self.run_id, self._settings)
         self.group.close()

@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.failures.exit_diagnosis import Coroner
-from sgpu_magic.agent.ranks import leftovers
-from sgpu_magic.agent.ranks.group import Group
+from sgpu_magic.agent.ranks import run_processes
+from sgpu_magic.agent.ranks.group import Crew, Group
 from sgpu_magic.agent.ranks.orders import prepare
 from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
 from sgpu_magic.agent.runs.rank_requests import CommReports, Questions, show
-from sgpu_magic.agent.runs.run_ranks import Crew
 from sgpu_magic.agent.runs.session_cell import Renewed as CellRenewed
 from sgpu_magic.agent.runs.session_cell import SessionCell
 from sgpu_magic.agent.runs.session_records import SessionLogs, SessionNews
@@ -68,7 +67,7 @@ class Session(NodeRun):
         self.group = group
         self._warm = warm
         self._here = here
-        self._launched_ticks = leftovers.now_in_ticks()
+        self._launched_ticks = run_processes.now_in_ticks()
         self._connected_at: float | None = None
         self._joined: set[int] = set()
         self._crew = Crew(group, launch.spec.rank_numbers)
@@ -318,7 +317,7 @@ class Session(NodeRun):
     def _finish_if_gone(self) -> None:
         if not self._ended or self._gone or not self.group.gone:
             return
-        leftovers.kill_leftovers(self.run_id, set(self.group.pids), self._launched_ticks)
+        run_processes.kill_leftovers(self.run_id, set(self.group.pids), self._launched_ticks)
         self.group.close()
         self._is_over()
 

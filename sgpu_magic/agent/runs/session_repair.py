@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sgpu_magic.agent.ranks import leftovers
+from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.ranks.group import Group, GroupStore
 from sgpu_magic.agent.ranks.orders import prepare
 from sgpu_magic.agent.runs.session_records import SessionNews
@@ -99,7 +99,7 @@ class GroupCare:
         if not ranks or self._regrouped is not None or any(self._group.rank(rank).alive for rank in ranks):
             return
         old = {self._group.rank(rank).pid or 0 for rank in ranks}
-        leftovers.kill_leftovers(self._launch.spec.run_id, old, marked=False)
+        run_processes.kill_leftovers(self._launch.spec.run_id, old, marked=False)
         self._regroup(ranks, self._end_replacement)
         if self._replacing:
             self._replaced(ranks)

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from sgpu_magic.agent.ranks.group import RankProcess
-from sgpu_magic.agent.runs.run_ranks import Crew
+from sgpu_magic.agent.ranks.group import Crew, RankProcess
 from sgpu_magic.agent.watch.gpu_reading import GpuReading
 from sgpu_magic.agent.watch.usage import TreeUse
 from sgpu_magic.wire.devices import Lease

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sgpu_magic.agent import faults
-from sgpu_magic.agent.runs.run_ranks import Crew
+from sgpu_magic.agent.ranks.group import Crew
 from sgpu_magic.agent.watch.idle_gpus import IdleGpus
 from sgpu_magic.agent.watch.run_sampler import RunSampler
 from sgpu_magic.agent.watch.sampling import Sampling

@@ -22,9 +22,8 @@ import msgspec
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.background_call import call_in_background
-from sgpu_magic.agent.ranks.group import RankProcess
-from sgpu_magic.agent.ranks.signals import catches
-from sgpu_magic.agent.runs.run_ranks import Crew
+from sgpu_magic.agent.ranks.group import Crew, RankProcess
+from sgpu_magic.agent.ranks.run_processes import catches
 from sgpu_magic.agent.watch.stacks import NotebookFrames, parse
 from sgpu_magic.wire.measures import Collective, RankStack, StackFrame
 from sgpu_magic.wire.rank_messages import Collectives, TellCollectives

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from sgpu_magic.agent.runs.run_ranks import Crew
+from sgpu_magic.agent.ranks.group import Crew
 from sgpu_magic.agent.watch.gpu_reading import GpuReading
 from sgpu_magic.agent.watch.gpus import Gpus
 from sgpu_magic.agent.watch.stack_taking import StackTaker
