@@ -35,8 +35,8 @@ AFTER = (
 )
 # what they cost is less than the run, while it goes on
 WATCHING = (
-    "watch.run_sampler:RunSampler.begin",
-    "watch.run_sampler:RunSampler.sample",
+    "watch.sampling:RunSampler.begin",
+    "watch.sampling:RunSampler.sample",
     "watch.sampling:Sampling._tick",
     "ranks.standby_groups:Groups.tend",
 )

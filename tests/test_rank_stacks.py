@@ -18,7 +18,7 @@ from sgpu_magic.agent.failures.memory_kills import MemoryWatch, memory_limit, pe
 from sgpu_magic.agent.ranks.run_processes import catches
 from sgpu_magic.agent.watch.stack_taking import find_py_spy, parse_py_spy
 from sgpu_magic.agent.watch.stacks import NotebookFrames, StackFile, parse
-from sgpu_magic.agent.watch.stall_rules import CpuWatch, RankLook, StallJudge
+from sgpu_magic.agent.watch.stalls import CpuWatch, RankLook, StallJudge
 from sgpu_magic.agent.watch.usage import ProcessTable
 from sgpu_magic.wire.events import Resumed, Stalled
 from sgpu_magic.wire.measures import Collective, RankStack, StackFrame

@@ -20,7 +20,7 @@ from sgpu_magic.agent.runs.session_cell import Renewed as CellRenewed
 from sgpu_magic.agent.runs.session_cell import SessionCell
 from sgpu_magic.agent.runs.session_records import SessionLogs, SessionNews
 from sgpu_magic.agent.runs.session_repair import GroupCare
-from sgpu_magic.agent.watch.run_sampler import RunSampler
+from sgpu_magic.agent.watch.sampling import RunSampler
 from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.wire.comms import TellComms
 from sgpu_magic.wire.events import Noted, OutputWritten, RanksStarted, RunEnded

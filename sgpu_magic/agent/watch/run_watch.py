@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.ranks.group import Crew
-from sgpu_magic.agent.watch.idle_gpus import IdleGpus
-from sgpu_magic.agent.watch.run_sampler import RunSampler
-from sgpu_magic.agent.watch.sampling import Sampling
+from sgpu_magic.agent.watch.idle import IdleGpus
+from sgpu_magic.agent.watch.sampling import RunSampler, Sampling
 from sgpu_magic.agent.watch.stack_taking import StackTaker
 from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.agent.watch.stalls import StallWatch
