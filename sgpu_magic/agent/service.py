@@ -10,13 +10,11 @@ import socket
 from collections.abc import Sequence
 
 from sgpu_magic.agent import faults
-from sgpu_magic.agent.agent_ready import Introduction
 from sgpu_magic.agent.blob_cache import BlobCache
 from sgpu_magic.agent.code_bundles import CodeBundles
 from sgpu_magic.agent.environments import Environments
 from sgpu_magic.agent.fetch_inputs import Arrivals
 from sgpu_magic.agent.launches import Launches
-from sgpu_magic.agent.orphaned import Orphaned
 from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.ranks.forwarding import Forwarding
 from sgpu_magic.agent.ranks.standby_groups import Groups
@@ -30,8 +28,7 @@ from sgpu_magic.agent.runs.preparing import PreparingRun
 from sgpu_magic.agent.runs.run_memory import Keeper
 from sgpu_magic.agent.runs.send_files_to_pool import FarRuns
 from sgpu_magic.agent.runs.session_cell import SessionCell
-from sgpu_magic.agent.service_socket import Door
-from sgpu_magic.agent.successor import Successor
+from sgpu_magic.agent.survive import Introduction, Orphaned, ServiceSocket, Successor
 from sgpu_magic.agent.uploaded import Uploaded
 from sgpu_magic.agent.watch.sampling import Sampling
 from sgpu_magic.config import Settings
@@ -69,8 +66,8 @@ from sgpu_magic.wire.questions import RankAnswer
 from sgpu_magic.wire.record import Record
 
 _HOUSEKEEPING_S = 5.0
-# pauses before an introduction that failed is tried again
-_INTRODUCED_AGAIN_S = (0.1, 2.0)
+# pauses after introductions that failed
+_INTRODUCED_AGAIN_S = (0.1, 2.0, 0.0)
 _OfOthers = MasterKnown | PeerFailed | PartsOver
 
 
@@ -126,7 +123,7 @@ class Agent:
         )
         # a far agent is visited by its uplink, of a pool whose lock is on another machine
         lock = lock_file(settings.runtime_path) if lifeline < 0 else None
-        self._door = Door(agent_socket_file(settings.runtime_path), self._pool_came, lock)
+        self._socket = ServiceSocket(agent_socket_file(settings.runtime_path), self._pool_came, lock)
         self._pool: MessageStream[ToAgent] | None = None
         self._connect(sock)
         if lifeline >= 0:
@@ -139,12 +136,9 @@ class Agent:
         self._code.release(run_id)
         self._uploaded.release(run_id)
 
-    def begin(self) -> None:
-        """Tell the pool what this node has, as soon as the driver has told."""
-        faults.in_background(self._introduce())
-
     async def _introduce(self) -> None:
-        for pause_s in (*_INTRODUCED_AGAIN_S, None):
+        """Tell the pool what this node has, as soon as the driver has told."""
+        for pause_s in _INTRODUCED_AGAIN_S:
             try:
                 await self._introduction.ready()
                 # whoever listens there knows from now on who we are
@@ -153,14 +147,14 @@ class Agent:
                 return
             except Exception as error:  # noqa: BLE001  the pool waits for it
                 faults.report(error)
-            if pause_s is not None:
-                await asyncio.sleep(pause_s)
+            await asyncio.sleep(pause_s)
         self._finish()
 
     # ------------------------------------------------------------ the pool comes and goes
 
     def _connect(self, sock: socket.socket) -> None:
         self._pool = MessageStream[ToAgent](sock, codec.to_agent, self._heard, self._pool_lost, gathers=True)
+        faults.in_background(self._introduce())
 
     def _pool_came(self, sock: socket.socket) -> None:
         """A service was started again. Only one has the pool's lock, so the old one is dead."""
@@ -169,7 +163,6 @@ class Agent:
             self._leave_pool()
         self._orphaned.over()
         self._connect(sock)
-        self.begin()
 
     def _pool_lost(self) -> None:
         self._leave_pool()
@@ -219,11 +212,10 @@ class Agent:
             case Launch():
                 self._reports.begin(message.spec.run_id, message.number)
                 self._launch(message, frames)
-            case WarmZygote() if self._settings.environments == "auto":
-                self._groups.warm(message.interpreter, 0 if self._runs.busy else message.ranks)
             case WarmZygote():
-                # the notebook's Python is none of this node's
-                pass
+                # else the notebook's Python is none of this node's
+                if self._settings.environments == "auto":
+                    self._groups.warm(message.interpreter, 0 if self._runs.busy else message.ranks)
             case BuildEnvironment():
                 self._environments.prepare(message.run_id, message.environment)
             case TrackingKnown(run_id=run_id):
@@ -330,7 +322,7 @@ class Agent:
         with faults.guarded(None):
             self._orphaned.over()
             self._forwarding.close()
-            self._door.close()
+            self._socket.close()
             if self._pool is not None:
                 self._pool.close()
         for run in self._runs.all():
@@ -350,7 +342,6 @@ async def run(sock: socket.socket, settings: Settings, lifeline: int = -1) -> No
     asyncio.get_running_loop().set_exception_handler(faults.take)
     agent = Agent(sock, settings, lifeline)
     try:
-        agent.begin()
         await agent.finished
     finally:
         agent.close()

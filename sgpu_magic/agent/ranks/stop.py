@@ -24,7 +24,7 @@ _LEAD_S = 0.03
 # from one rung to the next, where no grace is given
 _RUNG_S = 0.3
 # exit handlers of ranks that are done
-_EXIT_HANDLERS_S = 5.0
+EXIT_HANDLERS_S = 5.0
 _ESTABLISHED = "01"
 
 
@@ -100,7 +100,7 @@ class StopPath:
             process.signal(signal.SIGTERM, whole_session=True)
         if unreported and self._termed:
             grace_s = max(0.0, self._grace_over - self._loop.time())
-        self._later(grace_s if unreported else _EXIT_HANDLERS_S, self._kill)
+        self._later(grace_s if unreported else EXIT_HANDLERS_S, self._kill)
 
     # ------------------------------------------------------------ within
 

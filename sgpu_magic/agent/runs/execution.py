@@ -72,8 +72,6 @@ class Execution(NodeRun):
         numbers = launch.spec.rank_numbers if part is None else range(part.first_rank, part.first_rank + part.ranks)
         self.crew = Crew(group, tuple(numbers))
         self._warm = warm
-        self._default_grace_s = here.settings.grace_s
-        self._default_store = here.settings.default_store_uri
         self._keep_results = min(here.settings.keep_results, here.settings.keep_payload)
         self._grace_s = launch.spec.grace_s
         self._started_at: float | None = None

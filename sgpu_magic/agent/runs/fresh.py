@@ -44,7 +44,6 @@ class FreshRun(Execution):
         super().__init__(launch, frames, group, warm, here, predecessor)
         self._launched_ticks = run_processes.now_in_ticks()
         self._joined: set[int] = set()
-        self._settings = here.settings
         self._meeting: Meeting | None = None
         self._waits_for_parts = False
         self._parts_over = False
@@ -71,8 +70,8 @@ class FreshRun(Execution):
 
     def _send_cells(self, meeting: MeetingPoint | None) -> None:
         try:
-            ray = ray_place.make(self.launch, self._settings) if self.launch.spec.ray else None
-            send_cells(self.launch, self.group, self.belongings, self._default_store, ray, meeting)
+            ray = ray_place.make(self.launch, self._here.settings) if self.launch.spec.ray else None
+            send_cells(self.launch, self.group, self.belongings, self._here.settings.default_store_uri, ray, meeting)
         except OSError as error:
             self._could_not_start(error)
 
@@ -137,10 +136,6 @@ class FreshRun(Execution):
     def kill(self) -> None:
         self._stop.kill_unreported()
 
-    def _grace(self) -> float:
-        """Seconds after a cancel or a time-out."""
-        return self._default_grace_s if self._grace_s is None else self._grace_s
-
     def _stop_waiting(self) -> None:
         self._end(self._ending_as or RunState.FAILED)
 
@@ -174,7 +169,7 @@ class FreshRun(Execution):
             return
         run_processes.kill_leftovers(self.run_id, set(self.group.pids), self._launched_ticks)
         if self.launch.spec.ray:
-            ray_place.remove(self.run_id, self._settings)
+            ray_place.remove(self.run_id, self._here.settings)
         self.group.close()
         if self._meeting is not None:
             self._meeting.close()

@@ -84,6 +84,7 @@ class NodeRun(abc.ABC):
     ) -> None:
         self.launch = launch
         self.run_id = launch.spec.run_id
+        self._here = here
         self._listener = here.listener
         self._loop = asyncio.get_running_loop()
         self._timers: list[asyncio.TimerHandle] = []
@@ -181,6 +182,11 @@ class NodeRun(abc.ABC):
     def _later(self, delay_s: float, call: Callable[[], None]) -> None:
         """Call back after some seconds, unless the run is gone by then."""
         self._timers.append(self._loop.call_later(delay_s, call))
+
+    def _grace(self) -> float:
+        """Seconds for ranks to end after a cancel or a time-out."""
+        asked_s = self.launch.spec.grace_s
+        return self._here.settings.grace_s if asked_s is None else asked_s
 
     def _failure_now(self, kind: FailureKind, message: str) -> Failure:
         """The run fails as a whole; no rank is to blame."""

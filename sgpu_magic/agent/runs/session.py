@@ -14,10 +14,10 @@ from sgpu_magic.agent.failures.exit_diagnosis import Coroner
 from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.ranks.group import Crew, Group
 from sgpu_magic.agent.ranks.orders import prepare
+from sgpu_magic.agent.ranks.stop import EXIT_HANDLERS_S
 from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
 from sgpu_magic.agent.runs.rank_requests import CommReports, Questions, show
-from sgpu_magic.agent.runs.session_cell import Renewed as CellRenewed
-from sgpu_magic.agent.runs.session_cell import SessionCell
+from sgpu_magic.agent.runs.session_cell import SessionCell, Told
 from sgpu_magic.agent.runs.session_records import SessionLogs, SessionNews
 from sgpu_magic.agent.runs.session_repair import GroupCare
 from sgpu_magic.agent.watch.sampling import RunSampler
@@ -43,8 +43,6 @@ from sgpu_magic.wire.states import FailureKind, RunState
 
 # a cell that is stopped with its session gets this long to say its own last word
 _CELL_ENDS_S = 0.5
-# exit handlers of idle ranks
-_EXIT_HANDLERS_S = 5.0
 
 
 class SessionRefuses(Exception):
@@ -66,7 +64,6 @@ class Session(NodeRun):
         super().__init__(launch, frames, here)
         self.group = group
         self._warm = warm
-        self._here = here
         self._launched_ticks = run_processes.now_in_ticks()
         self._connected_at: float | None = None
         self._joined: set[int] = set()
@@ -136,7 +133,7 @@ class Session(NodeRun):
             self._logs.take_back(cell.crew.numbers)
         self._care.go_on()
 
-    def renew(self, reason: str, done: CellRenewed) -> None:
+    def renew(self, reason: str, done: Told) -> None:
         if self._ending_as is not None or not all(process.alive for process in self.group.ranks):
             # a rank is dead: they are whole again when it has been replaced
             done(None)
@@ -155,11 +152,8 @@ class Session(NodeRun):
             done("its ranks are being started already")
         else:
             self._care.replace(tuple(sorted(ranks)) or self._crew.numbers, done)
-            self._go_on_replacing()
-
-    def _go_on_replacing(self) -> None:
-        if self._cell is None:
-            self._care.go_on()
+            if self._cell is None:
+                self._care.go_on()
 
     def ask(self, request: int, question: RankQuestion, done: Callable[[RankAnswer], None]) -> None:
         """Ask an idle rank; of a busy one `done` is called at once."""
@@ -170,6 +164,8 @@ class Session(NodeRun):
     def rank_said(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
         cell = self._cell
         match message:
+            case Joined() if self._connected_at is not None:
+                self._care.joined(rank)
             case Joined():
                 self._take_joined(rank)
             case Renewed():
@@ -225,7 +221,8 @@ class Session(NodeRun):
         if is_unexpected and self._connected_at is None:
             self._failure = self._coroner.death(rank, status)
             self.end_as(RunState.FAILED, "")
-        self._go_on_replacing()
+        if self._cell is None:
+            self._care.go_on()
         self._finish_if_gone()
 
     def group_broken(self, kind: FailureKind, message: str) -> None:
@@ -235,11 +232,8 @@ class Session(NodeRun):
         self._finish_if_gone()
 
     def _take_joined(self, rank: int) -> None:
-        if self._connected_at is not None:
-            self._care.joined(rank)
-            return
         self._joined.add(rank)
-        if len(self._joined) == len(self.group.ranks) and self._connected_at is None and self._ending_as is None:
+        if len(self._joined) == len(self.group.ranks) and self._ending_as is None:
             self._connected_at = time.monotonic()
             self._say(RanksStarted(pids=tuple(self.group.pids), warm=self._warm))
             # what only watches costs no session
@@ -308,10 +302,7 @@ class Session(NodeRun):
         busy = [process for process in self.group.ranks if self._cell is not None and process.alive]
         for process in busy:
             process.signal(signal.SIGTERM, whole_session=True)
-        grace_s = self.launch.spec.grace_s
-        if grace_s is None:
-            grace_s = self._here.settings.grace_s
-        self._later(grace_s if busy else _EXIT_HANDLERS_S, self.kill)
+        self._later(self._grace() if busy else EXIT_HANDLERS_S, self.kill)
         self._finish_if_gone()
 
     def _finish_if_gone(self) -> None:
@@ -338,8 +329,7 @@ class Session(NodeRun):
     @property
     def busy(self) -> bool:
         """A cell runs in it, or its ranks are being started."""
-        starting = self._connected_at is None and not self._gone
-        return self._cell is not None or self._care.busy or starting
+        return self._cell is not None or self._care.busy or (self._connected_at is None and not self._gone)
 
     def detach(self) -> None:
         """A session ends with its notebook whatever anybody wants."""

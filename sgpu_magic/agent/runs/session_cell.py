@@ -28,7 +28,7 @@ _RENEWAL_PATIENCE_S = 0.5
 _UNSTOPPED_S = 2.0
 # nothing may compete with the result on its way to the notebook
 _WRITE_DELAY_S = 0.03
-Renewed = Callable[[GroupRenewed | None], None]
+Told = Callable[[GroupRenewed | None], None]
 
 
 class SessionHost(Protocol):
@@ -37,7 +37,7 @@ class SessionHost(Protocol):
     launch: Launch
     group: Group
 
-    def renew(self, reason: str, done: Renewed) -> None:
+    def renew(self, reason: str, done: Told) -> None:
         """Connect the process groups anew, if that is possible; call `done` with what is to be told of it."""
         ...
 
@@ -77,7 +77,9 @@ class SessionCell(Execution):
             self._settle()
             return
         # everything else can wait until the ranks are at work: nothing of theirs is read before this returns
-        send_session_cells(self.launch, self._session.launch, self.group, self.belongings, self._default_store)
+        send_session_cells(
+            self.launch, self._session.launch, self.group, self.belongings, self._here.settings.default_store_uri
+        )
         for process in self.crew.ranks:
             process.output.switch_log(self.belongings.directory.log_path(process.rank))
         self._all_there()
