@@ -47,7 +47,7 @@ MAY_USE: dict[str, set[str]] = {
 
 HEAVY_OWNERS: dict[str, set[str]] = {
     "torch": {"worker", "payload/tensors.py", "runtime.py"},
-    "ray": {"nodes/ray", "worker/ray_cluster"},
+    "ray": {"nodes/ray", "worker/ray"},
     "pynvml": {"agent/watch/nvml.py"},
     "IPython": {"magics", "views", "runs/notices.py", "worker", "payload/names.py"},
     "ipykernel": {"magics", "views", "worker"},

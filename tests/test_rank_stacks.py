@@ -24,7 +24,7 @@ from sgpu_magic.wire.events import Resumed, Stalled
 from sgpu_magic.wire.measures import Collective, RankStack, StackFrame
 from sgpu_magic.wire.records import CellSource
 from sgpu_magic.wire.stack_area import AREA_BYTES, STACK_SIGNAL
-from sgpu_magic.worker.flight_recorder import newest
+from sgpu_magic.worker.group.flight_recorder import newest
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -103,7 +103,7 @@ def test_what_is_below_the_cell_is_left_out():
 
 
 def test_a_rank_outside_of_its_cell_shows_nothing_of_ours():
-    frames = (StackFrame("/lib/threading.py", 9, "wait"), StackFrame("/x/sgpu_magic/worker/rank.py", 3, "run"))
+    frames = (StackFrame("/lib/threading.py", 9, "wait"), StackFrame("/x/sgpu_magic/worker/process/rank.py", 3, "run"))
     assert NotebookFrames(CELL).upwards(frames) == frames[:1]
 
 
