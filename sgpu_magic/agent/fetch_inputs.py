@@ -34,7 +34,7 @@ def travels_by_blobs(launch: Launch) -> bool:
 Item = TypeVar("Item", CodeBundle, Wheel)
 
 
-class Arrivals:
+class LaunchInputs:
     """Brings blobs together for launches.
 
     Args:

@@ -10,11 +10,11 @@ import msgspec
 
 from sgpu_magic.agent.code_bundles import CodeBundles, CodeUnusable
 from sgpu_magic.agent.environments import Environments
-from sgpu_magic.agent.fetch_inputs import Arrivals, travels_by_blobs
+from sgpu_magic.agent.fetch_inputs import LaunchInputs, travels_by_blobs
 from sgpu_magic.agent.node_context import place_here
-from sgpu_magic.agent.ranks.standby_groups import Groups
+from sgpu_magic.agent.ranks.standby_groups import StandbyGroups
 from sgpu_magic.agent.reports import Reports
-from sgpu_magic.agent.run_registry import HeldRuns
+from sgpu_magic.agent.run_registry import RunRegistry
 from sgpu_magic.agent.runs.fresh import FreshRun
 from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
 from sgpu_magic.agent.runs.preparing import PreparingRun, Unpack
@@ -37,23 +37,23 @@ class Launches:
         here: What all runs share.
         environments: Builds packages.
         code: Unpacks local code.
-        arrivals: Brings what lies in the pool's store.
+        inputs: Brings what lies in the pool's store.
         uploaded: Has the folders that went along.
     """
 
     def __init__(
         self,
-        groups: Groups,
-        runs: HeldRuns,
+        groups: StandbyGroups,
+        runs: RunRegistry,
         reports: Reports,
         here: Surroundings,
         environments: Environments,
         code: CodeBundles,
-        arrivals: Arrivals,
+        inputs: LaunchInputs,
         uploaded: Uploaded,
     ) -> None:
         self._uploaded = uploaded
-        self._arrivals = arrivals
+        self._inputs = inputs
         self._groups = groups
         self._runs = runs
         self._reports = reports
@@ -116,9 +116,7 @@ class Launches:
     ) -> None:
         """Make ready what it needs, then go on."""
         try:
-            run = PreparingRun(
-                launch, frames, self._here, self._environments, self._arrivals, unpack, go_on, predecessor
-            )
+            run = PreparingRun(launch, frames, self._here, self._environments, self._inputs, unpack, go_on, predecessor)
         except (OSError, ValueError) as error:
             self._refuse_unrecorded(launch, error)
             return

@@ -14,12 +14,12 @@ from typing import TypeVar
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.ranks import run_processes
-from sgpu_magic.agent.ranks.standby_groups import Groups
+from sgpu_magic.agent.ranks.standby_groups import StandbyGroups
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.runs.execution import Execution
 from sgpu_magic.agent.runs.fresh import FreshRun
 from sgpu_magic.agent.runs.node_run import NodeRun
-from sgpu_magic.agent.runs.send_files_to_pool import FarRuns
+from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.runs.session import Session
 from sgpu_magic.wire.events import EventBody, Noted, RanksStarted, RunEnded
 from sgpu_magic.wire.node_messages import Launch, MasterBound
@@ -36,7 +36,7 @@ _FAULT_S, _FAULT_LOOK_S = 3.0, 0.2
 _FAULT_CHARS = 2_000
 
 
-class HeldRuns:
+class RunRegistry:
     """Fresh runs, sessions and the cells in them, by id (a `NodeRunListener`).
 
     Args:
@@ -50,11 +50,11 @@ class HeldRuns:
 
     def __init__(
         self,
-        groups: Groups,
+        groups: StandbyGroups,
         reports: Reports,
         has_service: Callable[[], bool],
         drop: Callable[[str], None],
-        far: FarRuns,
+        far: FilesToPool,
         log: Path | None,
     ) -> None:
         self._log = log
@@ -245,8 +245,8 @@ class HeldRuns:
             # its group was started again, and the next attempt has the payload
             return
         with faults.guarded(None):
-            run.belongings.memory.keep()
-        if run.belongings.memory.in_use:
+            run.files.memory.keep()
+        if run.files.memory.in_use:
             self._loop.call_later(_RESULTS_KEPT_S, self._forget, run)
         else:
             self._forget(run)
@@ -257,7 +257,7 @@ class HeldRuns:
         if not self._has_service() or self._reports.has_unkept(run.run_id):
             self._loop.call_later(_KEEP_DELAY_S, self._forget, run)
         else:
-            run.belongings.memory.close()
+            run.files.memory.close()
             self._reports.forget(run.run_id)
             del self._runs[run.run_id]
 

@@ -13,20 +13,20 @@ from sgpu_magic.agent import faults
 from sgpu_magic.agent.blob_cache import BlobCache
 from sgpu_magic.agent.code_bundles import CodeBundles
 from sgpu_magic.agent.environments import Environments
-from sgpu_magic.agent.fetch_inputs import Arrivals
+from sgpu_magic.agent.fetch_inputs import LaunchInputs
 from sgpu_magic.agent.launches import Launches
 from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.ranks.forwarding import Forwarding
-from sgpu_magic.agent.ranks.standby_groups import Groups
+from sgpu_magic.agent.ranks.standby_groups import StandbyGroups
 from sgpu_magic.agent.ranks.zygotes import raise_open_files_limit
 from sgpu_magic.agent.reports import Reports
-from sgpu_magic.agent.run_registry import HeldRuns
+from sgpu_magic.agent.run_registry import RunRegistry
 from sgpu_magic.agent.runs import ray_place
 from sgpu_magic.agent.runs.fresh import FreshRun
 from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
 from sgpu_magic.agent.runs.preparing import PreparingRun
-from sgpu_magic.agent.runs.run_memory import Keeper
-from sgpu_magic.agent.runs.send_files_to_pool import FarRuns
+from sgpu_magic.agent.runs.run_memory import BackgroundCopier
+from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.runs.session_cell import SessionCell
 from sgpu_magic.agent.survive import Introduction, Orphaned, ServiceSocket, Successor
 from sgpu_magic.agent.uploaded import Uploaded
@@ -86,20 +86,22 @@ class Agent:
         self._settings = settings
         self._loop = asyncio.get_running_loop()
         self.finished = self._loop.create_future()
-        self._groups = Groups(settings)
-        self._keeper = Keeper()
+        self._groups = StandbyGroups(settings)
+        self._copier = BackgroundCopier()
         self._sampling = Sampling()
         self._reports = Reports(self._send)
         self._code = CodeBundles(settings)
         self._blobs = BlobCache(settings, self._send)
         self._uploaded = Uploaded(settings, self._blobs)
-        self._far = FarRuns(settings, self._send)
+        self._far = FilesToPool(settings, self._send)
         # the pool starts this process with its own standard error
         log = settings.state_path / "pool.log" if lifeline < 0 else None
-        self._runs = HeldRuns(self._groups, self._reports, lambda: self._pool is not None, self._drop, self._far, log)
-        self._here = Surroundings(self._keeper, settings, self._sampling, self._runs, self._far)
+        self._runs = RunRegistry(
+            self._groups, self._reports, lambda: self._pool is not None, self._drop, self._far, log
+        )
+        self._here = Surroundings(self._copier, settings, self._sampling, self._runs, self._far)
         self._forwarding = Forwarding(self._runs.get, self._send)
-        self._environments = Environments(settings, self._groups.zygote_keys)
+        self._environments = Environments(settings, self._groups.zygotes.keys)
         self._launches = Launches(
             self._groups,
             self._runs,
@@ -107,7 +109,7 @@ class Agent:
             self._here,
             self._environments,
             self._code,
-            Arrivals(settings, self._blobs, self._uploaded),
+            LaunchInputs(settings, self._blobs, self._uploaded),
             self._uploaded,
         )
         self._introduction = Introduction(settings, self._runs, self._far, self._groups, self._send)
@@ -311,7 +313,7 @@ class Agent:
             if pid == 0:
                 return
             with faults.guarded(None):
-                self._groups.reaped(pid, os.waitstatus_to_exitcode(status))
+                self._groups.zygotes.reaped(pid, os.waitstatus_to_exitcode(status))
             self._successor.reaped(pid)
 
     def close(self) -> None:
@@ -330,7 +332,7 @@ class Agent:
                 with faults.guarded(None):
                     run_processes.kill_leftovers(run.run_id, set(run.pids))
                     ray_place.remove(run.run_id, self._settings)
-        for part in (self._groups, self._environments, self._keeper, self._far, self._sampling, self._code):
+        for part in (self._groups, self._environments, self._copier, self._far, self._sampling, self._code):
             with faults.guarded(None):
                 part.close()
 

@@ -20,11 +20,11 @@ from typing import Protocol
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.background_call import call_in_background
-from sgpu_magic.agent.ranks.standby_groups import Groups
-from sgpu_magic.agent.run_registry import HeldRuns
+from sgpu_magic.agent.ranks.standby_groups import StandbyGroups
+from sgpu_magic.agent.run_registry import RunRegistry
 from sgpu_magic.agent.runs import ray_place
 from sgpu_magic.agent.runs.node_run import NodeRun
-from sgpu_magic.agent.runs.send_files_to_pool import FarRuns
+from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.watch.inventory import take_inventory
 from sgpu_magic.config import Settings
 from sgpu_magic.system import processes
@@ -57,7 +57,9 @@ class Introduction:
         send: Sends to the service of now.
     """
 
-    def __init__(self, settings: Settings, runs: HeldRuns, far: FarRuns, groups: Groups, send: _Send) -> None:
+    def __init__(
+        self, settings: Settings, runs: RunRegistry, far: FilesToPool, groups: StandbyGroups, send: _Send
+    ) -> None:
         self._settings = settings
         self._runs = runs
         self._far = far
@@ -96,7 +98,7 @@ class Introduction:
             take_inventory,
             simulate=self._settings.simulate,
             cpu_slots=self._settings.cpu_slot_count,
-            own_pids=[*own, *self._groups.zygote_pids()],
+            own_pids=[*own, *self._groups.zygotes.pids()],
         )
         return await call_in_background(take, "sgpu-inventory")
 
@@ -201,7 +203,7 @@ class Orphaned:
         for execution in self._executions():
             spec = execution.launch.spec
             if spec.detach or may_be_alive(spec.owner.pid, spec.owner.host):
-                wanted |= not execution.gone or execution.belongings.memory.in_use or self._has_news(execution.run_id)
+                wanted |= not execution.gone or execution.files.memory.in_use or self._has_news(execution.run_id)
             elif not execution.ended:
                 with faults.guarded(execution.faulted):
                     execution.end_as(RunState.CANCELLED, OWNER_GONE)

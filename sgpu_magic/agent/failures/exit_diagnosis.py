@@ -8,7 +8,7 @@ import time
 import msgspec
 
 from sgpu_magic.agent.failures.memory_kills import MemoryWatch
-from sgpu_magic.agent.ranks.group import Crew
+from sgpu_magic.agent.ranks.group import RunRanks
 from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.system.processes import signal_name
 from sgpu_magic.wire.records import Failure
@@ -26,17 +26,17 @@ _SIGNAL_MEANINGS: dict[int, str] = {
 }
 
 
-class Coroner:
+class ExitDiagnosis:
     """Tells how the ranks of one run died.
 
     Args:
-        crew: The ranks.
+        run_ranks: The ranks.
         notebook: Tells the cell's frames.
         host: This node.
     """
 
-    def __init__(self, crew: Crew, notebook: NotebookFrames, host: str) -> None:
-        self._crew = crew
+    def __init__(self, run_ranks: RunRanks, notebook: NotebookFrames, host: str) -> None:
+        self._run_ranks = run_ranks
         self._notebook = notebook
         self._host = host
         self._memory = MemoryWatch()
@@ -51,17 +51,17 @@ class Coroner:
         Args:
             status: Its exit code, negative for a signal.
         """
-        process = self._crew.rank(rank)
+        process = self._run_ranks.rank(rank)
         process.output.drain()
         stack = self._notebook.upwards(process.stack_file.last_frames())
         frame = self._notebook.innermost(stack) or (stack[0] if stack else None)
         meaning = ""
         if status == -signal.SIGKILL:
-            others = [other.pid for other in self._crew.ranks if other.alive and other.pid is not None]
+            others = [other.pid for other in self._run_ranks.ranks if other.alive and other.pid is not None]
             meaning = self._memory.verdict(process.peak_bytes, others)
         failure = death(
             rank,
-            self._crew.world_size,
+            self._run_ranks.group.world_size,
             self._host,
             status,
             time.time(),

@@ -71,7 +71,7 @@ def without_secrets(
     return (failure if cleared == failure else cleared), frames
 
 
-class Gathering:
+class ReportsOfRanks:
     """Results and failures by rank, and the run's last word made of them; of each rank the first failure counts.
 
     No I/O.
@@ -181,11 +181,11 @@ class Gathering:
         return ended, frames
 
 
-class Blame:
+class FailurePatience:
     """Says when it is known who is to blame, so that the ranks that may wait for one that has failed can be freed.
 
     Args:
-        gathering: Who has reported.
+        reports: Who has reported.
         later: Calls back after some seconds; what is pending is dropped with the run.
         stopping: Whether the run ends anyway, and nobody is to be freed.
         free_others: Called when the culprit is known. It may be called again until `stopping`.
@@ -196,12 +196,12 @@ class Blame:
 
     def __init__(
         self,
-        gathering: Gathering,
+        reports: ReportsOfRanks,
         later: Callable[[float, Callable[[], None]], None],
         stopping: Callable[[], bool],
         free_others: Callable[[], None],
     ) -> None:
-        self._gathering = gathering
+        self._reports = reports
         self._later = later
         self._stopping = stopping
         self._free_others = free_others
@@ -231,7 +231,7 @@ class Blame:
             return
         now = self._loop.time()
         self._drawn_by = self._drawn_by or now + _PATIENCE_WITH_DRAWING_S
-        if self.drawing.issuperset(self._gathering.unreported) and now < self._drawn_by:
+        if self.drawing.issuperset(self._reports.unreported) and now < self._drawn_by:
             self._later(_PATIENCE_WITH_CAUSE_S, self._decide)
         else:
             self._free_others()

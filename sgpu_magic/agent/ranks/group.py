@@ -1,4 +1,4 @@
-"""A group: N ranks from the fork to the exit. Its ranks that take part in one run are that run's crew.
+"""A group: N ranks from the fork to the exit. Those of its ranks that take part in one run are its run's.
 
 A fresh run is one execute, a standby group has had none yet, a session has many.
 """
@@ -298,7 +298,7 @@ class Group:
                 self.listener.group_broken(kind, message)
 
 
-class Crew:
+class RunRanks:
     """A run's ranks: all of a group, or some of a session's.
 
     Looked up in the group each time: a session's may be replaced by new processes.
@@ -309,36 +309,18 @@ class Crew:
     """
 
     def __init__(self, group: Group, numbers: Sequence[int]) -> None:
-        self._group = group
+        self.group = group
         self.numbers = tuple(numbers)
 
     @property
     def ranks(self) -> list[RankProcess]:
         """Their processes, ascending."""
-        return [self._group.rank(number) for number in self.numbers]
+        return [self.group.rank(number) for number in self.numbers]
 
     def rank(self, number: int) -> RankProcess:
         """The process of one of them."""
-        return self._group.rank(number)
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the whole group, on all nodes together."""
-        return self._group.world_size
+        return self.group.rank(number)
 
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self.ranks if process.pid is not None]
-
-    def release(self, connections: dict[int, tuple[int, ...]]) -> None:
-        """Ask every rank of the group to shut its connections to its peers down: one end alone frees nobody."""
-        self._group.release(connections)
-
-    @property
-    def group_pids(self) -> list[int]:
-        """All ranks of the group, whether they take part or not: connections go between any two of them."""
-        return self._group.pids
-
-    def leave(self) -> None:
-        """Let every rank exit."""
-        self._group.leave()

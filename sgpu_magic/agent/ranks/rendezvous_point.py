@@ -29,7 +29,7 @@ _REPLY_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class MeetingPoint:
+class RendezvousPoint:
     """What a run's ranks are told of it.
 
     Args:
@@ -45,7 +45,7 @@ class MeetingPoint:
     listening: Sequence[int] = ()
 
 
-class Meeting:
+class Rendezvous:
     """Of one part of a run of several nodes. The first node's part listens and says where; the others say that they
     are ready, as their packages may take long.
 
@@ -64,7 +64,7 @@ class Meeting:
         run_id: str,
         part: Part,
         say: Callable[[MasterBound], None],
-        known: Callable[[MeetingPoint], None],
+        known: Callable[[RendezvousPoint], None],
     ) -> None:
         self._part = part
         self._say = say
@@ -89,7 +89,7 @@ class Meeting:
         self._over = True
         listening = () if self._socket is None else (self._socket.fileno(),)
         interface = interface_of(self._part.address)
-        self._known(MeetingPoint(message.port, message.address, interface, listening))
+        self._known(RendezvousPoint(message.port, message.address, interface, listening))
         self.close()
 
     def close(self) -> None:

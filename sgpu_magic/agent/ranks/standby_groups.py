@@ -15,17 +15,20 @@ from sgpu_magic.wire.records import Interpreter
 _JOIN_EARLY_MAX = 8
 
 
-class Groups:
+class StandbyGroups:
     """The node's zygotes and its standby groups: one for runs, and one for each session's fresh runs.
 
     Args:
         settings: The pool's settings.
+
+    Attributes:
+        zygotes: The node's.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._loop = asyncio.get_running_loop()
-        self._zygotes = Zygotes(settings.state_path / "logs", settings.zygote_idle_s)
+        self.zygotes = Zygotes(settings.state_path / "logs", settings.zygote_idle_s)
         # by session; "" is for runs with a lease of their own
         self._standbys: dict[str, Group] = {}
         self._last_on_gpus = False
@@ -48,13 +51,13 @@ class Groups:
                 del self._standbys[key]
                 return standby, "standby"
         self._drop_standby(session)
-        zygote = self._zygotes.get(interpreter)
+        zygote = self.zygotes.get(interpreter)
         warm = "zygote" if zygote.ready else "cold"
         return self._make(interpreter, ranks, join_early=not on_gpus), warm
 
     def _take_part(self, launch: Launch, part: Part) -> tuple[Group, str]:
         """Ranks that stand by have met each other already, and are no part of a larger group."""
-        zygote = self._zygotes.get(launch.interpreter)
+        zygote = self.zygotes.get(launch.interpreter)
         warm = "zygote" if zygote.ready else "cold"
         settings, world_size = self._settings, launch.spec.placement.ranks
         return Group(
@@ -75,7 +78,7 @@ class Groups:
     def warm(self, interpreter: Interpreter, ranks: int) -> None:
         """Start this interpreter's zygote, and a standby group of `ranks` (0 for none)."""
         try:
-            self._zygotes.get(interpreter)
+            self.zygotes.get(interpreter)
         except OSError:
             # told when a run needs it
             return
@@ -117,25 +120,15 @@ class Groups:
         for group in [group for group in self._departing if group.is_dead()]:
             group.close()
             self._departing.remove(group)
-        self._zygotes.retire()
-
-    def reaped(self, pid: int, status: int) -> None:
-        """A child of this process has ended: exit code, negative for a signal."""
-        self._zygotes.reaped(pid, status)
-
-    def zygote_pids(self) -> list[int]:
-        return self._zygotes.pids()
-
-    def zygote_keys(self) -> list[str]:
-        return self._zygotes.keys()
+        self.zygotes.retire()
 
     def close(self) -> None:
         """End every zygote, and with it all its ranks."""
-        self._zygotes.close()
+        self.zygotes.close()
 
     def _make(self, interpreter: Interpreter, ranks: int, join_early: bool, *, rehearse: bool = False) -> Group:
         settings = self._settings
-        zygote = self._zygotes.get(interpreter)
+        zygote = self.zygotes.get(interpreter)
         return Group(zygote, ranks, join_early, settings.output_limit, settings.runtime_path, rehearse=rehearse)
 
     def _replenish(self, key: str, interpreter: Interpreter, ranks: int, on_gpus: bool) -> None:

@@ -15,8 +15,8 @@ import asyncio
 import signal
 from collections.abc import Callable, Iterable
 
-from sgpu_magic.agent.failures.reports_of_ranks import Gathering
-from sgpu_magic.agent.ranks.group import Crew, RankProcess
+from sgpu_magic.agent.failures.reports_of_ranks import ReportsOfRanks
+from sgpu_magic.agent.ranks.group import RankProcess, RunRanks
 from sgpu_magic.agent.ranks.run_processes import catches, sockets_of, tcp_sockets
 
 # a cell that an interrupt reaches in Python ends as KeyboardInterrupt; only then are the connections shut
@@ -32,8 +32,8 @@ class StopPath:
     """Stops the ranks of one run that have not reported.
 
     Args:
-        crew: The ranks.
-        gathering: Who has reported.
+        run_ranks: The ranks.
+        reports: Who has reported.
         later: Calls back after some seconds; what is pending is dropped with the run.
 
     Attributes:
@@ -41,9 +41,11 @@ class StopPath:
         released: Connections between them were shut down.
     """
 
-    def __init__(self, crew: Crew, gathering: Gathering, later: Callable[[float, Callable[[], None]], None]) -> None:
-        self._crew = crew
-        self._gathering = gathering
+    def __init__(
+        self, run_ranks: RunRanks, reports: ReportsOfRanks, later: Callable[[float, Callable[[], None]], None]
+    ) -> None:
+        self._run_ranks = run_ranks
+        self._reports = reports
         self._later = later
         self._loop = asyncio.get_running_loop()
         self.begun = False
@@ -94,7 +96,7 @@ class StopPath:
 
         Those that have had their TERM have had their grace.
         """
-        self._crew.leave()
+        self._run_ranks.group.leave()
         unreported = self._unreported()
         for process in unreported:
             process.signal(signal.SIGTERM, whole_session=True)
@@ -105,7 +107,7 @@ class StopPath:
     # ------------------------------------------------------------ within
 
     def _unreported(self) -> list[RankProcess]:
-        return [process for process in self._crew.ranks if not self._gathering.has_reported(process.rank)]
+        return [process for process in self._run_ranks.ranks if not self._reports.has_reported(process.rank)]
 
     def _handling(self) -> bool:
         return any(process.rank in self._termed and process.alive for process in self._unreported())
@@ -126,9 +128,11 @@ class StopPath:
             process.signal(signal.SIGINT)
 
     def _release(self) -> None:
-        if not self._gathering.complete:
+        if not self._reports.complete:
             self.released = True
-            self._crew.release(connections_between(self._crew.group_pids))
+            group = self._run_ranks.group
+            # of every rank, whether it takes part or not: connections go between any two, and one end frees nobody
+            group.release(connections_between(group.pids))
 
     def kill_unreported(self) -> None:
         """KILL those that have not stopped, and no others."""
@@ -136,7 +140,7 @@ class StopPath:
             process.signal(signal.SIGKILL, whole_session=True)
 
     def _kill(self) -> None:
-        for process in self._crew.ranks:
+        for process in self._run_ranks.ranks:
             process.signal(signal.SIGKILL, whole_session=True)
 
 

@@ -15,9 +15,9 @@ from typing import Protocol
 
 import msgspec
 
-from sgpu_magic.agent.runs.run_files import Belongings
-from sgpu_magic.agent.runs.run_memory import Keeper
-from sgpu_magic.agent.runs.send_files_to_pool import FarRuns
+from sgpu_magic.agent.runs.run_files import RunFiles
+from sgpu_magic.agent.runs.run_memory import BackgroundCopier
+from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.watch.sampling import Sampling
 from sgpu_magic.config import Settings
 from sgpu_magic.wire.comms import TellComms
@@ -52,18 +52,18 @@ class Surroundings:
     """What every run of an agent shares.
 
     Args:
-        keeper: Copies large parts into the runs' directories.
+        copier: Copies large parts into the runs' directories.
         settings: For the largest payload that is kept and the default grace.
         sampling: Samples what the ranks and their devices use.
         listener: Hears what happened.
         far: Takes what belongs to the machine of the pool, where that is another one.
     """
 
-    keeper: Keeper
+    copier: BackgroundCopier
     settings: Settings
     sampling: Sampling
     listener: NodeRunListener
-    far: FarRuns | None = None
+    far: FilesToPool | None = None
 
 
 class NodeRun(abc.ABC):
@@ -92,10 +92,8 @@ class NodeRun(abc.ABC):
         self._launched_at = time.monotonic()
         self._ended = False
         self._gone = False
-        inherited = predecessor.belongings if predecessor is not None and predecessor.gone else None
-        self.belongings = Belongings(
-            launch, frames, here.keeper, here.settings.keep_payload, self._say, inherited, here.far
-        )
+        inherited = predecessor.files if predecessor is not None and predecessor.gone else None
+        self.files = RunFiles(launch, frames, here.copier, here.settings.keep_payload, self._say, inherited, here.far)
 
     # ------------------------------------------------------------ what the agent asks
 
@@ -201,5 +199,5 @@ class NodeRun(abc.ABC):
     def _is_over(self) -> None:
         """Nothing more happens to it."""
         self._ranks_gone()
-        self.belongings.ended(self.state)
+        self.files.ended(self.state)
         self._listener.run_gone(self)

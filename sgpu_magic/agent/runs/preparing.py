@@ -15,7 +15,7 @@ from sgpu_magic.agent import faults
 from sgpu_magic.agent.background_call import call_in_background
 from sgpu_magic.agent.blob_cache import BlobMissing
 from sgpu_magic.agent.environments import Environments
-from sgpu_magic.agent.fetch_inputs import Arrivals, travels_by_blobs
+from sgpu_magic.agent.fetch_inputs import LaunchInputs, travels_by_blobs
 from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
 from sgpu_magic.packages.node.store import Built
 from sgpu_magic.wire.events import EnvironmentMoved, RunEnded
@@ -37,7 +37,7 @@ class PreparingRun(NodeRun):
         frames: Raw frames of the launch.
         here: What it shares with other runs.
         environments: Builds its packages.
-        arrivals: Brings what lies in the pool's store.
+        inputs: Brings what lies in the pool's store.
         unpack: Unpacks its code, in a thread of its own; None where it has none.
         go_on: Starts the ranks: everything is there. Called with this run, the environment and the code.
         predecessor: The attempt before this one.
@@ -52,7 +52,7 @@ class PreparingRun(NodeRun):
         frames: Sequence[bytes],
         here: Surroundings,
         environments: Environments,
-        arrivals: Arrivals,
+        inputs: LaunchInputs,
         unpack: Unpack | None,
         go_on: Callable[[PreparingRun, Built | None, Mapping[str, str]], None],
         predecessor: NodeRun | None,
@@ -60,7 +60,7 @@ class PreparingRun(NodeRun):
         super().__init__(launch, frames, here, predecessor)
         self.frames = frames
         self._environments = environments
-        self._arrivals = arrivals
+        self._inputs = inputs
         self._arriving: asyncio.Task[None] | None = None
         # what is handed on as soon as the payload is there as well
         self._ready: tuple[Built | None, EnvironmentMoved | None, Mapping[str, str]] | None = None
@@ -80,11 +80,11 @@ class PreparingRun(NodeRun):
         if self.launch.spec.kind is not RunKind.SESSION and not stored:
             try:
                 # this may take minutes, and a detached run's notebook may go
-                self.belongings.memory.open_payload()
+                self.files.memory.open_payload()
             except OSError as error:
                 self._fail(f"the run could not be started on {self._host}: {error}.", FailureKind.INTERNAL)
                 return
-        self.belongings.describe(RunState.PREPARING)
+        self.files.describe(RunState.PREPARING)
         environment = self.launch.environment
         if environment is not None and self._environments.needed(self.launch):
             self._environments.wait(self.run_id, environment, self)
@@ -113,11 +113,11 @@ class PreparingRun(NodeRun):
     async def _arrive(self) -> None:
         source = self.launch.payload.source
         try:
-            self.launch = await self._arrivals.luggage(self.launch)
+            self.launch = await self._inputs.luggage(self.launch)
             self._begin()
-            if isinstance(source, StoredPayload) and self.belongings.memory.payload_fd < 0:
+            if isinstance(source, StoredPayload) and self.files.memory.payload_fd < 0:
                 # while its packages are being made ready
-                self.belongings.memory.take_payload(*await self._arrivals.payload(self.launch, source))
+                self.files.memory.take_payload(*await self._inputs.payload(self.launch, source))
         except (BlobMissing, OSError, ValueError) as error:
             if not self._ended:
                 self._fail(f"the run's variables can't be brought to {self._host}: {error}.", FailureKind.INTERNAL)
@@ -154,7 +154,7 @@ class PreparingRun(NodeRun):
         self._ended = self._gone = True
         self._environments.leave(self.run_id)
         self._go_on(self, built, code)
-        self._arrivals.over(self.run_id)
+        self._inputs.over(self.run_id)
 
     def fail_whole(self, kind: FailureKind, message: str) -> None:
         """Nothing more is prepared."""
@@ -169,7 +169,7 @@ class PreparingRun(NodeRun):
         self._state = state
         if self._arriving is not None:
             self._arriving.cancel()
-        self._arrivals.over(self.run_id)
+        self._inputs.over(self.run_id)
         self._environments.leave(self.run_id)
         self._say(RunEnded(state=state, reason=reason, failure=failure, starting_s=self.age_s))
         self._is_over()
@@ -194,7 +194,7 @@ class PreparingRun(NodeRun):
 
     def give_payload_up(self) -> None:
         if self._gone:
-            self.belongings.memory.give_payload_up()
+            self.files.memory.give_payload_up()
 
     def heard_of_others(self, message: MasterKnown | PeerFailed | PartsOver) -> None:
         """Something of the run's other nodes."""

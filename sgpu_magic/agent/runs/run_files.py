@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic import __version__
-from sgpu_magic.agent.runs.run_memory import Keeper, RunMemory
-from sgpu_magic.agent.runs.send_files_to_pool import FarRuns
+from sgpu_magic.agent.runs.run_memory import BackgroundCopier, RunMemory
+from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.config import host_name
 from sgpu_magic.files.links import has_content, link_or_copy
 from sgpu_magic.system.message_stream import MessageStream
@@ -124,13 +124,13 @@ class RunDirectory:
         self.write(RUN_RECORD, msgspec.json.format(msgspec.json.encode(printable(record)), indent=2))
 
 
-class Belongings:
+class RunFiles:
     """Made for each attempt of a run; a further attempt takes the payload over from the one before.
 
     Args:
         launch: The run.
         frames: Raw frames of the launch; the first is an inline payload.
-        keeper: Who copies large parts into the run's directory.
+        copier: Who copies large parts into the run's directory.
         keep_bytes: The largest part that is kept.
         say: Tells what happened.
         inherited: Those of the attempt before, None for the first.
@@ -148,11 +148,11 @@ class Belongings:
         self,
         launch: Launch,
         frames: Sequence[bytes],
-        keeper: Keeper,
+        copier: BackgroundCopier,
         keep_bytes: int,
         say: Callable[[EventBody], None],
-        inherited: Belongings | None,
-        far: FarRuns | None = None,
+        inherited: RunFiles | None,
+        far: FilesToPool | None = None,
     ) -> None:
         self._far = far if launch.far else None
         self._run_id = launch.spec.run_id
@@ -169,7 +169,7 @@ class Belongings:
             self.frames = frames
             self.inline = isinstance(launch.payload.source, InlinePayload)
             self.memory = RunMemory(
-                launch.payload.source, self.directory.path, keeper, keep_bytes, self._payload_released
+                launch.payload.source, self.directory.path, copier, keep_bytes, self._payload_released
             )
 
     def take_result(self, result: RankResult, stream: MessageStream[FromRank]) -> Payload | None:
@@ -187,7 +187,7 @@ class Belongings:
         source = SharedPayload(pid=os.getpid(), fd=descriptor, size=payload.source.size)
         return Payload(source=source, layout=payload.layout)
 
-    def _to_pool(self, far: FarRuns, payload: Payload, rank: int, descriptor: int) -> Payload:
+    def _to_pool(self, far: FilesToPool, payload: Payload, rank: int, descriptor: int) -> Payload:
         size = os.fstat(descriptor).st_size
         source = FilePayload(path=far.take_result(self._run_id, rank, descriptor), size=size)
         return Payload(source=source, layout=payload.layout)

@@ -26,14 +26,14 @@ _REUSED = "the notebook's next run used the same memory before it was copied"
 
 
 @dataclass(slots=True)
-class KeepJob:
+class CopyJob:
     """Copy one descriptor's bytes into a file.
 
     Args:
-        source: Descriptor to read; the keeper closes it.
+        source: Descriptor to read; the copier closes it.
         size: Bytes.
         target: The file, complete when it appears.
-        done: Called in the keeper's thread with whether it was kept and why not.
+        done: Called in the copier's thread with whether it was kept and why not.
     """
 
     source: int
@@ -43,14 +43,14 @@ class KeepJob:
     given_up: threading.Event = field(default_factory=threading.Event)
 
 
-class Keeper:
+class BackgroundCopier:
     """Copies into run directories, one thing at a time."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[KeepJob | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def keep(self, job: KeepJob) -> None:
+    def keep(self, job: CopyJob) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="sgpu-keeper", daemon=True)
             self._thread.start()
@@ -78,7 +78,7 @@ class Keeper:
                 job.done(kept, why)
 
 
-def _copy(job: KeepJob) -> tuple[bool, str]:
+def _copy(job: CopyJob) -> tuple[bool, str]:
     temporary = job.target.with_name(f".{job.target.name}.part")
     try:
         target = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -108,7 +108,7 @@ class RunMemory:
     Args:
         source: Where the payload lies.
         directory: The run's directory.
-        keeper: Who copies in the background.
+        copier: Who copies in the background.
         keep_bytes: Largest part that is kept.
         released: Called once when the payload's memory is no longer read, with whether it was kept and why not.
 
@@ -120,21 +120,21 @@ class RunMemory:
         self,
         source: PayloadSource,
         directory: Path,
-        keeper: Keeper,
+        copier: BackgroundCopier,
         keep_bytes: int,
         released: Callable[[bool, str], None],
     ) -> None:
         self._source = source
         self._directory = directory
-        self._keeper = keeper
+        self._copier = copier
         self._keep_bytes = keep_bytes
         self.on_released = released
         self._released = isinstance(source, InlinePayload)
         self.payload_fd = -1
-        self._job: KeepJob | None = None
+        self._job: CopyJob | None = None
         self._results: dict[int, int] = {}
         self._loop = asyncio.get_running_loop()
-        # the keeper's thread has none of its own
+        # the copier's thread has none of its own
         self._context = contextvars.copy_context()
 
     def open_payload(self) -> None:
@@ -188,7 +188,7 @@ class RunMemory:
             if size <= self._keep_bytes:
                 target = self._directory / f"result-{rank}.bin"
                 copied = functools.partial(self._result_copied_in_thread, rank)
-                self._keeper.keep(KeepJob(os.dup(descriptor), size, target, copied))
+                self._copier.keep(CopyJob(os.dup(descriptor), size, target, copied))
         if self._released or self._job is not None:
             return
         if self.payload_fd < 0:
@@ -205,8 +205,8 @@ class RunMemory:
             os.close(descriptor)
             self._payload_done(*keeps)
             return
-        self._job = KeepJob(descriptor, size, self._directory / PAYLOAD, self._copied_in_thread)
-        self._keeper.keep(self._job)
+        self._job = CopyJob(descriptor, size, self._directory / PAYLOAD, self._copied_in_thread)
+        self._copier.keep(self._job)
 
     def leave_to_pool(self) -> None:
         """The pool keeps the payload itself, of what it has in its store."""

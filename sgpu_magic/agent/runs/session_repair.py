@@ -25,7 +25,7 @@ _PATIENCE_S = 60.0
 _Regrouped = Callable[[str, str], None]
 
 
-class GroupCare:
+class SessionRepair:
     """One thing at a time: a renewal, or a replacement, which ends with a renewal of the ranks that stay.
 
     Args:

@@ -15,7 +15,7 @@ import msgspec
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.failures.memory_kills import memory_limit
-from sgpu_magic.agent.ranks.group import Crew, RankProcess
+from sgpu_magic.agent.ranks.group import RankProcess, RunRanks
 from sgpu_magic.agent.watch.gpus import GpuReading, Gpus
 from sgpu_magic.agent.watch.usage import ProcessTable, TreeUse
 from sgpu_magic.wire.devices import Lease
@@ -35,7 +35,7 @@ class RunSampler:
     """Makes the samples of one run.
 
     Args:
-        crew: Its ranks.
+        run_ranks: Its ranks.
         lease: Their devices.
         say: Takes what was found.
         used: Takes how busy each rank's GPU is, every second.
@@ -43,17 +43,17 @@ class RunSampler:
 
     def __init__(
         self,
-        crew: Crew,
+        run_ranks: RunRanks,
         lease: Lease,
         say: Callable[[Sampled | Noted], None],
         used: Callable[[Mapping[int, float | None]], None],
     ) -> None:
-        self._crew = crew
+        self._run_ranks = run_ranks
         self._uuids = lease.uuids
         self._memory_bytes: int | None = None
         self._say = say
         self._used = used
-        self.gpus: tuple[str, ...] = () if lease.simulated else _gpus_here(lease, crew)
+        self.gpus: tuple[str, ...] = () if lease.simulated else _gpus_here(lease, run_ranks)
         self._began_at = 0.0
         self._last_at = 0.0
         self._cpu_s: dict[int, float] = {}
@@ -64,7 +64,7 @@ class RunSampler:
     @property
     def pids(self) -> list[int]:
         """Of the ranks that live."""
-        return [process.pid for process in self._crew.ranks if process.pid is not None and process.alive]
+        return [process.pid for process in self._run_ranks.ranks if process.pid is not None and process.alive]
 
     def begin(self, now: float, trees: Mapping[int, TreeUse], memory_bytes: int) -> None:
         """The first sample counts from here.
@@ -92,7 +92,7 @@ class RunSampler:
         self._last_at = now
         samples = [
             self._sample_of(process, seconds, trees.get(process.pid or 0), readings)
-            for process in self._crew.ranks
+            for process in self._run_ranks.ranks
             if process.alive
         ]
         self._cpu_s = {pid: tree.cpu_s for pid, tree in trees.items()}
@@ -173,11 +173,11 @@ class RunSampler:
                 self._say(Noted(text=f"rank {sample.rank}'s GPU ({sample.uuid}) {why}"))
 
 
-def _gpus_here(lease: Lease, crew: Crew) -> tuple[str, ...]:
+def _gpus_here(lease: Lease, run_ranks: RunRanks) -> tuple[str, ...]:
     """Those of a lease that are on this node."""
     if len(lease.shares) < 2:
         return lease.uuids
-    return tuple(lease.uuids[rank] for rank in crew.numbers if rank < len(lease.uuids))
+    return tuple(lease.uuids[rank] for rank in run_ranks.numbers if rank < len(lease.uuids))
 
 
 def merged(samples: Sequence[RankSample]) -> RankSample:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sgpu_magic.agent.ranks.group import Crew
+from sgpu_magic.agent.ranks.group import RunRanks
 from sgpu_magic.agent.watch.gpus import GpuReading, Gpus
 from sgpu_magic.agent.watch.stack_taking import StackTaker
 from sgpu_magic.agent.watch.stacks import NotebookFrames
@@ -133,7 +133,7 @@ class StallWatch:
     """Watches one run. While the run prints, a tick compares two numbers.
 
     Args:
-        crew: The ranks.
+        run_ranks: The ranks.
         taker: Takes their stacks.
         notebook: Tells the notebook's frames.
         processes: Tells how much CPU they use.
@@ -145,7 +145,7 @@ class StallWatch:
 
     def __init__(
         self,
-        crew: Crew,
+        run_ranks: RunRanks,
         taker: StackTaker,
         notebook: NotebookFrames,
         processes: ProcessTable,
@@ -154,7 +154,7 @@ class StallWatch:
         stall_s: float,
         say: Callable[[Stalled | Resumed], None],
     ) -> None:
-        self._crew = crew
+        self._run_ranks = run_ranks
         self._taker = taker
         self._notebook = notebook
         self._processes = processes
@@ -201,7 +201,7 @@ class StallWatch:
             self._cpu.forget()
             self._pause_s = self._tick_s
             return
-        pids = [process.pid for process in self._crew.ranks if process.pid is not None and process.alive]
+        pids = [process.pid for process in self._run_ranks.ranks if process.pid is not None and process.alive]
         trees = self._processes.trees(pids, max_age_s=self._tick_s / 2)
         self._idle_s = self._cpu.look(now, {pid: tree.cpu_s for pid, tree in trees.items()})
         idle = frozenset(pid for pid, seconds in self._idle_s.items() if seconds > 0)
@@ -236,10 +236,10 @@ class StallWatch:
             self._say(found)
 
     def _is_in_its_cell(self, stack: RankStack) -> bool:
-        return not self._taker.has_reported(stack.rank) and self._crew.rank(stack.rank).alive
+        return not self._taker.has_reported(stack.rank) and self._run_ranks.rank(stack.rank).alive
 
     def _look_of(self, stack: RankStack, readings: Mapping[str, GpuReading]) -> RankLook:
-        process = self._crew.rank(stack.rank)
+        process = self._run_ranks.rank(stack.rank)
         collective = stack.collective
         pending = collective is not None and collective.pending
         waits_in = collective.name if collective is not None and pending else self._notebook.collective(stack.frames)

@@ -11,14 +11,14 @@ import contextlib
 import importlib
 import os
 import select
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from sgpu_magic.errors import EnvironmentFailed
-from sgpu_magic.wire.rank_messages import PrivateRay, Remarked
+from sgpu_magic.wire.rank_messages import Execute, PrivateRay, Remarked
 from sgpu_magic.wire.record import Record
 from sgpu_magic.worker.ray import variables
 from sgpu_magic.worker.ray.driver import Driver, Lines, written_in
@@ -49,35 +49,24 @@ class Member:
 
     Args:
         order: The node's part.
+        message: What the rank is to execute.
         rank: Global rank.
-        local_rank: On its node.
-        ranks: World size.
-        node: The node's number in the run.
-        paths: Entries of the rank's path that are not of its Python installation.
         say: Tells the agent.
-        tracked: Ray's numbers are wanted.
     """
 
-    def __init__(
-        self,
-        order: PrivateRay,
-        rank: int,
-        local_rank: int,
-        ranks: int,
-        node: int,
-        paths: Collection[str],
-        say: Callable[[Record], None],
-        *,
-        tracked: bool,
-    ) -> None:
+    def __init__(self, order: PrivateRay, message: Execute, rank: int, say: Callable[[Record], None]) -> None:
+        torchruns, context = message.rank_variables, message.context
         self._order = order
         self._rank = rank
-        self._leads = local_rank == 0
-        self._ranks = ranks
-        self._node = node
-        self._paths = paths
+        self._leads = torchruns["LOCAL_RANK"] == "0"
+        self._ranks = int(torchruns["WORLD_SIZE"])
+        self._node = int(torchruns["GROUP_RANK"])
+        # of the rank's path what is not of its Python installation
+        installed = frozenset(context.installed)
+        self._paths = tuple(entry for entry in context.sys_path if entry and entry not in installed)
         self._say = say
-        self._tracked = tracked
+        # Ray's numbers are wanted
+        self._tracked = message.tracking is not None
         self._process: NodeProcess | None = None
         self._started: NodeStarted | None = None
         self._metrics: RayMetrics | None = None

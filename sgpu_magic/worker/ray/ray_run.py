@@ -60,7 +60,7 @@ class RayRun(CellRun):
 
     def _prepare(self) -> None:
         self._take_place()
-        self._member = head = Head(*self._of_member(), tracked=self._message.tracking is not None)
+        self._member = head = Head(self._ray, self._message, self._rank, self._say)
         head.begin()
         # what the cell reads is unpickled while Ray starts
         self._take_names()
@@ -75,7 +75,7 @@ class RayRun(CellRun):
         begin = time.perf_counter()
         try:
             self._take_place()
-            self._member = guest = Guest(*self._of_member(), tracked=self._message.tracking is not None)
+            self._member = guest = Guest(self._ray, self._message, self._rank, self._say)
             guest.begin()
             guest.hold()
         except (SgpuError, OSError, RuntimeError, ValueError) as error:
@@ -83,22 +83,6 @@ class RayRun(CellRun):
             return self.failed(error)
         self.leave_payload()
         return self._finished(None, "", "", time.perf_counter() - begin)
-
-    def _of_member(
-        self,
-    ) -> tuple[PrivateRay, int, int, int, int, tuple[str, ...], Callable[[Record], None]]:
-        variables, context = self._message.rank_variables, self._message.context
-        installed = frozenset(context.installed)
-        paths = tuple(entry for entry in context.sys_path if entry and entry not in installed)
-        return (
-            self._ray,
-            self._rank,
-            int(variables["LOCAL_RANK"]),
-            int(variables["WORLD_SIZE"]),
-            int(variables["GROUP_RANK"]),
-            paths,
-            self._say,
-        )
 
 
 def users_own(error: BaseException | None, shell: RankShell) -> BaseException | None:
