@@ -13,6 +13,8 @@ import msgspec
 
 from sgpu_magic.agent.background_call import call_in_background
 from sgpu_magic.agent.blob_cache import BlobCache
+from sgpu_magic.agent.code_bundles import CodeBundles
+from sgpu_magic.agent.reports import Send
 from sgpu_magic.agent.uploaded import Uploaded
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.files.joined import copy_blob, join_parts
@@ -35,18 +37,23 @@ Item = TypeVar("Item", CodeBundle, Wheel)
 
 
 class LaunchInputs:
-    """Brings blobs together for launches.
+    """Brings together what launches need of the notebook's code and files.
 
     Args:
         settings: Where files of a launch lie until it has started.
+        send: Sends to the pool service of now.
+
+    Attributes:
         blobs: Where blobs come from.
         uploaded: Has the folders that went along.
+        code: Unpacks local code.
     """
 
-    def __init__(self, settings: Settings, blobs: BlobCache, uploaded: Uploaded) -> None:
-        self._uploaded = uploaded
+    def __init__(self, settings: Settings, send: Send) -> None:
         self._folder = settings.state_path / "arrivals"
-        self._blobs = blobs
+        self.blobs = BlobCache(settings, send)
+        self.uploaded = Uploaded(settings, self.blobs)
+        self.code = CodeBundles(settings)
 
     async def luggage(self, launch: Launch) -> Launch:
         """Return the launch with code, wheels and uploads that lie in files of this node, code and wheels until `over`.
@@ -62,7 +69,7 @@ class LaunchInputs:
             wheels = [await self._on_disk(launch, wheel, f"wheel-{at}") for at, wheel in enumerate(environment.wheels)]
             environment = msgspec.structs.replace(environment, wheels=tuple(wheels))
             launch = msgspec.structs.replace(launch, environment=environment)
-        return await self._uploaded.arrive(launch) if launch.uploads else launch
+        return await self.uploaded.arrive(launch) if launch.uploads else launch
 
     async def payload(self, launch: Launch, source: StoredPayload) -> tuple[int, str]:
         """Bring the payload together: in memory, or in a file where that is short.
@@ -76,7 +83,7 @@ class LaunchInputs:
         """
         run_id = launch.spec.run_id
         paths = await asyncio.gather(
-            *(self._blobs.path(run_id, launch.store, part.digest, part.size, far=launch.far) for part in source.parts)
+            *(self.blobs.path(run_id, launch.store, part.digest, part.size, far=launch.far) for part in source.parts)
         )
         joined = call_in_background(lambda: _joined(launch.run_dir, source, paths), "sgpu-arrival")
         try:
@@ -87,8 +94,13 @@ class LaunchInputs:
 
     def over(self, run_id: str) -> None:
         """What came is at work or of no use any more."""
-        self._blobs.leave(run_id)
+        self.blobs.leave(run_id)
         shutil.rmtree(self._folder / run_id, ignore_errors=True)
+
+    def release(self, run_id: str) -> None:
+        """The run's ranks are gone: what it had of the notebook's code and files is free."""
+        self.code.release(run_id)
+        self.uploaded.release(run_id)
 
     # ------------------------------------------------------------ within
 
@@ -97,7 +109,7 @@ class LaunchInputs:
             return each
         run_id = launch.spec.run_id
         paths = [
-            await self._blobs.path(run_id, launch.store, digest, size, far=launch.far)
+            await self.blobs.path(run_id, launch.store, digest, size, far=launch.far)
             for digest, size in zip(each.blobs, _sizes(each.size), strict=True)
         ]
         if len(paths) == 1:

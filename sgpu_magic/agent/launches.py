@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from sgpu_magic.agent.code_bundles import CodeBundles, CodeUnusable
+from sgpu_magic.agent.code_bundles import CodeUnusable
 from sgpu_magic.agent.environments import Environments
 from sgpu_magic.agent.fetch_inputs import LaunchInputs, travels_by_blobs
 from sgpu_magic.agent.node_context import place_here
@@ -17,9 +17,8 @@ from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.run_registry import RunRegistry
 from sgpu_magic.agent.runs.fresh import FreshRun
 from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
-from sgpu_magic.agent.runs.preparing import PreparingRun, Unpack
+from sgpu_magic.agent.runs.preparing import PreparingRun
 from sgpu_magic.agent.runs.session import Session, SessionRefuses
-from sgpu_magic.agent.uploaded import Uploaded
 from sgpu_magic.packages.node.store import Built
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.node_messages import Launch
@@ -36,9 +35,7 @@ class Launches:
         reports: Tells the pool service what could not be.
         here: What all runs share.
         environments: Builds packages.
-        code: Unpacks local code.
-        inputs: Brings what lies in the pool's store.
-        uploaded: Has the folders that went along.
+        inputs: Brings what the notebook sent along.
     """
 
     def __init__(
@@ -48,25 +45,21 @@ class Launches:
         reports: Reports,
         here: Surroundings,
         environments: Environments,
-        code: CodeBundles,
         inputs: LaunchInputs,
-        uploaded: Uploaded,
     ) -> None:
-        self._uploaded = uploaded
-        self._inputs = inputs
         self._groups = groups
         self._runs = runs
         self._reports = reports
         self._here = here
         self._environments = environments
-        self._code = code
+        self._inputs = inputs
 
     def launch(self, launch: Launch, frames: Sequence[bytes]) -> None:
         """Start a run, a session or a cell in one."""
         spec = launch.spec
         if spec.in_session:
             if travels_by_blobs(launch):
-                self._hold(launch, frames, None, self._prepared_cell, None)
+                self._prepare(launch, frames, None)
             else:
                 self._launch_in_session(launch, frames, None)
             return
@@ -104,35 +97,23 @@ class Launches:
         )
 
     def _prepare(self, launch: Launch, frames: Sequence[bytes], predecessor: NodeRun | None) -> None:
-        self._hold(launch, frames, self._unpack if launch.code else None, self._prepared, predecessor)
-
-    def _hold(
-        self,
-        launch: Launch,
-        frames: Sequence[bytes],
-        unpack: Unpack | None,
-        go_on: Callable[[PreparingRun, Built | None, Mapping[str, str]], None],
-        predecessor: NodeRun | None,
-    ) -> None:
         """Make ready what it needs, then go on."""
         try:
-            run = PreparingRun(launch, frames, self._here, self._environments, self._inputs, unpack, go_on, predecessor)
+            run = PreparingRun(
+                launch, frames, self._here, self._environments, self._inputs, self._prepared, predecessor
+            )
         except (OSError, ValueError) as error:
             self._refuse_unrecorded(launch, error)
             return
         self._runs.add(run)
         run.start()
 
-    def _unpack(self, launch: Launch) -> Mapping[str, str]:
-        return self._code.unpack(launch.spec.run_id, launch.code)
-
-    def _prepared_cell(self, run: PreparingRun, built: Built | None, code: Mapping[str, str]) -> None:
-        """What a session's cell needs is there."""
-        self._launch_in_session(run.launch, run.frames, run)
-
     def _prepared(self, run: PreparingRun, built: Built | None, code: Mapping[str, str]) -> None:
         """Everything is there."""
-        self._start(run.launch, run.frames, built, code, run)
+        if run.launch.spec.in_session:
+            self._launch_in_session(run.launch, run.frames, run)
+        else:
+            self._start(run.launch, run.frames, built, code, run)
 
     def _start(
         self,
@@ -183,7 +164,7 @@ class Launches:
             cell.start()
 
     def _placed(self, launch: Launch, built: Built | None, code: Mapping[str, str]) -> Launch:
-        placed = self._uploaded.placed(place_here(launch, built, code))
+        placed = self._inputs.uploaded.placed(place_here(launch, built, code))
         if built is None or placed.environment is None:
             return placed
         interpreter = self._environments.interpreter(placed.environment, built, placed)
@@ -197,5 +178,5 @@ class Launches:
             # the zygote of its ranks holds it
             built = self._environments.at_hand(environment)
         # the same bundles as before are a look-up
-        code: Mapping[str, str] = self._code.unpack(launch.spec.session, launch.code) if launch.code else {}
-        return self._uploaded.placed(place_here(launch, built, code))
+        code: Mapping[str, str] = self._inputs.code.unpack(launch.spec.session, launch.code) if launch.code else {}
+        return self._inputs.uploaded.placed(place_here(launch, built, code))

@@ -10,8 +10,6 @@ import socket
 from collections.abc import Sequence
 
 from sgpu_magic.agent import faults
-from sgpu_magic.agent.blob_cache import BlobCache
-from sgpu_magic.agent.code_bundles import CodeBundles
 from sgpu_magic.agent.environments import Environments
 from sgpu_magic.agent.fetch_inputs import LaunchInputs
 from sgpu_magic.agent.launches import Launches
@@ -29,7 +27,6 @@ from sgpu_magic.agent.runs.run_memory import BackgroundCopier
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.runs.session_cell import SessionCell
 from sgpu_magic.agent.survive import Introduction, Orphaned, ServiceSocket, Successor
-from sgpu_magic.agent.uploaded import Uploaded
 from sgpu_magic.agent.watch.sampling import Sampling
 from sgpu_magic.config import Settings
 from sgpu_magic.system.message_stream import MessageStream
@@ -90,14 +87,12 @@ class Agent:
         self._copier = BackgroundCopier()
         self._sampling = Sampling()
         self._reports = Reports(self._send)
-        self._code = CodeBundles(settings)
-        self._blobs = BlobCache(settings, self._send)
-        self._uploaded = Uploaded(settings, self._blobs)
+        self._inputs = LaunchInputs(settings, self._send)
         self._far = FilesToPool(settings, self._send)
         # the pool starts this process with its own standard error
         log = settings.state_path / "pool.log" if lifeline < 0 else None
         self._runs = RunRegistry(
-            self._groups, self._reports, lambda: self._pool is not None, self._drop, self._far, log
+            self._groups, self._reports, lambda: self._pool is not None, self._inputs.release, self._far, log
         )
         self._here = Surroundings(self._copier, settings, self._sampling, self._runs, self._far)
         self._forwarding = Forwarding(self._runs.get, self._send)
@@ -108,9 +103,7 @@ class Agent:
             self._reports,
             self._here,
             self._environments,
-            self._code,
-            LaunchInputs(settings, self._blobs, self._uploaded),
-            self._uploaded,
+            self._inputs,
         )
         self._introduction = Introduction(settings, self._runs, self._far, self._groups, self._send)
         self._successor = Successor(settings.state_path / "pool.log")
@@ -133,18 +126,13 @@ class Agent:
         self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
         self._housekeeping = self._loop.call_later(_HOUSEKEEPING_S, self._keep_house)
 
-    def _drop(self, run_id: str) -> None:
-        """A run's ranks are gone: what it had of the notebook's code and files is free."""
-        self._code.release(run_id)
-        self._uploaded.release(run_id)
-
     async def _introduce(self) -> None:
         """Tell the pool what this node has, as soon as the driver has told."""
         for pause_s in _INTRODUCED_AGAIN_S:
             try:
                 await self._introduction.ready()
                 # whoever listens there knows from now on who we are
-                self._blobs.service_came()
+                self._inputs.blobs.service_came()
                 self._far.service_came()
                 return
             except Exception as error:  # noqa: BLE001  the pool waits for it
@@ -239,7 +227,7 @@ class Agent:
             case StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
                 self._forwarding.heard(message, frames)
             case BlobFetched():
-                self._blobs.fetched(message, frames)
+                self._inputs.blobs.fetched(message, frames)
             case RunFileStored():
                 self._far.stored(message)
             case EndAgent():
@@ -332,7 +320,7 @@ class Agent:
                 with faults.guarded(None):
                     run_processes.kill_leftovers(run.run_id, set(run.pids))
                     ray_place.remove(run.run_id, self._settings)
-        for part in (self._groups, self._environments, self._copier, self._far, self._sampling, self._code):
+        for part in (self._groups, self._environments, self._copier, self._far, self._sampling, self._inputs.code):
             with faults.guarded(None):
                 part.close()
 

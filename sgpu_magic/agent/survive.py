@@ -14,13 +14,13 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Protocol
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.background_call import call_in_background
 from sgpu_magic.agent.ranks.standby_groups import StandbyGroups
+from sgpu_magic.agent.reports import Send
 from sgpu_magic.agent.run_registry import RunRegistry
 from sgpu_magic.agent.runs import ray_place
 from sgpu_magic.agent.runs.node_run import NodeRun
@@ -32,7 +32,6 @@ from sgpu_magic.system.processes import may_be_alive
 from sgpu_magic.wire.devices import Inventory
 from sgpu_magic.wire.messages import PROTOCOL_VERSION
 from sgpu_magic.wire.node_messages import AgentReady, HeldRun, InventoryTaken
-from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.states import OWNER_GONE, RunState
 
 _LOOK_S = 0.25
@@ -40,10 +39,6 @@ _LOOK_S = 0.25
 _OVER_S = 5.0
 # notebooks are given this long to do it first
 _SUCCESSOR_S = 1.0
-
-
-class _Send(Protocol):
-    def __call__(self, message: Record, frames: Sequence[bytes] = (), descriptors: Sequence[int] = (), /) -> None: ...
 
 
 class Introduction:
@@ -58,7 +53,7 @@ class Introduction:
     """
 
     def __init__(
-        self, settings: Settings, runs: RunRegistry, far: FilesToPool, groups: StandbyGroups, send: _Send
+        self, settings: Settings, runs: RunRegistry, far: FilesToPool, groups: StandbyGroups, send: Send
     ) -> None:
         self._settings = settings
         self._runs = runs

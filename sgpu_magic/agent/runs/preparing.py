@@ -25,9 +25,6 @@ from sgpu_magic.wire.payloads import StoredPayload
 from sgpu_magic.wire.records import Failure
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
-# what a run's code is unpacked with: the folders by the kernel's path entry
-Unpack = Callable[[Launch], Mapping[str, str]]
-
 
 class PreparingRun(NodeRun):
     """Holds a launch until its ranks can be started (a `Waiter`).
@@ -37,8 +34,7 @@ class PreparingRun(NodeRun):
         frames: Raw frames of the launch.
         here: What it shares with other runs.
         environments: Builds its packages.
-        inputs: Brings what lies in the pool's store.
-        unpack: Unpacks its code, in a thread of its own; None where it has none.
+        inputs: Brings what the notebook sent along.
         go_on: Starts the ranks: everything is there. Called with this run, the environment and the code.
         predecessor: The attempt before this one.
 
@@ -53,7 +49,6 @@ class PreparingRun(NodeRun):
         here: Surroundings,
         environments: Environments,
         inputs: LaunchInputs,
-        unpack: Unpack | None,
         go_on: Callable[[PreparingRun, Built | None, Mapping[str, str]], None],
         predecessor: NodeRun | None,
     ) -> None:
@@ -64,7 +59,6 @@ class PreparingRun(NodeRun):
         self._arriving: asyncio.Task[None] | None = None
         # what is handed on as soon as the payload is there as well
         self._ready: tuple[Built | None, EnvironmentMoved | None, Mapping[str, str]] | None = None
-        self._unpack = unpack
         self._go_on = go_on
         self._state = RunState.PREPARING
 
@@ -127,10 +121,11 @@ class PreparingRun(NodeRun):
             self._hand_on(*self._ready)
 
     def _unpack_code(self, built: Built | None, moved: EnvironmentMoved | None = None) -> None:
-        if self._unpack is None:
+        if self.launch.spec.in_session or not self.launch.code:
+            # a cell's code is its session's
             self._hand_on(built, moved, {})
             return
-        unpack = functools.partial(self._unpack, self.launch)
+        unpack = functools.partial(self._inputs.code.unpack, self.run_id, self.launch.code)
         unpacked = call_in_background(unpack, "sgpu-code")
 
         def done() -> None:

@@ -21,13 +21,13 @@ from sgpu_magic.worker.ray.words import (
     LineReader,
     line_of,
     meeting_words,
-    receive_some,
 )
 
 W = TypeVar("W", bound=AtMeeting)
 # nobody is to wait for ever for a rank whose agent does not tell of its end
 _COME_S = 120.0
 _LOOK_S = 0.1
+_CHUNK_BYTES = 1 << 16
 
 
 class PeerGone(RuntimeError):
@@ -97,10 +97,10 @@ class Connection:
         Raises:
             PeerGone: The end of the connection, or what is no word.
         """
-        data = receive_some(self._socket)
         try:
+            data = self._socket.recv(_CHUNK_BYTES)
             self._come += self._reader.feed(data)
-        except ValueError:
+        except (ConnectionError, ValueError):
             data = b""
         if not data:
             raise PeerGone(self._who)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from typing import Generic, TypeVar
 
 import msgspec
@@ -10,7 +9,6 @@ import msgspec
 from sgpu_magic.wire.record import Record
 
 M = TypeVar("M")
-_CHUNK_BYTES = 1 << 16
 
 
 class StartNode(Record, frozen=True, tag="start-node", kw_only=True):
@@ -142,14 +140,6 @@ class LineReader(Generic[M]):
         """
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [self._decoder.decode(line) for line in lines if line]
-
-
-def receive_some(sock: socket.socket) -> bytes:
-    """What has come; empty at the end of the connection."""
-    try:
-        return sock.recv(_CHUNK_BYTES)
-    except ConnectionError:
-        return b""
 
 
 node_words: msgspec.json.Decoder[FromNode] = msgspec.json.Decoder(FromNode)
