@@ -5,17 +5,13 @@ survive          how the agent outlives pool services: introduced to each, waiti
 reports          what the agent says, numbered by run and kept until it is written down
 run_registry     the runs that it holds
 launches         from a launch to its ranks; what it needs comes first
-fetch_inputs     what a launch has in the pool's store, brought together here
-blob_cache       blobs of the pool's store on this node
-uploaded         folders and files that went along with runs
-code_bundles     local code of notebooks
-kept_folders     how both are kept while somebody uses them, and removed
 environments     the packages that runs want
 building         the process that builds them
 node_context     the kernel's place, in terms of what is here
 faults           what a callback raises costs the run that it works for, no other
 background_call  threads that nobody waits for
 
+inputs/          what the notebook sent along, brought to this node
 runs/            one run, and what belongs to it besides its ranks
 ranks/           processes: forked, ordered about, listened to, stopped
 failures/        what went wrong, and which of several failures is to blame

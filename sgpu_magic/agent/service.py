@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.environments import Environments
-from sgpu_magic.agent.fetch_inputs import LaunchInputs
+from sgpu_magic.agent.inputs.launch_inputs import LaunchInputs
 from sgpu_magic.agent.launches import Launches
 from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.ranks.forwarding import Forwarding

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
-from sgpu_magic.agent.kept_folders import evict, lock_shared
+from sgpu_magic.agent.inputs.kept_folders import evict, lock_shared
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.wire.environment import CodeBundle
 

@@ -12,10 +12,10 @@ from typing import TypeVar
 import msgspec
 
 from sgpu_magic.agent.background_call import call_in_background
-from sgpu_magic.agent.blob_cache import BlobCache
-from sgpu_magic.agent.code_bundles import CodeBundles
+from sgpu_magic.agent.inputs.blob_cache import BlobCache
+from sgpu_magic.agent.inputs.code_bundles import CodeBundles
+from sgpu_magic.agent.inputs.uploaded import Uploaded
 from sgpu_magic.agent.reports import Send
-from sgpu_magic.agent.uploaded import Uploaded
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.files.joined import copy_blob, join_parts
 from sgpu_magic.system.memory import fits_memory

@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.agent.background_call import call_in_background
-from sgpu_magic.agent.blob_cache import BlobCache, BlobMissing
-from sgpu_magic.agent.kept_folders import evict, lock_shared, remove_tree, remove_unused
+from sgpu_magic.agent.inputs.blob_cache import BlobCache, BlobMissing
+from sgpu_magic.agent.inputs.kept_folders import evict, lock_shared, remove_tree, remove_unused
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.files.joined import copy_blob
 from sgpu_magic.files.safe_paths import parts_of
