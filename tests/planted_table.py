@@ -2,7 +2,7 @@
 
 FRESH = (
     "service:Agent._launch",
-    "launches:Launches._start",
+    "launch:Launches._start",
     "ranks.standby_groups:StandbyGroups.take",
     "ranks.group:Group.forked",
     "ranks.group:Group._said",

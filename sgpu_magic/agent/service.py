@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.environments import Environments
 from sgpu_magic.agent.inputs.launch_inputs import LaunchInputs
-from sgpu_magic.agent.launches import Launches
+from sgpu_magic.agent.launch import Launches
 from sgpu_magic.agent.ranks import run_processes
-from sgpu_magic.agent.ranks.forwarding import Forwarding
+from sgpu_magic.agent.ranks.run_ports import RunPorts
 from sgpu_magic.agent.ranks.standby_groups import StandbyGroups
 from sgpu_magic.agent.ranks.zygotes import raise_open_files_limit
 from sgpu_magic.agent.reports import Reports
@@ -95,7 +95,7 @@ class Agent:
             self._groups, self._reports, lambda: self._pool is not None, self._inputs.release, self._far, log
         )
         self._here = Surroundings(self._copier, settings, self._sampling, self._runs, self._far)
-        self._forwarding = Forwarding(self._runs.get, self._send)
+        self._run_ports = RunPorts(self._runs.get, self._send)
         self._environments = Environments(settings, self._groups.zygotes.keys)
         self._launches = Launches(
             self._groups,
@@ -163,7 +163,7 @@ class Agent:
 
     def _leave_pool(self) -> None:
         self._pool = None
-        for leave in (self._forwarding.close, self._reports.service_lost, self._environments.leave_queue):
+        for leave in (self._run_ports.close, self._reports.service_lost, self._environments.leave_queue):
             with faults.guarded(None):
                 leave()
 
@@ -223,9 +223,9 @@ class Agent:
                 if (run := self._runs.get(message.run_id)) is not None:
                     run.adopted()
             case OpenStream():
-                self._forwarding.opens(message)
+                self._run_ports.opens(message)
             case StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
-                self._forwarding.heard(message, frames)
+                self._run_ports.heard(message, frames)
             case BlobFetched():
                 self._inputs.blobs.fetched(message, frames)
             case RunFileStored():
@@ -311,7 +311,7 @@ class Agent:
         self._loop.remove_signal_handler(signal.SIGCHLD)
         with faults.guarded(None):
             self._orphaned.over()
-            self._forwarding.close()
+            self._run_ports.close()
             self._socket.close()
             if self._pool is not None:
                 self._pool.close()

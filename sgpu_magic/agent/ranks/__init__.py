@@ -8,6 +8,6 @@ orders            a launch becomes orders for its ranks, with torchrun's variabl
 rendezvous_point  where the ranks of a run meet, and at which network interface
 output            pipes -> log and batches
 stop              interrupt, release, TERM, grace, KILL; which sockets a release shuts
-forwarding        connections to the ports that a run listens on
+run_ports         connections to the ports that a run listens on
 run_processes     a run's processes and their sockets, from /proc; the end of those left behind
 """

@@ -18,7 +18,7 @@ _CONNECT_S = 10.0
 _LISTENS = "0A"
 
 
-class Forwarding:
+class RunPorts:
     """The open ones, by number. Used from the loop's thread only.
 
     Args:
