@@ -63,7 +63,7 @@ class Surroundings:
     settings: Settings
     sampling: Sampling
     listener: NodeRunListener
-    far: FilesToPool | None = None
+    far: FilesToPool
 
 
 class NodeRun(abc.ABC):

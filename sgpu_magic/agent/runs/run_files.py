@@ -134,7 +134,7 @@ class RunFiles:
         keep_bytes: The largest part that is kept.
         say: Tells what happened.
         inherited: Those of the attempt before, None for the first.
-        far: Takes what belongs to the pool's machine; None where that is this one.
+        far: Takes what belongs to the pool's machine, where that is another one.
 
     Attributes:
         memory: The payload's and the results' memory files.
@@ -152,7 +152,7 @@ class RunFiles:
         keep_bytes: int,
         say: Callable[[EventBody], None],
         inherited: RunFiles | None,
-        far: FilesToPool | None = None,
+        far: FilesToPool,
     ) -> None:
         self._far = far if launch.far else None
         self._run_id = launch.spec.run_id
