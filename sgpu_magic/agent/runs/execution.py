@@ -123,7 +123,7 @@ class Execution(NodeRun):
             case Displayed() | Cleared():
                 show(self.run_ranks.rank(rank), message, self._say)
             case CommsSaid():
-                if not self._ended:
+                if not self.ended:
                     self._comms.told(rank, message, frames)
             case Finished():
                 self._take_result(rank, message.result, frames)
@@ -141,13 +141,13 @@ class Execution(NodeRun):
             case AskTracking():
                 self._tracking.asked(rank)
             case MetricsReported(metrics=metrics, params=params, tags=tags):
-                if not self._ended:
+                if not self.ended:
                     self._say(MetricsLogged(rank=rank, metrics=metrics, params=params, tags=tags))
             case _:
                 pass
 
     def rank_wrote(self, batch: OutputWritten) -> None:
-        if not self._ended:
+        if not self.ended:
             self._watch.wrote()
             self._say(batch)
 
@@ -184,7 +184,7 @@ class Execution(NodeRun):
         # the picture of before says more than that of ranks which fall
         self._watch.is_ending()
         self._stop.reported()
-        if not self._ended and self._ending_as is None:
+        if not self.ended and self._ending_as is None:
             self._say(RankFailed(failure=failure))
             self._patience.failed(failure)
         self._check_all_reported()
@@ -203,7 +203,7 @@ class Execution(NodeRun):
 
     def end_as(self, state: RunState, reason: str) -> None:
         """Stop the run by the one stop path."""
-        if self._ended or self._ending_as is not None:
+        if self.ended or self._ending_as is not None:
             return
         self._ending_as = state
         self._end_reason = reason
@@ -215,11 +215,11 @@ class Execution(NodeRun):
 
     def _stop_with_stacks(self, stacks: tuple[RankStack, ...]) -> None:
         self._last_stacks = stacks
-        if not self._ended:
+        if not self.ended:
             self._begin_stop()
 
     def _is_stopping(self) -> bool:
-        return self._ended or self._ending_as is not None or self._stop.begun
+        return self.ended or self._ending_as is not None or self._stop.begun
 
     def _peer_failed(self) -> None:
         """A rank on another node has failed: those here that have not raised by themselves only wait for it."""
@@ -237,7 +237,7 @@ class Execution(NodeRun):
 
     def _end(self, state: RunState) -> None:
         """Say the last word. Once."""
-        if self._ended:
+        if self.ended:
             return
         for process in self.run_ranks.ranks:
             process.output.drain(last=True)
@@ -256,7 +256,7 @@ class Execution(NodeRun):
         )
         if not ended.results:
             self.files.memory.close_results()
-        self._ended = True
+        self.ended = True
         self._final_state = state
         self._say(ended, frames)
         self._after_end()
@@ -281,7 +281,7 @@ class Execution(NodeRun):
 
     @property
     def state(self) -> RunState:
-        if self._ended:
+        if self.ended:
             return self._final_state
         if self._ending_as is not None:
             return RunState.CANCELLING
@@ -291,14 +291,14 @@ class Execution(NodeRun):
         self._tracking.known(message)
 
     def hear_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
-        if self._started_at is not None and not self._gone:
+        if self._started_at is not None and not self.gone:
             self.group.hear_comms(message, frames)
 
     def adopted(self) -> None:
         self._tracking.ask_again()
 
     def give_payload_up(self) -> None:
-        if self._gone or (self._ended and self._final_state is RunState.SUCCEEDED):
+        if self.gone or (self.ended and self._final_state is RunState.SUCCEEDED):
             self.files.memory.give_payload_up()
 
     def results_received(self) -> None:

@@ -98,7 +98,7 @@ class FreshRun(Execution):
         super().adopted()
         if self.launch.part is not None:
             self.files.tell_released_again()
-        if self._meeting is not None and not self._ended:
+        if self._meeting is not None and not self.ended:
             self._meeting.begin()
 
     # ------------------------------------------------------------ from the group
@@ -112,7 +112,7 @@ class FreshRun(Execution):
             self._all_there()
 
     def rank_exited(self, rank: int, status: int) -> None:
-        if not self._ended and (self._reports.has_finished(rank) or not self._reports.has_reported(rank)):
+        if not self.ended and (self._reports.has_finished(rank) or not self._reports.has_reported(rank)):
             self._take_failure(self._exit_diagnosis.death(rank, status))
         self._stop.reported()
         self._finish_if_gone()
@@ -165,7 +165,7 @@ class FreshRun(Execution):
             self._stop.begin(grace_s, interrupt_first=False, waited=lambda: self._stop.end(grace_s))
 
     def _finish_if_gone(self) -> None:
-        if not self._ended or self._gone or not self.group.gone:
+        if not self.ended or self.gone or not self.group.gone:
             return
         run_processes.kill_leftovers(self.run_id, set(self.group.pids), self._launched_ticks)
         if self.launch.spec.ray:

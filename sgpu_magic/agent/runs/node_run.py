@@ -75,6 +75,10 @@ class NodeRun(abc.ABC):
         here: What it shares with other runs.
         predecessor: The attempt before this one, or what made it ready: its payload is taken over.
 
+    Attributes:
+        ended: Its last word was said; its ranks may still be there.
+        gone: Its ranks are dead and reaped, or idle again in their session.
+
     Raises:
         OSError: The run's directory can't be made.
     """
@@ -90,8 +94,8 @@ class NodeRun(abc.ABC):
         self._timers: list[asyncio.TimerHandle] = []
         self._host = socket.gethostname()
         self._launched_at = time.monotonic()
-        self._ended = False
-        self._gone = False
+        self.ended = False
+        self.gone = False
         inherited = predecessor.files if predecessor is not None and predecessor.gone else None
         self.files = RunFiles(launch, frames, here.copier, here.settings.keep_payload, self._say, inherited, here.far)
 
@@ -106,16 +110,6 @@ class NodeRun(abc.ABC):
     @abc.abstractmethod
     def state(self) -> RunState:
         """Where it stands."""
-
-    @property
-    def ended(self) -> bool:
-        """Its last word was said; its ranks may still be there."""
-        return self._ended
-
-    @property
-    def gone(self) -> bool:
-        """Its ranks are dead and reaped, or idle again in their session."""
-        return self._gone
 
     @property
     def age_s(self) -> float:
@@ -140,7 +134,7 @@ class NodeRun(abc.ABC):
 
     def abandon(self) -> None:
         """A fault keeps it from ending: nothing of it is pending any more, nothing more is said."""
-        self._ended = True
+        self.ended = True
         self._ranks_gone()
 
     @abc.abstractmethod
@@ -192,7 +186,7 @@ class NodeRun(abc.ABC):
 
     def _ranks_gone(self) -> None:
         """It has no ranks any more: what is pending is dropped."""
-        self._gone = True
+        self.gone = True
         for timer in self._timers:
             timer.cancel()
 

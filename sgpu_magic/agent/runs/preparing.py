@@ -89,17 +89,17 @@ class PreparingRun(NodeRun):
 
     def environment_moved(self, moved: EnvironmentMoved) -> None:
         with faults.guarded(self.faulted):
-            if not self._ended:
+            if not self.ended:
                 self._say(moved)
 
     def environment_ready(self, built: Built, moved: EnvironmentMoved) -> None:
         with faults.guarded(self.faulted):
-            if not self._ended:
+            if not self.ended:
                 self._unpack_code(built, moved)
 
     def environment_failed(self, message: str) -> None:
         with faults.guarded(self.faulted):
-            if not self._ended:
+            if not self.ended:
                 self._fail(message)
 
     # ------------------------------------------------------------ within
@@ -113,11 +113,11 @@ class PreparingRun(NodeRun):
                 # while its packages are being made ready
                 self.files.memory.take_payload(*await self._inputs.payload(self.launch, source))
         except (BlobMissing, OSError, ValueError) as error:
-            if not self._ended:
+            if not self.ended:
                 self._fail(f"the run's variables can't be brought to {self._host}: {error}.", FailureKind.INTERNAL)
             return
         self._arriving = None
-        if self._ready is not None and not self._ended:
+        if self._ready is not None and not self.ended:
             self._hand_on(*self._ready)
 
     def _unpack_code(self, built: Built | None, moved: EnvironmentMoved | None = None) -> None:
@@ -130,7 +130,7 @@ class PreparingRun(NodeRun):
 
         def done() -> None:
             error = unpacked.exception()
-            if self._ended:
+            if self.ended:
                 return
             if error is None:
                 self._hand_on(built, moved, unpacked.result())
@@ -146,21 +146,21 @@ class PreparingRun(NodeRun):
         if moved is not None:
             self._say(moved)
         # the payload goes on to the run that comes now
-        self._ended = self._gone = True
+        self.ended = self.gone = True
         self._environments.leave(self.run_id)
         self._go_on(self, built, code)
         self._inputs.over(self.run_id)
 
     def fail_whole(self, kind: FailureKind, message: str) -> None:
         """Nothing more is prepared."""
-        if not self._ended:
+        if not self.ended:
             self._end(RunState.FAILED, "", self._failure_now(kind, message))
 
     def _fail(self, message: str, kind: FailureKind = FailureKind.ENVIRONMENT) -> None:
         self.fail_whole(kind, message)
 
     def _end(self, state: RunState, reason: str, failure: Failure | None = None) -> None:
-        self._ended = True
+        self.ended = True
         self._state = state
         if self._arriving is not None:
             self._arriving.cancel()
@@ -173,7 +173,7 @@ class PreparingRun(NodeRun):
 
     def end_as(self, state: RunState, reason: str) -> None:
         """It has no ranks: it ends at once."""
-        if not self._ended:
+        if not self.ended:
             self._end(state, reason)
 
     @property
@@ -188,12 +188,12 @@ class PreparingRun(NodeRun):
         """It has no ranks."""
 
     def give_payload_up(self) -> None:
-        if self._gone:
+        if self.gone:
             self.files.memory.give_payload_up()
 
     def heard_of_others(self, message: MasterKnown | PeerFailed | PartsOver) -> None:
         """Something of the run's other nodes."""
-        if isinstance(message, PeerFailed) and not self._ended:
+        if isinstance(message, PeerFailed) and not self.ended:
             self._end(RunState.FAILED, "")
 
     def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:

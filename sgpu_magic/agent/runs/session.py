@@ -129,7 +129,7 @@ class Session(NodeRun):
     def cell_over(self, cell: SessionCell) -> None:
         self._cell = None
         self._news.over()
-        if not self._gone:
+        if not self.gone:
             self._logs.take_back(cell.run_ranks.numbers)
         self._repair.go_on()
 
@@ -197,7 +197,7 @@ class Session(NodeRun):
         cell = self._cell
         if cell is not None and not cell.gone and batch.rank in cell.run_ranks.numbers:
             cell.rank_wrote(batch)
-        elif not self._ended:
+        elif not self.ended:
             self._say(batch)
 
     def rank_log_ended(self, rank: int, problem: str) -> None:
@@ -277,12 +277,12 @@ class Session(NodeRun):
             self.end_as(RunState.FAILED, "")
 
     def _say_end(self) -> None:
-        if self._ended or self._ending_as is None:
+        if self.ended or self._ending_as is None:
             return
         if self._cell is not None:
             self._cell.end_now()
         self._here.sampling.end(self._sampler)
-        self._ended = True
+        self.ended = True
         self._news.close()
         now = time.monotonic()
         connected = self._connected_at or now
@@ -306,7 +306,7 @@ class Session(NodeRun):
         self._finish_if_gone()
 
     def _finish_if_gone(self) -> None:
-        if not self._ended or self._gone or not self.group.gone:
+        if not self.ended or self.gone or not self.group.gone:
             return
         run_processes.kill_leftovers(self.run_id, set(self.group.pids), self._launched_ticks)
         self.group.close()
@@ -319,7 +319,7 @@ class Session(NodeRun):
     @property
     def state(self) -> RunState:
         if self._ending_as is not None:
-            return self._ending_as if self._ended else RunState.CANCELLING
+            return self._ending_as if self.ended else RunState.CANCELLING
         return RunState.STARTING if self._connected_at is None else RunState.RUNNING
 
     @property
@@ -329,7 +329,7 @@ class Session(NodeRun):
     @property
     def busy(self) -> bool:
         """A cell runs in it, or its ranks are being started."""
-        return self._cell is not None or self._repair.busy or (self._connected_at is None and not self._gone)
+        return self._cell is not None or self._repair.busy or (self._connected_at is None and not self.gone)
 
     def detach(self) -> None:
         """A session ends with its notebook whatever anybody wants."""

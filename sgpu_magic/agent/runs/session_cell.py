@@ -93,7 +93,7 @@ class SessionCell(Execution):
         super().rank_said(rank, message, frames)
 
     def rank_exited(self, rank: int, status: int) -> None:
-        if not self._ended and self._reports.has_finished(rank):
+        if not self.ended and self._reports.has_finished(rank):
             # the others may wait for it
             self._take_failure(self._exit_diagnosis.death(rank, status))
         elif not self._reports.has_reported(rank):
@@ -143,7 +143,7 @@ class SessionCell(Execution):
         self._later(_RENEWAL_PATIENCE_S, lambda: self._end(state))
 
         def done(renewed: GroupRenewed | None) -> None:
-            if renewed is not None and not self._ended:
+            if renewed is not None and not self.ended:
                 self._say(renewed)
             self._end(state)
             self._settle()
@@ -167,7 +167,7 @@ class SessionCell(Execution):
 
     def _settle(self) -> None:
         """The ranks are idle again."""
-        if self._gone:
+        if self.gone:
             return
         self._ranks_gone()
         try:
