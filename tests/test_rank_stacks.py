@@ -135,7 +135,7 @@ def test_the_function_of_torch_that_the_cell_called():
 
 RANK = """
 import os, sys, time
-from sgpu_magic.worker import trace
+from sgpu_magic.worker.process import trace
 sampler = trace.install(int(sys.argv[1]))
 def inner():
     sampler.sample()
