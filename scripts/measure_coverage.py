@@ -38,7 +38,7 @@ VARIABLE = "PYTHON_COVERAGE_PARTS"
 PACKAGE = "sgpu_magic"
 MODULES_LISTED = 30
 _NAME = "measured"
-_ZYGOTE = f"{PACKAGE}.worker.zygote"
+_ZYGOTE = f"{PACKAGE}.worker.process.zygote"
 _EVERY_S = 0.25
 # one that is writing is about to be done
 _LOCK_S = 2.0

@@ -44,7 +44,7 @@ from sgpu_magic.wire.questions import RankAnswer, RankQuestion
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.records import CellSource, RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
-from sgpu_magic.worker.link import Link
+from sgpu_magic.worker.process.link import Link
 
 _KEY = bytes(range(32))
 _PATIENCE_S = 30.0

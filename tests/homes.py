@@ -361,4 +361,4 @@ def _is_servant(process: Process) -> bool:
 
 def _is_zygote(process: Process) -> bool:
     # a rank has the same command, but its output is a pipe
-    return "-m sgpu_magic.worker.zygote " in process.command and process.stdout.endswith(".log")
+    return "-m sgpu_magic.worker.process.zygote " in process.command and process.stdout.endswith(".log")

@@ -2,8 +2,8 @@
 
 FRESH = (
     "service:Agent._launch",
-    "launches:Launches._start",
-    "ranks.standby_groups:Groups.take",
+    "launch:Launches._start",
+    "ranks.standby_groups:StandbyGroups.take",
     "ranks.group:Group.forked",
     "ranks.group:Group._said",
     "ranks.group:Group._wrote",
@@ -14,41 +14,41 @@ FRESH = (
     "runs.execution:Execution._end",
     "ranks.output:RankOutput.flush",
     "ranks.output:RankOutput.drain",
-    "failures.exit_diagnosis:Coroner.begin",
-    "runs.gathering:Gathering.last_word",
-    "runs.run_files:Belongings.describe",
-    "runs.run_files:Belongings.take_result",
+    "failures.exit_diagnosis:ExitDiagnosis.begin",
+    "failures.reports_of_ranks:ReportsOfRanks.last_word",
+    "runs.run_files:RunFiles.describe",
+    "runs.run_files:RunFiles.take_result",
     "reports:Reports.happened",
 )
 # of these, one is called when a short run may have ended
-WHILE_IT_GOES_ON = ("failures.exit_diagnosis:Coroner.begin",)
+WHILE_IT_GOES_ON = ("failures.exit_diagnosis:ExitDiagnosis.begin",)
 # the run's last word was said by then
 AFTER = (
     "ranks.group:Group.exited",
     "runs.fresh:FreshRun.rank_exited",
     "runs.fresh:FreshRun._let_leave",
     "runs.fresh:FreshRun._finish_if_gone",
-    "runs.run_files:Belongings.ended",
+    "runs.run_files:RunFiles.ended",
     "reports:Reports.gone",
-    "run_registry:HeldRuns.run_gone",
-    "run_registry:HeldRuns.ranks_gone",
+    "run_registry:RunRegistry.run_gone",
+    "run_registry:RunRegistry.ranks_gone",
 )
 # what they cost is less than the run, while it goes on
 WATCHING = (
-    "watch.run_sampler:RunSampler.begin",
-    "watch.run_sampler:RunSampler.sample",
+    "watch.sampling:RunSampler.begin",
+    "watch.sampling:RunSampler.sample",
     "watch.sampling:Sampling._tick",
-    "ranks.standby_groups:Groups.tend",
+    "ranks.standby_groups:StandbyGroups.tend",
 )
 # and afterwards
 SPARED = (
-    "run_registry:HeldRuns._replenish",
-    "run_registry:HeldRuns._keep",
+    "run_registry:RunRegistry._replenish",
+    "run_registry:RunRegistry._keep",
     "runs.run_memory:RunMemory.keep",
 )
 FAILING = (
     "runs.execution:Execution._take_failure",
-    "failures.failure_patience:Blame._decide",
+    "failures.reports_of_ranks:FailurePatience._decide",
     "ranks.stop:StopPath.begin",
     "ranks.stop:StopPath.end",
 )
@@ -59,8 +59,8 @@ CELLS = (
     "runs.session_cell:SessionCell._write_down",
     "runs.session:Session.execute",
     "runs.session:Session.cell_over",
-    "runs.session_logs:SessionLogs.lend",
-    "runs.session_logs:SessionLogs.take_back",
+    "runs.session_records:SessionLogs.lend",
+    "runs.session_records:SessionLogs.take_back",
     "ranks.orders:send_session_cells",
 )
 SESSIONS = (
@@ -68,9 +68,9 @@ SESSIONS = (
     "runs.session:Session._take_joined",
     "runs.session:Session._say_end",
     "runs.session:Session._finish_if_gone",
-    "runs.session_repair:GroupCare.fail",
+    "runs.session_repair:SessionRepair.fail",
 )
-ASKED = ("runs.session:Session.ask", "runs.questions:Questions.answered", "runs.session:Session.restart")
+ASKED = ("runs.session:Session.ask", "runs.rank_requests:Questions.answered", "runs.session:Session.restart")
 STACKS = (
     "watch.stack_taking:StackTaker._ask",
     "watch.stack_taking:StackTaker._look",
@@ -78,12 +78,16 @@ STACKS = (
 )
 CALLBACKS = (*FRESH, *AFTER, *WATCHING, *SPARED, *FAILING, *CELLS, *SESSIONS, *ASKED, *STACKS)
 # nothing but these can tell the pool
-TOLD = ("reports:Reports.happened", "reports:Reports.gone", "run_registry:HeldRuns.ranks_gone")
+TOLD = ("reports:Reports.happened", "reports:Reports.gone", "run_registry:RunRegistry.ranks_gone")
 OF_SESSION = tuple(name for name in CELLS if name.startswith("session"))
 AT_ITS_END = (
     "runs.session:Session._say_end",
     "runs.session:Session._finish_if_gone",
-    "runs.session_repair:GroupCare.fail",
+    "runs.session_repair:SessionRepair.fail",
 )
 # they do not know their run
-UNNAMED = ("runs.gathering:Gathering.last_word", "watch.sampling:Sampling._tick", "ranks.standby_groups:Groups.tend")
+UNNAMED = (
+    "failures.reports_of_ranks:ReportsOfRanks.last_word",
+    "watch.sampling:Sampling._tick",
+    "ranks.standby_groups:StandbyGroups.tend",
+)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sgpu_magic.agent.ranks.rank_connections import connections_between
+from sgpu_magic.agent.ranks.stop import connections_between
 from sgpu_magic.agent.watch.stacks import StackFile
 from sgpu_magic.payload import pack, unpack
 from sgpu_magic.wire import codec
@@ -47,7 +47,7 @@ from sgpu_magic.wire.records import CellSource, OutputName, RankContext
 from sgpu_magic.wire.states import RunKind
 from sgpu_magic.wire.tracking import Tracking
 from sgpu_magic.wire.zygote_messages import Exited, Fork, Forked, FromZygote, ZygoteReady
-from sgpu_magic.worker.link import Link
+from sgpu_magic.worker.process.link import Link
 
 KEY = b"k" * 32
 R = TypeVar("R")
@@ -59,7 +59,7 @@ class Zygote:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "sgpu_magic.worker.zygote", str(theirs.fileno())],
+            [sys.executable, "-m", "sgpu_magic.worker.process.zygote", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             cwd="/",
         )

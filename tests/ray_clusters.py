@@ -183,7 +183,7 @@ def _ray_pids() -> list[int]:
 
 
 _AGENT = "-m sgpu_magic.agent "
-_ZYGOTE = "-m sgpu_magic.worker.zygote "
+_ZYGOTE = "-m sgpu_magic.worker.process.zygote "
 
 
 def _is_agent_of(pool: str, process: Process) -> bool:

@@ -255,7 +255,7 @@ CELL = CellSource(
 )
 LAUNCHER = (
     StackFrame("/env/IPython/core/interactiveshell.py", 3100, "run_code"),
-    StackFrame("/env/sgpu_magic/worker/rank.py", 150, "run"),
+    StackFrame("/env/sgpu_magic/worker/process/rank.py", 150, "run"),
 )
 IN_BACKWARD = (
     StackFrame("/env/torch/autograd/graph.py", 841, "_engine_run_backward"),

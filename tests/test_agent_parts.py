@@ -23,12 +23,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgpu_magic.agent.failures.root_cause import death, find_root_cause
+from sgpu_magic.agent.failures.exit_diagnosis import death
+from sgpu_magic.agent.failures.reports_of_ranks import find_root_cause
 from sgpu_magic.agent.ranks.group import Group
-from sgpu_magic.agent.ranks.leftovers import RUN_VARIABLE, kill_leftovers
 from sgpu_magic.agent.ranks.output import RankOutput
-from sgpu_magic.agent.ranks.rank_connections import connections_between
-from sgpu_magic.agent.runs.background_copy import Keeper, KeepJob
+from sgpu_magic.agent.ranks.run_processes import RUN_VARIABLE, kill_leftovers
+from sgpu_magic.agent.ranks.stop import connections_between
+from sgpu_magic.agent.runs.run_memory import BackgroundCopier, CopyJob
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.events import OutputWritten
@@ -499,8 +500,8 @@ def test_a_run_without_leftovers_kills_nothing():
 
 
 @pytest.fixture
-def keeper() -> Iterator[Keeper]:
-    made = Keeper()
+def keeper() -> Iterator[BackgroundCopier]:
+    made = BackgroundCopier()
     yield made
     made.close()
 
@@ -532,11 +533,11 @@ needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs 
 
 
 @needs_memfd
-def test_a_payload_is_kept_whole_and_private(keeper: Keeper, tmp_path: Path):
+def test_a_payload_is_kept_whole_and_private(keeper: BackgroundCopier, tmp_path: Path):
     data = os.urandom(40 << 20)
     source = memory_file(data)
     said = Waiter()
-    keeper.keep(KeepJob(source, len(data), tmp_path / "payload.bin", said))
+    keeper.keep(CopyJob(source, len(data), tmp_path / "payload.bin", said))
     assert said.wait() == (True, "")
     assert (tmp_path / "payload.bin").read_bytes() == data
     assert (tmp_path / "payload.bin").stat().st_mode & 0o777 == 0o600
@@ -554,10 +555,10 @@ def test_a_payload_is_kept_whole_and_private(keeper: Keeper, tmp_path: Path):
     ],
 )
 def test_what_can_not_be_kept_leaves_nothing(
-    keeper: Keeper, tmp_path: Path, prepare: Callable[[KeepJob], None], says: str
+    keeper: BackgroundCopier, tmp_path: Path, prepare: Callable[[CopyJob], None], says: str
 ):
     said = Waiter()
-    job = KeepJob(memory_file(b"x" * 100_000), 100_000, tmp_path / "payload.bin", said)
+    job = CopyJob(memory_file(b"x" * 100_000), 100_000, tmp_path / "payload.bin", said)
     prepare(job)
     keeper.keep(job)
     kept, why = said.wait()
@@ -567,10 +568,10 @@ def test_what_can_not_be_kept_leaves_nothing(
 
 
 @needs_memfd
-def test_the_keeper_goes_on_after_a_failure(keeper: Keeper, tmp_path: Path):
+def test_the_keeper_goes_on_after_a_failure(keeper: BackgroundCopier, tmp_path: Path):
     failed, kept = Waiter(), Waiter()
-    keeper.keep(KeepJob(memory_file(b"a"), 1, tmp_path / "missing" / "payload.bin", failed))
-    keeper.keep(KeepJob(memory_file(b"b"), 1, tmp_path / "payload.bin", kept))
+    keeper.keep(CopyJob(memory_file(b"a"), 1, tmp_path / "missing" / "payload.bin", failed))
+    keeper.keep(CopyJob(memory_file(b"b"), 1, tmp_path / "payload.bin", kept))
     assert failed.wait()[0] is False
     assert kept.wait() == (True, "")
 

@@ -62,7 +62,7 @@ def test_an_environment_has_its_own_packages_and_the_base_layer_and_nothing_else
     assert node.build(environment) == BuildReady(built=True)
     code = """
 import importlib.metadata as metadata, importlib.util as util, sys
-import tinyone, tinytwo, torch, sgpu_magic.worker.zygote
+import tinyone, tinytwo, torch, sgpu_magic.worker.process.zygote
 print(tinyone.__version__, tinytwo.__version__, torch.__version__, metadata.version('torch'))
 print(sgpu_magic.__file__, metadata.version('sgpu-magic'))
 print([name for name in ('pytest', 'pandas', 'jupyterlab', 'ruff', 'tests', 'homes') if util.find_spec(name)])

@@ -47,7 +47,7 @@ MAY_USE: dict[str, set[str]] = {
 
 HEAVY_OWNERS: dict[str, set[str]] = {
     "torch": {"worker", "payload/tensors.py", "runtime.py"},
-    "ray": {"nodes/ray", "worker/ray_cluster"},
+    "ray": {"nodes/ray", "worker/ray"},
     "pynvml": {"agent/watch/nvml.py"},
     "IPython": {"magics", "views", "runs/notices.py", "worker", "payload/names.py"},
     "ipykernel": {"magics", "views", "worker"},
@@ -168,7 +168,7 @@ def test_each_heavy_package_has_its_owner():
 
 
 def test_a_wrong_import_would_be_found():
-    bad = "def f():\n    from sgpu_magic.worker import zygote\n    import torch\nimport sgpu_magic.errors\n"
+    bad = "def f():\n    from sgpu_magic.worker.process import zygote\n    import torch\nimport sgpu_magic.errors\n"
     imports = list(imports_in(bad, "agent/service.py"))
     assert wrong_way(imports) == ["agent/service.py:2: agent imports worker"]
     assert strangers(imports) == ["agent/service.py:3 imports torch"]

@@ -15,16 +15,16 @@ import pytest
 from kernels import eventually
 
 from sgpu_magic.agent.failures.memory_kills import MemoryWatch, memory_limit, peak_memory
-from sgpu_magic.agent.ranks.signals import catches
+from sgpu_magic.agent.ranks.run_processes import catches
 from sgpu_magic.agent.watch.stack_taking import find_py_spy, parse_py_spy
 from sgpu_magic.agent.watch.stacks import NotebookFrames, StackFile, parse
-from sgpu_magic.agent.watch.stall_rules import CpuWatch, RankLook, StallJudge
+from sgpu_magic.agent.watch.stalls import CpuWatch, RankLook, StallJudge
 from sgpu_magic.agent.watch.usage import ProcessTable
 from sgpu_magic.wire.events import Resumed, Stalled
 from sgpu_magic.wire.measures import Collective, RankStack, StackFrame
 from sgpu_magic.wire.records import CellSource
 from sgpu_magic.wire.stack_area import AREA_BYTES, STACK_SIGNAL
-from sgpu_magic.worker.flight_recorder import newest
+from sgpu_magic.worker.group.flight_recorder import newest
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -103,7 +103,7 @@ def test_what_is_below_the_cell_is_left_out():
 
 
 def test_a_rank_outside_of_its_cell_shows_nothing_of_ours():
-    frames = (StackFrame("/lib/threading.py", 9, "wait"), StackFrame("/x/sgpu_magic/worker/rank.py", 3, "run"))
+    frames = (StackFrame("/lib/threading.py", 9, "wait"), StackFrame("/x/sgpu_magic/worker/process/rank.py", 3, "run"))
     assert NotebookFrames(CELL).upwards(frames) == frames[:1]
 
 
@@ -135,7 +135,7 @@ def test_the_function_of_torch_that_the_cell_called():
 
 RANK = """
 import os, sys, time
-from sgpu_magic.worker import trace
+from sgpu_magic.worker.process import trace
 sampler = trace.install(int(sys.argv[1]))
 def inner():
     sampler.sample()

@@ -25,10 +25,10 @@ from sgpu_magic.config import Settings
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.ids import new_id
 from sgpu_magic.wire.node_messages import Launch, Part
-from sgpu_magic.worker.ray_cluster import variables
-from sgpu_magic.worker.ray_cluster.driver import written_in
-from sgpu_magic.worker.ray_cluster.metrics import values_in
-from sgpu_magic.worker.ray_cluster.remote_error import with_frames
+from sgpu_magic.worker.ray import variables
+from sgpu_magic.worker.ray.driver import written_in
+from sgpu_magic.worker.ray.metrics import values_in
+from sgpu_magic.worker.ray.ray_run import with_frames
 
 METRICS = """# HELP ray_node_cpu_utilization of the node
 ray_node_cpu_utilization{Version="2.60.0",ip="10.0.0.1",IsHeadNode="true"} 12.5
@@ -182,8 +182,8 @@ def test_lines_of_workers_are_counted_without_rays_marks(tmp_path: Path):
 SERVE = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from sgpu_magic.worker.ray_cluster import serve_guard
-serve_guard.install()
+from sgpu_magic.worker.ray import driver
+driver.refuse_serve()
 try:
     from ray import serve
     serve.run(object())

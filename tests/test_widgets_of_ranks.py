@@ -15,7 +15,7 @@ from sgpu_magic.wire.comms import CommMessage, can_merge
 from sgpu_magic.wire.events import CommsMoved
 from sgpu_magic.wire.rank_messages import CommsSaid
 from sgpu_magic.wire.record import Record
-from sgpu_magic.worker import widgets
+from sgpu_magic.worker.cell import widgets
 
 
 class Rank:

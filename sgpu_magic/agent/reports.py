@@ -25,7 +25,7 @@ _KEPT_BYTES = 64 << 20
 class Send(Protocol):
     """Sends to the pool service, or does nothing while there is none."""
 
-    def __call__(self, message: Record, frames: Sequence[bytes] = (), /) -> None: ...
+    def __call__(self, message: Record, frames: Sequence[bytes] = (), descriptors: Sequence[int] = (), /) -> None: ...
 
 
 @dataclass(slots=True)

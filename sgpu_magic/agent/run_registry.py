@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from sgpu_magic.agent import faults
-from sgpu_magic.agent.ranks import leftovers
-from sgpu_magic.agent.ranks.standby_groups import Groups
+from sgpu_magic.agent.ranks import run_processes
+from sgpu_magic.agent.ranks.standby_groups import StandbyGroups
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.runs.execution import Execution
 from sgpu_magic.agent.runs.fresh import FreshRun
 from sgpu_magic.agent.runs.node_run import NodeRun
-from sgpu_magic.agent.runs.send_files_to_pool import FarRuns
+from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.runs.session import Session
 from sgpu_magic.wire.codec import UnreadableLaunch
 from sgpu_magic.wire.events import EventBody, Noted, RanksStarted, RunEnded
@@ -37,7 +37,7 @@ _FAULT_S, _FAULT_LOOK_S = 3.0, 0.2
 _FAULT_CHARS = 2_000
 
 
-class HeldRuns:
+class RunRegistry:
     """Fresh runs, sessions and the cells in them, by id (a `NodeRunListener`).
 
     Args:
@@ -51,11 +51,11 @@ class HeldRuns:
 
     def __init__(
         self,
-        groups: Groups,
+        groups: StandbyGroups,
         reports: Reports,
         has_service: Callable[[], bool],
         drop: Callable[[str], None],
-        far: FarRuns,
+        far: FilesToPool,
         log: Path | None,
     ) -> None:
         self._log = log
@@ -177,7 +177,7 @@ class HeldRuns:
                     process.signal(signal.SIGKILL, whole_session=True)
                 self._groups.dismiss(run.group)
                 with faults.guarded(None):
-                    leftovers.kill_leftovers(run.run_id, set(run.pids))
+                    run_processes.kill_leftovers(run.run_id, set(run.pids))
             self._say_over(run.run_id, words)
 
     def _say_over(self, run_id: str, words: str) -> None:
@@ -256,8 +256,8 @@ class HeldRuns:
             # its group was started again, and the next attempt has the payload
             return
         with faults.guarded(None):
-            run.belongings.keep_large_parts()
-        if run.belongings.in_memory:
+            run.files.memory.keep()
+        if run.files.memory.in_use:
             self._loop.call_later(_RESULTS_KEPT_S, self._forget, run)
         else:
             self._forget(run)
@@ -268,7 +268,7 @@ class HeldRuns:
         if not self._has_service() or self._reports.has_unkept(run.run_id):
             self._loop.call_later(_KEEP_DELAY_S, self._forget, run)
         else:
-            run.belongings.close()
+            run.files.memory.close()
             self._reports.forget(run.run_id)
             del self._runs[run.run_id]
 

@@ -10,29 +10,23 @@ import socket
 from collections.abc import Sequence
 
 from sgpu_magic.agent import faults
-from sgpu_magic.agent.agent_ready import Introduction
-from sgpu_magic.agent.blob_cache import BlobCache
-from sgpu_magic.agent.code_bundles import CodeBundles
 from sgpu_magic.agent.environments import Environments
-from sgpu_magic.agent.fetch_inputs import Arrivals
-from sgpu_magic.agent.launches import Launches
-from sgpu_magic.agent.orphaned import Orphaned
-from sgpu_magic.agent.ranks import leftovers
-from sgpu_magic.agent.ranks.forwarding import Forwarding
-from sgpu_magic.agent.ranks.standby_groups import Groups
+from sgpu_magic.agent.inputs.launch_inputs import LaunchInputs
+from sgpu_magic.agent.launch import Launches
+from sgpu_magic.agent.ranks import run_processes
+from sgpu_magic.agent.ranks.run_ports import RunPorts
+from sgpu_magic.agent.ranks.standby_groups import StandbyGroups
 from sgpu_magic.agent.ranks.zygotes import raise_open_files_limit
 from sgpu_magic.agent.reports import Reports
-from sgpu_magic.agent.run_registry import HeldRuns
+from sgpu_magic.agent.run_registry import RunRegistry
 from sgpu_magic.agent.runs import ray_place
-from sgpu_magic.agent.runs.background_copy import Keeper
 from sgpu_magic.agent.runs.fresh import FreshRun
 from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
 from sgpu_magic.agent.runs.preparing import PreparingRun
-from sgpu_magic.agent.runs.send_files_to_pool import FarRuns
+from sgpu_magic.agent.runs.run_memory import BackgroundCopier
+from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.runs.session_cell import SessionCell
-from sgpu_magic.agent.service_socket import Door
-from sgpu_magic.agent.successor import Successor
-from sgpu_magic.agent.uploaded import Uploaded
+from sgpu_magic.agent.survive import Introduction, Orphaned, ServiceSocket, Successor
 from sgpu_magic.agent.watch.sampling import Sampling
 from sgpu_magic.config import Settings
 from sgpu_magic.system.message_stream import MessageStream
@@ -69,8 +63,8 @@ from sgpu_magic.wire.questions import RankAnswer
 from sgpu_magic.wire.record import Record
 
 _HOUSEKEEPING_S = 5.0
-# pauses before an introduction that failed is tried again
-_INTRODUCED_AGAIN_S = (0.1, 2.0)
+# pauses after introductions that failed
+_INTRODUCED_AGAIN_S = (0.1, 2.0, 0.0)
 _OfOthers = MasterKnown | PeerFailed | PartsOver
 
 
@@ -89,29 +83,27 @@ class Agent:
         self._settings = settings
         self._loop = asyncio.get_running_loop()
         self.finished = self._loop.create_future()
-        self._groups = Groups(settings)
-        self._keeper = Keeper()
+        self._groups = StandbyGroups(settings)
+        self._copier = BackgroundCopier()
         self._sampling = Sampling()
         self._reports = Reports(self._send)
-        self._code = CodeBundles(settings)
-        self._blobs = BlobCache(settings, self._send)
-        self._uploaded = Uploaded(settings, self._blobs)
-        self._far = FarRuns(settings, self._send)
+        self._inputs = LaunchInputs(settings, self._send)
+        self._far = FilesToPool(settings, self._send)
         # the pool starts this process with its own standard error
         log = settings.state_path / "pool.log" if lifeline < 0 else None
-        self._runs = HeldRuns(self._groups, self._reports, lambda: self._pool is not None, self._drop, self._far, log)
-        self._here = Surroundings(self._keeper, settings, self._sampling, self._runs, self._far)
-        self._forwarding = Forwarding(self._runs.get, self._send)
-        self._environments = Environments(settings, self._groups.zygote_keys)
+        self._runs = RunRegistry(
+            self._groups, self._reports, lambda: self._pool is not None, self._inputs.release, self._far, log
+        )
+        self._here = Surroundings(self._copier, settings, self._sampling, self._runs, self._far)
+        self._run_ports = RunPorts(self._runs.get, self._send)
+        self._environments = Environments(settings, self._groups.zygotes.keys)
         self._launches = Launches(
             self._groups,
             self._runs,
             self._reports,
             self._here,
             self._environments,
-            self._code,
-            Arrivals(settings, self._blobs, self._uploaded),
-            self._uploaded,
+            self._inputs,
         )
         self._introduction = Introduction(settings, self._runs, self._far, self._groups, self._send)
         self._successor = Successor(settings.state_path / "pool.log")
@@ -126,7 +118,7 @@ class Agent:
         )
         # a far agent is visited by its uplink, of a pool whose lock is on another machine
         lock = lock_file(settings.runtime_path) if lifeline < 0 else None
-        self._door = Door(agent_socket_file(settings.runtime_path), self._pool_came, lock)
+        self._socket = ServiceSocket(agent_socket_file(settings.runtime_path), self._pool_came, lock)
         self._pool: MessageStream[Order] | None = None
         self._connect(sock)
         if lifeline >= 0:
@@ -134,33 +126,25 @@ class Agent:
         self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
         self._housekeeping = self._loop.call_later(_HOUSEKEEPING_S, self._keep_house)
 
-    def _drop(self, run_id: str) -> None:
-        """A run's ranks are gone: what it had of the notebook's code and files is free."""
-        self._code.release(run_id)
-        self._uploaded.release(run_id)
-
-    def begin(self) -> None:
-        """Tell the pool what this node has, as soon as the driver has told."""
-        faults.in_background(self._introduce())
-
     async def _introduce(self) -> None:
-        for pause_s in (*_INTRODUCED_AGAIN_S, None):
+        """Tell the pool what this node has, as soon as the driver has told."""
+        for pause_s in _INTRODUCED_AGAIN_S:
             try:
                 await self._introduction.ready()
                 # whoever listens there knows from now on who we are
-                self._blobs.service_came()
+                self._inputs.blobs.service_came()
                 self._far.service_came()
                 return
             except Exception as error:  # noqa: BLE001  the pool waits for it
                 faults.report(error)
-            if pause_s is not None:
-                await asyncio.sleep(pause_s)
+            await asyncio.sleep(pause_s)
         self._finish()
 
     # ------------------------------------------------------------ the pool comes and goes
 
     def _connect(self, sock: socket.socket) -> None:
         self._pool = MessageStream[Order](sock, codec.to_agent, self._heard, self._pool_lost, gathers=True)
+        faults.in_background(self._introduce())
 
     def _pool_came(self, sock: socket.socket) -> None:
         """A service was started again. Only one has the pool's lock, so the old one is dead."""
@@ -169,7 +153,6 @@ class Agent:
             self._leave_pool()
         self._orphaned.over()
         self._connect(sock)
-        self.begin()
 
     def _pool_lost(self) -> None:
         self._leave_pool()
@@ -180,7 +163,7 @@ class Agent:
 
     def _leave_pool(self) -> None:
         self._pool = None
-        for leave in (self._forwarding.close, self._reports.service_lost, self._environments.leave_queue):
+        for leave in (self._run_ports.close, self._reports.service_lost, self._environments.leave_queue):
             with faults.guarded(None):
                 leave()
 
@@ -223,11 +206,10 @@ class Agent:
                 self._reports.begin(message.run_id, message.number)
                 self._hold_locks(message.run_id, message.locks)
                 self._runs.refuse(message)
-            case WarmZygote() if self._settings.environments == "auto":
-                self._groups.warm(message.interpreter, 0 if self._runs.busy else message.ranks)
             case WarmZygote():
-                # the notebook's Python is none of this node's
-                pass
+                # else the notebook's Python is none of this node's
+                if self._settings.environments == "auto":
+                    self._groups.warm(message.interpreter, 0 if self._runs.busy else message.ranks)
             case BuildEnvironment():
                 self._environments.prepare(message.run_id, message.environment)
             case TrackingKnown(run_id=run_id):
@@ -245,11 +227,11 @@ class Agent:
                 if (run := self._runs.get(message.run_id)) is not None:
                     run.adopted()
             case OpenStream():
-                self._forwarding.opens(message)
+                self._run_ports.opens(message)
             case StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
-                self._forwarding.heard(message, frames)
+                self._run_ports.heard(message, frames)
             case BlobFetched():
-                self._blobs.fetched(message, frames)
+                self._inputs.blobs.fetched(message, frames)
             case RunFileStored():
                 self._far.stored(message)
             case EndAgent():
@@ -325,7 +307,7 @@ class Agent:
             if pid == 0:
                 return
             with faults.guarded(None):
-                self._groups.reaped(pid, os.waitstatus_to_exitcode(status))
+                self._groups.zygotes.reaped(pid, os.waitstatus_to_exitcode(status))
             self._successor.reaped(pid)
 
     def close(self) -> None:
@@ -335,16 +317,16 @@ class Agent:
         self._loop.remove_signal_handler(signal.SIGCHLD)
         with faults.guarded(None):
             self._orphaned.over()
-            self._forwarding.close()
-            self._door.close()
+            self._run_ports.close()
+            self._socket.close()
             if self._pool is not None:
                 self._pool.close()
         for run in self._runs.all():
             if not isinstance(run, SessionCell):
                 with faults.guarded(None):
-                    leftovers.kill_leftovers(run.run_id, set(run.pids))
+                    run_processes.kill_leftovers(run.run_id, set(run.pids))
                     ray_place.remove(run.run_id, self._settings)
-        for part in (self._groups, self._environments, self._keeper, self._far, self._sampling, self._code):
+        for part in (self._groups, self._environments, self._copier, self._far, self._sampling, self._inputs.code):
             with faults.guarded(None):
                 part.close()
 
@@ -356,7 +338,6 @@ async def run(sock: socket.socket, settings: Settings, lifeline: int = -1) -> No
     asyncio.get_running_loop().set_exception_handler(faults.take)
     agent = Agent(sock, settings, lifeline)
     try:
-        agent.begin()
         await agent.finished
     finally:
         agent.close()

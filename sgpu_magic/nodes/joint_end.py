@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from sgpu_magic.agent.failures.root_cause import find_root_cause
+from sgpu_magic.agent.failures.reports_of_ranks import find_root_cause
 from sgpu_magic.wire.events import PayloadReleased, RanksStarted, RunEnded
 from sgpu_magic.wire.records import Failure
 from sgpu_magic.wire.states import RunState

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from sgpu_magic.agent.ranks import leftovers
+from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.runs import ray_place
 from sgpu_magic.config import Settings
 from sgpu_magic.nodes.base import EngineListener, LeaseUnavailable
@@ -226,7 +226,7 @@ class LocalEngine:
         self._agent.clean_up_after()
         for run_id in self._leases.runs:
             # what left its session, and was nobody's child any more when the agent died
-            leftovers.kill_leftovers(run_id, ())
+            run_processes.kill_leftovers(run_id, ())
             ray_place.remove(run_id, self._settings)
             self._release(run_id)
         worked = self._agent_has_worked or time.monotonic() - self._agent_since >= _SHORT_LIFE_S

@@ -76,7 +76,7 @@ def test_cells_of_a_session_leave_theirs(kernel: Kernel):
 @pytest.mark.slow
 def test_a_long_cell_is_traced_at_its_beginning(kernel: Kernel):
     body = (
-        "from sgpu_magic.worker import profiling\n"
+        "from sgpu_magic.worker.cell import profiling\n"
         # the cell before sets what counts in the next one, of the same ranks
         "profiling.LONGEST_S = 0.5"
     )

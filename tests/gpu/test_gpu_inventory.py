@@ -11,7 +11,7 @@ import real_gpus
 from kernels import Home, Kernel, eventually
 from real_gpus import MIB
 
-from sgpu_magic.agent.watch.device_users import BUSY_MEMORY_SHARE
+from sgpu_magic.agent.watch.inventory import BUSY_MEMORY_SHARE
 from sgpu_magic.wire.devices import Device
 
 pytestmark = pytest.mark.needs_gpu

@@ -12,8 +12,7 @@ from kernels import Kernel
 from real_gpus import GB, MIB, number, smi
 from watched_runs import WatchedRun
 
-from sgpu_magic.agent.watch.gpu_reading import GpuReading
-from sgpu_magic.agent.watch.gpus import Gpus
+from sgpu_magic.agent.watch.gpus import GpuReading, Gpus
 from sgpu_magic.views.usage import detail_lines, use_text
 from sgpu_magic.wire.devices import Device
 from sgpu_magic.wire.measures import RankSample

@@ -1,4 +1,4 @@
-"""A group: N ranks from the fork to the exit.
+"""A group: N ranks from the fork to the exit. Those of its ranks that take part in one run are its run's.
 
 A fresh run is one execute, a standby group has had none yet, a session has many.
 """
@@ -6,9 +6,7 @@ A fresh run is one execute, a standby group has had none yet, a session has many
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import select
 import signal
 import socket
 from collections.abc import Sequence
@@ -17,6 +15,7 @@ from typing import Protocol
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.ranks.output import RankOutput
+from sgpu_magic.agent.ranks.rank_process import RankProcess
 from sgpu_magic.agent.ranks.zygotes import Zygote
 from sgpu_magic.agent.watch.stacks import StackFile
 from sgpu_magic.system.message_stream import MessageStream
@@ -38,62 +37,6 @@ class GroupListener(Protocol):
     def rank_log_ended(self, rank: int, problem: str) -> None: ...
     def group_broken(self, kind: FailureKind, message: str) -> None: ...
     def faulted(self, error: Exception) -> None: ...
-
-
-class RankProcess:
-    """One rank as the agent holds it."""
-
-    def __init__(self, rank: int, output: RankOutput, stack_file: StackFile) -> None:
-        self.rank = rank
-        self.output = output
-        self.stack_file = stack_file
-        self.pid: int | None = None
-        self.pidfd: int | None = None
-        # it had been reaped before the agent could watch it; the zygote has yet to report its status
-        self.is_reaped = False
-        self.exit_status: int | None = None
-        self.peak_bytes = 0
-        self.stream: MessageStream[FromRank] | None = None
-
-    @property
-    def alive(self) -> bool:
-        return self.pid is not None and self.exit_status is None
-
-    def is_dead(self) -> bool:
-        """Whether it has ended, also when the zygote has not yet told so."""
-        if self.exit_status is not None or self.pidfd is None:
-            return not self.alive
-        poll = select.poll()
-        poll.register(self.pidfd, select.POLLIN)
-        return bool(poll.poll(0))
-
-    def close(self) -> None:
-        """Free what the agent holds of it; the process must be gone or about to go."""
-        if self.stream is not None:
-            self.stream.close()
-            self.stream = None
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-            self.pidfd = None
-        self.output.close()
-        self.stack_file.close()
-
-    def signal(self, number: int, *, whole_session: bool = False) -> None:
-        """Signal the rank, or with it all that stayed in its process group.
-
-        The zygote reaps a dead rank before the agent hears of it; the pidfd says for sure that the pid is still its.
-        """
-        if self.pid is None or self.exit_status is not None:
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if self.pidfd is not None:
-                signal.pidfd_send_signal(self.pidfd, 0 if whole_session else number)
-                if whole_session:
-                    os.killpg(self.pid, number)
-            elif whole_session:
-                os.killpg(self.pid, number)
-            else:
-                os.kill(self.pid, number)
 
 
 class GroupStore:
@@ -357,3 +300,31 @@ class Group:
             self.broken, self.broken_kind = message, kind
             if self.listener is not None:
                 self.listener.group_broken(kind, message)
+
+
+class RunRanks:
+    """A run's ranks: all of a group, or some of a session's.
+
+    Looked up in the group each time: a session's may be replaced by new processes.
+
+    Args:
+        group: Where they belong.
+        numbers: Which, ascending.
+    """
+
+    def __init__(self, group: Group, numbers: Sequence[int]) -> None:
+        self.group = group
+        self.numbers = tuple(numbers)
+
+    @property
+    def ranks(self) -> list[RankProcess]:
+        """Their processes, ascending."""
+        return [self.group.rank(number) for number in self.numbers]
+
+    def rank(self, number: int) -> RankProcess:
+        """The process of one of them."""
+        return self.group.rank(number)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self.ranks if process.pid is not None]

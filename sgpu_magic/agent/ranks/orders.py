@@ -3,27 +3,84 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Generator, Sequence
 
 import msgspec
 
 from sgpu_magic.agent.ranks.group import Group
-from sgpu_magic.agent.ranks.rendezvous_point import MeetingPoint
-from sgpu_magic.agent.ranks.variables import torchrun_variables
-from sgpu_magic.agent.runs.run_files import Belongings
+from sgpu_magic.agent.ranks.rendezvous_point import RendezvousPoint
+from sgpu_magic.agent.ranks.run_processes import RUN_VARIABLE
+from sgpu_magic.agent.runs.run_files import RunFiles
 from sgpu_magic.wire.node_messages import Launch
 from sgpu_magic.wire.rank_messages import Execute, Prepare, PrivateRay
 from sgpu_magic.wire.tracking import Tracking
 
 
+def torchrun_variables(launch: Launch, rank: int, meeting: RendezvousPoint, device: str) -> dict[str, str]:
+    """Return `RANK`, `WORLD_SIZE` ... as torchrun sets them (torch/distributed/elastic, `LocalElasticAgent`).
+
+    Args:
+        launch: The run, or this node's part of it.
+        rank: The global rank.
+        meeting: Where the ranks meet, also those of user code that rendezvouses again.
+        device: `cpu` or `cuda`.
+    """
+    part = launch.part
+    ranks = str(launch.spec.placement.ranks)
+    local_rank = str(rank if part is None else rank - part.first_rank)
+    local_ranks = ranks if part is None else str(part.ranks)
+    group, groups = ("0", "1") if part is None else (str(part.index), str(part.nodes))
+    uuids = launch.lease.uuids if part is None else launch.lease.shares[part.index].uuids
+    # a rank without a GPU of its own must not find somebody else's
+    visible = ",".join(uuids) if device == "cuda" else ""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": local_rank,
+        "GROUP_RANK": group,
+        "ROLE_RANK": str(rank),
+        "ROLE_NAME": "default",
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": local_ranks,
+        "ROLE_WORLD_SIZE": ranks,
+        "GROUP_WORLD_SIZE": groups,
+        # DeepSpeed's launcher says these beside torchrun's (deepspeed/launcher/launch.py)
+        "LOCAL_SIZE": local_ranks,
+        "CROSS_RANK": group,
+        "CROSS_SIZE": groups,
+        "MASTER_ADDR": meeting.address,
+        "MASTER_PORT": str(meeting.port),
+        "TORCHELASTIC_RUN_ID": launch.spec.run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(launch.attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(launch.spec.retries),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": launch.context.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": visible,
+        **_interfaces(launch, meeting),
+        RUN_VARIABLE: launch.spec.run_id,
+        # made by `runtime.checkpoint_dir`
+        "SGPU_CHECKPOINT_DIR": os.path.join(launch.run_dir, "checkpoints"),
+    }
+
+
+def _interfaces(launch: Launch, meeting: RendezvousPoint) -> dict[str, str]:
+    """Which network interface the process groups use."""
+    if launch.part is None:
+        # whatever a cluster's settings say: all ranks are on this node, and any other interface looks names up
+        return {"GLOO_SOCKET_IFNAME": meeting.interface}
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    told = {name: launch.context.environ.get(name) or meeting.interface for name in names}
+    return {name: interface for name, interface in told.items() if interface}
+
+
 def send_cells(
     launch: Launch,
     group: Group,
-    belongings: Belongings,
+    files: RunFiles,
     default_store: str,
     ray: PrivateRay | None = None,
-    meeting: MeetingPoint | None = None,
+    meeting: RendezvousPoint | None = None,
 ) -> None:
     """Send every rank of the group its cell and the payload.
 
@@ -32,7 +89,7 @@ def send_cells(
     Args:
         launch: The run.
         group: Its ranks.
-        belongings: Its payload.
+        files: Its payload.
         default_store: The MLflow store of runs that name none.
         ray: The run's own Ray cluster here; None where it has none.
         meeting: Where the ranks meet, where they are on several nodes; None where they are all here.
@@ -45,17 +102,15 @@ def send_cells(
             rank = process.rank
             further = at.listening if rank == 0 else ()
             variables = torchrun_variables(launch, rank, at, device_of(launch))
-            _send(launch, group, belongings, rank, variables, further, default_store, ray)
+            _send(launch, group, files, rank, variables, further, default_store, ray)
 
 
-def send_session_cells(
-    launch: Launch, session: Launch, group: Group, belongings: Belongings, default_store: str
-) -> None:
+def send_session_cells(launch: Launch, session: Launch, group: Group, files: RunFiles, default_store: str) -> None:
     """Send the ranks of a session that take part their cell and the payload; their variables stay the session's."""
     device = device_of(session)
     for rank in launch.spec.rank_numbers:
-        variables = torchrun_variables(session, rank, MeetingPoint(group.master_port), device)
-        _send(launch, group, belongings, rank, variables, (), default_store)
+        variables = torchrun_variables(session, rank, RendezvousPoint(group.master_port), device)
+        _send(launch, group, files, rank, variables, (), default_store)
 
 
 def prepare(launch: Launch, group: Group, ranks: Sequence[int], *, stays: bool, renewal: bool = False) -> None:
@@ -93,14 +148,14 @@ def device_of(launch: Launch) -> str:
 def _send(
     launch: Launch,
     group: Group,
-    belongings: Belongings,
+    files: RunFiles,
     rank: int,
     rank_variables: dict[str, str],
     further: Sequence[int],
     default_store: str,
     ray: PrivateRay | None = None,
 ) -> None:
-    spec, inline = launch.spec, belongings.inline
+    spec, inline = launch.spec, files.inline
     order = Execute(
         run_id=spec.run_id,
         cell=launch.context.cell or spec.cell,
@@ -119,8 +174,8 @@ def _send(
         profile=spec.profile,
         ray=ray,
     )
-    descriptors = [] if inline else [belongings.payload_fd]
-    group.order(rank, order, belongings.frames[:1] if inline else (), [*descriptors, *further])
+    descriptors = [] if inline else [files.memory.payload_fd]
+    group.order(rank, order, files.frames[:1] if inline else (), [*descriptors, *further])
 
 
 def _in_full(tracking: Tracking | None, default_store: str) -> Tracking | None:
@@ -131,10 +186,10 @@ def _in_full(tracking: Tracking | None, default_store: str) -> Tracking | None:
 
 
 @contextlib.contextmanager
-def _rendezvous(group: Group, *, afresh: bool = False) -> Generator[MeetingPoint]:
+def _rendezvous(group: Group, *, afresh: bool = False) -> Generator[RendezvousPoint]:
     """Yield where ranks meet that are all here."""
     if group.master_port and not afresh:
-        yield MeetingPoint(group.master_port)
+        yield RendezvousPoint(group.master_port)
         return
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:
-        yield MeetingPoint(listening.getsockname()[1], listening=(listening.fileno(),))
+        yield RendezvousPoint(listening.getsockname()[1], listening=(listening.fileno(),))

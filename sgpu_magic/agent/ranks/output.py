@@ -1,6 +1,7 @@
 """A rank's two pipes: taken apart into its log and into bounded batches for the pool.
 
-Python's stderr arrives marked in the first pipe (see `worker.output`); C code's and child processes' in the second.
+Python's stderr arrives marked in the first pipe (see `worker.process.output`); C code's and child processes' in the
+second.
 """
 
 from __future__ import annotations

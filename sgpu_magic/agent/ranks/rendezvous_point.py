@@ -1,19 +1,35 @@
-"""Where the ranks of a run meet: on this node's loopback, or at the first node of a run of several."""
+"""Where the ranks of a run meet: on this node's loopback, or at the first node of a run of several.
+
+Which network interface has that node's address is asked of the kernel (rtnetlink), without a name look-up.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import socket
-from collections.abc import Callable, Sequence
+import struct
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from sgpu_magic.agent.ranks.interfaces import LOOPBACK, interface_of
 from sgpu_magic.wire.node_messages import MasterBound, MasterKnown, Part
 
 _BACKLOG = 1024
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+
+# linux/rtnetlink.h, linux/if_addr.h
+_RTM_GETADDR, _RTM_NEWADDR, _DONE = 22, 20, 3
+_REQUEST_DUMP = 0x301
+_IFA_ADDRESS, _IFA_LOCAL = 1, 2
+_HEADER = struct.Struct("=IHHII")
+_ADDRESS = struct.Struct("=BBBBI")
+_ATTRIBUTE = struct.Struct("=HH")
+_REPLY_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class MeetingPoint:
+class RendezvousPoint:
     """What a run's ranks are told of it.
 
     Args:
@@ -29,7 +45,7 @@ class MeetingPoint:
     listening: Sequence[int] = ()
 
 
-class Meeting:
+class Rendezvous:
     """Of one part of a run of several nodes. The first node's part listens and says where; the others say that they
     are ready, as their packages may take long.
 
@@ -48,7 +64,7 @@ class Meeting:
         run_id: str,
         part: Part,
         say: Callable[[MasterBound], None],
-        known: Callable[[MeetingPoint], None],
+        known: Callable[[RendezvousPoint], None],
     ) -> None:
         self._part = part
         self._say = say
@@ -73,7 +89,7 @@ class Meeting:
         self._over = True
         listening = () if self._socket is None else (self._socket.fileno(),)
         interface = interface_of(self._part.address)
-        self._known(MeetingPoint(message.port, message.address, interface, listening))
+        self._known(RendezvousPoint(message.port, message.address, interface, listening))
         self.close()
 
     def close(self) -> None:
@@ -82,3 +98,53 @@ class Meeting:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+
+def interface_of(address: str) -> str:
+    """Return the interface's name, "" when none of this machine has the address, or nobody can tell."""
+    try:
+        wanted = ipaddress.ip_address(address)
+    except ValueError:
+        return ""
+    if wanted.is_loopback:
+        # all of 127.0.0.0/8 is there, whatever is written down
+        return LOOPBACK
+    with contextlib.suppress(OSError, AttributeError):
+        for index, found in _addresses():
+            if found == wanted.packed:
+                return socket.if_indextoname(index)
+    return ""
+
+
+def _addresses() -> Iterator[tuple[int, bytes]]:
+    """(interface's index, packed address) of each address of this machine. Linux only."""
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as link:
+        link.bind((0, 0))
+        body = _ADDRESS.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
+        link.send(_HEADER.pack(_HEADER.size + len(body), _RTM_GETADDR, _REQUEST_DUMP, 1, 0) + body)
+        while True:
+            reply = link.recv(_REPLY_BYTES)
+            at = 0
+            while at + _HEADER.size <= len(reply):
+                size, kind, _, _, _ = _HEADER.unpack_from(reply, at)
+                if kind != _RTM_NEWADDR:
+                    # the end of the list, or an error
+                    return
+                yield from _attributes(reply[at + _HEADER.size : at + size])
+                at += _aligned(size)
+
+
+def _attributes(body: bytes) -> Iterator[tuple[int, bytes]]:
+    _, _, _, _, index = _ADDRESS.unpack_from(body)
+    at = _ADDRESS.size
+    while at + _ATTRIBUTE.size <= len(body):
+        size, kind = _ATTRIBUTE.unpack_from(body, at)
+        if size < _ATTRIBUTE.size:
+            return
+        if kind in (_IFA_ADDRESS, _IFA_LOCAL):
+            yield index, body[at + _ATTRIBUTE.size : at + size]
+        at += _aligned(size)
+
+
+def _aligned(size: int) -> int:
+    return (size + 3) & ~3

@@ -8,24 +8,27 @@ from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.orders import prepare
 from sgpu_magic.agent.ranks.zygotes import Zygotes
 from sgpu_magic.config import Settings
-from sgpu_magic.wire.node_messages import Launch, Part
+from sgpu_magic.wire.node_messages import Launch
 from sgpu_magic.wire.records import Interpreter
 
 # above this the ranks of a standby group join late: gloo's loops cost CPU while they wait
 _JOIN_EARLY_MAX = 8
 
 
-class Groups:
+class StandbyGroups:
     """The node's zygotes and its standby groups: one for runs, and one for each session's fresh runs.
 
     Args:
         settings: The pool's settings.
+
+    Attributes:
+        zygotes: The node's.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._loop = asyncio.get_running_loop()
-        self._zygotes = Zygotes(settings.state_path / "logs", settings.zygote_idle_s)
+        self.zygotes = Zygotes(settings.state_path / "logs", settings.zygote_idle_s)
         # by session; "" is for runs with a lease of their own
         self._standbys: dict[str, Group] = {}
         self._last_on_gpus = False
@@ -37,35 +40,21 @@ class Groups:
         Raises:
             OSError: The interpreter can't be executed.
         """
-        if launch.part is not None:
-            return self._take_part(launch, launch.part)
         interpreter, ranks, on_gpus = launch.interpreter, launch.spec.placement.ranks, _on_gpus(launch)
-        session = launch.spec.session
-        for key in (session, "") if session else ("",):
-            standby = self._standbys.get(key)
-            fits = standby is not None and _fits(standby, interpreter, ranks, on_gpus)
-            if standby is not None and fits and not standby.has_dead_rank():
-                del self._standbys[key]
-                return standby, "standby"
-        self._drop_standby(session)
-        zygote = self._zygotes.get(interpreter)
-        warm = "zygote" if zygote.ready else "cold"
-        return self._make(interpreter, ranks, join_early=not on_gpus), warm
-
-    def _take_part(self, launch: Launch, part: Part) -> tuple[Group, str]:
-        """Ranks that stand by have met each other already, and are no part of a larger group."""
-        zygote = self._zygotes.get(launch.interpreter)
-        warm = "zygote" if zygote.ready else "cold"
-        settings, world_size = self._settings, launch.spec.placement.ranks
-        return Group(
-            zygote,
-            part.ranks,
-            False,
-            settings.output_limit,
-            settings.runtime_path,
-            first_rank=part.first_rank,
-            world_size=world_size,
-        ), warm
+        session, part = launch.spec.session, launch.part
+        if part is None:
+            for key in (session, "") if session else ("",):
+                standby = self._standbys.get(key)
+                fits = standby is not None and _fits(standby, interpreter, ranks, on_gpus)
+                if standby is not None and fits and not standby.has_dead_rank():
+                    del self._standbys[key]
+                    return standby, "standby"
+            self._drop_standby(session)
+        warm = "zygote" if self.zygotes.get(interpreter).ready else "cold"
+        if part is not None:
+            # ranks that stand by have met each other already, and are no part of a larger group
+            return self._make(interpreter, part.ranks, False, first_rank=part.first_rank, world_size=ranks), warm
+        return self._make(interpreter, ranks, not on_gpus), warm
 
     def dismiss(self, group: Group) -> None:
         """End a group that belongs to no run."""
@@ -75,7 +64,7 @@ class Groups:
     def warm(self, interpreter: Interpreter, ranks: int) -> None:
         """Start this interpreter's zygote, and a standby group of `ranks` (0 for none)."""
         try:
-            self._zygotes.get(interpreter)
+            self.zygotes.get(interpreter)
         except OSError:
             # told when a run needs it
             return
@@ -117,26 +106,32 @@ class Groups:
         for group in [group for group in self._departing if group.is_dead()]:
             group.close()
             self._departing.remove(group)
-        self._zygotes.retire()
-
-    def reaped(self, pid: int, status: int) -> None:
-        """A child of this process has ended: exit code, negative for a signal."""
-        self._zygotes.reaped(pid, status)
-
-    def zygote_pids(self) -> list[int]:
-        return self._zygotes.pids()
-
-    def zygote_keys(self) -> list[str]:
-        return self._zygotes.keys()
+        self.zygotes.retire()
 
     def close(self) -> None:
         """End every zygote, and with it all its ranks."""
-        self._zygotes.close()
+        self.zygotes.close()
 
-    def _make(self, interpreter: Interpreter, ranks: int, join_early: bool, *, rehearse: bool = False) -> Group:
-        settings = self._settings
-        zygote = self._zygotes.get(interpreter)
-        return Group(zygote, ranks, join_early, settings.output_limit, settings.runtime_path, rehearse=rehearse)
+    def _make(
+        self,
+        interpreter: Interpreter,
+        ranks: int,
+        join_early: bool,
+        *,
+        rehearse: bool = False,
+        first_rank: int = 0,
+        world_size: int | None = None,
+    ) -> Group:
+        return Group(
+            self.zygotes.get(interpreter),
+            ranks,
+            join_early,
+            self._settings.output_limit,
+            self._settings.runtime_path,
+            rehearse=rehearse,
+            first_rank=first_rank,
+            world_size=world_size,
+        )
 
     def _replenish(self, key: str, interpreter: Interpreter, ranks: int, on_gpus: bool) -> None:
         if not self._settings.standby:

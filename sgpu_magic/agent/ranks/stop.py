@@ -13,28 +13,27 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from sgpu_magic.agent.ranks import rank_connections as release
-from sgpu_magic.agent.ranks.group import RankProcess
-from sgpu_magic.agent.ranks.signals import catches
-from sgpu_magic.agent.runs.gathering import Gathering
-from sgpu_magic.agent.runs.run_ranks import Crew
+from sgpu_magic.agent.failures.reports_of_ranks import ReportsOfRanks
+from sgpu_magic.agent.ranks.group import RankProcess, RunRanks
+from sgpu_magic.agent.ranks.run_processes import catches, sockets_of, tcp_sockets
 
 # a cell that an interrupt reaches in Python ends as KeyboardInterrupt; only then are the connections shut
 _LEAD_S = 0.03
 # from one rung to the next, where no grace is given
 _RUNG_S = 0.3
 # exit handlers of ranks that are done
-_EXIT_HANDLERS_S = 5.0
+EXIT_HANDLERS_S = 5.0
+_ESTABLISHED = "01"
 
 
 class StopPath:
     """Stops the ranks of one run that have not reported.
 
     Args:
-        crew: The ranks.
-        gathering: Who has reported.
+        run_ranks: The ranks.
+        reports: Who has reported.
         later: Calls back after some seconds; what is pending is dropped with the run.
 
     Attributes:
@@ -42,9 +41,11 @@ class StopPath:
         released: Connections between them were shut down.
     """
 
-    def __init__(self, crew: Crew, gathering: Gathering, later: Callable[[float, Callable[[], None]], None]) -> None:
-        self._crew = crew
-        self._gathering = gathering
+    def __init__(
+        self, run_ranks: RunRanks, reports: ReportsOfRanks, later: Callable[[float, Callable[[], None]], None]
+    ) -> None:
+        self._run_ranks = run_ranks
+        self._reports = reports
         self._later = later
         self._loop = asyncio.get_running_loop()
         self.begun = False
@@ -95,18 +96,18 @@ class StopPath:
 
         Those that have had their TERM have had their grace.
         """
-        self._crew.leave()
+        self._run_ranks.group.leave()
         unreported = self._unreported()
         for process in unreported:
             process.signal(signal.SIGTERM, whole_session=True)
         if unreported and self._termed:
             grace_s = max(0.0, self._grace_over - self._loop.time())
-        self._later(grace_s if unreported else _EXIT_HANDLERS_S, self._kill)
+        self._later(grace_s if unreported else EXIT_HANDLERS_S, self._kill)
 
     # ------------------------------------------------------------ within
 
     def _unreported(self) -> list[RankProcess]:
-        return [process for process in self._crew.ranks if not self._gathering.has_reported(process.rank)]
+        return [process for process in self._run_ranks.ranks if not self._reports.has_reported(process.rank)]
 
     def _handling(self) -> bool:
         return any(process.rank in self._termed and process.alive for process in self._unreported())
@@ -127,9 +128,11 @@ class StopPath:
             process.signal(signal.SIGINT)
 
     def _release(self) -> None:
-        if not self._gathering.complete:
+        if not self._reports.complete:
             self.released = True
-            self._crew.release(release.connections_between(self._crew.group_pids))
+            group = self._run_ranks.group
+            # of every rank, whether it takes part or not: connections go between any two, and one end frees nobody
+            group.release(connections_between(group.pids))
 
     def kill_unreported(self) -> None:
         """KILL those that have not stopped, and no others."""
@@ -137,10 +140,27 @@ class StopPath:
             process.signal(signal.SIGKILL, whole_session=True)
 
     def _kill(self) -> None:
-        for process in self._crew.ranks:
+        for process in self._run_ranks.ranks:
             process.signal(signal.SIGKILL, whole_session=True)
 
 
 def _handles_term(process: RankProcess) -> bool:
     """A rank starts with the default action, so a handler is the user's. Unknown where there is no /proc: none."""
     return process.pid is not None and catches(process.pid, signal.SIGTERM) is True
+
+
+def connections_between(pids: Iterable[int]) -> dict[int, tuple[int, ...]]:
+    """Return for each process its descriptors that are connected to another one of `pids`. Linux only.
+
+    SIGINT does not interrupt a gloo collective and `abort` does not release it. What does is the loss of its
+    connections: every rank then gets a RuntimeError within milliseconds. Only connections whose two ends both belong
+    to ranks of the run are taken; listeners and the user's own connections are left alone.
+    """
+    owner = {inode: (pid, fd) for pid in pids for inode, fd in sockets_of(pid).items()}
+    ends = {(local, remote): inode for local, remote, inode in tcp_sockets(_ESTABLISHED)}
+    found: dict[int, list[int]] = {}
+    for (local, remote), inode in ends.items():
+        if inode in owner and ends.get((remote, local)) in owner:
+            pid, fd = owner[inode]
+            found.setdefault(pid, []).append(fd)
+    return {pid: tuple(fds) for pid, fds in found.items()}

@@ -78,7 +78,7 @@ class Zygote:
             # what another one wrote before is not its word
             self._log_begin = log.tell()
             self.process = subprocess.Popen(
-                [interpreter.executable, "-m", "sgpu_magic.worker.zygote", str(theirs.fileno())],
+                [interpreter.executable, "-m", "sgpu_magic.worker.process.zygote", str(theirs.fileno())],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

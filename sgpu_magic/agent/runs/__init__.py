@@ -4,16 +4,13 @@ node_run            what the agent asks of everything that it runs, and what all
 execution           one run's cell in its ranks: launch, gather, find the root cause, stop, say the last word
 fresh               a run whose ranks are its own
 preparing           a run whose packages and code are being made ready
-session             ranks that stay between cells;  session_logs, session_news  where they write, what it tells
+session             ranks that stay between cells
 session_cell        a cell in these ranks
-session_repair      keeps its group whole: dead ranks replaced;  regrouping  process groups connected anew
-run_ranks           the ranks that take part in one run
-gathering           what the ranks reported (no I/O);  displays  what they displayed
-questions           questions to idle ranks of a session
-run_files           directory, payload and results:
-run_directory       what a run leaves on disk
-run_memory          payload and results in memory;  background_copy  copies them to disk, off anybody's way
+session_repair      keeps their group whole: process groups connected anew, dead ranks replaced
+session_records     what a session reports, and its ranks' logs between cells
+rank_requests       displays, widgets, the place in MLflow, questions to idle ranks
+run_files           directory, payload and results
+run_memory          payload and results in memory, and the thread that copies them to disk
 send_files_to_pool  what the directories of a pool on another machine get
-tracking_answers    a run's place in MLflow, as its ranks ask for it
 ray_place           where a run's own Ray cluster lives
 """

@@ -16,16 +16,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from sgpu_magic.agent.failures.exit_diagnosis import Coroner
-from sgpu_magic.agent.failures.failure_patience import Blame
-from sgpu_magic.agent.failures.secrets import without_secrets
-from sgpu_magic.agent.ranks.group import Group
+from sgpu_magic.agent.failures.exit_diagnosis import ExitDiagnosis
+from sgpu_magic.agent.failures.reports_of_ranks import FailurePatience, ReportsOfRanks, without_secrets
+from sgpu_magic.agent.ranks.group import Group, RunRanks
 from sgpu_magic.agent.ranks.stop import StopPath
-from sgpu_magic.agent.runs.displays import CommReports, show
-from sgpu_magic.agent.runs.gathering import Gathering
 from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
-from sgpu_magic.agent.runs.run_ranks import Crew
-from sgpu_magic.agent.runs.tracking_answers import TrackingAnswers
+from sgpu_magic.agent.runs.rank_requests import CommReports, TrackingAnswers, show
 from sgpu_magic.agent.watch.run_watch import RunWatch
 from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.wire.comms import TellComms
@@ -74,20 +70,18 @@ class Execution(NodeRun):
         self.group = group
         part = launch.part
         numbers = launch.spec.rank_numbers if part is None else range(part.first_rank, part.first_rank + part.ranks)
-        self.crew = Crew(group, tuple(numbers))
+        self.run_ranks = RunRanks(group, tuple(numbers))
         self._warm = warm
-        self._default_grace_s = here.settings.grace_s
-        self._default_store = here.settings.default_store_uri
         self._keep_results = min(here.settings.keep_results, here.settings.keep_payload)
         self._grace_s = launch.spec.grace_s
         self._started_at: float | None = None
-        self._gathering = Gathering(self.crew.numbers)
-        self._stop = StopPath(self.crew, self._gathering, self._later)
-        self._blame = Blame(self._gathering, self._later, self._is_stopping, self._free_others)
+        self._reports = ReportsOfRanks(self.run_ranks.numbers)
+        self._stop = StopPath(self.run_ranks, self._reports, self._later)
+        self._patience = FailurePatience(self._reports, self._later, self._is_stopping, self._free_others)
         notebook = NotebookFrames(launch.spec.cell)
-        self._coroner = Coroner(self.crew, notebook, self._host)
+        self._exit_diagnosis = ExitDiagnosis(self.run_ranks, notebook, self._host)
         self._watch = RunWatch(
-            self.crew, launch.lease, notebook, self._gathering.has_reported, here.sampling, here.settings, self._say
+            self.run_ranks, launch.lease, notebook, self._reports.has_reported, here.sampling, here.settings, self._say
         )
         self._tracking = TrackingAnswers(self.run_id, group, lambda: here.listener.tracking_asked(self.run_id))
         self._comms = CommReports(self._say)
@@ -103,7 +97,7 @@ class Execution(NodeRun):
 
     @abc.abstractmethod
     def rank_exited(self, rank: int, status: int) -> None:
-        """A rank of its crew is dead and reaped."""
+        """One of its ranks is dead and reaped."""
 
     @abc.abstractmethod
     def _begin_stop(self) -> None:
@@ -124,19 +118,19 @@ class Execution(NodeRun):
     # ------------------------------------------------------------ from the group
 
     def rank_said(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
-        """A rank of its crew has sent a message."""
+        """One of its ranks has sent a message."""
         match message:
             case Displayed() | Cleared():
-                show(self.crew.rank(rank), message, self._say)
+                show(self.run_ranks.rank(rank), message, self._say)
             case CommsSaid():
-                if not self._ended:
+                if not self.ended:
                     self._comms.told(rank, message, frames)
             case Finished():
                 self._take_result(rank, message.result, frames)
             case Failed():
                 self._take_failure(message.failure, frames)
             case Raised():
-                self._blame.raised(rank)
+                self._patience.raised(rank)
             case Collectives():
                 self._watch.taker.answered(rank, message)
             case Remarked(text=text):
@@ -147,20 +141,18 @@ class Execution(NodeRun):
             case AskTracking():
                 self._tracking.asked(rank)
             case MetricsReported(metrics=metrics, params=params, tags=tags):
-                if not self._ended:
+                if not self.ended:
                     self._say(MetricsLogged(rank=rank, metrics=metrics, params=params, tags=tags))
             case _:
                 pass
 
     def rank_wrote(self, batch: OutputWritten) -> None:
-        if not self._ended:
+        if not self.ended:
             self._watch.wrote()
             self._say(batch)
 
     def rank_log_ended(self, rank: int, problem: str) -> None:
-        self.belongings.not_written(
-            f"the log of rank {rank} ends here: {problem}; the run goes on, and its output is shown"
-        )
+        self.files.not_written(f"the log of rank {rank} ends here: {problem}; the run goes on, and its output is shown")
 
     # ------------------------------------------------------------ gather
 
@@ -168,41 +160,41 @@ class Execution(NodeRun):
         """Every rank is in the process group."""
         self._started_at = time.monotonic()
         self._watch.start()
-        self._say(RanksStarted(pids=tuple(self.crew.pids), warm=self._warm))
+        self._say(RanksStarted(pids=tuple(self.run_ranks.pids), warm=self._warm))
 
     def _take_result(self, rank: int, result: RankResult, frames: Sequence[bytes]) -> None:
-        output = self.crew.rank(rank).output
+        output = self.run_ranks.rank(rank).output
         output.drain()
-        stream = self.crew.rank(rank).stream
-        payload = self.belongings.take_result(result, stream) if stream is not None else None
+        stream = self.run_ranks.rank(rank).stream
+        payload = self.files.take_result(result, stream) if stream is not None else None
         result = msgspec.structs.replace(result, payload=payload, lines=output.lines, output_bytes=output.total_bytes)
-        self._gathering.add_result(result, frames)
+        self._reports.add_result(result, frames)
         self._stop.reported()
         self._check_all_reported()
 
     def _take_failure(self, failure: Failure, frames: Sequence[bytes] = ()) -> None:
         rank = failure.rank
-        if rank is None or self._gathering.has_failed(rank):
+        if rank is None or self._reports.has_failed(rank):
             return
-        self.crew.rank(rank).output.drain()
+        self.run_ranks.rank(rank).output.drain()
         failure, frames = without_secrets(failure, frames, self.launch.context.environ)
         if rank in self._victims:
             failure = msgspec.structs.replace(failure, is_consequence=True)
-        self._gathering.add_failure(failure, frames)
+        self._reports.add_failure(failure, frames)
         # the picture of before says more than that of ranks which fall
         self._watch.is_ending()
         self._stop.reported()
-        if not self._ended and self._ending_as is None:
+        if not self.ended and self._ending_as is None:
             self._say(RankFailed(failure=failure))
-            self._blame.failed(failure)
+            self._patience.failed(failure)
         self._check_all_reported()
 
     def _check_all_reported(self) -> None:
-        if not self._gathering.complete:
+        if not self._reports.complete:
             return
         if self._ending_as is not None:
             self._all_reported(self._ending_as)
-        elif self._gathering.failed:
+        elif self._reports.failed:
             self._all_reported(RunState.FAILED)
         else:
             self._all_reported(RunState.SUCCEEDED)
@@ -211,7 +203,7 @@ class Execution(NodeRun):
 
     def end_as(self, state: RunState, reason: str) -> None:
         """Stop the run by the one stop path."""
-        if self._ended or self._ending_as is not None:
+        if self.ended or self._ending_as is not None:
             return
         self._ending_as = state
         self._end_reason = reason
@@ -223,36 +215,36 @@ class Execution(NodeRun):
 
     def _stop_with_stacks(self, stacks: tuple[RankStack, ...]) -> None:
         self._last_stacks = stacks
-        if not self._ended:
+        if not self.ended:
             self._begin_stop()
 
     def _is_stopping(self) -> bool:
-        return self._ended or self._ending_as is not None or self._stop.begun
+        return self.ended or self._ending_as is not None or self._stop.begun
 
     def _peer_failed(self) -> None:
         """A rank on another node has failed: those here that have not raised by themselves only wait for it."""
         if not self._is_stopping():
-            self._victims = frozenset(self._gathering.unreported) - self._blame.drawing
+            self._victims = frozenset(self._reports.unreported) - self._patience.drawing
             self._watch.is_ending()
-            self._blame.peer_failed()
+            self._patience.peer_failed()
 
     def fail_whole(self, kind: FailureKind, message: str) -> None:
         """The run failed as a whole; no rank is to blame."""
-        self._gathering.add_failure(self._failure_now(kind, message))
+        self._reports.add_failure(self._failure_now(kind, message))
         self._end(self._ending_as or RunState.FAILED)
 
     # ------------------------------------------------------------ end
 
     def _end(self, state: RunState) -> None:
         """Say the last word. Once."""
-        if self._ended:
+        if self.ended:
             return
-        for process in self.crew.ranks:
+        for process in self.run_ranks.ranks:
             process.output.drain(last=True)
         self._watch.end()
         now = time.monotonic()
         started = self._started_at or now
-        ended, frames = self._gathering.last_word(
+        ended, frames = self._reports.last_word(
             state,
             self._end_reason,
             host=self._host,
@@ -263,8 +255,8 @@ class Execution(NodeRun):
             unstopped=self._unstopped,
         )
         if not ended.results:
-            self.belongings.close_results()
-        self._ended = True
+            self.files.memory.close_results()
+        self.ended = True
         self._final_state = state
         self._say(ended, frames)
         self._after_end()
@@ -289,7 +281,7 @@ class Execution(NodeRun):
 
     @property
     def state(self) -> RunState:
-        if self._ended:
+        if self.ended:
             return self._final_state
         if self._ending_as is not None:
             return RunState.CANCELLING
@@ -299,17 +291,17 @@ class Execution(NodeRun):
         self._tracking.known(message)
 
     def hear_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
-        if self._started_at is not None and not self._gone:
+        if self._started_at is not None and not self.gone:
             self.group.hear_comms(message, frames)
 
     def adopted(self) -> None:
         self._tracking.ask_again()
 
     def give_payload_up(self) -> None:
-        if self._gone or (self._ended and self._final_state is RunState.SUCCEEDED):
-            self.belongings.give_payload_up()
+        if self.gone or (self.ended and self._final_state is RunState.SUCCEEDED):
+            self.files.memory.give_payload_up()
 
     def results_received(self) -> None:
         """Those of a detached run, and small ones, stay until they are in its directory, for who comes later."""
-        if not self.launch.spec.detach and self.belongings.result_bytes > self._keep_results:
-            self.belongings.close_results()
+        if not self.launch.spec.detach and self.files.memory.result_bytes > self._keep_results:
+            self.files.memory.close_results()

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sgpu_magic.agent.ranks import leftovers
+from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.orders import send_cells
-from sgpu_magic.agent.ranks.rendezvous_point import Meeting, MeetingPoint
+from sgpu_magic.agent.ranks.rendezvous_point import Rendezvous, RendezvousPoint
 from sgpu_magic.agent.runs import ray_place
 from sgpu_magic.agent.runs.execution import Execution
 from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
@@ -42,37 +42,36 @@ class FreshRun(Execution):
         predecessor: NodeRun | None = None,
     ) -> None:
         super().__init__(launch, frames, group, warm, here, predecessor)
-        self._launched_ticks = leftovers.now_in_ticks()
+        self._launched_ticks = run_processes.now_in_ticks()
         self._joined: set[int] = set()
-        self._settings = here.settings
-        self._meeting: Meeting | None = None
+        self._meeting: Rendezvous | None = None
         self._waits_for_parts = False
         self._parts_over = False
         group.listener = self
 
     def start(self) -> None:
-        self._later(_SETTLED_S, self._coroner.begin)
+        self._later(_SETTLED_S, self._exit_diagnosis.begin)
         try:
-            self.belongings.open_payload()
-            for process in self.crew.ranks:
-                process.output.begin_log(self.belongings.directory.log_path(process.rank))
+            self.files.memory.open_payload()
+            for process in self.run_ranks.ranks:
+                process.output.begin_log(self.files.directory.log_path(process.rank))
             if self.launch.part is None:
                 self._send_cells(None)
             else:
                 part, listener = self.launch.part, self._listener
-                self._meeting = Meeting(self.run_id, part, listener.master_bound, self._send_cells)
+                self._meeting = Rendezvous(self.run_id, part, listener.master_bound, self._send_cells)
                 self._meeting.begin()
         except OSError as error:
             self._could_not_start(error)
             return
         if self.group.broken:
             self.group_broken(self.group.broken_kind, self.group.broken)
-        self.belongings.describe()
+        self.files.describe()
 
-    def _send_cells(self, meeting: MeetingPoint | None) -> None:
+    def _send_cells(self, meeting: RendezvousPoint | None) -> None:
         try:
-            ray = ray_place.make(self.launch, self._settings) if self.launch.spec.ray else None
-            send_cells(self.launch, self.group, self.belongings, self._default_store, ray, meeting)
+            ray = ray_place.make(self.launch, self._here.settings) if self.launch.spec.ray else None
+            send_cells(self.launch, self.group, self.files, self._here.settings.default_store_uri, ray, meeting)
         except OSError as error:
             self._could_not_start(error)
 
@@ -98,8 +97,8 @@ class FreshRun(Execution):
     def adopted(self) -> None:
         super().adopted()
         if self.launch.part is not None:
-            self.belongings.tell_released_again()
-        if self._meeting is not None and not self._ended:
+            self.files.tell_released_again()
+        if self._meeting is not None and not self.ended:
             self._meeting.begin()
 
     # ------------------------------------------------------------ from the group
@@ -113,8 +112,8 @@ class FreshRun(Execution):
             self._all_there()
 
     def rank_exited(self, rank: int, status: int) -> None:
-        if not self._ended and (self._gathering.has_finished(rank) or not self._gathering.has_reported(rank)):
-            self._take_failure(self._coroner.death(rank, status))
+        if not self.ended and (self._reports.has_finished(rank) or not self._reports.has_reported(rank)):
+            self._take_failure(self._exit_diagnosis.death(rank, status))
         self._stop.reported()
         self._finish_if_gone()
 
@@ -136,10 +135,6 @@ class FreshRun(Execution):
 
     def kill(self) -> None:
         self._stop.kill_unreported()
-
-    def _grace(self) -> float:
-        """Seconds after a cancel or a time-out."""
-        return self._default_grace_s if self._grace_s is None else self._grace_s
 
     def _stop_waiting(self) -> None:
         self._end(self._ending_as or RunState.FAILED)
@@ -164,17 +159,17 @@ class FreshRun(Execution):
             return
         # survivors of a failure get none unless it was asked for, or a trace is to be written
         grace_s = self._grace_s or (_TRACE_S if self.launch.spec.profile else 0.0)
-        if self._stop.begun or self._gathering.complete:
+        if self._stop.begun or self._reports.complete:
             self._stop.end(grace_s)
         else:
             self._stop.begin(grace_s, interrupt_first=False, waited=lambda: self._stop.end(grace_s))
 
     def _finish_if_gone(self) -> None:
-        if not self._ended or self._gone or not self.group.gone:
+        if not self.ended or self.gone or not self.group.gone:
             return
-        leftovers.kill_leftovers(self.run_id, self.group.pids, self._launched_ticks, reaped=not self.group.broken)
+        run_processes.kill_leftovers(self.run_id, self.group.pids, self._launched_ticks, reaped=not self.group.broken)
         if self.launch.spec.ray:
-            ray_place.remove(self.run_id, self._settings)
+            ray_place.remove(self.run_id, self._here.settings)
         self.group.close()
         if self._meeting is not None:
             self._meeting.close()

@@ -15,9 +15,9 @@ from typing import Protocol
 
 import msgspec
 
-from sgpu_magic.agent.runs.background_copy import Keeper
-from sgpu_magic.agent.runs.run_files import Belongings
-from sgpu_magic.agent.runs.send_files_to_pool import FarRuns
+from sgpu_magic.agent.runs.run_files import RunFiles
+from sgpu_magic.agent.runs.run_memory import BackgroundCopier
+from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.watch.sampling import Sampling
 from sgpu_magic.config import Settings
 from sgpu_magic.wire.comms import TellComms
@@ -52,18 +52,18 @@ class Surroundings:
     """What every run of an agent shares.
 
     Args:
-        keeper: Copies large parts into the runs' directories.
+        copier: Copies large parts into the runs' directories.
         settings: For the largest payload that is kept and the default grace.
         sampling: Samples what the ranks and their devices use.
         listener: Hears what happened.
         far: Takes what belongs to the machine of the pool, where that is another one.
     """
 
-    keeper: Keeper
+    copier: BackgroundCopier
     settings: Settings
     sampling: Sampling
     listener: NodeRunListener
-    far: FarRuns | None = None
+    far: FilesToPool
 
 
 class NodeRun(abc.ABC):
@@ -75,6 +75,10 @@ class NodeRun(abc.ABC):
         here: What it shares with other runs.
         predecessor: The attempt before this one, or what made it ready: its payload is taken over.
 
+    Attributes:
+        ended: Its last word was said; its ranks may still be there.
+        gone: Its ranks are dead and reaped, or idle again in their session.
+
     Raises:
         OSError: The run's directory can't be made.
     """
@@ -84,17 +88,16 @@ class NodeRun(abc.ABC):
     ) -> None:
         self.launch = launch
         self.run_id = launch.spec.run_id
+        self._here = here
         self._listener = here.listener
         self._loop = asyncio.get_running_loop()
         self._timers: list[asyncio.TimerHandle] = []
         self._host = socket.gethostname()
         self._launched_at = time.monotonic()
-        self._ended = False
-        self._gone = False
-        inherited = predecessor.belongings if predecessor is not None and predecessor.gone else None
-        self.belongings = Belongings(
-            launch, frames, here.keeper, here.settings.keep_payload, self._say, inherited, here.far
-        )
+        self.ended = False
+        self.gone = False
+        inherited = predecessor.files if predecessor is not None and predecessor.gone else None
+        self.files = RunFiles(launch, frames, here.copier, here.settings.keep_payload, self._say, inherited, here.far)
 
     # ------------------------------------------------------------ what the agent asks
 
@@ -107,16 +110,6 @@ class NodeRun(abc.ABC):
     @abc.abstractmethod
     def state(self) -> RunState:
         """Where it stands."""
-
-    @property
-    def ended(self) -> bool:
-        """Its last word was said; its ranks may still be there."""
-        return self._ended
-
-    @property
-    def gone(self) -> bool:
-        """Its ranks are dead and reaped, or idle again in their session."""
-        return self._gone
 
     @property
     def age_s(self) -> float:
@@ -141,7 +134,7 @@ class NodeRun(abc.ABC):
 
     def abandon(self) -> None:
         """A fault keeps it from ending: nothing of it is pending any more, nothing more is said."""
-        self._ended = True
+        self.ended = True
         self._ranks_gone()
 
     @abc.abstractmethod
@@ -182,18 +175,23 @@ class NodeRun(abc.ABC):
         """Call back after some seconds, unless the run is gone by then."""
         self._timers.append(self._loop.call_later(delay_s, call))
 
+    def _grace(self) -> float:
+        """Seconds for ranks to end after a cancel or a time-out."""
+        asked_s = self.launch.spec.grace_s
+        return self._here.settings.grace_s if asked_s is None else asked_s
+
     def _failure_now(self, kind: FailureKind, message: str) -> Failure:
         """The run fails as a whole; no rank is to blame."""
         return Failure(kind=kind, message=message, host=self._host, at=time.time())
 
     def _ranks_gone(self) -> None:
         """It has no ranks any more: what is pending is dropped."""
-        self._gone = True
+        self.gone = True
         for timer in self._timers:
             timer.cancel()
 
     def _is_over(self) -> None:
         """Nothing more happens to it."""
         self._ranks_gone()
-        self.belongings.ended(self.state)
+        self.files.ended(self.state)
         self._listener.run_gone(self)

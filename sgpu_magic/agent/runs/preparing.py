@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.background_call import call_in_background
-from sgpu_magic.agent.blob_cache import BlobMissing
 from sgpu_magic.agent.environments import Environments
-from sgpu_magic.agent.fetch_inputs import Arrivals, travels_by_blobs
+from sgpu_magic.agent.inputs.blob_cache import BlobMissing
+from sgpu_magic.agent.inputs.launch_inputs import LaunchInputs, travels_by_blobs
 from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
 from sgpu_magic.packages.node.store import Built
 from sgpu_magic.wire.events import EnvironmentMoved, RunEnded
@@ -24,9 +24,6 @@ from sgpu_magic.wire.node_messages import Launch, MasterKnown, PartsOver, PeerFa
 from sgpu_magic.wire.payloads import StoredPayload
 from sgpu_magic.wire.records import Failure
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
-
-# what a run's code is unpacked with: the folders by the kernel's path entry
-Unpack = Callable[[Launch], Mapping[str, str]]
 
 
 class PreparingRun(NodeRun):
@@ -37,8 +34,7 @@ class PreparingRun(NodeRun):
         frames: Raw frames of the launch.
         here: What it shares with other runs.
         environments: Builds its packages.
-        arrivals: Brings what lies in the pool's store.
-        unpack: Unpacks its code, in a thread of its own; None where it has none.
+        inputs: Brings what the notebook sent along.
         go_on: Starts the ranks: everything is there. Called with this run, the environment and the code.
         predecessor: The attempt before this one.
 
@@ -52,19 +48,17 @@ class PreparingRun(NodeRun):
         frames: Sequence[bytes],
         here: Surroundings,
         environments: Environments,
-        arrivals: Arrivals,
-        unpack: Unpack | None,
+        inputs: LaunchInputs,
         go_on: Callable[[PreparingRun, Built | None, Mapping[str, str]], None],
         predecessor: NodeRun | None,
     ) -> None:
         super().__init__(launch, frames, here, predecessor)
         self.frames = frames
         self._environments = environments
-        self._arrivals = arrivals
+        self._inputs = inputs
         self._arriving: asyncio.Task[None] | None = None
         # what is handed on as soon as the payload is there as well
         self._ready: tuple[Built | None, EnvironmentMoved | None, Mapping[str, str]] | None = None
-        self._unpack = unpack
         self._go_on = go_on
         self._state = RunState.PREPARING
 
@@ -80,11 +74,11 @@ class PreparingRun(NodeRun):
         if self.launch.spec.kind is not RunKind.SESSION and not stored:
             try:
                 # this may take minutes, and a detached run's notebook may go
-                self.belongings.open_payload()
+                self.files.memory.open_payload()
             except OSError as error:
                 self._fail(f"the run could not be started on {self._host}: {error}.", FailureKind.INTERNAL)
                 return
-        self.belongings.describe(RunState.PREPARING)
+        self.files.describe(RunState.PREPARING)
         environment = self.launch.environment
         if environment is not None and self._environments.needed(self.launch):
             self._environments.wait(self.run_id, environment, self)
@@ -95,17 +89,17 @@ class PreparingRun(NodeRun):
 
     def environment_moved(self, moved: EnvironmentMoved) -> None:
         with faults.guarded(self.faulted):
-            if not self._ended:
+            if not self.ended:
                 self._say(moved)
 
     def environment_ready(self, built: Built, moved: EnvironmentMoved) -> None:
         with faults.guarded(self.faulted):
-            if not self._ended:
+            if not self.ended:
                 self._unpack_code(built, moved)
 
     def environment_failed(self, message: str) -> None:
         with faults.guarded(self.faulted):
-            if not self._ended:
+            if not self.ended:
                 self._fail(message)
 
     # ------------------------------------------------------------ within
@@ -113,29 +107,30 @@ class PreparingRun(NodeRun):
     async def _arrive(self) -> None:
         source = self.launch.payload.source
         try:
-            self.launch = await self._arrivals.luggage(self.launch)
+            self.launch = await self._inputs.luggage(self.launch)
             self._begin()
-            if isinstance(source, StoredPayload) and self.belongings.payload_fd < 0:
+            if isinstance(source, StoredPayload) and self.files.memory.payload_fd < 0:
                 # while its packages are being made ready
-                self.belongings.take_payload(*await self._arrivals.payload(self.launch, source))
+                self.files.memory.take_payload(*await self._inputs.payload(self.launch, source))
         except (BlobMissing, OSError, ValueError) as error:
-            if not self._ended:
+            if not self.ended:
                 self._fail(f"the run's variables can't be brought to {self._host}: {error}.", FailureKind.INTERNAL)
             return
         self._arriving = None
-        if self._ready is not None and not self._ended:
+        if self._ready is not None and not self.ended:
             self._hand_on(*self._ready)
 
     def _unpack_code(self, built: Built | None, moved: EnvironmentMoved | None = None) -> None:
-        if self._unpack is None:
+        if self.launch.spec.in_session or not self.launch.code:
+            # a cell's code is its session's
             self._hand_on(built, moved, {})
             return
-        unpack = functools.partial(self._unpack, self.launch)
+        unpack = functools.partial(self._inputs.code.unpack, self.run_id, self.launch.code)
         unpacked = call_in_background(unpack, "sgpu-code")
 
         def done() -> None:
             error = unpacked.exception()
-            if self._ended:
+            if self.ended:
                 return
             if error is None:
                 self._hand_on(built, moved, unpacked.result())
@@ -151,25 +146,25 @@ class PreparingRun(NodeRun):
         if moved is not None:
             self._say(moved)
         # the payload goes on to the run that comes now
-        self._ended = self._gone = True
+        self.ended = self.gone = True
         self._environments.leave(self.run_id)
         self._go_on(self, built, code)
-        self._arrivals.over(self.run_id)
+        self._inputs.over(self.run_id)
 
     def fail_whole(self, kind: FailureKind, message: str) -> None:
         """Nothing more is prepared."""
-        if not self._ended:
+        if not self.ended:
             self._end(RunState.FAILED, "", self._failure_now(kind, message))
 
     def _fail(self, message: str, kind: FailureKind = FailureKind.ENVIRONMENT) -> None:
         self.fail_whole(kind, message)
 
     def _end(self, state: RunState, reason: str, failure: Failure | None = None) -> None:
-        self._ended = True
+        self.ended = True
         self._state = state
         if self._arriving is not None:
             self._arriving.cancel()
-        self._arrivals.over(self.run_id)
+        self._inputs.over(self.run_id)
         self._environments.leave(self.run_id)
         self._say(RunEnded(state=state, reason=reason, failure=failure, starting_s=self.age_s))
         self._is_over()
@@ -178,7 +173,7 @@ class PreparingRun(NodeRun):
 
     def end_as(self, state: RunState, reason: str) -> None:
         """It has no ranks: it ends at once."""
-        if not self._ended:
+        if not self.ended:
             self._end(state, reason)
 
     @property
@@ -193,12 +188,12 @@ class PreparingRun(NodeRun):
         """It has no ranks."""
 
     def give_payload_up(self) -> None:
-        if self._gone:
-            self.belongings.give_payload_up()
+        if self.gone:
+            self.files.memory.give_payload_up()
 
     def heard_of_others(self, message: MasterKnown | PeerFailed | PartsOver) -> None:
         """Something of the run's other nodes."""
-        if isinstance(message, PeerFailed) and not self._ended:
+        if isinstance(message, PeerFailed) and not self.ended:
             self._end(RunState.FAILED, "")
 
     def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:

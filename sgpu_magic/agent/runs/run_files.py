@@ -4,33 +4,140 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from sgpu_magic.agent.runs.background_copy import Keeper
-from sgpu_magic.agent.runs.run_directory import RunDirectory
-from sgpu_magic.agent.runs.run_memory import RunMemory
-from sgpu_magic.agent.runs.send_files_to_pool import FarRuns
+import msgspec
+
+from sgpu_magic import __version__
+from sgpu_magic.agent.runs.run_memory import BackgroundCopier, RunMemory
+from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
+from sgpu_magic.config import host_name
+from sgpu_magic.files.links import has_content, link_or_copy
 from sgpu_magic.system.message_stream import MessageStream
+from sgpu_magic.wire.codec import printable
 from sgpu_magic.wire.events import EventBody, Noted, PayloadReleased
+from sgpu_magic.wire.ids import check_id
 from sgpu_magic.wire.node_messages import Launch
 from sgpu_magic.wire.payloads import FilePayload, InlinePayload, Payload, SharedPayload
 from sgpu_magic.wire.rank_messages import FromRank
 from sgpu_magic.wire.records import RankResult
+from sgpu_magic.wire.run_files import KEY, PAYLOAD
+from sgpu_magic.wire.run_record import RUN_RECORD, UNDER_WAY, RunRecord
 from sgpu_magic.wire.states import RunState
 
+_AIR = b'''"""The run of this directory again, outside the notebook:
 
-class Belongings:
+    torchrun --nproc-per-node RANKS _air.py
+
+It executes cell.py on as many ranks as the run had, with the variables of payload.bin, as the notebook shipped them.
+"""
+
+from pathlib import Path
+
+from sgpu_magic.worker import standalone
+
+if __name__ == "__main__":
+    standalone.run(Path(__file__).parent)
+'''
+# beside the runs' directories, which all have links of it
+_SHARED_AIR = ".air.py"
+_AIR_NAME = "_air.py"
+
+
+class RunDirectory:
+    """Writes a run's directory. Every file is complete when it appears."""
+
+    def __init__(self, launch: Launch) -> None:
+        check_id(launch.spec.run_id)
+        self.path = Path(launch.run_dir)
+        self._launch = launch
+        self._record = RunRecord(
+            spec=launch.spec,
+            executable=launch.interpreter.executable,
+            cwd=launch.context.cwd,
+            lease=launch.lease,
+            payload_layout=launch.payload.layout,
+            payload_kept=False,
+            payload_note=UNDER_WAY,
+            state=RunState.STARTING,
+            sys_path=launch.context.sys_path,
+            installed=launch.context.installed,
+            host=host_name(),
+            version=__version__,
+        )
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def log_path(self, rank: int) -> str:
+        return str(self.path / f"rank-{rank}.log")
+
+    def describe(self, payload: bytes | None, state: RunState) -> None:
+        """Write everything but the large parts.
+
+        Args:
+            payload: The packed payload when it came inline.
+            state: The run's state now.
+        """
+        self._record = msgspec.structs.replace(self._record, state=state)
+        spec = self._launch.spec
+        if payload is not None:
+            self.write(PAYLOAD, payload)
+            self._record = msgspec.structs.replace(self._record, payload_kept=True, payload_note="")
+        self.write("cell.py", spec.cell.body.encode())
+        self.write(KEY, self._launch.context.key)
+        self._link_air()
+        self._write_record()
+
+    def payload_done(self, kept: bool, note: str) -> None:
+        """Say in `run.json` whether the payload lies here."""
+        self._record = msgspec.structs.replace(self._record, payload_kept=kept, payload_note=note)
+        self._write_record()
+
+    def ended(self, state: RunState) -> None:
+        self._record = msgspec.structs.replace(self._record, state=state)
+        self._write_record()
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file of mode 0600 and rename it into place."""
+        temporary = self.path / f".{name}.part"
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(data)
+        os.replace(temporary, self.path / name)
+
+    def _link_air(self) -> None:
+        """Give the one `_air.py` of all runs a name here: one for each would be a sixth of what a small run takes."""
+        if self._launch.far:
+            # it goes to the pool, and nothing stays here
+            self.write(_AIR_NAME, _AIR)
+            return
+        shared = self.path.parent / _SHARED_AIR
+        if not has_content(shared, _AIR):
+            self.write(_AIR_NAME, _AIR)
+            # of all runs: it is not to be changed in one run's directory
+            os.chmod(self.path / _AIR_NAME, 0o400)
+            os.replace(self.path / _AIR_NAME, shared)
+        link_or_copy(shared, self.path / _AIR_NAME)
+
+    def _write_record(self) -> None:
+        record = self._record
+        # last: who reads here that the run is over finds everything else as it stays
+        self.write(RUN_RECORD, msgspec.json.format(msgspec.json.encode(printable(record)), indent=2))
+
+
+class RunFiles:
     """Made for each attempt of a run; a further attempt takes the payload over from the one before.
 
     Args:
         launch: The run.
         frames: Raw frames of the launch; the first is an inline payload.
-        keeper: Who copies large parts into the run's directory.
+        copier: Who copies large parts into the run's directory.
         keep_bytes: The largest part that is kept.
         say: Tells what happened.
         inherited: Those of the attempt before, None for the first.
-        far: Takes what belongs to the pool's machine; None where that is this one.
+        far: Takes what belongs to the pool's machine, where that is another one.
 
     Attributes:
+        memory: The payload's and the results' memory files.
         inline: The payload is the first of `frames`, else behind `payload_fd`.
 
     Raises:
@@ -41,11 +148,11 @@ class Belongings:
         self,
         launch: Launch,
         frames: Sequence[bytes],
-        keeper: Keeper,
+        copier: BackgroundCopier,
         keep_bytes: int,
         say: Callable[[EventBody], None],
-        inherited: Belongings | None,
-        far: FarRuns | None = None,
+        inherited: RunFiles | None,
+        far: FilesToPool,
     ) -> None:
         self._far = far if launch.far else None
         self._run_id = launch.spec.run_id
@@ -53,42 +160,17 @@ class Belongings:
         self._not_written = False
         self._released: PayloadReleased | None = None
         self.directory = RunDirectory(launch)
-        if inherited is not None and inherited._memory.at_hand:
+        if inherited is not None and inherited.memory.at_hand:
             # wherever the service thinks that the payload lies: this one was used before
-            self._memory, self.frames, self.inline = inherited._memory, inherited.frames, inherited.inline
-            self._memory.close_results()
-            self._memory.on_released = self._payload_released
+            self.memory, self.frames, self.inline = inherited.memory, inherited.frames, inherited.inline
+            self.memory.close_results()
+            self.memory.on_released = self._payload_released
         else:
             self.frames = frames
             self.inline = isinstance(launch.payload.source, InlinePayload)
-            self._memory = RunMemory(
-                launch.payload.source, self.directory.path, keeper, keep_bytes, self._payload_released
+            self.memory = RunMemory(
+                launch.payload.source, self.directory.path, copier, keep_bytes, self._payload_released
             )
-
-    # ------------------------------------------------------------ the payload
-
-    def open_payload(self) -> None:
-        """Hold the payload, so that it outlives the notebook.
-
-        Raises:
-            OSError: It is gone, or was never there.
-        """
-        self._memory.open_payload()
-
-    def take_payload(self, descriptor: int, path: str) -> None:
-        """Hold the payload that was brought from the pool's store; as `RunMemory.take_payload`."""
-        self._memory.take_payload(descriptor, path)
-
-    @property
-    def payload_fd(self) -> int:
-        """The payload's descriptor, -1 when it travels inline."""
-        return self._memory.payload_fd
-
-    def give_payload_up(self) -> None:
-        """The notebook wants its memory file back. Only once no rank maps it any more."""
-        self._memory.give_payload_up()
-
-    # ------------------------------------------------------------ the results
 
     def take_result(self, result: RankResult, stream: MessageStream[FromRank]) -> Payload | None:
         """Own a result's memory file, which came along on `stream`, and return where a notebook finds it."""
@@ -101,38 +183,14 @@ class Belongings:
         (descriptor,) = stream.take_descriptors(1)
         if self._far is not None:
             return self._to_pool(self._far, payload, result.rank, descriptor)
-        self._memory.hold_result(result.rank, descriptor)
+        self.memory.hold_result(result.rank, descriptor)
         source = SharedPayload(pid=os.getpid(), fd=descriptor, size=payload.source.size)
         return Payload(source=source, layout=payload.layout)
 
-    def _to_pool(self, far: FarRuns, payload: Payload, rank: int, descriptor: int) -> Payload:
+    def _to_pool(self, far: FilesToPool, payload: Payload, rank: int, descriptor: int) -> Payload:
         size = os.fstat(descriptor).st_size
         source = FilePayload(path=far.take_result(self._run_id, rank, descriptor), size=size)
         return Payload(source=source, layout=payload.layout)
-
-    @property
-    def result_bytes(self) -> int:
-        """What the results in memory have together."""
-        return self._memory.result_bytes
-
-    def close_results(self) -> None:
-        """The notebook holds them itself, or nobody will fetch them."""
-        self._memory.close_results()
-
-    # ------------------------------------------------------------ memory and disk
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether somebody may still ask for the results or the payload's memory."""
-        return self._memory.in_use
-
-    def keep_large_parts(self) -> None:
-        """Copy the payload's and the results' memory files into the run's directory, in the background."""
-        self._memory.keep()
-
-    def close(self) -> None:
-        """Free what is still held."""
-        self._memory.close()
 
     def not_written(self, text: str) -> None:
         """Something of the run's directory could not be written. A full disk is said once."""
@@ -150,7 +208,7 @@ class Belongings:
     def ended(self, state: RunState) -> None:
         """Write down how the run ended."""
         if self._far is not None:
-            self._memory.leave_to_pool()
+            self.memory.leave_to_pool()
         try:
             self.directory.ended(state)
         except OSError as error:

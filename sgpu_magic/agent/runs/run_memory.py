@@ -1,19 +1,105 @@
-"""The memory files of a run: the notebook's payload and the ranks' results, held until nobody needs them."""
+"""The memory files of a run: the notebook's payload and the ranks' results, held until nobody needs them.
+
+One thread at idle priority copies them into the run's directory, off the way to anybody's result.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import functools
+import logging
 import os
+import queue
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from sgpu_magic.agent.runs.background_copy import Keeper, KeepJob
 from sgpu_magic.wire.payloads import FilePayload, InlinePayload, PayloadSource, SharedPayload, StoredPayload
 from sgpu_magic.wire.run_files import PAYLOAD
 
+_CHUNK_BYTES = 16 << 20
+_log = logging.getLogger(__name__)
 _REUSED = "the notebook's next run used the same memory before it was copied"
+
+
+@dataclass(slots=True)
+class CopyJob:
+    """Copy one descriptor's bytes into a file.
+
+    Args:
+        source: Descriptor to read; the copier closes it.
+        size: Bytes.
+        target: The file, complete when it appears.
+        done: Called in the copier's thread with whether it was kept and why not.
+    """
+
+    source: int
+    size: int
+    target: Path
+    done: Callable[[bool, str], None]
+    given_up: threading.Event = field(default_factory=threading.Event)
+
+
+class BackgroundCopier:
+    """Copies into run directories, one thing at a time."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def keep(self, job: CopyJob) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="sgpu-keeper", daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._jobs.put(None)
+
+    def _work(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            # per thread on Linux
+            os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+        while (job := self._jobs.get()) is not None:
+            try:
+                try:
+                    kept, why = _copy(job)
+                finally:
+                    os.close(job.source)
+            except Exception as error:  # noqa: BLE001  one job's guard: the next ones are of other runs
+                _log.exception("A fault of sgpu-magic: %s was not kept", job.target)
+                kept, why = False, f"the agent met a fault: {error!r}"
+            # the loop is closed when the agent ends
+            with contextlib.suppress(RuntimeError):
+                job.done(kept, why)
+
+
+def _copy(job: CopyJob) -> tuple[bool, str]:
+    temporary = job.target.with_name(f".{job.target.name}.part")
+    try:
+        target = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            offset = 0
+            while offset < job.size:
+                if job.given_up.is_set():
+                    temporary.unlink()
+                    return False, _REUSED
+                count = os.sendfile(target, job.source, offset, min(_CHUNK_BYTES, job.size - offset))
+                if count == 0:
+                    raise OSError("the memory file is shorter than it was")
+                offset += count
+        finally:
+            os.close(target)
+        os.replace(temporary, job.target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        return False, f"it could not be written: {error.strerror or error}"
+    return True, ""
 
 
 class RunMemory:
@@ -22,30 +108,33 @@ class RunMemory:
     Args:
         source: Where the payload lies.
         directory: The run's directory.
-        keeper: Who copies in the background.
+        copier: Who copies in the background.
         keep_bytes: Largest part that is kept.
         released: Called once when the payload's memory is no longer read, with whether it was kept and why not.
+
+    Attributes:
+        payload_fd: The payload's descriptor, -1 when it travels inline.
     """
 
     def __init__(
         self,
         source: PayloadSource,
         directory: Path,
-        keeper: Keeper,
+        copier: BackgroundCopier,
         keep_bytes: int,
         released: Callable[[bool, str], None],
     ) -> None:
         self._source = source
         self._directory = directory
-        self._keeper = keeper
+        self._copier = copier
         self._keep_bytes = keep_bytes
         self.on_released = released
         self._released = isinstance(source, InlinePayload)
-        self._payload_fd = -1
-        self._job: KeepJob | None = None
+        self.payload_fd = -1
+        self._job: CopyJob | None = None
         self._results: dict[int, int] = {}
         self._loop = asyncio.get_running_loop()
-        # the keeper's thread has none of its own
+        # the copier's thread has none of its own
         self._context = contextvars.copy_context()
 
     def open_payload(self) -> None:
@@ -54,14 +143,14 @@ class RunMemory:
         Raises:
             OSError: It is gone, or was never there.
         """
-        if self._payload_fd >= 0:
+        if self.payload_fd >= 0:
             # an earlier attempt's
             return
         match self._source:
             case SharedPayload(pid=pid, fd=fd):
-                self._payload_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+                self.payload_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
             case FilePayload(path=path):
-                self._payload_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                self.payload_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             case StoredPayload():
                 raise FileNotFoundError("its variables have not come from the pool's store")
             case InlinePayload():
@@ -75,19 +164,14 @@ class RunMemory:
             path: The file that it is in, "" for memory.
         """
         self._close_payload()
-        self._payload_fd = descriptor
+        self.payload_fd = descriptor
         if path:
             self._source = FilePayload(path=path, size=os.fstat(descriptor).st_size)
 
     @property
-    def payload_fd(self) -> int:
-        """The payload's descriptor, -1 when it travels inline."""
-        return self._payload_fd
-
-    @property
     def at_hand(self) -> bool:
         """Whether the payload can be given to ranks once more."""
-        return self._payload_fd >= 0 or isinstance(self._source, InlinePayload)
+        return self.payload_fd >= 0 or isinstance(self._source, InlinePayload)
 
     @property
     def in_use(self) -> bool:
@@ -104,13 +188,13 @@ class RunMemory:
             if size <= self._keep_bytes:
                 target = self._directory / f"result-{rank}.bin"
                 copied = functools.partial(self._result_copied_in_thread, rank)
-                self._keeper.keep(KeepJob(os.dup(descriptor), size, target, copied))
+                self._copier.keep(CopyJob(os.dup(descriptor), size, target, copied))
         if self._released or self._job is not None:
             return
-        if self._payload_fd < 0:
+        if self.payload_fd < 0:
             self._payload_done(False, "it was never read")
             return
-        descriptor, self._payload_fd = self._payload_fd, -1
+        descriptor, self.payload_fd = self.payload_fd, -1
         if isinstance(self._source, FilePayload):
             os.close(descriptor)
             self._take_file(self._source)
@@ -121,14 +205,14 @@ class RunMemory:
             os.close(descriptor)
             self._payload_done(*keeps)
             return
-        self._job = KeepJob(descriptor, size, self._directory / PAYLOAD, self._copied_in_thread)
-        self._keeper.keep(self._job)
+        self._job = CopyJob(descriptor, size, self._directory / PAYLOAD, self._copied_in_thread)
+        self._copier.keep(self._job)
 
     def leave_to_pool(self) -> None:
         """The pool keeps the payload itself, of what it has in its store."""
-        if self._released or self._payload_fd < 0:
+        if self._released or self.payload_fd < 0:
             return
-        size = os.fstat(self._payload_fd).st_size
+        size = os.fstat(self.payload_fd).st_size
         self._close_payload()
         self._payload_done(*_keeps(size, self._keep_bytes))
 
@@ -170,9 +254,9 @@ class RunMemory:
             self._payload_done(True, "")
 
     def _close_payload(self) -> None:
-        if self._payload_fd >= 0:
-            os.close(self._payload_fd)
-            self._payload_fd = -1
+        if self.payload_fd >= 0:
+            os.close(self.payload_fd)
+            self.payload_fd = -1
 
     def _result_copied_in_thread(self, rank: int, kept: bool, why: str) -> None:
         # whoever comes now finds it in the run's directory

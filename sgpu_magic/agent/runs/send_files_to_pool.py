@@ -69,7 +69,7 @@ class _FarRun:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class FarRuns:
+class FilesToPool:
     """Used in the loop's thread.
 
     Args:

@@ -10,20 +10,17 @@ import time
 from collections.abc import Callable, Sequence
 
 from sgpu_magic.agent import faults
-from sgpu_magic.agent.failures.exit_diagnosis import Coroner
-from sgpu_magic.agent.ranks import leftovers
-from sgpu_magic.agent.ranks.group import Group
+from sgpu_magic.agent.failures.exit_diagnosis import ExitDiagnosis
+from sgpu_magic.agent.ranks import run_processes
+from sgpu_magic.agent.ranks.group import Group, RunRanks
 from sgpu_magic.agent.ranks.orders import prepare
-from sgpu_magic.agent.runs.displays import CommReports, show
+from sgpu_magic.agent.ranks.stop import EXIT_HANDLERS_S
 from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
-from sgpu_magic.agent.runs.questions import Questions
-from sgpu_magic.agent.runs.run_ranks import Crew
-from sgpu_magic.agent.runs.session_cell import Renewed as CellRenewed
-from sgpu_magic.agent.runs.session_cell import SessionCell
-from sgpu_magic.agent.runs.session_logs import SessionLogs
-from sgpu_magic.agent.runs.session_news import SessionNews
-from sgpu_magic.agent.runs.session_repair import GroupCare
-from sgpu_magic.agent.watch.run_sampler import RunSampler
+from sgpu_magic.agent.runs.rank_requests import CommReports, Questions, show
+from sgpu_magic.agent.runs.session_cell import SessionCell, Told
+from sgpu_magic.agent.runs.session_records import SessionLogs, SessionNews
+from sgpu_magic.agent.runs.session_repair import SessionRepair
+from sgpu_magic.agent.watch.sampling import RunSampler
 from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.wire.comms import TellComms
 from sgpu_magic.wire.events import Noted, OutputWritten, RanksStarted, RunEnded
@@ -46,8 +43,6 @@ from sgpu_magic.wire.states import FailureKind, RunState
 
 # a cell that is stopped with its session gets this long to say its own last word
 _CELL_ENDS_S = 0.5
-# exit handlers of idle ranks
-_EXIT_HANDLERS_S = 5.0
 
 
 class SessionRefuses(Exception):
@@ -69,13 +64,12 @@ class Session(NodeRun):
         super().__init__(launch, frames, here)
         self.group = group
         self._warm = warm
-        self._here = here
-        self._launched_ticks = leftovers.now_in_ticks()
+        self._launched_ticks = run_processes.now_in_ticks()
         self._connected_at: float | None = None
         self._joined: set[int] = set()
-        self._crew = Crew(group, launch.spec.rank_numbers)
-        self._coroner = Coroner(self._crew, NotebookFrames(launch.spec.cell), self._host)
-        self._sampler = RunSampler(self._crew, launch.lease, self._say, lambda use: None)
+        self._run_ranks = RunRanks(group, launch.spec.rank_numbers)
+        self._exit_diagnosis = ExitDiagnosis(self._run_ranks, NotebookFrames(launch.spec.cell), self._host)
+        self._sampler = RunSampler(self._run_ranks, launch.lease, self._say, lambda use: None)
         self._news = SessionNews(self._say)
         self._cell: SessionCell | None = None
         self._questions = Questions(group)
@@ -83,22 +77,22 @@ class Session(NodeRun):
         self._ending_as: RunState | None = None
         self._end_reason = ""
         self._failure: Failure | None = None
-        self._logs = SessionLogs(group, self.belongings.directory)
-        self._care = GroupCare(group, launch, here.settings.runtime_path, self._news, self._say, self._logs.begin)
+        self._logs = SessionLogs(group, self.files.directory)
+        self._repair = SessionRepair(group, launch, here.settings.runtime_path, self._news, self._say, self._logs.begin)
         group.listener = self
 
     def start(self) -> None:
         """Let the ranks take their place."""
-        self._coroner.begin()
-        self._logs.begin(self._crew.numbers)
+        self._exit_diagnosis.begin()
+        self._logs.begin(self._run_ranks.numbers)
         try:
-            prepare(self.launch, self.group, self._crew.numbers, stays=True)
+            prepare(self.launch, self.group, self._run_ranks.numbers, stays=True)
         except OSError as error:
             self.fail_whole(FailureKind.INTERNAL, f"the session could not be started on {self._host}: {error}.")
             return
         if self.group.broken:
             self.group_broken(self.group.broken_kind, self.group.broken)
-        self.belongings.describe()
+        self.files.describe()
 
     # ------------------------------------------------------------ cells
 
@@ -124,10 +118,10 @@ class Session(NodeRun):
                 f"{who} dead. `%sgpu_restart --rank {ranks}` starts new processes in their place; --ranks runs a cell "
                 "on the others."
             )
-        if self._cell is not None or self._care.busy:
+        if self._cell is not None or self._repair.busy:
             raise SessionRefuses(f"session {self.launch.spec.name} is busy with another cell. Run it again.")
         cell = SessionCell(launch, frames, self, self._here, predecessor)
-        self._logs.lend(cell.crew.numbers)
+        self._logs.lend(cell.run_ranks.numbers)
         self._news.began(launch.spec.name)
         self._cell = cell
         return cell
@@ -135,16 +129,16 @@ class Session(NodeRun):
     def cell_over(self, cell: SessionCell) -> None:
         self._cell = None
         self._news.over()
-        if not self._gone:
-            self._logs.take_back(cell.crew.numbers)
-        self._care.go_on()
+        if not self.gone:
+            self._logs.take_back(cell.run_ranks.numbers)
+        self._repair.go_on()
 
-    def renew(self, reason: str, done: CellRenewed) -> None:
+    def renew(self, reason: str, done: Told) -> None:
         if self._ending_as is not None or not all(process.alive for process in self.group.ranks):
             # a rank is dead: they are whole again when it has been replaced
             done(None)
         else:
-            self._care.renew(reason, done)
+            self._repair.renew(reason, done)
 
     def restart(self, ranks: Sequence[int], done: Callable[[str], None]) -> None:
         """Replace ranks by new processes; `done` is called with why that failed, "" when they have joined.
@@ -154,15 +148,12 @@ class Session(NodeRun):
         """
         if not self.connected:
             done("the session is not connected")
-        elif self._care.busy:
+        elif self._repair.busy:
             done("its ranks are being started already")
         else:
-            self._care.replace(tuple(sorted(ranks)) or self._crew.numbers, done)
-            self._go_on_replacing()
-
-    def _go_on_replacing(self) -> None:
-        if self._cell is None:
-            self._care.go_on()
+            self._repair.replace(tuple(sorted(ranks)) or self._run_ranks.numbers, done)
+            if self._cell is None:
+                self._repair.go_on()
 
     def ask(self, request: int, question: RankQuestion, done: Callable[[RankAnswer], None]) -> None:
         """Ask an idle rank; of a busy one `done` is called at once."""
@@ -173,13 +164,15 @@ class Session(NodeRun):
     def rank_said(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
         cell = self._cell
         match message:
+            case Joined() if self._connected_at is not None:
+                self._repair.joined(rank)
             case Joined():
                 self._take_joined(rank)
             case Renewed():
-                self._care.renewed(rank, message)
+                self._repair.renewed(rank, message)
             case QuestionAnswered(request=request, answer=answer):
                 self._questions.answered(request, answer)
-            case _ if cell is not None and rank in cell.crew.numbers:
+            case _ if cell is not None and rank in cell.run_ranks.numbers:
                 cell.rank_said(rank, message, frames)
             case Displayed() | Cleared():
                 show(self.group.rank(rank), message, self._say)
@@ -195,40 +188,41 @@ class Session(NodeRun):
     def _could_not_prepare(self, failure: Failure) -> None:
         """A rank can't take its place."""
         if self._connected_at is not None:
-            self._care.fail(f"rank {failure.rank}: {failure.message}")
+            self._repair.fail(f"rank {failure.rank}: {failure.message}")
         elif self._ending_as is None:
             self._failure = failure
             self.end_as(RunState.FAILED, "")
 
     def rank_wrote(self, batch: OutputWritten) -> None:
         cell = self._cell
-        if cell is not None and not cell.gone and batch.rank in cell.crew.numbers:
+        if cell is not None and not cell.gone and batch.rank in cell.run_ranks.numbers:
             cell.rank_wrote(batch)
-        elif not self._ended:
+        elif not self.ended:
             self._say(batch)
 
     def rank_log_ended(self, rank: int, problem: str) -> None:
         cell = self._cell
-        if cell is not None and not cell.gone and rank in cell.crew.numbers:
+        if cell is not None and not cell.gone and rank in cell.run_ranks.numbers:
             cell.rank_log_ended(rank, problem)
         else:
-            self.belongings.not_written(f"the log of rank {rank} ends here: {problem}")
+            self.files.not_written(f"the log of rank {rank} ends here: {problem}")
 
     def rank_exited(self, rank: int, status: int) -> None:
         cell = self._cell
-        is_unexpected = self._ending_as is None and not self._care.expects(rank)
+        is_unexpected = self._ending_as is None and not self._repair.expects(rank)
         if is_unexpected:
             self._news.died(rank)
-        self._care.died(rank)
+        self._repair.died(rank)
         self._questions.died(rank)
-        if cell is not None and rank in cell.crew.numbers:
+        if cell is not None and rank in cell.run_ranks.numbers:
             cell.rank_exited(rank, status)
         elif is_unexpected and self._connected_at is not None:
-            self._say(Noted(text=self._coroner.death(rank, status).message))
+            self._say(Noted(text=self._exit_diagnosis.death(rank, status).message))
         if is_unexpected and self._connected_at is None:
-            self._failure = self._coroner.death(rank, status)
+            self._failure = self._exit_diagnosis.death(rank, status)
             self.end_as(RunState.FAILED, "")
-        self._go_on_replacing()
+        if self._cell is None:
+            self._repair.go_on()
         self._finish_if_gone()
 
     def group_broken(self, kind: FailureKind, message: str) -> None:
@@ -238,11 +232,8 @@ class Session(NodeRun):
         self._finish_if_gone()
 
     def _take_joined(self, rank: int) -> None:
-        if self._connected_at is not None:
-            self._care.joined(rank)
-            return
         self._joined.add(rank)
-        if len(self._joined) == len(self.group.ranks) and self._connected_at is None and self._ending_as is None:
+        if len(self._joined) == len(self.group.ranks) and self._ending_as is None:
             self._connected_at = time.monotonic()
             self._say(RanksStarted(pids=tuple(self.group.pids), warm=self._warm))
             # what only watches costs no session
@@ -256,7 +247,7 @@ class Session(NodeRun):
         if self._ending_as is not None:
             return
         self._ending_as, self._end_reason = state, reason
-        self._care.fail("the session ends")
+        self._repair.fail("the session ends")
         cell = self._cell
         if cell is None or cell.ended:
             self._say_end()
@@ -286,12 +277,12 @@ class Session(NodeRun):
             self.end_as(RunState.FAILED, "")
 
     def _say_end(self) -> None:
-        if self._ended or self._ending_as is None:
+        if self.ended or self._ending_as is None:
             return
         if self._cell is not None:
             self._cell.end_now()
         self._here.sampling.end(self._sampler)
-        self._ended = True
+        self.ended = True
         self._news.close()
         now = time.monotonic()
         connected = self._connected_at or now
@@ -311,16 +302,13 @@ class Session(NodeRun):
         busy = [process for process in self.group.ranks if self._cell is not None and process.alive]
         for process in busy:
             process.signal(signal.SIGTERM, whole_session=True)
-        grace_s = self.launch.spec.grace_s
-        if grace_s is None:
-            grace_s = self._here.settings.grace_s
-        self._later(grace_s if busy else _EXIT_HANDLERS_S, self.kill)
+        self._later(self._grace() if busy else EXIT_HANDLERS_S, self.kill)
         self._finish_if_gone()
 
     def _finish_if_gone(self) -> None:
-        if not self._ended or self._gone or not self.group.gone:
+        if not self.ended or self.gone or not self.group.gone:
             return
-        leftovers.kill_leftovers(self.run_id, self.group.pids, self._launched_ticks, reaped=not self.group.broken)
+        run_processes.kill_leftovers(self.run_id, self.group.pids, self._launched_ticks, reaped=not self.group.broken)
         self.group.close()
         self._is_over()
 
@@ -331,7 +319,7 @@ class Session(NodeRun):
     @property
     def state(self) -> RunState:
         if self._ending_as is not None:
-            return self._ending_as if self._ended else RunState.CANCELLING
+            return self._ending_as if self.ended else RunState.CANCELLING
         return RunState.STARTING if self._connected_at is None else RunState.RUNNING
 
     @property
@@ -341,22 +329,21 @@ class Session(NodeRun):
     @property
     def busy(self) -> bool:
         """A cell runs in it, or its ranks are being started."""
-        starting = self._connected_at is None and not self._gone
-        return self._cell is not None or self._care.busy or starting
+        return self._cell is not None or self._repair.busy or (self._connected_at is None and not self.gone)
 
     def detach(self) -> None:
         """A session ends with its notebook whatever anybody wants."""
 
     def hear_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
-        if self.connected and not self._care.busy:
+        if self.connected and not self._repair.busy:
             self.group.hear_comms(message, frames)
 
     def give_payload_up(self) -> None:
-        self.belongings.give_payload_up()
+        self.files.memory.give_payload_up()
 
     def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
         """Look where the cell's ranks are; the others are idle."""
         if self._cell is not None:
             self._cell.take_stacks(done)
         else:
-            done(tuple(RankStack(rank=rank, problem="it is idle: no cell runs") for rank in self._crew.numbers))
+            done(tuple(RankStack(rank=rank, problem="it is idle: no cell runs") for rank in self._run_ranks.numbers))

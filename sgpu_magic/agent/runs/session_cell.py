@@ -28,7 +28,7 @@ _RENEWAL_PATIENCE_S = 0.5
 _UNSTOPPED_S = 2.0
 # nothing may compete with the result on its way to the notebook
 _WRITE_DELAY_S = 0.03
-Renewed = Callable[[GroupRenewed | None], None]
+Told = Callable[[GroupRenewed | None], None]
 
 
 class SessionHost(Protocol):
@@ -37,7 +37,7 @@ class SessionHost(Protocol):
     launch: Launch
     group: Group
 
-    def renew(self, reason: str, done: Renewed) -> None:
+    def renew(self, reason: str, done: Told) -> None:
         """Connect the process groups anew, if that is possible; call `done` with what is to be told of it."""
         ...
 
@@ -71,17 +71,19 @@ class SessionCell(Execution):
 
     def start(self) -> None:
         try:
-            self.belongings.open_payload()
+            self.files.memory.open_payload()
         except OSError as error:
             self.fail_whole(FailureKind.INTERNAL, f"the cell could not be started on {self._host}: {error}.")
             self._settle()
             return
         # everything else can wait until the ranks are at work: nothing of theirs is read before this returns
-        send_session_cells(self.launch, self._session.launch, self.group, self.belongings, self._default_store)
-        for process in self.crew.ranks:
-            process.output.switch_log(self.belongings.directory.log_path(process.rank))
+        send_session_cells(
+            self.launch, self._session.launch, self.group, self.files, self._here.settings.default_store_uri
+        )
+        for process in self.run_ranks.ranks:
+            process.output.switch_log(self.files.directory.log_path(process.rank))
         self._all_there()
-        self._coroner.begin()
+        self._exit_diagnosis.begin()
 
     # ------------------------------------------------------------ from the group
 
@@ -91,11 +93,11 @@ class SessionCell(Execution):
         super().rank_said(rank, message, frames)
 
     def rank_exited(self, rank: int, status: int) -> None:
-        if not self._ended and self._gathering.has_finished(rank):
+        if not self.ended and self._reports.has_finished(rank):
             # the others may wait for it
-            self._take_failure(self._coroner.death(rank, status))
-        elif not self._gathering.has_reported(rank):
-            self._take_failure(self._coroner.death(rank, status))
+            self._take_failure(self._exit_diagnosis.death(rank, status))
+        elif not self._reports.has_reported(rank):
+            self._take_failure(self._exit_diagnosis.death(rank, status))
 
     def group_broken(self, kind: FailureKind, message: str) -> None:
         """The ranks are lost, and the session with them."""
@@ -106,7 +108,7 @@ class SessionCell(Execution):
     def fail_whole(self, kind: FailureKind, message: str) -> None:
         super().fail_whole(kind, message)
         # ranks that still run the cell keep the session busy
-        if self._started_at is not None and not self._gathering.complete and not self._stop.begun:
+        if self._started_at is not None and not self._reports.complete and not self._stop.begun:
             self._stop.begin(0.0, interrupt_first=True, waited=lambda: None)
 
     def _begin_stop(self) -> None:
@@ -123,12 +125,12 @@ class SessionCell(Execution):
         self._end(self._ending_as or RunState.CANCELLED)
 
     def _tell_unstopped(self) -> None:
-        if self._gathering.unreported:
+        if self._reports.unreported:
             self._end(self._ending_as or RunState.FAILED)
 
     @property
     def _unstopped(self) -> tuple[int, ...]:
-        return self._gathering.unreported
+        return self._reports.unreported
 
     # ------------------------------------------------------------ end
 
@@ -141,7 +143,7 @@ class SessionCell(Execution):
         self._later(_RENEWAL_PATIENCE_S, lambda: self._end(state))
 
         def done(renewed: GroupRenewed | None) -> None:
-            if renewed is not None and not self._ended:
+            if renewed is not None and not self.ended:
                 self._say(renewed)
             self._end(state)
             self._settle()
@@ -150,13 +152,13 @@ class SessionCell(Execution):
 
     def _reason_to_renew(self, state: RunState) -> str:
         """Why the process groups may be broken, "" when they are as good as before."""
-        if self.crew.world_size == 1:
+        if self.group.world_size == 1:
             return "the cell has ended the process group" if self._ungrouped else ""
         if self._stop.released:
             return "ranks were freed from a collective" if state is RunState.FAILED else "the cell was stopped"
         if self._ungrouped:
             return "the cell has ended the process group"
-        if state is RunState.SUCCEEDED or self._gathering.failed_alike:
+        if state is RunState.SUCCEEDED or self._reports.failed_alike:
             return ""
         return "ranks ended the cell at different places"
 
@@ -165,7 +167,7 @@ class SessionCell(Execution):
 
     def _settle(self) -> None:
         """The ranks are idle again."""
-        if self._gone:
+        if self.gone:
             return
         self._ranks_gone()
         try:
@@ -175,4 +177,4 @@ class SessionCell(Execution):
             self._loop.call_later(_WRITE_DELAY_S, self._write_down)
 
     def _write_down(self) -> None:
-        self.belongings.describe(self._final_state)
+        self.files.describe(self._final_state)

@@ -1,24 +1,31 @@
-"""Keeps a session's group whole: its process groups are connected anew, its dead ranks replaced, and that is told."""
+"""Keeps a session's group whole: its process groups are connected anew, its dead ranks replaced, and that is told.
+
+After a cell that broke them, and for ranks that are new, every living rank renews its groups in place over a new store,
+so that models and groups of the user go on. A new rank joins over the same store.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sgpu_magic.agent.ranks import leftovers
-from sgpu_magic.agent.ranks.group import Group
-from sgpu_magic.agent.runs.regrouping import Regrouping
-from sgpu_magic.agent.runs.session_news import SessionNews
+from sgpu_magic.agent.ranks import run_processes
+from sgpu_magic.agent.ranks.group import Group, GroupStore
+from sgpu_magic.agent.ranks.orders import prepare
+from sgpu_magic.agent.runs.session_records import SessionNews
 from sgpu_magic.wire.events import GroupRenewed, RanksRestarted
 from sgpu_magic.wire.node_messages import Launch
-from sgpu_magic.wire.rank_messages import Renewed
+from sgpu_magic.wire.rank_messages import Renew, Renewed
 
+# gloo's own limit on the ranks is shorter
+_PATIENCE_S = 60.0
 # why it failed ("" when it did not), and what could not be kept
-_Done = Callable[[str, str], None]
+_Regrouped = Callable[[str, str], None]
 
 
-class GroupCare:
+class SessionRepair:
     """One thing at a time: a renewal, or a replacement, which ends with a renewal of the ranks that stay.
 
     Args:
@@ -45,7 +52,11 @@ class GroupCare:
         self._news = news
         self._say = say
         self._replaced = replaced
-        self._regrouping: Regrouping | None = None
+        # who waits for the renewal under way, the ranks that have yet to answer, and what they said
+        self._regrouped: _Regrouped | None = None
+        self._waiting: set[int] = set()
+        self._problem = self._lost = ""
+        self._timer: asyncio.TimerHandle | None = None
         # ranks that are killed to be replaced, and who waits for that
         self._replacing: tuple[int, ...] = ()
         self._done: Callable[[str], None] | None = None
@@ -53,7 +64,7 @@ class GroupCare:
     @property
     def busy(self) -> bool:
         """The ranks can't take a cell now."""
-        return self._regrouping is not None or bool(self._replacing)
+        return self._regrouped is not None or bool(self._replacing)
 
     def expects(self, rank: int) -> bool:
         """The rank is killed on purpose."""
@@ -85,18 +96,18 @@ class GroupCare:
     def go_on(self) -> None:
         """Fork the new ranks once all old ones are dead."""
         ranks = self._replacing
-        if not ranks or self._regrouping is not None or any(self._group.rank(rank).alive for rank in ranks):
+        if not ranks or self._regrouped is not None or any(self._group.rank(rank).alive for rank in ranks):
             return
         old = {self._group.rank(rank).pid or 0 for rank in ranks}
-        leftovers.kill_leftovers(self._launch.spec.run_id, old, marked=False, reaped=True)
+        run_processes.kill_leftovers(self._launch.spec.run_id, old, marked=False, reaped=True)
         self._regroup(ranks, self._end_replacement)
         if self._replacing:
             self._replaced(ranks)
 
     def fail(self, problem: str) -> None:
         """Whatever is under way comes to nothing."""
-        if self._regrouping is not None:
-            self._regrouping.fail(problem)
+        if self._regrouped is not None:
+            self._end_regrouping(problem)
         elif self._replacing:
             self._end_replacement(problem, "")
 
@@ -104,31 +115,54 @@ class GroupCare:
 
     def joined(self, rank: int) -> None:
         """A new rank is in the process group."""
-        if self._regrouping is not None:
-            self._regrouping.joined(rank)
+        self._waiting.discard(rank)
+        if not self._waiting:
+            self._end_regrouping(self._problem)
 
     def renewed(self, rank: int, message: Renewed) -> None:
         """A rank has renewed its groups, or could not."""
-        if self._regrouping is not None:
-            self._regrouping.renewed(rank, message)
+        self._problem = self._problem or message.problem
+        self._lost = self._lost or message.lost
+        self.joined(rank)
 
     def died(self, rank: int) -> None:
         """A rank is dead: the others can't be whole without it."""
-        if self._regrouping is not None:
-            self._regrouping.fail(f"rank {rank} died meanwhile")
+        self._end_regrouping(f"rank {rank} died meanwhile")
 
     # ------------------------------------------------------------ within
 
-    def _regroup(self, replaced: Sequence[int], done: _Done) -> None:
-        def regrouped(problem: str, lost: str) -> None:
-            self._regrouping = None
-            done(problem, lost)
+    def _regroup(self, replaced: Sequence[int], regrouped: _Regrouped) -> None:
+        """Connect the process groups anew over a new store.
 
-        self._regrouping = regrouping = Regrouping(self._group, self._launch, self._scratch, regrouped)
+        Args:
+            replaced: Ranks to fork anew; they are dead, and all others alive.
+            regrouped: Called once.
+        """
+        self._regrouped = regrouped
+        self._problem = self._lost = ""
+        self._waiting = {process.rank for process in self._group.ranks}
+        self._timer = asyncio.get_running_loop().call_later(
+            _PATIENCE_S, self._end_regrouping, f"it took longer than {_PATIENCE_S:.0f} s"
+        )
         try:
-            regrouping.begin(replaced)
+            store = GroupStore(self._scratch)
+            staying = sorted(self._waiting.difference(replaced))
+            for rank in staying:
+                order = Renew(replaced=tuple(replaced), store_path=store.path)
+                self._group.order(rank, order, descriptors=store.descriptors)
+            if replaced:
+                self._group.replace(replaced, store)
+                prepare(self._launch, self._group, replaced, stays=True, renewal=bool(staying))
+            else:
+                store.close()
         except OSError as error:
-            regrouping.fail(str(error))
+            self._end_regrouping(str(error))
+
+    def _end_regrouping(self, problem: str) -> None:
+        regrouped, self._regrouped = self._regrouped, None
+        if regrouped is not None and self._timer is not None:
+            self._timer.cancel()
+            regrouped(problem, self._lost)
 
     def _end_replacement(self, problem: str, lost: str) -> None:
         ranks, self._replacing = self._replacing, ()

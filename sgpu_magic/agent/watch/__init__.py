@@ -1,10 +1,13 @@
 """What is watched of runs and devices while they work.
 
-run_watch      everything that looks at one run
-stacks         where ranks are, read from their stack files;  stack_taking  asks them and waits
-stalls         says when the ranks of a silent run wait for each other;  stall_rules  decides it (pure)
-sampling       every run once a second;  run_sampler  one run's samples;  usage  CPU and memory, from /proc
-gpus           the GPUs of runs, asked in a thread;  gpu_reading  one GPU's moment;  nvml  all that is known of NVML
-idle_gpus      tells of idle GPUs;  idle  which ones they are (pure)
-inventory      the devices of this node;  device_users  who else uses them
+run_watch     everything that looks at one run
+stacks        where ranks are, read from their stack files
+stack_taking  asks the ranks of a run where they are, and waits
+stalls        says when the ranks of a silent run wait for each other
+idle          says which GPUs of a run stand idle, and why
+sampling      what ranks and devices use, once a second
+usage         CPU and memory of processes, from /proc
+gpus          the GPUs of runs, asked in a thread
+nvml          all that is known of NVML
+inventory     the devices of this node, and who else uses them
 """

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sgpu_magic.agent import faults
-from sgpu_magic.agent.runs.run_ranks import Crew
-from sgpu_magic.agent.watch.idle_gpus import IdleGpus
-from sgpu_magic.agent.watch.run_sampler import RunSampler
-from sgpu_magic.agent.watch.sampling import Sampling
+from sgpu_magic.agent.ranks.group import RunRanks
+from sgpu_magic.agent.watch.idle import IdleGpus
+from sgpu_magic.agent.watch.sampling import RunSampler, Sampling
 from sgpu_magic.agent.watch.stack_taking import StackTaker
 from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.agent.watch.stalls import StallWatch
@@ -21,7 +20,7 @@ class RunWatch:
     """Watches one run.
 
     Args:
-        crew: Its ranks.
+        run_ranks: Its ranks.
         lease: Their devices.
         notebook: Tells the notebook's frames.
         has_reported: Whether a rank's cell is done or failed.
@@ -35,7 +34,7 @@ class RunWatch:
 
     def __init__(
         self,
-        crew: Crew,
+        run_ranks: RunRanks,
         lease: Lease,
         notebook: NotebookFrames,
         has_reported: Callable[[int], bool],
@@ -44,12 +43,12 @@ class RunWatch:
         say: Callable[[EventBody], None],
     ) -> None:
         self._say = say
-        self.taker = StackTaker(crew, notebook, has_reported)
+        self.taker = StackTaker(run_ranks, notebook, has_reported)
         self._sampling = sampling
         self._idle = IdleGpus(self.taker, notebook, settings.idle_gpu_s, say)
-        self._sampler = RunSampler(crew, lease, say, self._idle.used)
+        self._sampler = RunSampler(run_ranks, lease, say, self._idle.used)
         self._stalls = StallWatch(
-            crew,
+            run_ranks,
             self.taker,
             notebook,
             sampling.processes,

@@ -22,9 +22,8 @@ import msgspec
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.background_call import call_in_background
-from sgpu_magic.agent.ranks.group import RankProcess
-from sgpu_magic.agent.ranks.signals import catches
-from sgpu_magic.agent.runs.run_ranks import Crew
+from sgpu_magic.agent.ranks.group import RankProcess, RunRanks
+from sgpu_magic.agent.ranks.run_processes import catches
 from sgpu_magic.agent.watch.stacks import NotebookFrames, parse
 from sgpu_magic.wire.measures import Collective, RankStack, StackFrame
 from sgpu_magic.wire.rank_messages import Collectives, TellCollectives
@@ -41,7 +40,7 @@ class StackTaker:
     """Takes the stacks of one run's ranks; who asks while an answer is under way gets the same one.
 
     Args:
-        crew: The ranks.
+        run_ranks: The ranks.
         notebook: Where the cell's own frames end.
         has_reported: Whether a rank's cell is done or failed.
 
@@ -49,8 +48,8 @@ class StackTaker:
         entered_at: When each rank called the collective that it told of last, seconds since the epoch.
     """
 
-    def __init__(self, crew: Crew, notebook: NotebookFrames, has_reported: Callable[[int], bool]) -> None:
-        self._crew = crew
+    def __init__(self, run_ranks: RunRanks, notebook: NotebookFrames, has_reported: Callable[[int], bool]) -> None:
+        self._run_ranks = run_ranks
         self._notebook = notebook
         self.has_reported = has_reported
         self.entered_at: dict[int, float] = {}
@@ -75,7 +74,7 @@ class StackTaker:
             return
         taking = self._taking = _Taking(next(self._numbers), self._loop.time() + _PATIENCE_S, [done], gently)
         with faults.guarded(functools.partial(self._faulted, taking)):
-            for process in self._crew.ranks:
+            for process in self._run_ranks.ranks:
                 problem = self._ask(process, taking)
                 if problem:
                     taking.problems[process.rank] = problem
@@ -84,7 +83,7 @@ class StackTaker:
     def _faulted(self, taking: _Taking, error: Exception) -> None:
         """Who waits for the stacks may be the end of the run."""
         problem = f"the agent met a fault: {error!r}"
-        self._answer(taking, tuple(RankStack(rank=rank, problem=problem) for rank in self._crew.numbers))
+        self._answer(taking, tuple(RankStack(rank=rank, problem=problem) for rank in self._run_ranks.numbers))
 
     def answered(self, rank: int, message: Collectives) -> None:
         """A rank has looked into its flight recorder."""
@@ -120,7 +119,7 @@ class StackTaker:
         late = self._loop.time() >= taking.deadline
         missing: list[RankProcess] = []
         waiting = False
-        for process in self._crew.ranks:
+        for process in self._run_ranks.ranks:
             rank = process.rank
             if rank in taking.problems:
                 continue
@@ -144,7 +143,7 @@ class StackTaker:
 
     def _finish(self, taking: _Taking, by_py_spy: dict[int, tuple[StackFrame, ...]]) -> None:
         stacks: list[RankStack] = []
-        for process in self._crew.ranks:
+        for process in self._run_ranks.ranks:
             rank = process.rank
             problem = taking.problems.get(rank, "")
             frames = taking.frames.get(rank)

@@ -154,7 +154,7 @@ import json, os, re
 from pathlib import Path
 from sgpu_magic.system.processes import descendants
 def bench_is_zygote(pid):
-    return b"worker.zygote" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b"worker.process.zygote" in Path(f"/proc/{pid}/cmdline").read_bytes()
 def bench_parent(pid):
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 def bench_own_mb(pid):

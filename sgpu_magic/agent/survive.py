@@ -1,0 +1,259 @@
+"""How the agent outlives pool services: it introduces itself to each, waits without one, starts and lets in the next.
+
+The ranks go on when a service ends unexpectedly. A run whose notebook is dead too is cancelled, as the service would
+have done. The notebooks that follow a run start the next service; for runs that go on without one, the agent does it
+itself. When nobody is left who could want anything, or no service comes in time, everything is ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from sgpu_magic.agent import faults
+from sgpu_magic.agent.background_call import call_in_background
+from sgpu_magic.agent.ranks.standby_groups import StandbyGroups
+from sgpu_magic.agent.reports import Send
+from sgpu_magic.agent.run_registry import RunRegistry
+from sgpu_magic.agent.runs import ray_place
+from sgpu_magic.agent.runs.node_run import NodeRun
+from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
+from sgpu_magic.agent.watch.inventory import take_inventory
+from sgpu_magic.config import Settings
+from sgpu_magic.system import processes
+from sgpu_magic.system.processes import may_be_alive
+from sgpu_magic.wire.devices import Inventory
+from sgpu_magic.wire.messages import PROTOCOL_VERSION
+from sgpu_magic.wire.node_messages import AgentReady, HeldRun, InventoryTaken
+from sgpu_magic.wire.states import OWNER_GONE, RunState
+
+_LOOK_S = 0.25
+# a notebook that follows a run starts the next service within a second or two; what nobody follows nobody fetches
+_OVER_S = 5.0
+# notebooks are given this long to do it first
+_SUCCESSOR_S = 1.0
+
+
+class Introduction:
+    """What the agent tells a pool service that it comes to: what this node has, and which runs it holds.
+
+    Args:
+        settings: The pool's settings.
+        runs: What it holds.
+        far: Knows how the runs were ordered.
+        groups: Has further processes that are the agent's own.
+        send: Sends to the service of now.
+    """
+
+    def __init__(
+        self, settings: Settings, runs: RunRegistry, far: FilesToPool, groups: StandbyGroups, send: Send
+    ) -> None:
+        self._settings = settings
+        self._runs = runs
+        self._far = far
+        self._groups = groups
+        self._send = send
+
+    async def ready(self) -> None:
+        """Say the agent's first word to a service, as soon as the driver has told."""
+        ray_place.sweep(self._settings, [run.run_id for run in self._runs.all()])
+        inventory = await self._take()
+        held: list[HeldRun] = []
+        locks: list[int] = []
+        for run in self._runs.all():
+            own = self._runs.locks(run.run_id)
+            locks += own
+            held.append(
+                HeldRun(
+                    launch=self._far.as_ordered(run.launch),
+                    state=run.state,
+                    started_s=run.age_s,
+                    gone=run.gone,
+                    locks=len(own),
+                )
+            )
+        ready = AgentReady(pid=os.getpid(), protocol_version=PROTOCOL_VERSION, inventory=inventory, runs=tuple(held))
+        self._send(ready, (), locks)
+
+    async def inventory_again(self) -> None:
+        """Say what the node has now."""
+        self._send(InventoryTaken(inventory=await self._take()))
+
+    async def _take(self) -> Inventory:
+        """In a thread of its own: a real driver may take seconds to answer."""
+        own = [pid for run in self._runs.all() for pid in run.pids]
+        take = functools.partial(
+            take_inventory,
+            simulate=self._settings.simulate,
+            cpu_slots=self._settings.cpu_slot_count,
+            own_pids=[*own, *self._groups.zygotes.pids()],
+        )
+        return await call_in_background(take, "sgpu-inventory")
+
+
+class ServiceSocket:
+    """The agent's own socket, through which a pool service that was started again comes back to it.
+
+    Listens on a Unix socket in the private runtime directory and lets processes of the same user in.
+
+    Args:
+        path: The socket's path; what a killed agent left there is removed.
+        came: Called with each connection.
+        lock: Who comes holds this file's lock; None asks for no more than the user.
+    """
+
+    def __init__(self, path: Path, came: Callable[[socket.socket], None], lock: Path | None = None) -> None:
+        self._lock = lock
+        self._path = path
+        self._came = came
+        self._loop = asyncio.get_running_loop()
+        path.unlink(missing_ok=True)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.setblocking(False)
+        self._socket.bind(str(path))
+        path.chmod(0o600)
+        self._socket.listen(4)
+        self._loop.add_reader(self._socket, self._accept)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._socket.accept()
+        except OSError:
+            return
+        if self._is_welcome(connection):
+            self._came(connection)
+        else:
+            connection.close()
+
+    def _is_welcome(self, connection: socket.socket) -> bool:
+        """Whether it is a pool's. Where the system does not tell it is: the directory is private."""
+        peer = processes.peer_of(connection)
+        if peer is None:
+            return True
+        if peer.uid != os.getuid():
+            return False
+        # anybody else would take the place of the pool that is there
+        holder = processes.flock_holder(self._lock) if self._lock is not None else 0
+        return holder in (0, peer.pid)
+
+
+class Orphaned:
+    """Watches over the runs between a pool service's unexpected end and the next one's coming.
+
+    Args:
+        executions: The runs that the agent holds.
+        has_news: Whether something of a run was not told to any service yet.
+        successor: Starts the next service; None where only others can.
+        timeout_s: Seconds for which they wait.
+        end: Ends the agent with all that it has.
+    """
+
+    def __init__(
+        self,
+        executions: Callable[[], Collection[NodeRun]],
+        has_news: Callable[[str], bool],
+        successor: Successor | None,
+        timeout_s: float,
+        end: Callable[[], None],
+    ) -> None:
+        self._executions = executions
+        self._has_news = has_news
+        self._successor = successor
+        self._timeout_s = timeout_s
+        self._since = 0.0
+        self._end = end
+        self._loop = asyncio.get_running_loop()
+        self._until = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        """The service is gone."""
+        self._since = self._loop.time()
+        self._until = self._since + self._timeout_s
+        self._look()
+
+    def over(self) -> None:
+        """Another one is here, or the agent ends."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        # whatever happens now, the agent does not stay for ever
+        self._timer = self._loop.call_later(_LOOK_S, self._look)
+        wanted = False
+        for execution in self._executions():
+            spec = execution.launch.spec
+            if spec.detach or may_be_alive(spec.owner.pid, spec.owner.host):
+                wanted |= not execution.gone or execution.files.memory.in_use or self._has_news(execution.run_id)
+            elif not execution.ended:
+                with faults.guarded(execution.faulted):
+                    execution.end_as(RunState.CANCELLED, OWNER_GONE)
+        still_there = any(not execution.gone for execution in self._executions())
+        if not still_there and not any(execution.launch.spec.detach for execution in self._executions()):
+            self._until = min(self._until, self._loop.time() + _OVER_S)
+        if self._loop.time() > self._until or not (wanted or still_there):
+            self.over()
+            self._end()
+        else:
+            successor = self._successor
+            if successor is not None and self._loop.time() > self._since + _SUCCESSOR_S and self._is_needed():
+                self._since = self._loop.time()
+                # a system without room for a process: the timeout ends what nobody can fetch
+                with contextlib.suppress(OSError):
+                    successor.start()
+
+    def _is_needed(self) -> bool:
+        return any(execution.launch.spec.detach and not execution.gone for execution in self._executions())
+
+
+class Successor:
+    """Starts the next service of this user, as a client does. Harmless when another one is first.
+
+    Args:
+        log: Where the service's own words go.
+    """
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it unless it is on its way. It leaves this process's family, so that it does not end with it.
+
+        Raises:
+            OSError: No process can be started.
+        """
+        if self._process is not None:
+            return
+        # the service leaves by a second fork, and must not come back here as an orphan
+        processes.become_subreaper(False)
+        with open(self._log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "sgpu_magic.pool"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                cwd="/",
+                start_new_session=True,
+            )
+
+    def reaped(self, pid: int) -> None:
+        """A child of this process has ended: the starter does so as soon as the service is on its own."""
+        if self._process is not None and self._process.pid == pid:
+            self._process.returncode = 0
+            self._process = None
+            processes.become_subreaper()

@@ -1,0 +1,159 @@
+"""What a rank displays: to the notebook, or into the widget whose block is under way.
+
+`with output:` in a rank: what the block prints and displays goes into the widget, as `interact` wants it. In a notebook
+the front end does that, by the message that a print answers; in a rank no message has asked for it.
+"""
+
+# IPython's own attributes are only partly typed
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, ClassVar, Literal
+
+from IPython.core.displaypub import DisplayPublisher
+
+from sgpu_magic.wire.rank_messages import Cleared, Displayed
+from sgpu_magic.wire.record import Record
+from sgpu_magic.worker.process import output
+
+Report = Callable[[Record], None]
+_MOST_CHARS = 100_000
+_MOST_OUTPUTS = 200
+
+
+def _discard(message: Record) -> None:
+    """Before the fork there is nobody to report to."""
+
+
+class RankDisplayPublisher(DisplayPublisher):
+    """`display()` and `clear_output()` of a rank."""
+
+    report: Report = staticmethod(_discard)
+    # blocks under way whose displays go into a widget, the innermost last
+    captures: ClassVar[list[Any]] = []
+
+    def publish(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        data: Mapping[str, object],
+        metadata: Mapping[str, object] | None = None,
+        *,
+        transient: Mapping[str, str] | None = None,
+        update: bool = False,
+        **kwargs: object,
+    ) -> None:
+        if self.captures:
+            self.captures[-1].display(data, metadata or {})
+            return
+        output.flush()
+        display_id = (transient or {}).get("display_id", "")
+        self.report(
+            Displayed(bundle=_to_json(data), metadata=_to_json(metadata or {}), display_id=display_id, update=update)
+        )
+
+    def clear_output(self, wait: bool = False) -> None:
+        if self.captures:
+            self.captures[-1].clear(wait)
+            return
+        output.flush()
+        self.report(Cleared(wait=wait))
+
+
+def _to_json(value: Mapping[str, object]) -> bytes:
+    # what is no UTF-8 has no place in JSON either
+    return json.dumps(value, default=_encode_binary, ensure_ascii=False).encode("utf-8", "replace")
+
+
+def _encode_binary(value: object) -> str:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return base64.b64encode(value).decode("ascii")
+    return str(value)
+
+
+class _Captured:
+    """What one block has printed and displayed.
+
+    Args:
+        widget: The `Output`.
+    """
+
+    def __init__(self, widget: Any) -> None:
+        self._widget = widget
+        self._clears = False
+        self.streams = (sys.stdout, sys.stderr)
+
+    def write(self, name: str, text: str) -> None:
+        outputs = self._outputs()
+        if outputs and outputs[-1].get("name") == name:
+            text = outputs.pop()["text"] + text
+        self._show([*outputs, {"output_type": "stream", "name": name, "text": text[-_MOST_CHARS:]}])
+
+    def display(self, data: Mapping[str, object], metadata: Mapping[str, object]) -> None:
+        output = {"output_type": "display_data", "data": dict(data), "metadata": dict(metadata)}
+        self._show([*self._outputs(), output])
+
+    def fail(self, error: BaseException) -> None:
+        lines = traceback.format_exception(error)
+        output = {"output_type": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": lines}
+        self._show([*self._outputs(), output])
+
+    def clear(self, wait: bool) -> None:
+        self._clears = wait
+        if not wait:
+            self._show([])
+
+    def _outputs(self) -> list[dict[str, Any]]:
+        if self._clears:
+            self._clears = False
+            return []
+        return list(self._widget.outputs)
+
+    def _show(self, outputs: list[dict[str, Any]]) -> None:
+        self._widget.outputs = tuple(outputs[-_MOST_OUTPUTS:])
+
+
+class _Stream(io.TextIOBase):
+    """`sys.stdout` or `sys.stderr` in the block."""
+
+    def __init__(self, captured: _Captured, name: str) -> None:
+        self._captured = captured
+        self._name = name
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, s: str, /) -> int:
+        self._captured.write(self._name, s)
+        return len(s)
+
+
+def _enter(self: Any) -> Any:
+    captured = _Captured(self)
+    RankDisplayPublisher.captures.append(captured)
+    sys.stdout, sys.stderr = _Stream(captured, "stdout"), _Stream(captured, "stderr")
+    return self
+
+
+def _exit(
+    self: Any, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+) -> Literal[True] | None:
+    captured = RankDisplayPublisher.captures.pop()
+    sys.stdout, sys.stderr = captured.streams
+    if not isinstance(error, Exception):
+        return None
+    # as in a notebook, whose shell shows it: the block ends, and the code after it goes on
+    captured.fail(error)
+    return True
+
+
+def teach(output_class: Any) -> None:
+    """Have `ipywidgets.Output` capture by itself."""
+    if output_class.__enter__ is not _enter:
+        output_class.__enter__, output_class.__exit__ = _enter, _exit

@@ -1,0 +1,244 @@
+"""The user's own modules on a rank that stays: which were edited since their import, and how to load them anew.
+
+The user's own are those that lie in the kernel's directory or under an entry of its path that is no part of a Python
+installation. What a file was when Python read it is noted as Python asks for it, so that an edit during a cell counts.
+"""
+
+# autoreload has no types
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import os
+import site
+import sys
+import sysconfig
+import types
+from collections.abc import Iterable, Sequence
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+from sgpu_magic.wire.records import RankContext
+from sgpu_magic.worker.cell.shell import RankShell
+
+_PACKAGE = str(Path(__file__).parents[2])
+
+Mark = tuple[float, int]
+"""Time of change and size: a file with another mark was edited."""
+
+
+def note_imports() -> None:
+    """Note of every source file what it is when it is imported. Once, in the zygote."""
+    original = SourceFileLoader.path_stats
+
+    def path_stats(self: SourceFileLoader, path: str) -> Any:
+        stats = original(self, path)
+        _noted[path] = (float(stats["mtime"]), int(stats["size"]))
+        return stats
+
+    SourceFileLoader.path_stats = path_stats
+
+
+_noted: dict[str, Mark] = {}
+
+
+class EditedModules:
+    """Looks before each cell of a session.
+
+    Args:
+        shell: Whose namespace follows a module that is loaded anew.
+    """
+
+    def __init__(self, shell: RankShell) -> None:
+        self._shell = shell
+        self._told: dict[str, Mark] = {}
+        self._own: dict[str, bool] = {}
+        self._roots: tuple[tuple[str, ...], str] | None = None
+        self._root_prefixes: tuple[str, ...] = ()
+        # old functions and classes by module and name, for autoreload
+        self._old_objects: dict[tuple[str, str], list[Any]] = {}
+
+    def find(self, context: RankContext) -> dict[str, types.ModuleType]:
+        """Return the edited modules by file. Costs 2 us for each of the user's own modules."""
+        own = self._own_files(context)
+        if not own:
+            return {}
+        edited = {path for path in own if _mark(path) not in (_noted[path], None)}
+        if not edited:
+            return {}
+        return {
+            path: module
+            for module in list(sys.modules.values())
+            if isinstance(path := getattr(module, "__file__", None), str) and path in edited
+        }
+
+    def remark(self, edited: dict[str, types.ModuleType], context: RankContext, rank: int) -> str:
+        """Return what to tell the user, "" when it was told before."""
+        new = [path for path in edited if self._told.get(path) != _mark(path)]
+        for path in new:
+            mark = _mark(path)
+            if mark is not None:
+                self._told[path] = mark
+        if not new:
+            return ""
+        names = _listed(_shown(path, context) for path in new)
+        versions, them = ("an older version", "it") if len(new) == 1 else ("older versions", "them")
+        return f"rank {rank} holds {versions} of {names}, edited since: --reload loads {them} anew."
+
+    def reload(self, edited: dict[str, types.ModuleType], context: RankContext) -> str:
+        """Load the edited modules anew and return what to tell the user, "" when there were none.
+
+        Functions, classes and instances that others hold follow (IPython's autoreload); plain values that other
+        modules of the user's or the notebook have imported by name are set anew there.
+
+        Raises:
+            SyntaxError: A file does not compile; nothing was loaded.
+            Exception: What a module raised; it stays as it was.
+        """
+        if not edited:
+            return ""
+        for path in edited:
+            with open(path, "rb") as file:
+                compile(file.read(), path, "exec")
+        from IPython.extensions.autoreload import superreload
+
+        files = ((module, getattr(module, "__file__", None)) for module in list(sys.modules.values()))
+        own = [module for module, file in files if file is not None and self._own.get(file)]
+        for path, module in _in_order(edited):
+            before = dict(vars(module))
+            # a cached one counts as current when the edit was within its second and left the size
+            with contextlib.suppress(OSError, NotImplementedError):
+                os.unlink(importlib.util.cache_from_source(path))
+            try:
+                superreload(module, importlib.reload, self._old_objects)
+            except BaseException as error:
+                # the user's lines begin below the import system's
+                error.__traceback__ = _from_file(error.__traceback__, path)
+                raise
+            self._pass_values_on(module, before, own)
+        return f"loaded anew: {_listed(_shown(path, context) for path in edited)}."
+
+    # ------------------------------------------------------------ within
+
+    def _own_files(self, context: RankContext) -> list[str]:
+        key = (context.sys_path, context.cwd)
+        if self._roots != key:
+            self._roots, self._own = key, {}
+            self._root_prefixes = tuple(_user_directories(context))
+        for path in _noted.keys() - self._own.keys():
+            absolute = os.path.abspath(path)
+            self._own[path] = absolute.startswith(self._root_prefixes) and not _is_installed(absolute)
+        return [path for path, own in self._own.items() if own]
+
+    def _pass_values_on(
+        self, module: types.ModuleType, before: dict[str, Any], own: Sequence[types.ModuleType]
+    ) -> None:
+        """What was imported by name is a copy of the reference: set it anew where it is still the old value."""
+        namespaces: list[dict[str, Any]] = [self._shell.user_ns]
+        namespaces += [vars(other) for other in own if other is not module and _imports_from(other, module.__name__)]
+        for name, value in vars(module).items():
+            old = before.get(name)
+            if name.startswith("__") or old is None or old is value:
+                continue
+            for namespace in namespaces:
+                if name in namespace and namespace[name] is old:
+                    namespace[name] = value
+
+
+def _from_file(traceback: types.TracebackType | None, path: str) -> types.TracebackType | None:
+    entry = traceback
+    while entry is not None and entry.tb_frame.f_code.co_filename != path:
+        entry = entry.tb_next
+    return entry or traceback
+
+
+def _user_directories(context: RankContext) -> Iterable[str]:
+    for entry in (context.cwd, *context.sys_path):
+        directory = os.path.abspath(os.path.join(context.cwd or os.sep, entry))
+        if not _is_installed(directory + os.sep):
+            yield directory.rstrip(os.sep) + os.sep
+
+
+def _installed_directories() -> tuple[str, ...]:
+    paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    with contextlib.suppress(AttributeError):
+        paths |= {*site.getsitepackages(), site.getusersitepackages()}
+    return tuple(os.path.abspath(path) + os.sep for path in (*paths, _PACKAGE) if path)
+
+
+_INSTALLED = _installed_directories()
+
+
+def _is_installed(path: str) -> bool:
+    return path.startswith(_INSTALLED) or f"{os.sep}site-packages{os.sep}" in path
+
+
+def _mark(path: str) -> Mark | None:
+    try:
+        stats = os.stat(path)
+    except OSError:
+        # gone, as an editor may leave it for a moment
+        return None
+    return stats.st_mtime, stats.st_size
+
+
+def _shown(path: str, context: RankContext) -> str:
+    absolute = os.path.abspath(path)
+    inside = context.cwd.rstrip(os.sep) + os.sep
+    return absolute.removeprefix(inside) if context.cwd else absolute
+
+
+def _listed(names: Iterable[str]) -> str:
+    *rest, last = sorted(names)
+    return f"{', '.join(rest)} and {last}" if rest else last
+
+
+def _in_order(edited: dict[str, types.ModuleType]) -> list[tuple[str, types.ModuleType]]:
+    """Each module after those of the edited that it imports."""
+    names = {module.__name__: path for path, module in edited.items()}
+    ordered: dict[str, None] = {}
+
+    def visit(path: str, above: frozenset[str]) -> None:
+        if path in ordered or path in above:
+            return
+        for needed in _imported(path, edited[path]):
+            if needed in names:
+                visit(names[needed], above | {path})
+        ordered[path] = None
+
+    for path in edited:
+        visit(path, frozenset())
+    return [(path, edited[path]) for path in ordered]
+
+
+def _imported(path: str, module: types.ModuleType) -> set[str]:
+    """Names of the modules that the file imports, all that they could be."""
+    found: set[str] = set()
+    with contextlib.suppress(OSError, SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(Path(path).read_bytes())):
+            if isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = _absolute(node, module)
+                found.add(base)
+                found.update(f"{base}.{alias.name}" for alias in node.names)
+    return found
+
+
+def _imports_from(module: types.ModuleType, name: str) -> bool:
+    path = getattr(module, "__file__", None)
+    return isinstance(path, str) and name in _imported(path, module)
+
+
+def _absolute(node: ast.ImportFrom, module: types.ModuleType) -> str:
+    name = "." * node.level + (node.module or "")
+    if not node.level:
+        return name
+    with contextlib.suppress(ImportError, ValueError):
+        return importlib.util.resolve_name(name, module.__package__ or "")
+    return name

@@ -1,0 +1,171 @@
+"""What held a rank's memory when an allocation failed: how much there is, and the largest tensors by name."""
+
+# torch and IPython are only partly typed
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from sgpu_magic.payload.buffers import memory_available_bytes
+from sgpu_magic.wire.measures import RankMemory, TensorUse
+from sgpu_magic.worker.cell.asking import is_a
+from sgpu_magic.worker.cell.shell import RankShell
+
+_LARGEST = 8
+# in one list or dictionary
+_MOST_ITEMS = 1000
+_CPU_REFUSED = "DefaultCPUAllocator: can't allocate memory"
+_MODULE_LEVEL = "<module>"
+
+_TENSOR_PROBLEMS = (RuntimeError, NotImplementedError, AttributeError, ValueError)
+
+
+def is_out_of_memory(error: BaseException, message: str) -> bool:
+    """Whether an allocation failed, on a GPU or on the CPU."""
+    if is_a(error, MemoryError, torch.cuda.OutOfMemoryError):
+        return True
+    return is_a(error, RuntimeError) and _CPU_REFUSED in message
+
+
+def measure(device: str) -> RankMemory | None:
+    """Return what is used and free, None when the device does not tell. Cheap.
+
+    Args:
+        device: `cuda`, or `cpu`.
+    """
+    if device == "cuda" and torch.cuda.is_initialized():
+        # a GPU whose last kernel failed answers nothing more
+        with contextlib.suppress(RuntimeError):
+            free, total = torch.cuda.mem_get_info()
+            return RankMemory(
+                device=f"cuda:{torch.cuda.current_device()}",
+                used_bytes=torch.cuda.memory_allocated(),
+                reserved_bytes=torch.cuda.memory_reserved(),
+                free_bytes=free,
+                total_bytes=total,
+            )
+        return None
+    page = os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/statm") as file:
+        resident = int(file.read().split()[1]) * page
+        total = os.sysconf("SC_PHYS_PAGES") * page
+        return RankMemory(device="cpu", used_bytes=resident, free_bytes=memory_available_bytes(), total_bytes=total)
+    return None
+
+
+def take_stock(error: BaseException, traceback: types.TracebackType | None, shell: RankShell) -> RankMemory | None:
+    """Return what held the memory, with the largest tensors; before the error's frames are freed.
+
+    Args:
+        error: The failed allocation.
+        traceback: Its frames.
+        shell: Whose names tell what a tensor is.
+    """
+    device = "cuda" if is_a(error, torch.cuda.OutOfMemoryError) else "cpu"
+    found = measure(device)
+    if found is None:
+        return None
+    import msgspec
+
+    # a Python that has no memory left for this tells what it can
+    with contextlib.suppress(MemoryError):
+        return msgspec.structs.replace(found, largest=_largest(device, _names(traceback, shell)))
+    return found
+
+
+def _largest(device: str, names: dict[int, str]) -> tuple[TensorUse, ...]:
+    """The tensors with the largest storages; of those that share one the one with a name, else any."""
+    by_storage: dict[int, TensorUse] = {}
+    for found in gc.get_objects():
+        # by type: to ask an object for its class may run the user's code
+        if not issubclass(type(found), torch.Tensor):
+            continue
+        with contextlib.suppress(*_TENSOR_PROBLEMS):
+            if found.device.type != device:
+                continue
+            storage = found.untyped_storage()
+            size, place = storage.nbytes(), storage.data_ptr()
+            known = by_storage.get(place)
+            name = names.get(id(found), "")
+            if size == 0 or (known is not None and (known.name or not name)):
+                continue
+            by_storage[place] = TensorUse(
+                name=name,
+                shape=tuple(found.shape),
+                dtype=str(found.dtype).removeprefix("torch."),
+                device=str(found.device),
+                size_bytes=size,
+            )
+    ordered = sorted(by_storage.values(), key=lambda use: use.size_bytes, reverse=True)
+    return tuple(ordered[:_LARGEST])
+
+
+def _names(traceback: types.TracebackType | None, shell: RankShell) -> dict[int, str]:
+    """Name by id of each tensor that hangs at a notebook's name, or at a local one of the frames that failed."""
+    names: dict[int, str] = {}
+    # IPython's own names of values come last
+    namespace: dict[str, Any] = shell.user_ns
+    for name in sorted(namespace, key=lambda name: name.startswith("_")):
+        value = namespace[name]
+        for way, tensor in _tensors_of(name, value):
+            names.setdefault(id(tensor), way)
+    while traceback is not None:
+        frame, line = traceback.tb_frame, traceback.tb_lineno
+        traceback = traceback.tb_next
+        if frame.f_locals is shell.user_ns or frame.f_code.co_name == _MODULE_LEVEL:
+            continue
+        for name, value in frame.f_locals.items():
+            for way, tensor in _tensors_of(name, value):
+                names.setdefault(id(tensor), f"{way} (in {frame.f_code.co_name}, line {line})")
+    return names
+
+
+def _tensors_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    kind = type(value)
+    if issubclass(kind, torch.Tensor):
+        yield from _tensor(name, value)
+    elif issubclass(kind, torch.nn.Module):
+        for parts in (value.named_parameters(), value.named_buffers()):
+            for path, part in parts:
+                yield from _tensor(f"{name}.{path}", part)
+    elif issubclass(kind, torch.optim.Optimizer):
+        for state in value.state.values():
+            for key, part in state.items():
+                if isinstance(part, torch.Tensor):
+                    yield f"{name}'s {key}", part
+    elif kind in (list, tuple):
+        for at, part in enumerate(value[:_MOST_ITEMS]):
+            if issubclass(type(part), torch.Tensor):
+                yield from _tensor(f"{name}[{at}]", part)
+    elif kind is dict:
+        for key, part in list(value.items())[:_MOST_ITEMS]:
+            if isinstance(key, str | int) and issubclass(type(part), torch.Tensor):
+                yield from _tensor(f"{name}[{key!r}]", part)
+
+
+def _tensor(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    yield name, tensor
+    # a sharded one is a shell around the part that is here
+    local = getattr(tensor, "_local_tensor", None)
+    if isinstance(local, torch.Tensor):
+        yield name, local
+    if tensor.is_leaf and tensor.grad is not None:
+        yield f"{name}.grad", tensor.grad
+        local = getattr(tensor.grad, "_local_tensor", None)
+        if isinstance(local, torch.Tensor):
+            yield f"{name}.grad", local
+
+
+def free() -> None:
+    """Give back what only waits to be collected, and what torch keeps for its next allocation."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -1,0 +1,210 @@
+"""What a cell brings back: the names that were asked for, the last expression's value, or its exception."""
+
+# IPython's own attributes are only partly typed
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from sgpu_magic.errors import SerializationError, UsageError
+from sgpu_magic.payload import buffers
+from sgpu_magic.payload.pack import Packed, pack_object
+from sgpu_magic.wire.payloads import FilePayload, InlinePayload, Payload, SharedPayload
+from sgpu_magic.wire.rank_messages import Execute, Failed, Finished
+from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.records import Failure, OutputName, RankResult
+from sgpu_magic.wire.states import RunKind
+from sgpu_magic.worker.cell import asking
+from sgpu_magic.worker.cell.shell import RankShell, hook_of
+from sgpu_magic.worker.group import rendezvous
+
+CALLABLE = "__sgpu_call__"
+"""Name of the function in a run of kind CALL; its cell calls it."""
+
+_VALUE_LIMIT_BYTES = 100_000_000
+_NAMES_SHOWN = 5
+
+GIVEN = ("rank", "local_rank", "world_size", "device")
+"""Names that are set on every rank before its first cell."""
+
+# what IPython keeps of outputs, and what a run of this package sets for itself
+_INTERNAL = re.compile(r"_+\d*|_i\d*|_ii|_iii|_oh|_ih|_dh|__.*__|__sgpu_.*")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The rank's last word about a cell.
+
+    Args:
+        message: `Finished` or `Failed`.
+        blobs: Its raw frames.
+        buffer: The memory file whose descriptor goes along; ours until the message is sent.
+    """
+
+    message: Record
+    blobs: Sequence[bytes] = ()
+    buffer: buffers.SharedBuffer | None = None
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        return () if self.buffer is None else (self.buffer.fd,)
+
+
+def failed(failure: Failure, error: BaseException, shell: RankShell, key: bytes) -> Reply:
+    """Tell of a failure, with the exception itself where that can be pickled, is small and has a text of its own."""
+    grouped = rendezvous.is_grouped()
+    packed = None
+    if shell.shown is not None and not shell.shown.is_odd:
+        packed = asking.ask(pack_exception, error, key, default=None)
+    if packed is None or packed.total_bytes > buffers.INLINE_LIMIT:
+        return Reply(Failed(failure=failure, grouped=grouped))
+    failure = msgspec.structs.replace(failure, exception=packed.layout)
+    return Reply(Failed(failure=failure, grouped=grouped), [packed.to_bytes()])
+
+
+def finished(packed: Packed | None, rank: int, run_dir: str, *, text: str, problem: str, seconds: float) -> Reply:
+    """Tell that the cell ran through, with what it brings back.
+
+    Args:
+        packed: What it brings back, None for nothing.
+        rank: The rank.
+        run_dir: Where the result goes that memory has no room for.
+        text: The last expression as text.
+        problem: Why its value stays here, "" when it does not.
+        seconds: The cell's time.
+
+    Raises:
+        UsageError: Neither memory nor disk has room.
+    """
+    payload: Payload | None = None
+    blobs: list[bytes] = []
+    shared: buffers.SharedBuffer | None = None
+    if packed is not None and packed.total_bytes <= buffers.INLINE_LIMIT:
+        payload = Payload(source=InlinePayload(), layout=packed.layout)
+        blobs.append(packed.to_bytes())
+    elif packed is not None and not buffers.fits_memory(packed.total_bytes):
+        path = Path(run_dir) / f"result-{rank}.bin"
+        buffers.write_file(packed, path)
+        payload = Payload(source=FilePayload(path=str(path), size=packed.total_bytes), layout=packed.layout)
+    elif packed is not None:
+        shared = buffers.SharedBuffer(f"{Path(run_dir).name}-{rank}")
+        shared.write(packed)
+        source = SharedPayload(pid=os.getpid(), fd=shared.fd, size=shared.size)
+        payload = Payload(source=source, layout=packed.layout)
+    result = RankResult(rank=rank, payload=payload, value_repr=text, value_problem=problem, seconds=seconds)
+    return Reply(Finished(result=result, grouped=rendezvous.is_grouped()), blobs, shared)
+
+
+def pack_result(shell: RankShell, order: Execute, rank: int) -> tuple[Packed | None, str]:
+    """Pack the names that this rank returns and the last expression's value.
+
+    Returns:
+        The packed result, None when there is nothing to return, and why the value stays here ("" when it does not).
+
+    Raises:
+        UsageError: A name does not exist here.
+        SerializationError: A name can't be pickled.
+    """
+    key = order.context.key
+    if order.kind is RunKind.CALL:
+        return _pack_call(shell, order, rank), ""
+    first = rank == min(order.only, default=0)
+    names: dict[str, object] = {}
+    for output in order.outputs:
+        if output.all_ranks or first:
+            if output.name not in shell.user_ns:
+                raise UsageError(_missing(output, shell, order, rank))
+            names[output.name] = shell.user_ns[output.name]
+    option = "%sgpu_pull" if order.kind is RunKind.PULL else "--out"
+    value = None if order.kind is RunKind.PULL else hook_of(shell).last_value
+    if not names and value is None:
+        return None, ""
+    if value is None:
+        return pack_names(names, None, rank, key, option), ""
+    try:
+        packed = pack_names(names, value, rank, key, option)
+    except SerializationError as error:
+        return (pack_names(names, None, rank, key, option) if names else None), error.message
+    if not names and packed.total_bytes > _VALUE_LIMIT_BYTES:
+        return None, f"it has {packed.total_bytes / 1e6:,.0f} MB: name it in --out to get it"
+    return packed, ""
+
+
+def names_set(shell: RankShell) -> list[str]:
+    """Names that cells have set or that came along with them, in the order in which they came."""
+    hidden: dict[str, object] = shell.user_ns_hidden
+    return [
+        name
+        for name, value in shell.user_ns.items()
+        if name not in GIVEN and not _INTERNAL.fullmatch(name) and not (name in hidden and hidden[name] is value)
+    ]
+
+
+def _missing(output: OutputName, shell: RankShell, order: Execute, rank: int) -> str:
+    if order.kind is not RunKind.PULL:
+        return (
+            f"the cell ended on rank {rank} without setting `{output.name}`, which --out names. Set it in the "
+            "cell on this rank too, or take it out of --out."
+        )
+    names = names_set(shell)
+    known = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+    has = f"it has {known}" if names else "it has no names yet"
+    return (
+        f"rank {rank} has no `{output.name}` for %sgpu_pull: {has}. Set it in a cell that runs on this rank, or name "
+        "another."
+    )
+
+
+def _pack_call(shell: RankShell, order: Execute, rank: int) -> Packed | None:
+    """What a function returned, always, also None; and forget it here."""
+    function: object = shell.user_ns.pop(CALLABLE, None)
+    first = rank == min(order.only, default=0)
+    names = {output.name: shell.user_ns.pop(output.name, None) for output in order.outputs if output.all_ranks or first}
+    if not names:
+        return None
+    namespace = sys.modules["__main__"].__dict__
+    try:
+        return pack_object({"names": names, "value": None}, namespace, order.context.key)
+    except SerializationError:
+        what = f"what {getattr(function, '__name__', 'the function')}() returned on rank {rank}"
+        for value in names.values():
+            # once more, under words that tell the user what it is
+            pack_object({"names": {what: value}, "value": None}, namespace, order.context.key)
+        raise
+
+
+def forget_call(shell: RankShell, order: Execute) -> None:
+    """Let go of a called function, its arguments and what it returned: they are no names of the user's."""
+    for name in (CALLABLE, *(output.name for output in order.outputs)):
+        shell.user_ns.pop(name, None)
+
+
+def pack_names(names: dict[str, object], value: object, rank: int, key: bytes, option: str = "--out") -> Packed:
+    """Pack names and a value.
+
+    Raises:
+        SerializationError: Something can't be pickled; tells which name of `option`.
+    """
+    namespace = sys.modules["__main__"].__dict__
+    try:
+        return pack_object({"names": names, "value": value}, namespace, key)
+    except SerializationError:
+        for name, single in names.items():
+            try:
+                pack_object(single, namespace, key)
+            except SerializationError as error:
+                raise SerializationError(f"`{name}` of {option} can't leave rank {rank}: {error.message}") from None
+        raise
+
+
+def pack_exception(error: BaseException, key: bytes) -> Packed:
+    """Pack the exception itself. Its type, message and traceback travel anyway."""
+    return pack_object(error, sys.modules["__main__"].__dict__, key, most_bytes=buffers.INLINE_LIMIT)

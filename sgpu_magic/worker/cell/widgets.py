@@ -1,0 +1,348 @@
+"""Widgets in a rank: what they say goes out in batches, what the front end says reaches them in the main thread.
+
+ipywidgets and anywidget make their comms by the package `comm`, whose two functions are replaced here. State that
+changes faster than it is sent is merged: the newest value of each trait goes out, 10 times a second at most.
+"""
+
+from __future__ import annotations
+
+import _thread
+import base64
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, Protocol, cast
+
+from sgpu_magic.wire.comms import CommMessage, can_merge
+from sgpu_magic.wire.rank_messages import CommsSaid, Remarked
+from sgpu_magic.wire.record import Record
+from sgpu_magic.worker.cell import displays
+
+_INTERVAL_S = 0.1
+# of who has sent much
+_SLOW_INTERVAL_S = 1.0
+_MUCH_BYTES = 16 << 20
+_MOST_BYTES = 128 << 20
+_MOST_BYTES_OF_ONE = 8 << 20
+_BATCH_BYTES = 1 << 20
+_BATCH_BUFFERS = 500
+_MOST_HEARD = 1000
+_UPDATE = '"update"'
+# no process sends it: it stands for "look into the inbox" within this one, and interrupts no system call
+_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else signal.SIGIO
+# what runs the cell, or the function
+_BASES = ("IPython.core.", "sgpu_magic.payload.call")
+# code of these holds locks that a widget's callback may want too
+_UNSAFE = ("sgpu_magic", "threading", "logging", "queue", "importlib", "comm", "ipywidgets", "traitlets", "concurrent")
+
+
+class Send(Protocol):
+    """Sends to the agent; from any thread."""
+
+    def __call__(self, message: Record, blobs: Sequence[bytes] = (), /) -> None: ...
+
+
+@dataclass(slots=True)
+class _Said:
+    """A comm message that waits to be sent.
+
+    Args:
+        state: JSON of each trait, for what opens a widget or updates it; None for other messages.
+        rest: JSON of the data beside `state` and `buffer_paths`.
+    """
+
+    comm_id: str
+    kind: str
+    target: str
+    rest: dict[str, str]
+    metadata: str
+    state: dict[str, str] | None = None
+    buffers: list[tuple[list[Any], bytes]] = field(default_factory=list[tuple[list[Any], bytes]])
+
+    @property
+    def size(self) -> int:
+        texts = (*self.rest.values(), *(self.state or {}).values())
+        return sum(map(len, texts)) + sum(len(buffer) for _, buffer in self.buffers)
+
+    def takes(self, newer: _Said) -> bool:
+        """Whether a newer message of the same comm may be merged into this one."""
+        if self.state is None or newer.state is None or newer.rest.get("method") != _UPDATE:
+            return False
+        return self.rest.get("method") == _UPDATE and can_merge(self.state, newer.state, "null")
+
+    def merge(self, newer: _Said) -> None:
+        state = newer.state or {}
+        self.buffers = [(path, buffer) for path, buffer in self.buffers if path[0] not in state] + newer.buffers
+        self.state = {**(self.state or {}), **state}
+
+    def message(self) -> tuple[CommMessage, list[bytes]]:
+        parts = dict(self.rest)
+        if self.state is not None:
+            parts["state"] = _object(self.state)
+            parts["buffer_paths"] = json.dumps([path for path, _ in self.buffers])
+        message = CommMessage(
+            comm_id=self.comm_id,
+            kind=self.kind,
+            target=self.target,
+            data=_object(parts).encode(),
+            metadata=self.metadata.encode(),
+            buffers=len(self.buffers),
+        )
+        return message, [buffer for _, buffer in self.buffers]
+
+
+class _Comms:
+    """The comms of this process."""
+
+    def __init__(self) -> None:
+        # the package `comm`'s; None where that is not installed
+        self.manager: Any = None
+        self._pid = 0
+        self._send: Send | None = None
+        self._is_helped: Callable[[], bool] = lambda: False
+        self._lock = threading.RLock()
+        self._said: list[_Said] = []
+        self._newest: dict[str, _Said] = {}
+        self._sent_at = 0.0
+        self._sent_bytes = 0
+        self._inbox: deque[tuple[CommMessage, list[bytes]]] = deque(maxlen=_MOST_HEARD)
+        self.hears = False
+
+    # ------------------------------------------------------------ to the front end
+
+    def begin(self, send: Send | None, is_helped: Callable[[], bool]) -> None:
+        self._pid, self._send, self._is_helped = os.getpid(), send, is_helped
+
+    def say(self, said: _Said) -> None:
+        if self._send is None or os.getpid() != self._pid:
+            # nobody listens, or this is a child that user code has forked
+            return
+        if said.kind == "open" and (outputs := sys.modules.get("ipywidgets.widgets.widget_output")) is not None:
+            displays.teach(outputs.Output)
+        if said.size > _MOST_BYTES_OF_ONE:
+            most = _MOST_BYTES_OF_ONE >> 20
+            self._remark(f"a widget's message of {said.size >> 20} MB was dropped: at most {most} MB are sent")
+            return
+        with self._lock:
+            before = self._newest.get(said.comm_id)
+            if before is not None and before.takes(said):
+                before.merge(said)
+            else:
+                self._said.append(said)
+                self._newest[said.comm_id] = said
+            wait_s = self._sent_at + self._interval_s - time.monotonic()
+        if wait_s <= 0:
+            self.flush()
+        elif not self._is_helped():
+            # between cells nobody else sends it, and a thread that goes on may say something all the time
+            time.sleep(wait_s)
+            self.flush()
+
+    def tick(self) -> None:
+        """Send what is due. Called 20 times a second while the main thread works."""
+        if self._said and time.monotonic() - self._sent_at >= self._interval_s:
+            self.flush()
+        self._call_main_thread()
+
+    def end_cell(self) -> None:
+        """Send what waits, and the whole of figures, which have told of their changes only."""
+        comms: dict[str, Any] = self.manager.comms if self.manager is not None and self._send is not None else {}
+        for each in list(comms.values()):
+            widget: Any = getattr(each._msg_callback, "__self__", None)
+            if hasattr(widget, "_widget_data"):
+                # so plotly's figures take their data into the state that is sent
+                try:
+                    widget._repr_mimebundle_()
+                except Exception as error:  # noqa: BLE001  a library's code
+                    self._remark(f"a figure could not be saved: {type(error).__name__}: {error}")
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits, in its order."""
+        with self._lock:
+            said, self._said, self._newest = self._said, [], {}
+            self._sent_at = time.monotonic()
+            messages: list[CommMessage] = []
+            frames: list[bytes] = []
+            size = 0
+            for each in said:
+                message, buffers = each.message()
+                messages.append(message)
+                frames += buffers
+                size += each.size
+                if size > _BATCH_BYTES or len(frames) > _BATCH_BUFFERS:
+                    self._send_batch(messages, frames, size)
+                    messages, frames, size = [], [], 0
+            self._send_batch(messages, frames, size)
+
+    @property
+    def _interval_s(self) -> float:
+        return _INTERVAL_S if self._sent_bytes < _MUCH_BYTES else _SLOW_INTERVAL_S
+
+    def _send_batch(self, messages: Sequence[CommMessage], frames: Sequence[bytes], size: int) -> None:
+        if not messages or self._send is None:
+            return
+        had = self._sent_bytes
+        self._sent_bytes += size
+        if self._sent_bytes <= _MOST_BYTES:
+            # the agent's end is noticed by who reads
+            with contextlib.suppress(OSError):
+                self._send(CommsSaid(messages=tuple(messages)), frames)
+        elif had <= _MOST_BYTES:
+            self._remark(f"widgets of a rank have sent {_MOST_BYTES >> 20} MB and are updated no further")
+
+    def _remark(self, text: str) -> None:
+        if self._send is not None:
+            with contextlib.suppress(OSError):
+                self._send(Remarked(text=text))
+
+    # ------------------------------------------------------------ from the front end
+
+    def heard(self, messages: Sequence[CommMessage], frames: Sequence[bytes]) -> None:
+        """Keep messages for the main thread and call it. Runs in the helper's thread."""
+        rest = list(frames)
+        for message in messages:
+            buffers, rest = rest[: message.buffers], rest[message.buffers :]
+            self._inbox.append((message, buffers))
+        self._call_main_thread()
+
+    def _call_main_thread(self) -> None:
+        if self._inbox and not self.hears:
+            _thread.interrupt_main(_SIGNAL)  # pyright: ignore[reportArgumentType]
+
+    def interrupted(self, signum: int, frame: FrameType | None) -> None:
+        """Runs in the main thread between two steps of the cell; where that is no good place, it is called again."""
+        if not self.hears and _is_safe(frame):
+            self.hear()
+
+    def hear(self) -> None:
+        """Let the widgets have what has come for them."""
+        self.hears = True
+        try:
+            while self._inbox:
+                message, buffers = self._inbox.popleft()
+                known = self.manager.comms.get(message.comm_id) if self.manager is not None else None
+                if known is None:
+                    continue
+                content = {"comm_id": message.comm_id, "data": json.loads(message.data)}
+                told = {"content": content, "metadata": json.loads(message.metadata), "buffers": buffers}
+                if message.kind == "close":
+                    known.handle_close(told)
+                elif known._msg_callback is not None:
+                    known._msg_callback(told)
+        finally:
+            self.hears = False
+
+
+_comms = _Comms()
+
+
+def install() -> None:
+    """Have widgets made from now on say what they say to this module. For the zygote."""
+    try:
+        import comm
+        from comm.base_comm import BaseComm, CommManager
+    except ImportError:
+        # no widgets without it
+        return
+
+    class RankComm(BaseComm):
+        """A comm whose other end is at the front end, behind agent, pool and kernel."""
+
+        def publish_msg(
+            self,
+            msg_type: str,
+            data: dict[str, Any] | None = None,
+            metadata: dict[str, Any] | None = None,
+            buffers: list[bytes] | None = None,
+            **keys: Any,
+        ) -> None:
+            target = str(keys.get("target_name") or "")
+            _comms.say(_said(self.comm_id, msg_type.removeprefix("comm_"), target, data or {}, metadata, buffers))
+
+    manager = _comms.manager = CommManager()
+    comm.create_comm = RankComm
+    comm.get_comm_manager = lambda: manager
+
+
+def begin(send: Send | None, is_helped: Callable[[], bool]) -> None:
+    """Send what widgets say from now on; None: their kernel would not understand it. For the main thread.
+
+    Args:
+        send: To the agent.
+        is_helped: Whether `tick` is called now.
+    """
+    _comms.begin(send, is_helped)
+    if signal.getsignal(_SIGNAL) != _comms.interrupted:
+        signal.signal(_SIGNAL, _comms.interrupted)
+
+
+def is_hearing() -> bool:
+    """Whether a widget's callback runs now."""
+    return _comms.hears
+
+
+heard = _comms.heard
+hear = _comms.hear
+flush = _comms.flush
+end_cell = _comms.end_cell
+tick = _comms.tick
+
+
+def _is_safe(frame: FrameType | None) -> bool:
+    """Whether the cell's own code, or a library's that holds no lock of ours, was interrupted."""
+    at = frame
+    while at is not None:
+        name = str(at.f_globals.get("__name__", ""))
+        if name == "__main__":
+            return True
+        if name.startswith(_BASES):
+            return at is not frame
+        if name.partition(".")[0] in _UNSAFE:
+            return False
+        at = at.f_back
+    return False
+
+
+def _said(
+    comm_id: str,
+    kind: str,
+    target: str,
+    data: Mapping[str, Any],
+    metadata: Mapping[str, Any] | None,
+    buffers: Sequence[bytes] | None,
+) -> _Said:
+    """Write a comm message down as it is now: its parts may change before it is sent."""
+    raw = [bytes(buffer) for buffer in buffers or ()]
+    state, paths = data.get("state"), data.get("buffer_paths")
+    said = _Said(comm_id, kind, target, {}, _json(dict(metadata or {})))
+    if isinstance(state, dict) and isinstance(paths, list):
+        said.state = {str(key): _json(value) for key, value in cast("dict[Any, Any]", state).items()}
+        said.buffers = list(zip(cast("list[list[Any]]", paths), raw, strict=True))
+    else:
+        said.buffers = [([at], buffer) for at, buffer in enumerate(raw)]
+    left_out = ("state", "buffer_paths") if said.state is not None else ()
+    said.rest = {key: _json(value) for key, value in data.items() if key not in left_out}
+    return said
+
+
+def _object(parts: Mapping[str, str]) -> str:
+    return "{" + ",".join(f"{json.dumps(key)}:{text}" for key, text in parts.items()) + "}"
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, default=_as_text)
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, bytes | bytearray):
+        return base64.b64encode(value).decode("ascii")
+    return str(value)

@@ -1,0 +1,211 @@
+"""What a rank has taken over before a cell: the kernel's place, its own device, its place in the process group.
+
+The kernel's place is its directory, path, environment and umask.
+"""
+
+# IPython's own attributes are only partly typed
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import multiprocessing.process
+import os
+import random
+import sys
+
+import torch
+
+from sgpu_magic.wire.records import RankContext
+from sgpu_magic.wire.zygote_messages import Fork
+from sgpu_magic.worker.cell import shell as rank_shell
+from sgpu_magic.worker.cell.edited_modules import EditedModules
+from sgpu_magic.worker.group import flight_recorder, rendezvous
+from sgpu_magic.worker.group.renewal import renew
+
+
+def stand_where_the_kernel_stands(context: RankContext, rank_variables: dict[str, str]) -> None:
+    """Take over working directory, `sys.path`, umask and the whole environment.
+
+    Raises:
+        OSError: The kernel's directory can't be entered any more.
+    """
+    os.umask(context.umask)
+    os.environ.clear()
+    os.environ.update(context.environ)
+    for name, value in rank_variables.items():
+        os.environ[name] = value
+    if context.cwd:
+        os.chdir(context.cwd)
+        # where a spawned process looks for a script that was started by a relative path
+        multiprocessing.process.ORIGINAL_DIR = context.cwd  # pyright: ignore[reportAttributeAccessIssue]
+    sys.path[:] = context.sys_path
+    sys.argv[:] = [""]
+    forget_missing_directories()
+
+
+def reseed() -> None:
+    """Give this rank random numbers of its own, as every new process has them.
+
+    A new process seeds torch's CPU generator from the system (c10 `createCPUGenerator`), its CUDA ones all alike.
+    """
+    random.seed()
+    torch.default_generator.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
+def set_threads(context_environ: dict[str, str], ranks_here: int) -> None:
+    """Use the user's `OMP_NUM_THREADS`, else an equal share of the cores (torchrun gives 1).
+
+    `OMP_NUM_THREADS` alone does nothing once torch is imported. numpy's BLAS was held at one thread in the zygote.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    asked = context_environ.get("OMP_NUM_THREADS", "")
+    threads = int(asked) if asked.isdigit() and int(asked) > 0 else max(1, cores // ranks_here)
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    if threads > 1:
+        try:
+            import threadpoolctl
+        except ImportError:
+            return
+        threadpoolctl.threadpool_limits(limits=threads, user_api="blas")
+
+
+def follow_kernel(old: RankContext, new: RankContext, rank_variables: dict[str, str]) -> None:
+    """Take over what the kernel has changed since the last cell; what the rank itself has changed stays.
+
+    Args:
+        old: Where the kernel stood at the last cell.
+        new: Where it stands now.
+        rank_variables: The rank's own, which the kernel's never replace.
+
+    Raises:
+        OSError: The kernel's new directory can't be entered any more.
+    """
+    if new.umask != old.umask:
+        os.umask(new.umask)
+    if new.environ != old.environ:
+        for name in old.environ.keys() - new.environ.keys() - rank_variables.keys():
+            os.environ.pop(name, None)
+        for name, value in new.environ.items():
+            if name not in rank_variables and old.environ.get(name) != value:
+                os.environ[name] = value
+    if new.cwd != old.cwd and new.cwd:
+        os.chdir(new.cwd)
+    if new.sys_path != old.sys_path:
+        known = set(old.sys_path)
+        first = next((at for at, entry in enumerate(sys.path) if entry in known), 0)
+        own = [entry for entry in sys.path if entry not in known and entry not in new.sys_path]
+        before = [entry for entry in own if entry in sys.path[:first]]
+        sys.path[:] = [*before, *new.sys_path, *(entry for entry in own if entry not in before)]
+    forget_missing_directories()
+
+
+def forget_missing_directories() -> None:
+    """A directory that did not exist when it was looked for counts as empty for good.
+
+    Changed ones are noticed by their time of change, without `importlib.invalidate_caches`, which touches 1.5 MB in
+    every rank.
+    """
+    for entry in [entry for entry, finder in sys.path_importer_cache.items() if finder is None]:
+        del sys.path_importer_cache[entry]
+
+
+def set_device(kind: str, rank_variables: dict[str, str]) -> torch.device:
+    """Make the rank's own GPU current and return the rank's device.
+
+    Args:
+        kind: `cpu`, or `cuda` when the rank has a GPU of its own.
+        rank_variables: torchrun's.
+    """
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        if rank_variables["LOCAL_RANK"] == "0":
+            sys.stderr.write(
+                f"the run has GPUs, but torch {torch.__version__} can't use them: its ranks compute on the CPU. "
+                "`sgpu doctor` says why.\n"
+            )
+        return torch.device("cpu")
+    device = torch.device("cuda", int(rank_variables["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+class Standing:
+    """Taken whole by a new rank, and then by what changes from cell to cell.
+
+    Args:
+        fork: The group and this rank's place in it.
+        store_path: File of the first rendezvous.
+        join_error: Why the rank could not join early; None when it has, or has not tried.
+    """
+
+    def __init__(self, fork: Fork, store_path: str, join_error: RuntimeError | None) -> None:
+        self.rank = fork.rank
+        self.ranks = fork.ranks
+        self.shell = rank_shell.RankShell.instance()
+        self.cuda = False
+        self.modules = EditedModules(self.shell)
+        self._store_path = store_path
+        self._join_error = join_error
+        self._joined = fork.join_early
+        self._context: RankContext | None = None
+        self._variables: dict[str, str] = {}
+
+    def take(self, context: RankContext, device: str, rank_variables: dict[str, str], *, renewal: bool = False) -> None:
+        """Stand where the kernel stands, take the device and join the process group.
+
+        Args:
+            context: The kernel's place.
+            device: `cpu`, or `cuda` when the rank has a GPU of its own.
+            rank_variables: torchrun's.
+            renewal: The other ranks are in a group already and connect it anew.
+
+        Raises:
+            OSError: The kernel's directory can't be entered any more.
+            RuntimeError: A peer is gone.
+        """
+        stand_where_the_kernel_stands(context, rank_variables)
+        rendezvous.ranks_meet_at(rank_variables["MASTER_ADDR"], rank_variables["MASTER_PORT"])
+        set_threads(context.environ, int(rank_variables["LOCAL_WORLD_SIZE"]))
+        self._context, self._variables = context, rank_variables
+        self.cuda = device != "cpu"
+        if self._join_error is not None:
+            raise self._join_error
+        own_device = set_device(device, rank_variables)
+        if not self._joined:
+            # the kernel's environment has taken the place of the zygote's
+            flight_recorder.switch_on()
+            if renewal:
+                renew(self.rank, self.ranks, self._store_path, (self.rank,), cuda=self.cuda)
+            else:
+                several = rank_variables["GROUP_WORLD_SIZE"] != "1"
+                rendezvous.join(self.rank, self.ranks, self._store_path, cuda=self.cuda, several_nodes=several)
+            self._joined = True
+        self.shell.user_ns.update(
+            rank=self.rank,
+            local_rank=int(rank_variables["LOCAL_RANK"]),
+            world_size=self.ranks,
+            device=own_device,
+        )
+
+    def follow(self, context: RankContext, rank_variables: dict[str, str]) -> None:
+        """Take over what has changed since the last cell; what the rank itself has changed stays.
+
+        Raises:
+            OSError: The kernel's new directory can't be entered any more.
+        """
+        old, self._context = self._context, context
+        if rank_variables != self._variables:
+            for name, value in rank_variables.items():
+                if self._variables.get(name) != value:
+                    os.environ[name] = value
+            self._variables = rank_variables
+        if old is not None and old != context:
+            follow_kernel(old, context, rank_variables)
+            if old.environ.get("OMP_NUM_THREADS") != context.environ.get("OMP_NUM_THREADS"):
+                set_threads(context.environ, int(rank_variables["LOCAL_WORLD_SIZE"]))
+        else:
+            forget_missing_directories()

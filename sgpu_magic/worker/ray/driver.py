@@ -1,0 +1,243 @@
+"""Rank 0's own part: it is connected, its lines from tasks and actors are whole, it leaves at the end; no Ray Serve.
+
+Ray Serve is refused: a run ends with its driver, and nobody outside could reach what it serves.
+"""
+
+# Ray's inner parts are only partly typed
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# pyright: reportMissingTypeStubs=false, reportMissingImports=false
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from sgpu_magic.errors import EnvironmentFailed, UsageError
+
+Then = Callable[[ModuleType], None]
+# those that start a Serve instance (ray/serve/api.py)
+_STARTERS = ("run", "run_many", "start")
+_REFUSAL = (
+    "Ray Serve can't be started in a @ray_launch run (rank 0): the run's cluster ends with its driver, so nothing "
+    "could be served from it. Call the model in Ray tasks or actors of the run, and serve it from a Ray cluster of "
+    "your own that stays."
+)
+_LOOK_S = 0.03
+# without a single line more; Ray's log monitor looks every 0.1 s
+_QUIET_S = 1.5
+_SHUTDOWN_S = 10.0
+_OURS = "sgpu_count"
+# Ray's own marks in a worker's log, which are no lines (ray_constants.LOG_PREFIX_*)
+_MARKS = (b":actor_name:", b":task_name:", b":job_id:")
+
+
+def after_import(name: str, then: Then, missing: str = "") -> None:
+    """Call `then` with the module once it is imported; now where it is there already.
+
+    Args:
+        name: The module's.
+        then: Called with it.
+        missing: What an `ImportError` of its own says instead; "" leaves it as it is.
+    """
+    module = sys.modules.get(name)
+    if module is not None:
+        then(module)
+        return
+    sys.meta_path.insert(0, _Finder(name, then, missing))
+
+
+class _Finder(MetaPathFinder):
+    """Finds one module as the finders behind it do."""
+
+    def __init__(self, name: str, then: Then, missing: str) -> None:
+        self._name = name
+        self._then = then
+        self._missing = missing
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            if finder is self or find is None:
+                continue
+            spec: ModuleSpec | None = find(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader, self._then, self._missing)
+                return spec
+        return None
+
+
+class _Loader(Loader):
+    """Loads as the module's own loader does, and leaves that one in its place."""
+
+    def __init__(self, own: Loader, then: Then, missing: str) -> None:
+        self._own = own
+        self._then = then
+        self._missing = missing
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._own.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._own
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._own
+        try:
+            self._own.exec_module(module)
+        except ImportError as error:
+            if not self._missing:
+                raise
+            # those that can do without it catch this too
+            raise ImportError(self._missing, name=error.name) from error
+        self._then(module)
+
+
+def refuse_serve() -> None:
+    """Refuse Ray Serve in this process, now or when it is imported. Its other names stay: libraries import them."""
+    after_import("ray.serve.api", _guard)
+    # without its own packages its import fails, and to install them would not help
+    after_import("ray.serve", _guard, _REFUSAL)
+
+
+def _guard(module: ModuleType) -> None:
+    for name in _STARTERS:
+        if hasattr(module, name):
+            setattr(module, name, _refuse)
+
+
+def _refuse(*args: object, **kwargs: object) -> NoReturn:
+    raise UsageError(_REFUSAL)
+
+
+class Lines:
+    """Counts the lines that Ray's log monitors have brought to the driver.
+
+    Args:
+        elsewhere: Counts the lines that were written on the other nodes.
+    """
+
+    def __init__(self, elsewhere: Callable[[], int]) -> None:
+        self._elsewhere = elsewhere
+        self._come = 0
+        self._came_at = 0.0
+        self.logs: Path | None = None
+
+    def take(self, batch: Any) -> None:
+        """A batch has come; in Ray's own thread."""
+        if isinstance(batch, dict) and str(batch.get("pid", "")).isdigit():
+            self._come += len(batch.get("lines", ()))
+            self._came_at = time.monotonic()
+
+    def wait(self) -> None:
+        """Wait until all that workers have written has come, or nothing more comes."""
+        if self.logs is None:
+            return
+        written = written_in(self.logs) + self._elsewhere()
+        begin = time.monotonic()
+        while self._come < written and time.monotonic() - max(begin, self._came_at) < _QUIET_S:
+            time.sleep(_LOOK_S)
+
+
+def written_in(logs: Path) -> int:
+    """Count the lines that workers have written in a node's log directory."""
+    lines = 0
+    for path in (*logs.glob("worker-*.out"), *logs.glob("worker-*.err")):
+        try:
+            data = path.read_bytes()
+        except OSError:
+            continue
+        lines += sum(not line.startswith(_MARKS) for line in data.split(b"\n") if line)
+        # empty lines are lines too, but for what stands behind the last end of a line
+        lines += sum(not line for line in data.split(b"\n")[:-1])
+    return lines
+
+
+class Driver:
+    """What is done to Ray in the driver's process, from before its import until after its last word.
+
+    Args:
+        lines: Counts what has come.
+    """
+
+    def __init__(self, lines: Lines) -> None:
+        self._lines = lines
+        self._connected: Any = None
+
+    def begin(self) -> None:
+        """From now on Ray may be imported."""
+        refuse_serve()
+        after_import("ray", self._prepare)
+
+    def connect(self) -> None:
+        """Connect to the cluster that `RAY_ADDRESS` names: the code need not call `ray.init()`, and may.
+
+        Raises:
+            EnvironmentFailed: It can't be reached.
+        """
+        ray: Any = importlib.import_module("ray")
+        if ray.is_initialized():
+            # by a value that was unpickled
+            return
+        # it says where it connects to, which the run's own note has said
+        log = logging.getLogger("ray._private.worker")
+        log.disabled = True
+        try:
+            self._connected = ray.init()
+        except (OSError, RuntimeError) as error:
+            raise EnvironmentFailed(f"rank 0 can't connect to the run's Ray cluster: {error}") from error
+        finally:
+            log.disabled = False
+
+    def end(self) -> None:
+        """Wait for the last lines and leave the cluster, if the cell is still in it."""
+        ray: Any = sys.modules.get("ray")
+        if ray is None or not ray.is_initialized():
+            return
+        # a cluster that is half dead may never answer
+        leaving = threading.Thread(target=ray.shutdown, name="sgpu-ray-leave", daemon=True)
+        leaving.start()
+        leaving.join(_SHUTDOWN_S)
+
+    def _prepare(self, ray: ModuleType) -> None:
+        try:
+            from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
+        except ImportError:
+            # another version keeps it elsewhere: its last lines may be missing, as they are without us
+            return
+        dispatcher.add_handler(_OURS, self._lines.take)
+        shutdown: Callable[..., Any] = ray.shutdown
+        init: Callable[..., Any] = ray.init
+
+        @functools.wraps(shutdown)
+        def wait_and_shut_down(*args: Any, **kwargs: Any) -> Any:
+            if ray.is_initialized():
+                self._lines.wait()
+            return shutdown(*args, **kwargs)
+
+        @functools.wraps(init)
+        def init_once_more(*args: Any, **kwargs: Any) -> Any:
+            """The code's first call is no second one: it has what it asks for, as if nothing had been connected."""
+            connected, self._connected = self._connected, None
+            if connected is not None and ray.is_initialized():
+                if not args and not kwargs.keys() - {"ignore_reinit_error"}:
+                    return connected
+                shutdown()
+            return init(*args, **kwargs)
+
+        # a module has no such attributes for a type checker
+        setattr(ray, "shutdown", wait_and_shut_down)  # noqa: B010
+        setattr(ray, "init", init_once_more)  # noqa: B010
