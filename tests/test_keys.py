@@ -11,7 +11,7 @@ import pytest
 
 from sgpu_magic.cli import main as cli
 from sgpu_magic.errors import UsageError
-from sgpu_magic.pool.authorized_clients import AuthorizedClient, AuthorizedClients, authorize, read_clients, revoke
+from sgpu_magic.pool.clients import AuthorizedClient, AuthorizedClients, authorize, read_clients, revoke
 from sgpu_magic.system.secure_sockets import KeyPair, is_public_key, new_key_pair, read_key_pair, write_key_pair
 
 ANN, BEN, EVE = (new_key_pair().public for _ in range(3))

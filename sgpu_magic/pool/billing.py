@@ -1,4 +1,4 @@
-"""The meters of a pool's runs: when they begin, what is written down of them, what they come to.
+"""The meters of a pool's runs: when they begin, what is written down of them, what they come to; and the pool's budget.
 
 What is billed is counted on the monotonic clock, which all processes of a machine share until it starts anew: no step
 of the wall clock changes a cost. Wall-clock times are written down for people.
@@ -7,17 +7,20 @@ of the wall clock changes a cost. Wall-clock times are written down for people.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
 
-from sgpu_magic.pool import meter
+from sgpu_magic.config import Settings
 from sgpu_magic.pool.ledger import Ledger, Metered
-from sgpu_magic.pool.meter import IdleMeter
-from sgpu_magic.pool.prices import Tariff
+from sgpu_magic.pool.scheduling import costs
+from sgpu_magic.pool.scheduling.costs import DAY_S, Budget, IdleMeter, Tariff
+from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import Placed, RunEnded
 from sgpu_magic.wire.metering import idle_seconds
+from sgpu_magic.wire.pool_status import BudgetState
 from sgpu_magic.wire.records import RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
 
@@ -140,9 +143,32 @@ class Billing:
         seconds = run.metered_s + on_meter_s
         if run.lease is None or (run.metered_clock is None and not seconds):
             return ended, None
-        due = meter.bill(run.lease, run.hourly, seconds)
+        due = costs.bill(run.lease, run.hourly, seconds)
         currency = "" if due.cost is None else self._tariff.currency
         ended = msgspec.structs.replace(ended, gpu_s=due.gpu_s, cost=due.cost, currency=currency)
         # one that was never connected had no time for cells
         idle_s = None if run.spec.kind is not RunKind.SESSION else 0.0 if idle is None else idle.seconds(now)
         return ended, Metered(gpu_s=due.gpu_s, cost=due.cost, idle_s=idle_s)
+
+
+def budget_of(settings: Settings, ledger: Ledger, now: float, wall: float) -> Budget | None:
+    """Return the pool's budget, None where the settings name none.
+
+    Args:
+        settings: `budget` and `budget_days`.
+        ledger: What the pool's runs have cost.
+        now: The present on the scheduler's clock.
+        wall: The present, seconds since the epoch.
+    """
+    if not settings.budget:
+        return None
+    spent = ledger.costs_since(wall - settings.budget_days * DAY_S, settings.currency)
+    return Budget(settings.budget, settings.budget_days, [(now - (wall - at), cost) for at, cost in spent])
+
+
+def budget_state(budget: Budget | None, runs: Iterable[ScheduledRun], currency: str, now: float) -> BudgetState | None:
+    """Return what is used of it; `runs` are those that go on."""
+    if budget is None:
+        return None
+    live = sum(run.cost(now) or 0.0 for run in runs if not run.state.is_final)
+    return BudgetState(limit=budget.limit, days=budget.days, spent=budget.spent(now) + live, currency=currency)

@@ -18,8 +18,8 @@ from waiting import eventually
 from sgpu_magic.client.along import Along
 from sgpu_magic.client.interpreter import this_owner
 from sgpu_magic.packages.node.store import Store
-from sgpu_magic.pool import stimuli as sched
-from sgpu_magic.pool.scheduler import Scheduler
+from sgpu_magic.pool.scheduling import stimuli as sched
+from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.wire.devices import Inventory, Placement
 from sgpu_magic.wire.environment import Environment
 from sgpu_magic.wire.events import EnvironmentMoved, Placed, QueueMoved, RanksStarted, RunEnded, StateChanged

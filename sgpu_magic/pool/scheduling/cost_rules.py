@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sgpu_magic.pool.budget import Budget
-from sgpu_magic.pool.prices import Tariff
-from sgpu_magic.pool.run_table import RunTable
-from sgpu_magic.pool.scheduled_run import WARN_SHARE, ScheduledRun, rough, span
-from sgpu_magic.pool.stimuli import Instruction, Remark
-from sgpu_magic.pool.wants import Refusal, Want
+from sgpu_magic.pool.scheduling.costs import Budget, Tariff
+from sgpu_magic.pool.scheduling.placement_request import Refusal, Want
+from sgpu_magic.pool.scheduling.run_table import RunTable
+from sgpu_magic.pool.scheduling.scheduled_run import WARN_SHARE, ScheduledRun, rough, span
+from sgpu_magic.pool.scheduling.stimuli import Instruction, Remark
 from sgpu_magic.wire.metering import cost_of
 from sgpu_magic.wire.prices import HOUR_S
 from sgpu_magic.wire.records import RunSpec

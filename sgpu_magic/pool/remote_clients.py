@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,10 +17,9 @@ from dataclasses import dataclass
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
-from sgpu_magic.pool.authorized_clients import AuthorizedClients
-from sgpu_magic.pool.clients import ConnectedClient
-from sgpu_magic.pool.doorkeeper import Doorkeeper, end_connection
+from sgpu_magic.pool.clients import AuthorizedClients, ConnectedClient
 from sgpu_magic.system.secure_sockets import Admission, KeyPair, bound_to, secure_server, sender_of
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.events import Event
@@ -42,6 +42,9 @@ _LOOK_S = 2.0
 _LINGER_MS = 1000
 
 Heard = Callable[[ConnectedClient, ClientMessage, Sequence[bytes]], None]
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+MOST_CONNECTIONS = 1000
+MOST_UNKNOWN = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class Listening:
     timeout_s: float
 
 
-class RemoteDoor:
+class RemoteClients:
     """The router. Used from the loop's thread only.
 
     Args:
@@ -94,7 +97,7 @@ class RemoteDoor:
         self._socket.sndhwm = _SENT_AHEAD
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         secure_server(self._socket, listening.keys)
-        self._doorkeeper = Doorkeeper(self._socket)
+        self._limit = ConnectionLimit(self._socket)
         self._socket.bind(listening.address)
         self.address = bound_to(self._socket)
         self._loop.add_reader(self._socket.fileno(), self._drain)
@@ -127,7 +130,7 @@ class RemoteDoor:
     def close(self) -> None:
         self._timer.cancel()
         self._loop.remove_reader(self._socket.fileno())
-        self._doorkeeper.close()
+        self._limit.close()
         self._socket.close()
         self._admission.close()
         self._context.term()
@@ -207,22 +210,16 @@ class RemoteDoor:
         with contextlib.suppress(OSError, zmq.ZMQError):
             descriptor = int(frame.get(zmq.SRCFD))
             self._sockets[client] = (descriptor, os.fstat(descriptor).st_ino)
-            self._doorkeeper.knows(descriptor)
+            self._limit.knows(descriptor)
         return client
 
     # ------------------------------------------------------------ out
 
     def _taken(self, client: ConnectedClient, parts: Sequence[bytes]) -> bool:
-        try:
-            self._socket.send_multipart([client.identity, *parts], zmq.NOBLOCK, copy=True)
-        except zmq.Again:
-            return False
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-        # a send can swallow the edge that tells of arrived messages
-        self._drain_soon()
-        return True
+        taken = sent(self._socket, client, parts)
+        if taken:
+            self._drain_soon()
+        return taken
 
     # ------------------------------------------------------------ who goes
 
@@ -262,3 +259,94 @@ def _say(text: str) -> None:
     # to the operator's terminal, or a file on a disk that may be full
     with contextlib.suppress(OSError):
         sys.stderr.write(f"sgpu: {text}\n")
+
+
+def sent(router: zmq.Socket[bytes], client: ConnectedClient, parts: Sequence[bytes]) -> bool:
+    """Send, unless the client is gone; False when its connection takes nothing now.
+
+    A send can swallow the edge that tells of arrived messages: look for them after one.
+    """
+    try:
+        router.send_multipart([client.identity, *parts], zmq.NOBLOCK, copy=True)
+    except zmq.Again:
+        return False
+    except zmq.ZMQError as error:
+        if error.errno != zmq.EHOSTUNREACH:
+            raise
+    return True
+
+
+class ConnectionLimit:
+    """Counts the connections of a listening socket, and ends those that are too many. Used in the loop's thread.
+
+    A connection without a hello is unknown. A handshake takes milliseconds: when there are too many unknown
+    connections, the oldest of them are closed, so that clients with a listed key still get in.
+
+    Args:
+        listening: The socket, before it is bound.
+        most: So many are let in at once.
+        most_unknown: So many of them may be unknown.
+    """
+
+    def __init__(
+        self, listening: zmq.Socket[bytes], most: int = MOST_CONNECTIONS, most_unknown: int = MOST_UNKNOWN
+    ) -> None:
+        self._listening = listening
+        self._most = most
+        self._most_unknown = most_unknown
+        self._loop = asyncio.get_running_loop()
+        self._known: set[int] = set()
+        # their inodes, oldest first
+        self._unknown: dict[int, int] = {}
+        self._monitor = listening.get_monitor_socket(_EVENTS)
+        self._loop.add_reader(self._monitor.fileno(), self._look)
+        self._look()
+
+    @property
+    def unknown(self) -> int:
+        """How many have not said hello."""
+        return len(self._unknown)
+
+    @property
+    def descriptors(self) -> set[int]:
+        """The sockets of all connections, in this process."""
+        return self._known | self._unknown.keys()
+
+    def knows(self, descriptor: int) -> None:
+        """Somebody with a listed key has said hello over this connection."""
+        if self._unknown.pop(descriptor, None) is not None:
+            self._known.add(descriptor)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._monitor.fileno())
+        self._listening.disable_monitor()
+        self._monitor.close(0)
+
+    def _look(self) -> None:
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            descriptor = event["value"]
+            self._known.discard(descriptor)
+            self._unknown.pop(descriptor, None)
+            if event["event"] == zmq.Event.ACCEPTED:
+                # it may be gone already, which the next events tell
+                with contextlib.suppress(OSError):
+                    self._unknown[descriptor] = os.fstat(descriptor).st_ino
+        while self._unknown and (
+            len(self._unknown) > self._most_unknown or len(self._unknown) + len(self._known) > self._most
+        ):
+            oldest = next(iter(self._unknown))
+            end_connection(oldest, self._unknown.pop(oldest))
+
+
+def end_connection(descriptor: int, inode: int) -> None:
+    """End a connection, which ZeroMQ has no way to say.
+
+    Args:
+        descriptor: Its socket in this process.
+        inode: Of the same: the descriptor's number may be another's by now.
+    """
+    with contextlib.suppress(OSError):
+        if os.fstat(descriptor).st_ino == inode:
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)

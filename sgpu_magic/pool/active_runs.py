@@ -125,7 +125,7 @@ class PoolRun:
             self.held_fd = -1
 
 
-class RunBook:
+class ActiveRuns:
     """All runs of the service.
 
     Args:

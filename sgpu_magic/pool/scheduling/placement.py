@@ -9,11 +9,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from sgpu_magic.pool.asked_leases import ASKED, elastic_key, is_asked
-from sgpu_magic.pool.shares import Parts, laid_out
-from sgpu_magic.pool.shelves import Shelves
-from sgpu_magic.pool.stock import CPU_LINE, Line, Stock, line_of, memory_bytes
-from sgpu_magic.pool.wants import Want, amount
+from sgpu_magic.pool.scheduling.capacity import (
+    ASKED,
+    CPU_LINE,
+    Line,
+    Stock,
+    elastic_key,
+    is_asked,
+    line_of,
+    memory_bytes,
+)
+from sgpu_magic.pool.scheduling.node_layout import Parts, Shelves, laid_out
+from sgpu_magic.pool.scheduling.placement_request import Want, amount
 from sgpu_magic.wire.device_types import CPU
 from sgpu_magic.wire.devices import Device, Inventory, Lease, NodeShare
 from sgpu_magic.wire.ids import short

@@ -10,11 +10,11 @@ import bisect
 import heapq
 from dataclasses import replace
 
-from sgpu_magic.pool import session_rules
-from sgpu_magic.pool.budget import Budget
-from sgpu_magic.pool.scheduled_run import ScheduledRun
-from sgpu_magic.pool.stimuli import EndRun, Instruction, MoveRun, RefuseRun, StopRun
-from sgpu_magic.pool.stock import Line
+from sgpu_magic.pool.scheduling import session_rules
+from sgpu_magic.pool.scheduling.capacity import Line
+from sgpu_magic.pool.scheduling.costs import Budget
+from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun
+from sgpu_magic.pool.scheduling.stimuli import EndRun, Instruction, MoveRun, RefuseRun, StopRun
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.metering import cost_of
 from sgpu_magic.wire.states import FailureKind, RunState, can_move

@@ -14,9 +14,9 @@ from typing import Protocol
 
 import msgspec
 
-from sgpu_magic.pool.scheduled_run import ScheduledRun, span
-from sgpu_magic.pool.stock import Stock
-from sgpu_magic.pool.wants import SPREAD, Refusal, Want, amount
+from sgpu_magic.pool.scheduling.capacity import Stock
+from sgpu_magic.pool.scheduling.placement_request import SPREAD, Refusal, Want, amount
+from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun, span
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.records import RunSpec

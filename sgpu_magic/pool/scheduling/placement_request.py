@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sgpu_magic.pool.prices import Tariff
-from sgpu_magic.pool.stock import CPU_LINE, Line, Stock, memory_bytes
+from sgpu_magic.pool.scheduling.capacity import CPU_LINE, Line, Stock, memory_bytes
+from sgpu_magic.pool.scheduling.costs import Tariff
 from sgpu_magic.wire.device_types import ANY, CPU
 from sgpu_magic.wire.devices import Placement
 

@@ -16,17 +16,17 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from sgpu_magic.pool import session_rules
-from sgpu_magic.pool.cost_rules import CostRules
-from sgpu_magic.pool.fair_share import FairShare
-from sgpu_magic.pool.placement import Room
-from sgpu_magic.pool.prices import Tariff
-from sgpu_magic.pool.run_table import RunTable
-from sgpu_magic.pool.scheduled_run import ScheduledRun
-from sgpu_magic.pool.stimuli import Instruction, LaunchRun
-from sgpu_magic.pool.stock import Line
-from sgpu_magic.pool.waiting_words import Keepers, waited_in_vain
-from sgpu_magic.pool.wants import Want
+from sgpu_magic.pool.scheduling import session_rules
+from sgpu_magic.pool.scheduling.capacity import Line
+from sgpu_magic.pool.scheduling.cost_rules import CostRules
+from sgpu_magic.pool.scheduling.costs import Tariff
+from sgpu_magic.pool.scheduling.fair_share import FairShare
+from sgpu_magic.pool.scheduling.placement import Room
+from sgpu_magic.pool.scheduling.placement_request import Want
+from sgpu_magic.pool.scheduling.run_table import RunTable
+from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun
+from sgpu_magic.pool.scheduling.stimuli import Instruction, LaunchRun
+from sgpu_magic.pool.scheduling.waiting_words import Keepers, waited_in_vain
 from sgpu_magic.wire.devices import Inventory
 
 Waiting = list[tuple[ScheduledRun, Want]]

@@ -12,9 +12,9 @@ import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from sgpu_magic.pool.scheduled_run import ScheduledRun
-from sgpu_magic.pool.stock import CPU_LINE, Line
-from sgpu_magic.pool.wants import Refusal, Want, amount
+from sgpu_magic.pool.scheduling.capacity import CPU_LINE, Line
+from sgpu_magic.pool.scheduling.placement_request import Refusal, Want, amount
+from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun
 from sgpu_magic.wire.device_types import CPU
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.ids import short

@@ -1,7 +1,7 @@
-"""What an earlier pool service left when it was killed.
+"""Runs that an earlier pool service left when it was killed.
 
-Runs whose agent lives go on under this service. A run that was only queued is submitted again by its notebook. Of all
-others the ledger says that they were lost, and their logs stay.
+Runs whose agent lives go on under this service. A run that was only queued is submitted again by its notebook. All
+others are recorded as lost, and their logs stay.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import msgspec
 
 from sgpu_magic.files.event_log import read_spec
 from sgpu_magic.nodes.base import Engine
-from sgpu_magic.pool import stimuli as sched
-from sgpu_magic.pool.launches import Guarded
+from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
+from sgpu_magic.pool.guard import Guarded
 from sgpu_magic.pool.ledger import Ledger, Metered
-from sgpu_magic.pool.restarts import Restarts
-from sgpu_magic.pool.run_book import PoolRun, RunBook
+from sgpu_magic.pool.reports import Restarts
 from sgpu_magic.pool.run_log import RunLog
+from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.system.processes import may_be_alive
 from sgpu_magic.wire.events import Noted, RunEnded, Submitted
 from sgpu_magic.wire.messages import Submit
@@ -35,12 +35,12 @@ _NOT_AGAIN = "the pool service ended while the run waited in its queue, and its 
 _LOOK_S = 0.25
 
 
-class Succession:
+class Adoption:
     """Takes over once, when the node has said what it holds.
 
     Args:
         ledger: With the rows that the earlier service left unfinished.
-        book: Gets the runs that go on.
+        active: Gets the runs that go on.
         engine: Where they are.
         restarts: Goes on with groups that were about to be started again.
         feed: Tells the scheduler.
@@ -55,7 +55,7 @@ class Succession:
     def __init__(
         self,
         ledger: Ledger,
-        book: RunBook,
+        active: ActiveRuns,
         engine: Engine,
         restarts: Restarts,
         feed: Callable[[sched.Stimulus], None],
@@ -64,7 +64,7 @@ class Succession:
     ) -> None:
         self._guarded = guarded
         self._ledger = ledger
-        self._book = book
+        self._active = active
         self._engine = engine
         self._restarts = restarts
         self._feed = feed
@@ -107,7 +107,7 @@ class Succession:
             tracking=launch.tracking,
         )
         run = PoolRun(submit, (), None)
-        run.log = RunLog(self._book.directory(run.run_id), run.run_id)
+        run.log = RunLog(self._active.directory(run.run_id), run.run_id)
         run.placed_at = time.time() - held.started_s
         run.attempt = launch.attempt
         run.ordered = run.adopted = True
@@ -119,15 +119,15 @@ class Succession:
         run.payload_over = run.log.payload_released
         if run.log.failed_attempt is not None and run.log.failed_attempt.attempt > launch.attempt:
             self._restarts.resume(run, run.log.failed_attempt)
-        self._book.add(run)
+        self._active.add(run)
         if not run.log.seq:
             # a cell in a session is launched before anything is written of it
-            self._book.tell(run, Submitted(spec=launch.spec), launch.spec.submitted_at)
-            placed = self._book.billing.told(launch.lease, launch.spec.owner.host, ())
-            self._book.tell(run, placed, run.placed_at)
+            self._active.tell(run, Submitted(spec=launch.spec), launch.spec.submitted_at)
+            placed = self._active.billing.told(launch.lease, launch.spec.owner.host, ())
+            self._active.tell(run, placed, run.placed_at)
         if not self._ledger.has(run.run_id):
             self._ledger.record(launch.spec, state)
-        self._book.billing.adopted(run, launch.lease, run.placed_at, state, now)
+        self._active.billing.adopted(run, launch.lease, run.placed_at, state, now)
         # its meter may have begun with an attempt before this one
         metered_at = now - held.started_s if run.metered_clock is None else run.metered_clock
         if not (held.gone and run.ended):
@@ -135,7 +135,7 @@ class Succession:
             self._feed(sched.RunAdopted(launch.spec, launch.lease, state, metered_at, now))
         if ended is None:
             self._ledger.update(run.run_id, state=state, lease=launch.lease)
-            self._book.tell(run, Noted(text=_TAKEN_OVER), time.time())
+            self._active.tell(run, Noted(text=_TAKEN_OVER), time.time())
         elif run.run_id in self._unfinished:
             # the last word was kept, and the ledger not yet told
             billed = Metered(gpu_s=ended.gpu_s, cost=ended.cost)
@@ -144,7 +144,7 @@ class Succession:
 
     def _judge(self, run_id: str) -> None:
         row = self._ledger.summary(run_id)
-        spec = read_spec(self._book.directory(run_id))
+        spec = read_spec(self._active.directory(run_id))
         if row is not None and row.state is RunState.QUEUED and not row.started_at and spec is not None:
             self.resubmittable[run_id] = spec
         else:
@@ -158,7 +158,7 @@ class Succession:
                 del self.resubmittable[run_id]
                 self._close(run_id, _NOT_AGAIN)
         waits = bool(self.resubmittable)
-        for run in self._book.going:
+        for run in self._active.going:
             if run.adopted and run.owner is None and not run.spec.detach and not run.ended:
                 if over or not may_be_alive(run.spec.owner.pid, run.spec.owner.host):
                     self._feed(sched.CancelRequested(run.run_id, OWNER_GONE, time.monotonic()))
@@ -171,7 +171,7 @@ class Succession:
         """Say the last word of a run that is gone; its logs stay."""
         now = time.time()
         state = RunState.FAILED
-        directory = self._book.directory(run_id)
+        directory = self._active.directory(run_id)
         billed: Metered | None = None
         if directory.is_dir():
             log = RunLog(directory, run_id)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sgpu_magic.pool.placement import Room
-from sgpu_magic.pool.scheduled_run import ScheduledRun, span
-from sgpu_magic.pool.stock import CPU_LINE, Line
-from sgpu_magic.pool.wants import SPREAD, Want, amount
+from sgpu_magic.pool.scheduling.capacity import CPU_LINE, Line
+from sgpu_magic.pool.scheduling.placement import Room
+from sgpu_magic.pool.scheduling.placement_request import SPREAD, Want, amount
+from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun, span
 from sgpu_magic.wire.ids import short
 
 

@@ -21,8 +21,8 @@ from sgpu_magic.files.event_log import EventFile
 from sgpu_magic.files.file_thread import FileThread
 from sgpu_magic.files.joined import join_parts
 from sgpu_magic.files.safe_paths import list_below, open_below
+from sgpu_magic.pool.active_runs import ActiveRuns
 from sgpu_magic.pool.ledger import Ledger
-from sgpu_magic.pool.run_book import RunBook
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.wire.blobs import (
     CHUNK_BYTES,
@@ -53,19 +53,19 @@ _MOST_OFFSET = 1 << 62
 _MOST_KNOWN = 100
 
 
-class ByteDesk:
+class FileRequests:
     """Answers clients that want to send or read bytes.
 
     Args:
         settings: Where blobs and runs are, and what they may have.
         server: Where the clients are connected.
-        book: The runs.
+        active: The runs.
         ledger: All runs there ever were.
         joins_payloads: The nodes do not see the runs' directories: what belongs there of a payload is put there here.
     """
 
     def __init__(
-        self, settings: Settings, server: Server, book: RunBook, ledger: Ledger, *, joins_payloads: bool = False
+        self, settings: Settings, server: Server, active: ActiveRuns, ledger: Ledger, *, joins_payloads: bool = False
     ) -> None:
         self._joins_payloads = joins_payloads
         self._most_kept_bytes = settings.keep_payload
@@ -74,7 +74,7 @@ class ByteDesk:
         # a payload takes seconds to write, and no upload waits for that
         self._joining = FileThread("sgpu-payloads")
         self._server = server
-        self._book = book
+        self._active = active
         self._ledger = ledger
         self._store = BlobStore(settings.state_path / "blobs", settings.blobs_bytes)
         self._thread = FileThread("sgpu-bytes")
@@ -112,7 +112,7 @@ class ByteDesk:
         if payload is None:
             self._store.let_go(run_id)
             return
-        directory = self._book.directory(run_id)
+        directory = self._active.directory(run_id)
         self._joining.do(
             lambda: _keep_payload(directory, self._stores, *payload),
             lambda _: self._store.let_go(run_id),
@@ -182,7 +182,7 @@ class ByteDesk:
         """The run's directory, None and the client told why when it may not read there."""
         owner = None
         if is_valid_id(run_id):
-            run = self._book.speaker(run_id)
+            run = self._active.speaker(run_id)
             if run is not None:
                 owner = run.spec.owner.user
             elif (row := self._ledger.summary(run_id)) is not None:
@@ -191,7 +191,7 @@ class ByteDesk:
             # of another user's run nothing is told, not even that there is one
             self._server.refuse(client, request, f"this pool has no run {run_id[:40]!r} of yours.", "RunUnknown")
             return None
-        return self._book.directory(run_id)
+        return self._active.directory(run_id)
 
     def _read(self, client: ConnectedClient, message: ReadRunFile, directory: Path) -> None:
         size, offset = min(message.size, CHUNK_BYTES), message.offset

@@ -23,7 +23,7 @@ _WRITE_S = 0.05
 _WRITE_AGAIN_S = 1.0
 
 
-class LaterLedger(Ledger):
+class BatchedLedger(Ledger):
     """A ledger that writes runs in sessions a little later; it is asked and closed as any other.
 
     Args:

@@ -3,8 +3,8 @@
 Pure: no clock (every stimulus carries `now`, seconds of any one clock), no socket, no thread. The service
 feeds it what happened and does what it says. In the style of distributed's `worker_state_machine`.
 
-    - What a request means here: `wants`. Who gets devices first: `queue_rules` and `fair_share`. What the others are
-      told: `queue_words`.
+    - What a request means here: `placement_request`. Who gets devices first: `queue_rules` and `fair_share`. What
+      the others are told: `queue_words`.
     - `LaunchRun` gives the lease, `RunOver` frees it. The run stays queued until the agent's first
       `RunMoved`; until then the engine may hand the lease back with `LeaseRefused`.
     - A state changes only with a `MoveRun`, and only along `wire.states.TRANSITIONS`.
@@ -19,17 +19,17 @@ from dataclasses import replace
 
 import msgspec
 
-from sgpu_magic.pool import session_rules
-from sgpu_magic.pool.asked_leases import refused_keys
-from sgpu_magic.pool.budget import Budget
-from sgpu_magic.pool.cost_rules import CostRules
-from sgpu_magic.pool.fair_share import NO_LIMITS, FairShare
-from sgpu_magic.pool.prices import Tariff
-from sgpu_magic.pool.queue_rules import QueueRules
-from sgpu_magic.pool.queue_words import QueueWords, Told
-from sgpu_magic.pool.run_table import RunTable
-from sgpu_magic.pool.scheduled_run import ScheduledRun, span
-from sgpu_magic.pool.stimuli import (
+from sgpu_magic.pool.scheduling import session_rules
+from sgpu_magic.pool.scheduling.capacity import refused_keys
+from sgpu_magic.pool.scheduling.cost_rules import CostRules
+from sgpu_magic.pool.scheduling.costs import Budget, Tariff
+from sgpu_magic.pool.scheduling.fair_share import NO_LIMITS, FairShare
+from sgpu_magic.pool.scheduling.placement_request import STRICT_PACK, Refusal, Want, resolve
+from sgpu_magic.pool.scheduling.queue_rules import QueueRules
+from sgpu_magic.pool.scheduling.queue_words import QueueWords, Told
+from sgpu_magic.pool.scheduling.run_table import RunTable
+from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun, span
+from sgpu_magic.pool.scheduling.stimuli import (
     CancelRequested,
     Instruction,
     InventoryChanged,
@@ -45,7 +45,6 @@ from sgpu_magic.pool.stimuli import (
     SessionPaused,
     Stimulus,
 )
-from sgpu_magic.pool.wants import STRICT_PACK, Refusal, Want, resolve
 from sgpu_magic.wire.devices import Inventory, Lease, Placement
 from sgpu_magic.wire.records import RunSpec
 from sgpu_magic.wire.states import RunState

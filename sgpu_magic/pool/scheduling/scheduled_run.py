@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sgpu_magic.pool.wants import Want
+from sgpu_magic.pool.scheduling.placement_request import Want
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.prices import HOUR_S
 from sgpu_magic.wire.records import RunSpec

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sgpu_magic.pool import session_rules
-from sgpu_magic.pool.fair_share import FairShare
-from sgpu_magic.pool.queue_rules import QueueRules
-from sgpu_magic.pool.run_table import RunTable
-from sgpu_magic.pool.scheduled_run import ScheduledRun
-from sgpu_magic.pool.stimuli import Instruction, TellQueue
-from sgpu_magic.pool.stock import Line
-from sgpu_magic.pool.waiting_words import Keepers, asked_for, waits_for
-from sgpu_magic.pool.wants import Want
+from sgpu_magic.pool.scheduling import session_rules
+from sgpu_magic.pool.scheduling.capacity import Line
+from sgpu_magic.pool.scheduling.fair_share import FairShare
+from sgpu_magic.pool.scheduling.placement_request import Want
+from sgpu_magic.pool.scheduling.queue_rules import QueueRules
+from sgpu_magic.pool.scheduling.run_table import RunTable
+from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun
+from sgpu_magic.pool.scheduling.stimuli import Instruction, TellQueue
+from sgpu_magic.pool.scheduling.waiting_words import Keepers, asked_for, waits_for
 
 AT_ONCE = 64
 """So many runs may wait before some are told later."""
