@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from sgpu_magic.files.event_log import read_spec
-from sgpu_magic.nodes.base import Engine
+from sgpu_magic.nodes.contract import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.guard import Guarded
 from sgpu_magic.pool.ledger import Ledger, Metered

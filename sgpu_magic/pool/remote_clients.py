@@ -216,8 +216,7 @@ class RemoteClients:
     # ------------------------------------------------------------ out
 
     def _taken(self, client: ConnectedClient, parts: Sequence[bytes]) -> bool:
-        taken = sent(self._socket, client, parts)
-        if taken:
+        if taken := sent(self._socket, client, parts):
             self._drain_soon()
         return taken
 
@@ -262,10 +261,7 @@ def _say(text: str) -> None:
 
 
 def sent(router: zmq.Socket[bytes], client: ConnectedClient, parts: Sequence[bytes]) -> bool:
-    """Send, unless the client is gone; False when its connection takes nothing now.
-
-    A send can swallow the edge that tells of arrived messages: look for them after one.
-    """
+    """Send, unless the client is gone; False when its connection takes nothing now. It may swallow a reader's edge."""
     try:
         router.send_multipart([client.identity, *parts], zmq.NOBLOCK, copy=True)
     except zmq.Again:

@@ -186,7 +186,7 @@ class LeaseFailed(Record, frozen=True, tag="lease-failed", kw_only=True):
 
 
 class AgentStarts(Record, frozen=True, tag="agent-starts", kw_only=True):
-    """The node's actor is alive: its agent comes to the door."""
+    """The node's actor is alive: its agent connects to the pool."""
 
     node: str
 

@@ -1,14 +1,16 @@
-"""One beginning and one end of a run, made of those of its nodes. Pure."""
+"""What the nodes of a run, or of a pool, say, merged: beginnings, ends, stacks, inventories. No I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
 from sgpu_magic.agent.failures.root_cause import find_root_cause
+from sgpu_magic.wire.devices import Inventory, Node
 from sgpu_magic.wire.events import PayloadReleased, RanksStarted, RunEnded
+from sgpu_magic.wire.measures import RankStack
 from sgpu_magic.wire.records import Failure
 from sgpu_magic.wire.states import RunState
 
@@ -96,3 +98,86 @@ def _blame(parts: Sequence[PartEnd]) -> tuple[Failure | None, tuple[Failure, ...
     # only the culprit's exception travels
     others = tuple(msgspec.structs.replace(own[id(other)][0], exception=None) for other in blamed[1])
     return failure, others, tuple(frames[:1]) if failure.exception is not None and failure.rank is not None else ()
+
+
+@dataclass(slots=True)
+class _Asked:
+    run_id: str
+    silent: set[int]
+    stacks: list[RankStack] = field(default_factory=list[RankStack])
+
+
+class JointStacks:
+    """The requests that are under way, by number."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, _Asked] = {}
+
+    def ask(self, request: int, run_id: str, parts: Iterable[int]) -> None:
+        """These parts of the run are asked."""
+        self._asked[request] = _Asked(run_id, set(parts))
+
+    def taken(self, request: int, part: int, stacks: tuple[RankStack, ...]) -> tuple[RankStack, ...] | None:
+        """A part has answered. Returns the stacks of all ranks, None while others are awaited."""
+        asked = self._asked.get(request)
+        if asked is None:
+            return None
+        asked.silent.discard(part)
+        asked.stacks += stacks
+        return self._finish(request, asked)
+
+    def part_silent(self, run_id: str, part: int) -> list[tuple[int, tuple[RankStack, ...]]]:
+        """A part answers nothing any more. Returns the requests that this completes."""
+        done: list[tuple[int, tuple[RankStack, ...]]] = []
+        for request, asked in list(self._asked.items()):
+            if asked.run_id == run_id and part in asked.silent:
+                asked.silent.discard(part)
+                stacks = self._finish(request, asked)
+                if stacks is not None:
+                    done.append((request, stacks))
+        return done
+
+    def _finish(self, request: int, asked: _Asked) -> tuple[RankStack, ...] | None:
+        if asked.silent:
+            return None
+        del self._asked[request]
+        return tuple(sorted(asked.stacks, key=lambda stack: stack.rank))
+
+
+def merged_inventory(host: str, inventories: Mapping[str, Inventory], addresses: Mapping[str, str]) -> Inventory:
+    """Join the inventories that the nodes' agents have told.
+
+    Args:
+        host: What the whole is called.
+        inventories: By node id.
+        addresses: By node id, where other nodes reach it.
+    """
+    nodes = tuple(
+        Node(
+            node=node,
+            host=inventory.host,
+            address=addresses.get(node, ""),
+            cores=inventory.cores,
+            cpu_slots=inventory.cpu_slots,
+            cpu_slots_free=inventory.cpu_slots,
+            driver=inventory.driver,
+        )
+        for node, inventory in inventories.items()
+    )
+    problems = [f"{inventory.host}: {inventory.problem}" for inventory in inventories.values() if inventory.problem]
+    return Inventory(
+        host=host,
+        devices=tuple(
+            # simulated devices are named alike on every node
+            msgspec.structs.replace(
+                device, node=node, uuid=f"{device.uuid}@{node}" if device.simulated else device.uuid
+            )
+            for node, inventory in inventories.items()
+            for device in inventory.devices
+        ),
+        cpu_slots=sum(node.cpu_slots for node in nodes),
+        cores=sum(node.cores for node in nodes),
+        problem="; ".join(problems),
+        driver=next((node.driver for node in nodes if node.driver), ""),
+        nodes=nodes,
+    )

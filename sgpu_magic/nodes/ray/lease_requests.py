@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Set
 
 import msgspec
 
+from sgpu_magic.nodes.ray.driver_messages import AskLease, NodeFacts
 from sgpu_magic.nodes.ray.inventory import is_usable, type_of
-from sgpu_magic.nodes.ray.messages import AskLease, NodeFacts
 from sgpu_magic.wire.device_types import CPU, canonical_type
 from sgpu_magic.wire.devices import Lease, Placement
 

@@ -11,7 +11,7 @@ from sgpu_magic.wire.environment import Environment
 from sgpu_magic.wire.forwarding import OpenStream, StreamMessage, StreamOpened
 from sgpu_magic.wire.measures import RankStack
 from sgpu_magic.wire.messages import Warm
-from sgpu_magic.wire.node_messages import HeldRun, Launch, RunEvent
+from sgpu_magic.wire.node_messages import HeldRun, Launch, RunEvent, ToAgent
 from sgpu_magic.wire.questions import RankAnswer, RankQuestion
 from sgpu_magic.wire.records import Interpreter
 from sgpu_magic.wire.states import RunState
@@ -168,4 +168,19 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """End every rank and give the nodes back."""
+        ...
+
+
+class NodeChannel(Protocol):
+    """A link to an agent. What is sent while it is interrupted is lost: who comes back is told again what matters."""
+
+    node: str
+    """The node's id, as in `NodeShare.node`."""
+
+    def send(self, message: ToAgent, frames: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+        """Send, or do nothing when the link is over."""
+        ...
+
+    def close(self) -> None:
+        """End the link."""
         ...

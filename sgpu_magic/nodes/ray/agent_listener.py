@@ -2,20 +2,34 @@
 
 ZeroMQ hides a peer's death and drops what was under way when a connection breaks; so each side beats once a second and
 counts what it has carried. Too long a silence is a lost node; a gap only ends the link, and the node begins a new one.
+
+The socket's key pair and port are kept, the same for every service of the pool.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 import zmq
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.system.secure_sockets import Admission, KeyPair, bound_to, secure_server, sender_of
+from sgpu_magic.system.secure_sockets import (
+    Admission,
+    KeyPair,
+    bound_to,
+    new_key_pair,
+    read_key_pair,
+    secure_server,
+    sender_of,
+    write_key_pair,
+)
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.node_link import (
     BEAT_S,
@@ -37,6 +51,7 @@ _TICK_S = BEAT_S / 2
 # a timer that comes so much later than it should tells of a busy pool, not of silent nodes
 _STARVED_S = 1.0
 _LINGER_MS = 1000
+_ANYWHERE = ("0.0.0.0", "[::]", "*")
 
 
 @dataclass(eq=False, slots=True)
@@ -56,7 +71,7 @@ class NodeLink:
     link: str
     identity: bytes
     heard_at: float
-    door: NodeDoor
+    listener: AgentListener
     sent: int = 0
     received: int = 0
     open: bool = field(default=True)
@@ -71,15 +86,15 @@ class NodeLink:
             raise ValueError("descriptors can't be sent to another machine")
         if self.open:
             self.sent += 1
-            self.door.say(self, Carried(link=self.link, number=self.sent), codec.encode(message), *frames)
+            self.listener.say(self, Carried(link=self.link, number=self.sent), codec.encode(message), *frames)
 
     def close(self) -> None:
         """Forget the link. An agent that is still there begins another one."""
         self.open = False
-        self.door.forget(self)
+        self.listener.forget(self)
 
 
-class NodeDoor:
+class AgentListener:
     """Listens for agents. Used from the loop's thread only.
 
     Args:
@@ -238,3 +253,65 @@ class NodeDoor:
                 self._on_lost(link.node, f"it has been silent for {silent_s:.1f} s", True)
             elif self._beats:
                 self.say(link, LinkBeat(link=link.link, sent=link.sent))
+
+
+class ListenerState:
+    """Files in a private directory.
+
+    Args:
+        path: The directory.
+
+    Raises:
+        UsageError: The key can't be read or written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.pair = self._pair()
+        self._host, self._port = "", 0
+
+    def address(self, listen: str) -> str:
+        """Where to listen: the setting, with the port of last time where it has none.
+
+        Raises:
+            UsageError: It is not `tcp://host:port`.
+        """
+        host, port = _split(listen)
+        if port == 0:
+            with contextlib.suppress(OSError, ValueError):
+                port = int((self.path / "door-port").read_text())
+        return f"tcp://{host}:{port}"
+
+    def keep_port(self, address: str) -> None:
+        """Write down where it listens now."""
+        self._host, self._port = _split(address)
+        draft = self.path / "door-port.part"
+        draft.write_text(str(self._port))
+        os.replace(draft, self.path / "door-port")
+
+    def reached_at(self, host: str) -> str:
+        """The address for nodes, which reach this machine at `host` unless it listens at one address only."""
+        if self._host not in _ANYWHERE:
+            return f"tcp://{self._host}:{self._port}"
+        return f"tcp://[{host}]:{self._port}" if ":" in host else f"tcp://{host}:{self._port}"
+
+    def _pair(self) -> KeyPair:
+        path = self.path / "door.key"
+        try:
+            return read_key_pair(path)
+        except FileNotFoundError:
+            pair = new_key_pair()
+            write_key_pair(path, pair)
+            return pair
+
+
+def _split(address: str) -> tuple[str, int]:
+    parts = urlsplit(address)
+    try:
+        if parts.scheme == "tcp" and parts.hostname and parts.port is not None:
+            return (f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname), parts.port
+    except ValueError:
+        pass
+    raise UsageError(
+        f"the setting ray_node_listen is {address!r}; it must be tcp://address:port, with port 0 for any that is free."
+    )

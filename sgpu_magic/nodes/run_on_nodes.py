@@ -1,4 +1,4 @@
-"""One attempt of a run on the nodes of its lease: what each is ordered, and what is ordered again after a lost link."""
+"""One attempt of a run on the nodes of its lease: what each is ordered, and ordered again after a lost link."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from sgpu_magic.wire.node_messages import (
     PeerFailed,
     TakeStacks,
     ToAgent,
-    TrackingKnown,
 )
 from sgpu_magic.wire.states import RunState
 
@@ -32,7 +31,7 @@ Send = Callable[[str, ToAgent, Sequence[bytes]], None]
 _STANDING = (MasterKnown, DetachRun, EndRun, PeerFailed, PartsOver, KillRanks, ReclaimPayload, ResultsReceived)
 
 
-class SpreadRun:
+class RunOnNodes:
     """Orders one attempt.
 
     Args:
@@ -40,7 +39,6 @@ class SpreadRun:
         nodes: Of each part.
         send: Sends to a node, if it is there.
         numbers: As of `JointRun`.
-        lease_of: The run that has the lease: itself, or its session.
 
     Attributes:
         joint: What its nodes say, joined.
@@ -176,9 +174,6 @@ class SpreadRun:
     def all_ended(self) -> None:
         """Every part has said its last word: its ranks may leave."""
         self.order(PartsOver(run_id=self.run_id))
-
-    def tracking_known(self, known: TrackingKnown) -> None:
-        self.order(known)
 
 
 def part_of(launch: Launch, index: int) -> Launch:
