@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from waiting import eventually
 
-from sgpu_magic.client.mlflow_run import mlflow_run_id
+from sgpu_magic.client.result import mlflow_run_id
 from sgpu_magic.config import Settings
 from sgpu_magic.payload import pack
 from sgpu_magic.runs.git_state import GitStates, Tags, git_state, git_tags

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from sgpu_magic.client.along import Along
-from sgpu_magic.client.blob_sender import BlobSender, Piece
+from sgpu_magic.client.blob_sender import BlobSender, Piece, Sending
 from sgpu_magic.client.link import PoolLink
-from sgpu_magic.client.sending import Sending
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.payload.buffers import INLINE_LIMIT, SharedBuffer, fits_memory, write_file
 from sgpu_magic.payload.pack import Packed
 from sgpu_magic.payload.regions import regions_of
-from sgpu_magic.wire.environment import CodeBundle, Wheel
 from sgpu_magic.wire.messages import ReclaimPayload
 from sgpu_magic.wire.payloads import (
     FilePayload,
@@ -42,7 +37,7 @@ class _Slot:
     run_over: bool = False
 
 
-class Uploads:
+class PayloadMemory:
     """The kernel's memory files. Touched pages are five times faster to write than fresh ones."""
 
     def __init__(self) -> None:
@@ -79,25 +74,6 @@ class Uploads:
             slot.run_id, slot.released, slot.run_over = run_id, threading.Event(), False
         source = SharedPayload(pid=os.getpid(), fd=slot.buffer.fd, size=packed.total_bytes)
         return Payload(source=source, layout=packed.layout), []
-
-    def sent_along(self, along: Along, link: PoolLink, sending: Sending) -> Along:
-        """Send a pool whose ranks are on other machines what it lacks of the code and the wheels that go along.
-
-        Raises:
-            SerializationError: A file of them can't be read.
-            PoolLost: That pool is gone.
-        """
-        if link.welcome.near:
-            return along
-        wheels = along.environment.wheels if along.environment is not None else ()
-        total = sum(each.size for each in (*along.code, *wheels))
-        sender = BlobSender(link, sending.part("code and packages", total))
-        code = tuple(msgspec.structs.replace(bundle, path="", blobs=_blobs_of(bundle, sender)) for bundle in along.code)
-        environment = along.environment
-        if environment is not None and wheels:
-            sent = tuple(msgspec.structs.replace(wheel, path="", blobs=_blobs_of(wheel, sender)) for wheel in wheels)
-            environment = msgspec.structs.replace(environment, wheels=sent)
-        return replace(along, code=code, environment=environment)
 
     def submitted(self, run_id: str, link: PoolLink) -> None:
         """This pool service has the run, perhaps as another's successor: it says when it no longer reads the memory."""
@@ -183,10 +159,6 @@ def _sent(packed: Packed, link: PoolLink, sending: Sending) -> StoredPayload:
         for digest, region in zip(digests, regions, strict=True)
     )
     return StoredPayload(parts=tuple(parts), size=packed.total_bytes)
-
-
-def _blobs_of(each: CodeBundle | Wheel, sender: BlobSender) -> tuple[str, ...]:
-    return tuple(sender.send_file(each.path))
 
 
 def remove_upload(payload: Payload) -> None:

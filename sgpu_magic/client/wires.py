@@ -1,18 +1,77 @@
-"""The way to the local pool's socket. ZeroMQ hides a peer's death, so a pidfd of the pool is watched too."""
+"""What carries a link's messages: the contract, and the way to the local pool's socket.
+
+ZeroMQ hides a peer's death, so a pidfd of the local pool is watched too.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import zmq
 
-from sgpu_magic.client.outgoing import Outgoing
-from sgpu_magic.client.wire import Receiver
+from sgpu_magic.client.queues import Outgoing
 from sgpu_magic.errors import PoolError
+from sgpu_magic.wire.messages import PoolMessage
+from sgpu_magic.wire.record import Record
 
 _LINGER_MS = 200
 _NO_PIDFD_POLL_MS = 1000
+
+
+class Receiver(Protocol):
+    """The link, called in its thread."""
+
+    def received(self, parts: Sequence[bytes]) -> PoolMessage | None:
+        """Take what the pool has sent: a message and its raw frames. Returns the message, None when it is not one."""
+        ...
+
+    def failed(self, error: PoolError) -> None:
+        """Say why the pool can't be reached, to whoever waits for its welcome."""
+        ...
+
+    def awaited(self) -> Collection[int]:
+        """Requests that somebody waits for."""
+        ...
+
+    def questions_after_gap(self) -> Sequence[Record]:
+        """What makes the pool send again what may have been lost."""
+        ...
+
+
+class Wire(Protocol):
+    """One way to a pool. `carry` runs in the link's thread; the rest may be asked by any.
+
+    Attributes:
+        title: The pool as sentences name it.
+        says_hello: It greets the pool itself, on each connection that it makes.
+    """
+
+    title: str
+    says_hello: bool
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the pool was heard, 0 as long as that is no cause for a word."""
+        ...
+
+    def carry(self, outgoing: Outgoing, receiver: Receiver) -> None:
+        """Carry messages until `outgoing` ends or the pool's process is gone for good."""
+        ...
+
+    def answered(self, request: int) -> None:
+        """A request was answered; called in the link's thread."""
+        ...
+
+    def lost(self) -> str:
+        """Say that the pool went away while something was asked of it."""
+        ...
+
+    def mute(self) -> PoolError:
+        """Return the error that the pool does not answer at all."""
+        ...
 
 
 class LocalWire:

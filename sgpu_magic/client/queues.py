@@ -1,12 +1,18 @@
-"""Messages on their way to a link's thread, which owns the socket."""
+"""Messages on their way to a link's thread, which owns the socket, and a run's events on their way from it."""
 
 from __future__ import annotations
 
 import contextlib
 import queue
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from sgpu_magic.wire.blobs import RunFileRead
+from sgpu_magic.wire.events import Event
+
+EventItem = tuple[Event, Sequence[bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +74,30 @@ class Outgoing:
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
             self._writer.send(b"x")
+
+
+class FilePart(NamedTuple):
+    """A part of a run's file."""
+
+    about: RunFileRead
+    data: bytes
+
+
+class EventQueue(queue.SimpleQueue["EventItem | None"]):
+    """Events in their order; None means that the pool is lost.
+
+    Attributes:
+        last_seq: Number of the last event that was put in, or that was there before.
+        woken: Called in the link's thread after each of them; for who takes the events of several runs.
+    """
+
+    woken: Callable[[], None] | None = None
+    last_seq: int = 0
+
+    def put(self, item: EventItem | None, block: bool = True, timeout: float | None = None) -> None:
+        super().put(item)
+        if item is not None:
+            self.last_seq = item[0].seq
+        woken = self.woken
+        if woken is not None:
+            woken()
