@@ -31,5 +31,5 @@ It never unpickles anything and never imports torch.
     retention         keeps the state directory within its budget
     tracker           which runs are written to MLflow
     tracker_process   one process that writes them
-    scheduling        who gets what, when (pure)
+    scheduling/       who gets what, when (pure)
 """

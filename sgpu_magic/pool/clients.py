@@ -252,10 +252,6 @@ class ConnectedClient:
     unsent: deque[Sequence[bytes]] = field(default_factory=deque["Sequence[bytes]"])
     answers: dict[int, Sequence[bytes] | None] = field(default_factory=dict[int, "Sequence[bytes] | None"])
 
-    @property
-    def authorized(self) -> AuthorizedClient:
-        return AuthorizedClient(self.user, self.admin)
-
     def may_see(self, user: str) -> bool:
         """Whether the content of this user's runs is its business: who is on the service's machine owns all files."""
         return self.same_host or self.user == user

@@ -22,7 +22,7 @@ from sgpu_magic.files.file_thread import FileThread
 from sgpu_magic.files.joined import join_parts
 from sgpu_magic.files.safe_paths import list_below, open_below
 from sgpu_magic.pool.active_runs import ActiveRuns
-from sgpu_magic.pool.ledger import Ledger
+from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.wire.blobs import (
     CHUNK_BYTES,
@@ -38,7 +38,7 @@ from sgpu_magic.wire.blobs import (
     RunFiles,
 )
 from sgpu_magic.wire.events import RunEnded
-from sgpu_magic.wire.ids import is_valid_id, short
+from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.messages import Submit
 from sgpu_magic.wire.payloads import FilePayload, SharedPayload, StoredPayload
 from sgpu_magic.wire.run_files import PAYLOAD
@@ -60,12 +60,18 @@ class FileRequests:
         settings: Where blobs and runs are, and what they may have.
         server: Where the clients are connected.
         active: The runs.
-        ledger: All runs there ever were.
+        permissions: Say whose a run is.
         joins_payloads: The nodes do not see the runs' directories: what belongs there of a payload is put there here.
     """
 
     def __init__(
-        self, settings: Settings, server: Server, active: ActiveRuns, ledger: Ledger, *, joins_payloads: bool = False
+        self,
+        settings: Settings,
+        server: Server,
+        active: ActiveRuns,
+        permissions: Permissions,
+        *,
+        joins_payloads: bool = False,
     ) -> None:
         self._joins_payloads = joins_payloads
         self._most_kept_bytes = settings.keep_payload
@@ -75,7 +81,7 @@ class FileRequests:
         self._joining = FileThread("sgpu-payloads")
         self._server = server
         self._active = active
-        self._ledger = ledger
+        self._permissions = permissions
         self._store = BlobStore(settings.state_path / "blobs", settings.blobs_bytes)
         self._thread = FileThread("sgpu-bytes")
         # where ranks of a run have their results in memory; used in the thread only
@@ -180,14 +186,8 @@ class FileRequests:
 
     def _directory(self, client: ConnectedClient, request: int, run_id: str) -> Path | None:
         """The run's directory, None and the client told why when it may not read there."""
-        owner = None
-        if is_valid_id(run_id):
-            run = self._active.speaker(run_id)
-            if run is not None:
-                owner = run.spec.owner.user
-            elif (row := self._ledger.summary(run_id)) is not None:
-                owner = row.user
-        if owner is None or (not client.same_host and owner != client.user):
+        owner = self._permissions.user_of(run_id)
+        if owner is None or not client.may_see(owner):
             # of another user's run nothing is told, not even that there is one
             self._server.refuse(client, request, f"this pool has no run {run_id[:40]!r} of yours.", "RunUnknown")
             return None

@@ -94,9 +94,20 @@ class Permissions:
             case _:
                 return message
 
+    def user_of(self, run_id: str) -> str | None:
+        """Return whose a run is, one that is over too; None where there is none."""
+        run = self._active.speaker(run_id)
+        if run is not None:
+            return run.spec.owner.user
+        try:
+            row = self._ledger.summary(run_id)
+        except ValueError:
+            return None
+        return row.user if row is not None else None
+
     def may_see(self, client: ConnectedClient, run_id: str) -> bool:
         """Whether a run's content is the client's business."""
-        return client.same_host or client.user == self._user_of(run_id)
+        return client.same_host or client.user == self.user_of(run_id)
 
     def shown(self, client: ConnectedClient, status: PoolStatus) -> PoolStatus:
         """Return a status without what other users' runs are about."""
@@ -170,16 +181,6 @@ class Permissions:
         owner = msgspec.structs.replace(spec.owner, user=client.user, host=host)
         context = msgspec.structs.replace(submit.context, elsewhere=True)
         return msgspec.structs.replace(submit, spec=msgspec.structs.replace(spec, owner=owner), context=context)
-
-    def _user_of(self, run_id: str) -> str | None:
-        run = self._active.speaker(run_id)
-        if run is not None:
-            return run.spec.owner.user
-        try:
-            row = self._ledger.summary(run_id)
-        except ValueError:
-            return None
-        return row.user if row is not None else None
 
 
 def _not_one(prefix: str, found: Collection[str], which: str) -> str:

@@ -80,6 +80,7 @@ class Requests:
         engine: Where the ranks are.
         active: The runs.
         ledger: All runs there ever were.
+        permissions: What each client may ask for.
         kept_environments: What describes the runs' packages.
         files: Takes uploads and reads runs' files.
     """
@@ -91,6 +92,7 @@ class Requests:
         engine: Engine,
         active: ActiveRuns,
         ledger: Ledger,
+        permissions: Permissions,
         kept_environments: KeptEnvironments,
         files: FileRequests,
     ) -> None:
@@ -104,7 +106,7 @@ class Requests:
         # never used twice: an answer that comes late is for nobody
         self._stack_numbers = itertools.count(1)
         self._asked_stacks: dict[int, tuple[ConnectedClient, AskStacks, str]] = {}
-        self._permissions = Permissions(server, active, ledger, lambda: core.resubmittable)
+        self._permissions = permissions
         self.forwarding = Forwarding(server, engine, self._permissions.own_going)
         self.sessions = SessionRequests(server, engine, active, ledger, core.feed)
         self.submissions = Submissions(core, server, engine, active, ledger, self.sessions.unknown, files)

@@ -25,6 +25,7 @@ from sgpu_magic.pool.guard import Guard, ServiceFault
 from sgpu_magic.pool.instructions import Instructions, Launches
 from sgpu_magic.pool.kept_environments import KeptEnvironments
 from sgpu_magic.pool.lifecycle import Idleness, PoolPresence
+from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.remote_clients import Listening
 from sgpu_magic.pool.reports import Reports, Restarts
 from sgpu_magic.pool.requests import Requests
@@ -38,15 +39,7 @@ from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.forwarding import StreamMessage, StreamOpened
 from sgpu_magic.wire.measures import RankStack
-from sgpu_magic.wire.messages import (
-    PROTOCOL_VERSION,
-    AskStatus,
-    ClientMessage,
-    Goodbye,
-    Hello,
-    TrackRun,
-    Welcome,
-)
+from sgpu_magic.wire.messages import PROTOCOL_VERSION, AskStatus, ClientMessage, Goodbye, Hello, TrackRun, Welcome
 from sgpu_magic.wire.node_messages import HeldRun, RunEvent
 from sgpu_magic.wire.pool_status import PoolStatus
 from sgpu_magic.wire.questions import RankAnswer
@@ -111,8 +104,11 @@ class PoolService:
         self._adoption = Adoption(
             self._ledger, self._active, engine, self._restarts, self.feed, settings.adopt_timeout_s, self._guard.for_run
         )
-        self._files = FileRequests(settings, self._server, self._active, self._ledger, joins_payloads=engine.far)
-        self._requests = Requests(self, self._server, engine, self._active, self._ledger, self._kept, self._files)
+        permissions = Permissions(self._server, self._active, self._ledger, lambda: self.resubmittable)
+        self._files = FileRequests(settings, self._server, self._active, permissions, joins_payloads=engine.far)
+        self._requests = Requests(
+            self, self._server, engine, self._active, self._ledger, permissions, self._kept, self._files
+        )
         self._tracker = Tracker(settings, self._active, engine, self._is_live)
         self._instructions = Instructions(
             self._server,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from sgpu_magic.pool.scheduling.capacity import CPU_LINE, Line
 from sgpu_magic.pool.scheduling.placement_request import Refusal, Want, amount
@@ -146,10 +146,6 @@ class FairShare:
             if at + 1 < len(group):
                 heapq.heappush(heap, ((priority, share + want.ranks), places[group[at + 1][0].run_id], user, at + 1))
         return (ordered + last)[:most]
-
-    def users(self) -> Mapping[str, int]:
-        """Return how many devices and slots each user has who has any."""
-        return {user: sum(count for _, count in held.values()) for user, held in self._leases.items()}
 
     # ------------------------------------------------------------ within
 
