@@ -12,5 +12,5 @@ joint_run      the same attempt: what the nodes say of it, as one run
 merge_parts    ends, stacks and inventories of several nodes made one
 returned_nodes nodes that had runs when an earlier service ended
 node_files     files of the pool for nodes that do not see them
-ray            an existing Ray cluster
+ray/           an existing Ray cluster
 """

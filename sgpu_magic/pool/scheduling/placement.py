@@ -1,7 +1,7 @@
 """Whether there is room for a request now, which devices it gets, and what is in the way. Pure: no clock, no I/O.
 
 `Room` follows the leases as they are taken and released, and counts nothing anew: a pool may have ten thousand devices.
-What requests mean here is in `wants`, how ranks are laid over nodes in `shares`.
+What requests mean here is in `placement_request`, how ranks are laid over nodes in `node_layout`.
 """
 
 from __future__ import annotations
