@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,23 +21,10 @@ from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import Placed, RunEnded
 from sgpu_magic.wire.metering import idle_seconds
 from sgpu_magic.wire.pool_status import BudgetState
-from sgpu_magic.wire.records import RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
 
-
-class OnMeter(Protocol):
-    """A run of the pool, as `PoolRun` has it."""
-
-    lease: Lease | None
-    hourly: float | None
-    metered_at: float | None
-    metered_clock: float | None
-    metered_s: float
-
-    @property
-    def run_id(self) -> str: ...
-    @property
-    def spec(self) -> RunSpec: ...
+if TYPE_CHECKING:
+    from sgpu_magic.pool.active_runs import PoolRun
 
 
 class Billing:
@@ -54,7 +41,7 @@ class Billing:
         # of sessions that are connected
         self._idle: dict[str, IdleMeter] = {}
 
-    def placed(self, run: OnMeter, lease: Lease) -> Metered | None:
+    def placed(self, run: PoolRun, lease: Lease) -> Metered | None:
         """The run has this lease. Returns what is to be written down."""
         run.lease = lease
         run.hourly = None if run.spec.session else self._tariff.hourly(lease)
@@ -66,7 +53,7 @@ class Billing:
         currency = "" if hourly is None else self._tariff.currency
         return Placed(lease=lease, host=host, labels=labels, hourly=hourly, currency=currency)
 
-    def begun(self, run: OnMeter, state: RunState, wall: float, now: float) -> Metered | None:
+    def begun(self, run: PoolRun, state: RunState, wall: float, now: float) -> Metered | None:
         """The run moved to `state`. Returns what is to be written down: that its meter begins, if it does.
 
         Args:
@@ -80,20 +67,20 @@ class Billing:
         run.metered_at, run.metered_clock = wall, now
         return Metered(metered_at=wall, metered_clock=now)
 
-    def ranks_started(self, run: OnMeter, now: float) -> None:
+    def ranks_started(self, run: PoolRun, now: float) -> None:
         """The run's ranks are there: a session is idle from now on, or no longer."""
         if run.spec.kind is RunKind.SESSION:
             self._idle[run.run_id] = IdleMeter(now)
         elif run.spec.session in self._idle:
             self._idle[run.spec.session].began(run.run_id, now)
 
-    def paused(self, run: OnMeter, now: float) -> None:
+    def paused(self, run: PoolRun, now: float) -> None:
         """The run has lost its devices and waits for others: that costs nothing."""
         if run.metered_clock is not None:
             run.metered_s += now - run.metered_clock
             run.metered_at = run.metered_clock = None
 
-    def adopted(self, run: OnMeter, lease: Lease, started_at: float, state: RunState, now: float) -> None:
+    def adopted(self, run: PoolRun, lease: Lease, started_at: float, state: RunState, now: float) -> None:
         """Go on with the meter that an earlier service began.
 
         Args:
@@ -128,7 +115,7 @@ class Billing:
             launched = now - max(0.0, wall - started_at)
             self._ledger.update(run.run_id, meter=self.begun(run, RunState.STARTING, started_at, launched))
 
-    def ended(self, run: OnMeter, ended: RunEnded, now: float) -> tuple[RunEnded, Metered | None]:
+    def ended(self, run: PoolRun, ended: RunEnded, now: float) -> tuple[RunEnded, Metered | None]:
         """Return a run's last word with what it was billed, and what is to be written down of that.
 
         Args:
