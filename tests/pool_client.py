@@ -10,7 +10,7 @@ from typing import Any
 from homes import Home
 from waiting import eventually
 
-from sgpu_magic.client.along import Along
+from sgpu_magic.client.attachments import Attachments
 from sgpu_magic.client.interpreter import this_owner
 from sgpu_magic.client.link import PoolLost
 from sgpu_magic.client.pool import Pool, new_key
@@ -52,7 +52,7 @@ class PoolClient:
     ) -> ClientRun:
         """Submit a run; `out` as in `--out`, `along` is what goes with it."""
         key = new_key()
-        along = fields.pop("along", Along())
+        along = fields.pop("along", Attachments())
         packed = pack_namespace(dict(names or {}), {}, key)
         outputs = tuple(OutputName(name.removesuffix(":all"), name.endswith(":all")) for name in out)
         spec = RunSpec(

@@ -6,9 +6,9 @@ import asyncio
 import sys
 
 from sgpu_magic import config
-from sgpu_magic.nodes.choose import engine_settings, make_engine
 from sgpu_magic.pool.lifecycle import PoolPresence
 from sgpu_magic.pool.service import PoolService
+from sgpu_magic.pool.serving import engine_settings, make_engine
 from sgpu_magic.system import processes
 
 

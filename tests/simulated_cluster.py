@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sgpu_magic.pool.scheduled_run import ScheduledRun
-from sgpu_magic.pool.scheduler import Scheduler
-from sgpu_magic.pool.stimuli import (
+from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun
+from sgpu_magic.pool.scheduling.scheduler import Scheduler
+from sgpu_magic.pool.scheduling.stimuli import (
     CancelRequested,
     Instruction,
     LaunchRun,

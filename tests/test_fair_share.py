@@ -7,10 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from simulated_cluster import Driven, cluster, spec
 
-from sgpu_magic.pool.fair_share import FairShare
-from sgpu_magic.pool.scheduled_run import ScheduledRun
-from sgpu_magic.pool.scheduler import Scheduler
-from sgpu_magic.pool.stock import Line
+from sgpu_magic.pool.scheduling.capacity import Line
+from sgpu_magic.pool.scheduling.fair_share import FairShare
+from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun
+from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.records import RunSpec
 from sgpu_magic.wire.user_limits import read_limits, read_priorities, read_quotas

@@ -5,7 +5,7 @@ from __future__ import annotations
 from test_scheduler import spec
 from test_session_scheduling import cell, session
 
-from sgpu_magic.nodes.held_leases import HeldLeases, has_locks
+from sgpu_magic.nodes.local import HeldLeases, has_locks
 from sgpu_magic.wire.devices import Lease
 
 S, A, B = "5e550000", "aaaa0000", "bbbb0000"

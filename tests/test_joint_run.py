@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgpu_magic.nodes.joint_end import PartEnd, join_ends, join_releases
-from sgpu_magic.nodes.joint_run import JointRun, Told
-from sgpu_magic.nodes.joint_stacks import JointStacks
-from sgpu_magic.nodes.joint_stalls import JointStalls
+from sgpu_magic.nodes.joint_run import JointRun, JointStalls, Told
+from sgpu_magic.nodes.merge_parts import JointStacks, PartEnd, join_ends, join_releases
 from sgpu_magic.wire.events import (
     EnvironmentMoved,
     EventBody,

@@ -12,8 +12,7 @@ import pytest
 
 from sgpu_magic.cli import main as cli
 from sgpu_magic.errors import UsageError
-from sgpu_magic.pool import authorized_clients
-from sgpu_magic.pool.authorized_clients import AuthorizedClient, AuthorizedClients, authorize, read_clients, revoke
+from sgpu_magic.pool.clients import AuthorizedClient, AuthorizedClients, authorize, read_clients, revoke
 from sgpu_magic.system.secure_sockets import KeyPair, is_public_key, new_key_pair, read_key_pair, write_key_pair
 
 ANN, BEN, EVE = (new_key_pair().public for _ in range(3))
@@ -129,9 +128,7 @@ def test_a_list_of_the_same_inode_on_another_disk_is_another_list(clients: Path,
     true = os.stat
     fields = {name: getattr(status, name) for name in ("st_mtime_ns", "st_ino", "st_size", "st_uid", "st_mode")}
     there = SimpleNamespace(**fields, st_dev=status.st_dev + 1)
-    monkeypatch.setattr(
-        authorized_clients.os, "stat", lambda path, **named: there if path == clients else true(path, **named)
-    )
+    monkeypatch.setattr(os, "stat", lambda path, **named: there if path == clients else true(path, **named))
     assert (seen.look(), seen.find(ANN)) == (True, AuthorizedClient("ben"))
 
 

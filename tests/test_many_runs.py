@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from sgpu_magic.client.interpreter import this_owner
 from sgpu_magic.config import Settings
-from sgpu_magic.nodes.base import EngineListener
+from sgpu_magic.nodes.contract import EngineListener
 from sgpu_magic.nodes.many_nodes import ManyNodes
 from sgpu_magic.wire.devices import Inventory, Lease, NodeShare, Placement
 from sgpu_magic.wire.events import EventBody, RankFailed, RanksStarted, RunEnded

@@ -17,17 +17,13 @@ from test_scheduler import gpus, launched, node, running, spec, submit
 
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.pool.admission import unfit
-from sgpu_magic.pool.billing import Billing
-from sgpu_magic.pool.budget import DAY_S, Budget
-from sgpu_magic.pool.budget_of_pool import budget_of, budget_state
+from sgpu_magic.pool.billing import Billing, budget_of, budget_state
 from sgpu_magic.pool.ledger import Ledger, Metered
-from sgpu_magic.pool.ledger_schema import MIGRATIONS, migrate
-from sgpu_magic.pool.meter import Bill, IdleMeter, bill
-from sgpu_magic.pool.prices import Tariff, tariff_of
-from sgpu_magic.pool.scheduled_run import rough
-from sgpu_magic.pool.scheduler import Scheduler
-from sgpu_magic.pool.stimuli import (
+from sgpu_magic.pool.ledger_database import MIGRATIONS, migrate
+from sgpu_magic.pool.scheduling.costs import DAY_S, Bill, Budget, IdleMeter, Tariff, bill, tariff_of
+from sgpu_magic.pool.scheduling.scheduled_run import rough
+from sgpu_magic.pool.scheduling.scheduler import Scheduler
+from sgpu_magic.pool.scheduling.stimuli import (
     EndRun,
     Instruction,
     LaunchRun,
@@ -40,6 +36,7 @@ from sgpu_magic.pool.stimuli import (
     StopRun,
     TimePassed,
 )
+from sgpu_magic.pool.submissions import unfit
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.metering import billed_s, cost_so_far, gpu_s_so_far, idle_seconds

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from simulated_cluster import Driven, cluster, spec
 
-from sgpu_magic.pool.prices import Tariff
-from sgpu_magic.pool.scheduler import Scheduler
-from sgpu_magic.pool.stimuli import (
+from sgpu_magic.pool.scheduling.costs import Tariff
+from sgpu_magic.pool.scheduling.scheduler import Scheduler
+from sgpu_magic.pool.scheduling.stimuli import (
     EndRun,
     InventoryChanged,
     LaunchRun,

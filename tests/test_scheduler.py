@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sgpu_magic import errors
-from sgpu_magic.pool.placement import CPU_LINE, Line, Room, Want, line_of
-from sgpu_magic.pool.scheduled_run import span
-from sgpu_magic.pool.scheduler import Scheduler
-from sgpu_magic.pool.stimuli import (
+from sgpu_magic.pool.scheduling.placement import CPU_LINE, Line, Room, Want, line_of
+from sgpu_magic.pool.scheduling.scheduled_run import span
+from sgpu_magic.pool.scheduling.scheduler import Scheduler
+from sgpu_magic.pool.scheduling.stimuli import (
     CancelRequested,
     EndRun,
     Instruction,

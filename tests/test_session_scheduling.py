@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from test_scheduler import gpus, launched, node, refusal, running, spec, submit
 
-from sgpu_magic.pool.scheduler import Scheduler
-from sgpu_magic.pool.stimuli import (
+from sgpu_magic.pool.scheduling.scheduler import Scheduler
+from sgpu_magic.pool.scheduling.stimuli import (
     CancelRequested,
     EndRun,
     Instruction,

@@ -15,10 +15,10 @@ import pytest
 from test_place_here import launch as placed_launch
 from waiting import eventually
 
-from sgpu_magic.client.mlflow_run import mlflow_run_id
+from sgpu_magic.client.result import mlflow_run_id
 from sgpu_magic.config import Settings
 from sgpu_magic.payload import pack
-from sgpu_magic.pool.run_book import PoolRun
+from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.runs.git_state import GitStates, Tags, git_state, git_tags

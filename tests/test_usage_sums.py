@@ -26,7 +26,7 @@ from sgpu_magic.client.usage import Usage, Use, read_usage, usage
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.pool.ledger import Ledger, Metered
-from sgpu_magic.pool.ledger_schema import MIGRATIONS, migrate
+from sgpu_magic.pool.ledger_database import MIGRATIONS, migrate
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.prices import read_prices

@@ -12,7 +12,7 @@ from sgpu_magic.cli.serving import serve
 from sgpu_magic.config import load_settings, private_dir
 from sgpu_magic.errors import SgpuError, UsageError
 from sgpu_magic.nodes.ray.deploy import DEPLOYED, Deployment
-from sgpu_magic.pool import authorized_clients
+from sgpu_magic.pool import clients
 from sgpu_magic.pool.serving import CLIENTS, served_settings
 
 
@@ -24,7 +24,7 @@ def main() -> None:
         for name, key, admin in what.clients:
             # whoever is listed there already stays as they are
             with contextlib.suppress(UsageError):
-                authorized_clients.authorize(folder / CLIENTS, name, key, admin=admin)
+                clients.authorize(folder / CLIENTS, name, key, admin=admin)
         serve(settings, "ray", what.listen, what.name, same_files=settings.ray_same_files)
     except SgpuError as error:
         sys.exit(f"sgpu: {error.message}")

@@ -10,9 +10,8 @@ from sgpu_magic.client.keys import own_key_path
 from sgpu_magic.config import Settings
 from sgpu_magic.nodes.ray.deploy import Deployment, deploy, job_options, undeploy
 from sgpu_magic.nodes.ray.jobs_api import JobsApi
-from sgpu_magic.pool.authorized_clients import read_clients
-from sgpu_magic.pool.pool_names import checked_listen, checked_name
-from sgpu_magic.pool.serving import CLIENTS, served_settings
+from sgpu_magic.pool.clients import read_clients
+from sgpu_magic.pool.serving import CLIENTS, checked_listen, checked_name, served_settings
 from sgpu_magic.system.secure_sockets import read_key_pair
 
 # the pool's own settings, said where `sgpu pool deploy` is called; directories are the head's affair

@@ -11,9 +11,8 @@ from sgpu_magic.cli import deploying
 from sgpu_magic.client.keys import own_key_path
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, UsageError
-from sgpu_magic.pool import authorized_clients
-from sgpu_magic.pool.pool_names import checked_listen, checked_name
-from sgpu_magic.pool.serving import CLIENTS, served_settings
+from sgpu_magic.pool import clients
+from sgpu_magic.pool.serving import CLIENTS, checked_listen, checked_name, served_settings
 from sgpu_magic.system.secure_sockets import new_key_pair, write_key_pair
 from sgpu_magic.wire.address import MAX_SOCKET_PATH_BYTES, agent_socket_file
 
@@ -99,7 +98,7 @@ def authorize(settings: Settings, name: str, who: str, key: str, *, admin: bool)
         UsageError: One of them means nothing, or the key is listed already.
     """
     path = served_settings(settings, checked_name(name)).state_path / CLIENTS
-    authorized_clients.authorize(path, who, key, admin=admin)
+    clients.authorize(path, who, key, admin=admin)
     return f"{who} may use the pool {name}{' and end what others run there' if admin else ''}, from now on ({path})"
 
 
@@ -110,7 +109,7 @@ def revoke(settings: Settings, name: str, who: str) -> str:
         UsageError: There is no such user.
     """
     path = served_settings(settings, checked_name(name)).state_path / CLIENTS
-    keys = authorized_clients.revoke(path, who)
+    keys = clients.revoke(path, who)
     return (
         f"{who} may no longer use the pool {name}: {keys} key{'s' * (keys != 1)} removed, links are cut within "
         "seconds. Runs that go on are not ended; an admin's `sgpu cancel` does that."

@@ -1,4 +1,7 @@
-"""Sends a pool of another machine the blobs that it lacks; goes on where it stopped when the link was broken."""
+"""Sends a pool of another machine the blobs that it lacks; goes on where it stopped when the link was broken.
+
+`Sending` tells how much is there when that takes long.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from typing import TypeVar
 
 from sgpu_magic.client.link import PoolLink, Reply
 from sgpu_magic.errors import PoolError, SerializationError
+from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.wire.blobs import (
     CHUNK_BYTES,
     DIGEST_BYTES,
@@ -36,6 +40,9 @@ _FIRST_WINDOW = 4
 _HASHED_AHEAD = 512
 
 A = TypeVar("A", BlobsHeld, BlobTaken)
+# what is over within a second needs no word
+_FIRST_S = 1.0
+_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,3 +231,46 @@ def _read(path: Path | str, begin: int, size: int) -> memoryview:
     if len(data) != size:
         raise OSError(f"{path} is shorter than it was")
     return memoryview(data)
+
+
+class Sending:
+    """One run's way to a pool of another machine; a context, at whose end nothing is told any more.
+
+    Args:
+        pool: The pool's name.
+        link: To it.
+        tell: Called with a sentence about once a second, "" at the end when there was one; None tells nobody.
+    """
+
+    def __init__(self, pool: str, link: PoolLink, tell: Callable[[str], None] | None) -> None:
+        self._pool = pool
+        self._link = link
+        self._tell = tell
+        self._due = time.monotonic() + _FIRST_S
+        self._told = False
+
+    def __enter__(self) -> Sending:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._told and self._tell is not None:
+            self._tell("")
+
+    def part(self, what: str, total: int) -> Callable[[int], None]:
+        """Return what is to be called with the bytes of one part that are at the pool.
+
+        Args:
+            what: The part, such as `variables`.
+            total: All its bytes.
+        """
+        return lambda there: self._progress(what, there, total)
+
+    def _progress(self, what: str, there: int, total: int) -> None:
+        now = time.monotonic()
+        if self._tell is None or now < self._due:
+            return
+        self._due = now + _EVERY_S
+        self._told = True
+        silent_s = self._link.silent_s
+        silent = f"; the link has been silent for {silent_s:.0f} s, it goes on when that is back" if silent_s else ""
+        self._tell(f"sending {what} to {self._pool}: {format_bytes(there)} of {format_bytes(total)} are there{silent}")

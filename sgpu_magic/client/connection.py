@@ -2,38 +2,56 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from sgpu_magic.client.interpreter import this_interpreter
+import msgspec
+
+from sgpu_magic.client.interpreter import this_hello, this_interpreter
 from sgpu_magic.client.keys import own_key_path, own_keys
-from sgpu_magic.client.link import PoolLink, PoolLost, Reply, this_hello
-from sgpu_magic.client.local_pool import find_pool, start_pool, stated_settings
-from sgpu_magic.client.local_wire import LocalWire
+from sgpu_magic.client.link import PoolLink, PoolLost, Reply
+from sgpu_magic.client.local_pool import find_pool, start_pool, stated_settings, wait_for_exit
 from sgpu_magic.client.pools_file import PoolEntry
 from sgpu_magic.client.remote_wire import RemoteWire
-from sgpu_magic.config import Settings, is_linux
+from sgpu_magic.client.wires import LocalWire
+from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, PoolVersionError
 from sgpu_magic.system.secure_sockets import Endpoint
-from sgpu_magic.wire.address import PoolAddress, process_start, socket_file
+from sgpu_magic.wire.address import PoolAddress, socket_file
 from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.messages import PROTOCOL_VERSION, AskStatus, Goodbye, StopPool, Warm
+from sgpu_magic.wire.messages import (
+    PROTOCOL_VERSION,
+    Accepted,
+    AskStacks,
+    AskStatus,
+    Attach,
+    Cancel,
+    Detach,
+    Goodbye,
+    StopPool,
+    Submit,
+    Warm,
+)
 from sgpu_magic.wire.pool_status import PoolStatus
 
 REPLY_TIMEOUT_S = 15.0
-_OLD_POOL_EXIT_S = 10.0
 # ranks that were asked to end have the default grace of 5 s
 _RANKS_LEAVE_S = 6.0
 _RANKS_PAUSE_S = 0.02
 _MOST_NAMED = 3
 # a kernel that is restarted does not wait for a pool that does not answer
 _CLOSE_PATIENCE_S = 0.5
+_ONLY_ASKS = (Attach, AskStatus, AskStacks)
+
+A = TypeVar("A", bound=Reply)
+Question = Attach | AskStacks | AskStatus | Cancel | Detach | StopPool | Submit
 
 
 class Connection(ABC):
@@ -92,6 +110,11 @@ class Connection(ABC):
             PoolError: It can't be reached or started.
         """
 
+    def stop(self, *, force: bool) -> bool:
+        """Have the pool stop; as `Pool.stop`."""
+        ask(self.made(start=False), StopPool(request=0, force=force), Accepted)
+        return True
+
     def settings_applied(self) -> str:
         """Have a pool with the settings that this process states; as `Pool.apply_settings`."""
         return ""
@@ -148,13 +171,35 @@ class LocalConnection(Connection):
         self.made(start=True)
         return ""
 
+    def stop(self, *, force: bool) -> bool:
+        address = find_pool(self._settings)
+        if address is None:
+            return False
+        try:
+            super().stop(force=force)
+        except PoolLost:
+            pass
+        except PoolError:
+            # of another version, or it does not answer
+            if not force:
+                raise
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(address.pid, signal.SIGTERM)
+        try:
+            wait_for_exit(address.pid)
+        except PoolError:
+            if not force:
+                raise
+            os.kill(address.pid, signal.SIGKILL)
+            wait_for_exit(address.pid)
+        return True
+
     def _made_anew(self, start: bool) -> PoolLink:
         address = find_pool(self._settings)
         if address is None:
             if not start:
                 raise PoolError("no local pool is running.")
-            start_pool(self._settings, Warm(interpreter=this_interpreter()))
-            address = _found(self._settings)
+            address = start_pool(self._settings, Warm(interpreter=this_interpreter()))
         link = self._new_link(address)
         return self._with_version_checked(link) if start else with_known_version(link)
 
@@ -170,8 +215,7 @@ class LocalConnection(Connection):
                 raise
             os.kill(link.pid, signal.SIGTERM)
             wait_for_exit(link.pid)
-            start_pool(self._settings, Warm(interpreter=this_interpreter()))
-            return with_known_version(self._new_link(_found(self._settings)))
+            return with_known_version(self._new_link(start_pool(self._settings, Warm(interpreter=this_interpreter()))))
 
 
 class FarConnection(Connection):
@@ -237,15 +281,52 @@ def with_known_version(link: PoolLink) -> PoolLink:
     )
 
 
-def ask_to_stop(link: PoolLink, *, force: bool = False) -> None:
-    """Have the pool stop.
+def ask(
+    link: PoolLink,
+    question: Question,
+    kind: type[A],
+    timeout_s: float = REPLY_TIMEOUT_S,
+    frames: Sequence[bytes] = (),
+) -> A:
+    """Ask the pool, and return its answer.
+
+    Args:
+        link: To the pool.
+        question: With any number: it gets one of its own.
+        kind: What is answered.
+        timeout_s: How long to wait for that in seconds.
+        frames: Raw frames of the question.
 
     Raises:
-        PoolError: Runs go on there and `force` is not set, or it does not answer.
+        SgpuError: The pool refused it, died, or did not answer.
     """
     request, reply = link.new_request()
-    link.send(StopPool(request=request, force=force))
-    wait_for(reply, link=link)
+    try:
+        link.send(msgspec.structs.replace(question, request=request), frames)
+        answer = reply.result(timeout_s)
+    except BaseException as error:
+        if isinstance(question, _ONLY_ASKS):
+            # an order is carried out once a broken link is back
+            link.give_up(request)
+        if isinstance(error, TimeoutError):
+            raise _no_answer(link, timeout_s) from None
+        raise
+    if not isinstance(answer, kind):
+        raise PoolError(f"{link.title} gave an answer that fits no question. Restart it: `sgpu pool stop`.")
+    return answer
+
+
+def _no_answer(link: PoolLink, timeout_s: float) -> PoolError:
+    if not link.welcome.same_host:
+        silent = f": it has been silent for {link.silent_s:.0f} s" if link.silent_s else ""
+        return PoolError(
+            f"{link.title} did not answer within {timeout_s:.0f} s{silent}. Look at your network; runs that go on "
+            "there are not harmed."
+        )
+    return PoolError(
+        f"the local pool did not answer within {timeout_s:.0f} s. `sgpu doctor` looks for the reason; "
+        "`sgpu pool stop --force` ends the pool."
+    )
 
 
 def _stopped_unless_used(link: PoolLink) -> list[str]:
@@ -253,85 +334,14 @@ def _stopped_unless_used(link: PoolLink) -> list[str]:
     deadline = time.monotonic() + _RANKS_LEAVE_S
     while True:
         try:
-            ask_to_stop(link)
+            ask(link, StopPool(request=0), Accepted)
         except PoolLost:
             return []
         except PoolError:
-            request, reply = link.new_request()
-            link.send(AskStatus(request=request, recent=1))
-            status = wait_for(reply, link=link)
-            runs = status.runs if isinstance(status, PoolStatus) else ()
+            runs = ask(link, AskStatus(request=0, recent=1), PoolStatus).runs
             going = [f"run {short(run.run_id)} ({run.name})" for run in runs if not run.state.is_final]
             if going or time.monotonic() > deadline:
                 return going or ["ranks of runs that have ended"]
             time.sleep(_RANKS_PAUSE_S)
         else:
             return []
-
-
-def _found(settings: Settings) -> PoolAddress:
-    deadline = time.monotonic() + _OLD_POOL_EXIT_S
-    while time.monotonic() < deadline:
-        address = find_pool(settings)
-        if address is not None:
-            return address
-        # another client's pool is about to announce itself
-        time.sleep(0.01)
-    raise PoolError("the local pool ended as soon as it was started; `sgpu doctor` looks for the reason.")
-
-
-def wait_for(reply: Future[Reply], timeout_s: float = REPLY_TIMEOUT_S, link: PoolLink | None = None) -> Reply:
-    """Return the answer to a request.
-
-    Args:
-        reply: The answer's future.
-        timeout_s: How long to wait in seconds.
-        link: Where it was asked, for the error's sake; None for the local pool.
-
-    Raises:
-        SgpuError: The pool refused it, died, or did not answer.
-    """
-    try:
-        return reply.result(timeout_s)
-    except TimeoutError:
-        if link is not None and not link.welcome.same_host:
-            silent = f": it has been silent for {link.silent_s:.0f} s" if link.silent_s else ""
-            raise PoolError(
-                f"{link.title} did not answer within {timeout_s:.0f} s{silent}. Look at your network; runs that go on "
-                "there are not harmed."
-            ) from None
-        raise PoolError(
-            f"the local pool did not answer within {timeout_s:.0f} s. `sgpu doctor` looks for the reason; "
-            "`sgpu pool stop --force` ends the pool."
-        ) from None
-
-
-def wait_for_attached(link: PoolLink, request: int, reply: Future[Reply]) -> Reply:
-    """Return the answer to `Attach`, as `wait_for`; without one, no events come into a queue that nobody reads."""
-    try:
-        return wait_for(reply, link=link)
-    except BaseException:
-        link.give_up(request)
-        raise
-
-
-def wait_for_exit(pid: int) -> None:
-    """Wait until the process has ended.
-
-    Raises:
-        PoolError: It has not within 10 s.
-    """
-    deadline = time.monotonic() + _OLD_POOL_EXIT_S
-    started = process_start(pid)
-    while time.monotonic() < deadline:
-        try:
-            os.kill(pid, 0)
-        except OSError:
-            return
-        if process_start(pid) != started or (is_linux() and not started):
-            # a zombie, or another process that got its number
-            return
-        time.sleep(0.01)
-    raise PoolError(
-        f"the local pool (process {pid}) did not end within {_OLD_POOL_EXIT_S:.0f} s; end it with `kill -9 {pid}`."
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 
 from sgpu_magic.client import ledger_file
 from sgpu_magic.client.local_pool import find_pool
@@ -148,17 +148,10 @@ def _pool_of_an_older(pools: Pools, answers: Sequence[Asked], run: str) -> Pool 
         if answer.status is None or len(answer.status.runs) < _NEWEST:
             continue
         pool = pools.of(answer.name)
-        if _knows(lambda pool=pool: pool.attach(run)[0].close()):
+        with contextlib.suppress(RunUnknown):
+            pool.attach(run)[0].close()
             return pool
     return None
-
-
-def _knows(ask: Callable[[], object]) -> bool:
-    try:
-        ask()
-    except RunUnknown:
-        return False
-    return True
 
 
 def _ambiguous(run: str, matching: Sequence[tuple[str, RunSummary]]) -> str:

@@ -1,4 +1,4 @@
-"""The kernel's Python as ranks see it: the key of a zygote and the place where a rank starts."""
+"""The kernel's process as a pool and its ranks see it: its Python, where it stands, whose it is."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import sys
 import threading
 from collections.abc import Iterable, Mapping
 
+from sgpu_magic import __version__
 from sgpu_magic.config import host_name
 from sgpu_magic.packages.path_entries import installed_entries
+from sgpu_magic.wire.messages import PROTOCOL_VERSION, Hello
 from sgpu_magic.wire.records import Interpreter, Owner, RankContext
 
 # read at import by Python, torch, numpy or the loader: a zygote that had others would be another environment
@@ -87,6 +89,19 @@ def this_owner(notebook: str = "", kernel: str = "", cell: str = "") -> Owner:
         cell: The cell's id.
     """
     return Owner(pid=os.getpid(), host=host_name(), user=_user_name(), notebook=notebook, kernel=kernel, cell=cell)
+
+
+def this_hello(instance: str = "") -> Hello:
+    """Say who this process is; `instance` is the same in each connection that one link makes."""
+    owner = this_owner()
+    return Hello(
+        protocol_version=PROTOCOL_VERSION,
+        package_version=__version__,
+        pid=owner.pid,
+        host=owner.host,
+        user=owner.user,
+        instance=instance,
+    )
 
 
 @functools.cache

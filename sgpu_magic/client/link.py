@@ -14,11 +14,10 @@ from concurrent.futures import Future
 
 import msgspec
 
-from sgpu_magic import __version__, errors
-from sgpu_magic.client.event_queue import EventItem, EventQueue, FilePart
-from sgpu_magic.client.interpreter import this_owner
-from sgpu_magic.client.outgoing import Outgoing, Parcel
-from sgpu_magic.client.wire import Wire
+from sgpu_magic import errors
+from sgpu_magic.client.interpreter import this_hello
+from sgpu_magic.client.queues import EventItem, EventQueue, FilePart, Outgoing, Parcel
+from sgpu_magic.client.wires import Wire
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.system.secure_sockets import MAX_FRAME_BYTES
 from sgpu_magic.wire import codec
@@ -33,11 +32,9 @@ from sgpu_magic.wire.forwarding import (
     StreamTaken,
 )
 from sgpu_magic.wire.messages import (
-    PROTOCOL_VERSION,
     Accepted,
     Attach,
     Attached,
-    Hello,
     Notice,
     Pong,
     PoolMessage,
@@ -339,19 +336,6 @@ class PoolLink:
 
 _SET = threading.Event()
 _SET.set()
-
-
-def this_hello(instance: str = "") -> Hello:
-    """Say who this process is; `instance` is the same in each connection that one link makes."""
-    owner = this_owner()
-    return Hello(
-        protocol_version=PROTOCOL_VERSION,
-        package_version=__version__,
-        pid=owner.pid,
-        host=owner.host,
-        user=owner.user,
-        instance=instance,
-    )
 
 
 def _refusal(message: Refused) -> Exception:

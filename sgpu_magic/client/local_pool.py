@@ -1,4 +1,4 @@
-"""Find this user's local pool, or start it."""
+"""This user's local pool: found, started, waited for until its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.config import Settings, config_path, load_settings, pool_settings, private_dir
+from sgpu_magic.config import Settings, config_path, is_linux, load_settings, pool_settings, private_dir
 from sgpu_magic.errors import PoolError
 from sgpu_magic.files.disk_room import why_no_run
 from sgpu_magic.wire import codec
@@ -27,6 +27,8 @@ from sgpu_magic.wire.address import (
 from sgpu_magic.wire.messages import Warm
 
 _START_TIMEOUT_S = 30.0
+# for the end of one, or the address of another
+_EXIT_S = 10.0
 
 
 def find_pool(settings: Settings) -> PoolAddress | None:
@@ -42,8 +44,8 @@ def find_pool(settings: Settings) -> PoolAddress | None:
     return address if process_start(address.pid) == address.process_start else None
 
 
-def start_pool(settings: Settings, warm: Warm | None = None) -> None:
-    """Start the local pool and return when it listens. Harmless when another client is first.
+def start_pool(settings: Settings, warm: Warm | None = None) -> PoolAddress:
+    """Start the local pool and return its address when it listens. Harmless when another client is first.
 
     Args:
         settings: Where it lives.
@@ -56,6 +58,14 @@ def start_pool(settings: Settings, warm: Warm | None = None) -> None:
         _start(settings, warm)
     except OSError as error:
         raise PoolError(why_no_run(settings.runs_path, str(error))) from error
+    deadline = time.monotonic() + _EXIT_S
+    while time.monotonic() < deadline:
+        address = find_pool(settings)
+        if address is not None:
+            return address
+        # another client's pool is about to announce itself
+        time.sleep(0.01)
+    raise PoolError("the local pool ended as soon as it was started; `sgpu doctor` looks for the reason.")
 
 
 def _start(settings: Settings, warm: Warm | None) -> None:
@@ -88,6 +98,26 @@ def _start(settings: Settings, warm: Warm | None) -> None:
     if answer.strip() not in (b"ready", b"already running"):
         said = answer.decode(errors="replace").strip() or _last_line(log_path)
         raise PoolError(f"the local pool could not be started: {said} Its log is {log_path}.")
+
+
+def wait_for_exit(pid: int) -> None:
+    """Wait until the process has ended.
+
+    Raises:
+        PoolError: It has not within 10 s.
+    """
+    deadline = time.monotonic() + _EXIT_S
+    started = process_start(pid)
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except OSError:
+            return
+        if process_start(pid) != started or (is_linux() and not started):
+            # a zombie, or another process that got its number
+            return
+        time.sleep(0.01)
+    raise PoolError(f"the local pool (process {pid}) did not end within {_EXIT_S:.0f} s; end it with `kill -9 {pid}`.")
 
 
 def stated_settings() -> dict[str, str]:

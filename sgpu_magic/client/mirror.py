@@ -11,8 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
-from sgpu_magic.client.event_queue import FilePart
 from sgpu_magic.client.link import PoolLink, Reply
+from sgpu_magic.client.queues import FilePart
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import PoolError, RunFileUnknown, UsageError
 from sgpu_magic.files.safe_paths import open_below, parts_of

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-import signal
 import threading
 from collections.abc import Callable
 
-from sgpu_magic.client.along import Along
-from sgpu_magic.client.connection import (
-    REPLY_TIMEOUT_S,
-    Connection,
-    FarConnection,
-    LocalConnection,
-    ask_to_stop,
-    wait_for,
-    wait_for_attached,
-    wait_for_exit,
-)
+from sgpu_magic.client.attachments import Attachments
+from sgpu_magic.client.connection import REPLY_TIMEOUT_S, Connection, FarConnection, LocalConnection, ask
 from sgpu_magic.client.link import PoolLink, PoolLost
-from sgpu_magic.client.local_pool import find_pool
+from sgpu_magic.client.payload_memory import PayloadMemory
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.client.run import Run
 from sgpu_magic.client.sent_runs import note_end
 from sgpu_magic.client.submitter import Submitter
-from sgpu_magic.client.uploads import Uploads
 from sgpu_magic.config import CurrentSettings, Settings
 from sgpu_magic.errors import CapacityError, PoolError, SessionError, SgpuError, UsageError
 from sgpu_magic.payload.pack import Packed
@@ -52,7 +40,7 @@ from sgpu_magic.wire.states import RunState
 
 # new processes that join a group: as long as a session's start may take where a rank does not come
 RESTART_TIMEOUT_S = 120.0
-_NOTHING = Along()
+_NOTHING = Attachments()
 
 
 class Pool:
@@ -81,7 +69,7 @@ class Pool:
         self._on_notice = on_notice
         self.entry = entry
         self.name = LOCAL if entry is None else entry.name
-        self._uploads = Uploads()
+        self._memory = PayloadMemory()
         self._kept_settings = ""
         self._submissions = 0
         self._lock = threading.Lock()
@@ -90,7 +78,7 @@ class Pool:
             if entry is None
             else FarConnection(settings, self._link_lost, self._noticed, entry)
         )
-        self._submitter = Submitter(self._connection, self._uploads, settings, self.name, on_sending)
+        self._submitter = Submitter(self._connection, self._memory, settings, self.name, on_sending)
 
     @property
     def settings(self) -> Settings:
@@ -109,12 +97,11 @@ class Pool:
 
     def warm(self, interpreter: Interpreter, ranks: int) -> None:
         """Ask for this interpreter's zygote and a standby group of `ranks`, if the pool is there; nobody waits."""
-        link = self._connection.alive
-        if link is not None:
+        if (link := self._connection.alive) is not None:
             link.send(Warm(interpreter=interpreter, ranks=ranks))
 
     def submit(
-        self, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Along = _NOTHING
+        self, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Attachments = _NOTHING
     ) -> Run:
         """Ship the payload and queue the run; returns when the pool has taken it.
 
@@ -166,8 +153,7 @@ class Pool:
 
     def tell(self, message: KeepEnvironment | Describe | TrackRun) -> None:
         """Tell the pool something that nobody waits for; lost when there is no pool."""
-        link = self._connection.alive
-        if link is not None:
+        if (link := self._connection.alive) is not None:
             link.send(message)
 
     def heard_end(self, run_id: str, state: RunState, ended_at: float) -> None:
@@ -177,11 +163,11 @@ class Pool:
 
     def run_over(self, run_id: str) -> None:
         """The run ended: its memory may be used for the next one."""
-        self._uploads.run_over(run_id, accepted=True)
+        self._memory.run_over(run_id, accepted=True)
 
     def run_left(self, run_id: str) -> None:
         """The run goes on without this process, or is lost: its memory is never written again."""
-        self._uploads.forget(run_id)
+        self._memory.forget(run_id)
 
     def attach(self, run: str) -> tuple[Run, RunState]:
         """Follow a run from its first event on.
@@ -196,13 +182,9 @@ class Pool:
             RunUnknown: There is no such run.
         """
         link = self._connection.made(start=True)
-        request, reply = link.new_request()
-        link.send(Attach(request=request, run=run))
-        answer = wait_for_attached(link, request, reply)
-        if not isinstance(answer, Attached):
-            raise PoolError(f"{link.title} gave an answer that fits no question. Restart it: `sgpu pool stop`.")
+        answer = ask(link, Attach(request=0, run=run), Attached)
         spec = answer.spec
-        events = link.attached(request, spec.run_id)
+        events = link.attached(answer.request, spec.run_id)
         found = Run(spec, answer.key, link, events, self._submitter.directory(link, spec.run_id))
         found.pool = self.name
         return found, answer.state
@@ -234,11 +216,7 @@ class Pool:
         Raises:
             UsageError: No run, or more than one, has an id like that.
         """
-        link = self._connection.made(start=start)
-        request, reply = link.new_request()
-        link.send(Detach(request=request, run=run))
-        answer = wait_for(reply, timeout_s, link)
-        return answer.text if isinstance(answer, Accepted) else ""
+        return ask(self._connection.made(start=start), Detach(request=0, run=run), Accepted, timeout_s).text
 
     def stacks(self, run: str, *, start: bool = False) -> Stacks:
         """Ask where every rank of a run is now; `run` as in `attach`, of runs that go on; `start` as in `detach`.
@@ -246,13 +224,7 @@ class Pool:
         Raises:
             RunUnknown: No such run goes on.
         """
-        link = self._connection.made(start=start)
-        request, reply = link.new_request()
-        link.send(AskStacks(request=request, run=run))
-        answer = wait_for(reply, link=link)
-        if not isinstance(answer, Stacks):
-            raise PoolError(f"{link.title} gave an answer that fits no question. Restart it: `sgpu pool stop`.")
-        return answer
+        return ask(self._connection.made(start=start), AskStacks(request=0, run=run), Stacks)
 
     def status(self, recent: int = 20, *, start: bool = True, timeout_s: float = REPLY_TIMEOUT_S) -> PoolStatus | None:
         """Ask for devices, queue and runs; None when no pool runs and none shall be started.
@@ -267,23 +239,14 @@ class Pool:
         """
         if not start and self._connection.alive is None and not self._connection.exists:
             return None
+        question = AskStatus(request=0, recent=recent)
         try:
-            return self._asked_status(recent, start, timeout_s)
+            return ask(self._connection.made(start=start), question, PoolStatus, timeout_s)
         except PoolLost:
             # it had ended, and the link had not noticed yet; the next pool answers
             if not start:
                 raise
-            return self._asked_status(recent, start, timeout_s)
-
-    def _asked_status(self, recent: int, start: bool, timeout_s: float) -> PoolStatus | None:
-        link = self._connection.made(start=start)
-        request, reply = link.new_request()
-        link.send(AskStatus(request=request, recent=recent))
-        try:
-            answer = wait_for(reply, timeout_s, link)
-        finally:
-            link.give_up(request)
-        return answer if isinstance(answer, PoolStatus) else None
+            return ask(self._connection.made(start=start), question, PoolStatus, timeout_s)
 
     def cancel(self, run: str, reason: str, *, kill: bool = False) -> str:
         """Cancel a run by a unique prefix of its id and return a sentence.
@@ -296,11 +259,8 @@ class Pool:
         Raises:
             UsageError: No run, or more than one, has an id like that.
         """
-        link = self._connection.made(start=False)
-        request, reply = link.new_request()
-        link.send(Cancel(request=request, run=run, reason=reason, kill=kill))
-        answer = wait_for(reply, link=link)
-        return answer.text if isinstance(answer, Accepted) else ""
+        order = Cancel(request=0, run=run, reason=reason, kill=kill)
+        return ask(self._connection.made(start=False), order, Accepted).text
 
     def restart_ranks(self, session: str, ranks: tuple[int, ...] = (), timeout_s: float = RESTART_TIMEOUT_S) -> str:
         """Replace ranks of a session by new processes and return a sentence when they are in it.
@@ -363,37 +323,15 @@ class Pool:
         Raises:
             PoolError: Runs are going on and `force` is not set, or it does not end.
         """
-        if self.entry is not None:
-            ask_to_stop(self._connection.made(start=False), force=force)
-            self.close()
-            return True
-        address = find_pool(self._home)
-        if address is None:
+        if not self._connection.stop(force=force):
             return False
-        try:
-            ask_to_stop(self._connection.made(start=False), force=force)
-        except PoolLost:
-            pass
-        except PoolError:
-            # of another version, or it does not answer
-            if not force:
-                raise
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(address.pid, signal.SIGTERM)
-        try:
-            wait_for_exit(address.pid)
-        except PoolError:
-            if not force:
-                raise
-            os.kill(address.pid, signal.SIGKILL)
-            wait_for_exit(address.pid)
         self.close()
         return True
 
     def close(self) -> None:
         """Say goodbye; runs that this kernel follows are cancelled."""
         self._connection.close()
-        self._uploads.close()
+        self._memory.close()
 
     def close_if_unused(self) -> None:
         """End the link if nothing goes on over it; it is made again when it is needed."""
@@ -405,7 +343,7 @@ class Pool:
     # ------------------------------------------------------------ within
 
     def _link_lost(self) -> None:
-        self._uploads.pool_lost()
+        self._memory.pool_lost()
         self._noticed("")
 
     def _noticed(self, text: str) -> None:
@@ -415,11 +353,9 @@ class Pool:
                 self._on_notice(text)
 
     def _warm(self) -> None:
-        try:
+        # the first run meets the same problem and tells it where it can be seen
+        with contextlib.suppress(PoolError):
             self._connection.warmed()
-        except PoolError:
-            # the first run meets the same problem and tells it where it can be seen
-            return
 
 
 def new_key() -> bytes:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import overload
 
+import msgspec
+
 from sgpu_magic.client.mirror import Mirror
-from sgpu_magic.client.mlflow_run import mlflow_run_id
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.records import RunSpec, Shipped
@@ -155,3 +156,21 @@ class RunResult:
 def _one_line(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) <= _TEXT_LIMIT else text[: _TEXT_LIMIT - 4] + " ..."
+
+
+class _Written(msgspec.Struct):
+    mlflow_run_id: str = ""
+
+
+def mlflow_run_id(directory: Path) -> str:
+    """Return the id of the run in MLflow, "" while it has none there.
+
+    A run of milliseconds is over before the writer has looked at it, so that none of its events says it.
+
+    Args:
+        directory: The run's.
+    """
+    try:
+        return msgspec.json.decode((directory / TRACKING).read_bytes(), type=_Written).mlflow_run_id
+    except (OSError, msgspec.DecodeError):
+        return ""

@@ -6,31 +6,28 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.client.along import Along
-from sgpu_magic.client.connection import Connection, wait_for, wait_for_attached
+from sgpu_magic.client.attachments import Attachments, sent
+from sgpu_magic.client.blob_sender import Sending
+from sgpu_magic.client.connection import Connection, ask
 from sgpu_magic.client.interpreter import this_context, this_interpreter
 from sgpu_magic.client.link import PoolLink, PoolLost
 from sgpu_magic.client.mirror import mirror_path
+from sgpu_magic.client.payload_memory import PayloadMemory, remove_upload
 from sgpu_magic.client.run import Run
-from sgpu_magic.client.sending import Sending
 from sgpu_magic.client.sent_runs import note_sent
-from sgpu_magic.client.upload_sender import send_uploads
-from sgpu_magic.client.uploads import Uploads, remove_upload
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, RunUnknown, SgpuError
 from sgpu_magic.payload.pack import Packed
-from sgpu_magic.wire.messages import Attach, Cancel, Submit
+from sgpu_magic.wire.messages import Accepted, Attach, Attached, Cancel, Submit
 from sgpu_magic.wire.records import RankContext, RunSpec
 
 # a run's next pool service is looked for, or started, for so long when the run is to be cancelled
 _CANCEL_PATIENCE_S = 60.0
 _CANCEL_PAUSE_S = 0.2
-_NOTHING = Along()
 
 
 class Submitter:
@@ -38,7 +35,7 @@ class Submitter:
 
     Args:
         connection: To the pool.
-        uploads: Where payloads lie.
+        memory: Where payloads lie.
         settings: Where runs have their directories.
         pool: The pool's name.
         on_sending: As `Pool`'s.
@@ -47,7 +44,7 @@ class Submitter:
     def __init__(
         self,
         connection: Connection,
-        uploads: Uploads,
+        memory: PayloadMemory,
         settings: Settings,
         pool: str,
         on_sending: Callable[[str], None] | None = None,
@@ -55,19 +52,17 @@ class Submitter:
         self._pool = pool
         self._on_sending = on_sending
         self._connection = connection
-        self._uploads = uploads
+        self._memory = memory
         self._settings = settings
 
-    def submit(
-        self, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Along = _NOTHING
-    ) -> Run:
+    def submit(self, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Attachments) -> Run:
         """Ship the payload and queue the run; as `Pool.submit`."""
         run = self._submitted(spec, packed, key, environ, along)
         if run.mirror is not None:
             note_sent(self._settings, self._pool, run.spec)
         return run
 
-    def _submitted(self, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Along) -> Run:
+    def _submitted(self, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Attachments) -> Run:
         try:
             return self._submit_once(self._connection.made(start=True), spec, packed, key, environ, along)
         except PoolLost:
@@ -80,23 +75,20 @@ class Submitter:
     def find_again(self, run: Run) -> None:
         """As `Pool.find_again`."""
         link = self._connection.made(start=True)
-        request, reply = link.new_request()
-        link.send(Attach(request=request, run=run.run_id, after=run.last_seq, owns=run.owned))
+        question = Attach(request=0, run=run.run_id, after=run.last_seq, owns=run.owned)
         try:
-            wait_for_attached(link, request, reply)
+            answer = ask(link, question, Attached)
         except RunUnknown:
             if run.submission is None:
                 raise
             message, frames = run.submission
-            request, reply = link.new_request()
             events = link.follow(run.run_id)
-            self._uploads.submitted(run.run_id, link)
-            link.send(msgspec.structs.replace(message, request=request), frames)
-            wait_for(reply, link=link)
+            self._memory.submitted(run.run_id, link)
+            ask(link, message, Accepted, frames=frames)
             run.moved(link, events, from_start=True)
             return
-        self._uploads.submitted(run.run_id, link)
-        run.moved(link, link.attached(request, run.run_id))
+        self._memory.submitted(run.run_id, link)
+        run.moved(link, link.attached(answer.request, run.run_id))
 
     def directory(self, link: PoolLink, run_id: str) -> Path:
         """Where a run's files are found here: its directory, or for those of another machine the mirror of it."""
@@ -128,28 +120,27 @@ class Submitter:
         threading.Thread(target=work, name="sgpu-cancel", daemon=True).start()
 
     def _taken_before(self, link: PoolLink, spec: RunSpec, key: bytes) -> Run:
-        request, reply = link.new_request()
-        link.send(Attach(request=request, run=spec.run_id, owns=True))
-        wait_for_attached(link, request, reply)
-        self._uploads.forget(spec.run_id)
-        run = Run(spec, key, link, link.attached(request, spec.run_id), self.directory(link, spec.run_id))
+        answer = ask(link, Attach(request=0, run=spec.run_id, owns=True), Attached)
+        self._memory.forget(spec.run_id)
+        run = Run(spec, key, link, link.attached(answer.request, spec.run_id), self.directory(link, spec.run_id))
         run.owned = True
         return run
 
     def _submit_once(
-        self, link: PoolLink, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Along
+        self, link: PoolLink, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Attachments
     ) -> Run:
         with Sending(self._pool, link, self._on_sending) as sending:
-            payload, frames = self._uploads.place(packed, spec.run_id, link, self._settings, sending)
-            along = self._uploads.sent_along(along, link, sending)
-            along, spec = self._folders_sent(along, link, spec, sending)
-        request, reply = link.new_request()
+            payload, frames = self._memory.place(packed, spec.run_id, link, self._settings, sending)
+            along, notes = sent(along, link, self._settings.state_path, sending)
+        if notes:
+            shipped = msgspec.structs.replace(spec.shipped, notes=(*spec.shipped.notes, *notes))
+            spec = msgspec.structs.replace(spec, shipped=shipped)
         events = link.follow(spec.run_id)
         accepted = False
         try:
-            self._uploads.submitted(spec.run_id, link)
+            self._memory.submitted(spec.run_id, link)
             message = Submit(
-                request=request,
+                request=0,
                 spec=spec,
                 interpreter=along.interpreter or this_interpreter(environ),
                 context=_context(environ, key, along),
@@ -159,8 +150,7 @@ class Submitter:
                 tracking=along.tracking,
                 uploads=along.uploads,
             )
-            link.send(message, frames)
-            wait_for(reply, link=link)
+            ask(link, message, Accepted, frames=frames)
             accepted = True
         except BaseException:
             # also an interrupt while waiting: a run that was taken after all must not go on unseen
@@ -170,19 +160,11 @@ class Submitter:
             raise
         finally:
             if not accepted:
-                self._uploads.run_over(spec.run_id, accepted=False)
+                self._memory.run_over(spec.run_id, accepted=False)
         return Run(spec, key, link, events, self.directory(link, spec.run_id), (message, frames))
 
-    def _folders_sent(self, along: Along, link: PoolLink, spec: RunSpec, sending: Sending) -> tuple[Along, RunSpec]:
-        """Bring uploads to a pool whose nodes do not see this machine's files; the run tells how much was sent."""
-        if link.welcome.near or not along.uploads:
-            return along, spec
-        sent = send_uploads(along.uploads, link, self._settings.state_path, sending)
-        shipped = msgspec.structs.replace(spec.shipped, notes=(*spec.shipped.notes, *sent.notes))
-        return replace(along, uploads=sent.uploads), msgspec.structs.replace(spec, shipped=shipped)
 
-
-def _context(environ: dict[str, str], key: bytes, along: Along) -> RankContext:
+def _context(environ: dict[str, str], key: bytes, along: Attachments) -> RankContext:
     here = this_context(environ, key)
     if along.stand is not None:
         here = msgspec.structs.replace(here, cwd=along.stand.cwd, sys_path=along.stand.sys_path)

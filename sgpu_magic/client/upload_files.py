@@ -1,16 +1,33 @@
-"""What a folder consists of that goes along with a run: its files, by name, and nothing from elsewhere."""
+"""What a folder consists of that goes along with a run: its files, by name, and nothing from elsewhere.
+
+`.sgpuignore` in it says which files stay here. Digests of files are kept, so that a large folder is not read again.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgpu_magic.client.ignore_rules import FILE, IgnoreRules
+import msgspec
+
+from sgpu_magic.config import private_dir
 from sgpu_magic.errors import SerializationError, UsageError
 from sgpu_magic.wire.uploads import MOST_FILES
+
+FILE = ".sgpuignore"
+
+# a pattern with `!` in the file brings them back
+_ALWAYS = (".git/", "__pycache__/", ".ipynb_checkpoints/", "/.sgpuignore")
+_FOLDER = "upload-digests"
+_MOST_KEPT = 100
+# who writes once more within the clock's resolution leaves the same times (as git's index has it: "racy")
+_SETTLED_NS = 2_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,3 +168,91 @@ def _slashes(name: str) -> Iterator[int]:
     while at >= 0:
         yield at
         at = name.find("/", at + 1)
+
+
+class IgnoreRules:
+    """The lines of one file; the last that fits a name decides (https://git-scm.com/docs/gitignore).
+
+    Args:
+        lines: Of the file; none where there is no file.
+    """
+
+    def __init__(self, lines: Iterable[str] = ()) -> None:
+        import pathspec
+
+        self._spec = pathspec.GitIgnoreSpec.from_lines((*_ALWAYS, *lines))
+
+    def excludes(self, name: str, *, folder: bool) -> bool:
+        """Whether a file or folder stays here. What lies in an excluded folder is not asked for.
+
+        Args:
+            name: Below the folder, with `/` between.
+            folder: It is one.
+        """
+        return self._spec.match_file(f"{name}/" if folder else name)
+
+
+class _Known(msgspec.Struct, frozen=True, array_like=True):
+    """Of one file: what says that it is the same, and its pieces' digests."""
+
+    size: int
+    changed_ns: int
+    status_changed_ns: int
+    inode: int
+    device: int
+    digests: tuple[str, ...]
+
+
+_decoder = msgspec.msgpack.Decoder(dict[str, _Known])
+
+
+class KnownDigests:
+    """Of the files of one folder.
+
+    Args:
+        state: The state directory, in which they are kept between programs.
+        root: The folder.
+    """
+
+    def __init__(self, state: Path, root: Path) -> None:
+        name = hashlib.blake2b(os.fsencode(root), digest_size=16).hexdigest()
+        self._folder = state / _FOLDER
+        self._path = self._folder / name
+        self._known: dict[str, _Known] = {}
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            self._known = _decoder.decode(self._path.read_bytes())
+
+    def of(self, path: str, status: os.stat_result) -> tuple[str, ...] | None:
+        """Return a file's digests, None when it may have changed."""
+        known = self._known.get(path)
+        if known is None or known != _known(status, known.digests):
+            return None
+        return known.digests
+
+    def keep(self, found: Mapping[str, tuple[os.stat_result, tuple[str, ...]]]) -> None:
+        """Keep digests by path, in place of those that were kept before. A disk that is full keeps none.
+
+        Args:
+            found: What the file was when its digests were taken, and those.
+        """
+        settled = time.time_ns() - _SETTLED_NS
+        kept = {
+            path: _known(status, digests)
+            for path, (status, digests) in found.items()
+            if max(status.st_mtime_ns, status.st_ctime_ns) < settled
+        }
+        if kept == self._known:
+            return
+        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.part")
+        with contextlib.suppress(OSError):
+            private_dir(self._folder.parent)
+            private_dir(self._folder)
+            temporary.write_bytes(msgspec.msgpack.encode(kept))
+            os.replace(temporary, self._path)
+            newest = sorted(self._folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+            for path in newest[_MOST_KEPT:]:
+                path.unlink(missing_ok=True)
+
+
+def _known(status: os.stat_result, digests: tuple[str, ...]) -> _Known:
+    return _Known(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev, digests)

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
-from sgpu_magic.client.mlflow_run import mlflow_run_id
+from sgpu_magic.client.result import mlflow_run_id
 from sgpu_magic.client.run import Run as PoolRun
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.functions.tracebacks import frames_left_out

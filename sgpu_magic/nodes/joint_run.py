@@ -9,13 +9,12 @@ service that is started again asks each agent from there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from sgpu_magic.nodes.joint_end import PartEnd, join_ends, join_releases, join_starts
-from sgpu_magic.nodes.joint_stalls import JointStalls
+from sgpu_magic.nodes.merge_parts import PartEnd, join_ends, join_releases, join_starts
 from sgpu_magic.wire.events import (
     EnvironmentMoved,
     EventBody,
@@ -239,3 +238,36 @@ def _level(part: _PartOfRun) -> int | None:
             return _ENDED
         case _:
             return None
+
+
+class JointStalls:
+    """Of one run.
+
+    Args:
+        parts: On how many nodes it is.
+    """
+
+    def __init__(self, parts: int) -> None:
+        self._parts = parts
+        self._still: dict[int, Stalled] = {}
+        self._told = False
+
+    def told(self, part: int, body: Stalled | Resumed, done: Container[int]) -> Stalled | Resumed | None:
+        """A node has said something of its own ranks. Returns what that means for the run, None where nothing.
+
+        Args:
+            done: Parts whose ranks have finished: the others may wait for them.
+        """
+        if isinstance(body, Resumed):
+            self._still.pop(part, None)
+            told, self._told = self._told, False
+            return body if told else None
+        self._still[part] = body
+        if not all(index in self._still or index in done for index in range(self._parts)):
+            return None
+        stacks = [stack for still in self._still.values() for stack in still.stacks]
+        self._told = True
+        return Stalled(
+            seconds=min(still.seconds for still in self._still.values()),
+            stacks=tuple(sorted(stacks, key=lambda stack: stack.rank)),
+        )

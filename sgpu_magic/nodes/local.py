@@ -10,14 +10,13 @@ import msgspec
 from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.runs import ray_place
 from sgpu_magic.config import Settings
-from sgpu_magic.nodes.base import EngineListener, LeaseUnavailable
+from sgpu_magic.nodes.contract import EngineListener, LeaseUnavailable
 from sgpu_magic.nodes.device_locks import DeviceLocks, DevicesLocked
-from sgpu_magic.nodes.held_leases import HeldLeases, has_locks
 from sgpu_magic.nodes.local_agent import LocalAgent
 from sgpu_magic.packages.node.need import needs_build
 from sgpu_magic.wire.blobs import FetchBlob, StoreRunFile
 from sgpu_magic.wire.comms import TellComms
-from sgpu_magic.wire.devices import Inventory
+from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.environment import Environment
 from sgpu_magic.wire.events import RanksStarted
 from sgpu_magic.wire.forwarding import (
@@ -56,7 +55,7 @@ from sgpu_magic.wire.node_messages import (
     WarmZygote,
 )
 from sgpu_magic.wire.questions import RankQuestion
-from sgpu_magic.wire.records import Interpreter
+from sgpu_magic.wire.records import Interpreter, RunSpec
 from sgpu_magic.wire.states import RunState
 from sgpu_magic.wire.tracking import TrackedRun
 
@@ -251,3 +250,45 @@ class LocalEngine:
         for lease in self._leases.gone(run_id):
             if has_locks(lease):
                 self._locks.release(lease.uuids)
+
+
+class HeldLeases:
+    """The leases of the runs that have ranks.
+
+    A session's stays held after its own ranks are gone, until the new processes that `--fresh` runs have on its
+    devices are gone too.
+    """
+
+    def __init__(self) -> None:
+        self._leases: dict[str, Lease] = {}
+        # whose devices new processes are on: run id -> session
+        self._sessions: dict[str, str] = {}
+        self._kept: dict[str, Lease] = {}
+
+    @property
+    def runs(self) -> list[str]:
+        """Ids of the runs that have processes of their own."""
+        return [*self._leases, *self._sessions]
+
+    def take(self, spec: RunSpec, lease: Lease) -> None:
+        """The run's ranks are about to use the lease; a run in the ranks of a session adds nothing to that."""
+        if not spec.session:
+            self._leases[spec.run_id] = lease
+        elif spec.fresh:
+            self._sessions[spec.run_id] = spec.session
+
+    def gone(self, run_id: str) -> list[Lease]:
+        """The run's ranks are gone. Returns the leases that nobody uses any more."""
+        session = self._sessions.pop(run_id, run_id)
+        lease = self._leases.pop(run_id, None)
+        if lease is not None:
+            self._kept[run_id] = lease
+        if session in self._leases or session in self._sessions.values():
+            return []
+        free = self._kept.pop(session, None)
+        return [] if free is None else [free]
+
+
+def has_locks(lease: Lease) -> bool:
+    """Whether its devices are locked on the machine: real ones are."""
+    return bool(lease.uuids) and not lease.simulated

@@ -10,13 +10,12 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from sgpu_magic.config import Settings
-from sgpu_magic.nodes.base import EngineListener
+from sgpu_magic.nodes.contract import EngineListener, NodeChannel
 from sgpu_magic.nodes.many_runs import ManyRuns
-from sgpu_magic.nodes.merged_inventory import merged_inventory
-from sgpu_magic.nodes.node_channel import NodeChannel
+from sgpu_magic.nodes.merge_parts import merged_inventory
 from sgpu_magic.nodes.node_files import NodeFiles
 from sgpu_magic.nodes.returned_nodes import HeldParts, StaleRuns
-from sgpu_magic.nodes.spread_run import SpreadRun
+from sgpu_magic.nodes.run_on_nodes import RunOnNodes
 from sgpu_magic.packages.node.need import needs_build
 from sgpu_magic.wire.blobs import FetchBlob, StoreRunFile
 from sgpu_magic.wire.devices import Inventory
@@ -221,7 +220,7 @@ class ManyNodes(ManyRuns):
         if held is None:
             return
         whole = held.whole
-        run = self._runs[run_id] = SpreadRun(whole.launch, held.nodes, self._send, numbers)
+        run = self._runs[run_id] = RunOnNodes(whole.launch, held.nodes, self._send, numbers)
         if not whole.launch.spec.session:
             self._leases[run_id] = whole.launch.lease
         for part in held.parts:
@@ -272,7 +271,7 @@ class ManyNodes(ManyRuns):
     def _came_back(self, node: str, ready: AgentReady) -> None:
         """A node is there that was away, or was never here before."""
         held = {one.launch.spec.run_id: one for one in ready.runs}
-        missing: list[SpreadRun] = []
+        missing: list[RunOnNodes] = []
         for run_id, run in list(self._runs.items()):
             part = run.part_on(node)
             if part is None or run.joint.is_lost(part):
@@ -303,6 +302,6 @@ class ManyNodes(ManyRuns):
         if self._stale.gone(node, run_id):
             self.inventory_changed()
 
-    def _lost(self, node: str, runs: Sequence[SpreadRun], why: str) -> None:
+    def _lost(self, node: str, runs: Sequence[RunOnNodes], why: str) -> None:
         host = self._hosts.get(node, node)
         self._lose(node, runs, f"the node {host} was lost: {why}", host)

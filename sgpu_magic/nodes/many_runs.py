@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from sgpu_magic.config import Settings
-from sgpu_magic.nodes.base import EngineListener
-from sgpu_magic.nodes.busy_nodes import BusyNodes
+from sgpu_magic.nodes.contract import EngineListener, NodeChannel
 from sgpu_magic.nodes.joint_run import Told
-from sgpu_magic.nodes.joint_stacks import JointStacks
-from sgpu_magic.nodes.node_channel import NodeChannel
-from sgpu_magic.nodes.spread_run import SpreadRun, nodes_of
+from sgpu_magic.nodes.merge_parts import JointStacks
+from sgpu_magic.nodes.returned_nodes import BusyNodes
+from sgpu_magic.nodes.run_on_nodes import RunOnNodes, nodes_of
 from sgpu_magic.wire.comms import TellComms
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import RankFailed, RunEnded
@@ -62,7 +61,7 @@ class ManyRuns:
         self._listener: EngineListener | None = None
         self._channels: dict[str, NodeChannel] = {}
         self._busy = BusyNodes(settings.state_path / "busy-nodes.json")
-        self._runs: dict[str, SpreadRun] = {}
+        self._runs: dict[str, RunOnNodes] = {}
         self._placing: dict[str, Launch] = {}
         self._leases: dict[str, Lease] = {}
         self._stacks = JointStacks()
@@ -102,7 +101,7 @@ class ManyRuns:
             self._refuse(launch, _too_wide(launch.lease))
             return
         launch = msgspec.structs.replace(launch, far=self.far)
-        run = self._runs[spec.run_id] = SpreadRun(launch, nodes, self._send)
+        run = self._runs[spec.run_id] = RunOnNodes(launch, nodes, self._send)
         if not spec.in_session and self._listener is not None:
             self._listener.lease_granted(spec.run_id, launch.lease)
         self._write_busy()
@@ -194,7 +193,7 @@ class ManyRuns:
 
     # ------------------------------------------------------------ what the parts say
 
-    def _happened(self, run: SpreadRun, part: int, event: RunEvent, frames: Sequence[bytes]) -> None:
+    def _happened(self, run: RunOnNodes, part: int, event: RunEvent, frames: Sequence[bytes]) -> None:
         body = event.body
         ended = run.joint.ended
         run.was_heard(part)
@@ -212,12 +211,12 @@ class ManyRuns:
         if run.joint.ended and not ended:
             run.all_ended()
 
-    def _part_gone(self, run: SpreadRun, part: int) -> None:
+    def _part_gone(self, run: RunOnNodes, part: int) -> None:
         self._pass_on(run.joint.part_gone(part))
         self._part_silent(run, part)
         self._look_if_over(run)
 
-    def _lose(self, node: str, runs: Sequence[SpreadRun], why: str, host: str) -> None:
+    def _lose(self, node: str, runs: Sequence[RunOnNodes], why: str, host: str) -> None:
         """The node is lost to these runs."""
         listener = self._listener
         if listener is None or not runs:
@@ -238,12 +237,12 @@ class ManyRuns:
             for event, frames in told:
                 self._listener.run_happened(event, frames)
 
-    def _part_silent(self, run: SpreadRun, part: int) -> None:
+    def _part_silent(self, run: RunOnNodes, part: int) -> None:
         for request, stacks in self._stacks.part_silent(run.run_id, part):
             if self._listener is not None:
                 self._listener.stacks_taken(request, stacks)
 
-    def _look_if_over(self, run: SpreadRun) -> None:
+    def _look_if_over(self, run: RunOnNodes) -> None:
         if run.over or not run.joint.gone or self._listener is None:
             return
         run.over = True

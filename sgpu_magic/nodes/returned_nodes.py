@@ -1,13 +1,19 @@
-"""Agents that come to a pool service with runs: of an earlier service, or runs that were given up meanwhile. No I/O."""
+"""Agents that come to a pool service with runs: of an earlier service, or runs that were given up meanwhile.
+
+Which nodes have runs is written down: a pool service that is started again waits for them before it judges a run.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.nodes.spread_run import nodes_of
+from sgpu_magic.nodes.run_on_nodes import nodes_of
 from sgpu_magic.wire.node_messages import HeldRun
 
 
@@ -117,3 +123,37 @@ class StaleRuns:
 
     def node_lost(self, node: str) -> None:
         self._of.pop(node, None)
+
+
+class BusyNodes:
+    """A file of node ids.
+
+    Args:
+        path: The file; its directory is there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._written = self._read()
+
+    @property
+    def known(self) -> frozenset[str]:
+        """As last written, by this service or the one before."""
+        return self._written
+
+    def write(self, nodes: Iterable[str]) -> None:
+        """Write down which have runs now. A full disk is of no account: nodes that come by themselves are heard."""
+        new = frozenset(nodes)
+        if new == self._written:
+            return
+        self._written = new
+        with contextlib.suppress(OSError):
+            draft = self._path.with_suffix(".new")
+            draft.write_bytes(msgspec.json.encode(sorted(new)))
+            os.replace(draft, self._path)
+
+    def _read(self) -> frozenset[str]:
+        try:
+            return frozenset(msgspec.json.decode(self._path.read_bytes(), type=list[str]))
+        except (OSError, msgspec.DecodeError):
+            return frozenset()

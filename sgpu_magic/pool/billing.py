@@ -1,4 +1,4 @@
-"""The meters of a pool's runs: when they begin, what is written down of them, what they come to.
+"""The meters of a pool's runs: when they begin, what is written down of them, what they come to; and the pool's budget.
 
 What is billed is counted on the monotonic clock, which all processes of a machine share until it starts anew: no step
 of the wall clock changes a cost. Wall-clock times are written down for people.
@@ -7,34 +7,24 @@ of the wall clock changes a cost. Wall-clock times are written down for people.
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from sgpu_magic.pool import meter
+from sgpu_magic.config import Settings
 from sgpu_magic.pool.ledger import Ledger, Metered
-from sgpu_magic.pool.meter import IdleMeter
-from sgpu_magic.pool.prices import Tariff
+from sgpu_magic.pool.scheduling import costs
+from sgpu_magic.pool.scheduling.costs import DAY_S, Budget, IdleMeter, Tariff
+from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import Placed, RunEnded
 from sgpu_magic.wire.metering import idle_seconds
-from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.pool_status import BudgetState
 from sgpu_magic.wire.states import RunKind, RunState
 
-
-class OnMeter(Protocol):
-    """A run of the pool, as `PoolRun` has it."""
-
-    lease: Lease | None
-    hourly: float | None
-    metered_at: float | None
-    metered_clock: float | None
-    metered_s: float
-
-    @property
-    def run_id(self) -> str: ...
-    @property
-    def spec(self) -> RunSpec: ...
+if TYPE_CHECKING:
+    from sgpu_magic.pool.active_runs import PoolRun
 
 
 class Billing:
@@ -51,7 +41,7 @@ class Billing:
         # of sessions that are connected
         self._idle: dict[str, IdleMeter] = {}
 
-    def placed(self, run: OnMeter, lease: Lease) -> Metered | None:
+    def placed(self, run: PoolRun, lease: Lease) -> Metered | None:
         """The run has this lease. Returns what is to be written down."""
         run.lease = lease
         run.hourly = None if run.spec.session else self._tariff.hourly(lease)
@@ -63,7 +53,7 @@ class Billing:
         currency = "" if hourly is None else self._tariff.currency
         return Placed(lease=lease, host=host, labels=labels, hourly=hourly, currency=currency)
 
-    def begun(self, run: OnMeter, state: RunState, wall: float, now: float) -> Metered | None:
+    def begun(self, run: PoolRun, state: RunState, wall: float, now: float) -> Metered | None:
         """The run moved to `state`. Returns what is to be written down: that its meter begins, if it does.
 
         Args:
@@ -77,7 +67,7 @@ class Billing:
         run.metered_at, run.metered_clock = wall, now
         return Metered(metered_at=wall, metered_clock=now)
 
-    def ranks_started(self, run: OnMeter, now: float) -> None:
+    def ranks_started(self, run: PoolRun, now: float) -> None:
         """The run's ranks are there: a session is idle from now on, or no longer."""
         if run.spec.kind is RunKind.SESSION:
             self._idle[run.run_id] = IdleMeter(now)
@@ -86,13 +76,13 @@ class Billing:
             self._idle[run.spec.session].began(run.run_id, now)
             self._write_idle(run.spec.session, now)
 
-    def paused(self, run: OnMeter, now: float) -> None:
+    def paused(self, run: PoolRun, now: float) -> None:
         """The run has lost its devices and waits for others: that costs nothing."""
         if run.metered_clock is not None:
             run.metered_s += now - run.metered_clock
             run.metered_at = run.metered_clock = None
 
-    def adopted(self, run: OnMeter, lease: Lease, started_at: float, state: RunState, now: float) -> None:
+    def adopted(self, run: PoolRun, lease: Lease, started_at: float, state: RunState, now: float) -> None:
         """Go on with the meter that an earlier service began.
 
         Args:
@@ -133,7 +123,7 @@ class Billing:
             launched = now - max(0.0, wall - started_at)
             self._ledger.update(run.run_id, meter=self.begun(run, RunState.STARTING, started_at, launched))
 
-    def ended(self, run: OnMeter, ended: RunEnded, now: float) -> tuple[RunEnded, Metered | None]:
+    def ended(self, run: PoolRun, ended: RunEnded, now: float) -> tuple[RunEnded, Metered | None]:
         """Return a run's last word with what it was billed, and what is to be written down of that.
 
         Args:
@@ -149,7 +139,7 @@ class Billing:
         seconds = run.metered_s + on_meter_s
         if run.lease is None or (run.metered_clock is None and not seconds):
             return ended, None
-        due = meter.bill(run.lease, run.hourly, seconds)
+        due = costs.bill(run.lease, run.hourly, seconds)
         currency = "" if due.cost is None else self._tariff.currency
         ended = msgspec.structs.replace(ended, gpu_s=due.gpu_s, cost=due.cost, currency=currency)
         # one that was never connected had no time for cells
@@ -159,3 +149,26 @@ class Billing:
     def _write_idle(self, session: str, now: float) -> None:
         written = Metered(idle_s=self._idle[session].seconds(now), idle_clock=now)
         self._ledger.update(session, meter=written)
+
+
+def budget_of(settings: Settings, ledger: Ledger, now: float, wall: float) -> Budget | None:
+    """Return the pool's budget, None where the settings name none.
+
+    Args:
+        settings: `budget` and `budget_days`.
+        ledger: What the pool's runs have cost.
+        now: The present on the scheduler's clock.
+        wall: The present, seconds since the epoch.
+    """
+    if not settings.budget:
+        return None
+    spent = ledger.costs_since(wall - settings.budget_days * DAY_S, settings.currency)
+    return Budget(settings.budget, settings.budget_days, [(now - (wall - at), cost) for at, cost in spent])
+
+
+def budget_state(budget: Budget | None, runs: Iterable[ScheduledRun], currency: str, now: float) -> BudgetState | None:
+    """Return what is used of it; `runs` are those that go on."""
+    if budget is None:
+        return None
+    live = sum(run.cost(now) or 0.0 for run in runs if not run.state.is_final)
+    return BudgetState(limit=budget.limit, days=budget.days, spent=budget.spent(now) + live, currency=currency)

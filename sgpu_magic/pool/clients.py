@@ -1,15 +1,223 @@
-"""Who is connected to the service."""
+"""Who may connect to a served pool from other machines, and who is connected.
+
+`clients.toml` of a served pool lists whose keys are let in:
+
+    ann = "Q{7s…"                               # one key
+    ben = ["}aD!…", "0sV?…"]                    # one for each of his machines
+    ops = {key = "8(wx…", admin = true}         # may cancel everybody's runs and stop the pool
+
+The file is read again whenever it has changed. `sgpu pool authorize` and `revoke` write it, and leave what a person has
+written into it where it is.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import secrets
+import stat
 import time
+import tomllib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
 
-from sgpu_magic.pool.authorized_clients import AuthorizedClient
+from sgpu_magic.errors import UsageError
+from sgpu_magic.system.secure_sockets import is_public_key
 
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+_BEGINS = '# Who may use this pool: name = "public key". `sgpu pool authorize` and `revoke` write this file.\n\n'
 _MOST_ANSWERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class AuthorizedClient:
+    """Whose key it is.
+
+    Args:
+        user: The name.
+        admin: May cancel everybody's runs and stop the pool.
+    """
+
+    user: str
+    admin: bool = False
+
+
+class AuthorizedClients:
+    """The file as it is now.
+
+    Args:
+        path: The file; none means that nobody is let in.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: tuple[int, int, int, int] | None = None
+        self._clients: Mapping[str, AuthorizedClient] = {}
+        self.problem = ""
+
+    def find(self, key: str) -> AuthorizedClient | None:
+        """Return whose key this is, None when it is not listed."""
+        return self._clients.get(key)
+
+    def look(self) -> bool:
+        """Read the file again if it has changed. A file that can't be read lets in nobody; `problem` says why.
+
+        Returns:
+            Whether it has changed.
+        """
+        try:
+            status = os.stat(self._path)
+            seen = (status.st_mtime_ns, status.st_dev, status.st_ino, status.st_size)
+        except OSError:
+            seen = None
+        if seen == self._seen:
+            return False
+        self._seen = seen
+        try:
+            self._clients, self.problem = read_clients(self._path), ""
+        except UsageError as error:
+            self._clients, self.problem = {}, error.message
+        return True
+
+
+def read_clients(path: Path) -> dict[str, AuthorizedClient]:
+    """Return whose keys are listed; none without a file.
+
+    Raises:
+        UsageError: The file can't be read, others may write it, or something in it means nothing.
+    """
+    return _clients(_text(path), path)
+
+
+def authorize(path: Path, name: str, key: str, *, admin: bool = False) -> None:
+    """Let a key in.
+
+    Args:
+        path: The file.
+        name: Whose it is.
+        key: The public half.
+        admin: They may cancel everybody's runs and stop the pool.
+
+    Raises:
+        UsageError: The name or the key can't be one, is listed already, or the file can't be read or written.
+    """
+    if _NAME.fullmatch(name) is None:
+        raise UsageError(f"{name[:40]!r} can't be a user's name: letters, digits, `_`, `-` and `.`, 64 at most.")
+    if not is_public_key(key):
+        raise UsageError(
+            f"{key[:60]!r} is no public key: `sgpu pool keygen` prints one, of 40 characters. In a shell quote it: "
+            "'...'."
+        )
+    text = _text(path)
+    listed = _clients(text, path)
+    if (known := listed.get(key)) is not None:
+        raise UsageError(f"this key is listed already, as {known.user}'s.")
+    keys = [each for each, client in listed.items() if client.user == name] + [key]
+    admin |= any(client.admin for client in listed.values() if client.user == name)
+    value = json.dumps(keys[0]) if len(keys) == 1 else json.dumps(keys)
+    quoted = json.dumps(name) if "." in name else name
+    line = f"{quoted} = {{key = {value}, admin = true}}\n" if admin else f"{quoted} = {value}\n"
+    text = _without(text, name) if len(keys) > 1 else text or _BEGINS
+    _write(path, text if text.endswith("\n") else text + "\n", line)
+
+
+def revoke(path: Path, name: str) -> int:
+    """Let a user's keys in no longer, and return how many they were.
+
+    Raises:
+        UsageError: There is no such user, or the file can't be read or written.
+    """
+    text = _text(path)
+    listed = _clients(text, path)
+    keys = [key for key, client in listed.items() if client.user == name]
+    if not keys:
+        names = ", ".join(sorted({client.user for client in listed.values()})) or "nobody"
+        raise UsageError(f"{path} has no user {name[:40]!r}. It has: {names}.")
+    _write(path, _without(text, name), "")
+    return len(keys)
+
+
+# ---------------------------------------------------------------- within
+
+
+def _text(path: Path) -> str:
+    try:
+        status = path.stat()
+        if status.st_uid not in (os.getuid(), 0) or stat.S_IMODE(status.st_mode) & 0o022:
+            raise UsageError(
+                f"{path} can be written by other users, who could let anybody in, so it lets in nobody. Make it "
+                f"yours: chmod 600 {path} (and see who owns it)."
+            )
+        return path.read_text()
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the list of clients {path} can't be read: {error}. Mend it or move it away.") from error
+
+
+def _clients(text: str, path: Path) -> dict[str, AuthorizedClient]:
+    clients: dict[str, AuthorizedClient] = {}
+    try:
+        for name, value in tomllib.loads(text).items():
+            if _NAME.fullmatch(name) is None:
+                raise ValueError(f"{name[:40]!r} can't be a user's name")
+            keys, admin = _keys_of(value)
+            for key in keys:
+                if not isinstance(key, str) or not is_public_key(key):
+                    raise ValueError(f"{name}: {str(key)[:60]!r} is no public key")
+                if key in clients:
+                    raise ValueError(f"{name}: its key is {clients[key].user}'s already")
+                clients[key] = AuthorizedClient(name, admin)
+    except (tomllib.TOMLDecodeError, ValueError) as error:
+        raise UsageError(f"the list of clients {path} can't be read: {error}. Mend it.") from None
+    return clients
+
+
+def _keys_of(value: object) -> tuple[list[object], bool]:
+    admin = False
+    if isinstance(value, dict):
+        table = cast("dict[str, object]", value)
+        unknown = sorted(table.keys() - {"key", "admin"})
+        if unknown or not isinstance(table.get("admin", False), bool):
+            raise ValueError(f"{unknown[0] if unknown else 'admin'!r} means nothing; there are key and admin = true")
+        value, admin = table.get("key"), bool(table.get("admin", False))
+    return (cast("list[object]", value) if isinstance(value, list) else [value]), admin
+
+
+def _without(text: str, name: str) -> str:
+    """Return the text without a user's line or table."""
+    kept: list[str] = []
+    dropping = False
+    for line in text.splitlines(keepends=True):
+        header = re.match(r"\s*\[\s*\"?([^\"\]\s]+)\"?\s*\]", line)
+        if header is not None:
+            dropping = header[1] == name
+        if not dropping and re.match(rf"\s*\"?{re.escape(name)}\"?\s*=", line) is None:
+            kept.append(line)
+    return "".join(kept)
+
+
+def _write(path: Path, text: str, line: str) -> None:
+    # before the first table: below it the line would be that table's
+    table = re.search(r"^\s*\[", text, re.MULTILINE)
+    new = text + line if table is None else text[: table.start()] + line + text[table.start() :]
+    _clients(new, path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with open(descriptor, "w") as file:
+                file.write(new)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"the list of clients {path} can't be written: {error.strerror}.") from error
 
 
 @dataclass(eq=False, slots=True)
@@ -43,10 +251,6 @@ class ConnectedClient:
     behind: bool = False
     unsent: deque[Sequence[bytes]] = field(default_factory=deque["Sequence[bytes]"])
     answers: dict[int, Sequence[bytes] | None] = field(default_factory=dict[int, "Sequence[bytes] | None"])
-
-    @property
-    def authorized(self) -> AuthorizedClient:
-        return AuthorizedClient(self.user, self.admin)
 
     def may_see(self, user: str) -> bool:
         """Whether the content of this user's runs is its business: who is on the service's machine owns all files."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from sgpu_magic.nodes.base import Engine
-from sgpu_magic.pool.run_book import PoolRun
+from sgpu_magic.nodes.contract import Engine
+from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.wire.forwarding import (
     OpenStream,

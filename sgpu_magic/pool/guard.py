@@ -11,9 +11,12 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from sgpu_magic.pool.run_book import PoolRun, RunBook
+from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.wire.messages import ClientMessage, Submit
+
+Guarded = Callable[[str, Callable[[], None]], None]
+"""Makes a call for a run, which pays for its faults."""
 
 
 class ServiceFault(Exception):
@@ -25,16 +28,16 @@ class Guard:
 
     Args:
         server: Where the clients are connected.
-        book: The runs.
+        active: The runs.
         where: Where faults are written, a sentence's end.
 
     Attributes:
         end: Ends a run of a fault, given a sentence, and whether its ranks are gone.
     """
 
-    def __init__(self, server: Server, book: RunBook, where: str) -> None:
+    def __init__(self, server: Server, active: ActiveRuns, where: str) -> None:
         self._server = server
-        self._book = book
+        self._active = active
         self._where = where
         self.end: Callable[[PoolRun, str, bool], None] = lambda _run, _why, _gone: None
 
@@ -46,12 +49,12 @@ class Guard:
             call: The call.
             gone: Its ranks are gone.
         """
-        run = self._book.get(run_id)
+        run = self._active.get(run_id)
         try:
             call()
         except Exception as error:  # noqa: BLE001
             self.log(f"run {run_id} ends of it", error)
-            run = self._book.get(run_id) or run
+            run = self._active.get(run_id) or run
             if run is not None:
                 self.end(run, self._words_of(error), gone)
 
@@ -61,7 +64,7 @@ class Guard:
             call()
         except Exception as error:  # noqa: BLE001
             self.log(f"a message of process {client.pid} was dropped ({type(message).__name__})", error)
-            run = self._book.get(message.spec.run_id) if isinstance(message, Submit) else None
+            run = self._active.get(message.spec.run_id) if isinstance(message, Submit) else None
             if run is not None and run.owner is client:
                 self.end(run, self._words_of(error), False)
             elif request := getattr(message, "request", 0):

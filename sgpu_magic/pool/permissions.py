@@ -1,20 +1,24 @@
-"""What a client may ask for. On the service's machine everything: who reaches its socket owns its files.
+"""What a client may ask for, and which run it means by the beginning of an id.
 
-A client of another machine is the user that its key is listed for. Of other users' runs it sees rows in the status, and
-nothing else; an admin may also end them.
+On the service's machine everything is permitted: who reaches its socket owns its files. A client of another machine is
+the user that its key is listed for. Of other users' runs it sees rows in the status, and nothing else; an admin may
+also end them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping
+
 import msgspec
 
 from sgpu_magic.config import host_name
+from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.ledger import Ledger
-from sgpu_magic.pool.run_book import RunBook
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.wire.comms import TellComms
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.messages import (
+    Attach,
     ClientMessage,
     Describe,
     KeepEnvironment,
@@ -27,22 +31,34 @@ from sgpu_magic.wire.messages import (
     Warm,
 )
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
+from sgpu_magic.wire.records import RunSpec
 from sgpu_magic.wire.session_messages import AskRank, RestartRanks
+
+# a user's own newest run is looked for among so many
+_LOOK_BACK = 200
 
 
 class Permissions:
-    """Looks at what clients of other machines ask, before anybody else does.
+    """Checks what clients of other machines ask, and finds runs for all clients.
 
     Args:
         server: Where they are connected.
-        book: The runs that go on.
+        active: The runs that go on.
         ledger: All runs there ever were.
+        resubmittable: Runs that an earlier service lost with its queue, until their clients submit them again.
     """
 
-    def __init__(self, server: Server, book: RunBook, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        server: Server,
+        active: ActiveRuns,
+        ledger: Ledger,
+        resubmittable: Callable[[], Mapping[str, RunSpec]],
+    ) -> None:
         self._server = server
-        self._book = book
+        self._active = active
         self._ledger = ledger
+        self._resubmittable = resubmittable
 
     def permitted(self, client: ConnectedClient, message: ClientMessage) -> ClientMessage | None:
         """Return the message as it may be acted upon; None when it may not, and the client knows."""
@@ -78,12 +94,20 @@ class Permissions:
             case _:
                 return message
 
+    def user_of(self, run_id: str) -> str | None:
+        """Return whose a run is, one that is over too; None where there is none."""
+        run = self._active.speaker(run_id)
+        if run is not None:
+            return run.spec.owner.user
+        try:
+            row = self._ledger.summary(run_id)
+        except ValueError:
+            return None
+        return row.user if row is not None else None
+
     def may_see(self, client: ConnectedClient, run_id: str) -> bool:
         """Whether a run's content is the client's business."""
-        return client.same_host or client.user == self._user_of(run_id)
-
-    def may_end(self, client: ConnectedClient, run_id: str) -> bool:
-        return client.admin or self.may_see(client, run_id)
+        return client.same_host or client.user == self.user_of(run_id)
 
     def shown(self, client: ConnectedClient, status: PoolStatus) -> PoolStatus:
         """Return a status without what other users' runs are about."""
@@ -91,6 +115,60 @@ class Permissions:
             return status
         rows = tuple(row if row.user == client.user else _row_of_another(row) for row in status.runs)
         return msgspec.structs.replace(status, runs=rows)
+
+    # ------------------------------------------------------------ which run is meant
+
+    def to_follow(self, client: ConnectedClient, message: Attach) -> str | None:
+        """Return the id of the run that the client wants to follow: one that goes on, or one that is over.
+
+        Where it names none: the newest detached one that goes on, else the newest of all.
+        """
+        if not message.run:
+            detached = [run for run in self._active.going if run.spec.detach and client.may_see(run.spec.owner.user)]
+            going_on = [run.run_id for run in detached]
+            newest = [row.run_id for row in self._ledger.recent(1 if client.same_host else _LOOK_BACK)][::-1]
+            newest = [run_id for run_id in newest if self.may_see(client, run_id)]
+            chosen = (going_on[-1:] or newest[-1:] or [None])[0]
+            if chosen is None:
+                self._server.refuse(client, message.request, "this pool has had no run yet.", "RunUnknown")
+            return chosen
+        found = {run.run_id for run in self._active.going if run.run_id.startswith(message.run)}
+        # a run that was lost with the queue of an earlier service is not there until it is submitted again
+        found |= set(self._known(message.run)) - set(self._resubmittable())
+        found = {run_id for run_id in found if self.may_see(client, run_id)}
+        if len(found) == 1:
+            return found.pop()
+        self._server.refuse(client, message.request, _not_one(message.run, found, "that this pool has"), "RunUnknown")
+        return None
+
+    def going(self, client: ConnectedClient, request: int, prefix: str, *, ends: bool = False) -> PoolRun | None:
+        """The one run of that prefix that goes on; None, and the client told why, when there is none.
+
+        Args:
+            ends: It is to be ended, which an admin may do to everybody's.
+        """
+        may = client.may_end if ends else client.may_see
+        found = [run for run in self._active.going if run.run_id.startswith(prefix) and may(run.spec.owner.user)]
+        if len(found) == 1:
+            return found[0]
+        ids = [run.run_id for run in found]
+        self._server.refuse(client, request, _not_one(prefix, ids, "that is going on here"), "RunUnknown")
+        return None
+
+    def own_going(self, client: ConnectedClient, prefix: str) -> PoolRun | str:
+        """The one run of that prefix that goes on and is this client's user's; else a sentence why there is none."""
+        found = [
+            run for run in self._active.going if run.run_id.startswith(prefix) and client.may_see(run.spec.owner.user)
+        ]
+        if len(found) == 1 and prefix:
+            return found[0]
+        return _not_one(prefix, [run.run_id for run in found], "of yours that is going on here")
+
+    def _known(self, prefix: str) -> list[str]:
+        try:
+            return self._ledger.find(prefix)
+        except ValueError:
+            return []
 
     def _submitted(self, client: ConnectedClient, submit: Submit) -> Submit | None:
         spec = submit.spec
@@ -104,15 +182,12 @@ class Permissions:
         context = msgspec.structs.replace(submit.context, elsewhere=True)
         return msgspec.structs.replace(submit, spec=msgspec.structs.replace(spec, owner=owner), context=context)
 
-    def _user_of(self, run_id: str) -> str | None:
-        run = self._book.speaker(run_id)
-        if run is not None:
-            return run.spec.owner.user
-        try:
-            row = self._ledger.summary(run_id)
-        except ValueError:
-            return None
-        return row.user if row is not None else None
+
+def _not_one(prefix: str, found: Collection[str], which: str) -> str:
+    if found:
+        listed = ", ".join(sorted(found))
+        return f"{prefix!r} begins the ids of {len(found)} runs: {listed}. Give more digits."
+    return f"no run {which} has an id that begins with {prefix!r}. `sgpu runs` lists them."
 
 
 def _row_of_another(row: RunSummary) -> RunSummary:

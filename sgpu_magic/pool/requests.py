@@ -9,19 +9,17 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from sgpu_magic.files.event_log import read_spec
-from sgpu_magic.nodes.base import Engine
-from sgpu_magic.pool import stimuli as sched
-from sgpu_magic.pool.admission import ends_with_notebook
-from sgpu_magic.pool.byte_desk import ByteDesk
+from sgpu_magic.nodes.contract import Engine
+from sgpu_magic.pool.active_runs import ActiveRuns
+from sgpu_magic.pool.file_requests import FileRequests
 from sgpu_magic.pool.forwarding import Forwarding
 from sgpu_magic.pool.kept_environments import KeptEnvironments
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.permissions import Permissions
-from sgpu_magic.pool.run_book import RunBook
-from sgpu_magic.pool.run_lookup import RunLookup
+from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.pool.session_requests import SessionRequests
-from sgpu_magic.pool.submissions import Placing, Submissions
+from sgpu_magic.pool.submissions import Placing, Submissions, ends_with_notebook
 from sgpu_magic.wire.blobs import AskBlobs, ListRunFiles, PutBlob, ReadRunFile
 from sgpu_magic.wire.comms import TellComms
 from sgpu_magic.wire.events import Described, Detached
@@ -80,10 +78,11 @@ class Requests:
         core: The service.
         server: Where they are connected.
         engine: Where the ranks are.
-        book: The runs.
+        active: The runs.
         ledger: All runs there ever were.
+        permissions: What each client may ask for.
         kept_environments: What describes the runs' packages.
-        bytes_desk: Takes uploads and reads runs' files.
+        files: Takes uploads and reads runs' files.
     """
 
     def __init__(
@@ -91,26 +90,26 @@ class Requests:
         core: Core,
         server: Server,
         engine: Engine,
-        book: RunBook,
+        active: ActiveRuns,
         ledger: Ledger,
+        permissions: Permissions,
         kept_environments: KeptEnvironments,
-        bytes_desk: ByteDesk,
+        files: FileRequests,
     ) -> None:
         self._core = core
-        self._bytes_desk = bytes_desk
+        self._files = files
         self._server = server
         self._engine = engine
-        self._book = book
+        self._active = active
         self._ledger = ledger
         self._kept_environments = kept_environments
         # never used twice: an answer that comes late is for nobody
         self._stack_numbers = itertools.count(1)
         self._asked_stacks: dict[int, tuple[ConnectedClient, AskStacks, str]] = {}
-        self._permissions = Permissions(server, book, ledger)
-        self._runs = RunLookup(server, book, ledger, self._permissions, lambda: core.resubmittable)
-        self.forwarding = Forwarding(server, engine, self._runs.own_going)
-        self.sessions = SessionRequests(server, engine, book, ledger, core.feed)
-        self.submissions = Submissions(core, server, engine, book, ledger, self.sessions.unknown, bytes_desk)
+        self._permissions = permissions
+        self.forwarding = Forwarding(server, engine, self._permissions.own_going)
+        self.sessions = SessionRequests(server, engine, active, ledger, core.feed)
+        self.submissions = Submissions(core, server, engine, active, ledger, self.sessions.unknown, files)
 
     def heard(self, client: ConnectedClient, asked: ClientMessage, frames: Sequence[bytes]) -> None:
         match message := self._permissions.permitted(client, asked):
@@ -121,9 +120,9 @@ class Requests:
             case Submit():
                 self._when_settled(client, message, lambda: self._submit(client, message, frames))
             case Describe():
-                run = self._book.speaker(message.run_id)
+                run = self._active.speaker(message.run_id)
                 if run is not None:
-                    self._book.tell(run, Described(tags=message.tags), time.time())
+                    self._active.tell(run, Described(tags=message.tags), time.time())
             case TrackRun():
                 self._core.track(message)
             case KeepEnvironment():
@@ -138,17 +137,17 @@ class Requests:
             case Attach():
                 self._when_settled(client, message, lambda: self._attach(client, message))
             case Unfollow():
-                run = self._book.speaker(message.run_id)
+                run = self._active.speaker(message.run_id)
                 if run is not None and client in run.watchers:
                     run.watchers.remove(client)
                 if run is None or client not in run.followers:
-                    self._book.feed.forget(client, message.run_id)
+                    self._active.feed.forget(client, message.run_id)
             case Detach():
                 self._detach(client, message)
             case AskStacks():
                 self._ask_stacks(client, message)
             case TellComms():
-                if (run := self._book.get(message.run_id)) is not None and run.placed_at is not None:
+                if (run := self._active.get(message.run_id)) is not None and run.placed_at is not None:
                     self._engine.tell_comms(message, frames)
             case ReclaimPayload():
                 self._engine.reclaim_payload(message.run_id)
@@ -158,7 +157,7 @@ class Requests:
                 tell = functools.partial(self._tell_status, client, message)
                 self._core.with_fresh_inventory(functools.partial(self._core.answer, client, message, tell))
             case AskBlobs() | PutBlob() | ReadRunFile() | ListRunFiles():
-                self._bytes_desk.heard(client, message, frames)
+                self._files.heard(client, message, frames)
             case OpenStream():
                 self.forwarding.opens(client, message)
             case StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
@@ -174,7 +173,7 @@ class Requests:
     def client_gone(self, client: ConnectedClient) -> None:
         """A kernel is dead or has unloaded: runs that only it wanted have no owner any more."""
         self.forwarding.client_gone(client)
-        for run in self._book.client_gone(client):
+        for run in self._active.client_gone(client):
             self._engine.results_received(run.run_id)
             self._core.feed(sched.CancelRequested(run.run_id, OWNER_GONE, time.monotonic()))
 
@@ -182,7 +181,7 @@ class Requests:
         asked = self._asked_stacks.pop(request, None)
         if asked is not None:
             client, question, run_id = asked
-            run = self._book.speaker(run_id)
+            run = self._active.speaker(run_id)
             cell = run.spec.cell if run is not None else CellSource(body="")
             self._server.send(client, Stacks(request=question.request, run_id=run_id, stacks=stacks, cell=cell))
 
@@ -204,7 +203,7 @@ class Requests:
             self.submissions.submit(client, message, frames)
 
     def _cancel(self, client: ConnectedClient, message: Cancel) -> None:
-        run = self._runs.going(client, message.request, message.run, ends=True) if message.run else None
+        run = self._permissions.going(client, message.request, message.run, ends=True) if message.run else None
         if run is None:
             return
         kill = message.kill and (run.state is RunState.CANCELLING or run.state.is_final)
@@ -216,8 +215,8 @@ class Requests:
             self._core.feed(sched.CancelRequested(run.run_id, message.reason, time.monotonic()))
 
     def _stop_asked(self, client: ConnectedClient, message: StopPool) -> None:
-        if self._book.going and not message.force:
-            names = ", ".join(short(run.run_id) for run in self._book.going)
+        if self._active.going and not message.force:
+            names = ", ".join(short(run.run_id) for run in self._active.going)
             text = f"the pool has runs going on ({names}). Wait for them, or stop it with --force, which ends them."
             self._server.refuse(client, message.request, text, "PoolError")
             return
@@ -227,11 +226,11 @@ class Requests:
     # ------------------------------------------------------------ follow, let go, look into
 
     def _attach(self, client: ConnectedClient, message: Attach) -> None:
-        run_id = self._runs.to_follow(client, message)
+        run_id = self._permissions.to_follow(client, message)
         if run_id is None:
             return
-        run = self._book.speaker(run_id)
-        directory = self._book.directory(run_id)
+        run = self._active.speaker(run_id)
+        directory = self._active.directory(run_id)
         spec = run.spec if run is not None else read_spec(directory)
         if spec is None:
             text = f"what run {short(run_id)} printed and returned is no longer kept, only that it was: `sgpu runs`."
@@ -245,7 +244,7 @@ class Requests:
             key = run.submit.context.key if run is not None else b""
         self._server.send(client, Attached(request=message.request, spec=spec, state=state, key=key))
         if run is None or run.log is not None:
-            self._book.feed.catch_up(client, run_id, directory, message.after)
+            self._active.feed.catch_up(client, run_id, directory, message.after)
         if run is None or client in run.followers:
             return
         if message.owns and not spec.detach:
@@ -256,7 +255,7 @@ class Requests:
 
     def _detach(self, client: ConnectedClient, message: Detach) -> None:
         if message.run:
-            run = self._runs.going(client, message.request, message.run)
+            run = self._permissions.going(client, message.request, message.run)
             if run is None:
                 return
             if why := ends_with_notebook(run.spec):
@@ -264,7 +263,7 @@ class Requests:
                 return
             runs = [run]
         else:
-            owned = [run for run in self._book.going if run.owner is client]
+            owned = [run for run in self._active.going if run.owner is client]
             runs = [run for run in owned if not ends_with_notebook(run.spec)]
         for run in runs:
             try:
@@ -276,7 +275,7 @@ class Requests:
             if not run.spec.detach:
                 run.detach()
                 self._engine.detach_run(run.run_id)
-                self._book.tell(run, Detached(reason="it was detached"), time.time())
+                self._active.tell(run, Detached(reason="it was detached"), time.time())
         names = ", ".join(short(run.run_id) for run in runs)
         verb = "goes" if len(runs) == 1 else "go"
         text = f"run{'s' * (len(runs) > 1)} {names} {verb} on without a notebook" if runs else "no run to detach"
@@ -284,9 +283,9 @@ class Requests:
 
     def _ask_stacks(self, client: ConnectedClient, message: AskStacks) -> None:
         if message.run:
-            run = self._runs.going(client, message.request, message.run)
+            run = self._permissions.going(client, message.request, message.run)
         else:
-            placed = [run for run in self._book.going if run.placed_at is not None]
+            placed = [run for run in self._active.going if run.placed_at is not None]
             run = next((run for run in reversed(placed) if client.may_see(run.spec.owner.user)), None)
             if run is None:
                 self._server.refuse(client, message.request, "no run is going on.", "RunUnknown")
@@ -303,7 +302,7 @@ class Requests:
     # ------------------------------------------------------------ within
 
     def _results_received(self, run_id: str) -> None:
-        run = self._book.speaker(run_id)
+        run = self._active.speaker(run_id)
         # a detached run's results stay for whoever comes later
         if run is None or not run.spec.detach:
             self._engine.results_received(run_id)

@@ -15,7 +15,7 @@ import msgspec
 import zmq
 
 from sgpu_magic.pool.clients import ConnectedClient
-from sgpu_magic.pool.remote_door import Listening, RemoteDoor
+from sgpu_magic.pool.remote_clients import Listening, RemoteClients, sent
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.messages import ClientMessage, Hello, Notice, Refused
@@ -59,7 +59,7 @@ class Server:
         self.listen_again()
         self._loop.add_reader(self._socket.fileno(), self._drain)
         self._drain_scheduled = False
-        self._remote = None if listening is None else RemoteDoor(listening, on_message, on_gone)
+        self._remote = None if listening is None else RemoteClients(listening, on_message, on_gone)
 
     def listen_again(self) -> None:
         """Listen at the path, at first or since it was removed.
@@ -101,18 +101,11 @@ class Server:
         return not client.unsent and self._taken(client, [codec.encode(event), *frames])
 
     def _taken(self, client: ConnectedClient, parts: Sequence[bytes]) -> bool:
-        try:
-            self._socket.send_multipart([client.identity, *parts], zmq.NOBLOCK, copy=True)
-        except zmq.Again:
-            return False
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-        # a send can swallow the edge that tells of arrived messages
-        if not self._drain_scheduled:
+        taken = sent(self._socket, client, parts)
+        if taken and not self._drain_scheduled:
             self._drain_scheduled = True
             self._loop.call_soon(self._drain)
-        return True
+        return taken
 
     def _send_again(self, client: ConnectedClient) -> None:
         while client.unsent and not self._socket.closed and client.identity in self._clients:

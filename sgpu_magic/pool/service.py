@@ -15,43 +15,31 @@ from typing import Any
 
 from sgpu_magic import __version__
 from sgpu_magic.config import Settings, pool_settings
-from sgpu_magic.nodes.base import Engine
-from sgpu_magic.pool import stimuli as sched
-from sgpu_magic.pool.billing import Billing
-from sgpu_magic.pool.budget_of_pool import budget_of, budget_state
-from sgpu_magic.pool.byte_desk import ByteDesk
-from sgpu_magic.pool.fresh_inventory import FreshInventory
+from sgpu_magic.nodes.contract import Engine
+from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
+from sgpu_magic.pool.adoption import Adoption
+from sgpu_magic.pool.batched_ledger import BatchedLedger
+from sgpu_magic.pool.billing import Billing, budget_of, budget_state
+from sgpu_magic.pool.file_requests import FileRequests
 from sgpu_magic.pool.guard import Guard, ServiceFault
-from sgpu_magic.pool.idleness import Idleness
-from sgpu_magic.pool.instructions import Instructions
+from sgpu_magic.pool.instructions import Instructions, Launches
 from sgpu_magic.pool.kept_environments import KeptEnvironments
-from sgpu_magic.pool.later_ledger import LaterLedger
-from sgpu_magic.pool.launches import Launches
-from sgpu_magic.pool.lifecycle import PoolPresence
-from sgpu_magic.pool.node_reports import NodeReports
-from sgpu_magic.pool.prices import tariff_of
-from sgpu_magic.pool.remote_door import Listening
+from sgpu_magic.pool.lifecycle import Idleness, PoolPresence
+from sgpu_magic.pool.permissions import Permissions
+from sgpu_magic.pool.remote_clients import Listening
+from sgpu_magic.pool.reports import Reports, Restarts
 from sgpu_magic.pool.requests import Requests
-from sgpu_magic.pool.restarts import Restarts
 from sgpu_magic.pool.retention import Retention
-from sgpu_magic.pool.run_book import PoolRun, RunBook
-from sgpu_magic.pool.scheduler import Scheduler
+from sgpu_magic.pool.scheduling import stimuli as sched
+from sgpu_magic.pool.scheduling.costs import tariff_of
+from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.server import ConnectedClient, Server
-from sgpu_magic.pool.status import pool_status
-from sgpu_magic.pool.succession import Succession
+from sgpu_magic.pool.status import FreshInventory, pool_status
 from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.forwarding import StreamMessage, StreamOpened
 from sgpu_magic.wire.measures import RankStack
-from sgpu_magic.wire.messages import (
-    PROTOCOL_VERSION,
-    AskStatus,
-    ClientMessage,
-    Goodbye,
-    Hello,
-    TrackRun,
-    Welcome,
-)
+from sgpu_magic.wire.messages import PROTOCOL_VERSION, AskStatus, ClientMessage, Goodbye, Hello, TrackRun, Welcome
 from sgpu_magic.wire.node_messages import HeldRun, RunEvent
 from sgpu_magic.wire.pool_status import PoolStatus
 from sgpu_magic.wire.questions import RankAnswer
@@ -82,7 +70,7 @@ class PoolService:
         self._presence = presence
         self._engine = engine
         self._loop = asyncio.get_running_loop()
-        self._ledger = LaterLedger(settings.state_path / "ledger.sqlite3")
+        self._ledger = BatchedLedger(settings.state_path / "ledger.sqlite3")
         tariff = tariff_of(settings, settings.pool or "local")
         self._budget = budget_of(settings, self._ledger, time.monotonic(), time.time())
         self._scheduler = Scheduler(
@@ -104,39 +92,42 @@ class PoolService:
         self._loop.set_exception_handler(self._broken)
         self._service_id = secrets.token_hex(8)
         self._server = Server(presence.socket_path, self._heard, self._gone, listening)
-        self._book = RunBook(
+        self._active = ActiveRuns(
             self._ledger, settings.runs_path, self._server.send, self._server.offer, Billing(self._ledger, tariff)
         )
         where = f"its log is {settings.state_path / 'pool.log'}" if listening is None else "its operator's log has more"
-        self._guard = Guard(self._server, self._book, where)
+        self._guard = Guard(self._server, self._active, where)
         self._kept = KeptEnvironments(settings.state_path / "environment-files", settings.runs_path)
-        self._launches = Launches(engine, self._book, self._kept, self._scheduler, self.feed, self._guard.for_run)
-        self._restarts = Restarts(self._book, self._launches.relaunch, self._launches.requeue)
-        self._reports = NodeReports(self._ledger, self._book, engine, self._restarts, self._scheduler, self.feed)
-        self._succession = Succession(
-            self._ledger, self._book, engine, self._restarts, self.feed, settings.adopt_timeout_s, self._guard.for_run
+        self._launches = Launches(engine, self._active, self._kept, self._scheduler, self.feed, self._guard.for_run)
+        self._restarts = Restarts(self._active, self._launches.relaunch, self._launches.requeue)
+        self._reports = Reports(self._ledger, self._active, engine, self._restarts, self._scheduler, self.feed)
+        self._adoption = Adoption(
+            self._ledger, self._active, engine, self._restarts, self.feed, settings.adopt_timeout_s, self._guard.for_run
         )
-        self._bytes_desk = ByteDesk(settings, self._server, self._book, self._ledger, joins_payloads=engine.far)
-        self._requests = Requests(self, self._server, engine, self._book, self._ledger, self._kept, self._bytes_desk)
-        self._tracker = Tracker(settings, self._book, engine, self._is_live)
+        permissions = Permissions(self._server, self._active, self._ledger, lambda: self.resubmittable)
+        self._files = FileRequests(settings, self._server, self._active, permissions, joins_payloads=engine.far)
+        self._requests = Requests(
+            self, self._server, engine, self._active, self._ledger, permissions, self._kept, self._files
+        )
+        self._tracker = Tracker(settings, self._active, engine, self._is_live)
         self._instructions = Instructions(
             self._server,
             engine,
-            self._book,
+            self._active,
             self._launches,
             self._restarts,
-            self._succession,
+            self._adoption,
             self._requests.submissions,
             self._tracker,
             self._stock,
             self.feed,
         )
         self._guard.end = self._instructions.end_of_fault
-        self._book.on_forgotten = self._forgotten
-        self._book.on_written = self._reports.written
+        self._active.on_forgotten = self._forgotten
+        self._active.on_written = self._reports.written
         self._retention = Retention(settings, self._is_live, self._ledger.cells, removed=self._looked_after)
         idle_s = settings.pool_idle_s if listening is None else math.inf
-        self._idleness = Idleness(idle_s, lambda: bool(self._book.going), self._server.notify, self.stop)
+        self._idleness = Idleness(idle_s, lambda: bool(self._active.going), self._server.notify, self.stop)
         presence.keep_in_place(self._server.listen_again, self._guard.log)
         engine.start(self)
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -177,10 +168,10 @@ class PoolService:
         """Withdraw, tell the clients of runs that end with the pool, end the ranks."""
         self._idleness.close()
         self._retention.close()
-        for run in self._book.going:
+        for run in self._active.going:
             if run.log is not None and not run.ended:
-                self._book.end_without_ranks(run, RunState.CANCELLED, "the pool was stopped", FailureKind.INTERNAL)
-        self._bytes_desk.close()
+                self._active.end_without_ranks(run, RunState.CANCELLED, "the pool was stopped", FailureKind.INTERNAL)
+        self._files.close()
         self._server.close()
         self._engine.close()
         self._tracker.close()
@@ -202,7 +193,7 @@ class PoolService:
             protocol_version=PROTOCOL_VERSION,
             package_version=__version__,
             pid=os.getpid(),
-            busy=bool(self._book.going),
+            busy=bool(self._active.going),
             sees_client=client.same_host and self._settings.environments == "auto",
             same_host=client.same_host,
             near=client.same_host and not self._engine.far,
@@ -230,18 +221,18 @@ class PoolService:
 
     @property
     def settled(self) -> bool:
-        return self._succession.done
+        return self._adoption.done
 
     @property
     def resubmittable(self) -> Mapping[str, RunSpec]:
-        return self._succession.resubmittable
+        return self._adoption.resubmittable
 
     # ------------------------------------------------------------ from the engine (EngineListener)
 
     def node_found(self, inventory: Inventory, held: Sequence[HeldRun]) -> None:
-        if not self._succession.done:
-            self._succession.take_over(held)
-            for run in self._book.going:
+        if not self._adoption.done:
+            self._adoption.take_over(held)
+            for run in self._active.going:
                 self._guard.for_run(run.run_id, functools.partial(self._goes_on, run))
             self._tracker.look_for_leftovers()
             self._retention.schedule()
@@ -249,7 +240,7 @@ class PoolService:
 
     def _goes_on(self, run: PoolRun) -> None:
         self._tracker.follow(run)
-        self._bytes_desk.hold(run.submit)
+        self._files.hold(run.submit)
 
     def inventory_taken(self, inventory: Inventory) -> None:
         waiting = self._stock.taken(inventory)
@@ -262,7 +253,7 @@ class PoolService:
         self._guard.for_run(event.run_id, lambda: self._reports.run_happened(event, frames))
 
     def ranks_gone(self, run_id: str) -> None:
-        run = self._book.get(run_id)
+        run = self._active.get(run_id)
         self._idleness.touched()
         self._guard.for_run(run_id, lambda: self._requests.ranks_gone(run_id))
         self._guard.for_run(run_id, lambda: self._reports.ranks_gone(run_id), gone=True)
@@ -285,7 +276,7 @@ class PoolService:
         self._guard.for_run(run_id, lambda: self._tracker.asked(run_id))
 
     def lease_granted(self, run_id: str, lease: Lease) -> None:
-        run = self._book.get(run_id)
+        run = self._active.get(run_id)
         if run is not None:
             self._guard.for_run(run_id, lambda: self._launches.granted(run, lease, self._stock.inventory))
 
@@ -299,16 +290,16 @@ class PoolService:
         self._reports.runs_lost(run_ids, why, host)
 
     def nodes_lost(self, why: str) -> None:
-        for run in self._book.going:
+        for run in self._active.going:
             self._requests.ranks_gone(run.run_id)
         self._reports.nodes_lost(why, self._stock.host)
 
     def broken(self, why: str) -> None:
         """No agent lives: nothing can run here any more."""
         self.broken_why = why
-        for run in self._book.going:
+        for run in self._active.going:
             if run.log is not None and not run.ended:
-                self._book.end_without_ranks(run, RunState.FAILED, why, FailureKind.NODE_LOST)
+                self._active.end_without_ranks(run, RunState.FAILED, why, FailureKind.NODE_LOST)
         self.stop()
 
     def feed(self, stimulus: sched.Stimulus) -> None:
@@ -324,18 +315,18 @@ class PoolService:
 
     def _forgotten(self, run_id: str) -> None:
         self._tracker.over(run_id)
-        self._bytes_desk.let_go(run_id)
+        self._files.let_go(run_id)
 
     def _looked_after(self) -> None:
         self._kept.remove_unlinked()
-        if not self._book.going:
+        if not self._active.going:
             # it waits for the disk
             self._ledger.checkpoint()
         else:
             self._loop.run_in_executor(None, self._ledger.checkpoint_beside)
 
     def _is_live(self, run_id: str) -> bool:
-        return self._book.speaker(run_id) is not None or run_id in self._succession.resubmittable
+        return self._active.speaker(run_id) is not None or run_id in self._adoption.resubmittable
 
     def with_fresh_inventory(self, call: Callable[[], None]) -> None:
         """Real devices may be in use outside the pool since the last look."""

@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import dataclasses
 import getpass
+import importlib.util
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -20,20 +22,25 @@ import zmq
 
 from sgpu_magic import config
 from sgpu_magic.config import Settings
-from sgpu_magic.errors import PoolError, SgpuError
-from sgpu_magic.nodes.choose import engine_settings, make_engine
-from sgpu_magic.pool.authorized_clients import AuthorizedClients
+from sgpu_magic.errors import PoolError, SgpuError, UsageError
+from sgpu_magic.nodes.contract import Engine
+from sgpu_magic.pool.clients import AuthorizedClients
 from sgpu_magic.pool.guard import ServiceFault
 from sgpu_magic.pool.lifecycle import AlreadyRunning, PoolPresence
-from sgpu_magic.pool.remote_door import Listening
+from sgpu_magic.pool.remote_clients import Listening
 from sgpu_magic.pool.service import PoolService
 from sgpu_magic.system import processes
 from sgpu_magic.system.secure_sockets import KeyPair, new_key_pair, read_key_pair, write_key_pair
+from sgpu_magic.wire.messages import Warm
 
 CLIENTS = "clients.toml"
 _KEY = "pool.key"
 # a client is one connection, some descriptors of runs, and files that are open for a moment
 _OPEN_FILES = 65536
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
+_LISTEN = re.compile(r"tcp://(?:\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]{1,5}|\*)")
+ENGINES = ("local", "ray")
+"""What `sgpu pool serve --engine` takes."""
 
 
 def main() -> None:
@@ -160,6 +167,69 @@ def served_settings(settings: Settings, name: str) -> Settings:
         state_dir=str(settings.state_path / "pools" / name),
         runtime_dir=str(settings.runtime_path / name),
     )
+
+
+def checked_name(name: str) -> str:
+    """Return the name.
+
+    Raises:
+        UsageError: It can't be a pool's.
+    """
+    if _NAME.fullmatch(name) is None or name.lower() == "local":
+        raise UsageError(
+            f"{name[:40]!r} can't be a pool's name: it begins with a letter, has letters, digits, - and _, 40 of them "
+            "at most, and is not `local`."
+        )
+    return name
+
+
+def checked_listen(listen: str) -> str:
+    """Return the address.
+
+    Raises:
+        UsageError: Nothing can listen there.
+    """
+    match = _LISTEN.fullmatch(listen)
+    if match is None or (match["port"] != "*" and int(match["port"]) > 65535):
+        raise UsageError(f"--listen takes tcp://ADDRESS:PORT, such as tcp://0.0.0.0:8700, not {listen[:80]!r}.")
+    return listen
+
+
+def engine_settings(name: str, settings: Settings) -> Settings:
+    """Return the settings as an engine needs them; the pool service must have the same.
+
+    Ranks on a Ray cluster get their packages built, unless its nodes see what the notebooks see (`ray_same_files`).
+    """
+    if name == "ray" and not settings.ray_same_files:
+        return dataclasses.replace(settings, environments="built")
+    return settings
+
+
+def make_engine(name: str, settings: Settings, warm: Warm | None = None) -> Engine:
+    """Return the engine. Call it in the running loop that the pool service will have.
+
+    Args:
+        name: One of `ENGINES`.
+        settings: As `engine_settings` gives them.
+        warm: The interpreter to warm first, None for none; `ray` has no node to warm it on yet.
+
+    Raises:
+        UsageError: There is no such engine, what it needs is not installed, or a setting can't be understood.
+    """
+    if name == "local":
+        from sgpu_magic.nodes.local import LocalEngine
+
+        return LocalEngine(settings, warm)
+    if name != "ray":
+        raise UsageError(f"there is no engine {name!r}. There are: {', '.join(ENGINES)}.")
+    if importlib.util.find_spec("ray") is None:
+        raise UsageError(
+            "the engine ray needs Ray in the pool's own Python, and it is not installed there: "
+            'pip install "sgpu-magic[ray]", with the version of Ray that the cluster has.'
+        )
+    from sgpu_magic.nodes.ray.engine import RayEngine
+
+    return RayEngine(settings)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from sgpu_magic.nodes.base import Engine
-from sgpu_magic.pool import stimuli as sched
+from sgpu_magic.nodes.contract import Engine
+from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.ledger import Ledger
-from sgpu_magic.pool.run_book import PoolRun, RunBook
+from sgpu_magic.pool.scheduling import stimuli as sched
+from sgpu_magic.pool.scheduling.session_rules import named
 from sgpu_magic.pool.server import ConnectedClient, Server
-from sgpu_magic.pool.session_rules import named
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.messages import Accepted
 from sgpu_magic.wire.questions import RankAnswer
@@ -26,17 +26,17 @@ class SessionRequests:
     Args:
         server: Where the clients are connected.
         engine: Where the ranks are.
-        book: The runs that go on.
+        active: The runs that go on.
         ledger: Knows when and why a session ended.
         feed: Tells the scheduler, which lets no cell begin while ranks are replaced.
     """
 
     def __init__(
-        self, server: Server, engine: Engine, book: RunBook, ledger: Ledger, feed: Callable[[sched.Stimulus], None]
+        self, server: Server, engine: Engine, active: ActiveRuns, ledger: Ledger, feed: Callable[[sched.Stimulus], None]
     ) -> None:
         self._server = server
         self._engine = engine
-        self._book = book
+        self._active = active
         self._ledger = ledger
         self._feed = feed
         self._number = 0
@@ -123,7 +123,7 @@ class SessionRequests:
     # ------------------------------------------------------------ within
 
     def _session(self, run_id: str) -> PoolRun | None:
-        run = self._book.get(run_id)
+        run = self._active.get(run_id)
         return run if run is not None and run.spec.kind is RunKind.SESSION and not run.ended else None
 
     def _why_not_now(self, session: PoolRun, ranks: tuple[int, ...]) -> str:
@@ -134,7 +134,7 @@ class SessionRequests:
             return f"{name} has ranks 0 to {last}, not {', '.join(map(str, strange))}."
         if any(message.session == session.run_id for _, message in self._restarts.values()):
             return f"ranks of {name} are being restarted already."
-        for run in self._book.going:
+        for run in self._active.going:
             if run.spec.session == session.run_id and run.spec.in_session and run.placed_at and not run.ended:
                 cell = f"{short(run.run_id)} ({run.spec.name})" if run.spec.name else short(run.run_id)
                 return (

@@ -1,29 +1,87 @@
-"""What clients submit: checked, held here, brought before the scheduler, its packages made ready while it waits."""
+"""What clients submit: checked, held here, brought before the scheduler, its packages made ready while it waits.
+
+`unfit` and `unstartable` say what no pool takes, whatever is free. They are pure.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
-from sgpu_magic.nodes.base import Engine
-from sgpu_magic.pool import stimuli as sched
-from sgpu_magic.pool.admission import unfit, unstartable
-from sgpu_magic.pool.byte_desk import ByteDesk, names_files
+from sgpu_magic.config import SEVEN_DAYS_S
+from sgpu_magic.nodes.contract import Engine
+from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
+from sgpu_magic.pool.file_requests import FileRequests, names_files
 from sgpu_magic.pool.ledger import Ledger
-from sgpu_magic.pool.run_book import PoolRun, RunBook
+from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.server import ConnectedClient, Server
-from sgpu_magic.wire.ids import is_valid_id
+from sgpu_magic.wire.ids import is_valid_id, short
 from sgpu_magic.wire.messages import ClientMessage, Submit
 from sgpu_magic.wire.records import RunSpec
-from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.states import RunKind, RunState
 
+# CPU ranks may share slots, and each costs the agent several descriptors
+_MOST_RANKS = 4096
+_MAX_RETRIES = 100
 # a notebook that submits its session again after a service's death does so at once
 _LOOK_AGAIN_S = 0.05
+
+
+def unfit(spec: RunSpec) -> str:
+    """Why the run is not taken, a sentence; "" when it is."""
+    is_session = spec.kind is RunKind.SESSION
+    if spec.placement.ranks < 1:
+        return f"a run needs at least one rank, not {spec.placement.ranks}."
+    if not 0 < spec.timeout_s <= SEVEN_DAYS_S:
+        return "a run's time limit is more than 0 s and at most 7 days."
+    if spec.placement.ranks > _MOST_RANKS:
+        return f"a run has at most {_MOST_RANKS} ranks, not {spec.placement.ranks}."
+    if not 0 <= spec.retries <= _MAX_RETRIES:
+        return f"a run is started again 0 to {_MAX_RETRIES} times."
+    if spec.max_cost is not None:
+        if not (math.isfinite(spec.max_cost) and spec.max_cost > 0):
+            return f"a run may cost more than 0, and --max-cost {spec.max_cost:g} does not say how much."
+        if spec.session:
+            return "what runs in a session costs nothing of its own: give --max-cost to the session's %sgpu_connect."
+    if is_session and spec.session:
+        return "a session has a lease of its own: it can't begin in another."
+    if spec.idle_s is not None and not (is_session and spec.idle_s > 0):
+        return "only a session ends when nothing runs in it, after more than 0 s."
+    if spec.retries and (is_session or spec.in_session):
+        what = "a session" if is_session else "a cell in a session's ranks"
+        return f"{what} is not started again by itself. Leave --retries out, or run the cell with --fresh."
+    if spec.kind in (RunKind.PUSH, RunKind.PULL) and not spec.in_session:
+        return "names are pushed to and pulled from a session's ranks. Connect first with %sgpu_connect."
+    return ends_with_notebook(spec) if spec.detach else ""
+
+
+def unstartable(submit: Submit) -> str:
+    """Why no process can be started as this asks, "" when one can: the agent has other users' ranks too."""
+    variables = submit.interpreter.variables | submit.context.environ
+    words = [submit.interpreter.executable, submit.context.cwd, *submit.context.sys_path, *variables]
+    if any("\0" in word for word in (*words, *variables.values())) or not all(map(_can_be_set, variables)):
+        return "its environment variables, path or directory have a character that no process can be started with."
+    return ""
+
+
+def _can_be_set(variable: str) -> bool:
+    return bool(variable) and "=" not in variable
+
+
+def ends_with_notebook(spec: RunSpec) -> str:
+    """Why the run can't be detached, "" when it can."""
+    if spec.kind is RunKind.SESSION:
+        return f"session {spec.name or short(spec.run_id)} can't go on alone: a session ends with its notebook."
+    if spec.session:
+        run = f"run {short(spec.run_id)}"
+        return f"{run} can't go on alone: it is in a session, which ends with its notebook. Run it without one."
+    return ""
 
 
 class Placing(Protocol):
@@ -49,10 +107,10 @@ class Submissions:
         placing: The service.
         server: Where the clients are connected.
         engine: Where the ranks will be.
-        book: Gets the runs.
+        active: Gets the runs.
         ledger: All runs there ever were.
         no_session: Says of a session that does not go on when and why it ended.
-        bytes_desk: Keeps what runs need of their users' uploads.
+        files: Keeps what runs need of their users' uploads.
     """
 
     def __init__(
@@ -60,16 +118,16 @@ class Submissions:
         placing: Placing,
         server: Server,
         engine: Engine,
-        book: RunBook,
+        active: ActiveRuns,
         ledger: Ledger,
         no_session: Callable[[str], str],
-        bytes_desk: ByteDesk,
+        files: FileRequests,
     ) -> None:
-        self._bytes_desk = bytes_desk
+        self._files = files
         self._placing = placing
         self._server = server
         self._engine = engine
-        self._book = book
+        self._active = active
         self._ledger = ledger
         self._no_session = no_session
         self._loop = asyncio.get_running_loop()
@@ -80,7 +138,8 @@ class Submissions:
         again = self._placing.resubmittable.get(spec.run_id)
         if again is not None and not client.may_see(again.owner.user):
             again = None
-        if not is_valid_id(spec.run_id) or self._book.get(spec.run_id) or (not again and self._ledger.has(spec.run_id)):
+        used = self._active.get(spec.run_id) or (not again and self._ledger.has(spec.run_id))
+        if used or not is_valid_id(spec.run_id):
             problem = "the run's id is not valid or was used before."
         elif (not client.same_host or self._engine.far) and names_files(submit):
             problem = "what it ships lies in files of the notebook's machine, which its ranks do not see."
@@ -89,7 +148,7 @@ class Submissions:
         if problem:
             self._server.refuse(client, submit.request, problem)
             return
-        if not again and (problem := self._book.why_not_recorded()):
+        if not again and (problem := self._active.why_not_recorded()):
             self._server.refuse(client, submit.request, problem, "PoolError")
             return
         if spec.session and not self._has_session(client, submit, frames):
@@ -102,8 +161,8 @@ class Submissions:
             except OSError as error:
                 self._server.refuse(client, submit.request, f"the run's variables can't be read: {error.strerror}.")
                 return
-        self._bytes_desk.hold(run.submit)
-        self._book.add(run)
+        self._files.hold(run.submit)
+        self._active.add(run)
         if spec.session:
             # it takes no device
             self._placing.feed(sched.RunSubmitted(spec, time.monotonic()))
@@ -127,12 +186,12 @@ class Submissions:
     def _prepare(self, run: PoolRun) -> None:
         """A run that waits has its packages made ready meanwhile."""
         environment = run.submit.environment
-        if environment is not None and run.placed_at is None and self._book.get(run.run_id) is run:
+        if environment is not None and run.placed_at is None and self._active.get(run.run_id) is run:
             self._engine.prepare(run.run_id, run.submit.interpreter, environment)
 
     def _has_session(self, client: ConnectedClient, submit: Submit, frames: Sequence[bytes]) -> bool:
         """Whether the cell's session is there. Else it is looked for again, or the cell refused."""
-        session = self._book.get(submit.spec.session)
+        session = self._active.get(submit.spec.session)
         if session is not None and session.log is not None:
             return True
         if session is not None or submit.spec.session in self._placing.resubmittable:

@@ -17,8 +17,8 @@ import msgspec
 
 from sgpu_magic.config import Settings
 from sgpu_magic.files.event_log import read_spec
-from sgpu_magic.nodes.base import Engine
-from sgpu_magic.pool.run_book import PoolRun, RunBook
+from sgpu_magic.nodes.contract import Engine
+from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.tracker_process import TrackerProcess
 from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.progress import Progress, without_user
@@ -78,14 +78,14 @@ class Tracker:
 
     Args:
         settings: The pool's.
-        book: Its runs.
+        active: Its runs.
         engine: Where their ranks are.
         is_live: Whether a run goes on, or waits for its notebook to come back.
     """
 
-    def __init__(self, settings: Settings, book: RunBook, engine: Engine, is_live: Callable[[str], bool]) -> None:
+    def __init__(self, settings: Settings, active: ActiveRuns, engine: Engine, is_live: Callable[[str], bool]) -> None:
         self._settings = settings
-        self._book = book
+        self._active = active
         self._engine = engine
         self._is_live = is_live
         self._loop = asyncio.get_running_loop()
@@ -103,14 +103,14 @@ class Tracker:
         tracking = run.submit.tracking
         if tracking is None or not run.spec.tracked or run.run_id in self._entries:
             return
-        directory = self._book.directory(run.run_id)
+        directory = self._active.directory(run.run_id)
         parent = run.spec.session
         order = Track(run_id=run.run_id, run_dir=str(directory), tracking=tracking, parent_run=parent)
         decided = not tracking.if_it_matters or run.spec.profile
         self._entries[run.run_id] = _Entry(order, maybe=None if decided else run)
         untold = self._untold.pop(_key(tracking), "") or self._left_untold(run, tracking)
         if untold:
-            self._book.tell(run, Noted(text=untold), time.time())
+            self._active.tell(run, Noted(text=untold), time.time())
         self._send_later()
 
     def wanted(self, run_id: str, tracking: Tracking) -> None:
@@ -121,7 +121,7 @@ class Tracker:
             if not entry.sent:
                 self._send(entry)
             return
-        directory = self._book.directory(run_id)
+        directory = self._active.directory(run_id)
         if is_valid_id(run_id) and directory.is_dir() and progress.load(directory) is None:
             # it ended before, and did not matter
             entry = self._entries[run_id] = _Entry(Track(run_id=run_id, run_dir=str(directory), tracking=tracking))
@@ -217,7 +217,7 @@ class Tracker:
         self._write_opening(entry)
         process = self._process(entry.order.tracking)
         process.track(entry.order)
-        if self._book.get(entry.order.run_id) is None:
+        if self._active.get(entry.order.run_id) is None:
             process.over(entry.order.run_id)
         for directory, left in self._leftovers.pop(without_user(entry.order.tracking.uri), ()):
             self._resume(directory, left, entry.order.tracking)
@@ -280,7 +280,7 @@ class Tracker:
         entry = self._entries.get(message.run_id)
         if entry is None:
             return
-        run = self._book.get(message.run_id)
+        run = self._active.get(message.run_id)
         match message:
             case TrackingStarted(tracked=tracked) if entry.known is None:
                 entry.known, entry.problem = tracked, ""
@@ -288,13 +288,13 @@ class Tracker:
                 if run is not None:
                     self._engine.tracking_known(message.run_id, tracked, "")
                     if not run.ended:
-                        self._book.tell(run, Tracked(tracked=tracked), time.time())
+                        self._active.tell(run, Tracked(tracked=tracked), time.time())
             case TrackingTroubled(text=text) if not entry.problem:
                 entry.problem = text
                 if run is not None and entry.asked and entry.known is None:
                     self._engine.tracking_known(message.run_id, None, text)
                 if run is not None and not run.ended:
-                    self._book.tell(run, Noted(text=text), time.time())
+                    self._active.tell(run, Noted(text=text), time.time())
                 else:
                     self._untold[_key(entry.order.tracking)] = f"run {short(message.run_id)}, before this one: {text}"
             case TrackingDone():

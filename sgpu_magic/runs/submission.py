@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from sgpu_magic.client.along import Along, Stand
+from sgpu_magic.client.attachments import Attachments, Stand
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.run import Run
 from sgpu_magic.errors import RunCancelled, UsageError
@@ -85,7 +85,7 @@ def submit(pool: Pool, submission: Submission) -> Run:
         settings = pool.settings
         luggage = travel.pack_up(pool, settings, submission)
         spec, tracking = tracked.place_of(settings, job_defaults.limited(printable(luggage.spec)), submission)
-        along = Along(
+        along = Attachments(
             luggage.environment,
             luggage.code,
             tracking,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
-from sgpu_magic.pool.scheduler import Scheduler
-from sgpu_magic.pool.stimuli import Instruction, LaunchRun, RunMoved, RunOver, RunSubmitted, Stimulus
+from sgpu_magic.pool.scheduling.scheduler import Scheduler
+from sgpu_magic.pool.scheduling.stimuli import Instruction, LaunchRun, RunMoved, RunOver, RunSubmitted, Stimulus
 from sgpu_magic.wire.devices import Device, Inventory, Node, Placement
 from sgpu_magic.wire.records import CellSource, Owner, RunSpec
 from sgpu_magic.wire.states import RunState

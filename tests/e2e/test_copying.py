@@ -17,7 +17,7 @@ from many_agents import ManyAgents
 from pool_client import PoolClient
 from served_pools import RemoteUser, ServedPool
 
-from sgpu_magic.client.along import Along
+from sgpu_magic.client.attachments import Attachments
 from sgpu_magic.wire.events import OutputWritten
 from sgpu_magic.wire.states import RunState
 
@@ -136,7 +136,7 @@ def test_while_it_runs_and_where_it_stopped(served: ServedPool, ann: RemoteUser,
     names = {"stop": str(tmp_path / "stop")}
     target = tmp_path / "target"
     target.mkdir()
-    run = ann.client.begin(WORKS, ranks=1, names=names, along=Along(elsewhere=True))
+    run = ann.client.begin(WORKS, ranks=1, names=names, along=Attachments(elsewhere=True))
     run.wait_for(OutputWritten)
     digest = run.printed[0].split()[1]
     # the working directory comes before the run's own
@@ -172,7 +172,7 @@ def test_the_nodes_of_ranks(tmp_path: Path):
     client = PoolClient(home)
     try:
         body = "from pathlib import Path\nPath('out.txt').write_text(f'of {rank}')\nPath(f'o{rank}').write_text('own')"
-        run = client.begin(body, ranks=2, nodes=2, along=Along(elsewhere=True))
+        run = client.begin(body, ranks=2, nodes=2, along=Attachments(elsewhere=True))
         assert run.ended().state is RunState.SUCCEEDED
         eventually(lambda: (home.run_dir(run.run_id) / "node-1/work/out.txt").exists(), 20)
         prefix = run.run_id[:8]

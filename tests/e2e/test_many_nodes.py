@@ -16,7 +16,7 @@ from pool_client import ClientRun, PoolClient
 from process_table import is_alive
 from waiting import eventually
 
-from sgpu_magic.client.along import Along
+from sgpu_magic.client.attachments import Attachments
 from sgpu_magic.errors import SessionError
 from sgpu_magic.wire.events import (
     AttemptFailed,
@@ -286,7 +286,7 @@ def test_ranks_of_all_nodes_log_to_one_mlflow_run(cluster: Cluster, tmp_path: Pa
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     run = cluster.begin(
         "import mlflow\nmlflow.log_metric(f'own_{rank}', rank)\nmlflow.active_run().info.run_id",
-        along=Along(tracking=Tracking(uri=uri, experiment="nodes")),
+        along=Attachments(tracking=Tracking(uri=uri, experiment="nodes")),
         tracked=True,
     )
     ids = set(run.values)

@@ -16,7 +16,7 @@ from ray_traces import check_gone, directories, ray_processes
 from tracking_writers import Runs
 from waiting import eventually
 
-from sgpu_magic.client.along import Along
+from sgpu_magic.client.attachments import Attachments
 from sgpu_magic.tracking import progress
 from sgpu_magic.wire.events import AttemptFailed, Noted, RunEnded
 from sgpu_magic.wire.states import FailureKind, RunState
@@ -62,7 +62,7 @@ def client(pool: ManyAgents) -> Iterator[PoolClient]:
 
 def test_the_head_is_at_rank_0s_node_and_the_other_joins(pool: ManyAgents, client: PoolClient):
     go = pool.home.path / "go"
-    along = Along(tracking=Tracking(experiment="nb"))
+    along = Attachments(tracking=Tracking(experiment="nb"))
     names = {"GO": str(go)}
     run = client.begin(WHERE, ranks=4, device_type="a10", names=names, ray=True, along=along, tracked=True)
     _wait_for_file(run, pool.home, f"{go}-up")

@@ -15,11 +15,11 @@ from process_table import stop_process
 from small_index import SmallIndex
 from waiting import eventually
 
-from sgpu_magic.client.along import Along
+from sgpu_magic.client.attachments import Attachments
 from sgpu_magic.client.interpreter import this_owner
 from sgpu_magic.packages.node.store import Store
-from sgpu_magic.pool import stimuli as sched
-from sgpu_magic.pool.scheduler import Scheduler
+from sgpu_magic.pool.scheduling import stimuli as sched
+from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.wire.devices import Inventory, Placement
 from sgpu_magic.wire.environment import Environment
 from sgpu_magic.wire.events import EnvironmentMoved, Placed, QueueMoved, RanksStarted, RunEnded, StateChanged
@@ -72,7 +72,7 @@ def tiny(version: int, **fields: Any) -> Environment:
 
 
 def begin(client: PoolClient, environment: Environment, body: str = SHOW, **fields: Any) -> ClientRun:
-    return client.begin(body, along=Along(environment=environment), **fields)
+    return client.begin(body, along=Attachments(environment=environment), **fields)
 
 
 def states(run: ClientRun) -> list[RunState]:
@@ -151,7 +151,7 @@ def test_what_travels_goes_over_the_kernels_own_place(client: PoolClient):
 
 
 def test_packages_are_made_while_the_run_waits(client: PoolClient, home: Home):
-    holder = client.begin(along=Along(environment=tiny(1)), body="import time; time.sleep(60)", ranks=3)
+    holder = client.begin(along=Attachments(environment=tiny(1)), body="import time; time.sleep(60)", ranks=3)
     holder.wait_for(RanksStarted)
     store = Store(home.state / "environments")
     before = len(store.names())
@@ -168,7 +168,7 @@ def test_packages_are_made_while_the_run_waits(client: PoolClient, home: Home):
 
 @pytest.mark.slow
 def test_a_run_that_leaves_the_queue_leaves_no_build(client: PoolClient, home: Home, index: SmallIndex):
-    holder = client.begin(along=Along(environment=tiny(1)), body="import time; time.sleep(60)", ranks=3)
+    holder = client.begin(along=Attachments(environment=tiny(1)), body="import time; time.sleep(60)", ranks=3)
     holder.wait_for(RanksStarted)
     index.open.clear()
     asked = len(index.asked)
@@ -236,7 +236,7 @@ def test_packages_that_can_not_be_had_are_an_environment_failure(client: PoolCli
 
 @pytest.mark.slow
 def test_a_session_has_its_packages_and_fresh_runs_beside_it_too(client: PoolClient):
-    session = client.connect(along=Along(environment=tiny(7)))
+    session = client.connect(along=Attachments(environment=tiny(7)))
     try:
         prepared = [event.state for event in session.run.events if isinstance(event, StateChanged)]
         assert prepared[:2] == [RunState.PREPARING, RunState.STARTING]
@@ -245,7 +245,7 @@ def test_a_session_has_its_packages_and_fresh_runs_beside_it_too(client: PoolCli
         assert moves(first) == []
         second = session.do("import os; print(kept, tinyone.__version__, os.environ['VIRTUAL_ENV'] == sys.prefix)")
         assert second.printed[0].split() == ["5", "7.0", "True"]
-        fresh = session.do(SHOW, fresh=True, along=Along(environment=tiny(7)))
+        fresh = session.do(SHOW, fresh=True, along=Attachments(environment=tiny(7)))
         assert fresh.printed[0].startswith("7.0 ")
     finally:
         session.end()
@@ -254,7 +254,7 @@ def test_a_session_has_its_packages_and_fresh_runs_beside_it_too(client: PoolCli
 def test_a_session_is_ended_while_its_packages_are_made(client: PoolClient, home: Home, index: SmallIndex):
     index.open.clear()
     asked = len(index.asked)
-    session = client.begin(ranks=2, kind=RunKind.SESSION, name="work", along=Along(environment=tiny(8)))
+    session = client.begin(ranks=2, kind=RunKind.SESSION, name="work", along=Attachments(environment=tiny(8)))
     wait_for_build(home, index, asked)
     session.run.cancel("%sgpu_disconnect")
     assert session.ended().state is RunState.CANCELLED
@@ -340,13 +340,13 @@ def test_a_node_with_the_kernels_own_environment_does_nothing(new_home: Callable
     home = new_home()
     client = PoolClient(home)
     try:
-        run = client.begin("import sys; print(sys.executable)", along=Along(environment=tiny(1)))
+        run = client.begin("import sys; print(sys.executable)", along=Attachments(environment=tiny(1)))
         run.ended()
         assert moves(run) == []
         assert RunState.PREPARING not in states(run)
         assert not (home.state / "environments").exists()
         # other packages than its own are built even there
-        other = client.begin("pass", along=Along(environment=environment_of("x", own=False, conda=("mkl",))))
+        other = client.begin("pass", along=Attachments(environment=environment_of("x", own=False, conda=("mkl",))))
         assert other.ended().failure is not None
         assert isinstance(other.ended(), RunEnded)
     finally:

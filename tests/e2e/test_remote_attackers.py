@@ -23,7 +23,7 @@ from tcp_proxy import Proxy
 from waiting import eventually
 
 from sgpu_magic.errors import KeyRefused, PoolError, UsageError
-from sgpu_magic.pool.doorkeeper import MOST_STRANGERS
+from sgpu_magic.pool.remote_clients import MOST_UNKNOWN
 from sgpu_magic.system.secure_sockets import MAX_FRAME_BYTES, new_key_pair
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.devices import Placement
@@ -339,7 +339,7 @@ def test_what_was_recorded_can_not_be_played_again(served: ServedPool, ann: Remo
 def test_strangers_who_only_stand_there_keep_nobody_out(served: ServedPool, ann: RemoteUser, mark: Path):
     works(ann)
     before = len(descriptors(served.pid))
-    crowd = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(2 * MOST_STRANGERS)]
+    crowd = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(2 * MOST_UNKNOWN)]
     try:
         ben = served.user("ben")
         works(ben)

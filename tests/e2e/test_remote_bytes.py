@@ -24,10 +24,10 @@ from waiting import eventually
 
 from sgpu_magic.client import blob_sender, remote_wire
 from sgpu_magic.client.blob_sender import BlobSender, Piece
-from sgpu_magic.client.connection import wait_for
-from sgpu_magic.client.event_queue import FilePart
+from sgpu_magic.client.connection import REPLY_TIMEOUT_S
 from sgpu_magic.client.files_of_run import recorded_directory
 from sgpu_magic.client.link import PoolLink, Reply
+from sgpu_magic.client.queues import FilePart
 from sgpu_magic.errors import RunFileUnknown, RunUnknown, UsageError
 from sgpu_magic.runs.replay.recorded import read_recorded
 from sgpu_magic.views.live.log_reader import LogReader
@@ -102,13 +102,13 @@ def blobs_of(run: ClientRun) -> StoredPayload:
 def ask(link: PoolLink, message: type[msgspec.Struct], **fields: object) -> Reply:
     request, reply = link.new_request()
     link.send(message(request=request, **fields))  # type: ignore[arg-type]
-    return wait_for(reply, link=link)
+    return reply.result(REPLY_TIMEOUT_S)
 
 
 def put(link: PoolLink, digest: str, whole: bytes) -> Reply:
     request, reply = link.new_request()
     link.send(PutBlob(request=request, digest=digest, size=len(whole), offset=0), [whole])
-    return wait_for(reply, link=link)
+    return reply.result(REPLY_TIMEOUT_S)
 
 
 # ---------------------------------------------------------------- there and back
@@ -273,7 +273,7 @@ def test_a_run_gets_no_blob_of_another_user(ann: RemoteUser, ben: RemoteUser):
     events = link.follow("0badcafe")
     request, reply = link.new_request()
     link.send(msgspec.structs.replace(stolen, request=request))
-    wait_for(reply, link=link)
+    reply.result(REPLY_TIMEOUT_S)
     last = None
     while last is None or not hasattr(last.body, "failure"):
         item = events.get(timeout=20)

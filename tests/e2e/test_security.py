@@ -299,16 +299,16 @@ def test_a_payload_without_the_runs_signature_is_not_unpickled(
 
 TAMPER = """
 import os, pickle
-import sgpu_magic.client.uploads as uploads
+import sgpu_magic.client.payload_memory as memory
 class Bomb:
     def __reduce__(self): return (os.mkdir, ("exploded",))
-submitted = uploads.Uploads.submitted
+submitted = memory.PayloadMemory.submitted
 def tampered(self, *args, **kwargs):
     bomb = pickle.dumps(Bomb())
     for slot in self._slots:
         os.pwrite(slot.buffer.fd, bomb, 0)
     return submitted(self, *args, **kwargs)
-uploads.Uploads.submitted = tampered
+memory.PayloadMemory.submitted = tampered
 import torch
 big = torch.ones(1_000_000)
 """
@@ -321,7 +321,7 @@ def test_a_payload_that_was_changed_on_its_way_is_not_unpickled(home: Home, new_
     assert (reply.status, reply.ename) == ("error", "SerializationError"), reply.story
     assert "signature" in reply.evalue
     assert not (home.work / "exploded").exists()
-    kernel.check("uploads.Uploads.submitted = submitted")
+    kernel.check("memory.PayloadMemory.submitted = submitted")
     works(kernel)
 
 

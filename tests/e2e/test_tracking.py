@@ -17,7 +17,7 @@ from process_table import is_alive, stop_process
 from tracking_writers import Runs, quiet_mlflow
 from waiting import eventually
 
-from sgpu_magic.client.along import Along
+from sgpu_magic.client.attachments import Attachments
 from sgpu_magic.tracking import progress
 from sgpu_magic.wire.events import Noted, RanksStarted, Tracked
 from sgpu_magic.wire.messages import TrackRun
@@ -39,7 +39,7 @@ class TrackedPool:
         return Runs(f"sqlite:///{self.home.state}/mlflow/mlflow.db")
 
     def begin(self, body: str = "", tracking: Tracking | None = NB, **fields: Any) -> ClientRun:
-        return self.client.begin(body, along=Along(tracking=tracking), tracked=tracking is not None, **fields)
+        return self.client.begin(body, along=Attachments(tracking=tracking), tracked=tracking is not None, **fields)
 
     def writers(self) -> list[int]:
         return [pid for pid, found in self.home.processes().items() if "-m sgpu_magic.tracking" in found.command]

@@ -14,10 +14,8 @@ from pool_client import ClientRun, PoolClient
 from served_pools import RemoteUser, ServedPool
 
 from sgpu_magic.client import blob_sender
-from sgpu_magic.client.along import Along
-from sgpu_magic.client.ignore_rules import IgnoreRules
-from sgpu_magic.client.known_digests import KnownDigests
-from sgpu_magic.client.upload_files import find_files
+from sgpu_magic.client.attachments import Attachments
+from sgpu_magic.client.upload_files import IgnoreRules, KnownDigests, find_files
 from sgpu_magic.errors import UsageError
 from sgpu_magic.wire.states import RunState
 from sgpu_magic.wire.uploads import Manifest, Upload, UploadedFile, encoded
@@ -189,7 +187,7 @@ def listed(run: ClientRun, rank: int = 0) -> tuple[Path, dict[str, tuple[int, bo
 
 def test_it_is_sent_once(served: ServedPool, ann: RemoteUser, data: Path, monkeypatch: pytest.MonkeyPatch):
     sent = sent_bytes(monkeypatch)
-    run = ann.client.begin(LISTED, along=Along(uploads=(upload(data),)))
+    run = ann.client.begin(LISTED, along=Attachments(uploads=(upload(data),)))
     root, found = listed(run)
     assert root.is_relative_to(served.home.path)
     assert found == {file.name: (file.status.st_size, file.name.endswith(".sh")) for file in find_files(data).files}
@@ -200,11 +198,11 @@ def test_it_is_sent_once(served: ServedPool, ann: RemoteUser, data: Path, monkey
     assert 1_400_000 < sent[0] < 1_410_000
     # the same again: nothing is sent, and it is the same copy
     sent[0] = 0
-    assert listed(ann.client.begin(LISTED, along=Along(uploads=(upload(data),))))[0] == root
+    assert listed(ann.client.begin(LISTED, along=Attachments(uploads=(upload(data),))))[0] == root
     assert sent[0] == 0
     # one file is another: that one is sent, and what it consists of
     (data / "train/shard-03.bin").write_bytes(os.urandom(70_000))
-    other, _ = listed(ann.client.begin(LISTED, along=Along(uploads=(upload(data),))))
+    other, _ = listed(ann.client.begin(LISTED, along=Attachments(uploads=(upload(data),))))
     assert other != root
     assert (other / "train/shard-03.bin").read_bytes() == (data / "train/shard-03.bin").read_bytes()
     assert 70_000 < sent[0] < 75_000
@@ -221,19 +219,19 @@ def test_it_is_for_reading_and_where_the_notebook_had_it(served: ServedPool, ann
     """
     import textwrap
 
-    run = ann.client.begin(textwrap.dedent(body), ranks=1, along=Along(uploads=(upload(data),), elsewhere=True))
+    run = ann.client.begin(textwrap.dedent(body), ranks=1, along=Attachments(uploads=(upload(data),), elsewhere=True))
     assert run.ended().state is RunState.SUCCEEDED, run.printed
     assert run.printed[0].split() == ["0o40500", "0o100400", "it", "runs"]
 
 
 @pytest.mark.slow
 def test_a_copy_that_somebody_changed_is_made_anew(served: ServedPool, ann: RemoteUser, data: Path):
-    root, _ = listed(ann.client.begin(LISTED, ranks=1, along=Along(uploads=(upload(data),))))
+    root, _ = listed(ann.client.begin(LISTED, ranks=1, along=Attachments(uploads=(upload(data),))))
     eventually(lambda: not served.home.rank_pids(), 20)
     changed = root / "train/shard-05.bin"
     changed.chmod(0o600)
     changed.write_bytes(b"wrong")
-    run = ann.client.begin(LISTED, ranks=1, along=Along(uploads=(upload(data),)))
+    run = ann.client.begin(LISTED, ranks=1, along=Attachments(uploads=(upload(data),)))
     again, found = listed(run)
     assert found["train/shard-05.bin"][0] == 70_000
     assert (again / "train/shard-05.bin").read_bytes() == (data / "train/shard-05.bin").read_bytes()
@@ -242,7 +240,7 @@ def test_a_copy_that_somebody_changed_is_made_anew(served: ServedPool, ann: Remo
 def test_one_file(ann: RemoteUser, data: Path):
     body = "from sgpu_magic import runtime\nprint(runtime.upload_path('words.txt').read_text())"
     (data / "words.txt").write_text("a few words")
-    run = ann.client.begin(body, along=Along(uploads=(upload(data / "words.txt", "words.txt"),)))
+    run = ann.client.begin(body, along=Attachments(uploads=(upload(data / "words.txt", "words.txt"),)))
     assert run.ended().state is RunState.SUCCEEDED
     assert run.printed == {0: "a few words\n", 1: "a few words\n"}
 
@@ -258,11 +256,10 @@ def test_no_name_leads_out(served: ServedPool, ann: RemoteUser, name: str):
     (digest,) = sender.send([blob_sender.Piece(len(manifest), lambda: memoryview(manifest))])
     made = Upload(name="data", manifest=digest, manifest_size=len(manifest))
     with pytest.MonkeyPatch.context() as patch:
-        from sgpu_magic.client import submitter
-        from sgpu_magic.client.upload_sender import SentUploads
+        from sgpu_magic.client import attachments
 
-        patch.setattr(submitter, "send_uploads", lambda *_: SentUploads((made,), ()))
-        run = ann.client.begin("print('ran')", ranks=1, along=Along(uploads=(made,)))
+        patch.setattr(attachments, "_send", lambda *_: (made, "uploaded data"))
+        run = ann.client.begin("print('ran')", ranks=1, along=Attachments(uploads=(made,)))
         ended = run.ended()
     assert ended.state is RunState.FAILED
     assert ended.failure is not None
@@ -277,7 +274,7 @@ def test_far_nodes_get_it_once_each(data: Path):
     nodes = ManyAgents(home, 2, far=True)
     client = PoolClient(home)
     try:
-        along = Along(uploads=(upload(data),), elsewhere=True)
+        along = Attachments(uploads=(upload(data),), elsewhere=True)
         run = client.begin(LISTED, ranks=4, nodes=2, along=along)
         roots = {listed(run, rank)[0] for rank in range(4)}
         assert len(roots) == 2

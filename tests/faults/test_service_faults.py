@@ -155,18 +155,18 @@ def leaves(scene: Scene, method: str) -> None:
 
 
 PLANTS: list[tuple[str, Callable[[Scene, str], None]]] = [
-    ("node_reports:NodeReports.run_happened", running),
-    ("run_book:RunBook.tell", running),
+    ("reports:Reports.run_happened", running),
+    ("active_runs:ActiveRuns.tell", running),
     ("billing:Billing.ended", running),
-    ("node_reports:NodeReports.ranks_gone", over),
-    ("run_book:RunBook.ranks_gone", over),
+    ("reports:Reports.ranks_gone", over),
+    ("active_runs:ActiveRuns.ranks_gone", over),
     ("submissions:Submissions.submit", starting),
-    ("scheduler:Scheduler._submit", starting),
-    ("run_book:RunBook.accept", starting),
-    ("run_book:RunBook.placed", starting),
-    ("run_book:RunBook.move", starting),
-    ("launches:Launches.order", starting),
-    ("launches:Launches._begin", starting),
+    ("scheduling.scheduler:Scheduler._submit", starting),
+    ("active_runs:ActiveRuns.accept", starting),
+    ("active_runs:ActiveRuns.placed", starting),
+    ("active_runs:ActiveRuns.move", starting),
+    ("instructions:Launches.order", starting),
+    ("instructions:Launches._begin", starting),
     ("tracker:Tracker.follow", starting),
     ("requests:Requests._attach", asked),
     ("requests:Requests._cancel", asked),
@@ -174,14 +174,14 @@ PLANTS: list[tuple[str, Callable[[Scene, str], None]]] = [
     ("requests:Requests._ask_stacks", asked),
     ("requests:Requests._tell_status", asked),
     ("requests:Requests.client_gone", unasked),
-    ("node_reports:NodeReports._confirm", leaves),
-    ("later_ledger:LaterLedger._write_due", leaves),
+    ("reports:Reports._confirm", leaves),
+    ("batched_ledger:BatchedLedger._write_due", leaves),
 ]
 _IN_SHORT = {
-    "node_reports:NodeReports.run_happened",
-    "launches:Launches.order",
+    "reports:Reports.run_happened",
+    "instructions:Launches.order",
     "requests:Requests._attach",
-    "node_reports:NodeReports._confirm",
+    "reports:Reports._confirm",
 }
 
 
@@ -241,7 +241,7 @@ def test_a_fault_costs_at_most_what_it_belongs_to(
 
 @pytest.mark.slow
 def test_a_served_pool_takes_its_own_place(tmp_path: Path):
-    method = "node_reports:NodeReports._confirm"
+    method = "reports:Reports._confirm"
     plants = Plants(tmp_path, [method])
     served = ServedPool({"PYTHONPATH": str(tmp_path)})
     try:

@@ -17,8 +17,8 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from sgpu_magic.nodes.ray import cluster, groups, lease_parts
-from sgpu_magic.nodes.ray.messages import (
+from sgpu_magic.nodes.ray import cluster, groups
+from sgpu_magic.nodes.ray.driver_messages import (
     AgentFailed,
     AgentStarts,
     AllEnded,
@@ -222,7 +222,7 @@ class ClusterProcess:
                 await self._drop(order.run_id)
 
     async def _granted(self, order: AskLease, group: groups.Group) -> None:
-        parts = await self._call(lease_parts.parts_of, group, order)
+        parts = await self._call(cluster.parts_of, group, order)
         if self._asked.get(order.run_id) is order:
             # the engine's from now on: it outlives this process
             del self._asked[order.run_id]

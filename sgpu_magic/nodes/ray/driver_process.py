@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sgpu_magic.nodes.ray.messages import EndAll, FromCluster, ToCluster, from_cluster
+from sgpu_magic.nodes.ray.driver_messages import EndAll, FromCluster, ToCluster, from_cluster
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import Sequence
 
@@ -11,14 +10,10 @@ import msgspec
 
 from sgpu_magic import __version__
 from sgpu_magic.config import Settings, private_dir
-from sgpu_magic.nodes.base import EngineListener
+from sgpu_magic.nodes.contract import EngineListener
 from sgpu_magic.nodes.many_nodes import ManyNodes
-from sgpu_magic.nodes.node_door import NodeDoor, NodeLink
-from sgpu_magic.nodes.ray.asking import request_of, why_not
-from sgpu_magic.nodes.ray.door_keys import DoorState
-from sgpu_magic.nodes.ray.driver_process import DriverProcess
-from sgpu_magic.nodes.ray.inventory import inventory_of, is_known, read_elastic, shares_of
-from sgpu_magic.nodes.ray.messages import (
+from sgpu_magic.nodes.ray.agent_listener import AgentListener, ListenerState, NodeLink
+from sgpu_magic.nodes.ray.driver_messages import (
     AgentFailed,
     AgentStarts,
     AllEnded,
@@ -35,6 +30,9 @@ from sgpu_magic.nodes.ray.messages import (
     ToCluster,
     Watch,
 )
+from sgpu_magic.nodes.ray.driver_process import DriverProcess
+from sgpu_magic.nodes.ray.inventory import inventory_of, is_known, read_elastic, shares_of
+from sgpu_magic.nodes.ray.lease_requests import request_of, why_not
 from sgpu_magic.nodes.ray.node_agents import NodeAgents, NodeKeys
 from sgpu_magic.nodes.ray.uplink import AgentOrder
 from sgpu_magic.system.secure_sockets import KeyPair
@@ -55,7 +53,7 @@ class RayEngine(ManyNodes):
     """An existing Ray cluster (an `Engine`). Made and used in the loop's thread only.
 
     Args:
-        settings: The pool's settings.
+        settings: The pool's settings, as `engine_settings` gives them.
 
     Raises:
         UsageError: A setting can't be understood.
@@ -64,11 +62,9 @@ class RayEngine(ManyNodes):
     def __init__(self, settings: Settings) -> None:
         self._elastic = read_elastic(settings.ray_elastic)
         name = settings.pool or "local"
-        if not settings.ray_same_files:
-            settings = dataclasses.replace(settings, environments="built")
         super().__init__(settings, name)
         self._prefix, self._namespace = f"sgpu:{name}:", f"sgpu-{name}"
-        self._state = DoorState(private_dir(settings.state_path / "ray"))
+        self._state = ListenerState(private_dir(settings.state_path / "ray"))
         self._keys = NodeKeys(self._state.path / "nodes.json")
         self._agents = NodeAgents(self._keys, self._agent_order, self._tell, settings.ray_agent_idle_s)
         self._host = ""
@@ -87,18 +83,18 @@ class RayEngine(ManyNodes):
         self._early: dict[str, tuple[float, LeaseReady]] = {}
         # nodes that Ray has and that do not answer: cut off, or dead and Ray does not know it yet
         self._away: set[str] = set()
-        self._door: NodeDoor | None = None
+        self._agent_listener: AgentListener | None = None
         self._driver: DriverProcess | None = None
 
     # ------------------------------------------------------------ for the pool service (Engine)
 
     def start(self, listener: EngineListener) -> None:
         settings = self._settings
-        self._door = NodeDoor(
+        self._agent_listener = AgentListener(
             self._state.address(settings.ray_node_listen), self._state.pair, self._node_said, self._link_lost
         )
-        self._state.keep_port(self._door.address)
-        self._door.admit(self._keys.nodes)
+        self._state.keep_port(self._agent_listener.address)
+        self._agent_listener.admit(self._keys.nodes)
         arguments = (settings.ray_address or "auto", self._namespace, self._prefix)
         log = settings.state_path / "ray.log"
         self._driver = DriverProcess(arguments, log, self._cluster_said)
@@ -133,8 +129,8 @@ class RayEngine(ManyNodes):
             # through the actors: they know when the agents are gone
             self._driver.end()
         super().close()
-        if self._door is not None:
-            self._door.close()
+        if self._agent_listener is not None:
+            self._agent_listener.close()
 
     # ------------------------------------------------------------ leases
 
@@ -297,8 +293,8 @@ class RayEngine(ManyNodes):
 
     def _need(self, node: str) -> None:
         self._agents.need(self._facts[node], __version__)
-        if self._door is not None:
-            self._door.admit(self._keys.nodes)
+        if self._agent_listener is not None:
+            self._agent_listener.admit(self._keys.nodes)
 
     def _agent_order(self, node: str, pair: KeyPair) -> AgentOrder:
         return AgentOrder(

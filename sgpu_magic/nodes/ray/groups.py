@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sgpu_magic.nodes.ray.messages import AskLease
+from sgpu_magic.nodes.ray.driver_messages import AskLease
 from sgpu_magic.nodes.ray.untyped import placement_groups, ray
 
 # a `PlacementGroup`

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 import msgspec
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.nodes.ray.messages import LeasePart, NodeFacts
+from sgpu_magic.nodes.ray.driver_messages import LeasePart, NodeFacts
 from sgpu_magic.wire.device_types import ANY, canonical_type, memory_of
 from sgpu_magic.wire.devices import Device, Inventory, Lease, Node, NodeShare
 

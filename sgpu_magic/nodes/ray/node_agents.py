@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.nodes.ray.messages import EndAgents, NodeFacts, StartAgent, ToCluster
+from sgpu_magic.nodes.ray.driver_messages import EndAgents, NodeFacts, StartAgent, ToCluster
 from sgpu_magic.nodes.ray.uplink import AgentOrder
 from sgpu_magic.system.secure_sockets import KeyPair, new_key_pair
 

@@ -1,7 +1,7 @@
-"""On a node: the agent process, and the way between its Unix socket and the pool service's door on another machine.
+"""On a node: the agent process, and the way between its Unix socket and the pool service on another machine.
 
 The agent is the same program as on one machine and knows nothing of the network. When the link is lost its socket is
-closed, so it waits for the next service as it would anywhere; the next link comes in through its own door.
+closed, so it waits for the next service as it would anywhere; the next link has its own socket.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class AgentOrder(Record, frozen=True, kw_only=True):
         node: Its id.
         prefix: Names of the pool's placement groups begin with it.
         namespace: Ray's namespace of the pool.
-        address: The pool's door, `tcp://host:port`.
-        server_key: The door's public key.
+        address: The pool's agent listener, `tcp://host:port`.
+        server_key: The listener's public key.
         public: The node's own key.
         secret: Its other half.
         settings: The agent's settings, as JSON; its directories are there.

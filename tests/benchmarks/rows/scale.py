@@ -20,8 +20,8 @@ from sgpu_magic.client.pool import Pool, new_key
 from sgpu_magic.client.run import Run
 from sgpu_magic.config import load_settings
 from sgpu_magic.payload.pack import pack_namespace
-from sgpu_magic.pool.scheduler import Scheduler
-from sgpu_magic.pool.stimuli import LaunchRun
+from sgpu_magic.pool.scheduling.scheduler import Scheduler
+from sgpu_magic.pool.scheduling.stimuli import LaunchRun
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.events import OutputWritten, RanksStarted
 from sgpu_magic.wire.ids import new_id

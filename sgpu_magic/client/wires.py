@@ -1,0 +1,158 @@
+"""What carries a link's messages: the contract, and the way to the local pool's socket.
+
+ZeroMQ hides a peer's death, so a pidfd of the local pool is watched too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import zmq
+
+from sgpu_magic.client.queues import Outgoing
+from sgpu_magic.errors import PoolError
+from sgpu_magic.wire.messages import PoolMessage
+from sgpu_magic.wire.record import Record
+
+_LINGER_MS = 200
+_NO_PIDFD_POLL_MS = 1000
+
+
+class Receiver(Protocol):
+    """The link, called in its thread."""
+
+    def received(self, parts: Sequence[bytes]) -> PoolMessage | None:
+        """Take what the pool has sent: a message and its raw frames. Returns the message, None when it is not one."""
+        ...
+
+    def failed(self, error: PoolError) -> None:
+        """Say why the pool can't be reached, to whoever waits for its welcome."""
+        ...
+
+    def awaited(self) -> Collection[int]:
+        """Requests that somebody waits for."""
+        ...
+
+    def questions_after_gap(self) -> Sequence[Record]:
+        """What makes the pool send again what may have been lost."""
+        ...
+
+
+class Wire(Protocol):
+    """One way to a pool. `carry` runs in the link's thread; the rest may be asked by any.
+
+    Attributes:
+        title: The pool as sentences name it.
+        says_hello: It greets the pool itself, on each connection that it makes.
+    """
+
+    title: str
+    says_hello: bool
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the pool was heard, 0 as long as that is no cause for a word."""
+        ...
+
+    def carry(self, outgoing: Outgoing, receiver: Receiver) -> None:
+        """Carry messages until `outgoing` ends or the pool's process is gone for good."""
+        ...
+
+    def answered(self, request: int) -> None:
+        """A request was answered; called in the link's thread."""
+        ...
+
+    def lost(self) -> str:
+        """Say that the pool went away while something was asked of it."""
+        ...
+
+    def mute(self) -> PoolError:
+        """Return the error that the pool does not answer at all."""
+        ...
+
+
+class LocalWire:
+    """Carries messages to a pool of this machine (a `Wire`).
+
+    Args:
+        path: The pool's socket.
+        pid: The pool's process.
+    """
+
+    says_hello = False
+
+    def __init__(self, path: Path, pid: int) -> None:
+        self._path = path
+        self._pid = pid
+        self.title = f"the local pool (process {pid})"
+
+    @property
+    def silent_s(self) -> float:
+        return 0.0
+
+    def lost(self) -> str:
+        return (
+            f"{self.title} ended. Run the cell again: the next run starts a new pool; `sgpu doctor` "
+            "looks for the reason."
+        )
+
+    def mute(self) -> PoolError:
+        return PoolError(
+            f"{self.title} does not answer. End it with `sgpu pool stop --force`; the next run starts a new one."
+        )
+
+    def answered(self, request: int) -> None:
+        """Nothing is kept to be sent again."""
+
+    def carry(self, outgoing: Outgoing, receiver: Receiver) -> None:
+        context = zmq.Context()
+        dealer = context.socket(zmq.DEALER)
+        dealer.linger = _LINGER_MS
+        dealer.sndhwm = dealer.rcvhwm = 0
+        dealer.connect(f"ipc://{self._path}")
+        poller = zmq.Poller()
+        poller.register(dealer, zmq.POLLIN)
+        poller.register(outgoing.fileno(), zmq.POLLIN)
+        pidfd = -1
+        try:
+            if hasattr(os, "pidfd_open"):
+                pidfd = os.pidfd_open(self._pid)
+                poller.register(pidfd, zmq.POLLIN)
+            while True:
+                ready = dict(poller.poll(None if pidfd >= 0 else _NO_PIDFD_POLL_MS))
+                if pidfd in ready or (pidfd < 0 and not _lives(self._pid)):
+                    self._receive(dealer, receiver)
+                    return
+                if outgoing.fileno() in ready:
+                    for parcel in outgoing.take():
+                        dealer.send_multipart(parcel.parts, copy=True)
+                    if outgoing.closed:
+                        return
+                if dealer in ready:
+                    self._receive(dealer, receiver)
+        except OSError:
+            return
+        finally:
+            if pidfd >= 0:
+                os.close(pidfd)
+            dealer.close()
+            context.term()
+
+    def _receive(self, dealer: zmq.Socket[bytes], receiver: Receiver) -> None:
+        while True:
+            try:
+                parts = dealer.recv_multipart(zmq.NOBLOCK, copy=True)
+            except zmq.Again:
+                return
+            receiver.received(parts)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,183 @@
+"""What the nodes of a run, or of a pool, say, merged: beginnings, ends, stacks, inventories. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from sgpu_magic.agent.failures.reports_of_ranks import find_root_cause
+from sgpu_magic.wire.devices import Inventory, Node
+from sgpu_magic.wire.events import PayloadReleased, RanksStarted, RunEnded
+from sgpu_magic.wire.measures import RankStack
+from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.states import RunState
+
+# who waited longest says how the ranks came
+_WARMTH = ("cold", "zygote", "standby", "session")
+# what it was stopped as counts before how single nodes ended
+_RANKING = (RunState.TIMED_OUT, RunState.CANCELLED, RunState.FAILED, RunState.SUCCEEDED)
+
+
+@dataclass(frozen=True, slots=True)
+class PartEnd:
+    """How one node's part ended.
+
+    Args:
+        ended: Its last word.
+        frames: The raw frames beside it.
+        ahead_s: How far its clock is ahead of this one's.
+    """
+
+    ended: RunEnded
+    frames: Sequence[bytes]
+    ahead_s: float = 0.0
+
+
+def join_starts(starts: Sequence[RanksStarted]) -> RanksStarted:
+    """Join what the nodes say when their ranks are in the group, in order of the parts."""
+    known = [start.warm for start in starts if start.warm in _WARMTH]
+    warm = min(known, key=_WARMTH.index) if known else starts[0].warm
+    return RanksStarted(pids=tuple(pid for start in starts for pid in start.pids), warm=warm)
+
+
+def join_releases(releases: Sequence[PayloadReleased]) -> PayloadReleased:
+    """Join what became of the payload on the nodes: it is kept if it is anywhere."""
+    kept = any(release.kept for release in releases)
+    reason = "" if kept else next((release.reason for release in releases if release.reason), "")
+    return PayloadReleased(kept=kept, reason=reason)
+
+
+def join_ends(parts: Sequence[PartEnd]) -> tuple[RunEnded, tuple[bytes, ...]]:
+    """Join the last words of the nodes, in order of the parts. Returns the run's, and the frames beside it.
+
+    The root cause is found over all nodes, by their clocks as far as those are known to be wrong.
+    """
+    ends = [part.ended for part in parts]
+    state = min((end.state for end in ends), key=_RANKING.index)
+    failure: Failure | None = None
+    others: tuple[Failure, ...] = ()
+    frames: tuple[bytes, ...] = ()
+    if state is RunState.FAILED:
+        failure, others, frames = _blame(parts)
+    elif state is RunState.SUCCEEDED:
+        frames = tuple(frame for part in parts for frame in part.frames)
+    elif state is RunState.TIMED_OUT:
+        failure = next((end.failure for end in ends if end.state is state and end.failure is not None), None)
+    return (
+        RunEnded(
+            state=state,
+            failure=failure,
+            reason=next((end.reason for end in ends if end.state is state), ""),
+            others=others,
+            results=tuple(result for end in ends for result in end.results) if state is RunState.SUCCEEDED else (),
+            stacks=tuple(stack for end in ends for stack in end.stacks),
+            unstopped=tuple(rank for end in ends for rank in end.unstopped),
+            starting_s=max(end.starting_s for end in ends),
+            running_s=max(end.running_s for end in ends),
+        ),
+        frames,
+    )
+
+
+def _blame(parts: Sequence[PartEnd]) -> tuple[Failure | None, tuple[Failure, ...], tuple[bytes, ...]]:
+    """Return the culprit, the others, and the culprit's packed exception where there is one."""
+    told: list[Failure] = []
+    own: dict[int, tuple[Failure, Sequence[bytes]]] = {}
+    for part in parts:
+        head = part.ended.failure
+        for failure in ((head,) if head is not None else ()) + part.ended.others:
+            by_our_clock = msgspec.structs.replace(failure, at=failure.at - part.ahead_s)
+            own[id(by_our_clock)] = (failure, part.frames if failure is head else ())
+            told.append(by_our_clock)
+    blamed = find_root_cause(told)
+    if blamed is None:
+        return None, (), ()
+    failure, frames = own[id(blamed[0])]
+    # only the culprit's exception travels
+    others = tuple(msgspec.structs.replace(own[id(other)][0], exception=None) for other in blamed[1])
+    return failure, others, tuple(frames[:1]) if failure.exception is not None and failure.rank is not None else ()
+
+
+@dataclass(slots=True)
+class _Asked:
+    run_id: str
+    silent: set[int]
+    stacks: list[RankStack] = field(default_factory=list[RankStack])
+
+
+class JointStacks:
+    """The requests that are under way, by number."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, _Asked] = {}
+
+    def ask(self, request: int, run_id: str, parts: Iterable[int]) -> None:
+        """These parts of the run are asked."""
+        self._asked[request] = _Asked(run_id, set(parts))
+
+    def taken(self, request: int, part: int, stacks: tuple[RankStack, ...]) -> tuple[RankStack, ...] | None:
+        """A part has answered. Returns the stacks of all ranks, None while others are awaited."""
+        asked = self._asked.get(request)
+        if asked is None:
+            return None
+        asked.silent.discard(part)
+        asked.stacks += stacks
+        return self._finish(request, asked)
+
+    def part_silent(self, run_id: str, part: int) -> list[tuple[int, tuple[RankStack, ...]]]:
+        """A part answers nothing any more. Returns the requests that this completes."""
+        done: list[tuple[int, tuple[RankStack, ...]]] = []
+        for request, asked in list(self._asked.items()):
+            if asked.run_id == run_id and part in asked.silent:
+                asked.silent.discard(part)
+                stacks = self._finish(request, asked)
+                if stacks is not None:
+                    done.append((request, stacks))
+        return done
+
+    def _finish(self, request: int, asked: _Asked) -> tuple[RankStack, ...] | None:
+        if asked.silent:
+            return None
+        del self._asked[request]
+        return tuple(sorted(asked.stacks, key=lambda stack: stack.rank))
+
+
+def merged_inventory(host: str, inventories: Mapping[str, Inventory], addresses: Mapping[str, str]) -> Inventory:
+    """Join the inventories that the nodes' agents have told.
+
+    Args:
+        host: What the whole is called.
+        inventories: By node id.
+        addresses: By node id, where other nodes reach it.
+    """
+    nodes = tuple(
+        Node(
+            node=node,
+            host=inventory.host,
+            address=addresses.get(node, ""),
+            cores=inventory.cores,
+            cpu_slots=inventory.cpu_slots,
+            cpu_slots_free=inventory.cpu_slots,
+            driver=inventory.driver,
+        )
+        for node, inventory in inventories.items()
+    )
+    problems = [f"{inventory.host}: {inventory.problem}" for inventory in inventories.values() if inventory.problem]
+    return Inventory(
+        host=host,
+        devices=tuple(
+            # simulated devices are named alike on every node
+            msgspec.structs.replace(
+                device, node=node, uuid=f"{device.uuid}@{node}" if device.simulated else device.uuid
+            )
+            for node, inventory in inventories.items()
+            for device in inventory.devices
+        ),
+        cpu_slots=sum(node.cpu_slots for node in nodes),
+        cores=sum(node.cores for node in nodes),
+        problem="; ".join(problems),
+        driver=next((node.driver for node in nodes if node.driver), ""),
+        nodes=nodes,
+    )

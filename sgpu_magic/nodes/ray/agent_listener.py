@@ -1,0 +1,317 @@
+"""The pool service's socket for agents on other machines: each has a key of its own, all else gets no answer.
+
+ZeroMQ hides a peer's death and drops what was under way when a connection breaks; so each side beats once a second and
+counts what it has carried. Too long a silence is a lost node; a gap only ends the link, and the node begins a new one.
+
+The socket's key pair and port are kept, the same for every service of the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+import zmq
+
+from sgpu_magic.errors import UsageError
+from sgpu_magic.system.secure_sockets import (
+    Admission,
+    KeyPair,
+    bound_to,
+    new_key_pair,
+    read_key_pair,
+    secure_server,
+    sender_of,
+    write_key_pair,
+)
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.node_link import (
+    BEAT_S,
+    SILENT_S,
+    Carried,
+    FromNode,
+    LinkBeat,
+    LinkBroken,
+    LinkHello,
+    LinkOpened,
+    NodeLeaves,
+)
+from sgpu_magic.wire.node_messages import FromAgent, ToAgent
+from sgpu_magic.wire.record import Record
+
+_from_node = msgspec.msgpack.Decoder[FromNode](FromNode)
+# silence is looked for more often than it is broken: a node is named within 5 s
+_TICK_S = BEAT_S / 2
+# a timer that comes so much later than it should tells of a busy pool, not of silent nodes
+_STARVED_S = 1.0
+_LINGER_MS = 1000
+_ANYWHERE = ("0.0.0.0", "[::]", "*")
+
+
+@dataclass(eq=False, slots=True)
+class NodeLink:
+    """The way to one node's agent (a `NodeChannel`).
+
+    Args:
+        node: Its id.
+        link: This link's name.
+        identity: What ZeroMQ calls its connection at the moment.
+        heard_at: Seconds of the loop's clock.
+        sent: Messages carried to it.
+        received: Messages that came.
+    """
+
+    node: str
+    link: str
+    identity: bytes
+    heard_at: float
+    listener: AgentListener
+    sent: int = 0
+    received: int = 0
+    open: bool = field(default=True)
+
+    def send(self, message: ToAgent, frames: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+        """Send a message to the agent, unless the link is over.
+
+        Raises:
+            ValueError: Descriptors can't travel between machines.
+        """
+        if descriptors:
+            raise ValueError("descriptors can't be sent to another machine")
+        if self.open:
+            self.sent += 1
+            self.listener.say(self, Carried(link=self.link, number=self.sent), codec.encode(message), *frames)
+
+    def close(self) -> None:
+        """Forget the link. An agent that is still there begins another one."""
+        self.open = False
+        self.listener.forget(self)
+
+
+class AgentListener:
+    """Listens for agents. Used from the loop's thread only.
+
+    Args:
+        address: `tcp://host:port`; port 0 is one that is free.
+        pair: The pool's keys.
+        on_message: Called with the link, the agent's message and its raw frames.
+        on_lost: Called once with the node, why, and whether it is only silent, when it is or its agent is over.
+
+    Raises:
+        UsageError: Nothing can listen there.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        pair: KeyPair,
+        on_message: Callable[[NodeLink, FromAgent, Sequence[bytes]], None],
+        on_lost: Callable[[str, str, bool], None],
+    ) -> None:
+        self.public_key = pair.public
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
+        # by public key; the admission asks it at each handshake
+        self._nodes: dict[str, str] = {}
+        self._links: dict[str, NodeLink] = {}
+        self._context = zmq.Context()
+        self._admission = Admission(self._context, self._nodes.__contains__)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = _LINGER_MS
+        # a full queue would drop messages; what is in it is bounded by the windows of those that send much
+        self._socket.sndhwm = self._socket.rcvhwm = 0
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        secure_server(self._socket, pair)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            self._admission.close()
+            self._context.term()
+            raise UsageError(
+                f"the pool can't listen for its nodes at {address}: {error.strerror}. "
+                "Set ray_node_listen (SGPU_RAY_NODE_LISTEN) to a free tcp://address:port of this machine."
+            ) from None
+        self.address = bound_to(self._socket)
+        self._drain_scheduled = False
+        self._loop.add_reader(self._socket.fileno(), self._drain)
+        self._tick_due = self._loop.time() + _TICK_S
+        self._beats = False
+        self._timer = self._loop.call_later(_TICK_S, self._tick)
+
+    def admit(self, nodes: Mapping[str, str]) -> None:
+        """Let in the nodes (public key to node id) that hold these keys, and no others any more."""
+        self._nodes.clear()
+        self._nodes.update(nodes)
+
+    def close(self) -> None:
+        self._timer.cancel()
+        self._loop.remove_reader(self._socket.fileno())
+        self._links.clear()
+        self._socket.close()
+        self._admission.close()
+        self._context.term()
+
+    # ------------------------------------------------------------ for links
+
+    def say(self, link: NodeLink, message: Record, *frames: bytes) -> None:
+        self._send(link.identity, message, *frames)
+
+    def forget(self, link: NodeLink) -> None:
+        if self._links.get(link.node) is link:
+            del self._links[link.node]
+
+    # ------------------------------------------------------------ within
+
+    def _send(self, identity: bytes, message: Record, *frames: bytes) -> None:
+        # it is not connected: it will miss something, and say so
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send_multipart([identity, codec.encode(message), *frames], zmq.NOBLOCK)
+        # a send can swallow the edge that tells of arrived messages
+        if not self._drain_scheduled:
+            self._drain_scheduled = True
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        self._drain_scheduled = False
+        while not self._socket.closed:
+            try:
+                identity, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            if not parts:
+                continue
+            try:
+                # a key that was let in and is not listed any more says nothing either
+                node = self._nodes.get(sender_of(parts[0]), "")
+                if node:
+                    self._heard(node, identity.bytes, _from_node.decode(parts[0].buffer), parts[1:])
+            except msgspec.DecodeError:
+                # not our protocol: it gets no answer
+                continue
+
+    def _heard(self, node: str, identity: bytes, message: FromNode, parts: Sequence[zmq.Frame]) -> None:
+        if isinstance(message, LinkHello):
+            if message.node == node:
+                self._greet(node, identity, message.link)
+            return
+        link = self._links.get(node)
+        if link is None or link.link != message.link:
+            if not isinstance(message, LinkBroken | NodeLeaves):
+                self._send(identity, LinkBroken(link=message.link))
+            return
+        link.identity = identity
+        link.heard_at = self._loop.time()
+        match message:
+            case LinkBeat(sent=sent):
+                if sent != link.received:
+                    self._break(link)
+            case Carried(number=number):
+                link.received += 1
+                if number != link.received or not parts:
+                    self._break(link)
+                    return
+                self._on_message(link, codec.from_agent.decode(parts[0].buffer), [part.bytes for part in parts[1:]])
+            case LinkBroken():
+                link.close()
+            case NodeLeaves(why=why):
+                link.close()
+                self._on_lost(node, why or "its agent has ended", False)
+
+    def _greet(self, node: str, identity: bytes, name: str) -> None:
+        link = self._links.get(node)
+        if link is None or link.link != name:
+            if link is not None:
+                link.open = False
+            self._links[node] = link = NodeLink(node, name, identity, self._loop.time(), self)
+        link.identity = identity
+        self.say(link, LinkOpened(link=name))
+
+    def _break(self, link: NodeLink) -> None:
+        """The node comes back by itself; until then it counts as there."""
+        self.say(link, LinkBroken(link=link.link))
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        late, self._tick_due = now - self._tick_due, now + _TICK_S
+        self._timer = self._loop.call_later(_TICK_S, self._tick)
+        self._beats = not self._beats
+        self._drain()
+        for link in list(self._links.values()):
+            if late > _STARVED_S:
+                link.heard_at += late
+            silent_s = now - link.heard_at
+            if silent_s > SILENT_S:
+                link.close()
+                self._on_lost(link.node, f"it has been silent for {silent_s:.1f} s", True)
+            elif self._beats:
+                self.say(link, LinkBeat(link=link.link, sent=link.sent))
+
+
+class ListenerState:
+    """Files in a private directory.
+
+    Args:
+        path: The directory.
+
+    Raises:
+        UsageError: The key can't be read or written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.pair = self._pair()
+        self._host, self._port = "", 0
+
+    def address(self, listen: str) -> str:
+        """Where to listen: the setting, with the port of last time where it has none.
+
+        Raises:
+            UsageError: It is not `tcp://host:port`.
+        """
+        host, port = _split(listen)
+        if port == 0:
+            with contextlib.suppress(OSError, ValueError):
+                port = int((self.path / "door-port").read_text())
+        return f"tcp://{host}:{port}"
+
+    def keep_port(self, address: str) -> None:
+        """Write down where it listens now."""
+        self._host, self._port = _split(address)
+        draft = self.path / "door-port.part"
+        draft.write_text(str(self._port))
+        os.replace(draft, self.path / "door-port")
+
+    def reached_at(self, host: str) -> str:
+        """The address for nodes, which reach this machine at `host` unless it listens at one address only."""
+        if self._host not in _ANYWHERE:
+            return f"tcp://{self._host}:{self._port}"
+        return f"tcp://[{host}]:{self._port}" if ":" in host else f"tcp://{host}:{self._port}"
+
+    def _pair(self) -> KeyPair:
+        path = self.path / "door.key"
+        try:
+            return read_key_pair(path)
+        except FileNotFoundError:
+            pair = new_key_pair()
+            write_key_pair(path, pair)
+            return pair
+
+
+def _split(address: str) -> tuple[str, int]:
+    parts = urlsplit(address)
+    try:
+        if parts.scheme == "tcp" and parts.hostname and parts.port is not None:
+            return (f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname), parts.port
+    except ValueError:
+        pass
+    raise UsageError(
+        f"the setting ray_node_listen is {address!r}; it must be tcp://address:port, with port 0 for any that is free."
+    )

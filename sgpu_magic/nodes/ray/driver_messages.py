@@ -1,0 +1,218 @@
+"""What the engine and its process that speaks to Ray say to each other, over a socketpair."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sgpu_magic.nodes.ray.uplink import AgentOrder
+from sgpu_magic.wire.record import Record
+
+
+class Watch(Record, frozen=True, tag="watch", kw_only=True):
+    """Look at the nodes so often, in seconds, and now."""
+
+    every_s: float
+
+
+class AskLease(Record, frozen=True, tag="ask-lease", kw_only=True):
+    """Make a placement group for a run, or find the one that it has.
+
+    Args:
+        run_id: The run.
+        ranks: How many bundles.
+        gpus: Whether each has a GPU; else one CPU.
+        cpus: CPUs of each bundle with a GPU.
+        labels: Label selector of each bundle.
+        resources: Further resources of each bundle.
+        strategy: Ray's: `PACK`, `STRICT_PACK`, `SPREAD`, `STRICT_SPREAD`.
+        nodes: The ranks are spread over so many nodes evenly: the group has one bundle for each; 0 for one per rank.
+    """
+
+    run_id: str
+    ranks: int
+    gpus: bool
+    cpus: float = 1.0
+    labels: dict[str, str] = {}
+    resources: dict[str, float] = {}
+    strategy: str = "PACK"
+    nodes: int = 0
+
+
+class DropLease(Record, frozen=True, tag="drop-lease", kw_only=True):
+    """Remove the run's placement group, or stop waiting for it."""
+
+    run_id: str
+
+
+class StartAgent(Record, frozen=True, tag="start-agent", kw_only=True):
+    """Start the actor of a node, or find the one that it has.
+
+    Args:
+        order: For the actor.
+        ship: Bring our package along: the node has none, or another one.
+    """
+
+    order: AgentOrder
+    ship: bool = False
+
+
+class EndAgents(Record, frozen=True, tag="end-agents", kw_only=True):
+    """End these nodes' actors with all that they have."""
+
+    nodes: tuple[str, ...]
+
+
+class EndAll(Record, frozen=True, tag="end-all", kw_only=True):
+    """The pool ends: no actor and no placement group of it stays. The process ends after it."""
+
+
+ToCluster = Watch | AskLease | DropLease | StartAgent | EndAgents | EndAll
+
+
+class ClusterFound(Record, frozen=True, tag="cluster-found", kw_only=True):
+    """Connected.
+
+    Args:
+        address: This machine's, as the cluster's nodes reach it.
+        ray: Ray's version.
+        types: Ray's own names of GPU types.
+        agents: Nodes that have an actor of this pool from before.
+        leases: Runs that have a placement group of this pool from before.
+    """
+
+    address: str
+    ray: str
+    types: tuple[str, ...] = ()
+    agents: tuple[str, ...] = ()
+    leases: tuple[str, ...] = ()
+
+
+class ClusterLost(Record, frozen=True, tag="cluster-lost", kw_only=True):
+    """Ray can't be reached; the process ends after it."""
+
+    why: str
+
+
+class NodeDevice(Record, frozen=True, kw_only=True):
+    """A GPU as NVML tells it on its node."""
+
+    uuid: str
+    name: str
+    memory_bytes: int
+
+
+class NodeFacts(Record, frozen=True, kw_only=True):
+    """What Ray and a look on the node tell of one node.
+
+    Args:
+        node: Ray's id.
+        host: Its name.
+        address: Its IP address.
+        gpus: GPUs that Ray has there.
+        gpus_outside: Those in use, and not by this pool.
+        cpus: CPUs that Ray has there.
+        cpus_outside: Those in use, and not by this pool.
+        label: Ray's `ray.io/accelerator-type`, "" without.
+        resource: Its resource `accelerator_type:X`, without that beginning; "" without.
+        probed: Somebody has looked on the node: what follows is known.
+        devices: By NVML, in its order; empty when Ray's GPUs are none that exist.
+        driver: The NVIDIA driver's version.
+        cores: CPU cores.
+        version: Of sgpu-magic there, "" when it is not installed.
+        lacks: Packages that are missing for the agent.
+        problem: Why nobody could look.
+    """
+
+    node: str
+    host: str
+    address: str
+    gpus: int = 0
+    gpus_outside: int = 0
+    cpus: int = 0
+    cpus_outside: int = 0
+    label: str = ""
+    resource: str = ""
+    probed: bool = False
+    devices: tuple[NodeDevice, ...] = ()
+    driver: str = ""
+    cores: int = 1
+    version: str = ""
+    lacks: tuple[str, ...] = ()
+    problem: str = ""
+
+
+class NodesSeen(Record, frozen=True, tag="nodes-seen", kw_only=True):
+    """The nodes that are alive, and what an autoscaler is bringing, as a sentence."""
+
+    nodes: tuple[NodeFacts, ...]
+    coming: str = ""
+
+
+class LeasePart(Record, frozen=True, kw_only=True):
+    """What a placement group has on one node.
+
+    Args:
+        node: Ray's id.
+        ranks: How many.
+        gpus: Ray's ids of their GPUs: NVML's numbers, or UUIDs.
+    """
+
+    node: str
+    ranks: int
+    gpus: tuple[str, ...] = ()
+
+
+class LeaseReady(Record, frozen=True, tag="lease-ready", kw_only=True):
+    run_id: str
+    parts: tuple[LeasePart, ...]
+
+
+class LeaseWaits(Record, frozen=True, tag="lease-waits", kw_only=True):
+    """It is asked for, and not there after some seconds; Ray goes on.
+
+    Args:
+        state: Ray's word: `PENDING`, `INFEASIBLE` ...
+    """
+
+    run_id: str
+    state: str
+
+
+class LeaseFailed(Record, frozen=True, tag="lease-failed", kw_only=True):
+    """It can't be made, or is gone."""
+
+    run_id: str
+    why: str
+
+
+class AgentStarts(Record, frozen=True, tag="agent-starts", kw_only=True):
+    """The node's actor is alive: its agent connects to the pool."""
+
+    node: str
+
+
+class AgentFailed(Record, frozen=True, tag="agent-failed", kw_only=True):
+    """The node's actor can't be started, or has died."""
+
+    node: str
+    why: str
+
+
+class AllEnded(Record, frozen=True, tag="all-ended", kw_only=True):
+    pass
+
+
+FromCluster = (
+    ClusterFound
+    | ClusterLost
+    | NodesSeen
+    | LeaseReady
+    | LeaseWaits
+    | LeaseFailed
+    | AgentStarts
+    | AgentFailed
+    | AllEnded
+)
+
+to_cluster = msgspec.msgpack.Decoder[ToCluster](ToCluster)
+from_cluster = msgspec.msgpack.Decoder[FromCluster](FromCluster)

@@ -1,0 +1,197 @@
+"""One attempt of a run on the nodes of its lease: what each is ordered, and ordered again after a lost link."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from sgpu_magic.nodes.joint_run import JointRun
+from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.messages import ReclaimPayload, ResultsReceived
+from sgpu_magic.wire.node_messages import (
+    Adopt,
+    DetachRun,
+    EndRun,
+    EventsKept,
+    KillRanks,
+    Launch,
+    MasterBound,
+    MasterKnown,
+    Part,
+    PartsOver,
+    PeerFailed,
+    TakeStacks,
+    ToAgent,
+)
+from sgpu_magic.wire.states import RunState
+
+Send = Callable[[str, ToAgent, Sequence[bytes]], None]
+# what a node that was out of reach may have missed, and may be told twice
+_STANDING = (MasterKnown, DetachRun, EndRun, PeerFailed, PartsOver, KillRanks, ReclaimPayload, ResultsReceived)
+
+
+class RunOnNodes:
+    """Orders one attempt.
+
+    Args:
+        launch: The whole of it, on the lease that it really has.
+        nodes: Of each part.
+        send: Sends to a node, if it is there.
+        numbers: As of `JointRun`.
+
+    Attributes:
+        joint: What its nodes say, joined.
+        over: Its ranks are gone everywhere, or it never had any.
+    """
+
+    def __init__(
+        self, launch: Launch, nodes: Sequence[str], send: Send, numbers: Mapping[int, int] | None = None
+    ) -> None:
+        self.launch = launch
+        self.run_id = launch.spec.run_id
+        self.nodes = tuple(nodes)
+        self._send = send
+        self.joint = JointRun(len(self.nodes), numbers or dict.fromkeys(range(len(nodes)), launch.number))
+        self.over = False
+        self._standing: list[ToAgent] = []
+        self._unstarted: set[int] = set()
+        # launched, and nothing has come from there: the order may have been lost with a link
+        self._silent: set[int] = set()
+        self._ready: dict[int, MasterBound] = {}
+        self._frames: Sequence[bytes] = ()
+
+    @property
+    def parts(self) -> dict[int, str]:
+        """The node of each part that has ranks, or may have some."""
+        return {index: node for index, node in enumerate(self.nodes) if not self.joint.is_gone(index)}
+
+    def part_on(self, node: str) -> int | None:
+        """Which part is on a node, None when none is."""
+        return self.nodes.index(node) if node in self.nodes else None
+
+    def node_of(self, rank: int) -> str:
+        """The node of a rank; the first where there is no such rank."""
+        first = 0
+        for share in self.launch.lease.shares:
+            first += share.ranks
+            if rank < first:
+                return share.node
+        return self.nodes[0]
+
+    # ------------------------------------------------------------ orders
+
+    def start(self, frames: Sequence[bytes], there: Callable[[str], bool]) -> None:
+        """Launch every part; those whose nodes are not there yet when they come.
+
+        Args:
+            frames: Raw frames of the launch.
+            there: Whether a node is.
+        """
+        self._frames = frames
+        self._unstarted = set(range(len(self.nodes)))
+        for node in self.nodes:
+            if there(node):
+                self.node_came(node)
+
+    def node_came(self, node: str) -> bool:
+        """Launch the part of a node that was awaited, or does not know of it. False when it has said something."""
+        index = self.nodes.index(node)
+        if index not in self._unstarted | self._silent:
+            return False
+        self._unstarted.discard(index)
+        self._silent.add(index)
+        self._send(node, part_of(self.launch, index), self._frames)
+        for order in self._standing:
+            self._send(node, order, ())
+        return True
+
+    def was_heard(self, index: int) -> None:
+        """The part was launched: its node has said something of it."""
+        self._silent.discard(index)
+        if not (self._unstarted or self._silent):
+            self._frames = ()
+
+    def drop_unstarted(self) -> list[int]:
+        """Launch no part any more whose node has not come yet. Returns those parts."""
+        dropped, self._unstarted = sorted(self._unstarted), set[int]()
+        return dropped
+
+    def order(self, order: ToAgent) -> None:
+        """Order the same of every part."""
+        if isinstance(order, _STANDING) and order not in self._standing:
+            self._standing.append(order)
+        for index, node in enumerate(self.nodes):
+            if index not in self._unstarted:
+                self._send(node, order, ())
+
+    def adopt(self, index: int) -> None:
+        """Go on with a part whose agent has come back, or has come to a new pool service."""
+        self.was_heard(index)
+        node = self.nodes[index]
+        self._send(node, Adopt(run_id=self.run_id, number=self.joint.passed(index)), ())
+        for order in self._standing:
+            self._send(node, order, ())
+
+    def events_kept(self, numbers: Mapping[int, int]) -> None:
+        """The pool has these events on disk, those that they were joined of included."""
+        for index, node in enumerate(self.nodes):
+            self._send(node, EventsKept(run_id=self.run_id, number=numbers.get(index, 0)), ())
+
+    def take_stacks(self, request: int) -> None:
+        """Ask the parts that have ranks."""
+        for node in self.parts.values():
+            self._send(node, TakeStacks(request=request, run_id=self.run_id), ())
+
+    def master_bound(self, index: int, bound: MasterBound) -> None:
+        """The ranks of a part are ready to meet the others. Once all are, tell them where."""
+        self.was_heard(index)
+        self._ready[index] = bound
+        if len(self._ready) == len(self.nodes):
+            first = self._ready[0]
+            known = MasterKnown(run_id=self.run_id, address=first.address, port=first.port)
+            if known not in self._standing:
+                self.order(known)
+
+    def part_failed(self, index: int) -> None:
+        """A rank of this part has failed, or its node is lost: free those on the others."""
+        failed = PeerFailed(run_id=self.run_id)
+        if failed not in self._standing:
+            self._standing.append(failed)
+            for other, node in self.parts.items():
+                if other != index:
+                    self._send(node, failed, ())
+
+    def part_stopped(self, index: int, state: RunState, reason: str) -> None:
+        """A part was stopped by its own agent, as when nobody wants the run any more: stop the others."""
+        if not any(isinstance(order, EndRun) for order in self._standing):
+            stop = EndRun(run_id=self.run_id, state=state, reason=reason)
+            self._standing.append(stop)
+            for other, node in self.parts.items():
+                if other != index:
+                    self._send(node, stop, ())
+
+    def all_ended(self) -> None:
+        """Every part has said its last word: its ranks may leave."""
+        self.order(PartsOver(run_id=self.run_id))
+
+
+def part_of(launch: Launch, index: int) -> Launch:
+    """The launch of one part; the whole where there is only one."""
+    shares = launch.lease.shares
+    if len(shares) < 2:
+        return launch
+    share = shares[index]
+    part = Part(
+        index=index,
+        nodes=len(shares),
+        first_rank=sum(other.ranks for other in shares[:index]),
+        ranks=share.ranks,
+        address=share.address,
+    )
+    return msgspec.structs.replace(launch, part=part)
+
+
+def nodes_of(lease: Lease) -> tuple[str, ...]:
+    """The nodes of a lease, in order of the parts."""
+    return tuple(share.node for share in lease.shares)

@@ -1,0 +1,195 @@
+"""Runs that an earlier pool service left when it was killed.
+
+Runs whose agent lives go on under this service. A run that was only queued is submitted again by its notebook. All
+others are recorded as lost, and their logs stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from sgpu_magic.files.event_log import read_spec
+from sgpu_magic.nodes.contract import Engine
+from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
+from sgpu_magic.pool.guard import Guarded
+from sgpu_magic.pool.ledger import Ledger, Metered
+from sgpu_magic.pool.reports import Restarts
+from sgpu_magic.pool.run_log import RunLog
+from sgpu_magic.pool.scheduling import stimuli as sched
+from sgpu_magic.system.processes import may_be_alive
+from sgpu_magic.wire.events import Noted, RunEnded, Submitted
+from sgpu_magic.wire.messages import Submit
+from sgpu_magic.wire.metering import cost_so_far, gpu_s_so_far
+from sgpu_magic.wire.node_messages import HeldRun
+from sgpu_magic.wire.records import Failure, RunSpec
+from sgpu_magic.wire.states import OWNER_GONE, FailureKind, RunState
+
+_TAKEN_OVER = "the pool service ended unexpectedly; another one was started and has taken the run over"
+_LOST = "the pool service and the agent of its ranks ended unexpectedly"
+_NOT_AGAIN = "the pool service ended while the run waited in its queue, and its notebook did not submit it again"
+_LOOK_S = 0.25
+
+
+class Adoption:
+    """Takes over once, when the node has said what it holds.
+
+    Args:
+        ledger: With the rows that the earlier service left unfinished.
+        active: Gets the runs that go on.
+        engine: Where they are.
+        restarts: Goes on with groups that were about to be started again.
+        feed: Tells the scheduler.
+        timeout_s: Seconds for which a notebook may take to come back to its run.
+        guarded: Makes a call for a run, which pays for its faults.
+
+    Attributes:
+        done: What was left is known.
+        resubmittable: Runs that were only queued.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        active: ActiveRuns,
+        engine: Engine,
+        restarts: Restarts,
+        feed: Callable[[sched.Stimulus], None],
+        timeout_s: float,
+        guarded: Guarded,
+    ) -> None:
+        self._guarded = guarded
+        self._ledger = ledger
+        self._active = active
+        self._engine = engine
+        self._restarts = restarts
+        self._feed = feed
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        # before this service accepts any
+        self._unfinished = ledger.unfinished()
+        self._until = self._loop.time() + timeout_s
+        self.done = False
+        self.resubmittable: dict[str, RunSpec] = {}
+
+    def take_over(self, held: Sequence[HeldRun]) -> None:
+        self.done = True
+        # a session before the cells in it
+        for one in sorted(held, key=lambda one: bool(one.launch.spec.session)):
+            self._guarded(one.launch.spec.run_id, functools.partial(self._adopt, one))
+        adopted = {one.launch.spec.run_id for one in held}
+        for run_id in self._unfinished:
+            if run_id not in adopted:
+                self._guarded(run_id, functools.partial(self._judge, run_id))
+        if held or self.resubmittable:
+            self._look()
+
+    def submitted(self, run_id: str) -> None:
+        """The notebook has submitted a queued run again."""
+        self.resubmittable.pop(run_id, None)
+
+    def _adopt(self, held: HeldRun) -> None:
+        launch = held.launch
+        now = time.monotonic()
+        submit = Submit(
+            request=0,
+            spec=launch.spec,
+            interpreter=launch.interpreter,
+            context=launch.context,
+            payload=launch.payload,
+            environment=launch.environment,
+            code=launch.code,
+            uploads=launch.uploads,
+            tracking=launch.tracking,
+        )
+        run = PoolRun(submit, (), None)
+        run.log = RunLog(self._active.directory(run.run_id), run.run_id)
+        launched_at = time.time() - held.started_s
+        run.placed_at = now - held.started_s
+        run.attempt = launch.attempt
+        run.ordered = run.adopted = True
+        ended = run.log.ended
+        run.ended = ended is not None
+        # a group's end is not the run's before a service has heard of it: it may have to be started again
+        goes_on = RunState.RUNNING if held.state.is_final else held.state
+        run.state = state = goes_on if ended is None else ended.state
+        run.payload_over = run.log.payload_released
+        if run.log.failed_attempt is not None and run.log.failed_attempt.attempt > launch.attempt:
+            self._restarts.resume(run, run.log.failed_attempt)
+        self._active.add(run)
+        if not run.log.seq:
+            # a cell in a session is launched before anything is written of it
+            self._active.tell(run, Submitted(spec=launch.spec), launch.spec.submitted_at)
+            placed = self._active.billing.told(launch.lease, launch.spec.owner.host, ())
+            self._active.tell(run, placed, launched_at)
+        if not self._ledger.has(run.run_id):
+            self._ledger.record(launch.spec, state)
+        self._active.billing.adopted(run, launch.lease, launched_at, state, now)
+        # its meter may have begun with an attempt before this one
+        metered_at = now - held.started_s if run.metered_clock is None else run.metered_clock
+        if not (held.gone and run.ended):
+            # else the earlier service knew that it was over, and may have given its devices to another run
+            self._feed(sched.RunAdopted(launch.spec, launch.lease, state, metered_at, now))
+        if ended is None:
+            self._ledger.update(run.run_id, state=state, lease=launch.lease)
+            self._active.tell(run, Noted(text=_TAKEN_OVER), time.time())
+        elif run.run_id in self._unfinished:
+            # the last word was kept, and the ledger not yet told
+            billed = Metered(gpu_s=ended.gpu_s, cost=ended.cost)
+            self._ledger.update(run.run_id, state=state, ended_at=time.time(), failure=ended.reason, meter=billed)
+        self._engine.adopt(run.run_id, run.log.numbers)
+
+    def _judge(self, run_id: str) -> None:
+        row = self._ledger.summary(run_id)
+        spec = read_spec(self._active.directory(run_id))
+        if row is not None and row.state is RunState.QUEUED and not row.started_at and spec is not None:
+            self.resubmittable[run_id] = spec
+        else:
+            self._close(run_id, _LOST)
+
+    def _look(self) -> None:
+        """Runs whose notebooks are dead, or do not come back, are ended as the earlier service would have done."""
+        over = self._loop.time() > self._until
+        for run_id, spec in list(self.resubmittable.items()):
+            if over or not may_be_alive(spec.owner.pid, spec.owner.host):
+                del self.resubmittable[run_id]
+                self._close(run_id, _NOT_AGAIN)
+        waits = bool(self.resubmittable)
+        for run in self._active.going:
+            if run.adopted and run.owner is None and not run.spec.detach and not run.ended:
+                if over or not may_be_alive(run.spec.owner.pid, run.spec.owner.host):
+                    self._feed(sched.CancelRequested(run.run_id, OWNER_GONE, time.monotonic()))
+                else:
+                    waits = True
+        if waits:
+            self._loop.call_later(_LOOK_S, self._look)
+
+    def _close(self, run_id: str, why: str) -> None:
+        """Say the last word of a run that is gone; its logs stay."""
+        now = time.time()
+        state = RunState.FAILED
+        directory = self._active.directory(run_id)
+        billed: Metered | None = None
+        if directory.is_dir():
+            log = RunLog(directory, run_id)
+            if log.ended is not None:
+                # it had ended, and only the ledger did not hear of it any more
+                state, why = log.ended.state, log.ended.reason
+                billed = Metered(gpu_s=log.ended.gpu_s, cost=log.ended.cost)
+            else:
+                failure = Failure(kind=FailureKind.NODE_LOST, message=why, at=now)
+                ended = RunEnded(state=RunState.FAILED, failure=failure)
+                row = self._ledger.summary(run_id)
+                if row is not None and row.metered_at is not None:
+                    # nobody saw when its ranks died: its meter stops with the last that was heard of it
+                    gpu_s, cost = gpu_s_so_far(row, log.at), cost_so_far(row, log.at)
+                    billed = Metered(gpu_s=gpu_s, cost=cost)
+                    currency = row.currency if cost is not None else ""
+                    ended = msgspec.structs.replace(ended, gpu_s=gpu_s, cost=cost, currency=currency)
+                log.append(ended, now)
+            log.close()
+        self._ledger.update(run_id, state=state, ended_at=now, failure=why, meter=billed)

@@ -1,0 +1,313 @@
+"""Bytes over the clients' links: uploads into the users' stores, and parts of runs' files.
+
+Everything on the disk is done in a thread of its own, in the order in which it was asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import msgspec
+
+from sgpu_magic.config import Settings
+from sgpu_magic.files.content_store import BlobRefused, BlobStore, blob_path, store_name
+from sgpu_magic.files.disk_room import disk_room
+from sgpu_magic.files.event_log import EventFile
+from sgpu_magic.files.file_thread import FileThread
+from sgpu_magic.files.joined import join_parts
+from sgpu_magic.files.safe_paths import list_below, open_below
+from sgpu_magic.pool.active_runs import ActiveRuns
+from sgpu_magic.pool.permissions import Permissions
+from sgpu_magic.pool.server import ConnectedClient, Server
+from sgpu_magic.wire.blobs import (
+    CHUNK_BYTES,
+    PIECE_BYTES,
+    AskBlobs,
+    BlobsHeld,
+    BlobTaken,
+    ListRunFiles,
+    PutBlob,
+    ReadRunFile,
+    RunFile,
+    RunFileRead,
+    RunFiles,
+)
+from sgpu_magic.wire.events import RunEnded
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.messages import Submit
+from sgpu_magic.wire.payloads import FilePayload, SharedPayload, StoredPayload
+from sgpu_magic.wire.run_files import PAYLOAD
+from sgpu_magic.wire.run_record import RUN_RECORD
+from sgpu_magic.wire.uploads import ManifestUnusable, Upload, decoded
+
+_RESULT = re.compile(r"result-(\d+)\.bin")
+_MOST_ASKED = 10_000
+# where a file can have a byte
+_MOST_OFFSET = 1 << 62
+# runs of which it is known where their results lie
+_MOST_KNOWN = 100
+
+
+class FileRequests:
+    """Answers clients that want to send or read bytes.
+
+    Args:
+        settings: Where blobs and runs are, and what they may have.
+        server: Where the clients are connected.
+        active: The runs.
+        permissions: Say whose a run is.
+        joins_payloads: The nodes do not see the runs' directories: what belongs there of a payload is put there here.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        server: Server,
+        active: ActiveRuns,
+        permissions: Permissions,
+        *,
+        joins_payloads: bool = False,
+    ) -> None:
+        self._joins_payloads = joins_payloads
+        self._most_kept_bytes = settings.keep_payload
+        self._stores = settings.state_path / "blobs"
+        self._payloads: dict[str, tuple[str, StoredPayload]] = {}
+        # a payload takes seconds to write, and no upload waits for that
+        self._joining = FileThread("sgpu-payloads")
+        self._server = server
+        self._active = active
+        self._permissions = permissions
+        self._store = BlobStore(settings.state_path / "blobs", settings.blobs_bytes)
+        self._thread = FileThread("sgpu-bytes")
+        # where ranks of a run have their results in memory; used in the thread only
+        self._in_memory: OrderedDict[str, dict[int, str]] = OrderedDict()
+
+    def heard(
+        self, client: ConnectedClient, message: AskBlobs | PutBlob | ReadRunFile | ListRunFiles, frames: Sequence[bytes]
+    ) -> None:
+        match message:
+            case AskBlobs():
+                self._ask(client, message)
+            case PutBlob():
+                self._put(client, message, frames)
+            case ReadRunFile(request=request, run=run_id):
+                if (directory := self._directory(client, request, run_id)) is not None:
+                    self._read(client, message, directory)
+            case ListRunFiles(request=request, run=run_id):
+                if (directory := self._directory(client, request, run_id)) is not None:
+                    self._list(client, message, directory)
+
+    def hold(self, submit: Submit) -> None:
+        """A run was submitted: what it needs of its user's store stays until `let_go`."""
+        if digests := needed_blobs(submit):
+            store = store_name(submit.spec.owner.user)
+            uploaded = [digest for upload in submit.uploads for digest in self._uploaded(store, upload)]
+            self._store.hold(submit.spec.run_id, store, [*digests, *uploaded])
+            source = submit.payload.source
+            if self._joins_payloads and isinstance(source, StoredPayload) and source.size <= self._most_kept_bytes:
+                self._payloads[submit.spec.run_id] = store, source
+
+    def let_go(self, run_id: str) -> None:
+        """The run is over."""
+        payload = self._payloads.pop(run_id, None)
+        if payload is None:
+            self._store.let_go(run_id)
+            return
+        directory = self._active.directory(run_id)
+        self._joining.do(
+            lambda: _keep_payload(directory, self._stores, *payload),
+            lambda _: self._store.let_go(run_id),
+            lambda _: self._store.let_go(run_id),
+        )
+
+    def close(self) -> None:
+        self._joining.close()
+        self._thread.close()
+        self._store.close()
+
+    # ------------------------------------------------------------ uploads
+
+    def _uploaded(self, store: str, upload: Upload) -> list[str]:
+        """The blobs that an upload consists of; none where that can't be read, which its nodes will tell."""
+        if not upload.manifest or not 0 < upload.manifest_size <= PIECE_BYTES:
+            return []
+        try:
+            with open(blob_path(self._stores, store, upload.manifest), "rb") as file:
+                manifest = decoded(file.read(upload.manifest_size))
+        except (OSError, ManifestUnusable):
+            return []
+        return [digest for file in manifest.files for digest in file.blobs]
+
+    def _ask(self, client: ConnectedClient, message: AskBlobs) -> None:
+        store = store_name(client.user)
+        if len(message.blobs) > _MOST_ASKED:
+            self._server.refuse(client, message.request, f"more than {_MOST_ASKED:,} blobs were asked for at once.")
+            return
+
+        def look() -> tuple[int, ...]:
+            return tuple(self._store.held(store, digest, size) for digest, size in message.blobs)
+
+        self._thread.do(
+            look,
+            lambda held: self._server.send(client, BlobsHeld(request=message.request, bytes=held)),
+            lambda error: self._not_taken(client, message.request, error),
+        )
+
+    def _put(self, client: ConnectedClient, message: PutBlob, frames: Sequence[bytes]) -> None:
+        store = store_name(client.user)
+        if len(frames) != 1 or len(frames[0]) > CHUNK_BYTES or message.size < 0:
+            self._server.refuse(client, message.request, "an upload came in chunks of another size than is agreed.")
+            return
+        data = frames[0]
+        self._thread.do(
+            lambda: self._store.put(store, message.digest, message.size, message.offset, data),
+            lambda up_to: self._server.send(client, BlobTaken(request=message.request, up_to=up_to)),
+            lambda error: self._not_taken(client, message.request, error),
+        )
+
+    def _not_taken(self, client: ConnectedClient, request: int, error: OSError) -> None:
+        if isinstance(error, BlobRefused):
+            text = f"the pool does not take the run's variables: {error}"
+        else:
+            text = f"the pool can't keep the run's variables: {error.strerror or error}. {self._room()}"
+        self._server.refuse(client, request, text)
+
+    def _room(self) -> str:
+        with contextlib.suppress(OSError):
+            return f"There {disk_room(self._stores)}; who runs the pool has to free room."
+        return "Who runs the pool has to look at its disk."
+
+    # ------------------------------------------------------------ files of runs
+
+    def _directory(self, client: ConnectedClient, request: int, run_id: str) -> Path | None:
+        """The run's directory, None and the client told why when it may not read there."""
+        owner = self._permissions.user_of(run_id)
+        if owner is None or not client.may_see(owner):
+            # of another user's run nothing is told, not even that there is one
+            self._server.refuse(client, request, f"this pool has no run {run_id[:40]!r} of yours.", "RunUnknown")
+            return None
+        return self._active.directory(run_id)
+
+    def _read(self, client: ConnectedClient, message: ReadRunFile, directory: Path) -> None:
+        size, offset = min(message.size, CHUNK_BYTES), message.offset
+        if size < 0 or not 0 <= offset <= _MOST_OFFSET:
+            self._server.refuse(client, message.request, "a part of a file can't begin or end outside of the file.")
+            return
+
+        def read() -> tuple[bytes, int, float]:
+            descriptor, kept = self._open(directory, message.name)
+            try:
+                status = os.fstat(descriptor)
+                return os.pread(descriptor, size, offset), status.st_size, status.st_mtime if kept else 0.0
+            finally:
+                os.close(descriptor)
+
+        def done(found: tuple[bytes, int, float]) -> None:
+            data, whole, changed_at = found
+            answer = RunFileRead(request=message.request, size=whole, changed_at=changed_at)
+            self._server.send(client, answer, (data,))
+
+        self._thread.do(read, done, lambda error: self._unreadable(client, message.request, message.name, error))
+
+    def _list(self, client: ConnectedClient, message: ListRunFiles, directory: Path) -> None:
+        def done(found: tuple[list[RunFile], bool]) -> None:
+            files, more = found
+            self._server.send(client, RunFiles(request=message.request, files=tuple(files), more=more))
+
+        self._thread.do(
+            lambda: list_below(directory, message.under),
+            done,
+            lambda error: self._unreadable(client, message.request, message.under or "its directory", error),
+        )
+
+    def _unreadable(self, client: ConnectedClient, request: int, name: str, error: OSError) -> None:
+        text = f"{name[:200]} of the run can't be read at the pool: {error.strerror or error}."
+        self._server.refuse(client, request, text, "RunFileUnknown")
+
+    def _open(self, directory: Path, name: str) -> tuple[int, bool]:
+        """Open a file of a run, or the memory that becomes one; say whether it is on the disk."""
+        try:
+            return open_below(directory, name), True
+        except FileNotFoundError:
+            result = _RESULT.fullmatch(name)
+            if result is None:
+                raise
+        with contextlib.suppress(OSError):
+            return self._open_memory(directory, int(result[1])), False
+        # memory goes as soon as its copy is there
+        return open_below(directory, name), True
+
+    def _open_memory(self, directory: Path, rank: int) -> int:
+        """Open the memory file of a rank's result.
+
+        Raises:
+            OSError: It has gone.
+        """
+        run_id = directory.name
+        known = self._in_memory.get(run_id)
+        if known is None:
+            known = self._in_memory[run_id] = _results_in_memory(directory)
+            if len(self._in_memory) > _MOST_KNOWN:
+                self._in_memory.popitem(last=False)
+        if rank not in known:
+            raise FileNotFoundError(f"rank {rank} of run {short(run_id)} has no result in memory")
+        descriptor = os.open(known[rank], os.O_RDONLY | os.O_CLOEXEC)
+        # the number may be another file's by now
+        if not os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:sgpu-payload-{run_id}-{rank} "):
+            os.close(descriptor)
+            raise FileNotFoundError(f"the result of rank {rank} of run {short(run_id)} has gone")
+        return descriptor
+
+
+def needed_blobs(submit: Submit) -> Collection[str]:
+    """The digests of all blobs that a run needs."""
+    source = submit.payload.source
+    digests = [*source.digests] if isinstance(source, StoredPayload) else []
+    for bundle in submit.code:
+        digests += bundle.blobs
+    for wheel in submit.environment.wheels if submit.environment is not None else ():
+        digests += wheel.blobs
+    digests += [upload.manifest for upload in submit.uploads if upload.manifest]
+    return dict.fromkeys(digests)
+
+
+def names_files(submit: Submit) -> bool:
+    """Whether a client of another machine names files that it can't know of: of its own machine, or of the pool's."""
+    wheels = submit.environment.wheels if submit.environment is not None else ()
+    return (
+        isinstance(submit.payload.source, SharedPayload | FilePayload)
+        or any(bundle.path for bundle in submit.code)
+        or any(wheel.path for wheel in wheels)
+        or any(upload.path for upload in submit.uploads)
+    )
+
+
+def _results_in_memory(directory: Path) -> dict[int, str]:
+    found: dict[int, str] = {}
+    with contextlib.suppress(ValueError, msgspec.DecodeError):
+        for event, _ in EventFile(directory).new_events():
+            if isinstance(event.body, RunEnded):
+                for result in event.body.results:
+                    source = result.payload.source if result.payload is not None else None
+                    if isinstance(source, SharedPayload):
+                        found[result.rank] = f"/proc/{source.pid}/fd/{source.fd}"
+    return found
+
+
+def _keep_payload(directory: Path, stores: Path, store: str, source: StoredPayload) -> None:
+    """Write a run's payload into its directory, if it has been started there."""
+    if not (directory / RUN_RECORD).is_file():
+        return
+    temporary = directory / f".{PAYLOAD}.part"
+    target = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        join_parts(target, source.size, ((part, blob_path(stores, store, part.digest)) for part in source.parts))
+        os.replace(temporary, directory / PAYLOAD)
+    finally:
+        os.close(target)
+        temporary.unlink(missing_ok=True)

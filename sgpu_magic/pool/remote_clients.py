@@ -1,0 +1,348 @@
+"""Clients of other machines: a ZeroMQ router on TCP that admits listed keys only.
+
+A connection that breaks costs nothing: who comes back says which client it was, and is asked again for nothing that is
+known. One that stays away for longer than the link's time-out is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from sgpu_magic.pool.clients import AuthorizedClients, ConnectedClient
+from sgpu_magic.system.secure_sockets import Admission, KeyPair, bound_to, secure_server, sender_of
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.events import Event
+from sgpu_magic.wire.messages import Cancel, ClientMessage, Detach, Hello, Ping, Pong, StopPool, Submit
+from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.session_messages import RestartRanks
+
+# what is done once, however often it is asked after a broken connection
+_ONCE = (Submit, Cancel, Detach, RestartRanks, StopPool)
+# messages of one client that wait here; further ones wait at its end of the line
+_RECEIVED_AHEAD = 64
+# messages that wait for one client; what is more is dropped, and told to it when it has caught up
+_SENT_AHEAD = 10_000
+# then others have a turn
+_TURN_MESSAGES = 100
+_TURN_S = 0.01
+_MOST_OF_A_USER = 64
+_LONGEST_INSTANCE = 64
+_LOOK_S = 2.0
+_LINGER_MS = 1000
+
+Heard = Callable[[ConnectedClient, ClientMessage, Sequence[bytes]], None]
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+MOST_CONNECTIONS = 1000
+MOST_UNKNOWN = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Where and for whom a served pool listens.
+
+    Args:
+        address: `tcp://host:port`; port `*` is one that is free.
+        keys: The pool's.
+        clients: Who is let in.
+        timeout_s: Seconds of silence after which a client is gone.
+    """
+
+    address: str
+    keys: KeyPair
+    clients: AuthorizedClients
+    timeout_s: float
+
+
+class RemoteClients:
+    """The router. Used from the loop's thread only.
+
+    Args:
+        listening: Where and for whom.
+        on_message: Called with the client, the message and its raw frames.
+        on_gone: Called when a client has not been heard for too long.
+
+    Raises:
+        zmq.ZMQError: The address can't be listened at.
+    """
+
+    def __init__(self, listening: Listening, on_message: Heard, on_gone: Callable[[ConnectedClient], None]) -> None:
+        self._clients = listening.clients
+        self._timeout_s = listening.timeout_s
+        self._on_message = on_message
+        self._on_gone = on_gone
+        self._loop = asyncio.get_running_loop()
+        self._by_identity: dict[bytes, ConnectedClient] = {}
+        # (public key, instance): the same in all its connections
+        self._known: dict[tuple[str, str], ConnectedClient] = {}
+        # its connection's descriptor in this process, and what tells that from another which got its number
+        self._sockets: dict[ConnectedClient, tuple[int, int]] = {}
+        self._clients.look()
+        # of its own: a flood from outside does not slow down the local socket's thread
+        self._context = zmq.Context()
+        self._admission = Admission(self._context, self._admits)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = _LINGER_MS
+        self._socket.rcvhwm = _RECEIVED_AHEAD
+        self._socket.sndhwm = _SENT_AHEAD
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        secure_server(self._socket, listening.keys)
+        self._limit = ConnectionLimit(self._socket)
+        self._socket.bind(listening.address)
+        self.address = bound_to(self._socket)
+        self._loop.add_reader(self._socket.fileno(), self._drain)
+        self._drain_scheduled = False
+        self._timer = self._loop.call_later(self._look_s, self._look)
+
+    @property
+    def clients(self) -> list[ConnectedClient]:
+        return list(self._known.values())
+
+    def send(self, client: ConnectedClient, message: Record, frames: Sequence[bytes] = ()) -> None:
+        """Send an answer, unless the client is away or too slow: it asks again for what it has missed."""
+        parts = [codec.encode(message), *frames]
+        request = getattr(message, "request", 0)
+        if request in client.answers:
+            client.answers[request] = parts
+        if not self._taken(client, parts):
+            client.behind = True
+
+    def offer(self, client: ConnectedClient, event: Event, frames: Sequence[bytes]) -> bool:
+        """Send an event; False when the client is too slow for it now. One that is away asks again."""
+        return self._taken(client, [codec.encode(event), *frames])
+
+    def drop(self, client: ConnectedClient) -> None:
+        """The client said goodbye."""
+        self._by_identity.pop(client.identity, None)
+        self._known.pop((client.key, client.instance), None)
+        self._sockets.pop(client, None)
+
+    def close(self) -> None:
+        self._timer.cancel()
+        self._loop.remove_reader(self._socket.fileno())
+        self._limit.close()
+        self._socket.close()
+        self._admission.close()
+        self._context.term()
+
+    # ------------------------------------------------------------ in
+
+    def _admits(self, key: str) -> bool:
+        self._look_at_list()
+        return self._clients.find(key) is not None
+
+    def _drain(self) -> None:
+        """Take what has come, for so long as is fair to everything else. ZeroMQ takes the clients in turns."""
+        self._drain_scheduled = False
+        until = time.monotonic() + _TURN_S
+        for _ in range(_TURN_MESSAGES):
+            if self._socket.closed:
+                return
+            try:
+                identity, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            if parts:
+                self._take(identity.bytes, parts)
+            if time.monotonic() > until:
+                break
+        self._drain_soon()
+
+    def _drain_soon(self) -> None:
+        if not self._drain_scheduled:
+            self._drain_scheduled = True
+            self._loop.call_soon(self._drain)
+
+    def _take(self, identity: bytes, parts: Sequence[zmq.Frame]) -> None:
+        key = sender_of(parts[0])
+        if self._clients.find(key) is None:
+            # it was in when its key was taken from the list
+            return
+        try:
+            message = codec.client_messages.decode(parts[0].bytes)
+        except msgspec.DecodeError:
+            # not our protocol: nothing happens
+            return
+        client = self._by_identity.get(identity)
+        if isinstance(message, Hello):
+            client = self._greet(identity, key, message, parts[0])
+        if client is None or client.key != key:
+            return
+        client.heard_at = time.monotonic()
+        if isinstance(message, Ping):
+            behind, client.behind = client.behind, False
+            self._taken(client, [codec.encode(Pong(behind=behind))])
+        elif isinstance(message, _ONCE) and message.request and not client.is_new(message.request):
+            answer = client.answers[message.request]
+            if answer is not None:
+                self._taken(client, answer)
+        else:
+            self._on_message(client, message, [part.bytes for part in parts[1:]])
+
+    def _greet(self, identity: bytes, key: str, hello: Hello, frame: zmq.Frame) -> ConnectedClient | None:
+        authorized = self._clients.find(key)
+        if authorized is None or not 0 < len(hello.instance) <= _LONGEST_INSTANCE:
+            return None
+        client = self._known.get((key, hello.instance))
+        if client is None:
+            if sum(each.user == authorized.user for each in self._known.values()) >= _MOST_OF_A_USER:
+                _say(f"user {authorized.user} has {_MOST_OF_A_USER} notebooks here, and no more may be")
+                return None
+            client = ConnectedClient(identity, hello.pid, same_host=False, instance=hello.instance, key=key)
+            self._known[key, hello.instance] = client
+        else:
+            # it comes back over a new connection
+            self._by_identity.pop(client.identity, None)
+            client.identity = identity
+            client.behind = False
+        client.user, client.admin = authorized.user, authorized.admin
+        self._by_identity[identity] = client
+        with contextlib.suppress(OSError, zmq.ZMQError):
+            descriptor = int(frame.get(zmq.SRCFD))
+            self._sockets[client] = (descriptor, os.fstat(descriptor).st_ino)
+            self._limit.knows(descriptor)
+        return client
+
+    # ------------------------------------------------------------ out
+
+    def _taken(self, client: ConnectedClient, parts: Sequence[bytes]) -> bool:
+        if taken := sent(self._socket, client, parts):
+            self._drain_soon()
+        return taken
+
+    # ------------------------------------------------------------ who goes
+
+    @property
+    def _look_s(self) -> float:
+        return min(_LOOK_S, self._timeout_s / 4)
+
+    def _look(self) -> None:
+        self._timer = self._loop.call_later(self._look_s, self._look)
+        self._look_at_list()
+        now = time.monotonic()
+        for client in self.clients:
+            if now - client.heard_at > self._timeout_s:
+                self._cut(client)
+                self.drop(client)
+                self._on_gone(client)
+
+    def _look_at_list(self) -> None:
+        if not self._clients.look():
+            return
+        if self._clients.problem:
+            _say(f"nobody is let in: {self._clients.problem}")
+        for client in self.clients:
+            authorized = self._clients.find(client.key)
+            if authorized is None:
+                self._cut(client)
+            else:
+                client.user, client.admin = authorized.user, authorized.admin
+
+    def _cut(self, client: ConnectedClient) -> None:
+        connection = self._sockets.pop(client, None)
+        if connection is not None:
+            end_connection(*connection)
+
+
+def _say(text: str) -> None:
+    # to the operator's terminal, or a file on a disk that may be full
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"sgpu: {text}\n")
+
+
+def sent(router: zmq.Socket[bytes], client: ConnectedClient, parts: Sequence[bytes]) -> bool:
+    """Send, unless the client is gone; False when its connection takes nothing now. It may swallow a reader's edge."""
+    try:
+        router.send_multipart([client.identity, *parts], zmq.NOBLOCK, copy=True)
+    except zmq.Again:
+        return False
+    except zmq.ZMQError as error:
+        if error.errno != zmq.EHOSTUNREACH:
+            raise
+    return True
+
+
+class ConnectionLimit:
+    """Counts the connections of a listening socket, and ends those that are too many. Used in the loop's thread.
+
+    A connection without a hello is unknown. A handshake takes milliseconds: when there are too many unknown
+    connections, the oldest of them are closed, so that clients with a listed key still get in.
+
+    Args:
+        listening: The socket, before it is bound.
+        most: So many are let in at once.
+        most_unknown: So many of them may be unknown.
+    """
+
+    def __init__(
+        self, listening: zmq.Socket[bytes], most: int = MOST_CONNECTIONS, most_unknown: int = MOST_UNKNOWN
+    ) -> None:
+        self._listening = listening
+        self._most = most
+        self._most_unknown = most_unknown
+        self._loop = asyncio.get_running_loop()
+        self._known: set[int] = set()
+        # their inodes, oldest first
+        self._unknown: dict[int, int] = {}
+        self._monitor = listening.get_monitor_socket(_EVENTS)
+        self._loop.add_reader(self._monitor.fileno(), self._look)
+        self._look()
+
+    @property
+    def unknown(self) -> int:
+        """How many have not said hello."""
+        return len(self._unknown)
+
+    @property
+    def descriptors(self) -> set[int]:
+        """The sockets of all connections, in this process."""
+        return self._known | self._unknown.keys()
+
+    def knows(self, descriptor: int) -> None:
+        """Somebody with a listed key has said hello over this connection."""
+        if self._unknown.pop(descriptor, None) is not None:
+            self._known.add(descriptor)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._monitor.fileno())
+        self._listening.disable_monitor()
+        self._monitor.close(0)
+
+    def _look(self) -> None:
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            descriptor = event["value"]
+            self._known.discard(descriptor)
+            self._unknown.pop(descriptor, None)
+            if event["event"] == zmq.Event.ACCEPTED:
+                # it may be gone already, which the next events tell
+                with contextlib.suppress(OSError):
+                    self._unknown[descriptor] = os.fstat(descriptor).st_ino
+        while self._unknown and (
+            len(self._unknown) > self._most_unknown or len(self._unknown) + len(self._known) > self._most
+        ):
+            oldest = next(iter(self._unknown))
+            end_connection(oldest, self._unknown.pop(oldest))
+
+
+def end_connection(descriptor: int, inode: int) -> None:
+    """End a connection, which ZeroMQ has no way to say.
+
+    Args:
+        descriptor: Its socket in this process.
+        inode: Of the same: the descriptor's number may be another's by now.
+    """
+    with contextlib.suppress(OSError):
+        if os.fstat(descriptor).st_ino == inode:
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,193 @@
+"""Whose turn it is where several users wait for devices of one line, and what a user may have at once. Pure.
+
+- The highest priority first (the settings), then who has the least: devices in use now, with what was used lately. An
+  hour ago (`half_life_s`) counts half.
+- Within a user: first come, first served.
+- A quota is no reason to pass anybody: who has used up his own waits for himself.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+
+from sgpu_magic.pool.scheduling.capacity import CPU_LINE, Line
+from sgpu_magic.pool.scheduling.placement_request import Refusal, Want, amount
+from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun
+from sgpu_magic.wire.device_types import CPU
+from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.user_limits import UserLimits, quota_types
+
+NO_LIMITS = UserLimits()
+_NAMED_RUNS = 3
+
+
+class FairShare:
+    """Keeps account of what users have and had.
+
+    Args:
+        limits: Priorities and quotas.
+        half_life_s: Seconds after which use that is over counts half.
+    """
+
+    def __init__(self, limits: UserLimits = NO_LIMITS, half_life_s: float = 3600.0) -> None:
+        self._limits = limits
+        self._rate = math.log(2) / half_life_s
+        self._uses: dict[tuple[Line, str], _Use] = {}
+        # by user: which run has how many of what
+        self._leases: dict[str, dict[str, tuple[str, int]]] = {}
+
+    def took(self, run: ScheduledRun, lease: Lease, now: float) -> None:
+        """The run has a lease."""
+        count, user = _count(lease), run.spec.owner.user
+        self._use(lease, user).add(count, now, self._rate)
+        self._leases.setdefault(user, {})[run.run_id] = (CPU if lease.cpu_slots else lease.device_type, count)
+
+    def gave_back(self, run: ScheduledRun, lease: Lease, now: float) -> None:
+        """The run has that lease no longer."""
+        user = run.spec.owner.user
+        self._use(lease, user).add(-_count(lease), now, self._rate)
+        held = self._leases.get(user, {})
+        held.pop(run.run_id, None)
+        if not held:
+            self._leases.pop(user, None)
+
+    def share(self, line: Line, user: str, now: float) -> float:
+        """Return how many devices of the line the user has, and had lately, as a number of devices."""
+        use = self._uses.get((line, user))
+        return 0.0 if use is None else use.share(now, self._rate)
+
+    def rank(self, line: Line, user: str, now: float) -> tuple[float, float]:
+        """Return a key that sorts users: who is next has the smallest."""
+        return -self._limits.priority(user), self.share(line, user, now)
+
+    # ------------------------------------------------------------ quotas
+
+    def refusal(self, spec: RunSpec, want: Want) -> Refusal | None:
+        """Why the user can never have so many devices at once; None when he can."""
+        user, ranks = spec.owner.user, want.ranks
+        for kind in quota_types(want.line.device_type):
+            quota = self._limits.quota(user, kind)
+            if quota is not None and ranks > quota:
+                remedy = f"Ask for {quota} or fewer with --gpus" if quota else "Ask for another type with --type"
+                text = (
+                    f"user {user} may have {_of(quota, kind)} at once in this pool (its setting user_quotas), and the "
+                    f"run asks for {ranks}. {remedy}, choose another pool with --pool, or ask whoever runs this one "
+                    "for more."
+                )
+                return Refusal("CapacityError", text)
+        return None
+
+    def over_quota(self, run: ScheduledRun, want: Want) -> str:
+        """Why the run must wait for others of its own user, "" when it need not."""
+        user = run.spec.owner.user
+        for kind in quota_types(want.line.device_type) if self._limits.quotas else ():
+            quota = self._limits.quota(user, kind)
+            if quota is None:
+                continue
+            held = {one: count for one, (of, count) in self._leases.get(user, {}).items() if kind in quota_types(of)}
+            in_use = sum(held.values())
+            if in_use and in_use + want.ranks > quota:
+                runs = [f"run {short(one)}" for one in list(held)[:_NAMED_RUNS]]
+                more = len(held) - len(runs)
+                by = ", ".join([*runs, *([f"{more} more"] if more else [])])
+                return (
+                    f"user {user} may have {_of(quota, kind)} at once (the pool's setting user_quotas): {in_use} "
+                    f"{'is' if in_use == 1 else 'are'} in use by {by}, and it needs {amount(want.ranks, want.line)}"
+                )
+        return ""
+
+    # ------------------------------------------------------------ order
+
+    def in_order(
+        self,
+        line: Line,
+        runs: Sequence[tuple[ScheduledRun, Want]],
+        first: Iterable[str],
+        now: float,
+        most: int | None = None,
+    ) -> list[ScheduledRun]:
+        """Return the runs that wait in a line in the order in which they would begin if it became free.
+
+        Args:
+            line: The line.
+            runs: All that wait in it, in order of submission.
+            first: Those that devices are kept for, as they come.
+            now: The present.
+            most: So many of them are asked for; None for all.
+        """
+        if len({run.spec.owner.user for run, _ in runs}) < 2:
+            return [run for run, _ in runs[:most]]
+        by_id = {run.run_id: run for run, _ in runs}
+        ordered = [by_id.pop(run_id) for run_id in first if run_id in by_id]
+        groups: dict[str, list[tuple[ScheduledRun, Want]]] = {}
+        last: list[ScheduledRun] = []
+        for run, want in runs:
+            if run.run_id not in by_id:
+                continue
+            if self.over_quota(run, want):
+                last.append(run)
+            else:
+                groups.setdefault(run.spec.owner.user, []).append((run, want))
+        places = {run.run_id: place for place, (run, _) in enumerate(runs)}
+        ranks = {user: self.rank(line, user, now) for user in groups}
+        for run in ordered:
+            ranks = _with_more(ranks, run.spec.owner.user, run.spec.placement.ranks)
+        heap = [(ranks[user], places[group[0][0].run_id], user, 0) for user, group in groups.items()]
+        heapq.heapify(heap)
+        while heap and (most is None or len(ordered) < most):
+            (priority, share), _, user, at = heapq.heappop(heap)
+            group = groups[user]
+            run, want = group[at]
+            ordered.append(run)
+            if at + 1 < len(group):
+                heapq.heappush(heap, ((priority, share + want.ranks), places[group[at + 1][0].run_id], user, at + 1))
+        return (ordered + last)[:most]
+
+    # ------------------------------------------------------------ within
+
+    def _use(self, lease: Lease, user: str) -> _Use:
+        line = CPU_LINE if lease.cpu_slots else Line(lease.device_type, lease.simulated)
+        return self._uses.setdefault((line, user), _Use())
+
+
+class _Use:
+    """One user's devices of one line: those in use, and what those of the past still count."""
+
+    __slots__ = ("_at", "_devices", "_past")
+
+    def __init__(self) -> None:
+        self._devices = 0
+        # devices that were in use for ever up to now would count as their number
+        self._past = 0.0
+        self._at = 0.0
+
+    def add(self, devices: int, now: float, rate: float) -> None:
+        self._past = self._faded(now, rate)
+        self._at = max(self._at, now)
+        self._devices += devices
+
+    def share(self, now: float, rate: float) -> float:
+        return self._devices + self._faded(now, rate)
+
+    def _faded(self, now: float, rate: float) -> float:
+        left = math.exp(-rate * max(0.0, now - self._at))
+        return self._past * left + self._devices * (1.0 - left)
+
+
+def _with_more(ranks: dict[str, tuple[float, float]], user: str, more: int) -> dict[str, tuple[float, float]]:
+    priority, share = ranks.get(user, (0.0, 0.0))
+    return ranks | {user: (priority, share + more)}
+
+
+def _count(lease: Lease) -> int:
+    return len(lease.uuids) or lease.cpu_slots or lease.ranks
+
+
+def _of(count: int, kind: str) -> str:
+    if kind == CPU:
+        return f"{count} CPU slot{'s' if count != 1 else ''}"
+    return f"{count} {kind.upper()}" if kind else f"{count} device{'s' if count != 1 else ''}"

@@ -1,0 +1,275 @@
+"""What a run's request means in this pool: one line of the queue and a shape, or why it can't ever be placed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sgpu_magic.pool.scheduling.capacity import CPU_LINE, Line, Stock, memory_bytes
+from sgpu_magic.pool.scheduling.costs import Tariff
+from sgpu_magic.wire.device_types import ANY, CPU
+from sgpu_magic.wire.devices import Placement
+
+PACK, STRICT_PACK, SPREAD = STRATEGIES = ("pack", "strict_pack", "spread")
+
+_NO_PRICES = Tariff()
+_GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """A request as this pool understands it.
+
+    Args:
+        line: Where it waits and what it takes.
+        ranks: Number of ranks.
+        device_type: The type that its lease names: the asked one where CPU stands in for it.
+        simulated: CPU stands in for the type.
+        allow_busy: Also take devices that others use.
+        note: What the lease shall tell the user, "" when nothing.
+        nodes: Nodes that get the same number of ranks each; 0 leaves it to the strategy.
+        strategy: One of `STRATEGIES`.
+        min_memory_bytes: Devices with less are not taken.
+    """
+
+    line: Line
+    ranks: int
+    device_type: str
+    simulated: bool = False
+    allow_busy: bool = False
+    note: str = ""
+    nodes: int = 0
+    strategy: str = PACK
+    min_memory_bytes: int = 0
+
+    @property
+    def on_one_node(self) -> bool:
+        return self.strategy == STRICT_PACK or self.nodes == 1
+
+    @property
+    def per_node(self) -> int:
+        """Ranks that each node gets where their number is asked for, else what the largest part may be."""
+        return self.ranks // self.nodes if self.nodes else self.ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a request can't be placed, now or ever. `error` names the class in `errors`."""
+
+    error: str
+    message: str
+
+
+def amount(count: int, line: Line) -> str:
+    """`4 A10` or `1 CPU slot`."""
+    if line == CPU_LINE:
+        return f"{count} CPU slot{'s' if count != 1 else ''}"
+    return f"{count} {line}"
+
+
+def resolve(
+    placement: Placement,
+    stock: Stock,
+    *,
+    tariff: Tariff = _NO_PRICES,
+    free: Callable[[Want], int] | None = None,
+    before: Line | None = None,
+) -> Want | Refusal:
+    """Return what the request takes here, whether or not it is free now.
+
+    Args:
+        placement: The request.
+        stock: What the pool has.
+        tariff: What its devices cost, for a request that leaves the type to the pool.
+        free: Says how many devices a request could take now; None counts all as free.
+        before: The line that it waits in already; None when it is new.
+    """
+    ranks, asked = placement.ranks, placement.device_type
+    if ranks < 1:
+        return Refusal("UsageError", f"{ranks} ranks were asked for; a run has at least 1. Mend --gpus.")
+    if problem := _misshapen(placement, stock):
+        return Refusal("UsageError", problem)
+    if asked == ANY:
+        if placement.min_memory_bytes:
+            return _by_need(placement, stock, tariff, free, before)
+        return _resolve_any(placement, stock)
+    if asked == CPU:
+        return _on_cpu(placement, stock, CPU)
+    lines = stock.lines_of(asked)
+    for line in lines:
+        if not (problem := _too_much(placement, stock, line)):
+            return _on_devices(placement, line)
+    if lines:
+        # real ones before simulated ones: what is told of is what was wanted
+        return Refusal("UsageError", _too_much(placement, stock, lines[0]) or problem)
+    if placement.stand_in and stock.inventory.cpu_slots > 0:
+        return _on_cpu(placement, stock, asked, simulated=True)
+    return _lacking(placement, stock)
+
+
+def _misshapen(placement: Placement, stock: Stock) -> str:
+    """Why no pool, or none of one machine, can place the ranks like that; "" when one can."""
+    ranks, nodes, strategy = placement.ranks, placement.nodes, placement.strategy
+    if strategy not in STRATEGIES:
+        return f"--placement {strategy[:40]!r} is not known. Use one of {', '.join(STRATEGIES)}."
+    if nodes < 0 or nodes > ranks or (nodes and ranks % nodes):
+        return (
+            f"{ranks} ranks can't be spread evenly over --nodes {nodes}. Make --gpus a multiple of --nodes, or leave "
+            "--nodes out."
+        )
+    if nodes > 1 and strategy == STRICT_PACK:
+        return f"--placement strict_pack is one node, and --nodes {nodes} asks for more. Leave one of them out."
+    if nodes > 1 and not stock.many:
+        return (
+            f"this pool is one machine, and the run asks for {nodes} nodes. Leave --nodes out, or choose another pool "
+            "with --pool."
+        )
+    return ""
+
+
+def _too_much(placement: Placement, stock: Stock, line: Line) -> str:
+    """Why the line could not hold the request if nothing else ran; "" when it can."""
+    ranks, memory = placement.ranks, placement.min_memory_bytes
+    total = stock.total(line, memory)
+    if stock.limit(line, memory) < ranks:
+        if memory and stock.limit(line) >= ranks:
+            return _too_small(placement, stock, line)
+        alike = [line] if line == CPU_LINE else stock.lines_of(line.device_type)
+        most = max(stock.limit(other, memory) for other in alike)
+        return (
+            f"this pool has {_has(stock, alike)}, and the run asks for {ranks}. Use --gpus {most} or fewer, another "
+            f"--type, or another pool with --pool. It has: {stock.describe()}."
+        )
+    if not stock.many or stock.elastic(line) > total:
+        # nobody knows how large the nodes are that an autoscaler brings
+        return ""
+    sizes = sorted(stock.sizes(line, memory).items(), key=lambda item: -item[1])
+    node, largest = sizes[0]
+    if (placement.strategy == STRICT_PACK or placement.nodes == 1) and largest < ranks:
+        return (
+            f"no node of this pool has {amount(ranks, line)}: the largest, {stock.host(node)}, has {largest}. Leave "
+            f"--placement strict_pack and --nodes 1 out to take several nodes, use --gpus {largest} or fewer, or "
+            "choose another pool with --pool."
+        )
+    if placement.nodes > 1:
+        each = ranks // placement.nodes
+        enough = sum(size >= each for _, size in sizes)
+        if enough < placement.nodes:
+            have = "node of this pool has" if enough == 1 else "nodes of this pool have"
+            return (
+                f"{enough} {have} {amount(each, line)} or more, and the run asks for {each} on each of "
+                f"{placement.nodes} (--nodes). The largest node, {stock.host(node)}, has {largest}. Ask for other "
+                "--gpus or --nodes, or choose another pool with --pool."
+            )
+    return ""
+
+
+def _has(stock: Stock, lines: Sequence[Line]) -> str:
+    up_to = {line: "up to " if stock.elastic(line) > stock.total(line) else "" for line in lines}
+    return " and ".join(f"{up_to[line]}{amount(stock.limit(line), line)}" for line in lines)
+
+
+def _too_small(placement: Placement, stock: Stock, line: Line) -> str:
+    need = f"{placement.min_memory_bytes / _GB:g} GB"
+    sizes = sorted({memory_bytes(device) for device in stock.line(line)})
+    have = " or ".join("an amount that nobody knows" if not size else f"{size / _GB:.0f} GB" for size in sizes)
+    enough = stock.total(line, placement.min_memory_bytes)
+    count = (
+        f"{enough} {line} of this pool {'has' if enough == 1 else 'have'}" if enough else f"no {line} of this pool has"
+    )
+    return (
+        f"{count} {need} of memory (--min-memory), and the run asks for {placement.ranks}: they have {have}. Ask for "
+        "less memory, fewer with --gpus, or leave --type out so that the pool chooses."
+    )
+
+
+def _resolve_any(placement: Placement, stock: Stock) -> Want | Refusal:
+    counts = stock.counts if not stock.many else {line: stock.limit(line) for line in stock.all_lines()}
+    enough = [line for line in counts if not _too_much(placement, stock, line)]
+    if enough:
+        return _on_devices(placement, max(enough, key=lambda line: (counts[line], not line.simulated)))
+    if counts:
+        largest = max(counts, key=lambda line: counts[line])
+        if counts[largest] >= placement.ranks:
+            return Refusal("UsageError", _too_much(placement, stock, largest))
+        has = " and ".join(f"{count} {line}" for line, count in counts.items())
+        return Refusal(
+            "UsageError",
+            f"this pool has {has}, and the run asks for {placement.ranks}. Use --gpus {counts[largest]} or fewer, run "
+            "on CPU with --type cpu, or choose another pool with --pool.",
+        )
+    if stock.limit(CPU_LINE) <= 0:
+        return Refusal(
+            "UsageError",
+            f"this pool can't place {placement.ranks} ranks. It has: {stock.describe()}. "
+            "Ask for fewer with --gpus or choose another pool with --pool.",
+        )
+    return _on_cpu(placement, stock, CPU)
+
+
+def _by_need(
+    placement: Placement, stock: Stock, tariff: Tariff, free: Callable[[Want], int] | None, before: Line | None
+) -> Want | Refusal:
+    """The cheapest type with enough memory; of those that cost the same the one with the most free."""
+    fitting = [line for line in stock.all_lines() if not _too_much(placement, stock, line)]
+    if not fitting:
+        has = ", ".join(
+            f"{stock.counts[line]} {line} with "
+            + " or ".join(f"{size / _GB:.0f} GB" for size in sorted({memory_bytes(one) for one in stock.line(line)}))
+            for line in stock.counts
+        )
+        return Refusal(
+            "UsageError",
+            f"this pool can't place {placement.ranks} ranks on devices of one type with "
+            f"{placement.min_memory_bytes / _GB:g} GB of memory (--min-memory). It has: {has or stock.describe()}. Ask "
+            "for less memory, fewer with --gpus, or choose another pool with --pool.",
+        )
+    if before in fitting:
+        return _on_devices(placement, before)
+
+    def rank(line: Line) -> tuple[float, bool, int]:
+        want = _on_devices(placement, line)
+        return tariff.of(line.device_type) or 0.0, line.simulated, -(stock.counts[line] if free is None else free(want))
+
+    return _on_devices(placement, min(fitting, key=rank))
+
+
+def _on_devices(placement: Placement, line: Line) -> Want:
+    return Want(
+        line,
+        placement.ranks,
+        line.device_type,
+        line.simulated,
+        placement.allow_busy,
+        nodes=placement.nodes,
+        strategy=placement.strategy,
+        min_memory_bytes=placement.min_memory_bytes,
+    )
+
+
+def _on_cpu(placement: Placement, stock: Stock, device_type: str, *, simulated: bool = False) -> Want | Refusal:
+    if stock.limit(CPU_LINE) <= 0:
+        return _lacking(placement, stock)
+    # on one machine ranks may share slots, with a note; many nodes have to say where each rank is
+    if stock.many and (problem := _too_much(placement, stock, CPU_LINE)):
+        return Refusal("UsageError", problem)
+    return Want(CPU_LINE, placement.ranks, device_type, simulated, nodes=placement.nodes, strategy=placement.strategy)
+
+
+def _lacking(placement: Placement, stock: Stock) -> Refusal:
+    asked, inventory = placement.device_type, stock.inventory
+    problem = f" Its GPUs could not be read: {inventory.problem.rstrip('.')}." if inventory.problem else ""
+    ways = ["leave --type out to use what is there", "choose another pool with --pool"]
+    if asked != CPU:
+        if inventory.cpu_slots > 0:
+            ways.insert(0, "run the ranks on CPU in its place with SGPU_STAND_IN=cpu")
+        if not stock.many:
+            simulate = f"SGPU_SIMULATE={asked}:{max(8, placement.ranks)}"
+            ways.insert(-1, f"simulate devices on this machine's pool with {simulate}")
+    ways[-1] = f"or {ways[-1]}"
+    ways[0] = ways[0][0].upper() + ways[0][1:]
+    set_so = " `%env NAME=VALUE` sets a variable in a notebook." if asked != CPU else ""
+    return Refusal(
+        "UsageError",
+        f"this pool has no {asked}. It has: {stock.describe()}.{problem} {', '.join(ways)}.{set_so}",
+    )

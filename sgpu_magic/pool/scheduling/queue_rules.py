@@ -1,0 +1,321 @@
+"""In which order waiting runs get devices. Pure.
+
+- Within a line (one device type, or the CPU slots) and a user: first come, first served. A later run that fits may pass
+  an earlier one that does not.
+- Between users: `fair_share`.
+- A run that was first passed over `pass_over_s` ago lets no later run of its user pass any more, so that what becomes
+  free is kept for it; unless it could not run here even if nothing else did. So does a user's first one with all other
+  users once their later runs have got devices before it for so long; where it needs one node, only that is kept.
+- What there is not, but may be brought by an autoscaler, is asked for with a lease that has no devices yet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from sgpu_magic.pool.scheduling import session_rules
+from sgpu_magic.pool.scheduling.capacity import Line
+from sgpu_magic.pool.scheduling.cost_rules import CostRules
+from sgpu_magic.pool.scheduling.costs import Tariff
+from sgpu_magic.pool.scheduling.fair_share import FairShare
+from sgpu_magic.pool.scheduling.placement import Room
+from sgpu_magic.pool.scheduling.placement_request import Want
+from sgpu_magic.pool.scheduling.run_table import RunTable
+from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun
+from sgpu_magic.pool.scheduling.stimuli import Instruction, LaunchRun
+from sgpu_magic.pool.scheduling.waiting_words import Keepers, waited_in_vain
+from sgpu_magic.wire.devices import Inventory
+
+Waiting = list[tuple[ScheduledRun, Want]]
+
+
+@dataclass(slots=True)
+class _Round:
+    """One line while its devices are given out.
+
+    Args:
+        line: The line.
+        waiting: By user, those that wait in it and were not looked at yet, the last one first.
+        skipped: By user, those that did not get anything.
+        given: The newest run of each user that got something.
+        unfit: What did not fit, and will not: the room only shrinks.
+        kept: Nodes that are kept for somebody.
+        unaffordable: By type, why none may begin because of the budget, "" where some may.
+    """
+
+    line: Line
+    waiting: dict[str, Waiting] = field(default_factory=dict[str, Waiting])
+    skipped: dict[str, Waiting] = field(default_factory=dict[str, Waiting])
+    given: dict[str, int] = field(default_factory=dict[str, int])
+    unfit: set[Want] = field(default_factory=set[Want])
+    kept: set[str] = field(default_factory=set[str])
+    unaffordable: dict[str, str] = field(default_factory=dict[str, str])
+
+
+class QueueRules:
+    """Decides who gets which devices now.
+
+    Args:
+        table: The scheduler's runs.
+        costs: Say what may not begin now because of the budget.
+        tariff: The pool's prices.
+        fair: Says whose turn it is.
+        inventory: What the pool has; None while that is not known: nothing is given then.
+        pass_over_s: Seconds from the first time a run is passed over until nothing may pass it.
+    """
+
+    def __init__(
+        self,
+        table: RunTable,
+        costs: CostRules,
+        tariff: Tariff,
+        fair: FairShare,
+        inventory: Inventory | None,
+        pass_over_s: float,
+    ) -> None:
+        self._table = table
+        self._costs = costs
+        self._tariff = tariff
+        self._fair = fair
+        self._pass_over_s = pass_over_s
+        self._leases_given = 0
+        self._room = None if inventory is None else Room(inventory, {}, {})
+        # new processes hold devices of a session that nobody knows: rare, and then all is counted anew each time
+        self._irregular = False
+
+    @property
+    def room(self) -> Room | None:
+        """What is free; None while the pool's devices are not known."""
+        for run, had, has in self._table.take_lease_changes():
+            if run.spec.session:
+                continue
+            if had is not None:
+                self._fair.gave_back(run, had, self._table.now)
+                if self._room is not None:
+                    self._room.release(run.run_id, had)
+            if has is not None:
+                self._fair.took(run, has, self._table.now)
+                if self._room is not None and not self._irregular:
+                    self._room.take(run.run_id, has, self._table.number(run.run_id))
+        if self._room is not None and (self._irregular or self._table.has_lost_session()):
+            self._irregular = self._table.has_lost_session()
+            self._room.empty()
+            self._take_all(self._room)
+        return self._room
+
+    def seen(self, inventory: Inventory) -> bool:
+        """The pool was looked at: what the engine refused may be had again. False when nothing is new."""
+        room = self.room
+        if room is not None and not room.refused and not self._irregular and inventory == room.stock.inventory:
+            return False
+        self._irregular = self._table.has_lost_session()
+        self._room = Room(inventory, {}, {})
+        self._take_all(self._room)
+        return True
+
+    def refused(self, keys: Iterable[str], why: str) -> None:
+        """The engine can't have these devices: they are given to nobody until the pool was looked at again."""
+        room = self.room
+        if room is not None:
+            for key in keys:
+                room.bar(key, why)
+
+    def next_deadline(self, now: float) -> float | None:
+        """When what becomes free begins to be kept for a run that was passed, None when for none more."""
+        kept_from = [
+            since + self._pass_over_s
+            for run in self._table.waiting()
+            for since in (run.passed_at, run.overtaken_at)
+            if since is not None
+        ]
+        return min((time for time in kept_from if time > now), default=None)
+
+    def settle(self, now: float) -> list[Instruction]:
+        """Give out what is free, and end the runs that waited in vain."""
+        out = self._place(now)
+        # a run that gives up may have kept devices for itself: those behind it get their turn
+        while given_up := self._give_up(now):
+            out += given_up
+            out += self._place(now)
+        return out
+
+    def waiting(self) -> dict[Line, Waiting]:
+        """By line, the runs that wait for devices there, in order of submission."""
+        lines: dict[Line, Waiting] = {}
+        for run in self._table.waiting():
+            if run.want is not None:
+                lines.setdefault(run.want.line, []).append((run, run.want))
+        return lines
+
+    def keepers(self, room: Room, lines: dict[Line, Waiting]) -> Keepers:
+        """For whom what becomes free is kept."""
+        of_users: dict[tuple[Line, str], str] = {}
+        of_lines: dict[Line, tuple[str, ...]] = {}
+        nodes: dict[str, str] = {}
+        for line, waiting in lines.items():
+            heads: dict[str, ScheduledRun] = {}
+            for run, want in waiting:
+                user = run.spec.owner.user
+                if (line, user) not in of_users and self._aged(run.passed_at) and room.fits_when_empty(want):
+                    of_users[line, user] = run.run_id
+                if run.overtaken_at is not None and user not in heads and not self._fair.over_quota(run, want):
+                    heads[user] = run
+            first = self._long_overtaken(heads.values(), room)
+            of_lines[line] = tuple(run.run_id for run, _ in first)
+            for run, want in first:
+                node = room.kept_node(want, nodes.values())
+                if node is not None:
+                    nodes[run.run_id] = node
+        return Keepers(of_users, of_lines, nodes)
+
+    # ------------------------------------------------------------ within
+
+    def _take_all(self, room: Room) -> None:
+        for run_id, lease in session_rules.held_leases(self._table.runs.values()).items():
+            room.take(run_id, lease, self._table.number(run_id))
+
+    def _place(self, now: float) -> list[Instruction]:
+        room = self.room
+        if room is None:
+            return []
+        out: dict[int, list[Instruction]] = {}
+        for line, waiting in self.waiting().items():
+            self._place_line(_Round(line), waiting, room, now, out)
+        return [instruction for number in sorted(out) for instruction in out[number]]
+
+    def _place_line(
+        self, line: _Round, waiting: Waiting, room: Room, now: float, out: dict[int, list[Instruction]]
+    ) -> None:
+        for run, want in reversed(waiting):
+            line.waiting.setdefault(run.spec.owner.user, []).append((run, want))
+        several = len(line.waiting) > 1
+        if several and not self._keepers_first(line, room, now, out):
+            return
+        turns = [
+            (self._fair.rank(line.line, user, now), self._number(runs), user)
+            for user, runs in line.waiting.items()
+            if runs
+        ]
+        heapq.heapify(turns)
+        while turns:
+            user = heapq.heappop(turns)[2]
+            if self._serve(line, user, room, now, out) and line.waiting[user]:
+                # what it was given counts already
+                rank = self._fair.rank(line.line, user, now) if several else (0.0, 0.0)
+                heapq.heappush(turns, (rank, self._number(line.waiting[user]), user))
+        if several:
+            self._note_overtaken(line, now)
+
+    def _keepers_first(self, line: _Round, room: Room, now: float, out: dict[int, list[Instruction]]) -> bool:
+        """Serve the first runs of users that were passed for long. False when all that becomes free is theirs."""
+        heads: list[ScheduledRun] = []
+        for runs in line.waiting.values():
+            head = next((run for run, want in reversed(runs) if not self._fair.over_quota(run, want)), None)
+            if head is not None and head.overtaken_at is not None:
+                heads.append(head)
+        for run, want in self._long_overtaken(heads, room):
+            if self._costs.over_budget(want, now):
+                continue
+            user = run.spec.owner.user
+            line.waiting[user].remove((run, want))
+            if self._give(line, run, want, room, now, out):
+                continue
+            line.skipped.setdefault(user, []).append((run, want))
+            node = room.kept_node(want, line.kept)
+            if node is None:
+                return False
+            line.kept.add(node)
+        return True
+
+    def _long_overtaken(self, heads: Iterable[ScheduledRun], room: Room) -> Waiting:
+        aged = [run for run in heads if self._aged(run.overtaken_at)]
+        aged.sort(key=lambda run: (run.overtaken_at or 0.0, self._table.number(run.run_id)))
+        return [(run, run.want) for run in aged if run.want is not None and room.fits_when_empty(run.want)]
+
+    def _serve(self, line: _Round, user: str, room: Room, now: float, out: dict[int, list[Instruction]]) -> bool:
+        """Give the user's next run that fits its devices. False when none is left that may have some."""
+        runs = line.waiting[user]
+        while runs:
+            run, want = runs.pop()
+            if want.device_type not in line.unaffordable:
+                line.unaffordable[want.device_type] = self._costs.over_budget(want, now)
+            if unaffordable := line.unaffordable[want.device_type]:
+                number = self._table.number(run.run_id)
+                out[number] = self._table.give_up(run, unaffordable)
+                continue
+            if not self._fair.over_quota(run, want) and self._give(line, run, want, room, now, out):
+                return True
+            line.skipped.setdefault(user, []).append((run, want))
+            if self._aged(run.passed_at) and room.fits_when_empty(want):
+                runs.clear()
+        return False
+
+    def _give(
+        self, line: _Round, run: ScheduledRun, want: Want, room: Room, now: float, out: dict[int, list[Instruction]]
+    ) -> bool:
+        if want in line.unfit:
+            return False
+        lease = room.grant(want, self._lease_id(run.run_id), without=line.kept)
+        asked = lease is None
+        if lease is None:
+            lease = room.ask(want, self._lease_id(run.run_id))
+        if lease is None:
+            line.unfit.add(want)
+            return False
+        self._leases_given += 1
+        number, user = self._table.number(run.run_id), run.spec.owner.user
+        told = run.told if asked else None
+        hourly = self._tariff.hourly(lease)
+        self._table.put(replace(run, lease=lease, told=told, accepted=True, hourly=hourly, asked=asked))
+        _ = self.room
+        out[number] = [LaunchRun(run.run_id, lease)]
+        line.given[user] = max(line.given.get(user, 0), number)
+        for passed, _ in line.skipped.get(user, ()):
+            passed = self._table.runs[passed.run_id]
+            if passed.passed_at is None and self._table.number(passed.run_id) < number:
+                self._table.put(replace(passed, passed_at=now))
+        return True
+
+    def _note_overtaken(self, line: _Round, now: float) -> None:
+        """The first run of each user that waits on while later ones of others got something has been overtaken."""
+        if not line.given:
+            return
+        for user in line.waiting:
+            newest = max((number for other, number in line.given.items() if other != user), default=0)
+            left = [*line.skipped.get(user, ()), *reversed(line.waiting[user])]
+            left.sort(key=lambda item: self._table.number(item[0].run_id))
+            head = next(
+                (self._table.runs[run.run_id] for run, want in left if not self._fair.over_quota(run, want)), None
+            )
+            if head is not None and head.overtaken_at is None and self._table.number(head.run_id) < newest:
+                self._table.put(replace(head, overtaken_at=now))
+
+    def _give_up(self, now: float) -> list[Instruction]:
+        """End, or not even accept, the runs whose time in the queue is over."""
+        out: list[Instruction] = []
+        room = self.room
+        due = [run for run in self._table.waiting() if run.want is not None and self._is_over(run, now)]
+        if room is None or not due:
+            return out
+        keepers = self.keepers(room, self.waiting())
+        for run in due:
+            if run.want is not None:
+                out += self._table.give_up(run, waited_in_vain(run, run.want, room, keepers))
+        return out
+
+    def _is_over(self, run: ScheduledRun, now: float) -> bool:
+        deadline = self._table.queue_deadline(run)
+        return deadline is not None and now >= deadline
+
+    def _aged(self, since: float | None) -> bool:
+        return since is not None and self._table.now >= since + self._pass_over_s
+
+    def _number(self, runs: Waiting) -> int:
+        return self._table.number(runs[-1][0].run_id)
+
+    def _lease_id(self, run_id: str) -> str:
+        """An id for the next lease; the same stimuli give the same ids."""
+        return hashlib.blake2b(f"{run_id} {self._leases_given}".encode(), digest_size=4).hexdigest()

@@ -1,0 +1,344 @@
+"""The pool's scheduler: typed stimuli in, a list of typed instructions out.
+
+Pure: no clock (every stimulus carries `now`, seconds of any one clock), no socket, no thread. The service
+feeds it what happened and does what it says. In the style of distributed's `worker_state_machine`.
+
+    - What a request means here: `placement_request`. Who gets devices first: `queue_rules` and `fair_share`. What
+      the others are told: `queue_words`.
+    - `LaunchRun` gives the lease, `RunOver` frees it. The run stays queued until the agent's first
+      `RunMoved`; until then the engine may hand the lease back with `LeaseRefused`.
+    - A state changes only with a `MoveRun`, and only along `wire.states.TRANSITIONS`.
+    - Cells of a session wait for it and for each other: `session_rules`.
+    - Runs end at their cost limit, and at the pool's budget: `cost_rules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import msgspec
+
+from sgpu_magic.pool.scheduling import session_rules
+from sgpu_magic.pool.scheduling.capacity import refused_keys
+from sgpu_magic.pool.scheduling.cost_rules import CostRules
+from sgpu_magic.pool.scheduling.costs import Budget, Tariff
+from sgpu_magic.pool.scheduling.fair_share import NO_LIMITS, FairShare
+from sgpu_magic.pool.scheduling.placement_request import STRICT_PACK, Refusal, Want, resolve
+from sgpu_magic.pool.scheduling.queue_rules import QueueRules
+from sgpu_magic.pool.scheduling.queue_words import QueueWords, Told
+from sgpu_magic.pool.scheduling.run_table import RunTable
+from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun, span
+from sgpu_magic.pool.scheduling.stimuli import (
+    CancelRequested,
+    Instruction,
+    InventoryChanged,
+    LaunchRun,
+    LeaseGranted,
+    LeaseRefused,
+    RefuseRun,
+    RunAdopted,
+    RunMoved,
+    RunOver,
+    RunRequeued,
+    RunSubmitted,
+    SessionPaused,
+    Stimulus,
+)
+from sgpu_magic.wire.devices import Inventory, Lease, Placement
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.user_limits import UserLimits
+
+NO_PRICES = Tariff()
+
+
+class Scheduler:
+    """Decides which run gets which devices, and when.
+
+    Args:
+        inventory: What the node has; None holds submitted runs back until the first `InventoryChanged`.
+        pass_over_s: Seconds from the first time a run is passed over until nothing may pass it.
+        tariff: What devices cost.
+        budget: What the pool's runs may cost together, None without a limit; on the stimuli's clock.
+        limits: What each user may have, and who comes first.
+        fair_half_life_s: Seconds after which devices that a user had count half when users share.
+    """
+
+    def __init__(
+        self,
+        inventory: Inventory | None = None,
+        *,
+        pass_over_s: float = 600.0,
+        tariff: Tariff = NO_PRICES,
+        budget: Budget | None = None,
+        limits: UserLimits = NO_LIMITS,
+        fair_half_life_s: float = 3600.0,
+    ) -> None:
+        self._tariff = tariff
+        self._table = RunTable(budget)
+        self._costs = CostRules(self._table, tariff, budget)
+        self._fair = FairShare(limits, fair_half_life_s)
+        self._queue = QueueRules(self._table, self._costs, tariff, self._fair, inventory, pass_over_s)
+        self._words = QueueWords(self._table, self._queue, self._fair)
+        # what requests mean in the inventory as it is
+        self._meant: dict[tuple[Placement, bool], Want | Refusal] = {}
+        self._runs = self._table.runs
+
+    @property
+    def runs(self) -> tuple[ScheduledRun, ...]:
+        """Every run that waits or holds a lease, in order of submission."""
+        return tuple(self._runs.values())
+
+    @property
+    def cpu_slots_free(self) -> int:
+        room = self._queue.room
+        return 0 if room is None else room.cpu_slots_free
+
+    @property
+    def waits_for_devices(self) -> bool:
+        """Whether a run in the queue may get devices when the pool is looked at again."""
+        room = self._queue.room
+        if room is None or not any(run.accepted for run in self._table.waiting()):
+            return False
+        return room.stock.many or any(not line.simulated for line in room.stock.counts)
+
+    def waiting(self) -> dict[str, Told]:
+        """By run that waits, its place in the order in which they would begin and what it waits for, as it is now."""
+        return self._words.now()
+
+    def drop(self, run_id: str) -> None:
+        """Forget a run that the pool could not take."""
+        self._table.drop(run_id)
+
+    def run(self, run_id: str) -> ScheduledRun | None:
+        return self._runs.get(run_id)
+
+    def holder(self, uuid: str) -> str | None:
+        """The run that holds the device `uuid`, None when it is free."""
+        room = self._queue.room
+        return None if room is None else room.holder(uuid)
+
+    def is_open(self, session: str) -> bool:
+        """Whether the session takes cells."""
+        run = self._runs.get(session)
+        return run is not None and session_rules.is_open(run)
+
+    def quiet_until(self, session: str) -> float | None:
+        """When the session ends because nothing runs in it, None while something does, or it never ends so."""
+        run = self._runs.get(session)
+        return None if run is None else session_rules.quiet_until(self._table, run)
+
+    def next_deadline(self) -> float | None:
+        """When `TimePassed` is next useful, None when only events can change anything."""
+        now = self._table.now
+        times = [self._costs.next_deadline(now), self._queue.next_deadline(now), self._words.next_deadline()]
+        times.append(self._table.next_limit())
+        times += [self._table.queue_deadline(run) for run in self._table.who_waits()]
+        times += [session_rules.quiet_until(self._table, session) for session in self._table.sessions()]
+        return min((time for time in times if time is not None), default=None)
+
+    def handle(self, stimulus: Stimulus) -> list[Instruction]:
+        """Take in what happened and return what to do, in this order.
+
+        Stimuli about unknown runs, and reports that came too late to matter, change nothing.
+
+        Raises:
+            ValueError: `RunOver` with a state that is not final.
+        """
+        now = self._table.now = max(self._table.now, stimulus.now)
+        match stimulus:
+            case RunSubmitted(spec=spec):
+                out = self._submit(spec, now)
+            case RunAdopted():
+                out = self._adopt(stimulus)
+            case InventoryChanged(inventory=inventory):
+                out = self._look_again(inventory)
+            case RunMoved(run_id=run_id) if run_id in self._runs:
+                out = self._moved(self._runs[run_id], stimulus, now)
+            case CancelRequested(run_id=run_id, reason=reason) if run_id in self._runs:
+                out = self._table.stop(self._runs[run_id], RunState.CANCELLED, reason)
+            case RunOver(run_id=run_id, state=state) if run_id in self._runs:
+                out = self._over(self._runs[run_id], state)
+            case LeaseRefused(run_id=run_id, uuids=uuids, why=why) if run_id in self._runs:
+                out = self._lease_refused(self._runs[run_id], uuids, why)
+            case LeaseGranted(run_id=run_id, lease=lease) if run_id in self._runs:
+                out = self._lease_granted(self._runs[run_id], lease)
+            case RunRequeued(run_id=run_id, why=why) if run_id in self._runs:
+                out = self._requeued(self._runs[run_id], why)
+            case SessionPaused(session=session, reason=reason) if session in self._runs:
+                out = self._pause(self._runs[session], reason, now)
+            case _:
+                out = []
+        return out + self._settle(now)
+
+    # ------------------------------------------------------------ one method per stimulus
+
+    def _submit(self, spec: RunSpec, now: float) -> list[Instruction]:
+        if spec.run_id in self._runs:
+            message = f"run {spec.run_id} was submitted before; each needs an id of its own."
+            return [RefuseRun(spec.run_id, "UsageError", message)]
+        run = ScheduledRun(spec, submitted_at=now)
+        if spec.session:
+            refusal = session_rules.refusal(spec, self._runs.get(spec.session))
+            if refusal is not None:
+                return [RefuseRun(spec.run_id, refusal.error, refusal.message)]
+            self._table.put(run)
+            return []
+        if self._queue.room is None:
+            self._table.put(run)
+            return []
+        return self._judge(run)
+
+    def _adopt(self, adopted: RunAdopted) -> list[Instruction]:
+        if adopted.spec.run_id not in self._runs:
+            run = ScheduledRun(
+                adopted.spec,
+                submitted_at=adopted.metered_at,
+                state=adopted.state,
+                accepted=True,
+                lease=adopted.lease,
+                begun=True,
+                metered_at=None if adopted.state is RunState.PREPARING else adopted.metered_at,
+                quiet_since=adopted.now if adopted.state is RunState.RUNNING else None,
+                hourly=None if adopted.spec.session else self._tariff.hourly(adopted.lease),
+            )
+            self._table.put(self._costs.adopted(run, adopted.now))
+        return []
+
+    def _look_again(self, inventory: Inventory) -> list[Instruction]:
+        if not self._queue.seen(inventory):
+            return []
+        self._meant.clear()
+        return [instruction for run in self._table.waiting() for instruction in self._judge(run)]
+
+    def _judge(self, run: ScheduledRun) -> list[Instruction]:
+        """Give a waiting run its place in a line, a new one when the devices changed under it."""
+        want = self._resolve(run)
+        if isinstance(want, Refusal):
+            if run.want is not None:
+                return []  # its devices went away while it waited and may come back; its reason says so
+            return self._table.refuse(run, want.error, want.message)
+        if run.want is None:
+            refusal = self._costs.refusal(run.spec, want) or self._fair.refusal(run.spec, want)
+            if refusal is not None:
+                return self._table.refuse(run, refusal.error, refusal.message)
+        elif run.want == want:
+            return []
+        if run.want is not None and run.want.line != want.line:
+            run = replace(run, passed_at=None, overtaken_at=None)
+        self._table.put(replace(run, want=want))
+        return []
+
+    def _resolve(self, run: ScheduledRun) -> Want | Refusal:
+        room, placement = self._queue.room, run.spec.placement
+        if room is None:
+            raise RuntimeError("no request means anything before the pool's devices are known")
+        is_session = room.stock.many and session_rules.is_session(run)
+        if is_session and (refusal := session_rules.on_nodes(run.spec)) is not None:
+            return refusal
+        key = (placement, is_session)
+        if key in self._meant:
+            return self._meant[key]
+        if is_session:
+            placement = msgspec.structs.replace(placement, strategy=STRICT_PACK)
+        # where the pool chooses by memory, what is free counts, and where it waits already
+        by_need = bool(placement.min_memory_bytes)
+        before = None if run.want is None else run.want.line
+        free, tariff = (room.free, self._tariff) if by_need else (None, NO_PRICES)
+        meant = resolve(placement, room.stock, tariff=tariff, free=free, before=before)
+        if is_session and isinstance(meant, Refusal):
+            anywhere = resolve(run.spec.placement, room.stock)
+            meant = meant if isinstance(anywhere, Refusal) else session_rules.too_large(anywhere, room.stock)
+        if not by_need:
+            self._meant[key] = meant
+        return meant
+
+    def _moved(self, run: ScheduledRun, moved: RunMoved, now: float) -> list[Instruction]:
+        if run.lease is None or moved.state is RunState.QUEUED:
+            return []
+        quiet_since = now if moved.state is RunState.RUNNING else run.quiet_since
+        reason = run.reason or moved.reason
+        if run.asked:
+            run = replace(run, asked=False, told=None)
+        self._table.put(replace(run, begun=True, quiet_since=quiet_since, reason=reason, unstopped=moved.unstopped))
+        return self._table.move(run.run_id, moved.state)
+
+    def _pause(self, session: ScheduledRun, reason: str, now: float) -> list[Instruction]:
+        quiet_since = None if session.quiet_since is None else now
+        self._table.put(replace(session, paused=reason, quiet_since=quiet_since))
+        return []
+
+    def _over(self, run: ScheduledRun, state: RunState) -> list[Instruction]:
+        if not state.is_final:
+            raise ValueError(f"run {run.run_id} can't be over as {state!r}: a final state is needed")
+        return self._table.over(run, state)
+
+    def _lease_refused(self, run: ScheduledRun, uuids: Collection[str], why: str) -> list[Instruction]:
+        if run.lease is None or run.begun:
+            return []
+        room = self._queue.room
+        self._queue.refused(refused_keys(run.lease, uuids, None if room is None else room.stock), why)
+        run = replace(run, lease=None, hourly=None, asked=False)
+        self._table.put(run)
+        return [] if run.stopping_as is None else self._table.end(run, run.stopping_as, "")
+
+    def _lease_granted(self, run: ScheduledRun, lease: Lease) -> list[Instruction]:
+        if run.lease is None or run.spec.session:
+            return []
+        self._table.put(replace(run, lease=lease, asked=False, told=None, hourly=self._tariff.hourly(lease)))
+        return []
+
+    def _requeued(self, run: ScheduledRun, why: str) -> list[Instruction]:
+        if run.lease is None or run.spec.session:
+            return []
+        if run.state.is_final:
+            return self._table.over(run, run.state)
+        if run.stopping_as is not None:
+            # nobody wants it again, and no rank is left that could say so
+            self._table.put(replace(run, lease=None))
+            return self._table.end(self._runs[run.run_id], run.stopping_as, run.reason)
+        return self._table.requeue(run, why)
+
+    # ------------------------------------------------------------ what follows from every stimulus
+
+    def _settle(self, now: float) -> list[Instruction]:
+        return [
+            *self._settle_times(now),
+            *self._costs.settle(now),
+            *self._settle_cells(now),
+            *self._queue.settle(now),
+            *self._words.tell(now),
+        ]
+
+    def _settle_times(self, now: float) -> list[Instruction]:
+        out: list[tuple[int, list[Instruction]]] = []
+        for run in self._table.over_time():
+            reason = f"its time limit of {span(run.spec.timeout_s)} is over"
+            out.append((self._table.number(run.run_id), self._table.stop(run, RunState.TIMED_OUT, reason)))
+        for session in self._table.sessions():
+            quiet_until = session_rules.quiet_until(self._table, session)
+            if quiet_until is not None and now >= quiet_until:
+                number = self._table.number(session.run_id)
+                out.append((number, self._table.stop(session, RunState.CANCELLED, session_rules.too_quiet(session))))
+        for run in self._table.asked_too_long():
+            reason = f"the cluster brought nothing within {span(run.spec.wait_s or 0.0)}"
+            out.append((self._table.number(run.run_id), self._table.stop(run, RunState.FAILED, reason)))
+        return [instruction for _, each in sorted(out, key=lambda item: item[0]) for instruction in each]
+
+    def _settle_cells(self, now: float) -> list[Instruction]:
+        """Let cells of sessions begin, give up, or end with their session."""
+        out: list[Instruction] = []
+        for session in [run for run in self._table.sessions() if not session_rules.is_open(run)]:
+            out += self._table.end_cells(session)
+        for cell in self._table.waiting_cells():
+            session = self._runs[cell.spec.session]
+            why = session_rules.obstacle(self._table, cell, session)
+            deadline = self._table.queue_deadline(cell)
+            if not why and session.lease is not None:
+                lease = session_rules.share(session.lease, cell.spec)
+                self._table.put(replace(cell, lease=lease, told=None, accepted=True))
+                out.append(LaunchRun(cell.run_id, lease))
+            elif deadline is not None and now >= deadline:
+                out += self._table.give_up(cell, session_rules.waited_in_vain(cell, why))
+        return out
