@@ -20,7 +20,7 @@ from sgpu_magic.views.pool_words import (
     idle_words,
     problem_words,
 )
-from sgpu_magic.views.run_names import run_name
+from sgpu_magic.views.run_notes import run_name
 from sgpu_magic.views.units import count_of
 from sgpu_magic.wire import ids
 from sgpu_magic.wire.device_types import CPU

@@ -8,8 +8,8 @@ from sgpu_magic.runs.choice import default_choice
 from sgpu_magic.runs.environment_report import report
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.workplace import Workplace
-from sgpu_magic.views.environment import environment_text
-from sgpu_magic.views.status import status_text
+from sgpu_magic.views.pool_tables import status_text
+from sgpu_magic.views.tables import environment_text
 
 _NO_CHOICE = "this notebook asks for nothing of its own: runs get what the pool and the settings choose."
 _NO_POOL = "no pool is running; the first run starts it."

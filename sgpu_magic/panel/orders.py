@@ -14,7 +14,7 @@ from sgpu_magic.panel.drawing import as_sentence
 from sgpu_magic.panel.messages import CancelRun, PanelOrder, Rest, Said, StartPool, Told, Watch
 from sgpu_magic.panel.picture import PoolsTold
 from sgpu_magic.panel.watcher import PoolWatcher, Watchers
-from sgpu_magic.views.run_names import stop_words
+from sgpu_magic.views.run_notes import stop_words
 from sgpu_magic.wire.ids import is_valid_id, short
 
 STARTED = "The pool is running."

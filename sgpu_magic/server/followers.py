@@ -14,12 +14,12 @@ from sgpu_magic.files.event_log import EventFile
 from sgpu_magic.server.elsewhere import Elsewhere
 from sgpu_magic.server.outputs import Output, cell_outputs, rich_outputs
 from sgpu_magic.server.run_places import RunPlace, run_here
+from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.answers import Answers
 from sgpu_magic.views.live.feed import Feed
 from sgpu_magic.views.live.log_reader import LogReader
 from sgpu_magic.views.live.messages import Answer, NewLines, Question
 from sgpu_magic.views.live.picture import Snapshot
-from sgpu_magic.views.view import RunView
 from sgpu_magic.wire.events import Detached, DisplayPublished, Event, EventBody, Noted, OutputCleared, RunEnded
 from sgpu_magic.wire.ids import is_valid_id, short
 from sgpu_magic.wire.records import Failure

@@ -9,21 +9,37 @@ from dataclasses import replace
 from html import escape
 
 from sgpu_magic.views import ansi
-from sgpu_magic.views.cost import billed_text, cost_text
 from sgpu_magic.views.failure import other_lines
-from sgpu_magic.views.heading import attempt_text, mark_text, place_words, returned_text, shipped_text
+from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html_failure import failure_html, stall_html
 from sgpu_magic.views.html_ranks import ended_ranks_html, live_ranks_html
 from sgpu_magic.views.html_style import ACCENT, BAD, BOX, FAINT, GOOD, LINE, PANEL, PRE, SOFT, WARN, safe
-from sgpu_magic.views.items import DisplayItem, GapItem, LineItem, display_text, gap_lines, trim
-from sgpu_magic.views.measured import busy_text, idle_lines
-from sgpu_magic.views.quiet import is_quiet, quiet_html
-from sgpu_magic.views.segments import TextSegment, segments
-from sgpu_magic.views.session_words import session_meta, standing_warnings
-from sgpu_magic.views.state_words import Tone, state_word
-from sgpu_magic.views.surroundings import label_text, packages_text, tracked_link, tracked_text
+from sgpu_magic.views.output_items import (
+    DisplayItem,
+    GapItem,
+    LineItem,
+    TextSegment,
+    display_text,
+    gap_lines,
+    segments,
+    trim,
+)
+from sgpu_magic.views.session_words import is_quiet, quiet_html, session_meta, standing_warnings
 from sgpu_magic.views.units import count_of, format_clock, format_seconds, format_span
-from sgpu_magic.views.view import RunView
+from sgpu_magic.views.usage_words import billed_text, busy_text, cost_text, idle_lines
+from sgpu_magic.views.words import (
+    Tone,
+    attempt_text,
+    label_text,
+    mark_text,
+    packages_text,
+    place_words,
+    returned_text,
+    shipped_text,
+    state_word,
+    tracked_link,
+    tracked_text,
+)
 from sgpu_magic.wire.states import RunState
 
 __all__ = ["render_html", "render_segment_html", "segments"]

@@ -8,6 +8,7 @@ from heapq import merge
 
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.views import ansi
+from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.feed import Feed
 from sgpu_magic.views.live.line_text import json_bytes
 from sgpu_magic.views.live.log_order import Piece
@@ -32,7 +33,6 @@ from sgpu_magic.views.live.messages import (
     TextAnswer,
 )
 from sgpu_magic.views.units import format_ranks
-from sgpu_magic.views.view import RunView
 
 _MAX_JSON_BYTES = 60_000
 _MAX_SOUGHT_CHARS = 1000

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from msgspec.structs import replace
 
-from sgpu_magic.views.failure_form import FormLine, failure_form
-from sgpu_magic.views.live.picture import FailureBlock, FailureLine, MemoryBlock, MemoryCard, MemoryTensor
-from sgpu_magic.views.memory import RANK_HEADS, TITLE, memory_table
-from sgpu_magic.views.view import RunView
+from sgpu_magic.views.failure_text import failure_block
+from sgpu_magic.views.fold import RunView
+from sgpu_magic.views.live.picture import FailureBlock, FailureLine
 from sgpu_magic.wire.records import Failure
 from sgpu_magic.wire.states import RunState
 
@@ -27,7 +26,7 @@ def first_failure(view: RunView) -> Failure | None:
     return next((failure for failure in told if not failure.is_consequence), told[0] if told else None)
 
 
-def failure_block(view: RunView, failure: Failure | None) -> FailureBlock | None:
+def drawn_failure(view: RunView, failure: Failure | None) -> FailureBlock | None:
     """Return how a failure is drawn, None without one.
 
     Args:
@@ -36,27 +35,9 @@ def failure_block(view: RunView, failure: Failure | None) -> FailureBlock | None
     """
     if failure is None:
         return None
-    form = failure_form(view, failure, _MAX_EXCERPT_CHARS, _MAX_WHOLE_CHARS)
-    return FailureBlock(
-        rank=failure.rank, lines=_cut(form.lines), whole=_cut(form.whole), memory=_memory(view, failure)
-    )
+    block = failure_block(view, failure, _MAX_EXCERPT_CHARS, _MAX_WHOLE_CHARS)
+    return replace(block, lines=_cut(block.lines), whole=_cut(block.whole))
 
 
-def _memory(view: RunView, failure: Failure) -> MemoryBlock | None:
-    table = memory_table(view, failure)
-    if table is None:
-        return None
-    return MemoryBlock(
-        title=TITLE,
-        heads=RANK_HEADS,
-        rows=tuple(
-            MemoryCard(rank=row.rank, cells=row.cells, shares=row.shares, culprit=row.is_culprit) for row in table.rows
-        ),
-        more=table.more,
-        largest=table.largest,
-        tensors=tuple(MemoryTensor(name=tensor.name, cells=tensor.cells) for tensor in table.tensors),
-    )
-
-
-def _cut(lines: Sequence[FormLine]) -> tuple[FailureLine, ...]:
-    return tuple(FailureLine(text=line.text[:_MAX_LINE_CHARS], kind=line.kind) for line in lines)
+def _cut(lines: tuple[FailureLine, ...]) -> tuple[FailureLine, ...]:
+    return tuple(replace(line, text=line.text[:_MAX_LINE_CHARS]) for line in lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from sgpu_magic.views import ansi
-from sgpu_magic.views.lines import MAX_LINE_CHARS, collapse
+from sgpu_magic.views.output import MAX_LINE_CHARS, collapse
 
 MAX_RAW_CHARS = 1 << 18
 """A raw line longer than this, after what `\\r` has begun again is taken away, is told by its log only."""

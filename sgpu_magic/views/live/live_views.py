@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.answers import Answers
 from sgpu_magic.views.live.channels import Channels, Taker
 from sgpu_magic.views.live.feed import Feed
@@ -17,8 +18,7 @@ from sgpu_magic.views.live.log_reader import LogReader
 from sgpu_magic.views.live.rank_widgets import RankWidgets, SessionWidgets, Tell
 from sgpu_magic.views.live.widget_publisher import Surroundings, WidgetPublisher
 from sgpu_magic.views.publisher import Publisher, publisher_for
-from sgpu_magic.views.quiet import is_quiet
-from sgpu_magic.views.view import RunView
+from sgpu_magic.views.session_words import is_quiet
 from sgpu_magic.wire.states import RunKind
 
 # as `jupyter_client.session.Session.msg_id` makes them

@@ -15,8 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from sgpu_magic.views.lines import MAX_LINE_CHARS
 from sgpu_magic.views.live.line_text import cut_line, line_text
+from sgpu_magic.views.output import MAX_LINE_CHARS
 
 _STEP_BYTES = 1 << 16
 _FIND_BYTES = 1 << 20

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from sgpu_magic.views.state_words import Tone
+from sgpu_magic.views.words import Tone
 
 __all__ = [
     "VERSION",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from sgpu_magic.views import ansi
 from sgpu_magic.views.failure import died_of, error_line, last_part
-from sgpu_magic.views.hosts import new_host
+from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.bars import bar_of
-from sgpu_magic.views.live.picture import Curve, RankCard, Tone
-from sgpu_magic.views.session_state import restart_command
+from sgpu_magic.views.live.picture import Curve, RankCard
+from sgpu_magic.views.run_notes import restart_command
 from sgpu_magic.views.usage import Drawn, RankUsage, detail_lines, use_text
-from sgpu_magic.views.view import RunView
+from sgpu_magic.views.words import Tone, new_host
 from sgpu_magic.wire.records import Failure
 from sgpu_magic.wire.states import FailureKind, RunState
 

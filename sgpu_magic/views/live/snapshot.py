@@ -6,22 +6,18 @@ import time
 from collections.abc import Sequence
 
 from sgpu_magic.views import ansi
-from sgpu_magic.views.cost import cost_text, mark
 from sgpu_magic.views.failure import other_lines
-from sgpu_magic.views.failure_form import cut_lines
-from sgpu_magic.views.heading import attempt_text, mark_text
+from sgpu_magic.views.failure_text import cut_lines, stall_lines
+from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.bars import bar_of_all
-from sgpu_magic.views.live.failure_block import failure_block, first_failure
+from sgpu_magic.views.live.failure_block import drawn_failure, first_failure
 from sgpu_magic.views.live.fitting import fitted
 from sgpu_magic.views.live.picture import VERSION, Cost, Link, Snapshot
 from sgpu_magic.views.live.rank_cards import rank_cards
 from sgpu_magic.views.live.words import footer, meta, place, preparing
-from sgpu_magic.views.measured import idle_lines
 from sgpu_magic.views.session_words import standing_warnings
-from sgpu_magic.views.state_words import state_word
-from sgpu_magic.views.surroundings import tracked_link
-from sgpu_magic.views.text import stall_lines
-from sgpu_magic.views.view import RunView
+from sgpu_magic.views.usage_words import cost_text, idle_lines, mark
+from sgpu_magic.views.words import attempt_text, mark_text, state_word, tracked_link
 from sgpu_magic.wire.prices import HOUR_S
 from sgpu_magic.wire.states import RunState
 
@@ -80,7 +76,7 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
                 *map(_plain, notes[-_MAX_NOTES:]),
             ),
             stall=tuple(cut_lines(list(map(ansi.plain, stall_lines(view))), _MAX_STALL_CHARS)),
-            failure=failure_block(view, failure),
+            failure=drawn_failure(view, failure),
             others=tuple(map(_plain, others)),
             footer=tuple(map(_plain, footer(view))),
             tracked=_tracked(view),

@@ -8,15 +8,14 @@ from enum import Enum, auto
 from typing import Any
 
 from sgpu_magic.views.bundle import interrupted_bundle
+from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live import messages
 from sgpu_magic.views.live.answers import Answers
 from sgpu_magic.views.live.channels import Channels
 from sgpu_magic.views.live.feed import Feed
 from sgpu_magic.views.live.messages import Answer, Question
 from sgpu_magic.views.live.rank_widgets import RankWidgets
-from sgpu_magic.views.publisher import MAX_MESSAGES_PER_TICK, NotebookPublisher, Pace
-from sgpu_magic.views.slots import OutputSlots
-from sgpu_magic.views.view import RunView
+from sgpu_magic.views.publisher import MAX_MESSAGES_PER_TICK, NotebookPublisher, OutputSlots, Pace
 from sgpu_magic.wire.events import Event
 
 HELLO_S = 5.0

@@ -5,20 +5,22 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sgpu_magic.config import SEVEN_DAYS_S
-from sgpu_magic.views.cost import billed_text
-from sgpu_magic.views.heading import (
+from sgpu_magic.views.fold import RunView
+from sgpu_magic.views.session_words import session_meta
+from sgpu_magic.views.units import format_clock, format_seconds
+from sgpu_magic.views.usage_words import billed_text, busy_text
+from sgpu_magic.views.words import (
     device_words,
+    label_text,
+    packages_text,
     place_words,
     ranks_text,
     returned_text,
     session_text,
     shipped_text,
+    tracked_link,
+    tracked_text,
 )
-from sgpu_magic.views.measured import busy_text
-from sgpu_magic.views.session_words import session_meta
-from sgpu_magic.views.surroundings import label_text, packages_text, tracked_link, tracked_text
-from sgpu_magic.views.units import format_clock, format_seconds
-from sgpu_magic.views.view import RunView
 from sgpu_magic.wire.states import RunState
 
 

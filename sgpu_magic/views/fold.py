@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.views.failure import attempt_note
-from sgpu_magic.views.items import DisplayItem, GapItem, Item, LineItem
 from sgpu_magic.views.output import RunOutput
+from sgpu_magic.views.output_items import DisplayItem, GapItem, Item, LineItem
 from sgpu_magic.views.rank_models import RankModels
-from sgpu_magic.views.run_names import run_name
-from sgpu_magic.views.session_state import SessionState, renewal_note, restart_note, unstopped_note
+from sgpu_magic.views.run_notes import SessionState, renewal_note, restart_note, run_name, unstopped_note
 from sgpu_magic.views.usage import RunUsage
 from sgpu_magic.wire import ids
 from sgpu_magic.wire.devices import Lease

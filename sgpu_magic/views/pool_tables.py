@@ -6,20 +6,23 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from sgpu_magic.views import nodes
-from sgpu_magic.views.html_style import LINE, PANEL, SANS, SOFT, WARN
+from sgpu_magic.views.html_style import LINE, PANEL, SANS, SOFT, WARN, safe
 from sgpu_magic.views.pool_words import (
     HOLDING,
+    NODE_HEADS,
+    NODE_RIGHT,
     budget_words,
     device_holders,
     device_name,
     failure_line,
     idle_words,
+    node_rows,
     outside_words,
     problem_words,
+    type_words,
 )
 from sgpu_magic.views.session_words import idle_since
-from sgpu_magic.views.tables import Row, aligned, safe, table
+from sgpu_magic.views.tables import Row, aligned, sentences, table, titled_box
 from sgpu_magic.views.units import TIMES, count_of, format_clock, format_seconds
 from sgpu_magic.wire import ids
 from sgpu_magic.wire.devices import Device
@@ -70,16 +73,10 @@ def status_text(status: PoolStatus, now: float | None = None, notice: str = "") 
 
 def status_html(status: PoolStatus, now: float | None = None, notice: str = "") -> str:
     """Return the pool as tables with inline style; arguments as for `status_text`."""
-    name, _, rest = _headline(status).partition(" · ")
-    parts = [
-        f'<div style="padding:6px 12px;background:{PANEL};border-bottom:1px solid {LINE}">'
-        f'<b style="font-weight:600">{safe(name)}</b> <span style="{SOFT}">{safe(rest)}</span></div>'
-    ]
     now = time.time() if now is None else now
     quiet = [*_of_types(status), *_waiting(status), *idle_words(status, now), *budget_words(status, nearly_used=False)]
     loud = [*_remarks(status), *([notice] if notice else [])]
-    parts += [f'<div style="padding:3px 12px">{safe(line)}</div>' for line in quiet]
-    parts += [f'<div style="padding:3px 12px;color:{WARN}">{safe(line)}</div>' for line in loud]
+    parts = [sentences(quiet), sentences(loud, f"color:{WARN}")]
     (heads, *devices), right = _devices(status)
     runs = _run_rows(status, now)
     if devices:
@@ -88,11 +85,9 @@ def status_html(status: PoolStatus, now: float | None = None, notice: str = "") 
         (heads, *rows), right = _with_heads(runs, users=_several_users(status))
         parts.append(table(heads, rows, right=right))
     else:
-        parts.append(f'<div style="padding:3px 12px;{SOFT}">no runs yet</div>')
-    return (
-        f'<div style="display:inline-block;min-width:420px;max-width:100%;border:1px solid {LINE};'
-        f'border-radius:6px;overflow:auto;{SANS};font-size:13px;line-height:1.45">{"".join(parts)}</div>'
-    )
+        parts.append(sentences(["no runs yet"], SOFT))
+    name, _, rest = _headline(status).partition(" · ")
+    return titled_box(name, rest, "".join(parts))
 
 
 def away_text(name: str, why: str) -> str:
@@ -160,7 +155,7 @@ def _remarks(status: PoolStatus) -> list[str]:
 
 
 def _of_types(status: PoolStatus) -> list[str]:
-    return nodes.type_words(status) if _has_nodes(status) else []
+    return type_words(status) if _has_nodes(status) else []
 
 
 def _has_nodes(status: PoolStatus) -> bool:
@@ -170,7 +165,7 @@ def _has_nodes(status: PoolStatus) -> bool:
 def _devices(status: PoolStatus) -> tuple[list[Row], tuple[int, ...]]:
     """Return what there is below its heads, and the columns that stand at the right; of many nodes a row each."""
     if _has_nodes(status):
-        return [nodes.HEADS, *nodes.node_rows(status)], nodes.RIGHT
+        return [NODE_HEADS, *node_rows(status)], NODE_RIGHT
     return [("device", "use", "memory", "run"), *_device_rows(status)], (1, 2)
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sgpu_magic.views.items import (
+from sgpu_magic.views.output_items import (
     HEAD_SHARE,
     LINE_OVERHEAD,
     DisplayItem,
