@@ -17,7 +17,7 @@ from sgpu_magic.panel import messages as panel_messages
 from sgpu_magic.panel import notebook as panel_notebook
 from sgpu_magic.panel import picture as panel_picture
 from sgpu_magic.runs.choice import schema as choice
-from sgpu_magic.views.live import messages, picture
+from sgpu_magic.views.live import messages, schema
 
 STATIC = ROOT / "sgpu_magic" / "static"
 # every widget carries its view to the page: with the table of an out-of-memory 67 kB, a third of that compressed
@@ -27,11 +27,11 @@ MOST_BYTES = {"run_view.js": 70_000, "panel.js": 82_000}
 # ------------------------------------------------------------------ records
 
 
-def record_types(*modules: types.ModuleType) -> list[type[picture.Message]]:
+def record_types(*modules: types.ModuleType) -> list[type[schema.Message]]:
     return [
         kind
         for kind in {name: each for module in modules for name, each in vars(module).items()}.values()
-        if isinstance(kind, type) and issubclass(kind, picture.Message) and kind is not picture.Message
+        if isinstance(kind, type) and issubclass(kind, schema.Message) and kind is not schema.Message
     ]
 
 
@@ -48,7 +48,7 @@ def choices(hint: Any) -> list[object]:
     """Return a value of each sort that a field may have: every literal, None where it may be absent."""
     if hint in _SCALARS:
         return _SCALARS[hint]
-    if isinstance(hint, type) and issubclass(hint, picture.Message):
+    if isinstance(hint, type) and issubclass(hint, schema.Message):
         return [samples(hint)[0]]  # the other ones stand under its own name
     arguments = get_args(hint)
     match get_origin(hint):
@@ -64,7 +64,7 @@ def choices(hint: Any) -> list[object]:
             raise TypeError(f"no sample of {hint}")
 
 
-def samples(cls: type[picture.Message]) -> list[picture.Message]:
+def samples(cls: type[schema.Message]) -> list[schema.Message]:
     """Return records of a class: one, then one for each other choice of each of its fields."""
     sorts = {name: choices(hint) for name, hint in get_type_hints(cls).items() if name in cls.__struct_fields__}
     first = cls(**{name: values[0] for name, values in sorts.items()})
@@ -72,7 +72,7 @@ def samples(cls: type[picture.Message]) -> list[picture.Message]:
     return [first, *(msgspec.structs.replace(first, **change) for change in changes)]
 
 
-def golden_text(constants: dict[str, object], kinds: list[type[picture.Message]]) -> str:
+def golden_text(constants: dict[str, object], kinds: list[type[schema.Message]]) -> str:
     """Return constants and samples of records as a file's text: a line for each sample, as changes are read."""
     written: dict[str, list[object]] = {}
     for cls in kinds:
@@ -96,8 +96,8 @@ def check_golden(golden: Path, text: str, twins: str) -> None:
 def test_the_golden_records_that_the_front_end_reads_are_what_python_writes() -> None:
     """`labextension/test/messages.test.ts` checks its twins of the records against this file."""
     names = ("VERSION", "MAX_LINES", "MAX_MATCHES", "MAX_LOG_BYTES")
-    constants = {name: getattr(picture if hasattr(picture, name) else messages, name) for name in names}
-    check_golden(GOLDEN, golden_text(constants, record_types(picture, messages)), "run_view/messages.ts")
+    constants = {name: getattr(schema if hasattr(schema, name) else messages, name) for name in names}
+    check_golden(GOLDEN, golden_text(constants, record_types(schema, messages)), "run_view/messages.ts")
 
 
 def test_the_golden_records_that_the_panel_reads_are_what_python_writes() -> None:

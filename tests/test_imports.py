@@ -51,8 +51,8 @@ HEAVY_OWNERS: dict[str, set[str]] = {
     "pynvml": {"agent/watch/nvml.py"},
     "IPython": {"magics", "views", "runs/notices.py", "worker", "payload/names.py"},
     "ipykernel": {"magics", "views", "worker"},
-    "anywidget": {"views/live/keyed_widget.py"},
-    "ipywidgets": {"views/live/keyed_widget.py"},
+    "anywidget": {"views/live/widgets.py"},
+    "ipywidgets": {"views/live/widgets.py"},
     "mlflow": {"tracking"},
 }
 

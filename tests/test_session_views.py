@@ -44,7 +44,7 @@ from sgpu_magic.views.bundle import RUN_MIME, interrupted_bundle, mime_bundle, r
 from sgpu_magic.views.failure_text import memory_lines
 from sgpu_magic.views.html import render_html
 from sgpu_magic.views.live.messages import AskLines, Refusal
-from sgpu_magic.views.live.picture import Snapshot
+from sgpu_magic.views.live.schema import Snapshot
 from sgpu_magic.views.live.snapshot import snapshot_of
 from sgpu_magic.views.output_items import TextSegment, segments
 from sgpu_magic.views.pool_tables import status_html, status_text

@@ -10,7 +10,7 @@ import msgspec
 from sgpu_magic.panel.notebook import KernelPicture, PlanPicture
 from sgpu_magic.panel.picture import PanelTold
 from sgpu_magic.runs.choice.schema import Choice, KeptChoice
-from sgpu_magic.views.live.picture import Message
+from sgpu_magic.views.live.schema import Message
 
 PANEL = "panel"
 """The model id of questions that belong to no run's view."""

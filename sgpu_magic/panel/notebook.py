@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from sgpu_magic.runs.choice.schema import Choice
-from sgpu_magic.views.live.picture import Message
+from sgpu_magic.views.live.schema import Message
 
 
 class BaseChoice(Message, frozen=True):

@@ -18,7 +18,7 @@ from sgpu_magic.panel.watcher import Watchers
 
 if TYPE_CHECKING:
     from sgpu_magic.panel.door import Door, Send
-    from sgpu_magic.views.live.channels import Channels
+    from sgpu_magic.views.live.comm import Channels
 
 PATIENCE_S = 90.0
 """A page that says nothing for so long has gone."""

@@ -9,7 +9,7 @@ from importlib import resources
 
 import traitlets
 
-from sgpu_magic.views.live.keyed_widget import KeyedWidget
+from sgpu_magic.views.live.widgets import KeyedWidget
 
 _ESM = resources.files("sgpu_magic").joinpath("static/panel.js").read_text(encoding="utf-8")
 

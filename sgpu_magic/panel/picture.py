@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from sgpu_magic.views.live.picture import Message
+from sgpu_magic.views.live.schema import Message
 
 PoolState = Literal["up", "none", "lost", "other-version", "problem"]
 """`none`: nobody has started it, or it has given its processes back; `lost`: it was there and does not answer."""

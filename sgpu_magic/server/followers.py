@@ -19,7 +19,7 @@ from sgpu_magic.views.live.answers import Answers
 from sgpu_magic.views.live.feed import Feed
 from sgpu_magic.views.live.log_reader import LogReader
 from sgpu_magic.views.live.messages import Answer, NewLines, Question
-from sgpu_magic.views.live.picture import Snapshot
+from sgpu_magic.views.live.schema import Snapshot
 from sgpu_magic.wire.events import Detached, DisplayPublished, Event, EventBody, Noted, OutputCleared, RunEnded
 from sgpu_magic.wire.ids import is_valid_id, short
 from sgpu_magic.wire.records import Failure

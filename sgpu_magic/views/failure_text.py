@@ -20,7 +20,7 @@ from sgpu_magic.views.failure import (
     traceback_body,
 )
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.live.picture import FailureBlock, FailureLine, MemoryBlock, MemoryCard, MemoryTensor
+from sgpu_magic.views.live.schema import FailureBlock, FailureLine, MemoryBlock, MemoryCard, MemoryTensor
 from sgpu_magic.views.stacks import group_lines, group_stacks, summary, verdict
 from sgpu_magic.views.tables import aligned
 from sgpu_magic.views.units import count_of, format_gb, format_seconds

@@ -9,7 +9,7 @@ from html import escape
 from sgpu_magic.views.failure_text import cut_lines, failure_block, stall_lines
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html_style import BAD, LINE, MONO, PRE, SOFT, WARN
-from sgpu_magic.views.live.picture import FailureLine, MemoryBlock, MemoryTensor
+from sgpu_magic.views.live.schema import FailureLine, MemoryBlock, MemoryTensor
 from sgpu_magic.wire.states import FailureKind, RunState
 
 _MAX_EXCERPT_CHARS = 12_000

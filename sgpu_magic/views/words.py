@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.views import ansi
 from sgpu_magic.views.failure import limit_of
 from sgpu_magic.views.fold import RunView
+from sgpu_magic.views.live.schema import Link, Tone
 from sgpu_magic.views.units import TIMES, count_of, format_seconds
 from sgpu_magic.wire import ids
 from sgpu_magic.wire.devices import Lease
@@ -102,6 +103,12 @@ def returned_text(view: RunView) -> str:
     return f"returned {names_text(names)} ({format_bytes(returned_bytes(view))})" if names else ""
 
 
+def values_left_there(view: RunView) -> list[str]:
+    """Return why ranks' last values could not come back."""
+    problems = [result for result in view.results if result.value_problem]
+    return [f"rank {each.rank}'s last value stayed there: {each.value_problem}" for each in problems[:4]]
+
+
 def returned_bytes(view: RunView) -> int:
     """Return the bytes of what was brought back: the first rank's, or every rank's when one name is asked of all."""
     everywhere = view.spec.kind is RunKind.CALL or any(name.all_ranks for name in view.spec.outputs)
@@ -184,9 +191,6 @@ def _share_of(view: RunView, rank: int) -> int:
     return 0
 
 
-Tone = Literal["plain", "busy", "good", "bad", "warn"]
-
-
 class StateWord(NamedTuple):
     """What stands first in a run's header."""
 
@@ -241,13 +245,6 @@ _MAX_URL_CHARS = 2000
 _BEFORE_RANKS = (RunState.QUEUED, RunState.PREPARING)
 
 
-class Link(NamedTuple):
-    """A page, and the words that lead there."""
-
-    text: str
-    url: str
-
-
 def label_text(view: RunView) -> str:
     """Return `packages ai-4`: whose packages the ranks have, "" for the notebook's own."""
     return f"packages {view.spec.environment_label}" if view.spec.environment_label else ""
@@ -278,7 +275,7 @@ def tracked_link(view: RunView) -> Link | None:
     if tracked is None or not _is_page(tracked.url):
         return None
     where = f"{tracked.experiment}/{view.name}" if tracked.experiment else tracked.mlflow_run_id
-    return Link(f"MLflow run {where}", tracked.url)
+    return Link(text=f"MLflow run {where}", url=tracked.url)
 
 
 def tracked_text(view: RunView) -> str:

@@ -1,5 +1,5 @@
 /**
- * The records between a run's view and what feeds it: twins of `messages.py` and `picture.py` in `sgpu_magic/views/live`, where they are described.
+ * The records between a run's view and what feeds it: twins of `messages.py` and `schema.py` in `sgpu_magic/views/live`, where they are described.
  *
  * Types and run-time checks come from one declaration each. A test checks samples of every record that Python writes.
  */

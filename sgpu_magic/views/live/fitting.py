@@ -6,8 +6,8 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from sgpu_magic.views.live.line_text import json_bytes
-from sgpu_magic.views.live.picture import Curve, FailureLine, RankCard, Snapshot
+from sgpu_magic.views.live.messages import json_bytes
+from sgpu_magic.views.live.schema import Curve, FailureLine, RankCard, Snapshot
 
 MAX_SNAPSHOT_BYTES = 60_000
 # the rest is for the cards

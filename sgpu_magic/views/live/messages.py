@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sgpu_magic.views.live.picture import Message, Snapshot
+from sgpu_magic.views.live.schema import Message, Snapshot
 
 LineRow = tuple[int, int, str]
 """One line of the log: its rank, its number in the rank's log (from 0), its text with colour codes."""
@@ -187,6 +187,11 @@ _encoder = msgspec.json.Encoder()
 def to_json(message: Message) -> bytes:
     """Return a record as JSON."""
     return _encoder.encode(message)
+
+
+def json_bytes(value: object) -> int:
+    """Return how long a value is as JSON."""
+    return len(_encoder.encode(value))
 
 
 def to_builtins(message: Message) -> dict[str, object]:

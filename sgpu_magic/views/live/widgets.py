@@ -1,4 +1,7 @@
-"""What our ipywidgets share: a model id that questions over the control channel name, and a whole end."""
+"""The ipywidget of a run's live view, and what the panel's shares with it.
+
+To import it takes some 50 ms, which no cell is to wait for.
+"""
 
 # ipywidgets declares few types
 # pyright: reportUnknownMemberType=false, reportMissingTypeStubs=false, reportUnknownVariableType=false
@@ -7,6 +10,7 @@
 from __future__ import annotations
 
 import uuid
+from importlib import resources
 from typing import Any
 
 import anywidget
@@ -48,3 +52,18 @@ class KeyedWidget(anywidget.AnyWidget):
         layout = self.layout
         super().close()
         layout.close()
+
+
+_ESM = resources.files("sgpu_magic").joinpath("static/run_view.js").read_text(encoding="utf-8")
+
+
+class RunViewWidget(KeyedWidget):
+    """What the browser knows of a run: the last snapshot and how to ask. Lines go as messages of their own.
+
+    Args:
+        snapshot: `live.picture.Snapshot` as JSON.
+    """
+
+    # text and not a Path: anywidget would watch the file
+    _esm = traitlets.Unicode(_ESM).tag(sync=True)
+    snapshot = traitlets.Dict().tag(sync=True)

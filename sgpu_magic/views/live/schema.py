@@ -6,27 +6,10 @@ from typing import Literal
 
 import msgspec
 
-from sgpu_magic.views.words import Tone
-
-__all__ = [
-    "VERSION",
-    "Bar",
-    "Cost",
-    "Curve",
-    "FailureBlock",
-    "FailureLine",
-    "Link",
-    "MemoryBlock",
-    "MemoryCard",
-    "MemoryTensor",
-    "Message",
-    "RankCard",
-    "Snapshot",
-    "Tone",
-]
-
 VERSION = 3
 """Of these records. A front end draws only its own version."""
+
+Tone = Literal["plain", "busy", "good", "bad", "warn"]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
