@@ -14,8 +14,7 @@ import pytest
 from npm_packages import GOLDEN, PANEL_GOLDEN, ROOT, SOURCES, npm
 
 from sgpu_magic.panel import messages as panel_messages
-from sgpu_magic.panel import notebook as panel_notebook
-from sgpu_magic.panel import picture as panel_picture
+from sgpu_magic.panel import schema as panel_schema
 from sgpu_magic.runs.choice import schema as choice
 from sgpu_magic.views.live import messages, schema
 
@@ -104,11 +103,11 @@ def test_the_golden_records_that_the_panel_reads_are_what_python_writes() -> Non
     """`labextension/test/panel_messages.test.ts` checks its twins of the records against this file."""
     constants: dict[str, object] = {
         "VERSION": choice.VERSION,
-        "MAX_RUNS": panel_picture.MAX_RUNS,
+        "MAX_RUNS": panel_schema.MAX_RUNS,
         "PANEL": panel_messages.PANEL,
         "CHOICE_KEY": choice.CHOICE_KEY,
     }
-    kinds = record_types(panel_picture, choice, panel_notebook, panel_messages)
+    kinds = record_types(panel_schema, choice, panel_messages)
     check_golden(PANEL_GOLDEN, golden_text(constants, kinds), "panel/messages.ts")
 
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sgpu_magic.panel.notebook import KernelPicture, PlanPicture
-from sgpu_magic.panel.picture import PanelTold
+from sgpu_magic.panel.schema import KernelPicture, PanelTold, PlanPicture
 from sgpu_magic.runs.choice.schema import Choice, KeptChoice
 from sgpu_magic.views.live.schema import Message
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from sgpu_magic.panel.messages import Said, Told
-from sgpu_magic.panel.picture import PoolsTold, PoolTold, RunRow, RunsTold
+from sgpu_magic.panel.schema import PoolsTold, PoolTold, RunRow, RunsTold
 
 _MAX_SAID = 100
 

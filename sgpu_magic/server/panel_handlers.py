@@ -25,7 +25,7 @@ from tornado.websocket import WebSocketClosedError, WebSocketHandler
 
 from sgpu_magic.panel.messages import PanelOrder, Rest, Said, Told, Watch, orders
 from sgpu_magic.panel.orders import Page, obey_once, pools_told
-from sgpu_magic.panel.watcher import Watchers, whole
+from sgpu_magic.panel.watch import Watchers, whole
 from sgpu_magic.server.outbox import Outbox
 
 # who may see a kernel may see its pool, and who may interrupt it may cancel runs

@@ -1,5 +1,5 @@
 /**
- * The records of the environment panel: twins of `picture.py`, `notebook.py` and `messages.py` in `sgpu_magic/panel`, where they are
+ * The records of the environment panel: twins of `schema.py` and `messages.py` in `sgpu_magic/panel`, where they are
  * described.
  *
  * A test checks samples of every record that Python writes.

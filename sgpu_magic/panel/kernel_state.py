@@ -1,4 +1,4 @@
-"""A kernel's state as a panel draws it: its choice, its packages, its sessions."""
+"""A kernel's state as a panel draws it, and as text where none can be shown: its choice, its packages, its sessions."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from sgpu_magic import __version__
+from sgpu_magic.client.pools import PATIENCE_S
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.packages import bases, saved, snapshot
@@ -20,15 +21,17 @@ from sgpu_magic.packages.distributions import Snapshot, normalised
 from sgpu_magic.packages.mismatches import find_mismatches
 from sgpu_magic.packages.requirement_files import name_of, version_of
 from sgpu_magic.packages.travel_checks import packages_of
-from sgpu_magic.panel.notebook import BaseChoice, KernelPicture, PackageLine, SessionPicture
+from sgpu_magic.panel.schema import BaseChoice, KernelPicture, PackageLine, SessionPicture
 from sgpu_magic.runs.choice import default_choice
 from sgpu_magic.runs.choice.keeper import Held, label_of, words_of
 from sgpu_magic.runs.choice.packages import Base, base_of, base_versions, problem_of_base
 from sgpu_magic.runs.choice.schema import VERSION, Choice
-from sgpu_magic.runs.environment_report import since_connected, stale_words
+from sgpu_magic.runs.environment_report import report, since_connected, stale_words
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.workplace import Workplace
+from sgpu_magic.views.pool_tables import status_text
+from sgpu_magic.views.tables import environment_text
 from sgpu_magic.views.units import count_of
 
 OWN_PACKAGES = "this notebook's packages"
@@ -200,3 +203,21 @@ def _sessions() -> list[SessionPicture]:
 def _words(session: Session) -> str:
     kind = label_of(session.device_type)
     return f"{session.ranks} on {kind}" if kind else count_of(session.ranks, "rank")
+
+
+_NO_CHOICE = "this notebook asks for nothing of its own: runs get what the pool and the settings choose."
+_NO_POOL = "no pool is running; the first run starts it."
+
+
+def panel_text(place: Workplace) -> str:
+    """Return the pool, the notebook's choice and its packages. Starts no pool."""
+    name = default_choice.pool_name(place)
+    try:
+        looked_at = place.pools.named(name)
+        status = looked_at.status(recent=5, start=False, timeout_s=PATIENCE_S)
+        pool = _NO_POOL if status is None else status_text(status, notice=looked_at.notice)
+    except SgpuError as error:
+        pool = error.message
+    choice = default_choice.held_words(default_choice.keeper(place).now(), name) or _NO_CHOICE
+    packages = environment_text(report(place.current_settings(), registry.all_sessions()))
+    return "\n\n".join((pool.rstrip(), choice, packages.rstrip()))

@@ -16,9 +16,9 @@ from sgpu_magic.runs.notebook import kernel_id, notebook_name
 from sgpu_magic.runs.workplace import Workplace
 
 if TYPE_CHECKING:
-    from sgpu_magic.panel.desk import Desk
+    from sgpu_magic.panel.kernel_actions import KernelActions
     from sgpu_magic.panel.panel_view import PanelView
-    from sgpu_magic.panel.watcher import Watchers
+    from sgpu_magic.panel.watch import Watchers
 
 Send = Callable[[dict[str, Any]], None]
 
@@ -28,7 +28,7 @@ PANEL = "panel"
 _DEEDS = 3
 
 
-class Door:
+class KernelEndpoint:
     """The kernel's half of every panel that looks at it.
 
     Args:
@@ -38,7 +38,7 @@ class Door:
     def __init__(self, place: Workplace) -> None:
         self._place = place
         self._lock = threading.Lock()
-        self._desk: Desk | None = None
+        self._actions: KernelActions | None = None
         self._watchers: Watchers | None = None
         self._views: list[PanelView] = []
         # nobody who looks waits for what somebody does
@@ -60,21 +60,21 @@ class Door:
 
         def work() -> None:
             try:
-                send(self.desk.answered(content, knows_metadata=knows_metadata))
+                send(self.actions.answered(content, knows_metadata=knows_metadata))
             except Exception:  # noqa: BLE001  a thread's top: who asked gets no answer, and the kernel's log says why
                 traceback.print_exc(file=sys.__stderr__)
 
         lane.put(work)
 
     @property
-    def desk(self) -> Desk:
+    def actions(self) -> KernelActions:
         """What answers."""
         with self._lock:
-            if self._desk is None:
-                from sgpu_magic.panel.desk import Desk
+            if self._actions is None:
+                from sgpu_magic.panel.kernel_actions import KernelActions
 
-                self._desk = Desk(self._place)
-            return self._desk
+                self._actions = KernelActions(self._place)
+            return self._actions
 
     def show(self) -> dict[str, object] | None:
         """Open a panel; return the part of a MIME bundle that shows it, None where none can be shown."""
@@ -82,12 +82,11 @@ class Door:
         if live_views.channels is None or not live_views.is_watched:
             return None
         try:
-            from sgpu_magic.panel.panel_widget import PanelWidget
+            from sgpu_magic.panel.panel_view import PanelView, PanelWidget
         except (ImportError, OSError):
             # another version of anywidget than we ask for, or none
             return None
-        from sgpu_magic.panel.panel_view import PanelView
-        from sgpu_magic.panel.watcher import Watchers
+        from sgpu_magic.panel.watch import Watchers
 
         self._views = [view for view in self._views if not view.is_closed]
         if self._watchers is None:
@@ -108,8 +107,8 @@ class Door:
             self._watchers.close()
         for lane in (self._looks, self._plans, *self._deeds):
             lane.close()
-        if self._desk is not None:
-            self._desk.close()
+        if self._actions is not None:
+            self._actions.close()
 
 
 def _kind_of(content: object) -> str:

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from sgpu_magic.config import Settings, load_settings
-from sgpu_magic.panel.all_pools import PoolList
-from sgpu_magic.panel.looking import Looker, NoLook, Seen, looker_of
-from sgpu_magic.panel.picture import PanelTold, PoolPicture, PoolTold, RunRow, RunsTold
+from sgpu_magic.panel.poll_pool import Looker, NoLook, Seen, looker_of
+from sgpu_magic.panel.pool_list import PoolList
+from sgpu_magic.panel.schema import PanelTold, PoolPicture, PoolTold, RunRow, RunsTold
 
 INTERVAL_S = 1.0
 """A pool is asked so often at most."""

@@ -1,7 +1,6 @@
 """The kernel's half of a panel: tells the notebook's state, plans, applies a choice, connects and disconnects.
 
-Everything here runs in threads of its own while cells may run, and prints nothing.
-"""
+Everything that a panel asks for runs in threads of its own while cells may run, and prints nothing."""
 
 from __future__ import annotations
 
@@ -13,9 +12,12 @@ from typing import Any, cast
 
 import msgspec
 
-from sgpu_magic.errors import SgpuError
+from sgpu_magic.errors import SgpuError, UsageError
+from sgpu_magic.packages import snapshot
+from sgpu_magic.packages.difference import versions
+from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.panel.installing import install
-from sgpu_magic.panel.kernel_picture import KernelPictures
+from sgpu_magic.panel.kernel_state import KernelPictures
 from sgpu_magic.panel.messages import (
     AskApply,
     AskDisconnect,
@@ -29,6 +31,7 @@ from sgpu_magic.panel.messages import (
 )
 from sgpu_magic.panel.plan import Impossible, Plan, living, plan, sentence
 from sgpu_magic.runs.choice import default_choice
+from sgpu_magic.runs.choice.keeper import words_of
 from sgpu_magic.runs.choice.schema import Choice, KeptChoice
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.connecting import Ask, begin, with_notebooks_choice
@@ -41,7 +44,7 @@ _END_S = 30.0
 _BUSY = "Another choice is being applied. Apply this one when that is over."
 
 
-class Desk:
+class KernelActions:
     """Answers a panel's questions. Methods may be called by any thread, but none that is not to wait.
 
     Args:
@@ -67,7 +70,7 @@ class Desk:
 
         Args:
             content: The question.
-            knows_metadata: As of `Door.take`.
+            knows_metadata: As of `KernelEndpoint.take`.
         """
         number = cast("dict[str, object]", content).get("n") if isinstance(content, dict) else None
         number = number if isinstance(number, int) else 0
@@ -278,3 +281,37 @@ def end(session: Session, reason: str, wait_s: float = 0.0) -> None:
         return
     session.close()
     registry.drop(session)
+
+
+def accept_choice(place: Workplace) -> str:
+    """Confirm the notebook's choice, install what it asks for here, and return what was done.
+
+    Raises:
+        UsageError: There is nothing to confirm, or it is not possible here.
+        EnvironmentFailed: Its packages can't be installed.
+    """
+    held = default_choice.keeper(place).now()
+    choice = held.choice
+    if choice is None:
+        raise UsageError(
+            held.problem or "this notebook's metadata ask for nothing, so there is nothing that could be confirmed."
+        )
+    words = words_of(choice, default_choice.pool_name(place))
+    if held.confirmed:
+        return f"this notebook asks for {words}; that is confirmed already."
+    planned = plan(place, held, choice, connect=False, resolve=False)
+    if planned.picture.problem:
+        raise UsageError(planned.picture.problem)
+    said: list[str] = []
+    if planned.added:
+        install(place.pool.settings, planned.added, ())
+        said.append(f"{', '.join(planned.added)} installed.")
+    accept(place, choice)
+    if not choice.env_version and choice.removed:
+        # what goes is the user's, and may be needed elsewhere
+        there = [name for name in choice.removed if normalised(name) in versions(snapshot.take_snapshot())]
+        if there:
+            said.append(f"{', '.join(there)} stays installed: `%pip uninstall {' '.join(there)}` removes it.")
+    return " ".join(
+        [f"confirmed: this notebook asks for {words}, and a bare %%distributed uses that from now on.", *said]
+    )

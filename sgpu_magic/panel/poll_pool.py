@@ -15,11 +15,10 @@ from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry, default_pool, pools_path, read_pools
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, PoolVersionError, SgpuError
-from sgpu_magic.panel.drawing import RunPlace, as_sentence, away_picture, pool_picture, rates_of, run_row
-from sgpu_magic.panel.picture import MAX_RUNS, PoolPicture, PoolState, Remedy, RunRow
-from sgpu_magic.panel.places import RunPlaces
-from sgpu_magic.panel.usage import MonthUsage
-from sgpu_magic.panel.waiting import Durations
+from sgpu_magic.panel.device_rows import Durations
+from sgpu_magic.panel.past_runs import MonthUsage, RunFilesOfPool
+from sgpu_magic.panel.pool_state import RunFiles, as_sentence, away_picture, pool_picture, rates_of, run_row
+from sgpu_magic.panel.schema import MAX_RUNS, PoolPicture, PoolState, Remedy, RunRow
 from sgpu_magic.views.units import format_span
 from sgpu_magic.wire.address import address_file
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
@@ -69,7 +68,7 @@ class PoolLook:
         self._name = LOCAL if entry is None else entry.name
         self._rates = rates_of(settings, entry)
         self._usage = MonthUsage(settings)
-        self._places = RunPlaces(settings.runs_path)
+        self._places = RunFilesOfPool(settings.runs_path)
         self._pool: Pool | None = None
         self._link: object | None = None
         self._was_up = False
@@ -79,7 +78,7 @@ class PoolLook:
         self._ledger_changed: tuple[int, ...] = ()
         self._durations = Durations(())
         self._ended: frozenset[str] = frozenset()
-        self._rows: dict[str, tuple[RunSummary, RunPlace, RunRow]] = {}
+        self._rows: dict[str, tuple[RunSummary, RunFiles, RunRow]] = {}
 
     @property
     def is_outdated(self) -> bool:
@@ -210,7 +209,7 @@ class PoolLook:
         if ended != self._ended:
             self._ended, self._durations = ended, Durations(runs)
         self._places.look()
-        drawn: dict[str, tuple[RunSummary, RunPlace, RunRow]] = {}
+        drawn: dict[str, tuple[RunSummary, RunFiles, RunRow]] = {}
         for run in runs:
             place = self._places.of(run, now)
             known = self._rows.get(run.run_id)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from sgpu_magic.client.pools_file import PoolEntry, default_pool, read_pools
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError
-from sgpu_magic.panel.drawing import pool_choices, rates_of
-from sgpu_magic.panel.picture import PanelTold, PoolsTold
+from sgpu_magic.panel.pool_state import pool_choices, rates_of
+from sgpu_magic.panel.schema import PanelTold, PoolsTold
 
 if TYPE_CHECKING:
     from sgpu_magic.client.pools import Asked, Pools

@@ -9,9 +9,17 @@ from typing import Any
 
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.config import Settings
-from sgpu_magic.panel import waiting
-from sgpu_magic.panel.device_rows import Holders, device_pictures, file_name, is_free
-from sgpu_magic.panel.picture import PoolChoice, PoolPicture, PoolState, Remedy, RunRow, TypePicture
+from sgpu_magic.panel.device_rows import (
+    Durations,
+    Holders,
+    device_pictures,
+    file_name,
+    holders_of,
+    is_free,
+    queue_of,
+    waits,
+)
+from sgpu_magic.panel.schema import PoolChoice, PoolPicture, PoolState, Remedy, RunRow, TypePicture
 from sgpu_magic.runs.choice.schema import VERSION
 from sgpu_magic.views.pool_words import (
     budget_words,
@@ -62,7 +70,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class RunPlace:
+class RunFiles:
     """What a run's directory on this machine tells.
 
     Args:
@@ -79,7 +87,7 @@ def pool_picture(
     rates: Rates,
     now: float,
     *,
-    durations: waiting.Durations,
+    durations: Durations,
     usage: str = "",
     notice: str = "",
 ) -> PoolPicture:
@@ -201,7 +209,7 @@ def _words_of(entry: PoolEntry, status: PoolStatus | None, rates: Mapping[str, R
     return " · ".join(parts)
 
 
-def run_row(run: RunSummary, place: RunPlace) -> RunRow:
+def run_row(run: RunSummary, place: RunFiles) -> RunRow:
     """Return one run of the list; it changes with the run alone."""
     is_session = run.kind is RunKind.SESSION
     tone = _TONES[run.state]
@@ -250,7 +258,7 @@ def _place_of(pool: str, host: str) -> str:
 
 
 def _types(
-    status: PoolStatus, rates: Rates, now: float, holders: Holders, durations: waiting.Durations
+    status: PoolStatus, rates: Rates, now: float, holders: Holders, durations: Durations
 ) -> tuple[TypePicture, ...]:
     """Return what the pool has: dearest first, those without a price by their memory, CPU last."""
     by_type: dict[str, list[Device]] = {}
@@ -264,7 +272,7 @@ def _types(
         price, reserved = _price(status.pool, kind, rates)
         free = sum(is_free(device, holders) for device in devices)
         uuids = frozenset(device.uuid for device in devices)
-        held = waiting.holders_of(kind, status.runs, durations, now, uuids)
+        held = holders_of(kind, status.runs, durations, now, uuids)
         types.append(
             TypePicture(
                 type=kind,
@@ -276,7 +284,7 @@ def _types(
                 currency=rates.currency,
                 simulated=any(device.simulated for device in devices),
                 reserved=reserved,
-                waits_s=waiting.waits(len(devices), free, held, waiting.queue_of(kind, status.runs, durations, main)),
+                waits_s=waits(len(devices), free, held, queue_of(kind, status.runs, durations, main)),
             )
         )
     types.sort(key=lambda one: (one.price is None, -(one.price or 0.0), -one.memory_bytes, one.type))
@@ -284,7 +292,7 @@ def _types(
     if slots > 0:
         price, reserved = _price(status.pool, CPU, rates)
         free = max(0, min(slots, status.cpu_slots_free))
-        held = waiting.holders_of(CPU, status.runs, durations, now, frozenset())
+        held = holders_of(CPU, status.runs, durations, now, frozenset())
         types.append(
             TypePicture(
                 type=CPU,
@@ -296,7 +304,7 @@ def _types(
                 currency=rates.currency,
                 simulated=False,
                 reserved=reserved,
-                waits_s=waiting.waits(slots, free, held, waiting.queue_of(CPU, status.runs, durations, main)),
+                waits_s=waits(slots, free, held, queue_of(CPU, status.runs, durations, main)),
             )
         )
     return tuple(types)
