@@ -16,7 +16,7 @@ from sgpu_magic.panel.past_runs import RunFilesOfPool, month_began, month_line, 
 from sgpu_magic.panel.pool_state import NO_GPU, Rates, RunFiles, pool_choices, pool_picture, run_row
 from sgpu_magic.panel.schema import PoolPicture, PoolTold, RunRow, RunsTold
 from sgpu_magic.panel.watch import changes
-from sgpu_magic.server.outbox import Outbox
+from sgpu_magic.server.panel_handlers import Outbox
 from sgpu_magic.wire.devices import Device, Inventory
 from sgpu_magic.wire.pool_status import BudgetState, PoolStatus, RunSummary
 from sgpu_magic.wire.prices import read_prices

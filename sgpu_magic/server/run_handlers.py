@@ -23,9 +23,9 @@ from tornado.ioloop import PeriodicCallback
 
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import PoolError, UsageError
-from sgpu_magic.server.elsewhere import Elsewhere
-from sgpu_magic.server.followers import IDLE_S, Follower, Followers, Known, RunNotHere
-from sgpu_magic.server.owned import OwnedRuns
+from sgpu_magic.server.kernel_runs import OwnedRuns
+from sgpu_magic.server.run_places import Elsewhere
+from sgpu_magic.server.runs import IDLE_S, Follower, Followers, Known, RunNotHere
 from sgpu_magic.views.live.messages import questions, to_json
 
 MAX_WAIT_S = 20.0

@@ -9,7 +9,7 @@ import msgspec
 from sgpu_magic.client import ledger_file
 from sgpu_magic.config import Settings
 from sgpu_magic.files.event_log import read_spec
-from sgpu_magic.server.elsewhere import Elsewhere
+from sgpu_magic.server.run_places import Elsewhere
 from sgpu_magic.wire.ids import check_id
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.records import RunSpec

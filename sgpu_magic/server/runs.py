@@ -11,9 +11,8 @@ import msgspec
 
 from sgpu_magic.config import Settings
 from sgpu_magic.files.event_log import EventFile
-from sgpu_magic.server.elsewhere import Elsewhere
 from sgpu_magic.server.outputs import Output, cell_outputs, rich_outputs
-from sgpu_magic.server.run_places import RunPlace, run_here
+from sgpu_magic.server.run_places import Elsewhere, RunPlace, run_here
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.answers import Answers
 from sgpu_magic.views.live.feed import Feed
