@@ -136,5 +136,4 @@ class Said(Message, frozen=True, tag_field="kind", tag="said"):
 
 Told = PanelTold | Said
 
-kernel_questions = msgspec.json.Decoder(KernelQuestion)
 orders = msgspec.json.Decoder(PanelOrder)

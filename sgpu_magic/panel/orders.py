@@ -12,7 +12,6 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError, UsageError
 from sgpu_magic.panel.messages import CancelRun, PanelOrder, Rest, Said, StartPool, Told, Watch
 from sgpu_magic.panel.pool_state import as_sentence
-from sgpu_magic.panel.schema import PoolsTold
 from sgpu_magic.panel.watch import PoolWatcher, Watchers
 from sgpu_magic.views.run_notes import stop_words
 from sgpu_magic.wire.ids import is_valid_id, short
@@ -78,11 +77,6 @@ class Page:
         watched, self._watched = self._watched, None
         if watched is not None:
             watched.remove(self)
-
-
-def pools_told(watchers: Watchers) -> PoolsTold:
-    """Return the pools that may be chosen."""
-    return watchers.pools.now()
 
 
 def obey_once(watchers: Watchers, order: PanelOrder) -> Said:

@@ -267,47 +267,32 @@ def _types(
     # what the pool chooses for those that name no type
     largest = Counter({kind: len(devices) for kind, devices in by_type.items()}).most_common(1)
     main = largest[0][0] if largest else CPU
-    types: list[TypePicture] = []
-    for kind, devices in by_type.items():
+
+    def drawn(kind: str, total: int, free: int, devices: Sequence[Device]) -> TypePicture:
         price, reserved = _price(status.pool, kind, rates)
-        free = sum(is_free(device, holders) for device in devices)
         uuids = frozenset(device.uuid for device in devices)
         held = holders_of(kind, status.runs, durations, now, uuids)
-        types.append(
-            TypePicture(
-                type=kind,
-                label=kind.upper(),
-                total=len(devices),
-                free=free,
-                memory_bytes=max(device.memory_bytes for device in devices),
-                price=price,
-                currency=rates.currency,
-                simulated=any(device.simulated for device in devices),
-                reserved=reserved,
-                waits_s=waits(len(devices), free, held, queue_of(kind, status.runs, durations, main)),
-            )
+        return TypePicture(
+            type=kind,
+            label=kind.upper(),
+            total=total,
+            free=free,
+            memory_bytes=max((device.memory_bytes for device in devices), default=0),
+            price=price,
+            currency=rates.currency,
+            simulated=any(device.simulated for device in devices),
+            reserved=reserved,
+            waits_s=waits(total, free, held, queue_of(kind, status.runs, durations, main)),
         )
+
+    types = [
+        drawn(kind, len(devices), sum(is_free(device, holders) for device in devices), devices)
+        for kind, devices in by_type.items()
+    ]
     types.sort(key=lambda one: (one.price is None, -(one.price or 0.0), -one.memory_bytes, one.type))
     slots = status.inventory.cpu_slots
-    if slots > 0:
-        price, reserved = _price(status.pool, CPU, rates)
-        free = max(0, min(slots, status.cpu_slots_free))
-        held = holders_of(CPU, status.runs, durations, now, frozenset())
-        types.append(
-            TypePicture(
-                type=CPU,
-                label="CPU",
-                total=slots,
-                free=free,
-                memory_bytes=0,
-                price=price,
-                currency=rates.currency,
-                simulated=False,
-                reserved=reserved,
-                waits_s=waits(slots, free, held, queue_of(CPU, status.runs, durations, main)),
-            )
-        )
-    return tuple(types)
+    cpu = [drawn(CPU, slots, max(0, min(slots, status.cpu_slots_free)), ())] if slots > 0 else []
+    return (*types, *cpu)
 
 
 def _price(pool: str, device_type: str, rates: Rates) -> tuple[float | None, bool]:

@@ -25,7 +25,7 @@ from tornado import web
 from tornado.websocket import WebSocketClosedError, WebSocketHandler
 
 from sgpu_magic.panel.messages import PanelOrder, Rest, Said, Told, Watch, orders
-from sgpu_magic.panel.orders import Page, obey_once, pools_told
+from sgpu_magic.panel.orders import Page, obey_once
 from sgpu_magic.panel.schema import PoolsTold, PoolTold, RunRow, RunsTold
 from sgpu_magic.panel.watch import Watchers, whole
 
@@ -201,7 +201,7 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
         if not self.check_origin():
             raise web.HTTPError(404)
         pool = self.get_query_argument("pool", "")
-        pools = await asyncio.to_thread(pools_told, self.watchers)
+        pools = await asyncio.to_thread(self.watchers.pools.now)
         seen = await asyncio.to_thread(self.watchers.look, pool)
         if seen is None:
             raise web.HTTPError(503, "the pool can't be looked at now. Try again.")

@@ -24,6 +24,7 @@ from tornado.ioloop import PeriodicCallback
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.server.kernel_runs import OwnedRuns
+from sgpu_magic.server.outputs import Output
 from sgpu_magic.server.run_places import Elsewhere
 from sgpu_magic.server.runs import IDLE_S, Follower, Followers, Known, RunNotHere
 from sgpu_magic.views.live.messages import questions, to_json
@@ -100,6 +101,10 @@ class _Handler(APIHandler):
         self.set_header("Cache-Control", "no-store")
         self.finish(data)
 
+    def send_outputs(self, follower: Follower, outputs: list[Output]) -> None:
+        count = follower.spec.cell.execution_count
+        self.send(msgspec.json.encode({"outputs": outputs, "execution_count": count}))
+
 
 class RunsHandler(_Handler):
     """`GET sgpu/runs?kernel=ID`: the kernel's runs that go on or ended lately, newest last."""
@@ -175,8 +180,7 @@ class OutputsHandler(_Handler):
         outputs = await self.in_thread(follower.outputs)
         if outputs is None:
             raise web.HTTPError(409, "the run goes on.")
-        count = follower.spec.cell.execution_count
-        self.send(msgspec.json.encode({"outputs": outputs, "execution_count": count}))
+        self.send_outputs(follower, outputs)
 
 
 class DisplaysHandler(_Handler):
@@ -186,9 +190,7 @@ class DisplaysHandler(_Handler):
     @authorized
     async def get(self, run_id: str) -> None:
         follower = await self.follower(run_id)
-        outputs = await self.in_thread(follower.displays)
-        count = follower.spec.cell.execution_count
-        self.send(msgspec.json.encode({"outputs": outputs, "execution_count": count}))
+        self.send_outputs(follower, await self.in_thread(follower.displays))
 
 
 _OF_A_RUN = {"news": NewsHandler, "ask": AskHandler, "outputs": OutputsHandler, "displays": DisplaysHandler}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from sgpu_magic.views import ansi
+from sgpu_magic.views.usage import thinned
 
 # greys that are right on light and dark alike need no theme; the rest asks JupyterLab, then VS Code
 LINE = "rgba(128,128,128,.28)"
@@ -49,7 +50,7 @@ def sparkline(values: Sequence[float | None], top: float | None, title: str, col
         title: What it shows, in words.
         colour: A CSS colour, which may be a variable.
     """
-    points = _thinned(values)
+    points, _ = thinned(values, _MAX_POINTS)
     top = top or max((value for value in points if value is not None), default=0.0)
     lines: list[str] = []
     areas: list[str] = []
@@ -70,18 +71,6 @@ def sparkline(values: Sequence[float | None], top: float | None, title: str, col
         f'<path d="{"".join(lines)}" fill="none" stroke="currentColor" stroke-width="1.3" '
         'vector-effect="non-scaling-stroke"/></svg>'
     )
-
-
-def _thinned(values: Sequence[float | None]) -> list[float | None]:
-    """Return at most `_MAX_POINTS`: neighbours become their mean."""
-    group = -(-len(values) // _MAX_POINTS)
-    if group <= 1:
-        return list(values)
-    points: list[float | None] = []
-    for at in range(0, len(values), group):
-        told = [value for value in values[at : at + group] if value is not None]
-        points.append(sum(told) / len(told) if told else None)
-    return points
 
 
 def _stretches(points: Sequence[float | None]) -> list[tuple[int, list[float]]]:

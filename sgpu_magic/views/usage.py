@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -76,6 +76,16 @@ class Series:
 
 _NOT_TOLD = "not told by this device"
 _NOT_FOR_SLICES = "told for the whole GPU only, not for a MIG slice of it"
+
+
+def thinned(values: Sequence[float | None], most: int) -> tuple[list[float | None], int]:
+    """Return at most `most` points of a curve, each the mean of as many as is returned beside them."""
+    every = max(-(-len(values) // most), 1)
+    points: list[float | None] = []
+    for at in range(0, len(values), every):
+        told = [value for value in values[at : at + every] if value is not None]
+        points.append(sum(told) / len(told) if told else None)
+    return points, every
 
 
 class Drawn(NamedTuple):
