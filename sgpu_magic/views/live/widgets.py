@@ -61,7 +61,7 @@ class RunViewWidget(KeyedWidget):
     """What the browser knows of a run: the last snapshot and how to ask. Lines go as messages of their own.
 
     Args:
-        snapshot: `live.picture.Snapshot` as JSON.
+        snapshot: `schema.Snapshot` as JSON.
     """
 
     # text and not a Path: anywidget would watch the file
