@@ -21,15 +21,15 @@ from typing import Any
 import msgspec
 
 from sgpu_magic.panel import messages as panel_messages
-from sgpu_magic.panel import notebook, picture
+from sgpu_magic.panel import schema as panel_schema
 from sgpu_magic.runs.choice import schema as choice
 from sgpu_magic.views.live import messages as live_messages
-from sgpu_magic.views.live import picture as live_picture
+from sgpu_magic.views.live import schema as live_schema
 
 SOURCES = Path(__file__).resolve().parents[1] / "labextension" / "src"
 FILES = {
-    SOURCES / "run_view" / "records.ts": (live_picture, live_messages),
-    SOURCES / "panel" / "records.ts": (picture, choice, notebook, panel_messages),
+    SOURCES / "run_view" / "records.ts": (live_schema, live_messages),
+    SOURCES / "panel" / "records.ts": (choice, panel_schema, panel_messages),
 }
 _SCALARS: dict[object, str] = {int: "num", float: "num", str: "str", bool: "bool"}
 _CHECKS = ("bool", "either", "kinds", "list", "nullable", "num", "oneOf", "record", "str", "triple")

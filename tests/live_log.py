@@ -5,12 +5,11 @@ from __future__ import annotations
 import codecs
 from pathlib import Path
 
+from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.answers import Answers
 from sgpu_magic.views.live.feed import Feed
-from sgpu_magic.views.live.line_text import line_text
-from sgpu_magic.views.live.log_reader import LogReader
+from sgpu_magic.views.live.log_reader import LogReader, line_text
 from sgpu_magic.views.live.messages import AskLines, LineRow, LinesAnswer, NewLines
-from sgpu_magic.views.view import RunView
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.devices import Lease, Placement
 from sgpu_magic.wire.records import CellSource, Owner, RunSpec, Shipped

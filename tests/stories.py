@@ -8,8 +8,8 @@ import math
 import msgspec
 
 from sgpu_magic.config import host_name
-from sgpu_magic.views.items import LineItem
-from sgpu_magic.views.view import RunView
+from sgpu_magic.views.fold import RunView
+from sgpu_magic.views.output_items import LineItem
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.devices import Lease, NodeShare, Placement
 from sgpu_magic.wire.measures import Collective, RankMemory, RankSample, RankStack, StackFrame, TensorUse

@@ -11,8 +11,8 @@ import msgspec
 import stories
 
 from sgpu_magic.runs.workplace import workplace
+from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.live_views import Buttons
-from sgpu_magic.views.view import RunView
 from sgpu_magic.wire.events import Event, OutputWritten
 from sgpu_magic.wire.records import RunSpec
 

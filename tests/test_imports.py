@@ -51,8 +51,8 @@ HEAVY_OWNERS: dict[str, set[str]] = {
     "pynvml": {"agent/watch/nvml.py"},
     "IPython": {"magics", "views", "runs/notices.py", "worker", "payload/names.py"},
     "ipykernel": {"magics", "views", "worker"},
-    "anywidget": {"views/live/keyed_widget.py"},
-    "ipywidgets": {"views/live/keyed_widget.py"},
+    "anywidget": {"views/live/widgets.py"},
+    "ipywidgets": {"views/live/widgets.py"},
     "mlflow": {"tracking"},
 }
 
@@ -148,10 +148,9 @@ def test_imports_go_one_way():
 
 def test_what_a_server_takes_of_the_panel_knows_no_kernel():
     served = {
-        "picture", "drawing", "waiting", "usage", "places", "looking", "watcher", "all_pools", "device_rows", "orders",
-        "messages", "notebook",
+        "schema", "messages", "device_rows", "pool_state", "past_runs", "poll_pool", "watch", "pool_list", "orders",
     }  # fmt: skip
-    widgets = {"live_views", "widget_publisher", "rank_widgets", "channels", "view_widget", "keyed_widget"}
+    widgets = {"live_views", "rank_widgets", "comm", "widgets"}
     wrong: list[str] = []
     for found in all_imports():
         top, part, module, inner, *_ = [*found.module.split("."), "", "", ""]

@@ -9,9 +9,9 @@ import pytest
 from simulated_cluster import cluster
 
 from sgpu_magic.config import Settings
-from sgpu_magic.panel.drawing import pool_picture, rates_of
-from sgpu_magic.panel.waiting import Durations
-from sgpu_magic.views.status import status_html, status_text
+from sgpu_magic.panel.device_rows import Durations
+from sgpu_magic.panel.pool_state import pool_picture, rates_of
+from sgpu_magic.views.pool_tables import status_html, status_text
 from sgpu_magic.views.units import TIMES
 from sgpu_magic.wire.devices import Inventory
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary

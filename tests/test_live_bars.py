@@ -9,9 +9,9 @@ import pytest
 from tqdm import tqdm
 
 from sgpu_magic.views import ansi
-from sgpu_magic.views.lines import LineAssembler
-from sgpu_magic.views.live.bars import bar_of, bar_of_all
-from sgpu_magic.views.live.picture import Bar
+from sgpu_magic.views.live.rank_cards import bar_of, bar_of_all
+from sgpu_magic.views.live.schema import Bar
+from sgpu_magic.views.output import LineAssembler
 
 
 def drawn(draw: Callable[[io.StringIO], object]) -> list[str]:

@@ -31,7 +31,7 @@ from sgpu_magic.views.live.messages import (
     question_of,
     to_json,
 )
-from sgpu_magic.views.live.picture import Snapshot
+from sgpu_magic.views.live.schema import Snapshot
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.measures import RankSample
 from sgpu_magic.wire.records import Failure

@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from live_log import FrontEnd, LiveRun
 
 from sgpu_magic.agent.ranks.output import RankOutput
-from sgpu_magic.views.live import log_order, log_reader, recent_lines
-from sgpu_magic.views.live.line_text import MAX_JSON_BYTES, MAX_RAW_CHARS, json_bytes, line_text
-from sgpu_magic.views.live.log_order import LogOrder
-from sgpu_magic.views.live.log_reader import LogReader
-from sgpu_magic.views.live.messages import AskFind, AskLines, AskLog, FindAnswer, LinesAnswer, LogAnswer
+from sgpu_magic.views.live import log_index, log_reader
+from sgpu_magic.views.live.log_index import LogOrder
+from sgpu_magic.views.live.log_reader import MAX_JSON_BYTES, MAX_RAW_CHARS, LogReader, line_text
+from sgpu_magic.views.live.messages import AskFind, AskLines, AskLog, FindAnswer, LinesAnswer, LogAnswer, json_bytes
 from sgpu_magic.wire import events as ev
 
 PARTS = st.sampled_from(
@@ -42,10 +41,10 @@ WRITES = st.lists(
 def test_what_is_told_and_what_is_fetched_are_the_logs(small: bool, writes: list[tuple[int, bytes, int, bool]]) -> None:
     with tempfile.TemporaryDirectory() as directory, ExitStack() as patches:
         if small:
-            limits = mock.patch.multiple(recent_lines, _KEPT_CHARS=150, _MAX_ROWS_BYTES=300, _MAX_SKIPS=3)
+            limits = mock.patch.multiple(log_index, _KEPT_CHARS=150, _MAX_ROWS_BYTES=300, _MAX_SKIPS=3)
             patches.enter_context(limits)
             patches.enter_context(mock.patch.multiple(log_reader, _STEP_BYTES=16, _FIND_BYTES=32))
-            patches.enter_context(mock.patch.object(log_order, "_BLOCK", 3))
+            patches.enter_context(mock.patch.object(log_index, "_BLOCK", 3))
         run = LiveRun(Path(directory), 3).start()
         front = FrontEnd(run)
         now = 0.0

@@ -15,7 +15,7 @@ from live_log import LiveRun
 from stories import TRACKED
 
 from sgpu_magic.views.live.messages import to_builtins, to_json
-from sgpu_magic.views.live.picture import Snapshot
+from sgpu_magic.views.live.schema import Snapshot
 from sgpu_magic.views.live.snapshot import snapshot_of
 from sgpu_magic.views.units import TIMES
 from sgpu_magic.wire import events as ev

@@ -10,14 +10,13 @@ import msgspec
 import pytest
 
 from sgpu_magic.client.usage import Use
-from sgpu_magic.panel.drawing import NO_GPU, Rates, RunPlace, pool_choices, pool_picture, run_row
+from sgpu_magic.panel.device_rows import Durations
 from sgpu_magic.panel.messages import Said
-from sgpu_magic.panel.picture import PoolPicture, PoolTold, RunRow, RunsTold
-from sgpu_magic.panel.places import RunPlaces
-from sgpu_magic.panel.usage import month_began, month_line, month_sums
-from sgpu_magic.panel.waiting import Durations
-from sgpu_magic.panel.watcher import changes
-from sgpu_magic.server.outbox import Outbox
+from sgpu_magic.panel.past_runs import RunFilesOfPool, month_began, month_line, month_sums
+from sgpu_magic.panel.pool_state import NO_GPU, Rates, RunFiles, pool_choices, pool_picture, run_row
+from sgpu_magic.panel.schema import PoolPicture, PoolTold, RunRow, RunsTold
+from sgpu_magic.panel.watch import changes
+from sgpu_magic.server.panel_handlers import Outbox
 from sgpu_magic.wire.devices import Device, Inventory
 from sgpu_magic.wire.pool_status import BudgetState, PoolStatus, RunSummary
 from sgpu_magic.wire.prices import read_prices
@@ -75,8 +74,8 @@ def picture(*runs: RunSummary, notice: str = "", **others: object) -> PoolPictur
     return pool_picture(asked, RATES, NOW, durations=Durations(runs), notice=notice)
 
 
-def row(of: RunSummary, place: RunPlace | None = None) -> RunRow:
-    return run_row(of, place or RunPlace())
+def row(of: RunSummary, place: RunFiles | None = None) -> RunRow:
+    return run_row(of, place or RunFiles())
 
 
 # ------------------------------------------------------------ devices and their types
@@ -210,7 +209,7 @@ def test_a_row_says_what_its_run_does(of: RunSummary, tone: str, words: str):
 
 
 def test_a_row_has_what_its_clock_and_its_buttons_need():
-    drawn = row(run(idle_ends_at=NOW + 60), RunPlace(here=True, tracked_url="https://mlflow/1"))
+    drawn = row(run(idle_ends_at=NOW + 60), RunFiles(here=True, tracked_url="https://mlflow/1"))
     assert (drawn.short_id, drawn.name, drawn.kind) == ("0000", "train_digits", "cell")
     assert (drawn.submitted_at, drawn.started_at, drawn.metered_at) == (NOW - 200, NOW - 134, NOW - 135)
     assert (drawn.hourly, drawn.cost, drawn.currency) == (5.0, None, "USD")
@@ -264,22 +263,22 @@ def test_a_slow_page_is_told_the_newest_of_everything_at_once():
 
 def test_a_run_whose_directory_is_here_says_so_and_where_it_is_tracked(tmp_path: Path):
     clock = 100.0
-    places = RunPlaces(tmp_path / "runs", lambda: clock)
+    places = RunFilesOfPool(tmp_path / "runs", lambda: clock)
     mine, ended = run("0000000a"), run("0000000b", RunState.SUCCEEDED, ended_at=NOW - 3600)
     places.look()
-    assert places.of(mine, NOW) == RunPlace()
+    assert places.of(mine, NOW) == RunFiles()
     for made in (mine, ended):
         (tmp_path / "runs" / made.run_id).mkdir(parents=True)
     places.look()
-    assert places.of(mine, NOW) == places.of(ended, NOW) == RunPlace(here=True)
+    assert places.of(mine, NOW) == places.of(ended, NOW) == RunFiles(here=True)
     for made in (mine, ended):
         written = json.dumps({"url": f"https://mlflow/{made.run_id}", "more": 1})
         (tmp_path / "runs" / made.run_id / "tracking.json").write_text(written)
-    assert places.of(mine, NOW) == RunPlace(here=True)
+    assert places.of(mine, NOW) == RunFiles(here=True)
     clock += 6.0
-    assert places.of(mine, NOW) == RunPlace(here=True, tracked_url="https://mlflow/0000000a")
+    assert places.of(mine, NOW) == RunFiles(here=True, tracked_url="https://mlflow/0000000a")
     # it ended long ago, and was looked at after that
-    assert places.of(ended, NOW) == RunPlace(here=True)
+    assert places.of(ended, NOW) == RunFiles(here=True)
     (tmp_path / "runs" / mine.run_id / "tracking.json").unlink()
     assert places.of(mine, NOW).tracked_url
 
@@ -288,9 +287,9 @@ def test_a_run_whose_directory_is_here_says_so_and_where_it_is_tracked(tmp_path:
 def test_only_web_pages_become_links(tmp_path: Path, url: str):
     (tmp_path / "0000000a").mkdir()
     (tmp_path / "0000000a" / "tracking.json").write_text(json.dumps({"url": url}))
-    places = RunPlaces(tmp_path)
+    places = RunFilesOfPool(tmp_path)
     places.look()
-    assert places.of(run("0000000a"), NOW) == RunPlace(here=True)
+    assert places.of(run("0000000a"), NOW) == RunFiles(here=True)
 
 
 # ------------------------------------------------------------ this month

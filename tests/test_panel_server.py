@@ -24,12 +24,12 @@ from test_server_extension import RunningCell, ServerKernel
 from waiting import eventually
 
 from sgpu_magic.config import Settings
-from sgpu_magic.panel.drawing import away_picture
-from sgpu_magic.panel.looking import PoolLook, Seen
 from sgpu_magic.panel.messages import CancelRun, Rest, Said, StartPool, Told, Watch
 from sgpu_magic.panel.orders import STARTED, Page
-from sgpu_magic.panel.picture import PoolsTold, PoolTold, RunsTold
-from sgpu_magic.panel.watcher import FAILED, POLLED_S, PoolWatcher, Watchers
+from sgpu_magic.panel.poll_pool import PoolLook, Seen
+from sgpu_magic.panel.pool_state import away_picture
+from sgpu_magic.panel.schema import PoolsTold, PoolTold, RunsTold
+from sgpu_magic.panel.watch import FAILED, POLLED_S, PoolWatcher, Watchers
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.wire.devices import Lease, Placement
 from sgpu_magic.wire.records import CellSource, Owner, RunSpec

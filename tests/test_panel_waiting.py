@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgpu_magic.panel.waiting import Durations, Held, Queued, holders_of, queue_of, waits
+from sgpu_magic.panel.device_rows import Durations, Held, Queued, holders_of, queue_of, waits
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.states import RunKind, RunState
 

@@ -52,15 +52,14 @@ from sgpu_magic.views import ansi
 from sgpu_magic.views.bundle import RUN_MIME, mime_bundle
 from sgpu_magic.views.html import render_html
 from sgpu_magic.views.html_ranks import ended_ranks_html, live_ranks_html
-from sgpu_magic.views.items import DisplayItem, GapItem, LineItem, trim
-from sgpu_magic.views.lines import LineAssembler
 from sgpu_magic.views.live.rank_cards import rank_cards
-from sgpu_magic.views.publisher import NotebookPublisher, SilentPublisher, TerminalPublisher, publisher_for
+from sgpu_magic.views.output import LineAssembler
+from sgpu_magic.views.output_items import DisplayItem, GapItem, LineItem, TextSegment, segments, trim
+from sgpu_magic.views.pool_tables import status_html, status_text
+from sgpu_magic.views.publisher import NotebookPublisher, OutputSlots, SilentPublisher, publisher_for
 from sgpu_magic.views.remote_error import remote_exception
-from sgpu_magic.views.segments import TextSegment, segments
-from sgpu_magic.views.slots import OutputSlots
 from sgpu_magic.views.stacks import group_stacks, last_python_line, stacks_html, stacks_text, verdict
-from sgpu_magic.views.status import status_html, status_text
+from sgpu_magic.views.terminal import TerminalPublisher
 from sgpu_magic.views.text import render_text, summary_line
 from sgpu_magic.views.units import format_clock, format_ranks, format_seconds
 from sgpu_magic.wire import events as ev

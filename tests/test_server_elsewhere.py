@@ -19,8 +19,8 @@ from waiting import eventually
 
 from sgpu_magic.client.sent_runs import SENT, note_sent, sent_run, sent_run_ids
 from sgpu_magic.config import Settings
-from sgpu_magic.server.elsewhere import Elsewhere
-from sgpu_magic.server.followers import IDLE_S
+from sgpu_magic.server.run_places import Elsewhere
+from sgpu_magic.server.runs import IDLE_S
 
 
 @pytest.fixture(scope="module")

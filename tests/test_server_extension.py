@@ -27,8 +27,8 @@ from waiting import eventually
 from sgpu_magic.config import Settings
 from sgpu_magic.files.event_log import EventFile
 from sgpu_magic.pool.run_log import RunLog
-from sgpu_magic.server.elsewhere import Elsewhere
-from sgpu_magic.server.followers import IDLE_S, Followers, RunNotHere
+from sgpu_magic.server.run_places import Elsewhere
+from sgpu_magic.server.runs import IDLE_S, Followers, RunNotHere
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.events import Noted, Submitted
 from sgpu_magic.wire.records import CellSource, Owner, RunSpec
@@ -491,7 +491,7 @@ def test_events_that_a_killed_pool_left_half_written_are_read_when_they_are_whol
 
 
 def test_the_server_imports_nothing_of_the_kernels_and_the_ranks():
-    code = "import sys, sgpu_magic.server.handlers; print(*sys.modules)"
+    code = "import sys, sgpu_magic.server.run_handlers; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = {name.split(".")[0] for name in done.stdout.split()}
     assert (

@@ -41,13 +41,13 @@ from stories import (
 from sgpu_magic.server.outputs import cell_outputs
 from sgpu_magic.views import ansi
 from sgpu_magic.views.bundle import RUN_MIME, interrupted_bundle, mime_bundle, run_record
+from sgpu_magic.views.failure_text import memory_lines
 from sgpu_magic.views.html import render_html
 from sgpu_magic.views.live.messages import AskLines, Refusal
-from sgpu_magic.views.live.picture import Snapshot
+from sgpu_magic.views.live.schema import Snapshot
 from sgpu_magic.views.live.snapshot import snapshot_of
-from sgpu_magic.views.memory import memory_lines
-from sgpu_magic.views.segments import TextSegment, segments
-from sgpu_magic.views.status import status_html, status_text
+from sgpu_magic.views.output_items import TextSegment, segments
+from sgpu_magic.views.pool_tables import status_html, status_text
 from sgpu_magic.views.terminal import TerminalPublisher
 from sgpu_magic.views.text import render_text
 from sgpu_magic.views.units import TIMES

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgpu_magic.views.series import MAX_POINTS, Series
-from sgpu_magic.views.usage import RunUsage, detail_lines, use_text
-from sgpu_magic.views.view import RunView
+from sgpu_magic.views.fold import RunView
+from sgpu_magic.views.usage import MAX_POINTS, RunUsage, Series, detail_lines, use_text
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.events import (
     AttemptFailed,

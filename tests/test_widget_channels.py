@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from sgpu_magic.views.live.channels import REQUEST, Channels
+from sgpu_magic.views.live.comm import REQUEST, Channels
 
 Take = Callable[[Any, object, object], None]
 

@@ -7,7 +7,7 @@ from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pools_file import LOCAL, read_pools
 from sgpu_magic.config import Settings, host_name
-from sgpu_magic.views.status import status_text
+from sgpu_magic.views.pool_tables import status_text
 
 
 def status(settings: Settings, name: str = "") -> str:

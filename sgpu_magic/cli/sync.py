@@ -23,7 +23,7 @@ from sgpu_magic.files.event_log import read_spec
 from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.progress import Progress, without_user
 from sgpu_magic.tracking.sync import Sent, Unsent
-from sgpu_magic.views.run_names import run_name
+from sgpu_magic.views.run_notes import run_name
 from sgpu_magic.views.tables import aligned
 from sgpu_magic.wire.ids import short
 

@@ -21,7 +21,7 @@ from sgpu_magic.runs.follow import Ending, Followed
 from sgpu_magic.runs.outcome import deliver
 from sgpu_magic.runs.submission import let_go
 from sgpu_magic.runs.workplace import Workplace, workplace
-from sgpu_magic.views.view import RunView
+from sgpu_magic.views.fold import RunView
 from sgpu_magic.wire.events import Event, RunEnded
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.states import RunState

@@ -34,7 +34,7 @@ from sgpu_magic.magics.environment_magic import EnvironmentMagics
 from sgpu_magic.magics.questions import RankQuestions
 from sgpu_magic.magics.replay_magic import ReplayMagics
 from sgpu_magic.magics.session_magics import SessionMagics
-from sgpu_magic.panel.door import Door
+from sgpu_magic.panel.kernel_endpoint import KernelEndpoint
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.choice import default_choice
 
@@ -49,7 +49,7 @@ class _Loaded:
     auto: AutoMode
     assignments: Assignments
     questions: RankQuestions | None
-    door: Door
+    door: KernelEndpoint
 
 
 _loaded: dict[int, _Loaded] = {}
@@ -66,7 +66,7 @@ def load(shell: InteractiveShell) -> None:
     shell.register_magics(magics)
     shell.register_magics(SessionMagics(shell, auto))
     shell.register_magics(ReplayMagics(shell))
-    door = Door(magics.place)
+    door = KernelEndpoint(magics.place)
     shell.register_magics(EnvironmentMagics(shell, door))
     completion.install(shell)
     assignments = Assignments(shell, auto)

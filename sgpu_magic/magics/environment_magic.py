@@ -12,7 +12,7 @@ from IPython.core.magic import Magics, line_magic, magics_class
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.magics.parsing import Parser
-from sgpu_magic.panel.door import Door
+from sgpu_magic.panel.kernel_endpoint import KernelEndpoint
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.choice import default_choice
 from sgpu_magic.runs.sessions import registry
@@ -23,7 +23,7 @@ from sgpu_magic.runs.workplace import workplace
 class EnvironmentMagics(Magics):
     """`%sgpu_env`."""
 
-    def __init__(self, shell: InteractiveShell, door: Door) -> None:
+    def __init__(self, shell: InteractiveShell, door: KernelEndpoint) -> None:
         super().__init__(shell=shell)
         self._door = door
 
@@ -54,7 +54,7 @@ class EnvironmentMagics(Magics):
 
         # only who asks needs what reads metadata and files
         from sgpu_magic.runs.environment_report import report
-        from sgpu_magic.views.environment import environment_html, environment_text
+        from sgpu_magic.views.tables import environment_html, environment_text
 
         place = workplace()
         found = report(place.current_settings(), registry.all_sessions(), compared_to)
@@ -68,14 +68,14 @@ class EnvironmentMagics(Magics):
 
     def _accept(self) -> None:
         # only who accepts something needs what installs it
-        from sgpu_magic.panel.accepting import accept_choice
+        from sgpu_magic.panel.kernel_actions import accept_choice
 
         print(accept_choice(workplace()))  # noqa: T201
 
     def _panel(self) -> None:
         from IPython.display import publish_display_data
 
-        from sgpu_magic.panel.in_text import panel_text
+        from sgpu_magic.panel.kernel_state import panel_text
 
         place = workplace()
         bundle = self._door.show()

@@ -1,24 +1,26 @@
 """What the environment panel shows, and what it may ask: for JupyterLab's sidebar and for a widget alike.
 
-picture   records of a pool as a panel draws it
-notebook  records of a notebook's kernel: its packages, its session, a plan
-messages  questions to the kernel, and its answers
-drawing   a pool's status -> picture
-waiting   when devices will be free
-usage     what a month has used
-places    what runs' directories tell
-looking   asks a pool once
-watcher   asks pools while somebody looks
-orders    what a page asks of pools
-plan      what applying a choice would do
-installing      packages in the kernel's own environment
-kernel_picture  a kernel -> picture
-desk      the kernel's half: answers questions
-door      where they reach it; loads the desk with the first
-lanes     the threads that answer
-accepting       `%sgpu_env --accept`
-panel_view      the panel below a cell; in_text where none can be shown
+Of pools:
 
-The Jupyter server imports `picture`, `messages`, and from `drawing` to `orders`. The choice itself is `runs/choice`,
-below all that submits.
+`schema`           what a panel draws, as JSON
+`messages`         questions and orders, and what is told and answered
+`pool_state`       a pool's status -> what is drawn of it
+`device_rows`      its devices, and when more of them will be free
+`past_runs`        where runs' files are, and what a month has used
+`poll_pool`        asks a pool once
+`watch`            asks pools while somebody looks
+`pool_list`        the list of all pools
+`orders`           what a page asks of pools
+
+Of a notebook's kernel:
+
+`kernel_state`     a kernel -> what is drawn of it, also as text
+`plan`             what applying a choice would do
+`installing`       packages in the kernel's own environment
+`kernel_actions`   answers questions: plans, applies, connects; `%sgpu_env --accept`
+`kernel_endpoint`  where questions reach the kernel; loads `kernel_actions` with the first
+`lanes`            the threads that answer
+`panel_view`       the panel below a cell
+
+The Jupyter server imports the first half. The choice itself is `runs/choice`, below all that submits.
 """

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import msgspec
 
-from sgpu_magic.panel.notebook import KernelPicture, PlanPicture
-from sgpu_magic.panel.picture import PanelTold
+from sgpu_magic.panel.schema import KernelPicture, PanelTold, PlanPicture
 from sgpu_magic.runs.choice.schema import Choice, KeptChoice
-from sgpu_magic.views.live.picture import Message
+from sgpu_magic.views.live.schema import Message
 
 PANEL = "panel"
 """The model id of questions that belong to no run's view."""
@@ -137,5 +136,4 @@ class Said(Message, frozen=True, tag_field="kind", tag="said"):
 
 Told = PanelTold | Said
 
-kernel_questions = msgspec.json.Decoder(KernelQuestion)
 orders = msgspec.json.Decoder(PanelOrder)

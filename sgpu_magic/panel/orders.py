@@ -10,11 +10,10 @@ from sgpu_magic.client.local_pool import find_pool, start_pool
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry, default_pool, read_pools, unknown_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError, UsageError
-from sgpu_magic.panel.drawing import as_sentence
 from sgpu_magic.panel.messages import CancelRun, PanelOrder, Rest, Said, StartPool, Told, Watch
-from sgpu_magic.panel.picture import PoolsTold
-from sgpu_magic.panel.watcher import PoolWatcher, Watchers
-from sgpu_magic.views.run_names import stop_words
+from sgpu_magic.panel.pool_state import as_sentence
+from sgpu_magic.panel.watch import PoolWatcher, Watchers
+from sgpu_magic.views.run_notes import stop_words
 from sgpu_magic.wire.ids import is_valid_id, short
 
 STARTED = "The pool is running."
@@ -78,11 +77,6 @@ class Page:
         watched, self._watched = self._watched, None
         if watched is not None:
             watched.remove(self)
-
-
-def pools_told(watchers: Watchers) -> PoolsTold:
-    """Return the pools that may be chosen."""
-    return watchers.pools.now()
 
 
 def obey_once(watchers: Watchers, order: PanelOrder) -> Said:

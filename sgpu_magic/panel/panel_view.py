@@ -1,4 +1,7 @@
-"""The panel as a widget below a cell: its orders about pools are obeyed here, its questions go to the kernel's door."""
+"""The panel as a widget below a cell: its orders are obeyed here, its questions go to the kernel's endpoint."""
+
+# ipywidgets declares few types
+# pyright: reportUnknownMemberType=false, reportMissingTypeStubs=false
 
 from __future__ import annotations
 
@@ -7,18 +10,21 @@ import threading
 import time
 import traceback
 from functools import partial
+from importlib import resources
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
+import traitlets
 
 from sgpu_magic.panel.lanes import Lane
 from sgpu_magic.panel.messages import PanelOrder, Rest, Said, Told, Watch
 from sgpu_magic.panel.orders import Page
-from sgpu_magic.panel.watcher import Watchers
+from sgpu_magic.panel.watch import Watchers
+from sgpu_magic.views.live.widgets import KeyedWidget
 
 if TYPE_CHECKING:
-    from sgpu_magic.panel.door import Door, Send
-    from sgpu_magic.views.live.channels import Channels
+    from sgpu_magic.panel.kernel_endpoint import KernelEndpoint, Send
+    from sgpu_magic.views.live.comm import Channels
 
 PATIENCE_S = 90.0
 """A page that says nothing for so long has gone."""
@@ -30,14 +36,14 @@ class PanelView:
     Args:
         widget: The `PanelWidget`.
         channels: Bring its messages.
-        door: Has its questions answered.
+        endpoint: Has its questions answered.
         watchers: The kernel's.
     """
 
-    def __init__(self, widget: Any, channels: Channels, door: Door, watchers: Watchers) -> None:
+    def __init__(self, widget: Any, channels: Channels, endpoint: KernelEndpoint, watchers: Watchers) -> None:
         self._widget = widget
         self._channels = channels
-        self._door = door
+        self._endpoint = endpoint
         self._page = Page(watchers, self._tell)
         self._orders, self._told = Lane("sgpu-panel-orders"), Lane("sgpu-panel-told")
         self._lock = threading.Lock()
@@ -73,7 +79,7 @@ class PanelView:
             return
         message = cast("dict[str, object]", content)
         if "n" in message:
-            self._door.take(message, send, knows_metadata=False)
+            self._endpoint.take(message, send, knows_metadata=False)
         elif message.get("kind") != "here":
             self._orders.put(partial(self._obey, message))
 
@@ -116,3 +122,22 @@ class PanelView:
             self._page.obey(Rest())
         else:
             self._check_later()
+
+
+_ESM = resources.files("sgpu_magic").joinpath("static/panel.js").read_text(encoding="utf-8")
+
+
+class PanelWidget(KeyedWidget):
+    """What the browser has to know before it asks; all else are messages.
+
+    Args:
+        pool: The pool that is shown first, "" for the settings'.
+        notebook: The notebook's file name, "" when nobody has told it.
+        kernel: The Jupyter server's id of this kernel, "" without one.
+    """
+
+    # text and not a Path: anywidget would watch the file
+    _esm = traitlets.Unicode(_ESM).tag(sync=True)
+    pool = traitlets.Unicode("").tag(sync=True)
+    notebook = traitlets.Unicode("").tag(sync=True)
+    kernel = traitlets.Unicode("").tag(sync=True)

@@ -14,7 +14,7 @@ from sgpu_magic.packages import bases, snapshot
 from sgpu_magic.packages.difference import versions
 from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.panel.installing import would_install
-from sgpu_magic.panel.notebook import PlanPicture
+from sgpu_magic.panel.schema import PlanPicture
 from sgpu_magic.runs.choice.keeper import Held, label_of, normal, problem_of
 from sgpu_magic.runs.choice.packages import base_of, base_versions, env_version_of, missing, problem_of_base
 from sgpu_magic.runs.choice.schema import Choice

@@ -18,8 +18,7 @@ from sgpu_magic.packages.distributions import Kind, Snapshot, normalised
 from sgpu_magic.packages.mismatches import find_mismatches
 from sgpu_magic.packages.requirement_files import name_of, read_file, version_of
 from sgpu_magic.packages.travel_checks import packages_of
-from sgpu_magic.views.environment import EnvironmentReport
-from sgpu_magic.views.tables import Row
+from sgpu_magic.views.tables import EnvironmentReport, Row
 
 if TYPE_CHECKING:
     from sgpu_magic.runs.sessions.session import Session

@@ -24,9 +24,9 @@ from sgpu_magic.errors import (
 from sgpu_magic.runs.outcome import deliver
 from sgpu_magic.runs.restarts import RestartWatch
 from sgpu_magic.runs.stopping import Ending, Interrupts, after_interrupt, cancel, last_words, not_yet_stopped
+from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.publisher import Publisher
 from sgpu_magic.views.units import format_span
-from sgpu_magic.views.view import RunView
 from sgpu_magic.wire.events import Detached, Event, RunEnded
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.records import Failure, RunSpec

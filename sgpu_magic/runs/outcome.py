@@ -9,9 +9,9 @@ from sgpu_magic.client.result import RunResult
 from sgpu_magic.client.run import Run
 from sgpu_magic.errors import NodeLost, RunCancelled
 from sgpu_magic.views import ansi
+from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.remote_error import remote_exception
-from sgpu_magic.views.session_state import unstopped_note
-from sgpu_magic.views.view import RunView
+from sgpu_magic.views.run_notes import unstopped_note
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.states import RunKind, RunState

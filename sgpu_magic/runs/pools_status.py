@@ -8,7 +8,7 @@ import msgspec
 
 from sgpu_magic.client.pools import Asked, Pools
 from sgpu_magic.client.pools_file import LOCAL
-from sgpu_magic.views.status import away_html, away_text, status_html, status_text
+from sgpu_magic.views.pool_tables import away_html, away_text, status_html, status_text
 from sgpu_magic.wire.pool_status import PoolStatus
 
 RECENT = 20

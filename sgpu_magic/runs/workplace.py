@@ -20,11 +20,11 @@ from sgpu_magic.runs.restarts import watch_restarts
 from sgpu_magic.runs.sending_board import SendingBoard
 from sgpu_magic.runs.submission import Submission
 from sgpu_magic.runs.windows import RunWindows
+from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.live_views import Buttons, LiveViews
 from sgpu_magic.views.publisher import SilentPublisher
-from sgpu_magic.views.run_names import stop_words
+from sgpu_magic.views.run_notes import stop_words
 from sgpu_magic.views.stacks import stacks_text
-from sgpu_magic.views.view import RunView
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.states import RunState
 

@@ -1,13 +1,11 @@
 """The Jupyter server's half: runs and their pool, while the notebook's kernel is busy or dead.
 
-owned           which runs a kernel has submitted
-followers       runs folded from their events, shared by all pages that look at them
-run_places      where such a run is: in this machine's own pool, or in that of another
-elsewhere       this machine's runs in the pools of others, and the links to those
-outputs         what a run's cell shows at the end
-handlers        the requests about runs
-outbox          what a page of the panel is still to be told
-panel_handlers  the environment panel's websocket and requests
+`runs`            runs folded from their events, shared by all pages that look at them
+`run_places`      where a run is: in this machine's own pool or in another's, and the links to those
+`kernel_runs`     which runs a kernel has submitted
+`outputs`         what a run's cell shows at the end
+`run_handlers`    the requests about runs
+`panel_handlers`  the environment panel's websocket and requests
 
 Reads run directories and asks the pools of the user that the server runs as, and nothing else.
 """
@@ -22,8 +20,8 @@ def _jupyter_server_extension_points() -> list[dict[str, str]]:  # pyright: igno
 
 
 def _load_jupyter_server_extension(server_app: Any) -> None:  # pyright: ignore[reportUnusedFunction]
-    from sgpu_magic.server.handlers import add_handlers
     from sgpu_magic.server.panel_handlers import add_panel_handlers
+    from sgpu_magic.server.run_handlers import add_handlers
 
     add_panel_handlers(server_app)
     add_handlers(server_app)

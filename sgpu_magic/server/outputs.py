@@ -10,10 +10,9 @@ from sgpu_magic.errors import RunCancelled
 from sgpu_magic.views import ansi
 from sgpu_magic.views.bundle import mime_bundle
 from sgpu_magic.views.failure import last_part
-from sgpu_magic.views.items import DisplayItem
+from sgpu_magic.views.fold import RunView
+from sgpu_magic.views.output_items import DisplayItem, segments
 from sgpu_magic.views.remote_error import remote_exception
-from sgpu_magic.views.segments import segments
-from sgpu_magic.views.view import RunView
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.records import Failure

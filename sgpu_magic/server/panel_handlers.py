@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import functools
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
@@ -27,9 +28,64 @@ from tornado import web
 from tornado.websocket import WebSocketClosedError, WebSocketHandler
 
 from sgpu_magic.panel.messages import PanelOrder, Rest, Said, Told, Watch, orders
-from sgpu_magic.panel.orders import Page, obey_once, pools_told
-from sgpu_magic.panel.watcher import Watchers, whole
-from sgpu_magic.server.outbox import Outbox
+from sgpu_magic.panel.orders import Page, obey_once
+from sgpu_magic.panel.schema import PoolsTold, PoolTold, RunRow, RunsTold
+from sgpu_magic.panel.watch import Watchers, whole
+
+_MAX_SAID = 100
+
+
+class Outbox:
+    """Messages that wait for one page. Owned by one thread."""
+
+    def __init__(self) -> None:
+        self._said: deque[Said] = deque(maxlen=_MAX_SAID)
+        self._pools: PoolsTold | None = None
+        self._pool: PoolTold | None = None
+        self._runs: RunsTold | None = None
+
+    def put(self, told: Told) -> None:
+        """Add a message; it takes the place of one of its kind that has not been sent."""
+        match told:
+            case Said():
+                self._said.append(told)
+            case PoolsTold():
+                self._pools = told
+            case PoolTold():
+                self._pool = told
+            case RunsTold():
+                self._runs = told if self._runs is None else merged(self._runs, told)
+
+    def take(self) -> Told | None:
+        """Return the next message, None when nothing waits."""
+        if self._said:
+            return self._said.popleft()
+        if self._pools is not None:
+            pools, self._pools = self._pools, None
+            return pools
+        if self._pool is not None:
+            pool, self._pool = self._pool, None
+            return pool
+        runs, self._runs = self._runs, None
+        return runs
+
+    def clear(self) -> None:
+        """Nobody waits for them any more."""
+        self._said.clear()
+        self._pools = self._pool = self._runs = None
+
+
+def merged(earlier: RunsTold, later: RunsTold) -> RunsTold:
+    """Return one message that tells what both tell, one after the other."""
+    if later.whole or later.pool != earlier.pool:
+        return later
+    gone = set(later.gone)
+    rows: dict[str, RunRow] = {row.run_id: row for row in (*later.changed, *earlier.changed) if row.run_id not in gone}
+    rows |= {row.run_id: row for row in later.changed}
+    changed = tuple(sorted(rows.values(), key=lambda row: row.submitted_at, reverse=True))
+    still_gone = () if earlier.whole else tuple((set(earlier.gone) | gone) - rows.keys())
+    return RunsTold(pool=later.pool, whole=earlier.whole, changed=changed, gone=still_gone)
+
 
 # who may see a kernel may see its pool, and who may interrupt it may cancel runs
 _RESOURCE = "kernels"
@@ -166,7 +222,7 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
         if not self.check_origin():
             raise web.HTTPError(404)
         pool = self.get_query_argument("pool", "")
-        pools = await _in_thread(pools_told, self.watchers)
+        pools = await _in_thread(self.watchers.pools.now)
         seen = await _in_thread(self.watchers.look, pool)
         if seen is None:
             raise web.HTTPError(503, "the pool can't be looked at now. Try again.")

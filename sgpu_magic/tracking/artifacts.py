@@ -18,9 +18,9 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.files.event_log import EventFile
+from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html import render_html
-from sgpu_magic.views.run_names import run_name
-from sgpu_magic.views.view import RunView
+from sgpu_magic.views.run_notes import run_name
 from sgpu_magic.wire.events import Submitted
 
 MAX_BYTES = 200_000_000

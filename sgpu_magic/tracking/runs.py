@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sgpu_magic.tracking.system_metrics import SystemMetrics
-from sgpu_magic.views.run_names import run_name
+from sgpu_magic.views.run_notes import run_name
 from sgpu_magic.wire.events import (
     AttemptFailed,
     Described,

@@ -6,14 +6,14 @@ import time
 
 from sgpu_magic.views import ansi
 from sgpu_magic.views.failure import error_line
-from sgpu_magic.views.heading import header_line, returned_bytes
+from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html import render_segment_html
 from sgpu_magic.views.html_style import BOX, SOFT, safe
-from sgpu_magic.views.measured import usage_record
-from sgpu_magic.views.segments import TextSegment
+from sgpu_magic.views.output_items import TextSegment
 from sgpu_magic.views.text import render_segment_text
 from sgpu_magic.views.units import format_seconds
-from sgpu_magic.views.view import RunView
+from sgpu_magic.views.usage_words import usage_record
+from sgpu_magic.views.words import header_line, returned_bytes
 from sgpu_magic.wire.states import RunKind, RunState
 
 RUN_MIME = "application/vnd.sgpu.run.v1+json"

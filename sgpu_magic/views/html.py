@@ -9,21 +9,38 @@ from dataclasses import replace
 from html import escape
 
 from sgpu_magic.views import ansi
-from sgpu_magic.views.cost import billed_text, cost_text
 from sgpu_magic.views.failure import other_lines
-from sgpu_magic.views.heading import attempt_text, mark_text, place_words, returned_text, shipped_text
+from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html_failure import failure_html, stall_html
 from sgpu_magic.views.html_ranks import ended_ranks_html, live_ranks_html
 from sgpu_magic.views.html_style import ACCENT, BAD, BOX, FAINT, GOOD, LINE, PANEL, PRE, SOFT, WARN, safe
-from sgpu_magic.views.items import DisplayItem, GapItem, LineItem, display_text, gap_lines, trim
-from sgpu_magic.views.measured import busy_text, idle_lines
-from sgpu_magic.views.quiet import is_quiet, quiet_html
-from sgpu_magic.views.segments import TextSegment, segments
-from sgpu_magic.views.session_words import session_meta, standing_warnings
-from sgpu_magic.views.state_words import Tone, state_word
-from sgpu_magic.views.surroundings import label_text, packages_text, tracked_link, tracked_text
+from sgpu_magic.views.live.schema import Tone
+from sgpu_magic.views.output_items import (
+    DisplayItem,
+    GapItem,
+    LineItem,
+    TextSegment,
+    display_text,
+    gap_lines,
+    segments,
+    trim,
+)
+from sgpu_magic.views.session_words import is_quiet, quiet_html, session_meta, standing_warnings
 from sgpu_magic.views.units import count_of, format_clock, format_seconds, format_span
-from sgpu_magic.views.view import RunView
+from sgpu_magic.views.usage_words import billed_text, busy_text, cost_text, idle_lines
+from sgpu_magic.views.words import (
+    attempt_text,
+    label_text,
+    mark_text,
+    packages_text,
+    place_words,
+    returned_text,
+    shipped_text,
+    state_word,
+    tracked_link,
+    tracked_text,
+    values_left_there,
+)
 from sgpu_magic.wire.states import RunState
 
 __all__ = ["render_html", "render_segment_html", "segments"]
@@ -175,11 +192,7 @@ def _footer(view: RunView) -> str:
     if view.is_final and view.state is not RunState.SUCCEEDED:
         culprit = view.failure.rank if view.failure else None
         parts += other_lines(view.others, culprit)[:6]
-    parts += [
-        f"rank {result.rank}'s last value stayed there: {result.value_problem}"
-        for result in view.results[:4]
-        if result.value_problem
-    ]
+    parts += values_left_there(view)
     if not view.is_final or view.state is RunState.SUCCEEDED:
         parts += [returned_text(view), shipped_text(view), label_text(view), packages_text(view)]
     if not view.is_final and view.total_lines:

@@ -1,15 +1,15 @@
-"""Why a run failed, and where its ranks wait, as static HTML."""
+"""Why a run failed, what held its memory, and where its ranks wait, as static HTML."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from html import escape
 
-from sgpu_magic.views.failure_form import FormLine, cut_lines, failure_form
-from sgpu_magic.views.html_memory import memory_html
-from sgpu_magic.views.html_style import BAD, LINE, PRE, SOFT, WARN
-from sgpu_magic.views.text import stall_lines
-from sgpu_magic.views.view import RunView
+from sgpu_magic.views.failure_text import cut_lines, failure_block, stall_lines
+from sgpu_magic.views.fold import RunView
+from sgpu_magic.views.html_style import BAD, LINE, MONO, PRE, SOFT, WARN
+from sgpu_magic.views.live.schema import FailureLine, MemoryBlock, MemoryTensor
 from sgpu_magic.wire.states import FailureKind, RunState
 
 _MAX_EXCERPT_CHARS = 12_000
@@ -22,11 +22,11 @@ def failure_html(view: RunView) -> str:
     failure = view.failure
     if failure is None or view.state is RunState.SUCCEEDED:
         return ""
-    form = failure_form(view, failure, _MAX_EXCERPT_CHARS, _MAX_WHOLE_CHARS)
-    lines = [_form_line(line, failure.kind) for line in form.lines]
+    block = failure_block(view, failure, _MAX_EXCERPT_CHARS, _MAX_WHOLE_CHARS)
+    lines = [_form_line(line, failure.kind) for line in block.lines]
     whole = ""
-    if form.whole:
-        body = "\n".join(_form_line(line, failure.kind) for line in form.whole)
+    if block.whole:
+        body = "\n".join(_form_line(line, failure.kind) for line in block.whole)
         whole = (
             f'<details style="padding:0 12px 6px;font-size:12px"><summary style="cursor:pointer;{SOFT}">'
             f'the whole traceback</summary><pre style="{PRE};padding:4px 0 0">{body}</pre></details>'
@@ -34,7 +34,7 @@ def failure_html(view: RunView) -> str:
     newline = "\n"
     return (
         f'<div style="border-bottom:1px solid {LINE};border-left:3px solid {BAD}">'
-        f'<pre style="{PRE};padding-left:9px">{newline.join(lines)}</pre>{whole}{memory_html(view)}</div>'
+        f'<pre style="{PRE};padding-left:9px">{newline.join(lines)}</pre>{whole}{_memory(block.memory)}</div>'
     )
 
 
@@ -51,7 +51,7 @@ def stall_html(view: RunView) -> str:
     )
 
 
-def _form_line(line: FormLine, failure: FailureKind) -> str:
+def _form_line(line: FailureLine, failure: FailureKind) -> str:
     safe = escape(line.text, quote=False)
     match line.kind:
         case "title" if failure is FailureKind.USER_CODE:
@@ -64,3 +64,59 @@ def _form_line(line: FormLine, failure: FailureKind) -> str:
             return f'<span style="color:{BAD}">{name}</span>:{rest}'
         case _:
             return safe
+
+
+# what tensors hold, what torch's allocator keeps besides, what others hold
+_BAR_OPACITIES = (0.85, 0.45, 0.2)
+_BAR_NAMES = ("used", "reserved besides", "of others")
+_TABLE = "border-collapse:collapse;table-layout:auto;width:auto;margin:0;border:0;font-size:12px"
+_CELL = "padding:1px 14px 1px 0;white-space:nowrap;border:0;background:none;font-variant-numeric:tabular-nums"
+_NUMBERS = range(2, 6)
+
+
+def _memory(block: MemoryBlock | None) -> str:
+    """Return the ranks' memory as a table with bars, and the culprit's largest tensors; "" where nobody has looked."""
+    if block is None:
+        return ""
+    heads = "".join(
+        _cell(head, at in _NUMBERS, f";font-weight:400;{SOFT}", "th") for at, head in enumerate(block.heads)
+    )
+    rows = ""
+    for row in block.rows:
+        colour = f";color:{BAD};font-weight:600" if row.culprit else ""
+        cells = _cell(f"{row.rank}", False, colour)
+        cells += "".join(_cell(cell, at + 1 in _NUMBERS) for at, cell in enumerate(row.cells))
+        rows += f'<tr style="background:none">{cells}<td style="{_CELL};width:160px">{_bar(row.shares)}</td></tr>'
+    more = f'<div style="{SOFT}">{escape(block.more)}</div>' if block.more else ""
+    drawn = (
+        f'<div>{block.title}</div><table style="{_TABLE}"><thead style="border:0"><tr>{heads}<th></th></tr></thead>'
+        f"<tbody>{rows}</tbody></table>{more}"
+    )
+    if block.tensors:
+        named = "".join(map(_tensor, block.tensors))
+        drawn += f'<div style="padding-top:4px">{escape(block.largest)}</div>'
+        drawn += f'<table style="{_TABLE}"><tbody>{named}</tbody></table>'
+    box = f"padding:4px 12px 8px 9px;font-size:12px;border-top:1px solid {LINE};overflow-x:auto"
+    return f'<div style="{box}">{drawn}</div>'
+
+
+def _tensor(tensor: MemoryTensor) -> str:
+    shape, dtype, size = tensor.cells
+    style = f"{_CELL};{MONO};text-align:left;white-space:normal;overflow-wrap:anywhere"
+    name = f'<td style="{style}">{escape(tensor.name)}</td>'
+    told = _cell(shape, False, f";{SOFT}") + _cell(dtype, False, f";{SOFT}") + _cell(size, True)
+    return f'<tr style="background:none">{name}{told}</tr>'
+
+
+def _cell(text: str, right: bool, style: str = "", tag: str = "td") -> str:
+    align = "right" if right else "left"
+    return f'<{tag} style="{_CELL};text-align:{align}{style}">{escape(text)}</{tag}>'
+
+
+def _bar(shares: Sequence[float]) -> str:
+    parts = "".join(
+        f'<div style="width:{share * 100:.1f}%;background:currentColor;opacity:{opacity}" title="{name}"></div>'
+        for share, opacity, name in zip(shares, _BAR_OPACITIES, _BAR_NAMES, strict=True)
+        if share > 0
+    )
+    return f'<div style="display:flex;height:8px;border-radius:2px;overflow:hidden;background:{LINE}">{parts}</div>'

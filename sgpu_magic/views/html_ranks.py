@@ -11,15 +11,14 @@ from weakref import WeakKeyDictionary
 
 from sgpu_magic.views import ansi
 from sgpu_magic.views.failure import last_part
-from sgpu_magic.views.hosts import new_host
-from sgpu_magic.views.html_style import ACCENT, BAD, FAINT, LINE, MONO, PANEL, PRE, SOFT, WARN, safe
-from sgpu_magic.views.items import DisplayItem, LineItem, count_fitting
-from sgpu_magic.views.measured import curve_text, is_low, measured_lines, whole_text
-from sgpu_magic.views.session_state import restart_command
-from sgpu_magic.views.sparkline import sparkline
+from sgpu_magic.views.fold import RunView
+from sgpu_magic.views.html_style import ACCENT, BAD, FAINT, LINE, MONO, PANEL, PRE, SOFT, WARN, safe, sparkline
+from sgpu_magic.views.output_items import DisplayItem, LineItem, count_fitting
+from sgpu_magic.views.run_notes import restart_command
 from sgpu_magic.views.units import count_of
 from sgpu_magic.views.usage import use_text
-from sgpu_magic.views.view import RunView
+from sgpu_magic.views.usage_words import curve_text, is_low, measured_lines, whole_text
+from sgpu_magic.views.words import new_host
 from sgpu_magic.wire.states import RunState
 
 MAX_RANKS = 64

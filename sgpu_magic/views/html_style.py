@@ -1,10 +1,12 @@
-"""Colours, fonts and boxes of the static HTML: inline style only, the theme's colours where it has some."""
+"""Pieces of the static HTML: colours, fonts, boxes, curves. Inline style only, in the theme's colours if it has any."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 from sgpu_magic.views import ansi
+from sgpu_magic.views.usage import thinned
 
 # greys that are right on light and dark alike need no theme; the rest asks JupyterLab, then VS Code
 LINE = "rgba(128,128,128,.28)"
@@ -29,3 +31,61 @@ def safe(text: str) -> str:
     a text of its own here.
     """
     return escape(ansi.plain(text)).replace("$", "<span>$</span>")
+
+
+WIDTH = 132
+HEIGHT = 18
+_MAX_POINTS = 44
+# the picture's own units, so that whole numbers are exact enough
+_UNITS = 2 * HEIGHT
+_PAD = 3.0
+
+
+def sparkline(values: Sequence[float | None], top: float | None, title: str, colour: str) -> str:
+    """Return the curve; a reader whose renderer draws no SVG is left with the title's text.
+
+    Args:
+        values: Oldest first, evenly spaced; None where nothing was told.
+        top: What the axis ends at; None takes the largest value.
+        title: What it shows, in words.
+        colour: A CSS colour, which may be a variable.
+    """
+    points, _ = thinned(values, _MAX_POINTS)
+    top = top or max((value for value in points if value is not None), default=0.0)
+    lines: list[str] = []
+    areas: list[str] = []
+    step = WIDTH / max(len(points) - 1, 1)
+    for first, stretch in _stretches(points):
+        xs = [(first + at) * step for at in range(len(stretch))]
+        if len(stretch) == 1:
+            # one value alone is a short level line, not a dot that nobody sees
+            xs, stretch = [max(xs[0] - step / 2, 0.0), min(xs[0] + step / 2, WIDTH)], stretch * 2
+        drawn = " ".join(f"{x:.0f},{_height(value, top):.0f}" for x, value in zip(xs, stretch, strict=True))
+        lines.append(f"M{drawn}")
+        areas.append(f"M{xs[0]:.0f},{_UNITS} {drawn} {xs[-1]:.0f},{_UNITS}Z")
+    return (
+        f'<svg role="img" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {_UNITS}" '
+        'preserveAspectRatio="none" '
+        f'style="color:{colour};vertical-align:middle"><title>{escape(title)}</title>'
+        f'<path d="{"".join(areas)}" fill="currentColor" opacity=".13"/>'
+        f'<path d="{"".join(lines)}" fill="none" stroke="currentColor" stroke-width="1.3" '
+        'vector-effect="non-scaling-stroke"/></svg>'
+    )
+
+
+def _stretches(points: Sequence[float | None]) -> list[tuple[int, list[float]]]:
+    """Cut the points where nothing was told: the number of each stretch's first point, and its values."""
+    cut: list[tuple[int, list[float]]] = []
+    before_was_told = False
+    for at, value in enumerate(points):
+        if value is not None:
+            if not before_was_told:
+                cut.append((at, []))
+            cut[-1][1].append(value)
+        before_was_told = value is not None
+    return cut
+
+
+def _height(value: float, top: float) -> float:
+    share = min(max(value / top, 0.0), 1.0) if top > 0 else 0.0
+    return _UNITS - _PAD - share * (_UNITS - 2 * _PAD)

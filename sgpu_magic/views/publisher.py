@@ -1,16 +1,20 @@
-"""Where a run is shown while it goes on: a notebook's outputs, or nowhere; `terminal` is beside it."""
+"""Where a run is shown while it goes on: in outputs below the cell, or nowhere; `terminal` is beside it."""
 
 from __future__ import annotations
 
+import secrets
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
 from typing import Protocol, TextIO
 
-from sgpu_magic.views.slots import OutputSlots
+from sgpu_magic.views.bundle import mime_bundle
+from sgpu_magic.views.fold import RunView
+from sgpu_magic.views.html_style import SANS, SOFT
+from sgpu_magic.views.output_items import DisplayItem, TextSegment, segments
 from sgpu_magic.views.terminal import TerminalPublisher
-from sgpu_magic.views.view import RunView
 from sgpu_magic.wire.events import Event
-
-__all__ = ["NotebookPublisher", "Publisher", "SilentPublisher", "TerminalPublisher", "publisher_for"]
 
 FIRST_AFTER_S = 0.1
 MESSAGE_INTERVAL_S = 0.1
@@ -123,3 +127,144 @@ class Pace:
     def sent(self, now: float, messages: int) -> None:
         """So many messages went out now."""
         self._next_at = now + MESSAGE_INTERVAL_S * max(messages, 1)
+
+
+Part = TextSegment | DisplayItem
+
+
+@dataclass(slots=True)
+class _Published:
+    """What an output of the cell shows now."""
+
+    display_id: str
+    content: object
+
+
+class OutputSlots:
+    """Publishes a run's parts, each in an output of its own that is updated by its display id.
+
+    Args:
+        view: The run.
+        bundle: Returns what is published of a display, given whether the run has ended; by default nothing live.
+    """
+
+    def __init__(self, view: RunView, bundle: Callable[[DisplayItem, bool], dict[str, object]] | None = None) -> None:
+        self._view = view
+        self._bundle = bundle or self._static
+        # the same run may be shown in two cells
+        self._token = secrets.token_hex(4)
+        self._shown: dict[int, _Published] = {}
+
+    def draw(self, budget: int | None = None, limit: int | None = None, remark: str = "") -> tuple[int, bool]:
+        """Publish what differs from what is shown.
+
+        Args:
+            budget: Messages allowed; None for all.
+            limit: Bytes of HTML allowed for a live form's segment; None for the final form.
+            remark: A sentence below the first text, "" for none.
+
+        Returns:
+            The number of messages, and whether all was said.
+        """
+        parts = self._fold_strays(segments(self._view))
+        if limit is not None:
+            parts = self._without_bare_end(parts)
+        last_text = max(at for at, part in enumerate(parts) if isinstance(part, TextSegment))
+        sent = 0
+        for at, part in enumerate(parts):
+            if budget is not None and sent >= budget:
+                return sent, False
+            first, last = at == 0, at == last_text
+            if isinstance(part, DisplayItem):
+                sent += self._show_display(part, final=limit is None)
+            else:
+                # a display that comes next moves the footer on: at the end only one segment has it
+                bundle = mime_bundle(self._view, part, first, last, limit)
+                if first and remark:
+                    bundle["text/html"] = f'{bundle["text/html"]}<div style="{SOFT};{SANS}">{escape(remark)}</div>'
+                    bundle["text/plain"] = f"{bundle['text/plain']}\n{remark}"
+                if bundle["text/html"] or _slot(part) in self._shown:
+                    sent += self._show(_slot(part), bundle, bundle, {})
+        return sent + self._empty_others(parts), True
+
+    def open(self, bundle: dict[str, object]) -> None:
+        """Publish a live view where the run's first text will stand."""
+        self._show(0, bundle, bundle, {})
+
+    def draw_displays(self, budget: int) -> tuple[int, bool]:
+        """Publish displays, their captions and places for the text between them, below a live view that is open.
+
+        Args:
+            budget: Messages allowed.
+
+        Returns:
+            As `draw`.
+        """
+        live, *parts = self._fold_strays([TextSegment((), 0), *segments(self._view)[1:-1]])
+        sent = 0
+        for part in parts:
+            if sent >= budget:
+                return sent, False
+            if isinstance(part, DisplayItem):
+                sent += self._show_display(part, final=False)
+            else:
+                bare = mime_bundle(self._view, TextSegment((), part.after, part.next_rank), False, False)
+                sent += self._show(_slot(part), bare, bare, {})
+        return sent + self._empty_others([live, *parts]), True
+
+    def _without_bare_end(self, parts: list[Part]) -> list[Part]:
+        """Leave out a last text that has no line yet, so that the text before it has the footer.
+
+        Of one rank nothing stands between two displays that follow each other: its output would stay there, empty.
+        """
+        end = parts[-1]
+        is_bare = isinstance(end, TextSegment) and not end.items and _slot(end) not in self._shown
+        return parts[:-1] if is_bare and len(parts) > 1 and len(self._view.rank_numbers) == 1 else parts
+
+    def _fold_strays(self, parts: list[Part]) -> list[Part]:
+        """Join text that would need a new output before one that is already there to the text before it."""
+        there = [at for at, part in enumerate(parts) if _slot(part) in self._shown]
+        last_shown = there[-1] if there else -1
+        kept: list[Part] = []
+        for at, part in enumerate(parts):
+            stray = at < last_shown and isinstance(part, TextSegment) and _slot(part) not in self._shown
+            if not stray:
+                kept.append(part)
+                continue
+            before = next((i for i in reversed(range(len(kept))) if isinstance(kept[i], TextSegment)), None)
+            text = kept[before] if before is not None else None
+            if before is not None and isinstance(text, TextSegment) and isinstance(part, TextSegment):
+                kept[before] = TextSegment((*text.items, *part.items), text.after, text.next_rank)
+        return kept
+
+    def _empty_others(self, parts: Sequence[Part]) -> int:
+        """Empty outputs whose part is gone; return the number of messages."""
+        wanted = {_slot(part) for part in parts}
+        return sum(self._show(slot, None, {"text/plain": ""}, {}) for slot in self._shown.keys() - wanted)
+
+    def _static(self, item: DisplayItem, final: bool) -> dict[str, object]:
+        return self._view.models.static(item.rank, item.bundle)
+
+    def _show_display(self, item: DisplayItem, *, final: bool) -> int:
+        data = self._bundle(item, final)
+        return self._show(_slot(item), (data, item.metadata), data, item.metadata)
+
+    def _show(self, slot: int, content: object, data: dict[str, object], metadata: dict[str, object]) -> int:
+        """Publish or update one output; return the number of messages that took."""
+        # IPython declares no types here
+        from IPython.display import publish_display_data  # pyright: ignore[reportUnknownVariableType]
+
+        shown = self._shown.get(slot)
+        if shown is not None and shown.content == content:
+            return 0
+        update = shown is not None
+        if shown is None:
+            shown = self._shown[slot] = _Published(f"sgpu-{self._view.run_id}-{self._token}-{slot}", content)
+        shown.content = content
+        publish_display_data(data, metadata, transient={"display_id": shown.display_id}, update=update)
+        return 1
+
+
+def _slot(part: Part) -> int:
+    """Return a number for an output that stays its own: displays odd, the text after each even."""
+    return 2 * part.serial - 1 if isinstance(part, DisplayItem) else 2 * part.after

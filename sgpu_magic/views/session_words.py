@@ -1,17 +1,19 @@
-"""What is said of a session in its own view: how long, how many cells, what it used, which of its ranks are dead."""
+"""What is said of a session in its own view, and in one line of what only moves names to and from it."""
 
 from __future__ import annotations
 
 import time
 
-from sgpu_magic.views.cost import mark
-from sgpu_magic.views.measured import busy_text
-from sgpu_magic.views.session_state import restart_command
-from sgpu_magic.views.surroundings import tracked_text
+from sgpu_magic.system.byte_sizes import format_bytes
+from sgpu_magic.views.fold import RunView
+from sgpu_magic.views.html_style import SANS, SOFT, safe
+from sgpu_magic.views.run_notes import restart_command
 from sgpu_magic.views.units import count_of, format_ranks, format_seconds, format_span
-from sgpu_magic.views.view import RunView
+from sgpu_magic.views.usage_words import busy_text, device_hours, mark
+from sgpu_magic.views.words import names_text, returned_bytes, session_text, tracked_text
 from sgpu_magic.wire.prices import format_money
-from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.records import OutputName
+from sgpu_magic.wire.states import RunKind, RunState
 
 _A_DAY_S = 20 * 3600.0
 
@@ -28,7 +30,7 @@ def session_meta(view: RunView, now: float | None = None) -> list[str]:
         return []
     cells = count_of(session.cells, "cell") if session.cells or view.is_final else ""
     if view.is_final:
-        words = [cells, device_hours(view), _cost(view), busy_text(view.usage), why_ended(view)]
+        words = [cells, _gpu_hours(view), _cost(view), busy_text(view.usage), why_ended(view)]
     else:
         words = [cells, idle_since(session.idle_at, now), _idle_end(view)]
     return [word for word in words if word]
@@ -54,20 +56,19 @@ def session_summary(view: RunView) -> str:
     return " · ".join([lasted, *session_meta(view), *filter(None, [tracked_text(view)]), f"run {view.short_id}"])
 
 
-def device_hours(view: RunView) -> str:
+def _gpu_hours(view: RunView) -> str:
     """Return `0.82 GPU h`: the time for which the session held its GPUs, of all together; "" on CPU slots."""
     lease = view.lease
     if lease is None or lease.device_type == "cpu":
         return ""
-    hours = view.elapsed_s() * lease.ranks / 3600
-    return f"{hours:.{1 if hours >= 9.95 else 2}f} GPU h" + (" (simulated)" if lease.simulated else "")
+    return device_hours(view.elapsed_s() * lease.ranks) + mark(view)
 
 
 def _cost(view: RunView) -> str:
     ended = view.ended
     if ended is None or ended.cost is None:
         return ""
-    return format_money(ended.cost, ended.currency) + ("" if device_hours(view) else mark(view))
+    return format_money(ended.cost, ended.currency) + ("" if _gpu_hours(view) else mark(view))
 
 
 def why_ended(view: RunView) -> str:
@@ -89,3 +90,41 @@ def idle_since(at: float | None, now: float | None = None) -> str:
 def _idle_end(view: RunView) -> str:
     idle_s = view.spec.idle_s
     return f"ends after {format_seconds(idle_s)} without a cell" if idle_s is not None else ""
+
+
+def is_quiet(view: RunView) -> bool:
+    """Whether a line is all that is to be said of it: it is a push or a pull that has not gone wrong."""
+    badly = view.is_final and view.state is not RunState.SUCCEEDED
+    return view.spec.kind in (RunKind.PUSH, RunKind.PULL) and not badly and not view.left
+
+
+def quiet_line(view: RunView) -> str:
+    """Return `sent cfg, loader (1.2 MB) to 4 ranks of session work`, `brought history (1.2 kB) from rank 0 ...`."""
+    over = view.state is RunState.SUCCEEDED
+    if view.spec.kind is RunKind.PUSH:
+        shipped = view.spec.shipped
+        what = f"{names_text(shipped.names)} ({format_bytes(shipped.total_bytes)})"
+        line = f"{'sent' if over else 'sending'} {what} to {_ranks(view)} of {session_text(view)}"
+    else:
+        size = f" ({format_bytes(returned_bytes(view))})" if over else ""
+        line = f"{'brought' if over else 'bringing'} {_origins(view)} of {session_text(view)}{size}"
+    waits = "" if over else view.waiting_for
+    return " · ".join([line, *([waits] if waits else []), *view.notes])
+
+
+def quiet_html(view: RunView) -> str:
+    """Return the same as HTML."""
+    return f'<div style="{SANS};font-size:12px;{SOFT};padding:1px 0">{safe(quiet_line(view))}</div>'
+
+
+def _ranks(view: RunView) -> str:
+    return format_ranks(view.rank_numbers) if view.spec.only else count_of(view.ranks, "rank")
+
+
+def _origins(view: RunView) -> str:
+    """Return `history from rank 0 and loss from 4 ranks`."""
+    origins: dict[str, list[OutputName]] = {}
+    for output in view.spec.outputs:
+        of = _ranks(view) if output.all_ranks else format_ranks(view.rank_numbers[:1])
+        origins.setdefault(of, []).append(output)
+    return " and ".join(f"{names_text([each.name for each in names])} from {of}" for of, names in origins.items())

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from html import escape
 
 from sgpu_magic.views import ansi
+from sgpu_magic.views.html_style import LINE, MONO, PANEL, SANS, SOFT, WARN
+from sgpu_magic.views.tables import aligned
 from sgpu_magic.views.units import format_ranks
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.measures import Collective, RankStack, StackFrame
@@ -192,8 +194,7 @@ def group_lines(groups: Sequence[StackGroup]) -> list[str]:
     """Return a line for each of the first groups, in columns, and how many there are more."""
     shown = groups[:_MAX_GROUPS]
     rows = [(format_ranks(group.ranks), group.doing, group.place, group.source) for group in shown]
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
-    lines = ["   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = aligned(rows)
     left_out = [rank for group in groups[_MAX_GROUPS:] for rank in group.ranks]
     return [*lines, f"{format_ranks(left_out)} elsewhere"] if left_out else lines
 
@@ -272,7 +273,6 @@ def stacks_text(run_id: str, stacks: Sequence[RankStack], cell: CellSource) -> s
 
 def stacks_html(run_id: str, stacks: Sequence[RankStack], cell: CellSource) -> str:
     """Return the same as HTML: the groups as a table, each whole stack behind its line."""
-    from sgpu_magic.views.html_style import LINE, MONO, PANEL, SANS, SOFT, WARN
 
     def safe(text: str) -> str:
         return escape(ansi.plain(text))

@@ -9,14 +9,13 @@ from operator import attrgetter
 from typing import NamedTuple, TextIO
 
 from sgpu_magic.views import ansi
-from sgpu_magic.views.heading import header_line
-from sgpu_magic.views.items import DisplayItem, GapItem, LineItem, display_text, gap_lines
-from sgpu_magic.views.memory import memory_lines
-from sgpu_magic.views.quiet import is_quiet
-from sgpu_magic.views.session_words import standing_warnings
-from sgpu_magic.views.text import ending_stacks, live_line, stall_lines, summary_line
+from sgpu_magic.views.failure_text import ending_stacks, memory_lines, stall_lines
+from sgpu_magic.views.fold import RunView
+from sgpu_magic.views.output_items import DisplayItem, GapItem, LineItem, display_text, gap_lines
+from sgpu_magic.views.session_words import is_quiet, standing_warnings
+from sgpu_magic.views.text import live_line, summary_line
 from sgpu_magic.views.units import count_of
-from sgpu_magic.views.view import RunView
+from sgpu_magic.views.words import header_line
 from sgpu_magic.wire.events import Event
 
 REDRAW_S = 0.1

@@ -22,10 +22,10 @@ from sgpu_magic.client import remote_wire
 from sgpu_magic.config import host_name
 from sgpu_magic.errors import KeyRefused, PoolError, RunUnknown
 from sgpu_magic.runs.follow import Followed
+from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html import render_html
-from sgpu_magic.views.publisher import TerminalPublisher
+from sgpu_magic.views.terminal import TerminalPublisher
 from sgpu_magic.views.text import render_text
-from sgpu_magic.views.view import RunView
 from sgpu_magic.wire.events import OutputWritten
 from sgpu_magic.wire.records import Owner
 from sgpu_magic.wire.states import OWNER_GONE, RunState

@@ -12,7 +12,7 @@ from pool_client import ClientRun, PoolClient
 from waiting import eventually
 
 from sgpu_magic.client.interpreter import this_owner
-from sgpu_magic.views.status import status_text
+from sgpu_magic.views.pool_tables import status_text
 from sgpu_magic.wire.events import OutputWritten, QueueMoved, RanksStarted
 from sgpu_magic.wire.states import RunState
 

@@ -9,7 +9,7 @@ from typing import Any
 from kernels import Cell, Home, Kernel
 
 from sgpu_magic.pool.run_log import read_events
-from sgpu_magic.views.view import RunView
+from sgpu_magic.views.fold import RunView
 from sgpu_magic.wire.events import Submitted
 from sgpu_magic.wire.measures import RankSample
 

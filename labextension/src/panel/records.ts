@@ -1,9 +1,8 @@
 /**
  * The records of these modules, where they are described:
  *
- * - `sgpu_magic.panel.picture`
  * - `sgpu_magic.runs.choice.schema`
- * - `sgpu_magic.panel.notebook`
+ * - `sgpu_magic.panel.schema`
  * - `sgpu_magic.panel.messages`
  *
  * Written by `scripts/front_end_records.py`.
@@ -11,6 +10,23 @@
 
 import { bool, kinds, list, nullable, num, oneOf, record, str } from "../shared/checks";
 import type { Of } from "../shared/checks";
+
+export const VERSION = 1;
+
+export const CHOICE_KEY = "sgpu";
+
+export const choice = record({
+  gpus: num,
+  type: str,
+  pool: str,
+  env_version: str,
+  dependencies: list(str),
+  removed: list(str),
+});
+export type Choice = Of<typeof choice>;
+
+export const keptChoice = record({ choice, signed: str, version: num });
+export type KeptChoice = Of<typeof keptChoice>;
 
 export const poolState = oneOf("up", "none", "lost", "other-version", "problem");
 export type PoolState = Of<typeof poolState>;
@@ -120,23 +136,6 @@ export const panelTold = kinds({
 export type PanelTold = Of<typeof panelTold>;
 
 export const MAX_RUNS = 1000;
-
-export const VERSION = 1;
-
-export const CHOICE_KEY = "sgpu";
-
-export const choice = record({
-  gpus: num,
-  type: str,
-  pool: str,
-  env_version: str,
-  dependencies: list(str),
-  removed: list(str),
-});
-export type Choice = Of<typeof choice>;
-
-export const keptChoice = record({ choice, signed: str, version: num });
-export type KeptChoice = Of<typeof keptChoice>;
 
 export const baseChoice = record({ name: str, label: str, about: str });
 export type BaseChoice = Of<typeof baseChoice>;

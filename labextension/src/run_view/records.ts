@@ -1,7 +1,7 @@
 /**
  * The records of these modules, where they are described:
  *
- * - `sgpu_magic.views.live.picture`
+ * - `sgpu_magic.views.live.schema`
  * - `sgpu_magic.views.live.messages`
  *
  * Written by `scripts/front_end_records.py`.
@@ -10,10 +10,10 @@
 import { bool, either, kinds, list, nullable, num, oneOf, record, str, triple } from "../shared/checks";
 import type { Of } from "../shared/checks";
 
+export const VERSION = 3;
+
 export const tone = oneOf("plain", "busy", "good", "bad", "warn");
 export type Tone = Of<typeof tone>;
-
-export const VERSION = 3;
 
 export const bar = record({ fraction: nullable(num), text: str });
 export type Bar = Of<typeof bar>;

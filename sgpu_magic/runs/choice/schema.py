@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgpu_magic.views.live.picture import Message
+from sgpu_magic.views.live.schema import Message
 
 VERSION = 1
 """Of all records of the panel. A front end draws only its own version."""

@@ -21,7 +21,7 @@ from sgpu_magic.runs.placing import Found
 from sgpu_magic.runs.sessions.rank_lists import format_ranks
 from sgpu_magic.runs.windows import Background
 from sgpu_magic.runs.workplace import Workplace
-from sgpu_magic.views.session_state import SessionState
+from sgpu_magic.views.run_notes import SessionState
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.records import RunSpec

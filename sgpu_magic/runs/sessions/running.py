@@ -12,7 +12,7 @@ from sgpu_magic.runs import follow
 from sgpu_magic.runs.sessions.cells import Prepared, prepare_push
 from sgpu_magic.runs.sessions.rank_lists import format_ranks
 from sgpu_magic.runs.submission import let_go, submit
-from sgpu_magic.views.view import RunView
+from sgpu_magic.views.fold import RunView
 from sgpu_magic.wire.questions import RankQuestion
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 

@@ -8,9 +8,9 @@ from heapq import merge
 
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.views import ansi
+from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.feed import Feed
-from sgpu_magic.views.live.line_text import json_bytes
-from sgpu_magic.views.live.log_order import Piece
+from sgpu_magic.views.live.log_index import Piece
 from sgpu_magic.views.live.log_reader import LogReader
 from sgpu_magic.views.live.messages import (
     MAX_LINES,
@@ -30,9 +30,9 @@ from sgpu_magic.views.live.messages import (
     Question,
     Refusal,
     TextAnswer,
+    json_bytes,
 )
 from sgpu_magic.views.units import format_ranks
-from sgpu_magic.views.view import RunView
 
 _MAX_JSON_BYTES = 60_000
 _MAX_SOUGHT_CHARS = 1000

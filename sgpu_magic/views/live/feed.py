@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from sgpu_magic.views.live.log_order import Piece
+from sgpu_magic.views.fold import RunView
+from sgpu_magic.views.live.log_index import Piece, RecentLines
 from sgpu_magic.views.live.messages import HelloAnswer, NewLines, Told
-from sgpu_magic.views.live.picture import Snapshot
-from sgpu_magic.views.live.recent_lines import RecentLines
+from sgpu_magic.views.live.schema import Snapshot
 from sgpu_magic.views.live.snapshot import snapshot_of
 from sgpu_magic.views.steady_clock import steady_time
-from sgpu_magic.views.view import RunView
 from sgpu_magic.wire.events import Event, OutputWritten, RunEnded
 
 _WINDOW_S = 1.0

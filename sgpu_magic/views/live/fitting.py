@@ -6,8 +6,9 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from sgpu_magic.views.live.line_text import json_bytes
-from sgpu_magic.views.live.picture import Curve, FailureLine, RankCard, Snapshot
+from sgpu_magic.views.live.messages import json_bytes
+from sgpu_magic.views.live.schema import Curve, FailureLine, RankCard, Snapshot
+from sgpu_magic.views.usage import thinned
 
 MAX_SNAPSHOT_BYTES = 60_000
 # the rest is for the cards
@@ -108,13 +109,8 @@ def _fewer(snapshot: Snapshot) -> Snapshot:
 
 def _coarse(curve: Curve, most: int) -> Curve:
     """Return a curve of at most `most` points, each the mean of several."""
-    every = -(-len(curve.values) // most)
-    if every <= 1:
+    means, every = thinned(curve.values, most)
+    if every == 1:
         return curve
-    means = tuple(_mean(curve.values[at : at + every]) for at in range(0, len(curve.values), every))
-    return replace(curve, values=means, step_s=curve.step_s * every)
-
-
-def _mean(values: tuple[float | None, ...]) -> float | None:
-    told = [value for value in values if value is not None]
-    return round(sum(told) / len(told), 1) if told else None
+    values = tuple(None if mean is None else round(mean, 1) for mean in means)
+    return replace(curve, values=values, step_s=curve.step_s * every)

@@ -1,4 +1,4 @@
-"""The live views of one kernel: whether a run gets one, and what it needs for it."""
+"""The live views of one kernel: whether a run gets one, and the widget that shows it while it goes on."""
 
 from __future__ import annotations
 
@@ -7,19 +7,160 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any, TextIO
 
+from sgpu_magic.views.bundle import interrupted_bundle
+from sgpu_magic.views.fold import RunView
+from sgpu_magic.views.live import messages
 from sgpu_magic.views.live.answers import Answers
-from sgpu_magic.views.live.channels import Channels, Taker
+from sgpu_magic.views.live.comm import Channels, Taker
 from sgpu_magic.views.live.feed import Feed
 from sgpu_magic.views.live.log_reader import LogReader
+from sgpu_magic.views.live.messages import Answer, Question
 from sgpu_magic.views.live.rank_widgets import RankWidgets, SessionWidgets, Tell
-from sgpu_magic.views.live.widget_publisher import Surroundings, WidgetPublisher
-from sgpu_magic.views.publisher import Publisher, publisher_for
-from sgpu_magic.views.quiet import is_quiet
-from sgpu_magic.views.view import RunView
+from sgpu_magic.views.publisher import (
+    MAX_MESSAGES_PER_TICK,
+    NotebookPublisher,
+    OutputSlots,
+    Pace,
+    Publisher,
+    publisher_for,
+)
+from sgpu_magic.views.session_words import is_quiet
+from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.states import RunKind
+
+HELLO_S = 5.0
+# the background's import of the widget takes 50 ms, on a slow disk longer
+_IMPORT_S = 2.0
+_NO_HELLO = (
+    "The live view did not open in this front end. JupyterLab and Notebook show it when anywidget 0.11 is installed "
+    "where they run: pip install 'anywidget==0.11.*', then reload the page."
+)
+
+
+class _Form(Enum):
+    """What is shown now."""
+
+    NOTHING = auto()
+    WIDGET = auto()
+    HTML = auto()
+    FINAL = auto()
+
+
+class WidgetPublisher:
+    """Shows a run by its live view; without the widget it is shown as `NotebookPublisher` does.
+
+    Nothing appears in the first 100 ms unless the run has ended. Then one output shows the view, which is told what
+    is new by at most 10 messages a second; what ranks display stands below it. At the end every output takes its
+    final form, in which no widget is left.
+
+    Args:
+        view: The run.
+        feed: What the front end is told of it.
+        answers: What it is answered.
+        widgets: Those of its ranks.
+        channels: Bring its questions.
+        kernel: Has the ipywidget.
+    """
+
+    def __init__(
+        self, view: RunView, feed: Feed, answers: Answers, widgets: RankWidgets, channels: Channels, kernel: LiveViews
+    ) -> None:
+        self._view = view
+        self._feed = feed
+        self._answers = answers
+        self._widgets = widgets
+        self._channels = channels
+        self._kernel = kernel
+        self._slots = OutputSlots(view, lambda item, final: widgets.bundle(item, final=final))
+        self._pace = Pace()
+        self._static = NotebookPublisher(view, self._slots, self._pace)
+        self._form = _Form.NOTHING
+        self._widget: Any = None
+        self._began: float | None = None
+        self._opened_at = 0.0
+        self._greeted = False
+        self._displays_version = -1
+
+    def applied(self, event: Event) -> None:
+        self._feed.apply(event)
+
+    def tick(self, now: float, final: bool = False) -> None:
+        self._began = now if self._began is None else self._began
+        due = self._pace.is_due(now)
+        if final:
+            self._finish(now)
+        elif self._form is _Form.NOTHING and due:
+            self._open(now)
+        elif self._form is _Form.WIDGET:
+            self._tell(now, due)
+        elif self._form is _Form.HTML:
+            self._static.tick(now)
+        self._widgets.tick(now)
+
+    def _open(self, now: float) -> None:
+        widget_class = self._kernel.widget_class
+        if widget_class is None:
+            if not self._kernel.is_importing or now - (self._began or now) > _IMPORT_S:
+                self._form = _Form.HTML
+            return
+        channels = self._channels
+        # what the feed has made before is of the run's beginning
+        drawn = messages.to_builtins(self._feed.snapshot(now) or self._feed.hello(0).snapshot)
+        self._widget = widget_class(snapshot=drawn, comms="subshell" if channels.serve_comms else "blocking")
+        self._form, self._opened_at = _Form.WIDGET, now
+        channels.opened(self._widget, self._answer)
+        self._slots.open({**interrupted_bundle(self._view), **self._widget.view_bundle})
+        self._pace.sent(now, 1)
+
+    def _tell(self, now: float, due: bool) -> None:
+        if due and not self._greeted and self._kernel.expects_hello and now - self._opened_at > HELLO_S:
+            self._static.remark = _NO_HELLO
+            self._form = _Form.HTML
+            self._static.tick(now)
+            self._close()
+            return
+        for told in self._feed.told(now):
+            self._widget.send(messages.to_builtins(told))
+        snapshot = self._feed.snapshot(now)
+        if snapshot is not None:
+            self._widget.snapshot = messages.to_builtins(snapshot)
+        if due and self._view.version != self._displays_version:
+            self._displays_version = self._view.version
+            sent, complete = self._slots.draw_displays(MAX_MESSAGES_PER_TICK)
+            self._pace.sent(now, sent)
+            if not complete:
+                self._displays_version = -1
+
+    def _answer(self, question: Question) -> Answer:
+        """Runs in any thread."""
+        self._greeted = True
+        return self._answers.answer(question)
+
+    def _finish(self, now: float) -> None:
+        if self._form is _Form.FINAL:
+            return
+        self._form = _Form.FINAL
+        try:
+            # before the widget is closed: at no time there is a view without its model
+            self._static.remark = ""
+            self._static.tick(now, final=True)
+        finally:
+            self._close()
+            if self._widgets.stays:
+                self._widgets.leave(self._slots.draw)
+            else:
+                self._widgets.close()
+
+    def _close(self) -> None:
+        widget, self._widget = self._widget, None
+        if widget is not None:
+            self._channels.closed(widget)
+            widget.close()
+
 
 # as `jupyter_client.session.Session.msg_id` makes them
 _CLIENTS_ID = re.compile(r"[0-9a-f-]+_\d+_\d+")
@@ -54,17 +195,21 @@ class LiveViews:
 
     Args:
         kernel: The ipykernel, None without one.
+
+    Attributes:
+        channels: The ways to this kernel's views; None where it has none.
+        widget_class: The ipywidget once it is imported; None until then, and for ever where there is none.
     """
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         # what is not a Jupyter kernel with channels of its own has no live views
-        self._channels = Channels(kernel) if hasattr(kernel, "control_handlers") else None
-        self._widget_class: Any = None
+        self.channels = Channels(kernel) if hasattr(kernel, "control_handlers") else None
+        self.widget_class: Any = None
         self._of_sessions: dict[str, RankWidgets] = {}
         # 50 ms that no cell is to wait for
         self._importing = threading.Thread(target=self._import, name="sgpu-widget", daemon=True)
-        if self._channels is not None:
+        if self.channels is not None:
             self._importing.start()
 
     def publisher_for(self, ui: str, view: RunView, stream: TextIO, buttons: Buttons) -> Publisher:
@@ -88,7 +233,7 @@ class LiveViews:
 
     def _widgets_for(self, view: RunView, buttons: Buttons) -> RankWidgets:
         """Return what speaks for the widgets of a run's ranks: in a session what speaks for those of all its cells."""
-        channels = self._channels if self.is_watched else None
+        channels = self.channels if self.is_watched else None
         spec = view.spec
         if spec.kind is RunKind.SESSION and buttons.owned:
             found = self._of_sessions[spec.run_id] = RankWidgets(channels, buttons.tell, spec.run_id, stays=True)
@@ -101,7 +246,7 @@ class LiveViews:
     def _publisher_for(
         self, ui: str, view: RunView, stream: TextIO, buttons: Buttons, widgets: RankWidgets
     ) -> Publisher:
-        channels = self._channels if not is_quiet(view) else None
+        channels = self.channels if not is_quiet(view) else None
         draws = self._kernel is not None and not self.is_console
         if (
             channels is None
@@ -112,24 +257,28 @@ class LiveViews:
             return publisher_for(ui, view, stream, notebook=draws)
         feed = Feed(view)
         answers = Answers(view, feed, LogReader(buttons.directory, buttons.bring), buttons.cancel, buttons.stacks)
-        expects_hello = channels.serve_every_comm or not self._has_no_subshells
-        here = Surroundings(channels, lambda: self._widget_class, self._importing.is_alive, widgets, expects_hello)
-        return WidgetPublisher(view, feed, answers, here)
+        return WidgetPublisher(view, feed, answers, widgets, channels, self)
 
     @property
-    def channels(self) -> Channels | None:
-        """The ways to this kernel's views; None where it has none."""
-        return self._channels
+    def is_importing(self) -> bool:
+        """The widget's class may still come."""
+        return self._importing.is_alive()
+
+    @property
+    def expects_hello(self) -> bool:
+        """Whether a front end that can draw a view says so within 5 s, also while the cell blocks."""
+        serves = self.channels is not None and self.channels.serve_every_comm
+        return serves or not self._has_no_subshells
 
     def serve(self, model_id: str, take: Taker | None) -> None:
         """Have questions to a model that is no run's view taken by `take`; by nobody when it is None."""
-        if self._channels is not None:
-            self._channels.serve(model_id, take)
+        if self.channels is not None:
+            self.channels.serve(model_id, take)
 
     def close(self) -> None:
         """Give the kernel its channels back."""
-        if self._channels is not None:
-            self._channels.remove()
+        if self.channels is not None:
+            self.channels.remove()
 
     @property
     def is_watched(self) -> bool:
@@ -152,7 +301,7 @@ class LiveViews:
     @property
     def _takes_input(self) -> bool:
         """Whether the front end of the cell that runs can ask a person."""
-        if self._channels is None:
+        if self.channels is None:
             return False
         return bool(self._kernel.get_parent("shell").get("content", {}).get("allow_stdin"))
 
@@ -163,8 +312,8 @@ class LiveViews:
 
     def _import(self) -> None:
         try:
-            from sgpu_magic.views.live.view_widget import RunViewWidget
+            from sgpu_magic.views.live.widgets import RunViewWidget
         except (ImportError, OSError):
             # another version of anywidget or ipywidgets than we ask for, or none
             return
-        self._widget_class = RunViewWidget
+        self.widget_class = RunViewWidget

@@ -1,14 +1,14 @@
 """Records between a run's view in the browser and the kernel (or the Jupyter server), as JSON.
 
-Their TypeScript twins are in `labextension/src/run_view/messages.ts`; a test holds the two together. No record has a
-key `id`: ipykernel 7.4.0 leaks memory for kernel-to-front-end messages that have one.
+The front end's half of them is generated: `labextension/src/run_view/records.ts`. No record has a key `id`: ipykernel
+7.4.0 leaks memory for kernel-to-front-end messages that have one.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from sgpu_magic.views.live.picture import Message, Snapshot
+from sgpu_magic.views.live.schema import Message, Snapshot
 
 LineRow = tuple[int, int, str]
 """One line of the log: its rank, its number in the rank's log (from 0), its text with colour codes."""
@@ -187,6 +187,11 @@ _encoder = msgspec.json.Encoder()
 def to_json(message: Message) -> bytes:
     """Return a record as JSON."""
     return _encoder.encode(message)
+
+
+def json_bytes(value: object) -> int:
+    """Return how long a value is as JSON."""
+    return len(_encoder.encode(value))
 
 
 def to_builtins(message: Message) -> dict[str, object]:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
-from sgpu_magic.views.items import DisplayItem
-from sgpu_magic.views.live.channels import Channels
+from sgpu_magic.views.live.comm import Channels
+from sgpu_magic.views.output_items import DisplayItem
 from sgpu_magic.views.publisher import MAX_MESSAGES_PER_TICK, Publisher
 from sgpu_magic.views.rank_models import (
     WIDGET_MIME,

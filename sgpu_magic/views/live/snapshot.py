@@ -4,30 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
+from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.views import ansi
-from sgpu_magic.views.cost import cost_text, mark
 from sgpu_magic.views.failure import other_lines
-from sgpu_magic.views.failure_form import cut_lines
-from sgpu_magic.views.heading import attempt_text, mark_text
-from sgpu_magic.views.live.bars import bar_of_all
-from sgpu_magic.views.live.failure_block import failure_block, first_failure
+from sgpu_magic.views.failure_text import cut_lines, failure_block, stall_lines
+from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.fitting import fitted
-from sgpu_magic.views.live.picture import VERSION, Cost, Link, Snapshot
-from sgpu_magic.views.live.rank_cards import rank_cards
-from sgpu_magic.views.live.words import footer, meta, place, preparing
-from sgpu_magic.views.measured import idle_lines
-from sgpu_magic.views.session_words import standing_warnings
-from sgpu_magic.views.state_words import state_word
+from sgpu_magic.views.live.rank_cards import bar_of_all, rank_cards
+from sgpu_magic.views.live.schema import VERSION, Cost, FailureBlock, FailureLine, Link, Snapshot
+from sgpu_magic.views.session_words import session_meta, standing_warnings
 from sgpu_magic.views.steady_clock import steady_time
-from sgpu_magic.views.surroundings import tracked_link
-from sgpu_magic.views.text import stall_lines
-from sgpu_magic.views.view import RunView
+from sgpu_magic.views.units import format_clock, format_seconds
+from sgpu_magic.views.usage_words import billed_text, busy_text, cost_text, idle_lines, mark
+from sgpu_magic.views.words import (
+    attempt_text,
+    device_words,
+    label_text,
+    mark_text,
+    packages_text,
+    place_words,
+    ranks_text,
+    returned_text,
+    session_text,
+    shipped_text,
+    state_word,
+    tracked_link,
+    tracked_text,
+    values_left_there,
+)
 from sgpu_magic.wire.prices import HOUR_S
+from sgpu_magic.wire.records import Failure
 from sgpu_magic.wire.states import RunState
 
 _MAX_NOTES = 20
 _MAX_CHARS = 500
 _MAX_STALL_CHARS = 6_000
+_MAX_EXCERPT_CHARS = 8_000
+_MAX_WHOLE_CHARS = 16_000
+_MAX_LINE_CHARS = 1_000
+_WORTH_TELLING_S = 1.0
+_BEFORE_RUNNING = (RunState.QUEUED, RunState.PREPARING, RunState.STARTING)
 
 
 def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | None = None) -> Snapshot:
@@ -44,12 +62,14 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
     """
     now = steady_time() if now is None else now
     cards = rank_cards(view)
-    failure = first_failure(view)
+    failure = _first_failure(view)
     ended_badly = view.is_final and view.state is not RunState.SUCCEEDED
     others = other_lines(view.others, failure.rank if failure else None) if ended_badly else []
     notes = view.notes
     left_out = len(notes) - _MAX_NOTES
-    word, where = state_word(view), place(view)
+    word = state_word(view)
+    # a cell in a session names the session, which says where that is
+    session = " · ".join(place_words(view)) if view.spec.in_session else ""
     goes_on = not (view.is_final or view.left)
     return fitted(
         Snapshot(
@@ -62,15 +82,15 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
             state=_plain(word.text),
             tone=word.tone,
             final=view.is_final,
-            devices=_plain(where.devices),
-            pool=_plain(where.pool),
-            host=_plain(where.host),
+            devices=_plain(session or device_words(view)),
+            pool="" if session else _plain(view.pool),
+            host="" if session else _plain(view.host),
             attempt=attempt_text(view),
             elapsed_s=round(view.elapsed_s(now), 3),
             ticking=goes_on and view.elapsed_s(now) > 0,
             cost=_cost(view, now),
-            meta=tuple(map(_plain, meta(view, now))),
-            preparing=tuple(map(_plain, preparing(view, now))) if goes_on else (),
+            meta=tuple(map(_plain, _meta(view, now))),
+            preparing=tuple(map(_plain, _preparing(view, now))) if goes_on else (),
             bar=bar_of_all([card.bar for card in cards]),
             ranks=cards,
             only=view.spec.only,
@@ -80,9 +100,9 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
                 *map(_plain, notes[-_MAX_NOTES:]),
             ),
             stall=tuple(cut_lines(list(map(ansi.plain, stall_lines(view))), _MAX_STALL_CHARS)),
-            failure=failure_block(view, failure),
+            failure=_failure(view, failure),
             others=tuple(map(_plain, others)),
-            footer=tuple(map(_plain, footer(view))),
+            footer=tuple(map(_plain, _footer(view))),
             tracked=_tracked(view),
             lines=tuple(log_lines),
             can_cancel=goes_on and view.state is not RunState.CANCELLING,
@@ -110,4 +130,101 @@ def _cost(view: RunView, now: float) -> Cost | None:
 
 def _tracked(view: RunView) -> Link | None:
     link = tracked_link(view)
-    return None if link is None else Link(text=_plain(link.text), url=link.url)
+    return None if link is None else replace(link, text=_plain(link.text))
+
+
+def _first_failure(view: RunView) -> Failure | None:
+    """Return the root cause; while the run is still stopping, the first failure that a rank has told."""
+    if view.is_final:
+        return view.failure if view.state is not RunState.SUCCEEDED else None
+    if view.session is not None:
+        # a rank of it may die, and the session goes on
+        return None
+    told = list(view.rank_failures.values())
+    return next((failure for failure in told if not failure.is_consequence), told[0] if told else None)
+
+
+def _failure(view: RunView, failure: Failure | None) -> FailureBlock | None:
+    """Return how a failure is drawn, None without one.
+
+    Args:
+        view: The run.
+        failure: Its `_first_failure`.
+    """
+    if failure is None:
+        return None
+    block = failure_block(view, failure, _MAX_EXCERPT_CHARS, _MAX_WHOLE_CHARS)
+    return replace(block, lines=_cut(block.lines), whole=_cut(block.whole))
+
+
+def _cut(lines: tuple[FailureLine, ...]) -> tuple[FailureLine, ...]:
+    return tuple(replace(line, text=line.text[:_MAX_LINE_CHARS]) for line in lines)
+
+
+def _meta(view: RunView, now: float) -> list[str]:
+    """Return further words for the header."""
+    if view.session is not None and not view.left:
+        return session_meta(view, now)
+    words = [f"beside {session_text(view)}"] if view.spec.session and not view.spec.in_session else []
+    if view.ended is not None:
+        words += [billed_text(view), busy_text(view.usage)]
+        if view.ended.queued_s >= _WORTH_TELLING_S:
+            words.append(f"{format_seconds(view.ended.queued_s)} in the queue")
+        reason = view.ended.reason or view.reason
+        words += [reason if view.state is RunState.CANCELLED else ""]
+    elif not view.left:
+        words += [_time_left(view, now)]
+        words += [view.reason if view.state not in _BEFORE_RUNNING else ""]
+    return [word for word in words if word]
+
+
+def _time_left(view: RunView, now: float) -> str:
+    """Return `07:12 left` when a time limit was asked for, or when less than a quarter of it is left."""
+    limit = view.spec.timeout_s
+    if view.deadline is None or view.is_final:
+        return ""
+    left = max(view.deadline - now, 0.0)
+    return f"{format_clock(left)} left" if limit < SEVEN_DAYS_S or left < limit / 4 else ""
+
+
+def _preparing(view: RunView, now: float) -> list[str]:
+    """Return what is going on before the ranks run, a line each; empty then, and where a session's ranks are there."""
+    is_there = view.spec.in_session and view.state is not RunState.QUEUED
+    if view.state not in _BEFORE_RUNNING or is_there:
+        return []
+    lines: list[str] = []
+    if view.state is RunState.QUEUED:
+        place = f"position {view.position} in the queue" if view.position else ""
+        lines.append(": ".join(filter(None, [place, view.waiting_for or view.reason])))
+        lines.append(_patience(view, now))
+    elif view.reason:
+        lines.append(view.reason)
+    lines += [packages_text(view), shipped_text(view)]
+    if view.state is RunState.STARTING:
+        lines.append(f"starting {ranks_text(view)}")
+    return [line for line in lines if line]
+
+
+def _footer(view: RunView) -> list[str]:
+    """Return what was returned and shipped, what stayed where it was, and what to do next."""
+    parts = values_left_there(view)
+    is_told_above = view.state in _BEFORE_RUNNING and not view.spec.in_session
+    if not is_told_above and (not view.is_final or view.state is RunState.SUCCEEDED):
+        # before, it stands among what is going on
+        parts += [returned_text(view), shipped_text(view), label_text(view)]
+    if view.is_final and tracked_link(view) is None:
+        # a page stands in the picture as a link
+        parts.append(tracked_text(view))
+    if view.left:
+        parts.append(view.left)
+    elif view.is_final and view.state is RunState.FAILED:
+        parts.append(f"sgpu logs {view.short_id}")
+    parts.append(f"run {view.short_id}")
+    return [part for part in parts if part]
+
+
+def _patience(view: RunView, now: float) -> str:
+    if view.spec.wait_s is None or not view.spec.submitted_at:
+        return ""
+    left = view.submitted_at + view.spec.wait_s - now
+    return f"gives up in {format_clock(left)} (--wait)"

@@ -1,0 +1,317 @@
+"""The kernel's half of a panel: tells the notebook's state, plans, applies a choice, connects and disconnects.
+
+Everything that a panel asks for runs in threads of its own while cells may run, and prints nothing."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, cast
+
+import msgspec
+
+from sgpu_magic.errors import SgpuError, UsageError
+from sgpu_magic.packages import snapshot
+from sgpu_magic.packages.difference import versions
+from sgpu_magic.packages.distributions import normalised
+from sgpu_magic.panel.installing import install
+from sgpu_magic.panel.kernel_state import KernelPictures
+from sgpu_magic.panel.messages import (
+    AskApply,
+    AskDisconnect,
+    AskKernel,
+    AskPlan,
+    KernelAnswer,
+    KernelQuestion,
+    KernelReply,
+    PanelRefusal,
+    PlanAnswer,
+)
+from sgpu_magic.panel.plan import Impossible, Plan, living, plan, sentence
+from sgpu_magic.runs.choice import default_choice
+from sgpu_magic.runs.choice.keeper import words_of
+from sgpu_magic.runs.choice.schema import Choice, KeptChoice
+from sgpu_magic.runs.sessions import registry
+from sgpu_magic.runs.sessions.connecting import Ask, begin, with_notebooks_choice
+from sgpu_magic.runs.sessions.session import Session
+from sgpu_magic.runs.workplace import Workplace
+
+ANSWER_S = 45.0
+"""An answer that takes longer says that packages are still being installed."""
+_END_S = 30.0
+_BUSY = "Another choice is being applied. Apply this one when that is over."
+
+
+class KernelActions:
+    """Answers a panel's questions. Methods may be called by any thread, but none that is not to wait.
+
+    Args:
+        place: This process's runs.
+    """
+
+    def __init__(self, place: Workplace) -> None:
+        self._place = place
+        self._pictures = KernelPictures(place)
+        self._lock = threading.Lock()
+        self._job: Job | None = None
+        self._applying = threading.Lock()
+        # held while a session is ended or begun here
+        self._connecting = threading.Lock()
+        self._closed = threading.Event()
+
+    def close(self) -> None:
+        """What is being installed goes on to its end; nothing is connected afterwards."""
+        self._closed.set()
+
+    def answered(self, content: object, *, knows_metadata: bool = True) -> dict[str, Any]:
+        """Return the answer to a question, both as JSON; a refusal where there is none.
+
+        Args:
+            content: The question.
+            knows_metadata: As of `KernelEndpoint.take`.
+        """
+        number = cast("dict[str, object]", content).get("n") if isinstance(content, dict) else None
+        number = number if isinstance(number, int) else 0
+        try:
+            question = msgspec.convert(content, KernelQuestion)
+            reply = self.answer(question, knows_metadata=knows_metadata)
+        except msgspec.ValidationError as error:
+            reply = PanelRefusal(n=number, text=f"This is no question that can be answered: {error}.")
+        except (SgpuError, Impossible) as error:
+            text = error.message if isinstance(error, SgpuError) else str(error)
+            reply = PanelRefusal(n=number, text=sentence(text))
+        except Exception as error:  # noqa: BLE001  a thread's top, and a front end that waits
+            traceback.print_exc(file=sys.__stderr__)
+            reply = PanelRefusal(n=number, text=f"This can't be answered: {type(error).__name__}: {error}")
+        return cast("dict[str, Any]", msgspec.to_builtins(reply))
+
+    def answer(self, question: KernelQuestion, *, knows_metadata: bool = True) -> KernelReply:
+        """Answer a question.
+
+        Raises:
+            SgpuError: It can't be done.
+            Impossible: The same.
+            OSError: Something can't be written.
+        """
+        match question:
+            case AskKernel():
+                return self._kernel(question, knows_metadata)
+            case AskPlan():
+                held = default_choice.keeper(self._place).now()
+                planned = plan(self._place, held, question.choice, connect=question.connect)
+                return PlanAnswer(n=question.n, plan=planned.picture)
+            case AskApply():
+                return self._apply(question)
+            case AskDisconnect():
+                return self._disconnect(question)
+
+    # ------------------------------------------------------------ looking
+
+    def _kernel(self, question: AskKernel, knows_metadata: bool) -> KernelReply:
+        keeper = default_choice.keeper(self._place)
+        kept = keeper.told(question.kept) if knows_metadata else None
+        failed = self._failure()
+        if failed:
+            return PanelRefusal(n=question.n, text=failed)
+        return self._state(question.n, kept)
+
+    def _state(self, number: int, kept: KeptChoice | None = None, said: str = "") -> KernelAnswer:
+        held = default_choice.keeper(self._place).now()
+        with self._lock:
+            installing = self._job is not None and self._job.is_alive
+        picture = self._pictures.picture(held)
+        return KernelAnswer(n=number, picture=picture, kept=kept, said=said, installing=installing)
+
+    def _failure(self) -> str:
+        """What a job has failed with that nobody was told yet; told once."""
+        with self._lock:
+            job = self._job
+            if job is None or job.is_alive:
+                return ""
+            self._job = None
+            return job.failure
+
+    # ------------------------------------------------------------ doing
+
+    def _apply(self, question: AskApply) -> KernelReply:
+        if not self._applying.acquire(blocking=False):
+            return PanelRefusal(n=question.n, text=_BUSY)
+        try:
+            with self._lock:
+                if self._job is not None and self._job.is_alive:
+                    return PanelRefusal(n=question.n, text=_BUSY)
+            return self._applied(question)
+        finally:
+            self._applying.release()
+
+    def _applied(self, question: AskApply) -> KernelReply:
+        held = default_choice.keeper(self._place).now()
+        planned = plan(self._place, held, question.choice, connect=question.connect, resolve=False)
+        if planned.picture.problem:
+            return PanelRefusal(n=question.n, text=planned.picture.problem)
+        if planned.picture.loses and not question.confirmed:
+            words = " ".join(planned.picture.sentences)
+            return PanelRefusal(n=question.n, text=f"{words} Nothing was done: confirm that first.")
+        if not (planned.added or planned.removed):
+            kept, said = self._carry_out(planned, question.choice)
+            return self._state(question.n, kept, said)
+        job = Job(lambda: self._carry_out(planned, question.choice))
+        with self._lock:
+            self._job = job
+        if not job.wait(ANSWER_S):
+            return self._state(question.n, said="Packages are being installed.")
+        failed = self._failure()
+        if failed:
+            return PanelRefusal(n=question.n, text=failed)
+        kept, said = job.result
+        return self._state(question.n, kept, said)
+
+    def _carry_out(self, planned: Plan, choice: Choice) -> tuple[KeptChoice, str]:
+        """Do what was planned; return what the metadata shall say, and what happened.
+
+        Raises:
+            SgpuError: It can't be done.
+            Impossible: The same.
+            OSError: The key can't be written.
+        """
+        said: list[str] = []
+        if planned.added or planned.removed:
+            install(self._place.pool.settings, planned.added, planned.removed)
+            said += [f"{', '.join(planned.added)} installed." if planned.added else ""]
+            said += [f"{', '.join(planned.removed)} removed." if planned.removed else ""]
+        kept = accept(self._place, choice)
+        if planned.connects:
+            with self._connecting:
+                # unloaded meanwhile
+                said += [self._connect(planned.restarts)] if not self._closed.is_set() else []
+        return kept, " ".join(filter(None, said))
+
+    def _connect(self, before: Session | None) -> str:
+        if before is not None:
+            # one that can't be had is refused before the other has gone
+            with_notebooks_choice(self._place, Ask(), default_choice.MAGIC_WAYS)
+            end(before, "the panel has connected another in its place", wait_s=_END_S)
+            if not before.has_ended:
+                raise Impossible(
+                    f"Session {before.name} is asked to end and has not yet, so no other was connected. Connect again "
+                    "when it has."
+                )
+        ask = with_notebooks_choice(self._place, Ask(), default_choice.MAGIC_WAYS)
+        session = begin(self._place, ask, "none", of_cell=False)
+        return f"%%distributed cells run in session {session.name} from now on."
+
+    def _disconnect(self, question: AskDisconnect) -> KernelReply:
+        with self._connecting:
+            session = living(question.name)
+            if session is None:
+                what = f"session {question.name!r}" if question.name else "session"
+                return PanelRefusal(n=question.n, text=f"This notebook has no {what} that could be ended.")
+            end(session, "it was disconnected in the panel")
+        ended = "has ended" if session.has_ended else "is ending"
+        return self._state(question.n, said=f"Session {session.name} {ended}.")
+
+
+class Job:
+    """Something that takes long, in a thread of its own.
+
+    Args:
+        work: Does it.
+    """
+
+    def __init__(self, work: Callable[[], tuple[KeptChoice, str]]) -> None:
+        self._work = work
+        self._over = threading.Event()
+        self._result: tuple[KeptChoice, str] | None = None
+        self.failure = ""
+        threading.Thread(target=self._run, name="sgpu-panel-installs", daemon=True).start()
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._over.is_set()
+
+    @property
+    def result(self) -> tuple[KeptChoice, str]:
+        """What the work has returned.
+
+        Raises:
+            Impossible: It has failed.
+        """
+        if self._result is None:
+            raise Impossible(self.failure)
+        return self._result
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until it is over; False when it is not after so long."""
+        return self._over.wait(seconds)
+
+    def _run(self) -> None:
+        try:
+            self._result = self._work()
+        except SgpuError as error:
+            self.failure = sentence(error.message)
+        except (Impossible, OSError) as error:
+            self.failure = str(error)
+        except Exception as error:  # noqa: BLE001  a thread's top; who asks next is told
+            traceback.print_exc(file=sys.__stderr__)
+            self.failure = f"This could not be done: {type(error).__name__}: {error}"
+        finally:
+            self._over.set()
+
+
+def accept(place: Workplace, choice: Choice) -> KeptChoice:
+    """This user has chosen it, and what it installs here is installed: return what the metadata shall say."""
+    if not choice.env_version:
+        # they are among the notebook's packages now
+        choice = msgspec.structs.replace(choice, dependencies=(), removed=())
+    return default_choice.keeper(place).confirm(choice)
+
+
+def end(session: Session, reason: str, wait_s: float = 0.0) -> None:
+    """End a session, forget it, and release what this process has of it.
+
+    Args:
+        session: The session.
+        reason: What its cells and its log say of it.
+        wait_s: One that has not ended after so many seconds stays known; 0 forgets it in every case.
+    """
+    session.end(reason)
+    if wait_s and not session.wait_for_end(wait_s):
+        return
+    session.close()
+    registry.drop(session)
+
+
+def accept_choice(place: Workplace) -> str:
+    """Confirm the notebook's choice, install what it asks for here, and return what was done.
+
+    Raises:
+        UsageError: There is nothing to confirm, or it is not possible here.
+        EnvironmentFailed: Its packages can't be installed.
+    """
+    held = default_choice.keeper(place).now()
+    choice = held.choice
+    if choice is None:
+        raise UsageError(
+            held.problem or "this notebook's metadata ask for nothing, so there is nothing that could be confirmed."
+        )
+    words = words_of(choice, default_choice.pool_name(place))
+    if held.confirmed:
+        return f"this notebook asks for {words}; that is confirmed already."
+    planned = plan(place, held, choice, connect=False, resolve=False)
+    if planned.picture.problem:
+        raise UsageError(planned.picture.problem)
+    said: list[str] = []
+    if planned.added:
+        install(place.pool.settings, planned.added, ())
+        said.append(f"{', '.join(planned.added)} installed.")
+    accept(place, choice)
+    if not choice.env_version and choice.removed:
+        # what goes is the user's, and may be needed elsewhere
+        there = [name for name in choice.removed if normalised(name) in versions(snapshot.take_snapshot())]
+        if there:
+            said.append(f"{', '.join(there)} stays installed: `%pip uninstall {' '.join(there)}` removes it.")
+    return " ".join(
+        [f"confirmed: this notebook asks for {words}, and a bare %%distributed uses that from now on.", *said]
+    )

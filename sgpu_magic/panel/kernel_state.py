@@ -1,0 +1,225 @@
+"""A kernel's state as a panel draws it, and as text where none can be shown: its choice, its packages, its sessions."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from sgpu_magic import __version__
+from sgpu_magic.client.pools import PATIENCE_S
+from sgpu_magic.config import Settings
+from sgpu_magic.errors import SgpuError
+from sgpu_magic.packages import bases, saved, snapshot
+from sgpu_magic.packages.base_lists import BASE_NAMES, base_list
+from sgpu_magic.packages.cuda import driver_version
+from sgpu_magic.packages.difference import Change, changes, versions
+from sgpu_magic.packages.distributions import Snapshot, normalised
+from sgpu_magic.packages.mismatches import find_mismatches
+from sgpu_magic.packages.requirement_files import name_of, version_of
+from sgpu_magic.packages.travel_checks import packages_of
+from sgpu_magic.panel.schema import BaseChoice, KernelPicture, PackageLine, SessionPicture
+from sgpu_magic.runs.choice import default_choice
+from sgpu_magic.runs.choice.keeper import Held, label_of, words_of
+from sgpu_magic.runs.choice.packages import Base, base_of, base_versions, problem_of_base
+from sgpu_magic.runs.choice.schema import VERSION, Choice
+from sgpu_magic.runs.environment_report import report, since_connected, stale_words
+from sgpu_magic.runs.sessions import registry
+from sgpu_magic.runs.sessions.session import Session
+from sgpu_magic.runs.workplace import Workplace
+from sgpu_magic.views.pool_tables import status_text
+from sgpu_magic.views.tables import environment_text
+from sgpu_magic.views.units import count_of
+
+OWN_PACKAGES = "this notebook's packages"
+_MOST_DIFFERENCES = 60
+_MOST_NOTES = 6
+
+
+class KernelPictures:
+    """Draws one kernel's state; what takes a moment is kept as long as nothing is installed.
+
+    Args:
+        place: This process's runs.
+    """
+
+    def __init__(self, place: Workplace) -> None:
+        self._place = place
+        self._mismatches: tuple[Snapshot, tuple[str, ...]] | None = None
+
+    def picture(self, held: Held) -> KernelPicture:
+        """Return it as it is now.
+
+        Args:
+            held: The choice that is there.
+        """
+        settings = self._place.pool.settings
+        now = snapshot.take_snapshot()
+        choice = held.choice or Choice(env_version=_default(settings))
+        notes = [held.problem] if held.problem else []
+        if held.elsewhere:
+            notes.append(f"You chose this in {held.elsewhere}. Confirm it here if this notebook is yours as well.")
+        python, packages, lines = _own(now)
+        if choice.env_version:
+            try:
+                problem = problem_of_base(settings, choice.env_version)
+                if problem:
+                    notes.append(problem)
+                python, packages, lines = _of_base(choice, base_of(settings, choice.env_version))
+            except SgpuError as error:
+                # of one that is not there that was said before
+                if not notes:
+                    notes.append(error.message[:1].upper() + error.message[1:])
+        else:
+            notes += [*stale_words(now), *self._broken(now)]
+        notes += since_connected(now, [session for session in registry.all_sessions() if not session.has_ended])
+        pool = default_choice.pool_name(self._place)
+        return KernelPicture(
+            version=VERSION,
+            package_version=__version__,
+            pool=pool,
+            choice=held.choice,
+            choice_words=words_of(held.choice, pool) if held.choice is not None else "",
+            confirmed=held.confirmed,
+            bases=_bases(settings, now, choice),
+            python=python,
+            packages=packages,
+            differences=tuple(lines[:_MOST_DIFFERENCES]),
+            more_differences=max(0, len(lines) - _MOST_DIFFERENCES),
+            sessions=tuple(_sessions()),
+            notes=tuple(notes[:_MOST_NOTES]),
+        )
+
+    def _broken(self, now: Snapshot) -> tuple[str, ...]:
+        """What is known to break; 50 ms when something was installed."""
+        kept = self._mismatches
+        if kept is None or kept[0] is not now:
+            found = find_mismatches(packages_of(now), driver=driver_version())
+            kept = self._mismatches = (now, tuple(mismatch.sentence for mismatch in found))
+        return kept[1]
+
+
+def _default(settings: Settings) -> str:
+    return "" if settings.env_version == bases.NONE else settings.env_version
+
+
+# ---------------------------------------------------------------- packages
+
+
+def _own(now: Snapshot) -> tuple[str, int, list[PackageLine]]:
+    here = versions(now)
+    first = snapshot.first_snapshot() or now
+    lines = [_line(change) for change in changes(versions(first), here)]
+    return _python(".".join(map(str, sys.version_info[:3])), here), len(here), lines
+
+
+def _of_base(choice: Choice, base: Base) -> tuple[str, int, list[PackageLine]]:
+    """A base with what the choice changes."""
+    there = base_versions(base)
+    after = dict(there)
+    for name in choice.removed:
+        after.pop(normalised(name), None)
+    words: dict[str, str] = {}
+    for line in choice.dependencies:
+        name = normalised(name_of(line))
+        after[name], words[name] = version_of(line) or "", line
+    lines = [
+        PackageLine(sign="-", name=normalised(name), words=f"{normalised(name)} {there[normalised(name)]}".strip(),
+                    removable=True)
+        for name in choice.removed if normalised(name) in there
+    ]  # fmt: skip
+    for name, line in words.items():
+        if name in there:
+            now = version_of(line) or str(Requirement(line).specifier) or "the newest"
+            lines.append(PackageLine(sign="~", name=name, words=f"{name} {there[name]} → {now}", removable=True))
+        else:
+            shown = f"{name} {after[name]}" if after[name] else line
+            lines.append(PackageLine(sign="+", name=name, words=shown, removable=True))
+    python = base_list(choice.env_version).python if choice.env_version in BASE_NAMES else base.python
+    return _python(python or bases.here_minor(), after), len(after), lines
+
+
+def _python(version: str, packages: Mapping[str, str]) -> str:
+    torch = packages.get("torch")
+    return f"Python {version}" + (f" · torch {torch}" if torch else "")
+
+
+def _line(change: Change) -> PackageLine:
+    if not change.before:
+        return PackageLine(sign="+", name=change.name, words=f"{change.name} {change.now}", removable=True)
+    if not change.now:
+        return PackageLine(sign="-", name=change.name, words=f"{change.name} {change.before}", removable=False)
+    words = f"{change.name} {change.before} → {change.now}"
+    return PackageLine(sign="~", name=change.name, words=words, removable=False)
+
+
+def _bases(settings: Settings, now: Snapshot, choice: Choice) -> tuple[BaseChoice, ...]:
+    """This notebook's packages, the published ones, the saved ones, and the one that is chosen."""
+    own = _about(bases.here_minor(), len(now.distributions))
+    found = [BaseChoice(name="", label=OWN_PACKAGES, about=own)]
+    for name in BASE_NAMES:
+        base = base_list(name)
+        found.append(BaseChoice(name=name, label=name, about=_about(base.python_minor, len(base.public))))
+    for name in saved.saved_names(settings):
+        try:
+            kept = saved.load(settings, name)
+        except SgpuError:
+            # it is not offered; who names it is told why
+            continue
+        if kept is not None:
+            found.append(BaseChoice(name=name, label=name, about=_about(kept.python, kept.packages)))
+    for name in (_default(settings), choice.env_version):
+        if name and name not in {base.name for base in found}:
+            there = Path(name).expanduser()
+            about = f"the file {name}" if there.is_file() else "there is no such environment here"
+            found.append(BaseChoice(name=name, label=os.path.basename(name), about=about))
+    return tuple(found)
+
+
+def _about(python: str, packages: int) -> str:
+    about = f"Python {python} · {count_of(packages, 'package')}"
+    return about if python in ("", bases.here_minor()) else f"{about} · needs a kernel of Python {python}"
+
+
+# ---------------------------------------------------------------- sessions
+
+
+def _sessions() -> list[SessionPicture]:
+    sessions = registry.all_sessions()
+    return [
+        SessionPicture(
+            run_id=session.run_id,
+            name=session.name,
+            current=session is sessions[-1],
+            state=session.run_state.value,
+            words=_words(session),
+        )
+        for session in sessions
+        if not session.has_ended
+    ]
+
+
+def _words(session: Session) -> str:
+    kind = label_of(session.device_type)
+    return f"{session.ranks} on {kind}" if kind else count_of(session.ranks, "rank")
+
+
+_NO_CHOICE = "this notebook asks for nothing of its own: runs get what the pool and the settings choose."
+_NO_POOL = "no pool is running; the first run starts it."
+
+
+def panel_text(place: Workplace) -> str:
+    """Return the pool, the notebook's choice and its packages. Starts no pool."""
+    name = default_choice.pool_name(place)
+    try:
+        looked_at = place.pools.named(name)
+        status = looked_at.status(recent=5, start=False, timeout_s=PATIENCE_S)
+        pool = _NO_POOL if status is None else status_text(status, notice=looked_at.notice)
+    except SgpuError as error:
+        pool = error.message
+    choice = default_choice.held_words(default_choice.keeper(place).now(), name) or _NO_CHOICE
+    packages = environment_text(report(place.current_settings(), registry.all_sessions()))
+    return "\n\n".join((pool.rstrip(), choice, packages.rstrip()))

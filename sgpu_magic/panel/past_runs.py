@@ -1,0 +1,182 @@
+"""What earlier runs tell: where their files are, and what a month has used."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from sgpu_magic.client import ledger_file
+from sgpu_magic.client.usage import Use, usage
+from sgpu_magic.config import Settings
+from sgpu_magic.errors import PoolError
+from sgpu_magic.panel.pool_state import RunFiles
+from sgpu_magic.wire.ids import is_valid_id
+from sgpu_magic.wire.pool_status import BudgetState, RunSummary
+from sgpu_magic.wire.prices import HOUR_S, Prices, format_money
+from sgpu_magic.wire.run_files import TRACKING
+
+# a page in MLflow may come so long after the run's end
+_LATE_S = 60.0
+_LOOK_EVERY_S = 5.0
+_NOWHERE = RunFiles()
+
+
+class _Written(msgspec.Struct):
+    url: str = ""
+
+
+class RunFilesOfPool:
+    """Looks at runs' directories, at most every few seconds each. Owned by one thread.
+
+    Args:
+        runs_path: Where they lie.
+        clock: Monotonic time in seconds.
+    """
+
+    def __init__(self, runs_path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._runs_path = runs_path
+        self._clock = clock
+        self._listed_at = 0
+        self._here: frozenset[str] = frozenset()
+        self._places: dict[str, RunFiles] = {}
+        # runs whose page may still come, and when it was looked for last
+        self._looked_at: dict[str, float] = {}
+
+    def look(self) -> None:
+        """See which directories there are now."""
+        try:
+            changed_at = os.stat(self._runs_path).st_mtime_ns
+            if changed_at != self._listed_at:
+                self._here = frozenset(filter(is_valid_id, os.listdir(self._runs_path)))
+                self._listed_at = changed_at
+        except OSError:
+            self._here, self._listed_at = frozenset(), 0
+
+    def of(self, run: RunSummary, now: float) -> RunFiles:
+        """Return what is known of a run; `now` in seconds since the epoch."""
+        run_id = run.run_id
+        if run_id not in self._here:
+            return _NOWHERE
+        place = self._places.get(run_id)
+        if place is not None and place.tracked_url:
+            return place
+        looked_at = self._looked_at.get(run_id)
+        over = run.state.is_final and now - (run.ended_at or run.submitted_at) > _LATE_S
+        if place is not None and (looked_at is None or self._clock() - looked_at < _LOOK_EVERY_S):
+            return place
+        place = self._places[run_id] = RunFiles(here=True, tracked_url=self._url(run_id))
+        if over or place.tracked_url:
+            self._looked_at.pop(run_id, None)
+        else:
+            self._looked_at[run_id] = self._clock()
+        return place
+
+    def keep_only(self, run_ids: Iterable[str]) -> None:
+        """Forget all others."""
+        kept = set(run_ids)
+        for known in (self._places, self._looked_at):
+            for run_id in known.keys() - kept:
+                del known[run_id]
+
+    def _url(self, run_id: str) -> str:
+        try:
+            raw = (self._runs_path / run_id / TRACKING).read_bytes()
+            url = msgspec.json.decode(raw, type=_Written).url
+        except (OSError, msgspec.DecodeError):
+            return ""
+        # nothing else becomes a link in somebody's page
+        return url if url.startswith(("http://", "https://")) else ""
+
+
+KEPT_S = 20.0
+"""So long the sums are kept: they move slowly."""
+# of the time, at most so much goes into adding up
+_SHARE = 0.01
+_NO_PRICES = Prices()
+
+
+class MonthUsage:
+    """This month's sums from the ledger's file, beside a living pool. Owned by one thread.
+
+    Args:
+        settings: Where the ledger lies.
+        clock: Monotonic time in seconds.
+    """
+
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._kept_until = float("-inf")
+        self._sums: Use | None = None
+
+    def line(self, now: float, budget: BudgetState | None) -> str:
+        """Return the line, "" when there is nothing to tell.
+
+        Args:
+            now: Wall-clock time, seconds since the epoch.
+            budget: The pool's, None without one.
+        """
+        began = self._clock()
+        if began >= self._kept_until:
+            self._sums = self._read(now)
+            took = self._clock() - began
+            self._kept_until = began + max(KEPT_S, took / _SHARE)
+        return "" if self._sums is None else month_line(self._sums, budget)
+
+    def _read(self, now: float) -> Use | None:
+        since = month_began(now)
+        try:
+            return month_sums(ledger_file.runs_since(self._settings, since), since, now)
+        except PoolError:
+            # who looks at the runs is told
+            return None
+
+
+def month_began(now: float) -> float:
+    """Return when the calendar month of `now` began; both in seconds since the epoch."""
+    local = time.localtime(now)
+    return time.mktime((local.tm_year, local.tm_mon, 1, 0, 0, 0, 0, 0, -1))
+
+
+def month_sums(rows: Sequence[RunSummary], since: float, now: float) -> Use:
+    """Return what runs have used that ended since then, or go on."""
+    return usage(rows, since, now, "user", _NO_PRICES, "").total
+
+
+def month_line(used: Use, budget: BudgetState | None) -> str:
+    """Return the line, "" when nothing was used and no budget is there to be told of."""
+    parts: list[str] = []
+    if used.gpu_s:
+        marked = ""
+        if used.simulated_s:
+            is_all = used.simulated_s >= used.gpu_s - 0.5
+            marked = " (simulated)" if is_all else f", {_hours(used.simulated_s)} simulated"
+        parts.append(f"{_hours(used.gpu_s)} GPU h{marked}")
+    cost = " + ".join(round_money(amount, currency) for currency, amount in sorted(used.cost.items()))
+    if budget is not None:
+        spent, limit = (round_money(amount, budget.currency) for amount in (budget.spent, budget.limit))
+        if spent == (cost or round_money(0.0, budget.currency)):
+            parts.append(f"{spent} of {limit}")
+        else:
+            # its days are others than the month's
+            parts += [*([cost] if cost else []), f"budget {spent} of {limit} in {budget.days:g} d"]
+    elif cost:
+        parts.append(cost)
+    return f"This month {' · '.join(parts)}" if parts else ""
+
+
+def _hours(seconds: float) -> str:
+    hours = seconds / HOUR_S
+    return f"{hours:,.{2 if hours < 0.995 else 1}f}"
+
+
+def round_money(amount: float, currency: str) -> str:
+    """Return `$118`, `$0.37`: no cents where nobody misses them."""
+    if amount >= 99.5:
+        amount = float(round(amount))
+    text = format_money(amount, currency)
+    return text.replace(".00", "", 1) if amount >= 1 and amount == round(amount) else text

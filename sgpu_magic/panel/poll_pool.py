@@ -1,0 +1,285 @@
+"""One look at a pool: what it answers, or why it can't be asked, as a picture and rows."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from sgpu_magic.client import ledger_file
+from sgpu_magic.client.local_pool import find_pool
+from sgpu_magic.client.pools_file import LOCAL, PoolEntry, default_pool, pools_path, read_pools
+from sgpu_magic.config import Settings
+from sgpu_magic.errors import PoolError, PoolVersionError, SgpuError
+from sgpu_magic.panel.device_rows import Durations
+from sgpu_magic.panel.past_runs import MonthUsage, RunFilesOfPool
+from sgpu_magic.panel.pool_state import RunFiles, as_sentence, away_picture, pool_picture, rates_of, run_row
+from sgpu_magic.panel.schema import MAX_RUNS, PoolPicture, PoolState, Remedy, RunRow
+from sgpu_magic.views.units import format_span
+from sgpu_magic.wire.address import address_file
+from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
+
+if TYPE_CHECKING:
+    from sgpu_magic.client.pool import Pool
+
+NEVER = "No pool is running. It starts with the first run."
+GIVEN_BACK = "The pool is not running any more: it has given its processes back. The next run starts it again."
+START, START_AGAIN, LOOK_AGAIN = "Start the pool", "Start it again", "Look again"
+
+# a pool that takes longer is called lost until it answers
+_PATIENCE_S = 5.0
+# what is asked for each second beside the runs that go on, which are always told
+_NEWEST = 30
+# and all of them so often, whatever seems to have happened
+_WHOLE_EVERY_S = 120.0
+# a ledger that did not change is read again so often: whether anybody holds its runs stands elsewhere
+_LEDGER_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a look has found.
+
+    Args:
+        picture: The pool.
+        rows: Its runs by id, newest first.
+    """
+
+    picture: PoolPicture
+    rows: Mapping[str, RunRow]
+
+
+class PoolLook:
+    """Looks at a pool; never starts it. Owned by one thread.
+
+    Args:
+        settings: Where the local one lives.
+        entry: A pool of another machine; None is the local one.
+    """
+
+    def __init__(self, settings: Settings, entry: PoolEntry | None = None) -> None:
+        self._settings = settings
+        self._entry = entry
+        self._list_changed = _list_changed()
+        self._name = LOCAL if entry is None else entry.name
+        self._rates = rates_of(settings, entry)
+        self._usage = MonthUsage(settings)
+        self._places = RunFilesOfPool(settings.runs_path)
+        self._pool: Pool | None = None
+        self._link: object | None = None
+        self._was_up = False
+        self._runs: dict[str, RunSummary] = {}
+        self._whole_at = float("-inf")
+        self._ledger_at = float("-inf")
+        self._ledger_changed: tuple[int, ...] = ()
+        self._durations = Durations(())
+        self._ended: frozenset[str] = frozenset()
+        self._rows: dict[str, tuple[RunSummary, RunFiles, RunRow]] = {}
+
+    @property
+    def is_outdated(self) -> bool:
+        """The list of pools was changed: this name may mean another now, or nothing."""
+        return _list_changed() != self._list_changed
+
+    def look(self) -> Seen:
+        """Ask the pool, or find out why it can't be asked."""
+        now = time.time()
+        try:
+            status = self._status()
+        except PoolVersionError as error:
+            self._read_ledger()
+            remedy, words = ("start", "Restart it") if self._entry is None else ("retry", LOOK_AGAIN)
+            return self._away("other-version", as_sentence(error.message), remedy, words, now)
+        except PoolError as error:
+            if self._entry is not None or find_pool(self._settings) is not None:
+                self._read_ledger()
+                return self._away("lost", as_sentence(error.message), "retry", LOOK_AGAIN, now)
+            # it has ended while it was asked
+            status = None
+        except (SgpuError, OSError) as error:
+            text = error.message if isinstance(error, SgpuError) else str(error)
+            return self._away("problem", as_sentence(text), "retry", LOOK_AGAIN, now)
+        if status is None:
+            return self._without_pool(now)
+        self._was_up = True
+        rows = self._drawn(now)
+        picture = pool_picture(
+            status,
+            self._rates,
+            now,
+            durations=self._durations,
+            usage=self._usage.line(now, status.budget) if self._entry is None else "",
+            notice="" if self._pool is None else self._pool.notice,
+        )
+        return Seen(picture, rows)
+
+    def close(self) -> None:
+        """Let the pool go."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+
+    # ------------------------------------------------------------ the pool is asked
+
+    def _status(self) -> PoolStatus | None:
+        """Return what the pool says, None when there is none; its runs are taken over."""
+        if self._pool is None:
+            if self._entry is None and find_pool(self._settings) is None:
+                return None
+            # the client's half is heavy, and few servers are ever asked
+            from sgpu_magic.client.pool import Pool
+
+            self._pool = Pool(self._settings, None, self._entry)
+        clock = time.monotonic()
+        # another service may have other runs than the one that died
+        whole = self._pool.connected is not self._link or clock - self._whole_at > _WHOLE_EVERY_S
+        status = self._pool.status(MAX_RUNS if whole else _NEWEST, start=False, timeout_s=_PATIENCE_S)
+        if status is not None and not whole and self._is_short(status):
+            whole = True
+            status = self._pool.status(MAX_RUNS, start=False, timeout_s=_PATIENCE_S)
+        if status is None:
+            return None
+        self._link = self._pool.connected
+        if whole:
+            self._whole_at = clock
+            self._runs = {run.run_id: run for run in status.runs}
+        else:
+            told = {run.run_id: run for run in status.runs}
+            self._runs = told | {run_id: run for run_id, run in self._runs.items() if run_id not in told}
+        # it may call itself otherwise
+        return msgspec.structs.replace(status, pool=self._name)
+
+    def _is_short(self, status: PoolStatus) -> bool:
+        """Whether a few of the newest runs don't tell what has become of those that were known."""
+        told = {run.run_id for run in status.runs}
+        ended_unseen = any(not run.state.is_final and run.run_id not in told for run in self._runs.values())
+        gap = len(status.runs) >= _NEWEST and status.runs[_NEWEST - 1].run_id not in self._runs
+        return ended_unseen or gap
+
+    # ------------------------------------------------------------ it can't be
+
+    def _without_pool(self, now: float) -> Seen:
+        self._read_ledger()
+        killed = address_file(self._settings.runtime_path).exists()
+        if not killed:
+            return self._away("none", GIVEN_BACK if self._was_up else NEVER, "start", START, now)
+        if any(not run.state.is_final for run in self._runs.values()):
+            span = format_span(self._settings.adopt_timeout_s)
+            rest = f"Its runs go on for {span}: started again by then, it takes them over."
+        else:
+            rest = "Started again, it goes on with its record of runs; sgpu doctor looks for the reason."
+        return self._away("lost", f"The pool ended unexpectedly. {rest}", "start", START_AGAIN, now)
+
+    def _away(self, state: PoolState, sentence: str, remedy: Remedy, words: str, now: float) -> Seen:
+        usage = "" if state == "problem" or self._entry is not None else self._usage.line(now, None)
+        return Seen(away_picture(self._name, state, sentence, remedy, words, now, usage), self._drawn(now))
+
+    def _read_ledger(self) -> None:
+        """Take the runs from the ledger's file, so that the list is never empty; another machine's is not at hand."""
+        if self._entry is not None:
+            return
+        path = self._settings.state_path / "ledger.sqlite3"
+        changed = tuple(_changed_at(f"{path}{ending}") for ending in ("", "-wal"))
+        clock = time.monotonic()
+        goes_on = any(not run.state.is_final for run in self._runs.values())
+        if changed == self._ledger_changed and not (goes_on and clock - self._ledger_at > _LEDGER_EVERY_S):
+            return
+        self._ledger_changed, self._ledger_at = changed, clock
+        self._whole_at = float("-inf")
+        try:
+            runs = ledger_file.recent_runs(self._settings, MAX_RUNS)
+        except PoolError:
+            # the next pool mends it; what was known is still true
+            return
+        self._runs = {run.run_id: run for run in runs}
+
+    # ------------------------------------------------------------ both
+
+    def _drawn(self, now: float) -> dict[str, RunRow]:
+        """Return the rows, newest first; those of runs that did not change are the same objects."""
+        runs = sorted(self._runs.values(), key=lambda run: run.submitted_at, reverse=True)
+        # one that goes on is listed however old it is
+        runs = runs[:MAX_RUNS] + [run for run in runs[MAX_RUNS:] if not run.state.is_final]
+        self._runs = {run.run_id: run for run in runs}
+        ended = frozenset(run.run_id for run in runs if run.state.is_final)
+        if ended != self._ended:
+            self._ended, self._durations = ended, Durations(runs)
+        self._places.look()
+        drawn: dict[str, tuple[RunSummary, RunFiles, RunRow]] = {}
+        for run in runs:
+            place = self._places.of(run, now)
+            known = self._rows.get(run.run_id)
+            if known is None or known[0] != run or known[1] != place:
+                known = (run, place, run_row(run, place))
+            drawn[run.run_id] = known
+        if drawn.keys() != self._rows.keys():
+            self._places.keep_only(drawn)
+        self._rows = drawn
+        return {run_id: row for run_id, (_, _, row) in drawn.items()}
+
+
+class NoLook:
+    """Stands for a pool that can't be looked at: the settings are broken, or have no pool of that name.
+
+    Args:
+        pool: Its name.
+        sentence: Why, and what to do.
+        remedy: As in `PoolPicture`.
+    """
+
+    def __init__(self, pool: str, sentence: str, remedy: Remedy = "") -> None:
+        self._pool = pool
+        self._sentence = sentence
+        self._remedy: Remedy = remedy
+
+    @property
+    def is_outdated(self) -> bool:
+        """What is wrong may have been mended."""
+        return True
+
+    def look(self) -> Seen:
+        words = LOOK_AGAIN if self._remedy else ""
+        return Seen(away_picture(self._pool, "problem", self._sentence, self._remedy, words, time.time()), {})
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+Looker = PoolLook | NoLook
+
+
+def looker_of(pool: str, read_settings: Callable[[], Settings]) -> Looker:
+    """Return what looks at a pool; "" is the settings' own.
+
+    Args:
+        pool: Its name.
+        read_settings: Reads the settings.
+    """
+    try:
+        settings = read_settings()
+        entries = read_pools()
+    except SgpuError as error:
+        return NoLook(pool or LOCAL, as_sentence(error.message), "retry")
+    name = pool or default_pool(settings.pool, entries)
+    entry = next((each for each in entries if each.name == name), None)
+    if entry is None and name != LOCAL:
+        others = ", ".join(each.name for each in entries)
+        have = f". You have: {LOCAL}, {others}. Choose one of them." if others else ": only the local one. Choose that."
+        return NoLook(name, f"There is no pool {name[:40]!r} here{have}")
+    return PoolLook(settings, entry)
+
+
+def _list_changed() -> int:
+    return _changed_at(str(pools_path()))
+
+
+def _changed_at(path: str) -> int:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return 0
+    return found.st_mtime_ns ^ found.st_size

@@ -1,0 +1,322 @@
+"""A pool's status and its ledger's rows as a panel draws them. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sgpu_magic.client.pools_file import LOCAL, PoolEntry
+from sgpu_magic.config import Settings
+from sgpu_magic.panel.device_rows import (
+    Durations,
+    Holders,
+    device_pictures,
+    file_name,
+    holders_of,
+    is_free,
+    queue_of,
+    waits,
+)
+from sgpu_magic.panel.schema import PoolChoice, PoolPicture, PoolState, Remedy, RunRow, TypePicture
+from sgpu_magic.runs.choice.schema import VERSION
+from sgpu_magic.views.pool_words import (
+    budget_words,
+    device_holders,
+    failure_line,
+    idle_words,
+    problem_words,
+)
+from sgpu_magic.views.run_notes import run_name
+from sgpu_magic.views.units import count_of
+from sgpu_magic.wire import ids
+from sgpu_magic.wire.device_types import CPU
+from sgpu_magic.wire.devices import Device
+from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
+from sgpu_magic.wire.prices import Prices, format_money, read_prices
+from sgpu_magic.wire.states import RunKind, RunState
+
+NO_GPU = "No GPU on this machine: ranks run on CPU."
+NO_GPU_THERE = "No GPU in this pool: ranks run on CPU."
+
+_TONES: Mapping[RunState, str] = {
+    RunState.QUEUED: "waiting",
+    RunState.PREPARING: "going",
+    RunState.STARTING: "going",
+    RunState.RUNNING: "going",
+    RunState.CANCELLING: "going",
+    RunState.SUCCEEDED: "good",
+    RunState.FAILED: "bad",
+    RunState.TIMED_OUT: "bad",
+    RunState.CANCELLED: "plain",
+}
+_NOTHING: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What devices cost, by the settings.
+
+    Args:
+        prices: Of devices that are paid by the hour.
+        reserved: Of reserved ones.
+        currency: Of both.
+    """
+
+    prices: Prices
+    reserved: Prices
+    currency: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """What a run's directory on this machine tells.
+
+    Args:
+        here: There is one.
+        tracked_url: Its page in MLflow, "" for none.
+    """
+
+    here: bool = False
+    tracked_url: str = ""
+
+
+def pool_picture(
+    status: PoolStatus,
+    rates: Rates,
+    now: float,
+    *,
+    durations: Durations,
+    usage: str = "",
+    notice: str = "",
+) -> PoolPicture:
+    """Return a pool that has answered.
+
+    Args:
+        status: Its answer.
+        rates: What its devices cost.
+        now: Wall-clock time, seconds since the epoch.
+        durations: What earlier runs took.
+        usage: What the month has used, a line.
+        notice: What the pool wants to be known.
+    """
+    holders = device_holders(status)
+    inventory = status.inventory
+    types = _types(status, rates, now, holders, durations)
+    order = {each.type: at for at, each in enumerate(types)}
+    slots = count_of(inventory.cpu_slots, "CPU slot")
+    return PoolPicture(
+        version=VERSION,
+        pool=status.pool,
+        state="up",
+        sentence="",
+        remedy="",
+        remedy_words="",
+        now=now,
+        about=f"{status.pool} · {_place_of(status.pool, inventory.host)} · {slots}",
+        types=types,
+        devices=device_pictures(inventory, order, holders),
+        cpu_slots=inventory.cpu_slots,
+        cpu_slots_free=status.cpu_slots_free,
+        usage=usage,
+        notes=tuple(_notes(status, now, notice)),
+    )
+
+
+def away_picture(
+    pool: str, state: PoolState, sentence: str, remedy: Remedy, remedy_words: str, now: float, usage: str = ""
+) -> PoolPicture:
+    """Return a pool that can't be asked; arguments as in `PoolPicture`."""
+    return PoolPicture(
+        version=VERSION,
+        pool=pool,
+        state=state,
+        sentence=sentence,
+        remedy=remedy,
+        remedy_words=remedy_words,
+        now=now,
+        about=" · ".join(part for part in (pool, _place_of(pool, "")) if part),
+        types=(),
+        devices=(),
+        cpu_slots=0,
+        cpu_slots_free=0,
+        usage=usage,
+        notes=(),
+    )
+
+
+def rates_of(settings: Settings, entry: PoolEntry | None = None) -> Rates:
+    """Return what devices cost in a pool: its own entry's prices before those of the settings.
+
+    Args:
+        settings: The user's.
+        entry: As `pools.toml` has it; None for this machine's own.
+    """
+    rates = Rates(read_prices(settings.prices), read_prices(settings.reserved_prices), settings.currency)
+    if entry is None:
+        return rates
+    own = {(entry.name, kind): price for kind, price in entry.prices.items()}
+    if entry.reserved:
+        # what it costs by the hour elsewhere says nothing of a pool that is paid for
+        return replace(rates, prices=Prices(), reserved=Prices({**rates.reserved.hourly, **own}))
+    return replace(rates, prices=Prices({**rates.prices.hourly, **own}), reserved=Prices())
+
+
+def pool_choices(
+    default: str,
+    entries: Sequence[PoolEntry] = (),
+    statuses: Mapping[str, PoolStatus | None] = _NOTHING,
+    silent: frozenset[str] = frozenset(),
+    rates: Mapping[str, Rates] = _NOTHING,
+) -> tuple[PoolChoice, ...]:
+    """Return the pools that may be chosen: reserved ones first, then the default, then by name.
+
+    Args:
+        default: The pool that is meant where none is named.
+        entries: Those of `pools.toml`.
+        statuses: What they have said.
+        silent: Those that can't be reached.
+        rates: What devices cost in each.
+    """
+    pools = [PoolChoice(name=LOCAL, about=_place_of(LOCAL, ""), reserved=False, default=default in ("", LOCAL))]
+    for entry in entries:
+        words = _silent_words(entry) if entry.name in silent else _words_of(entry, statuses.get(entry.name), rates)
+        pools.append(PoolChoice(name=entry.name, about=words, reserved=entry.reserved, default=default == entry.name))
+    return tuple(sorted(pools, key=lambda pool: (not pool.reserved, not pool.default, pool.name)))
+
+
+def _silent_words(entry: PoolEntry) -> str:
+    return f"{entry.kind} · can't be reached"
+
+
+def _words_of(entry: PoolEntry, status: PoolStatus | None, rates: Mapping[str, Rates]) -> str:
+    """Return `reserved · 4 of 8 H100 free · from $3.90`."""
+    if status is None:
+        types = ", ".join(kind.upper() for kind in entry.types)
+        return " · ".join(part for part in (entry.kind, types) if part)
+    holders, parts = device_holders(status), [entry.kind]
+    totals = Counter(device.type for device in status.inventory.devices)
+    free = Counter(device.type for device in status.inventory.devices if is_free(device, holders))
+    named = [f"{free[kind]} of {total} {kind.upper()} free" for kind, total in totals.items()]
+    slots = f"{status.cpu_slots_free} of {count_of(status.inventory.cpu_slots, 'CPU slot')} free"
+    parts.append(", ".join(named) or slots)
+    table = rates[entry.name]
+    prices = [price for kind in totals or (CPU,) if (price := _price(entry.name, kind, table)[0]) is not None]
+    if prices:
+        several = "from " if len(set(prices)) > 1 else ""
+        parts.append(f"{several}{format_money(min(prices), table.currency)}")
+    return " · ".join(parts)
+
+
+def run_row(run: RunSummary, place: RunFiles) -> RunRow:
+    """Return one run of the list; it changes with the run alone."""
+    is_session = run.kind is RunKind.SESSION
+    tone = _TONES[run.state]
+    return RunRow(
+        run_id=run.run_id,
+        short_id=ids.short(run.run_id),
+        name=run_name(run),
+        kind=run.kind.value,
+        session=run.session,
+        state=run.state.value,
+        tone="plain" if is_session and tone == "good" else tone,
+        final=run.state.is_final,
+        words=_words(run),
+        ranks=run.ranks,
+        device_type=run.device_type,
+        simulated=run.simulated,
+        submitted_at=run.submitted_at,
+        started_at=run.started_at,
+        ended_at=run.ended_at,
+        metered_at=run.metered_at,
+        hourly=run.hourly,
+        cost=run.cost,
+        currency=run.currency,
+        notebook=file_name(run.notebook),
+        kernel=run.kernel,
+        user=run.user,
+        idle_ends_at=run.idle_ends_at,
+        tracked_url=place.tracked_url,
+        here=place.here,
+    )
+
+
+def _words(run: RunSummary) -> str:
+    ranks, why = count_of(run.ranks, "rank"), failure_line(run)
+    if run.state is RunState.QUEUED:
+        position = f"position {run.position}" if run.position else ""
+        waits = ", ".join(part for part in (run.waiting_for, position) if part)
+        return f"{ranks} · {waits}" if waits else ranks
+    if run.state in (RunState.FAILED, RunState.TIMED_OUT):
+        return why or ranks
+    return f"{ranks} · {why}" if run.state.is_final and why else ranks
+
+
+def _place_of(pool: str, host: str) -> str:
+    return "this machine" if pool == LOCAL else host
+
+
+def _types(
+    status: PoolStatus, rates: Rates, now: float, holders: Holders, durations: Durations
+) -> tuple[TypePicture, ...]:
+    """Return what the pool has: dearest first, those without a price by their memory, CPU last."""
+    by_type: dict[str, list[Device]] = {}
+    for device in status.inventory.devices:
+        by_type.setdefault(device.type, []).append(device)
+    # what the pool chooses for those that name no type
+    largest = Counter({kind: len(devices) for kind, devices in by_type.items()}).most_common(1)
+    main = largest[0][0] if largest else CPU
+
+    def drawn(kind: str, total: int, free: int, devices: Sequence[Device]) -> TypePicture:
+        price, reserved = _price(status.pool, kind, rates)
+        uuids = frozenset(device.uuid for device in devices)
+        held = holders_of(kind, status.runs, durations, now, uuids)
+        return TypePicture(
+            type=kind,
+            label=kind.upper(),
+            total=total,
+            free=free,
+            memory_bytes=max((device.memory_bytes for device in devices), default=0),
+            price=price,
+            currency=rates.currency,
+            simulated=any(device.simulated for device in devices),
+            reserved=reserved,
+            waits_s=waits(total, free, held, queue_of(kind, status.runs, durations, main)),
+        )
+
+    types = [
+        drawn(kind, len(devices), sum(is_free(device, holders) for device in devices), devices)
+        for kind, devices in by_type.items()
+    ]
+    types.sort(key=lambda one: (one.price is None, -(one.price or 0.0), -one.memory_bytes, one.type))
+    slots = status.inventory.cpu_slots
+    cpu = [drawn(CPU, slots, max(0, min(slots, status.cpu_slots_free)), ())] if slots > 0 else []
+    return (*types, *cpu)
+
+
+def _price(pool: str, device_type: str, rates: Rates) -> tuple[float | None, bool]:
+    """Return the price of one device for an hour, and whether it is that of reserved ones."""
+    price = rates.prices.of(pool, device_type)
+    if price is not None:
+        return price, False
+    reserved = rates.reserved.of(pool, device_type)
+    return reserved, reserved is not None
+
+
+def _notes(status: PoolStatus, now: float, notice: str) -> Sequence[str]:
+    words = NO_GPU if status.pool == LOCAL else NO_GPU_THERE
+    no_gpu = [] if any(not device.simulated for device in status.inventory.devices) else [words]
+    words = [
+        *no_gpu,
+        *problem_words(status),
+        *budget_words(status, nearly_used=True),
+        *([notice] if notice else idle_words(status, now)),
+    ]
+    return [as_sentence(text) for text in words]
+
+
+def as_sentence(text: str) -> str:
+    """Return what the pool says as a sentence of its own."""
+    text = text.strip()
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "?", "!")) else ".") if text else ""

@@ -1,0 +1,196 @@
+"""The requests: authenticated and checked like every other of the Jupyter server."""
+
+# jupyter_server and tornado are only partly typed
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUntypedBaseClass=false, reportUntypedFunctionDecorator=false
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
+
+import msgspec
+from jupyter_server.auth.decorator import authorized
+from jupyter_server.base.handlers import APIHandler
+from jupyter_server.utils import url_path_join
+from tornado import web
+from tornado.ioloop import PeriodicCallback
+
+from sgpu_magic.config import load_settings
+from sgpu_magic.errors import PoolError, UsageError
+from sgpu_magic.server.kernel_runs import OwnedRuns
+from sgpu_magic.server.outputs import Output
+from sgpu_magic.server.run_places import Elsewhere
+from sgpu_magic.server.runs import IDLE_S, Follower, Followers, Known, RunNotHere
+from sgpu_magic.views.live.messages import questions, to_json
+
+MAX_WAIT_S = 20.0
+_LOOK_EVERY_S = 0.25
+_DROP_EVERY_MS = 15_000
+_MAX_QUESTION_BYTES = 10_000
+
+# not the loop's own: what waits for a pool that can't be reached is not to hold up the rest of the server
+_threads = ThreadPoolExecutor(max_workers=16, thread_name_prefix="sgpu-requests")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def add_handlers(server_app: Any) -> None:
+    """Add the requests below `sgpu/` to a server."""
+    try:
+        settings = load_settings()
+    except UsageError as error:
+        server_app.log.warning("sgpu_magic: %s Runs can't be shown after a reload of the page.", error.message)
+        return
+    application = server_app.web_app
+    elsewhere = Elsewhere(settings, IDLE_S)
+    # the links' threads do nothing while the interpreter ends
+    atexit.register(elsewhere.close)
+    followers = Followers(settings, elsewhere)
+    shared = {"runs": OwnedRuns(settings, elsewhere), "followers": followers}
+    base = application.settings["base_url"]
+    application.add_handlers(
+        ".*$",
+        [
+            (url_path_join(base, "sgpu", "runs"), RunsHandler, shared),
+            *(
+                (url_path_join(base, "sgpu", "runs", "([^/]+)", name), handler, shared)
+                for name, handler in _OF_A_RUN.items()
+            ),
+        ],
+    )
+    PeriodicCallback(followers.drop_idle, _DROP_EVERY_MS).start()
+
+
+class _Handler(APIHandler):
+    """What the requests share: the followers, threads for what may block, and errors as sentences."""
+
+    # who may see a kernel may see its runs, and who may interrupt it may cancel them
+    auth_resource = "kernels"
+
+    def initialize(self, runs: OwnedRuns, followers: Followers) -> None:
+        self.runs = runs
+        self.followers = followers
+
+    async def in_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call what may block, and turn what goes wrong into an answer.
+
+        Raises:
+            HTTPError: The run is not here, or its files can't be read.
+        """
+        waiting = asyncio.get_running_loop().run_in_executor(_threads, functools.partial(call, *args, **kwargs))
+        try:
+            return await waiting
+        except RunNotHere as error:
+            raise web.HTTPError(404, str(error)) from None
+        except (PoolError, OSError, ValueError, msgspec.DecodeError) as error:
+            raise web.HTTPError(500, str(error)) from error
+
+    async def follower(self, run_id: str) -> Follower:
+        """Return the follower of a run; all requests get the same."""
+        return await self.in_thread(self.followers.get, run_id)
+
+    def send(self, data: bytes) -> None:
+        self.set_header("Content-Type", "application/json")
+        self.set_header("Cache-Control", "no-store")
+        self.finish(data)
+
+    def send_outputs(self, follower: Follower, outputs: list[Output]) -> None:
+        count = follower.spec.cell.execution_count
+        self.send(msgspec.json.encode({"outputs": outputs, "execution_count": count}))
+
+
+class RunsHandler(_Handler):
+    """`GET sgpu/runs?kernel=ID`: the kernel's runs that go on or ended lately, newest last."""
+
+    @web.authenticated
+    @authorized
+    async def get(self) -> None:
+        kernel = self.get_query_argument("kernel")
+        if not kernel:
+            raise web.HTTPError(400, "which kernel's runs? Say kernel=ID.")
+        found = await self.in_thread(self.runs.of_kernel, kernel)
+        self.send(msgspec.json.encode(found))
+
+
+class NewsHandler(_Handler):
+    """`GET sgpu/runs/RUN/news?after=SEQ&lines=N`: what is new, as soon as there is something."""
+
+    @web.authenticated
+    @authorized
+    async def get(self, run_id: str) -> None:
+        follower = await self.follower(run_id)
+        known = Known(**{name: self._number(name) for name in Known.__struct_fields__})
+        now = asyncio.get_running_loop().time
+        deadline = now() + min(self._number("wait", MAX_WAIT_S), MAX_WAIT_S)
+        self._gone = asyncio.Event()
+        while True:
+            # one thread for each run: the pages that show it wait for its pool together
+            async with self.followers.turn(run_id):
+                news = await self.in_thread(follower.news, known)
+            self.followers.asked(run_id)
+            if news is not None or now() >= deadline or self._gone.is_set():
+                break
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._gone.wait(), _LOOK_EVERY_S)
+        if not self._gone.is_set():
+            self.send(msgspec.json.encode(news if news is not None else follower.no_news(known)))
+
+    def on_connection_close(self) -> None:
+        super().on_connection_close()
+        if hasattr(self, "_gone"):
+            self._gone.set()
+
+    def _number(self, name: str, default: float = 0) -> int:
+        text = self.get_query_argument(name, str(int(default)))
+        if not text.isdecimal() or len(text) > 15:
+            raise web.HTTPError(400, f"{name} is {text[:40]!r}; a number is needed.")
+        return int(text)
+
+
+class AskHandler(_Handler):
+    """`POST sgpu/runs/RUN/ask`: a view's question, its answer."""
+
+    @web.authenticated
+    @authorized
+    async def post(self, run_id: str) -> None:
+        follower = await self.follower(run_id)
+        if len(self.request.body) > _MAX_QUESTION_BYTES:
+            raise web.HTTPError(413, "this is too long for a question.")
+        try:
+            question = questions.decode(self.request.body)
+        except msgspec.DecodeError as error:
+            raise web.HTTPError(400, f"this is no question: {error}") from None
+        self.send(to_json(await self.in_thread(follower.answer, question)))
+
+
+class OutputsHandler(_Handler):
+    """`GET sgpu/runs/RUN/outputs`: what its cell shows at the end; 409 while it goes on."""
+
+    @web.authenticated
+    @authorized
+    async def get(self, run_id: str) -> None:
+        follower = await self.follower(run_id)
+        outputs = await self.in_thread(follower.outputs)
+        if outputs is None:
+            raise web.HTTPError(409, "the run goes on.")
+        self.send_outputs(follower, outputs)
+
+
+class DisplaysHandler(_Handler):
+    """`GET sgpu/runs/RUN/displays`: what its ranks have displayed so far."""
+
+    @web.authenticated
+    @authorized
+    async def get(self, run_id: str) -> None:
+        follower = await self.follower(run_id)
+        self.send_outputs(follower, await self.in_thread(follower.displays))
+
+
+_OF_A_RUN = {"news": NewsHandler, "ask": AskHandler, "outputs": OutputsHandler, "displays": DisplaysHandler}

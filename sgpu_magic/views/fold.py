@@ -1,0 +1,346 @@
+"""`RunView` = fold(events): the one thing that the text, the static HTML and the widget draw. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sgpu_magic.system.byte_sizes import format_bytes
+from sgpu_magic.views.failure import attempt_note
+from sgpu_magic.views.output import RunOutput
+from sgpu_magic.views.output_items import DisplayItem, GapItem, Item, LineItem
+from sgpu_magic.views.rank_models import RankModels
+from sgpu_magic.views.run_notes import SessionState, renewal_note, restart_note, run_name, unstopped_note
+from sgpu_magic.views.steady_clock import heard_at, steady_time
+from sgpu_magic.views.usage import RunUsage
+from sgpu_magic.wire import ids
+from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.events import (
+    AttemptFailed,
+    CommsMoved,
+    Described,
+    Detached,
+    DeviceBusy,
+    DeviceIdle,
+    DisplayPublished,
+    EnvironmentMoved,
+    Event,
+    GroupRenewed,
+    MetricsLogged,
+    Noted,
+    OutputCleared,
+    OutputWritten,
+    PayloadReleased,
+    Placed,
+    QueueMoved,
+    RankFailed,
+    RanksRestarted,
+    RanksStarted,
+    Resumed,
+    RunEnded,
+    Sampled,
+    SessionMoved,
+    Stalled,
+    StateChanged,
+    Submitted,
+    Tracked,
+)
+from sgpu_magic.wire.records import Failure, RankResult, RunSpec
+from sgpu_magic.wire.states import OWNER_GONE, RunKind, RunState
+from sgpu_magic.wire.tracking import TrackedRun
+
+__all__ = ["DisplayItem", "GapItem", "Item", "LineItem", "RunView"]
+
+_MAX_NOTES = 50
+
+
+class RunView:
+    """Everything about one run that a view draws.
+
+    Args:
+        spec: What was submitted.
+        output_limit: Bytes of output kept: the first 40 % and the last 60 %; the middle becomes one gap.
+        pool: The pool's name.
+        error_follows: The cell raises what the run failed with, traceback and all: say it in one line.
+
+    Attributes:
+        state: The run's state.
+        reason: Why it is in it, "" when there is nothing to say.
+        position: Place in the queue (1 is next), None when it does not wait.
+        waiting_for: What it waits for, "" when it does not.
+        lease: The devices, None until they are granted.
+        host: Where its ranks are, "" until known.
+        labels: The devices' labels in rank order, empty when there are none.
+        hourly: What they cost in an hour, in `currency`; None without a price.
+        currency: Of that, "" without a price.
+        warm: How the ranks were started: `standby`, `zygote`, `cold`; "" until then.
+        rank_failures: The first failure of each rank, in order of time.
+        attempt: Which of its attempts goes on, from 1.
+        attempts: How many there may be.
+        stalled: Where its ranks wait while nothing moves; kept when the run ends so.
+        usage: What its ranks and their devices use.
+        session: Its cells and dead ranks, None for what is no session itself.
+        directory: Where its logs are, "" when that is not known.
+        environment: How far its packages are, None while nothing has to be said of them.
+        tracked: Its place in MLflow, None until known.
+        silence: That its pool is not heard, "" as long as it is.
+        models: Widgets of its ranks; of a session's cells those of the session.
+        left: Why nobody follows it here any more while it goes on, "" while somebody does.
+        ended: The run's last word, None while it goes on.
+        submitted_at: When it was submitted, by the views' clock.
+        version: Grows with every event; equal versions draw equal pictures (but for the clock).
+    """
+
+    def __init__(
+        self, spec: RunSpec, output_limit: int = 200_000, pool: str = "local", *, error_follows: bool = False
+    ) -> None:
+        self.error_follows = error_follows
+        self.spec = spec
+        self.output_limit = output_limit
+        self.pool = pool
+        self.state = RunState.QUEUED
+        self.reason = ""
+        self.position: int | None = None
+        self.waiting_for = ""
+        self.lease: Lease | None = None
+        self.host = ""
+        self.labels: tuple[str, ...] = ()
+        self.hourly: float | None = None
+        self.currency = ""
+        self.warm = ""
+        self.rank_failures: dict[int, Failure] = {}
+        self.attempt = 1
+        self.attempts = spec.retries + 1
+        self.stalled: Stalled | None = None
+        self.usage = RunUsage()
+        self.session = SessionState() if spec.kind is RunKind.SESSION else None
+        self.directory = ""
+        self.environment: EnvironmentMoved | None = None
+        self.tracked: TrackedRun | None = None
+        self.silence = ""
+        self.left = ""
+        self.ended: RunEnded | None = None
+        self.models = RankModels()
+        self.submitted_at = heard_at(spec.submitted_at)
+        self.version = 0
+        self._started_at: float | None = None
+        self._starting_at: float | None = None
+        self._metered_at: float | None = None
+        self._notes: list[str] = []
+        self._output = RunOutput(output_limit)
+        self._cached: tuple[int, list[Item]] = (-1, [])
+
+    def apply(self, event: Event, frames: Sequence[bytes] = ()) -> None:
+        """Fold one event in. `frames` are the client's business: exceptions and results, not drawn; or of widgets."""
+        self.version += 1
+        match event.body:
+            case OutputWritten() as body:
+                self._output.write(body)
+            case StateChanged(state=state, reason=reason):
+                self.state, self.reason = state, reason
+                self._starting_at = heard_at(event.at) if state is RunState.STARTING else self._starting_at
+                self._metered_at = self._starting_at if self._metered_at is None else self._metered_at
+                if state is not RunState.QUEUED:
+                    self.position, self.waiting_for = None, ""
+            case QueueMoved(position=position, reason=reason):
+                self.position, self.waiting_for = position, reason
+            case Placed(lease=lease, host=host, labels=labels) as body:
+                self.lease, self.host, self.labels = lease, host, labels
+                self.hourly, self.currency = body.hourly, body.currency
+                self.position, self.waiting_for = None, ""
+                self._note(lease.note)
+            case RanksStarted(warm=warm):
+                self.warm, self._started_at = warm, heard_at(event.at)
+            case DisplayPublished() as body:
+                self._output.display(body)
+            case CommsMoved() as body:
+                self.models.apply(body, frames)
+            case OutputCleared() as body:
+                self._output.clear(body)
+            case RankFailed(failure=failure):
+                self.rank_failures.setdefault(-1 if failure.rank is None else failure.rank, failure)
+            case Noted(text=text):
+                self._note(text)
+            case PayloadReleased(kept=kept, reason=reason):
+                self._note("" if kept else reason)
+            case AttemptFailed() as body:
+                self._start_again(body, heard_at(event.at))
+            case Stalled() as body:
+                self.stalled = body
+            case Resumed():
+                self.stalled = None
+            case Sampled() | DeviceIdle() | DeviceBusy() as body:
+                self.usage.apply(body, heard_at(event.at), self._started_at)
+            case SessionMoved() as body:
+                if self.session is not None:
+                    self.session.moved(body, event.at)
+            case GroupRenewed() as body:
+                self._note(renewal_note(body))
+            case RanksRestarted() as body:
+                self._restarted(body)
+            case EnvironmentMoved() as body:
+                self.environment = body
+            case Tracked(tracked=tracked):
+                self.tracked = tracked
+            case Submitted() | Detached() | Described() | MetricsLogged():
+                # the spec was there before the view; who follows the run says that it goes on; MLflow draws metrics
+                pass
+            case RunEnded() as body:
+                self._end(body)
+
+    def remark(self, sentence: str) -> None:
+        """Say something about it that no event tells."""
+        self._note(sentence)
+        self.version += 1
+
+    def not_heard(self, sentence: str) -> None:
+        """Its pool can't be heard now, or can again (""); the run goes on either way."""
+        if sentence != self.silence:
+            self.silence = sentence
+            self.version += 1
+
+    def leave(self, sentence: str) -> None:
+        """It goes on, but is not shown here any longer."""
+        self.left = sentence
+        self.version += 1
+
+    # ------------------------------------------------------------ what it is
+
+    @property
+    def run_id(self) -> str:
+        return self.spec.run_id
+
+    @property
+    def short_id(self) -> str:
+        return ids.short(self.spec.run_id)
+
+    @property
+    def name(self) -> str:
+        return run_name(self.spec)
+
+    @property
+    def ranks(self) -> int:
+        """The world size: what goes by rank number has so many places, whoever takes part."""
+        return self.spec.placement.ranks
+
+    @property
+    def rank_numbers(self) -> tuple[int, ...]:
+        """The ranks that take part, ascending."""
+        return self.spec.rank_numbers
+
+    @property
+    def is_final(self) -> bool:
+        return self.ended is not None
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for the user: what is heavy to ship, the payload's, the lease's and the run's own."""
+        heavy = [f"shipping {name} costs {format_bytes(size)}" for name, size in self.spec.shipped.heavy]
+        return [*heavy, *self.spec.shipped.notes, *self._notes]
+
+    @property
+    def failure(self) -> Failure | None:
+        """The root cause; before the run has ended none is known."""
+        return self.ended.failure if self.ended else None
+
+    @property
+    def others(self) -> tuple[Failure, ...]:
+        return self.ended.others if self.ended else ()
+
+    @property
+    def results(self) -> tuple[RankResult, ...]:
+        return self.ended.results if self.ended else ()
+
+    def elapsed_s(self, now: float | None = None) -> float:
+        """Return seconds the run has had its devices; it does not count the queue.
+
+        Args:
+            now: Time by the views' clock (`steady_time`); used while the run goes on.
+        """
+        if self.ended:
+            # of a cell of milliseconds the pool, which hears of it, knows less than the ranks
+            return max(self.ended.total_s - self.ended.queued_s, self.ended.running_s)
+        if self._started_at is None:
+            return 0.0
+        return max((steady_time() if now is None else now) - self._started_at, 0.0)
+
+    def metered_s(self, now: float | None = None) -> float | None:
+        """Return seconds on its meter at `now`, as in `elapsed_s`; None before it began, and of a cell in a session."""
+        if self._metered_at is None:
+            return None
+        return max((steady_time() if now is None else now) - self._metered_at, 0.0)
+
+    @property
+    def deadline(self) -> float | None:
+        """When its time is over, by the views' clock; None before its ranks are being started."""
+        return self._metered_at + self.spec.timeout_s if self._metered_at is not None else None
+
+    # ------------------------------------------------------------ its output
+
+    @property
+    def items(self) -> list[Item]:
+        """The output in order of arrival, bounded by `output_limit`. Not to be changed."""
+        if self._cached[0] != self.version:
+            self._cached = (self.version, self._output.items)
+        return self._cached[1]
+
+    @property
+    def total_lines(self) -> int:
+        """Lines that ranks have finished, shown or not."""
+        return self._output.total_lines
+
+    @property
+    def rank_lines(self) -> dict[int, int]:
+        """The same by rank, of those that have finished any. Not to be changed."""
+        return self._output.rank_lines
+
+    @property
+    def live_lines(self) -> dict[int, str]:
+        """The unfinished line of each rank that has one, such as its progress bar."""
+        return self._output.live_lines
+
+    @property
+    def last_lines(self) -> dict[int, str]:
+        """What each rank has said last: its unfinished line, else its last finished one."""
+        return self._output.last_lines
+
+    def take_items(self) -> list[Item]:
+        """Return the items since the last call; the first call returns all that are kept.
+
+        An update of a display comes again as an item of its own.
+        """
+        return self._output.take_items()
+
+    def _note(self, text: str) -> None:
+        if text and text not in self._notes and len(self._notes) < _MAX_NOTES:
+            self._notes.append(text)
+
+    def _start_again(self, body: AttemptFailed, at: float) -> None:
+        self._output.finish_lines()
+        # a rank may die before all are there
+        began = self._started_at or self._starting_at
+        seconds = max(at - began, 0.0) if began is not None else 0.0
+        self._note(attempt_note(body, seconds))
+        self.attempt, self.attempts = body.attempt + 1, body.attempts
+        self.rank_failures, self.stalled, self._started_at = {}, None, None
+        self.usage.start_again()
+
+    def _restarted(self, body: RanksRestarted) -> None:
+        self._note(restart_note(body))
+        if self.session is not None:
+            self.session.restarted(body)
+        for rank in body.ranks:
+            self.rank_failures.pop(rank, None)
+
+    def _end(self, body: RunEnded) -> None:
+        self._output.finish_lines()
+        if body.state in (RunState.SUCCEEDED, RunState.CANCELLED) or body.stacks:
+            self.stalled = None
+        self.usage.ended()
+        self.ended = body
+        self.state = body.state
+        if body.unstopped:
+            self._note(unstopped_note(body.unstopped))
+        if body.reason == OWNER_GONE and self.session is None:
+            # who reads this has another kernel
+            self._note(f"%sgpu_attach {self.short_id} shows run {self.short_id} again")
+        self.position, self.waiting_for = None, ""

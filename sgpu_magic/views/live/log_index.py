@@ -1,0 +1,281 @@
+"""Which line of which rank is the n-th of all, in compact arrays, and the newest lines as they came. Pure."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from sgpu_magic.views.live.log_reader import MAX_RAW_CHARS, last_rewrite, line_text
+from sgpu_magic.views.live.messages import LineRow, LineSkip, json_bytes
+from sgpu_magic.wire.events import OutputWritten
+
+_BLOCK = 1024
+_MOST_IN_ONE = (1 << 32) - 1
+
+
+class Piece(NamedTuple):
+    """Consecutive lines of one rank: the number of the first in the rank's log, and how many."""
+
+    rank: int
+    first: int
+    lines: int
+
+
+class LogOrder:
+    """Folds what ranks have written into the order of their lines.
+
+    A line counts where its newline arrives. What is kept is a rank and a number for every run of lines of one rank (6
+    bytes), and for every 1,024 of those how many lines of each rank came before them.
+
+    Attributes:
+        totals: Lines of each rank.
+        total: Lines of all.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.totals = [0] * ranks
+        self.total = 0
+        self._open = [False] * ranks
+        self._ranks = array("H")
+        self._counts = array("I")
+        # what came before the blocks: lines of all, and of each rank
+        self._before_block: list[int] = []
+        self._rank_before_block: list[Sequence[int]] = []
+
+    def write(self, body: OutputWritten) -> int:
+        """Count the lines that a batch finishes and return how many."""
+        text = body.text
+        lines = text.count("\n") + body.skipped_lines
+        if lines:
+            self._add(body.rank, lines)
+        if text:
+            self._open[body.rank] = not text.endswith("\n")
+        elif body.end - body.start > body.skipped_bytes:
+            # the beginning of a character
+            self._open[body.rank] = True
+        elif body.skipped_bytes:
+            # what is left out ends with a newline where nothing is left
+            self._open[body.rank] = False
+        return lines
+
+    def finish(self) -> list[int]:
+        """The run is over: lines that were begun are lines. Return their ranks."""
+        begun = [rank for rank, is_open in enumerate(self._open) if is_open]
+        for rank in begun:
+            self._add(rank, 1)
+            self._open[rank] = False
+        return begun
+
+    def locate(self, first: int, count: int, most: int | None = None) -> list[Piece]:
+        """Return which lines of which ranks are those from `first` on, fewer than `count` where the log ends.
+
+        Args:
+            first: The number of the first among all lines.
+            count: How many lines.
+            most: Pieces after which the rest is left out; None is all of them.
+        """
+        first, end = max(first, 0), min(first + count, self.total)
+        pieces: list[Piece] = []
+        if first >= end:
+            return pieces
+        block = bisect_right(self._before_block, first) - 1
+        at, behind = self._before_block[block], list(self._rank_before_block[block])
+        for index in range(block * _BLOCK, len(self._ranks)):
+            rank, lines = self._ranks[index], self._counts[index]
+            skipped = max(first - at, 0)
+            taken = min(at + lines, end) - at - skipped
+            if taken > 0:
+                _join(pieces, Piece(rank, behind[rank] + skipped, taken))
+            at += lines
+            behind[rank] += lines
+            if at >= end or len(pieces) == most:
+                break
+        return pieces
+
+    def numbers_of(self, rank: int, lines: Sequence[int]) -> list[int]:
+        """Return the numbers among all lines of a rank's lines, which are given in ascending order.
+
+        Lines that the rank does not have yet are left out.
+        """
+        numbers: list[int] = []
+        index = at = behind = 0
+        for line in lines:
+            if not 0 <= line < self.totals[rank]:
+                continue
+            block = bisect_right(self._rank_before_block, line, key=lambda before: before[rank]) - 1
+            if block * _BLOCK > index or not numbers:
+                index = block * _BLOCK
+                at, behind = self._before_block[block], self._rank_before_block[block][rank]
+            while self._ranks[index] != rank or behind + self._counts[index] <= line:
+                at += self._counts[index]
+                behind += self._counts[index] if self._ranks[index] == rank else 0
+                index += 1
+            numbers.append(at + line - behind)
+        return numbers
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory that the order takes, about."""
+        of_blocks = len(self._before_block) * (56 + 8 * len(self.totals))
+        return len(self._ranks) * (self._ranks.itemsize + self._counts.itemsize) + of_blocks
+
+    def _add(self, rank: int, lines: int) -> None:
+        if self._ranks and self._ranks[-1] == rank and self._counts[-1] + lines <= _MOST_IN_ONE:
+            self._counts[-1] += lines
+        else:
+            if len(self._ranks) % _BLOCK == 0:
+                self._before_block.append(self.total)
+                self._rank_before_block.append(array("Q", self.totals))
+            self._ranks.append(rank)
+            self._counts.append(lines)
+        self.totals[rank] += lines
+        self.total += lines
+
+
+def _join(pieces: list[Piece], piece: Piece) -> None:
+    last = pieces[-1] if pieces else None
+    if last is not None and last.rank == piece.rank and last.first + last.lines == piece.first:
+        pieces[-1] = Piece(last.rank, last.first, last.lines + piece.lines)
+    else:
+        pieces.append(piece)
+
+
+_KEPT_CHARS = 1 << 18
+_MAX_ROWS_BYTES = 42_000
+_MAX_SKIPS = 200
+
+Rows = list[LineRow | LineSkip]
+
+
+class _Batch(NamedTuple):
+    """Lines of one rank as they came.
+
+    Args:
+        rank: The rank.
+        first: The number of the first of them in the rank's log.
+        at: Its number among all lines.
+        lines: How many.
+        head: What the rank had written of the first of them before; None when that is not known.
+        text: The rest of it, and the others.
+    """
+
+    rank: int
+    first: int
+    at: int
+    lines: int
+    head: str | None
+    text: str
+
+
+class RecentLines:
+    """Keeps what came last: 256 thousand characters, and of each rank the line that it has begun.
+
+    A batch costs two searches for newlines; a line costs something only when it is drawn.
+
+    Attributes:
+        order: The order of all lines.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.order = LogOrder(ranks)
+        self._begun: list[str | None] = [""] * ranks
+        self._batches: deque[_Batch] = deque()
+        self._chars = 0
+
+    def write(self, body: OutputWritten) -> None:
+        """Fold a batch in."""
+        rank, text = body.rank, body.text
+        head = self._begun[rank]
+        skipped = body.skipped_lines
+        if body.skipped_bytes:
+            # where the text begins within its line is not known
+            head = None
+        at, first = self.order.total, self.order.totals[rank]
+        lines = self.order.write(body) - skipped
+        end = text.rfind("\n") + 1 if lines else 0
+        if lines:
+            if len(text) > _KEPT_CHARS:
+                cut = text.find("\n", end - _KEPT_CHARS if end > _KEPT_CHARS else 0) + 1
+                left_out = text.count("\n", 0, cut)
+                skipped, lines, head, text, end = skipped + left_out, lines - left_out, "", text[cut:], end - cut
+            self._keep(_Batch(rank, first + skipped, at + skipped, lines, head, text))
+            head = ""
+        begun = None if head is None else last_rewrite(head + text[end:])
+        self._begun[rank] = None if begun is not None and len(begun) > MAX_RAW_CHARS else begun
+
+    def finish(self) -> None:
+        """The run is over: lines that were begun are lines."""
+        at = self.order.total
+        for rank in self.order.finish():
+            self._keep(_Batch(rank, self.order.totals[rank] - 1, at, 1, self._begun[rank], "\n"))
+            self._begun[rank] = ""
+            at += 1
+
+    def rows_since(self, first: int) -> tuple[int, Rows]:
+        """Return the lines from number `first` among all on; what would not fit is skipped, and the newest are there.
+
+        The number that is returned is that of the first row: a later one than `first` when even the skips would be
+        too many.
+        """
+        rows: Rows = []
+        size = 0
+        end = self.order.total
+        for row_at, row in self._newest_first(first):
+            size += json_bytes(row) + 1
+            if size > _MAX_ROWS_BYTES:
+                break
+            _put_before(rows, row)
+            end = row_at
+        if first >= end:
+            return first, rows[::-1]
+        before = self.order.locate(first, end - first, _MAX_SKIPS)
+        if sum(piece.lines for piece in before) < end - first:
+            return end, rows[::-1]
+        for piece in reversed(before):
+            _put_before(rows, (piece.rank, piece.first, piece.lines))
+        return first, rows[::-1]
+
+    def _keep(self, batch: _Batch) -> None:
+        if batch.lines:
+            self._batches.append(batch)
+            self._chars += len(batch.text)
+        while self._chars > _KEPT_CHARS and len(self._batches) > 1:
+            self._chars -= len(self._batches.popleft().text)
+
+    def _newest_first(self, first: int) -> Iterator[tuple[int, LineRow | LineSkip]]:
+        """Yield the rows from the last line back to `first`, each with the number among all where it begins."""
+        end = self.order.total
+        for batch in reversed(self._batches):
+            yield from self._skipped(max(batch.at + batch.lines, first), end)
+            if batch.at + batch.lines <= first:
+                return
+            lines = ((batch.head or "") + batch.text).split("\n")
+            for index in range(batch.lines - 1, max(first - batch.at, 0) - 1, -1):
+                number, raw = batch.first + index, lines[index]
+                if (index == 0 and batch.head is None) or (
+                    len(raw) > MAX_RAW_CHARS and len(raw := last_rewrite(raw)) > MAX_RAW_CHARS
+                ):
+                    yield batch.at + index, (batch.rank, number, 1)
+                else:
+                    yield batch.at + index, (batch.rank, number, line_text(raw))
+            end = batch.at
+
+    def _skipped(self, begin: int, end: int) -> Iterator[tuple[int, LineSkip]]:
+        """Yield what came between two batches, from its end on: lines that no event has brought."""
+        for piece in reversed(self.order.locate(begin, end - begin)):
+            end -= piece.lines
+            yield end, (piece.rank, piece.first, piece.lines)
+
+
+def _put_before(rows: Rows, row: LineRow | LineSkip) -> None:
+    """Add a row to rows that go from the last to the first; skips that touch become one."""
+    rank, first, what = row
+    if rows and not isinstance(what, str):
+        after = rows[-1]
+        if not isinstance(after[2], str) and (after[0], after[1]) == (rank, first + what):
+            rows[-1] = (rank, first, what + after[2])
+            return
+    rows.append(row)

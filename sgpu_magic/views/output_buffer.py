@@ -1,0 +1,227 @@
+"""Keeps a run's output within bounds: its beginning and its end are kept, the middle is counted."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sgpu_magic.views.output_items import (
+    HEAD_SHARE,
+    LINE_OVERHEAD,
+    DisplayItem,
+    GapItem,
+    Item,
+    LineItem,
+    count_fitting,
+    line_bytes,
+)
+
+MAX_DISPLAYS = 1000
+MAX_DISPLAY_BYTES = 64_000_000
+_MERGE_BYTES = 4096
+
+
+@dataclass(slots=True)
+class _Lines:
+    """Consecutive lines of one stream of one rank: a batch costs one object, not one per line."""
+
+    rank: int
+    stream: str
+    lines: list[str]
+    size: int
+
+
+@dataclass(slots=True)
+class _Shown:
+    item: DisplayItem
+    size: int
+
+    @property
+    def rank(self) -> int:
+        return self.item.rank
+
+
+_Chunk = _Lines | _Shown
+
+
+@dataclass(slots=True)
+class _Gap:
+    lines: dict[int, int] = field(default_factory=dict[int, int])
+    displays: int = 0
+
+    def add(self, rank: int, lines: int) -> None:
+        self.lines[rank] = self.lines.get(rank, 0) + lines
+
+    def item(self) -> GapItem | None:
+        if not self.lines and not self.displays:
+            return None
+        return GapItem(sum(self.lines.values()), len(self.lines), self.displays)
+
+
+class OutputStore:
+    """Holds head, gap and tail. Displays outlive the lines around them.
+
+    Args:
+        limit: Bytes of lines kept: 40 % for the head, the rest for the tail.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._head_limit = int(limit * HEAD_SHARE)
+        self._tail_limit = limit - self._head_limit
+        self._reset()
+        self._serial = 0
+        self._displays: dict[int, _Shown] = {}
+        self._display_bytes = 0
+
+    def _reset(self) -> None:
+        self._head: list[_Chunk] = []
+        self._head_size = 0
+        self._sealed = False
+        self._gap = _Gap()
+        self._middle: list[_Shown] = []
+        self._tail: deque[_Chunk] = deque()
+        self._tail_size = 0
+
+    def add_lines(self, rank: int, stream: str, lines: list[str]) -> None:
+        size = _size(lines)
+        if not self._sealed:
+            if self._head_size + size <= self._head_limit:
+                self._head.append(_Lines(rank, stream, lines, size))
+                self._head_size += size
+                return
+            fitting = _fitting(lines, self._head_limit - self._head_size)
+            if fitting:
+                self._head.append(_Lines(rank, stream, lines[:fitting], 0))
+                lines = lines[fitting:]
+                size = _size(lines)
+            self._sealed = True
+        last = self._tail[-1] if self._tail else None
+        if isinstance(last, _Lines) and last.rank == rank and last.stream == stream and last.size < _MERGE_BYTES:
+            last.lines.extend(lines)
+            last.size += size
+        else:
+            self._tail.append(_Lines(rank, stream, lines, size))
+        self._tail_size += size
+        self._evict()
+
+    def add_skip(self, rank: int, lines: int) -> None:
+        """Count lines that never came here; what the tail has of this rank lies before them and goes too."""
+        self._sealed = True
+        for chunk in self._tail:
+            if isinstance(chunk, _Lines) and chunk.rank == rank:
+                self._gap.add(rank, len(chunk.lines))
+                self._tail_size -= chunk.size
+        self._tail = deque(c for c in self._tail if isinstance(c, _Shown) or c.rank != rank)
+        self._gap.add(rank, lines)
+
+    def add_display(
+        self, rank: int, bundle: dict[str, object], metadata: dict[str, object], display_id: str, size: int
+    ) -> DisplayItem:
+        self._serial += 1
+        shown = _Shown(DisplayItem(rank, bundle, metadata, display_id, self._serial), size)
+        (self._tail if self._sealed else self._head).append(shown)
+        self._displays[self._serial] = shown
+        self._display_bytes += size
+        while len(self._displays) > MAX_DISPLAYS or (
+            self._display_bytes > MAX_DISPLAY_BYTES and len(self._displays) > 1
+        ):
+            oldest = self._displays[next(iter(self._displays))]
+            self._forget([oldest])
+            self._gap.displays += 1
+        return shown.item
+
+    def update_display(
+        self, rank: int, bundle: dict[str, object], metadata: dict[str, object], display_id: str, size: int
+    ) -> list[DisplayItem]:
+        """Replace what `display_id` of this rank shows, wherever it stands; an unknown id changes nothing."""
+        updated: list[DisplayItem] = []
+        for serial, shown in self._displays.items():
+            if shown.item.rank == rank and shown.item.display_id == display_id:
+                self._display_bytes += size - shown.size
+                shown.item, shown.size = DisplayItem(rank, bundle, metadata, display_id, serial), size
+                updated.append(shown.item)
+        return updated
+
+    def clear(self, rank: int) -> None:
+        """Forget everything of one rank (`clear_output`)."""
+        self._forget([shown for shown in self._displays.values() if shown.rank == rank])
+        self._head = [chunk for chunk in self._head if chunk.rank != rank]
+        self._head_size = sum(chunk.size for chunk in self._head if isinstance(chunk, _Lines))
+        self._tail = deque(chunk for chunk in self._tail if chunk.rank != rank)
+        self._tail_size = sum(chunk.size for chunk in self._tail if isinstance(chunk, _Lines))
+        self._gap.lines.pop(rank, None)
+        if not (self._head or self._middle or self._tail or self._gap.item()):
+            self._reset()
+
+    def items(self) -> list[Item]:
+        """Return the kept items; exactly one gap stands where something is left out."""
+        items: list[Item] = []
+        for chunk in self._head:
+            _expand(chunk, items)
+        items.extend(shown.item for shown in self._middle)
+        gap = _Gap(dict(self._gap.lines), self._gap.displays)
+        excess = self._tail_size - self._tail_limit
+        rest: list[Item] = []
+        for chunk in self._tail:
+            if excess <= 0:
+                _expand(chunk, rest)
+            elif isinstance(chunk, _Shown):
+                items.append(chunk.item)
+            else:
+                dropped = _covering(chunk.lines, excess)
+                excess -= _size(chunk.lines[:dropped])
+                gap.add(chunk.rank, dropped)
+                _expand(_Lines(chunk.rank, chunk.stream, chunk.lines[dropped:], 0), rest)
+        item = gap.item()
+        return [*items, item, *rest] if item else [*items, *rest]
+
+    def _evict(self) -> None:
+        while self._tail and self._tail_size > self._tail_limit:
+            front = self._tail[0]
+            if isinstance(front, _Shown):
+                self._middle.append(front)
+            elif self._tail_size - front.size < self._tail_limit:
+                return
+            else:
+                self._tail_size -= front.size
+                self._gap.add(front.rank, len(front.lines))
+            self._tail.popleft()
+
+    def _forget(self, gone: Sequence[_Shown]) -> None:
+        for shown in gone:
+            del self._displays[shown.item.serial]
+            self._display_bytes -= shown.size
+        ids = {id(shown) for shown in gone}
+        if ids:
+            self._head = [chunk for chunk in self._head if id(chunk) not in ids]
+            self._middle = [chunk for chunk in self._middle if id(chunk) not in ids]
+            self._tail = deque(chunk for chunk in self._tail if id(chunk) not in ids)
+
+
+def _expand(chunk: _Chunk, into: list[Item]) -> None:
+    if isinstance(chunk, _Shown):
+        into.append(chunk.item)
+    else:
+        rank, stream = chunk.rank, chunk.stream
+        into.extend([LineItem(rank, stream, text) for text in chunk.lines])
+
+
+def _size(lines: Sequence[str]) -> int:
+    text = "".join(lines)
+    return (len(text) if text.isascii() else len(text.encode())) + LINE_OVERHEAD * len(lines)
+
+
+def _fitting(lines: Sequence[str], room: int) -> int:
+    return count_fitting((line_bytes(line) for line in lines), room)
+
+
+def _covering(lines: Sequence[str], excess: int) -> int:
+    """Return how many of the first lines must go to free `excess` bytes."""
+    count = 0
+    for line in lines:
+        if excess <= 0:
+            break
+        excess -= line_bytes(line)
+        count += 1
+    return count

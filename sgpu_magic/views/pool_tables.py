@@ -1,0 +1,269 @@
+"""`%sgpu_status`: devices, queue, running and recent runs, as text and as HTML tables."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from sgpu_magic.views.html_style import LINE, PANEL, SANS, SOFT, WARN, safe
+from sgpu_magic.views.pool_words import (
+    HOLDING,
+    NODE_HEADS,
+    NODE_RIGHT,
+    budget_words,
+    device_holders,
+    device_name,
+    failure_line,
+    idle_words,
+    node_rows,
+    outside_words,
+    problem_words,
+    type_words,
+)
+from sgpu_magic.views.session_words import idle_since
+from sgpu_magic.views.tables import Row, aligned, sentences, table, titled_box
+from sgpu_magic.views.units import TIMES, count_of, format_clock, format_seconds
+from sgpu_magic.wire import ids
+from sgpu_magic.wire.devices import Device
+from sgpu_magic.wire.metering import cost_so_far
+from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
+from sgpu_magic.wire.prices import format_money
+from sgpu_magic.wire.states import RunKind, RunState
+
+# of a session's cells so many newest are listed
+_MAX_CELLS = 3
+# as `AskStatus.recent` is when nobody says otherwise
+_RECENT = 20
+_BELOW = "└ "
+# so many runs, the newest
+_MAX_TOPS = 60
+# of a queue so many are told of, the first ones
+_MAX_WAITING = 20
+
+
+def status_text(status: PoolStatus, now: float | None = None, notice: str = "") -> str:
+    """Return the pool as text.
+
+    Args:
+        status: What the pool said.
+        now: Wall-clock time, seconds since the epoch; the present when left out.
+        notice: What the pool wants to be known, "" when nothing.
+    """
+    now = time.time() if now is None else now
+    lines = [
+        _headline(status),
+        *_of_types(status),
+        *_waiting(status),
+        *idle_words(status, now),
+        *budget_words(status, nearly_used=False),
+        *_remarks(status),
+        *([notice] if notice else []),
+    ]
+    (heads, *devices), right = _devices(status)
+    runs = _run_rows(status, now)
+    if devices:
+        lines += ["", *aligned([heads, *devices], right)]
+    if runs:
+        lines += ["", *aligned(*_with_heads(runs, users=_several_users(status)))]
+    else:
+        lines.append("no runs yet")
+    return "\n".join(lines)
+
+
+def status_html(status: PoolStatus, now: float | None = None, notice: str = "") -> str:
+    """Return the pool as tables with inline style; arguments as for `status_text`."""
+    now = time.time() if now is None else now
+    quiet = [*_of_types(status), *_waiting(status), *idle_words(status, now), *budget_words(status, nearly_used=False)]
+    loud = [*_remarks(status), *([notice] if notice else [])]
+    parts = [sentences(quiet), sentences(loud, f"color:{WARN}")]
+    (heads, *devices), right = _devices(status)
+    runs = _run_rows(status, now)
+    if devices:
+        parts.append(table(heads, devices, right=right))
+    if runs:
+        (heads, *rows), right = _with_heads(runs, users=_several_users(status))
+        parts.append(table(heads, rows, right=right))
+    else:
+        parts.append(sentences(["no runs yet"], SOFT))
+    name, _, rest = _headline(status).partition(" · ")
+    return titled_box(name, rest, "".join(parts))
+
+
+def away_text(name: str, why: str) -> str:
+    """Return a pool that has told nothing, as text.
+
+    Args:
+        name: The pool's.
+        why: A sentence.
+    """
+    return f"{name} · {why}"
+
+
+def away_html(name: str, why: str) -> str:
+    """Return a pool that has told nothing as `status_html` would; arguments as for `away_text`."""
+    return (
+        f'<div style="display:inline-block;min-width:420px;max-width:100%;border:1px solid {LINE};border-radius:6px;'
+        f'overflow:auto;{SANS};font-size:13px;line-height:1.45"><div style="padding:6px 12px;background:{PANEL}">'
+        f'<b style="font-weight:600">{safe(name)}</b> <span style="color:{WARN}">{safe(why)}</span></div></div>'
+    )
+
+
+def _headline(status: PoolStatus) -> str:
+    inventory = status.inventory
+    parts = [status.pool]
+    types = Counter((device.type, device.simulated) for device in inventory.devices)
+    if types:
+        parts.append(
+            ", ".join(
+                f"{count:,} {kind.upper()}" + (" (simulated on cpu)" if simulated else "")
+                for (kind, simulated), count in types.items()
+            )
+        )
+    slots = count_of(inventory.cpu_slots, "cpu slot")
+    free = "" if status.cpu_slots_free == inventory.cpu_slots else f" ({status.cpu_slots_free} free)"
+    parts.append(slots + free)
+    if not any(not device.simulated for device in inventory.devices):
+        parts.append("no GPU there" if _has_nodes(status) else "no GPU on this machine")
+    parts.append(inventory.host)
+    if inventory.nodes:
+        parts.append(count_of(len(inventory.nodes), "node"))
+    return " · ".join(part for part in parts if part)
+
+
+def _waiting(status: PoolStatus) -> list[str]:
+    queued = [run for run in status.runs if run.state is RunState.QUEUED]
+    queued.sort(key=lambda run: (run.position is None, run.position or 0))
+    several = _several_users(status)
+    lines: list[str] = []
+    for run in queued[:_MAX_WAITING]:
+        whose = f"waiting: {run.user}'s" if several else "waiting:"
+        parts = [f"{whose} {_name(run) or 'cell'}", count_of(run.ranks, "rank"), run.waiting_for]
+        parts.append(f"position {run.position}" if run.position else "")
+        lines.append(", ".join(part for part in parts if part))
+    if len(queued) > _MAX_WAITING:
+        lines.append(f"waiting: {count_of(len(queued) - _MAX_WAITING, 'more run')}")
+    return lines
+
+
+def _several_users(status: PoolStatus) -> bool:
+    return len({run.user for run in status.runs if run.user}) > 1
+
+
+def _remarks(status: PoolStatus) -> list[str]:
+    return [*problem_words(status), *budget_words(status, nearly_used=True)]
+
+
+def _of_types(status: PoolStatus) -> list[str]:
+    return type_words(status) if _has_nodes(status) else []
+
+
+def _has_nodes(status: PoolStatus) -> bool:
+    return bool(status.inventory.nodes or status.inventory.elastic)
+
+
+def _devices(status: PoolStatus) -> tuple[list[Row], tuple[int, ...]]:
+    """Return what there is below its heads, and the columns that stand at the right; of many nodes a row each."""
+    if _has_nodes(status):
+        return [NODE_HEADS, *node_rows(status)], NODE_RIGHT
+    return [("device", "use", "memory", "run"), *_device_rows(status)], (1, 2)
+
+
+def _device_rows(status: PoolStatus) -> list[Row]:
+    holders = device_holders(status)
+    rows: list[Row] = []
+    for device in status.inventory.devices:
+        holder = holders.get(device.uuid)
+        if holder is not None:
+            run, rank = holder
+            what = f"{ids.short(run.run_id)} {_name(run)}  rank {rank}"
+        else:
+            what = outside_words(device) or "free"
+        label = device_name(device)
+        if device.simulated:
+            label += " (simulated on cpu)"
+        rows.append((label, _use(device), _memory(device), what))
+    return rows
+
+
+def _use(device: Device) -> str:
+    return "-" if device.utilization_pct is None else f"{device.utilization_pct:.0f} %"
+
+
+def _memory(device: Device) -> str:
+    if not device.memory_bytes:
+        return "-"
+    total = f"{device.memory_bytes / 1e9:.0f} GB"
+    return total if device.used_bytes is None else f"{device.used_bytes / 1e9:.1f}/{total}"
+
+
+def _run_rows(status: PoolStatus, now: float) -> list[Row]:
+    """Return a row for each run; those in a session stand below it, the newest few of them."""
+    sessions = {run.run_id for run in status.runs if run.kind is RunKind.SESSION}
+    cells: dict[str, list[RunSummary]] = {}
+    for run in status.runs:
+        if run.session in sessions:
+            cells.setdefault(run.session, []).append(run)
+    told_all = len(status.runs) < _RECENT
+    rows: list[Row] = []
+    by_id = {run.run_id: run for run in status.runs}
+    # a session stands where its newest cell does
+    tops = dict.fromkeys(run.session if run.session in sessions else run.run_id for run in status.runs)
+    for run in [by_id[run_id] for run_id in [*tops][:_MAX_TOPS]]:
+        rows.append(_run_row(run, now, cells.get(run.run_id, [])))
+        # those under way, however old they are, and then the newest
+        below = sorted(cells.get(run.run_id, []), key=lambda cell: (cell.state.is_final, -cell.submitted_at))
+        rows += [_run_row(cell, now, is_below=True) for cell in below[:_MAX_CELLS]]
+        if len(below) > _MAX_CELLS:
+            # only the newest runs of all are told: then nobody knows how many more there are
+            more = len(below) - _MAX_CELLS
+            rows.append(("", f"{_BELOW}and {count_of(more, 'more cell') if told_all else 'more cells'}", *[""] * 6))
+    if len(tops) > _MAX_TOPS:
+        rows.append(("", f"and {count_of(len(tops) - _MAX_TOPS, 'more run')}", *[""] * 6))
+    return rows
+
+
+def _with_heads(rows: Sequence[Row], *, users: bool) -> tuple[list[Row], tuple[int, ...]]:
+    """Return the rows below their heads, and the columns that stand at the right; costs only where there are any."""
+    heads: Row = ("run", "name", "user", "ranks", "state", "for", "cost", "")
+    left_out = {"user": not users, "cost": not any(row[heads.index("cost")] for row in rows)}
+    columns = [column for column, head in enumerate(heads) if not left_out.get(head)]
+    right = tuple(at for at, column in enumerate(columns) if heads[column] in ("for", "cost"))
+    return [tuple(row[column] for column in columns) for row in (heads, *rows)], right
+
+
+def _name(run: RunSummary) -> str:
+    if run.kind is RunKind.SESSION:
+        return f"session {run.name or ids.short(run.run_id)}"
+    return run.name or ("" if run.kind is RunKind.CELL else f"{run.kind}")
+
+
+def _state(run: RunSummary, cells: Sequence[RunSummary], now: float) -> str:
+    """Return a run's state; of a session what it does, or since when it does nothing."""
+    if run.kind is not RunKind.SESSION:
+        return str(run.state)
+    if run.state is RunState.QUEUED:
+        return "waits for devices"
+    if run.state is RunState.RUNNING:
+        under_way = [cell for cell in cells if cell.state in HOLDING]
+        if under_way:
+            return f"runs {under_way[0].name or 'a cell'}"
+        ended = [cell.ended_at for cell in cells if cell.ended_at is not None]
+        return idle_since(max(ended), now) if ended else "connected"
+    return "ended" if run.state in (RunState.CANCELLED, RunState.SUCCEEDED) else str(run.state)
+
+
+def _run_row(run: RunSummary, now: float, cells: Sequence[RunSummary] = (), *, is_below: bool = False) -> Row:
+    if run.device_type in ("cpu", "any"):
+        ranks = f"{run.ranks} {TIMES} {run.device_type}" if run.device_type == "cpu" else f"{run.ranks}"
+    else:
+        ranks = f"{run.ranks} {TIMES} {run.device_type.upper()}" + (" (simulated on cpu)" if run.simulated else "")
+    since = run.started_at if run.started_at is not None else run.submitted_at
+    duration = format_clock(now - since) if run.ended_at is None else format_seconds(run.ended_at - since)
+    if is_below:
+        # the session's own row has the devices
+        ranks = ""
+    name = f"{_BELOW if is_below else ''}{_name(run)}"
+    cost = cost_so_far(run, now)
+    paid = "" if cost is None else format_money(cost, run.currency)
+    return ids.short(run.run_id), name, run.user, ranks, _state(run, cells, now), duration, paid, failure_line(run)

@@ -1,0 +1,300 @@
+"""A run in words: state, name, ranks, nodes, what was shipped and returned, its packages and its MLflow run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from sgpu_magic.system.byte_sizes import format_bytes
+from sgpu_magic.views import ansi
+from sgpu_magic.views.failure import limit_of
+from sgpu_magic.views.fold import RunView
+from sgpu_magic.views.live.schema import Link, Tone
+from sgpu_magic.views.units import TIMES, count_of, format_seconds
+from sgpu_magic.wire import ids
+from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.payloads import Payload
+from sgpu_magic.wire.states import RunKind, RunState
+
+AUTO = "auto"
+"""Marks a plain cell that `%sgpu_auto` has sent."""
+
+
+def header_line(view: RunView) -> str:
+    """Return `train_digits · 4 ranks on local (cpu, gloo) · shipped model (45.1 MB in 38 ms)`."""
+    where = (_where(view), "" if view.spec.in_session else hosts_text(view))
+    parts = (mark_text(view), view.name, *where, attempt_text(view), shipped_text(view), label_text(view))
+    return " · ".join(part for part in parts if part)
+
+
+def mark_text(view: RunView) -> str:
+    """Return `auto` for a cell that was sent by `%sgpu_auto`, else ""."""
+    return AUTO if view.spec.auto else ""
+
+
+def ranks_text(view: RunView) -> str:
+    """Return `4 ranks`, `3 of 4 ranks`, `rank 2 of 4`."""
+    taking_part = len(view.rank_numbers)
+    if taking_part == view.ranks:
+        return count_of(view.ranks, "rank")
+    if taking_part == 1:
+        return f"rank {view.rank_numbers[0]} of {view.ranks}"
+    return f"{taking_part} of {view.ranks} ranks"
+
+
+def session_text(view: RunView) -> str:
+    """Return `session work`, "" for a run that uses no session's lease."""
+    spec = view.spec
+    return f"session {spec.session_name or ids.short(spec.session)}" if spec.session else ""
+
+
+def place_words(view: RunView) -> list[str]:
+    """Return which ranks and where, for the headers of the static HTML and the live view.
+
+    A cell in a session names that; where the session is, its own view says.
+    """
+    if view.spec.in_session:
+        return [ranks_text(view), session_text(view)]
+    beside = f"beside {session_text(view)}" if view.spec.session else ""
+    return [word for word in (device_words(view), view.pool, hosts_text(view), beside) if word]
+
+
+def backend(lease: Lease) -> str:
+    """Return the process group's backend: `nccl` on real GPUs, else `gloo`."""
+    return "gloo" if lease.simulated or lease.device_type == "cpu" else "nccl"
+
+
+def device_words(view: RunView) -> str:
+    """Return `4 ranks · cpu, gloo` or `4 x A10, nccl`, and that they are simulated: the header's words."""
+    lease = view.lease
+    if lease is None:
+        return ranks_text(view)
+    if lease.device_type == "cpu":
+        return f"{ranks_text(view)} · cpu, {backend(lease)}"
+    simulated = " (simulated on cpu)" if lease.simulated else ""
+    return f"{lease.ranks} {TIMES} {lease.device_type.upper()}{simulated}, {backend(lease)}"
+
+
+def device_text(lease: Lease) -> str:
+    """Return `cpu`, `4 x a10` or `4 x a10 (simulated on cpu)`."""
+    if lease.device_type == "cpu":
+        return "cpu"
+    return f"{lease.ranks} x {lease.device_type}" + (" (simulated on cpu)" if lease.simulated else "")
+
+
+def shipped_text(view: RunView) -> str:
+    """Return `shipped model, loader, cfg (45.1 MB in 38 ms)`, "" when nothing was."""
+    shipped = view.spec.shipped
+    if not shipped.names:
+        return ""
+    cost = f"{format_bytes(shipped.total_bytes)} in {format_seconds(shipped.seconds)}"
+    return f"shipped {names_text(shipped.names)} ({cost})"
+
+
+def returned_text(view: RunView) -> str:
+    """Return `returned history (1.2 kB)`, "" when nothing was asked for."""
+    if view.state is not RunState.SUCCEEDED:
+        return ""
+    if view.spec.kind is RunKind.CALL:
+        values = sum(result.payload is not None for result in view.results)
+        return f"returned {count_of(values, 'value')} ({format_bytes(returned_bytes(view))})" if values else ""
+    names = [name.name for name in view.spec.outputs]
+    return f"returned {names_text(names)} ({format_bytes(returned_bytes(view))})" if names else ""
+
+
+def values_left_there(view: RunView) -> list[str]:
+    """Return why ranks' last values could not come back."""
+    problems = [result for result in view.results if result.value_problem]
+    return [f"rank {each.rank}'s last value stayed there: {each.value_problem}" for each in problems[:4]]
+
+
+def returned_bytes(view: RunView) -> int:
+    """Return the bytes of what was brought back: the first rank's, or every rank's when one name is asked of all."""
+    everywhere = view.spec.kind is RunKind.CALL or any(name.all_ranks for name in view.spec.outputs)
+    first = view.rank_numbers[0]
+    payloads = [result.payload for result in view.results if everywhere or result.rank == first]
+    return sum(_payload_bytes(payload) for payload in payloads if payload is not None)
+
+
+def attempt_text(view: RunView) -> str:
+    """Return `attempt 2 of 3`, "" for the first."""
+    return f"attempt {view.attempt} of {view.attempts}" if view.attempt > 1 else ""
+
+
+def names_text(names: Iterable[str], most: int = 8) -> str:
+    """Return `model, loader, cfg`, of many the first and how many more."""
+    listed = list(names)
+    if len(listed) <= most:
+        return ", ".join(listed)
+    return f"{', '.join(listed[:most])} and {len(listed) - most} more"
+
+
+def _where(view: RunView) -> str:
+    ranks = ranks_text(view)
+    if view.spec.in_session:
+        return f"{ranks} in {session_text(view)}"
+    beside = f", beside {session_text(view)}" if view.spec.session else ""
+    if view.lease is None:
+        return f"{ranks} on {view.pool}{beside}"
+    device = device_text(view.lease)
+    joint = f", {device}" if view.lease.simulated else f" ({device}"
+    return f"{ranks} on {view.pool}{joint}, {backend(view.lease)}{'' if view.lease.simulated else ')'}{beside}"
+
+
+def _payload_bytes(payload: Payload) -> int:
+    return payload.layout.pickle_size + sum(size for _, size in payload.layout.buffers)
+
+
+_MAX_NAMED = 4
+_MAX_CHARS = 60
+
+
+def hosts(view: RunView) -> tuple[str, ...]:
+    """Return each rank's node in rank order; empty where all are on one."""
+    shares = view.lease.shares if view.lease is not None else ()
+    if len(shares) < 2:
+        return ()
+    return tuple(ansi.plain(share.host)[:_MAX_CHARS] for share in shares for _ in range(share.ranks))
+
+
+def host_of(view: RunView, rank: int) -> str:
+    """Return the rank's node, "" where all are on one."""
+    found = hosts(view)
+    return found[rank] if rank < len(found) else ""
+
+
+def new_host(view: RunView, ranks: Sequence[int], at: int) -> str:
+    """Return the node of the rank that is listed at this place, "" when the one before it is there too."""
+    host = host_of(view, ranks[at])
+    # two nodes may have one name
+    before = _share_of(view, ranks[at - 1]) if at else -1
+    return host if _share_of(view, ranks[at]) != before else ""
+
+
+def hosts_text(view: RunView) -> str:
+    """Return `2 nodes: ml-1, ml-2`, of many only how many, "" for one."""
+    shares = view.lease.shares if view.lease is not None else ()
+    if len(shares) < 2:
+        return ""
+    count = count_of(len(shares), "node")
+    named = ", ".join(ansi.plain(share.host)[:_MAX_CHARS] for share in shares)
+    return f"{count}: {named}" if len(shares) <= _MAX_NAMED else count
+
+
+def _share_of(view: RunView, rank: int) -> int:
+    first = 0
+    for number, share in enumerate(view.lease.shares if view.lease is not None else ()):
+        first += share.ranks
+        if rank < first:
+            return number
+    return 0
+
+
+class StateWord(NamedTuple):
+    """What stands first in a run's header."""
+
+    text: str
+    tone: Tone
+    shape: str = "●"
+
+
+_WORDS: dict[RunState, StateWord] = {
+    RunState.QUEUED: StateWord("queued", "plain", "○"),
+    RunState.PREPARING: StateWord("preparing", "busy"),
+    RunState.STARTING: StateWord("starting", "busy"),
+    RunState.RUNNING: StateWord("running", "busy"),
+    RunState.CANCELLING: StateWord("cancelling", "warn", "■"),
+    RunState.SUCCEEDED: StateWord("succeeded", "good", "✓"),
+    RunState.FAILED: StateWord("failed", "bad", "✕"),
+    RunState.CANCELLED: StateWord("cancelled", "warn", "■"),
+}
+_OF_SESSIONS: dict[RunState, StateWord] = {
+    RunState.QUEUED: StateWord("waits for devices", "plain", "○"),
+    RunState.PREPARING: StateWord("starting", "busy"),
+    RunState.CANCELLING: StateWord("disconnecting", "warn", "■"),
+    RunState.SUCCEEDED: StateWord("ended", "plain", "■"),
+    RunState.CANCELLED: StateWord("ended", "plain", "■"),
+}
+_LEFT = StateWord("goes on", "plain", "→")
+_MAX_NAME = 40
+
+
+def state_word(view: RunView) -> StateWord:
+    """Return the word for where a run is."""
+    if view.left:
+        return _LEFT
+    if view.state is RunState.TIMED_OUT:
+        return StateWord(limit_of(view.failure).word, "bad", "✕")
+    if view.session is None:
+        return _WORDS[view.state]
+    if view.state is RunState.RUNNING:
+        if view.session.running:
+            return StateWord(f"runs {_names(view.session.running)}", "busy")
+        return StateWord("connected", "warn" if view.session.dead else "good")
+    return _OF_SESSIONS.get(view.state) or _WORDS[view.state]
+
+
+def _names(running: tuple[str, ...]) -> str:
+    name = running[0] or "a cell"
+    name = name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]} ..."
+    return name if len(running) == 1 else f"{name} and {len(running) - 1} more"
+
+
+_MAX_URL_CHARS = 2000
+_BEFORE_RANKS = (RunState.QUEUED, RunState.PREPARING)
+
+
+def label_text(view: RunView) -> str:
+    """Return `packages ai-4`: whose packages the ranks have, "" for the notebook's own."""
+    return f"packages {view.spec.environment_label}" if view.spec.environment_label else ""
+
+
+def packages_text(view: RunView) -> str:
+    """Return how far a run's packages are: `packages: installing, 41 of 80 · 12.0 s · gpu-node-2`.
+
+    "" where nothing is made, and once there are ranks.
+    """
+    moved = view.environment
+    if moved is None or view.is_final or view.state not in (*_BEFORE_RANKS, RunState.STARTING):
+        return ""
+    name = label_text(view) or "packages"
+    if moved.ready:
+        return f"{name}: ready after {format_seconds(moved.seconds)}" if moved.built else ""
+    if view.state not in _BEFORE_RANKS:
+        return ""
+    count = f"{moved.done} of {count_of(moved.packages, 'package')}" if moved.packages else ""
+    step = ", ".join(part for part in (moved.step, count.removesuffix(" packages").removesuffix(" package")) if part)
+    said = " · ".join(part for part in (step, format_seconds(moved.seconds), moved.host) if part)
+    return f"{name}: {said}"
+
+
+def tracked_link(view: RunView) -> Link | None:
+    """Return the page of the MLflow run; None where its store has no server, or nothing is known of it."""
+    tracked = view.tracked
+    if tracked is None or not _is_page(tracked.url):
+        return None
+    where = f"{tracked.experiment}/{view.name}" if tracked.experiment else tracked.mlflow_run_id
+    return Link(text=f"MLflow run {where}", url=tracked.url)
+
+
+def tracked_text(view: RunView) -> str:
+    """Return `MLflow run http://...`, without a server `MLflow run digits/0a1b2c...`; "" where it is not tracked."""
+    tracked = view.tracked
+    if tracked is None:
+        return ""
+    if _is_page(tracked.url):
+        return f"MLflow run {tracked.url}"
+    where = f"{tracked.experiment}/" if tracked.experiment else ""
+    return f"MLflow run {where}{tracked.mlflow_run_id}"
+
+
+def _is_page(url: str) -> bool:
+    """Only what a browser fetches from a server is a link; `javascript:` and the like are not."""
+    if len(url) > _MAX_URL_CHARS or not url.isprintable() or any(char.isspace() for char in url):
+        return False
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.netloc)
