@@ -40,8 +40,8 @@ from sgpu_magic.runs.choice.keeper import (
 from sgpu_magic.runs.choice.packages import env_version_of, missing, problem_of_requirement
 from sgpu_magic.runs.choice.schema import Choice, KeptChoice
 from sgpu_magic.runs.job_defaults import JobDefaults
-from sgpu_magic.runs.placing import Devices
-from sgpu_magic.runs.submission import Wishes
+from sgpu_magic.runs.package_options import Wishes
+from sgpu_magic.runs.submit.placing import Devices
 
 KEY = bytes(range(32))
 GB = 10**9

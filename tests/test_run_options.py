@@ -18,8 +18,9 @@ from sgpu_magic.magics import line_arguments
 from sgpu_magic.magics.arguments import parse, parser
 from sgpu_magic.magics.parsing import Parser
 from sgpu_magic.payload.call import RankValue
-from sgpu_magic.runs.parameters import arguments, scalars
-from sgpu_magic.runs.submission import Wishes
+from sgpu_magic.runs.package_options import Wishes
+from sgpu_magic.runs.submit.pack_call import arguments
+from sgpu_magic.runs.submit.redact import scalars
 
 ALL = "--env-version ai-4 --torch mine --allow-build --no-track --max-cost 5"
 ASKED = Wishes(env_version="ai-4", torch_mine=True, allow_build=True, track=False)

@@ -16,8 +16,9 @@ from sgpu_magic.client.mlflow_run import mlflow_run_id
 from sgpu_magic.config import Settings
 from sgpu_magic.payload import pack
 from sgpu_magic.runs.git_state import GitStates, Tags, git_state, git_tags
-from sgpu_magic.runs.submission import Submission, Wishes
-from sgpu_magic.runs.tracked import place_of
+from sgpu_magic.runs.package_options import Wishes
+from sgpu_magic.runs.submit.mlflow_target import place_of
+from sgpu_magic.runs.submit.submit import Submission
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.records import CellSource, Owner, RunSpec
 from sgpu_magic.wire.states import RunKind

@@ -16,14 +16,15 @@ from msgspec.structs import replace
 from sgpu_magic.errors import CapacityError, RunCancelled, UsageError
 from sgpu_magic.functions.handle import Run
 from sgpu_magic.functions.options import CallOptions
-from sgpu_magic.runs import calls, follow
 from sgpu_magic.runs.choice.default_choice import PYTHON_WAYS, Asked, with_choice
-from sgpu_magic.runs.devices import in_pythons_words
+from sgpu_magic.runs.follow import run_loop
 from sgpu_magic.runs.notebook import owner
-from sgpu_magic.runs.sessions import Session, registry, running
+from sgpu_magic.runs.option_values import in_pythons_words
+from sgpu_magic.runs.package_options import refuse_in_session
+from sgpu_magic.runs.sessions import Session, registry, run_in
 from sgpu_magic.runs.sessions.cells import Prepared, prepare_call
-from sgpu_magic.runs.submission import Submission, let_go, submit
-from sgpu_magic.runs.wishes import refuse_in_session
+from sgpu_magic.runs.submit import pack_call
+from sgpu_magic.runs.submit.submit import Submission, let_go, submit
 from sgpu_magic.runs.workplace import Workplace, workplace
 from sgpu_magic.wire.ids import new_id, short
 from sgpu_magic.wire.records import RunSpec
@@ -46,7 +47,7 @@ def run_here(
         try:
             if session is not None:
                 prepared = _preparer(session, function, args, kwargs, options)
-                return running.run_in(session.checked(), prepared, options.ui).values
+                return run_in.run_in(session.checked(), prepared, options.ui).values
             return _bring_back(place, prepare(place, function, args, kwargs, options), options.ui)
         except RunCancelled as error:
             # a KeyboardInterrupt would end the event loop that waits for this thread, or that runs this task
@@ -69,8 +70,8 @@ def start(
     session = options.session
     if session is None:
         return submitted(place, prepare(place, function, args, kwargs, options))
-    run, prepared = running.start_in(session.checked(), _preparer(session, function, args, kwargs, options))
-    return Run(place, run, RunState.QUEUED, lambda view: running.settle(session, prepared, view))
+    run, prepared = run_in.start_in(session.checked(), _preparer(session, function, args, kwargs, options))
+    return Run(place, run, RunState.QUEUED, lambda view: run_in.settle(session, prepared, view))
 
 
 def submitted(place: Workplace, submission: Submission) -> Run[Any]:
@@ -105,7 +106,7 @@ def prepare(
     """
     with _in_pythons_words():
         place.wanted_pool(options.pool)
-    packed = calls.pack_call(place, function, args, kwargs, exclude=options.exclude)
+    packed = pack_call.pack_call(place, function, args, kwargs, exclude=options.exclude)
     session = _lent_by(options) if beside_sessions and not options.ray else None
     if session is None:
         options = _with_notebooks_choice(place, options)
@@ -120,7 +121,7 @@ def prepare(
         name=name or options.name or packed.name,
         cell=packed.cell,
         placement=found.placement,
-        outputs=calls.OUTPUTS_OF_DRIVER if options.ray else calls.OUTPUTS,
+        outputs=pack_call.OUTPUTS_OF_DRIVER if options.ray else pack_call.OUTPUTS,
         owner=owner(place.shell),
         timeout_s=options.timeout_s,
         wait_s=options.wait_s,
@@ -143,7 +144,7 @@ def prepare(
         spec,
         packed.packed,
         packed.key,
-        calls.environ_with(variables),
+        pack_call.environ_with(variables),
         wishes,
         frozenset(variables),
         pool=found.pool.name,
@@ -220,7 +221,7 @@ def _bring_back(place: Workplace, submission: Submission, ui: str) -> list[Any]:
     pool = place.pool_of(submission)
     run = submit(pool, submission)
     try:
-        result = follow.bring_back(place.followed(run, ui), place.namespace, place.restarts)
+        result = run_loop.bring_back(place.followed(run, ui), place.namespace, place.restarts)
     finally:
         let_go(pool, run)
     if result is None:

@@ -11,11 +11,16 @@ from typing import TYPE_CHECKING, Literal, TypedDict, TypeGuard, Unpack
 
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
-from sgpu_magic.runs.devices import check_spread, in_pythons_words, memory_bytes, node_count, strategy_of
-from sgpu_magic.runs.durations import duration_s
-from sgpu_magic.runs.placing import Devices
-from sgpu_magic.runs.submission import Wishes
-from sgpu_magic.runs.wishes import EnvVersion, Upload, max_cost_from, wishes_from
+from sgpu_magic.runs.option_values import (
+    check_spread,
+    duration_s,
+    in_pythons_words,
+    memory_bytes,
+    node_count,
+    strategy_of,
+)
+from sgpu_magic.runs.package_options import EnvVersion, Upload, Wishes, max_cost_from, wishes_from
+from sgpu_magic.runs.submit.placing import Devices
 from sgpu_magic.wire.device_types import canonical_type
 
 if TYPE_CHECKING:

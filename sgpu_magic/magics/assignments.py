@@ -6,10 +6,10 @@ from typing import Any
 
 from sgpu_magic.magics.auto import AutoMode
 from sgpu_magic.payload.names import names_bound
-from sgpu_magic.runs.reading import transform_of
 from sgpu_magic.runs.sessions import registry
+from sgpu_magic.runs.sessions.namespace_sync import Assigned
 from sgpu_magic.runs.sessions.session import Session
-from sgpu_magic.runs.sessions.shipping import Assigned
+from sgpu_magic.runs.submit.cell_source import transform_of
 
 
 class Assignments:

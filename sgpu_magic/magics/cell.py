@@ -19,12 +19,12 @@ from sgpu_magic.payload.names import CellNames
 from sgpu_magic.payload.namespace import cell_sources, collect, submodules_read
 from sgpu_magic.payload.pack import pack_namespace
 from sgpu_magic.runs.notebook import cell_number, cell_numbers, future_flags, owner
-from sgpu_magic.runs.parameters import scalars
-from sgpu_magic.runs.placing import Found
-from sgpu_magic.runs.reading import heavy_names, name_of, read_cell, transform_of, words_in
 from sgpu_magic.runs.sessions.cells import RANK_NAMES, SessionCell
 from sgpu_magic.runs.sessions.session import Session
-from sgpu_magic.runs.submission import Submission
+from sgpu_magic.runs.submit.cell_source import heavy_names, name_of, read_cell, transform_of, words_in
+from sgpu_magic.runs.submit.placing import Found
+from sgpu_magic.runs.submit.redact import scalars
+from sgpu_magic.runs.submit.submit import Submission
 from sgpu_magic.wire.ids import new_id
 from sgpu_magic.wire.records import CellSource, RunSpec, Shipped
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from sgpu_magic.errors import UsageError
 from sgpu_magic.magics.arguments import NO_SESSION, CellOptions
 from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, Asked, with_choice
+from sgpu_magic.runs.package_options import refuse_in_session
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.session import Session
-from sgpu_magic.runs.wishes import refuse_in_session
 from sgpu_magic.runs.workplace import Workplace
 
 

@@ -22,9 +22,9 @@ from sgpu_magic.magics.arguments import NO_SESSION, RAY, RETRY_CHOICES, parser
 from sgpu_magic.magics.parsing import UI_CHOICES, Parser
 from sgpu_magic.packages import saved
 from sgpu_magic.packages.base_lists import BASE_NAMES
-from sgpu_magic.runs.devices import STRATEGIES
-from sgpu_magic.runs.sessions import registry, running
-from sgpu_magic.runs.wishes import TORCH_CHOICES
+from sgpu_magic.runs.option_values import STRATEGIES
+from sgpu_magic.runs.package_options import TORCH_CHOICES
+from sgpu_magic.runs.sessions import registry, run_in
 from sgpu_magic.views import help as help_pages
 from sgpu_magic.wire.device_types import KNOWN_TYPES
 from sgpu_magic.wire.ids import is_valid_id, short
@@ -187,5 +187,5 @@ def _environments(*, with_none: bool) -> list[str]:
 def _names_on_ranks() -> list[str]:
     """Return what the current session's ranks have; none while they are busy."""
     session = registry.idle()
-    there = running.names_on(session, 0) if session is not None else None
+    there = run_in.names_on(session, 0) if session is not None else None
     return sorted(name for name in there or () if not name.startswith("_"))

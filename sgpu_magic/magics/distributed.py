@@ -15,11 +15,11 @@ from sgpu_magic.magics.auto import AutoMode
 from sgpu_magic.magics.choosing import session_for, with_notebooks_choice
 from sgpu_magic.magics.status import StatusBoard
 from sgpu_magic.magics.warmth import Warmth
-from sgpu_magic.runs import follow
+from sgpu_magic.runs.follow import run_loop
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.cells import SessionCell
 from sgpu_magic.runs.sessions.session import Session
-from sgpu_magic.runs.submission import let_go, submit
+from sgpu_magic.runs.submit.submit import let_go, submit
 from sgpu_magic.runs.workplace import close_workplace, workplace
 from sgpu_magic.views import help as help_pages
 from sgpu_magic.views.stacks import stacks_html, stacks_text
@@ -104,9 +104,9 @@ class DistributedMagics(Magics):
         followed = self.place.followed(run, options.ui)
         try:
             if options.detach:
-                follow.leave(followed)
+                run_loop.leave(followed)
                 return None
-            return follow.bring_back(followed, self._shell.user_ns, self.place.restarts)
+            return run_loop.bring_back(followed, self._shell.user_ns, self.place.restarts)
         finally:
             if session is None and found.pool is self.pool:
                 self.warmth.ran(found.placement.ranks)
@@ -125,7 +125,7 @@ class DistributedMagics(Magics):
             raise RunCancelled("interrupted before the pool had answered; its runs go on.") from None
         try:
             followed = self.place.followed(run, options.ui)
-            return follow.watch(followed, state, self._shell.user_ns)
+            return run_loop.watch(followed, state, self._shell.user_ns)
         finally:
             run.close()
 

@@ -22,10 +22,9 @@ from sgpu_magic.magics.parsing import (
     read_wishes,
     variables,
 )
-from sgpu_magic.runs.durations import optional_s, timeout_s
+from sgpu_magic.runs.option_values import optional_s, parse_ranks, timeout_s
+from sgpu_magic.runs.package_options import max_cost_from
 from sgpu_magic.runs.sessions.connecting import DEFAULT_NAME, Ask
-from sgpu_magic.runs.sessions.rank_lists import parse_ranks
-from sgpu_magic.runs.wishes import max_cost_from
 from sgpu_magic.wire.records import OutputName
 
 _RUN = re.compile(r"[0-9a-f]{1,8}")

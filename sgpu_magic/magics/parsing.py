@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.runs.devices import STRATEGIES, check_spread, memory_bytes, node_count, strategy_of
-from sgpu_magic.runs.placing import Devices
-from sgpu_magic.runs.reading import check_name
-from sgpu_magic.runs.submission import Wishes
-from sgpu_magic.runs.wishes import TORCH_CHOICES, wishes_from
+from sgpu_magic.runs.option_values import STRATEGIES, check_spread, memory_bytes, node_count, strategy_of
+from sgpu_magic.runs.package_options import TORCH_CHOICES, Wishes, wishes_from
+from sgpu_magic.runs.submit.cell_source import check_name
+from sgpu_magic.runs.submit.placing import Devices
 from sgpu_magic.wire.device_types import canonical_type
 from sgpu_magic.wire.records import OutputName
 

@@ -11,9 +11,9 @@ from IPython.core.magic import Magics, line_magic, magics_class
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import RunCancelled
 from sgpu_magic.magics.parsing import Parser, add_ui, add_variables, device_type, rank_count, variables
-from sgpu_magic.runs import follow
-from sgpu_magic.runs.durations import optional_s
-from sgpu_magic.runs.submission import let_go, submit
+from sgpu_magic.runs.follow import run_loop
+from sgpu_magic.runs.option_values import optional_s
+from sgpu_magic.runs.submit.submit import let_go, submit
 from sgpu_magic.runs.workplace import workplace
 
 
@@ -62,9 +62,9 @@ class ReplayMagics(Magics):
         followed = place.followed(run, options.ui)
         try:
             if options.detach:
-                follow.leave(followed)
+                run_loop.leave(followed)
                 return None
-            return follow.bring_back(followed, self._shell.user_ns, place.restarts)
+            return run_loop.bring_back(followed, self._shell.user_ns, place.restarts)
         finally:
             let_go(place.pool_of(run), run)
 

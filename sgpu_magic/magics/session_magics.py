@@ -12,11 +12,11 @@ from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.magics import line_arguments
 from sgpu_magic.magics.auto import AutoMode
 from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS
-from sgpu_magic.runs.sessions import registry, running
+from sgpu_magic.runs.option_values import parse_ranks
+from sgpu_magic.runs.sessions import registry, run_in
 from sgpu_magic.runs.sessions.cells import prepare_push
 from sgpu_magic.runs.sessions.connecting import begin, is_same, with_notebooks_choice
 from sgpu_magic.runs.sessions.lifetime import current_cell
-from sgpu_magic.runs.sessions.rank_lists import parse_ranks
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.workplace import workplace
 
@@ -102,7 +102,7 @@ class SessionMagics(Magics):
             return
         session = registry.chosen(options.session).checked()
         names, only = tuple(output.name for output in options.names), session.only(options.only or None)
-        running.run_in(session, lambda: prepare_push(session, names, {}, only), options.ui)
+        run_in.run_in(session, lambda: prepare_push(session, names, {}, only), options.ui)
 
     @line_magic
     def sgpu_restart(self, line: str = "") -> None:

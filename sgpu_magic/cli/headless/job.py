@@ -15,10 +15,9 @@ from sgpu_magic.cli.headless.formats import NOTEBOOK, SUFFIXES, Form, form_of
 from sgpu_magic.cli.headless.job_file import JobFile, read_accelerator, read_job_file
 from sgpu_magic.cli.headless.parameters import check_values
 from sgpu_magic.errors import UsageError
-from sgpu_magic.runs.devices import check_spread, memory_bytes
-from sgpu_magic.runs.durations import duration_s
 from sgpu_magic.runs.job_defaults import JobDefaults
-from sgpu_magic.runs.wishes import max_cost_from
+from sgpu_magic.runs.option_values import check_spread, duration_s, memory_bytes
+from sgpu_magic.runs.package_options import max_cost_from
 from sgpu_magic.wire.device_types import canonical_type
 
 CELLS = ("auto", "ranks", "here")

@@ -15,10 +15,10 @@ from sgpu_magic.errors import UsageError
 from sgpu_magic.runs import job_defaults
 from sgpu_magic.runs.choice.keeper import ChoiceKeeper, Held, words_of
 from sgpu_magic.runs.choice.schema import Choice
-from sgpu_magic.runs.devices import memory_bytes, strategy_of
 from sgpu_magic.runs.notebook import notebook_path
-from sgpu_magic.runs.placing import Devices
-from sgpu_magic.runs.submission import Wishes
+from sgpu_magic.runs.option_values import memory_bytes, strategy_of
+from sgpu_magic.runs.package_options import Wishes
+from sgpu_magic.runs.submit.placing import Devices
 from sgpu_magic.runs.workplace import Workplace
 
 _OWN_PACKAGES = ("", "none")

@@ -13,14 +13,13 @@ from sgpu_magic.errors import UsageError
 from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.payload.pack import pack_namespace
 from sgpu_magic.runs.choice.default_choice import PYTHON_WAYS, Asked, with_choice
-from sgpu_magic.runs.devices import memory_bytes, node_count, strategy_of
-from sgpu_magic.runs.durations import optional_s, timeout_s
 from sgpu_magic.runs.notebook import owner
-from sgpu_magic.runs.placing import Devices
+from sgpu_magic.runs.option_values import memory_bytes, node_count, optional_s, strategy_of, timeout_s
+from sgpu_magic.runs.package_options import EnvVersion, Upload, Wishes, max_cost_from, wishes_from
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.session import Session
-from sgpu_magic.runs.submission import Submission, Wishes, submit
-from sgpu_magic.runs.wishes import EnvVersion, Upload, max_cost_from, wishes_from
+from sgpu_magic.runs.submit.placing import Devices
+from sgpu_magic.runs.submit.submit import Submission, submit
 from sgpu_magic.runs.workplace import Workplace, workplace
 from sgpu_magic.wire.device_types import canonical_type
 from sgpu_magic.wire.ids import new_id

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+import functools
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.packages.distributions import Snapshot
@@ -76,3 +78,41 @@ def _locked(key: str, ask: Ask, make: Callable[[Settings, Mapping[str, str]], Lo
         else:
             keep_lock(root, key, lock)
     return lock
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """An environment whose files a pool shall have.
+
+    Args:
+        digest: Its digest.
+        requirements: Writes `requirements.txt`, with what a lock file has found out.
+        lock_of: Its lock file.
+    """
+
+    digest: str
+    requirements: Callable[[Lock | None], str]
+    lock_of: Callable[[Ask], Lock | None]
+
+
+def installed_here(snapshot: Snapshot) -> Described:
+    """What is installed here."""
+
+    def requirements(lock: Lock | None) -> str:
+        # what writes these texts is only loaded where they are wanted
+        from sgpu_magic.packages.requirements import snapshot_requirements
+
+        return snapshot_requirements(snapshot, lock)
+
+    return Described(snapshot.digest, requirements, functools.partial(lock_of_snapshot, snapshot))
+
+
+def built_for(environment: Environment) -> Described:
+    """What a node was told to build."""
+
+    def requirements(lock: Lock | None) -> str:
+        from sgpu_magic.packages.requirements import environment_requirements
+
+        return environment_requirements(environment, lock)
+
+    return Described(environment.digest, requirements, functools.partial(lock_of_order, environment))

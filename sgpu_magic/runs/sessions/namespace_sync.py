@@ -14,7 +14,7 @@ from types import ModuleType
 
 from sgpu_magic.payload.code_names import is_ipythons
 from sgpu_magic.payload.digest import Fingerprint
-from sgpu_magic.runs.sessions.rank_lists import format_ranks
+from sgpu_magic.runs.option_values import format_ranks
 
 # the notebook had no such name
 _ABSENT = b""

@@ -21,9 +21,9 @@ from sgpu_magic.errors import (
     RunUnknown,
     SgpuError,
 )
-from sgpu_magic.runs.outcome import deliver
-from sgpu_magic.runs.restarts import RestartWatch
-from sgpu_magic.runs.stopping import Ending, Interrupts, after_interrupt, cancel, last_words, not_yet_stopped
+from sgpu_magic.runs.follow.outcome import deliver
+from sgpu_magic.runs.follow.restart import RestartWatch
+from sgpu_magic.runs.follow.stop import Ending, Interrupts, after_interrupt, cancel, last_words, not_yet_stopped
 from sgpu_magic.views.publisher import Publisher
 from sgpu_magic.views.units import format_span
 from sgpu_magic.views.view import RunView

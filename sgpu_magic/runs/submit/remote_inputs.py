@@ -16,7 +16,7 @@ from sgpu_magic.config import Settings
 from sgpu_magic.packages import known_mismatches
 from sgpu_magic.packages.variables import travelling
 from sgpu_magic.runs import packages
-from sgpu_magic.runs.blanking import without_secrets
+from sgpu_magic.runs.submit.redact import without_secrets
 from sgpu_magic.wire.environment import CodeBundle, Environment
 from sgpu_magic.wire.records import CellSource, RunSpec
 from sgpu_magic.wire.states import RunKind
@@ -24,7 +24,9 @@ from sgpu_magic.wire.states import RunKind
 if TYPE_CHECKING:
     from sgpu_magic.packages.bundle import Bundles
     from sgpu_magic.packages.local_modules import LocalCode
-    from sgpu_magic.runs.submission import Submission, Wishes
+    from sgpu_magic.runs.package_options import Wishes
+    from sgpu_magic.runs.submit.submit import Submission
+
 
 _OWN_PACKAGES = ("", "none")
 _BUNDLES = "bundles"
@@ -190,7 +192,7 @@ def _local_code(
     from sgpu_magic.packages.local_modules import find_local_code
 
     stand = submission.stand
-    cwd = stand.cwd if stand is not None else _directory()
+    cwd = stand.cwd if stand is not None else working_directory()
     path = stand.sys_path if stand is not None else tuple(entry or cwd for entry in sys.path)
     sources = [cell.body, *(source for _, source, _ in cell.linecache), *_files(submission.packed.files)]
     return find_local_code(path, [*sources, *(f"import {name}" for name in known)], elsewhere=projects, cwd=cwd)
@@ -249,8 +251,9 @@ def _noted(spec: RunSpec, notes: tuple[str, ...]) -> RunSpec:
     return msgspec.structs.replace(spec, shipped=shipped)
 
 
-def _directory() -> str:
+def working_directory() -> str:
+    """Return this process's working directory; `/` where that was removed, and nothing relative can be meant."""
     try:
         return os.getcwd()
-    except FileNotFoundError:
+    except OSError:
         return os.sep

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sgpu_magic.config import Settings
+from sgpu_magic.runs.submit.remote_inputs import working_directory
 from sgpu_magic.wire.records import RunSpec
 from sgpu_magic.wire.states import RunKind
 from sgpu_magic.wire.tracking import STORE_VARIABLES, Tracking, absolute_uri
 
 if TYPE_CHECKING:
-    from sgpu_magic.runs.submission import Submission
+    from sgpu_magic.runs.submit.submit import Submission
+
 
 # they move names between the notebook and a session's ranks
 _NO_RUNS = (RunKind.PUSH, RunKind.PULL)
@@ -46,7 +48,7 @@ def place_of(settings: Settings, spec: RunSpec, submission: Submission) -> tuple
     elif not experiment_id:
         name = _experiment_name(spec)
     tracking = Tracking(
-        uri=absolute_uri(uri, _directory()) if uri else "",
+        uri=absolute_uri(uri, working_directory()) if uri else "",
         registry_uri=own.registry_uri or environ.get("MLFLOW_REGISTRY_URI", ""),
         experiment=name,
         experiment_id=experiment_id,
@@ -106,14 +108,6 @@ def _own_place(environ: Mapping[str, str], *, given: bool) -> _OwnPlace:
     except (AttributeError, TypeError, ImportError):
         # it is being imported by another thread now, or is another MLflow than those that have these names
         return _NOT_IN_USE
-
-
-def _directory() -> str:
-    try:
-        return os.getcwd()
-    except OSError:
-        # removed meanwhile; nothing relative can be meant by it
-        return "/"
 
 
 def _experiment_name(spec: RunSpec) -> str:

@@ -16,7 +16,8 @@ from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.ids import short
 
 if TYPE_CHECKING:
-    from sgpu_magic.runs.follow import Followed
+    from sgpu_magic.runs.follow.run_loop import Followed
+
 
 Ending = tuple[RunEnded, Sequence[bytes]]
 

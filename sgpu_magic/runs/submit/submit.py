@@ -1,41 +1,27 @@
-"""What is submitted, and the handing over."""
+"""What is submitted, and the handing over, with the folders and files of `--upload`."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sgpu_magic.client.along import Along, Stand
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.run import Run
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.payload.pack import Packed
-from sgpu_magic.runs import git_state, job_defaults, packages, tracked, travel
-from sgpu_magic.runs.uploads import uploads_of
+from sgpu_magic.runs import git_state, job_defaults, packages
+from sgpu_magic.runs.package_options import Wishes
+from sgpu_magic.runs.submit import mlflow_target, remote_inputs
+from sgpu_magic.runs.submit.remote_inputs import working_directory
 from sgpu_magic.wire.codec import printable
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.messages import Describe, TrackRun
 from sgpu_magic.wire.records import Interpreter, RunSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """What the user asked for about packages, tracking and what goes along.
-
-    Args:
-        env_version: `--env-version`: a base environment's, a saved one's or a file's name; `none` is the notebook's own
-            packages; "" is the default, the same as `none`.
-        torch_mine: `--torch mine`.
-        allow_build: `--allow-build`.
-        track: False is `--no-track`; None is what the settings say.
-        uploads: `--upload`: folders and files that go along.
-    """
-
-    env_version: str = ""
-    torch_mine: bool = False
-    allow_build: bool = False
-    track: bool | None = None
-    uploads: tuple[str, ...] = ()
+from sgpu_magic.wire.states import RunKind
+from sgpu_magic.wire.uploads import Upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +44,7 @@ class Submission:
     packed: Packed
     key: bytes
     environ: dict[str, str]
-    wishes: Wishes = Wishes()
+    wishes: Wishes = field(default_factory=Wishes)
     given: frozenset[str] = frozenset()
     interpreter: Interpreter | None = None
     stand: Stand | None = None
@@ -83,8 +69,8 @@ def submit(pool: Pool, submission: Submission) -> Run:
         )
     try:
         settings = pool.settings
-        luggage = travel.pack_up(pool, settings, submission)
-        spec, tracking = tracked.place_of(settings, job_defaults.limited(printable(luggage.spec)), submission)
+        luggage = remote_inputs.pack_up(pool, settings, submission)
+        spec, tracking = mlflow_target.place_of(settings, job_defaults.limited(printable(luggage.spec)), submission)
         along = Along(
             luggage.environment,
             luggage.code,
@@ -124,3 +110,35 @@ def let_go(pool: Pool, run: Run) -> None:
     else:
         pool.run_over(run.run_id)
     run.close()
+
+
+if TYPE_CHECKING:
+    pass
+
+_MOVE_NAMES = (RunKind.PUSH, RunKind.PULL)
+
+
+def uploads_of(submission: Submission) -> tuple[Upload, ...]:
+    """Return what goes along with a run: what it asks for, else what `sgpu run` gives.
+
+    Raises:
+        UsageError: One is not there.
+    """
+    spec, wished = submission.spec, submission.wishes.uploads
+    if spec.kind in _MOVE_NAMES:
+        return ()
+    if not wished and not spec.session:
+        wished = job_defaults.of_process().upload
+    cwd = Path(submission.stand.cwd) if submission.stand is not None else Path(working_directory())
+    return tuple(_upload(text, cwd) for text in dict.fromkeys(wished))
+
+
+def _upload(text: str, cwd: Path) -> Upload:
+    path = os.path.normpath(cwd / os.path.expanduser(text))
+    if not text.strip() or not os.path.exists(path):
+        raise UsageError(f"--upload {text!r}: there is no such folder or file. Paths are those of {cwd}.")
+    below = os.path.relpath(path, cwd)
+    if below.split(os.sep, 1)[0] in (os.curdir, os.pardir):
+        # the working directory itself, or outside of it
+        below = ""
+    return Upload(name=os.path.normpath(os.path.expanduser(text)), path=path, below=below)

@@ -10,7 +10,7 @@ from sgpu_magic.client.pools import PATIENCE_S, Asked, Pools
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.runs.devices import STRATEGIES, check_spread
+from sgpu_magic.runs.option_values import STRATEGIES, check_spread
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.prices import read_prices
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.client.run import Run
 from sgpu_magic.errors import RunCancelled, SessionError
-from sgpu_magic.runs import follow
+from sgpu_magic.runs.follow import run_loop
+from sgpu_magic.runs.option_values import format_ranks
 from sgpu_magic.runs.sessions.cells import Prepared, prepare_push
-from sgpu_magic.runs.sessions.rank_lists import format_ranks
-from sgpu_magic.runs.submission import let_go, submit
+from sgpu_magic.runs.submit.submit import let_go, submit
 from sgpu_magic.views.view import RunView
 from sgpu_magic.wire.questions import RankQuestion
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sgpu_magic.runs.sessions.session import Session
+
 
 _ASK_TIMEOUT_S = 0.3
 _END_PATIENCE_S = 0.5
@@ -49,7 +50,7 @@ def run_in(
         # inside, for a place to show it is made here: an interrupt now must not leave a run that nobody follows
         followed = place.followed(run, ui)
         try:
-            result = follow.bring_back(followed, place.namespace, place.restarts, session.interrupts, into)
+            result = run_loop.bring_back(followed, place.namespace, place.restarts, session.interrupts, into)
         except RunCancelled as error:
             raise _with_the_dead(session, error) from None
         finally:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.runs.submission import Wishes
 
 TORCH_CHOICES = ("node", "mine")
 
@@ -16,6 +16,26 @@ Upload = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 EnvVersion = str | int | os.PathLike[str]
 """A base environment's name (`4`, `"ai-4"`), `"none"`, a saved one's name, or a requirements or pylock file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the user asked for about packages, tracking and what goes along.
+
+    Args:
+        env_version: `--env-version`: a base environment's, a saved one's or a file's name; `none` is the notebook's own
+            packages; "" is the default, the same as `none`.
+        torch_mine: `--torch mine`.
+        allow_build: `--allow-build`.
+        track: False is `--no-track`; None is what the settings say.
+        uploads: `--upload`: folders and files that go along.
+    """
+
+    env_version: str = ""
+    torch_mine: bool = False
+    allow_build: bool = False
+    track: bool | None = None
+    uploads: tuple[str, ...] = ()
 
 
 def wishes_from(

@@ -17,7 +17,7 @@ from sgpu_magic.payload.call import RANK_NAMES, FunctionCall, RankValue, name_of
 from sgpu_magic.payload.namespace import cell_sources
 from sgpu_magic.payload.pack import Packed, pack_namespace
 from sgpu_magic.runs.notebook import cell_number, cell_numbers
-from sgpu_magic.runs.parameters import Parameters, arguments, scalars
+from sgpu_magic.runs.submit.redact import Parameters, scalars
 from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.wire.records import CellSource, OutputName, Shipped
 
@@ -161,6 +161,27 @@ def bind(
     except TypeError as error:
         _refuse(function, signature, args, kwargs, filled, error)
     return bound.args, bound.kwargs
+
+
+def arguments(
+    function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> dict[str, object]:
+    """Return a call's arguments by the names of the function's parameters; what each rank fills in is left out."""
+    try:
+        bound = inspect.signature(function).bind_partial(*args, **kwargs)
+    except (TypeError, ValueError):
+        # C code that does not tell
+        return dict(kwargs)
+    found: dict[str, object] = {}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            found.update(value)
+        elif kind is inspect.Parameter.VAR_POSITIONAL:
+            found.update((f"{name}[{index}]", item) for index, item in enumerate(value))
+        else:
+            found[name] = value
+    return {name: value for name, value in found.items() if not isinstance(value, RankValue)}
 
 
 def _refuse(
