@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from sgpu_magic.errors import EnvironmentFailed, UsageError
 from sgpu_magic.packages.requirement_files import read_file
 from sgpu_magic.runs import job_defaults
 from sgpu_magic.runs.choice import default_choice
-from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, PYTHON_WAYS, Asked, with_choice
+from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, PYTHON_WAYS, with_choice
 from sgpu_magic.runs.choice.keeper import (
     KEY_FILE,
     MAX_FILE_BYTES,
@@ -45,6 +46,17 @@ from sgpu_magic.runs.submit.placing import Devices
 
 KEY = bytes(range(32))
 GB = 10**9
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Options of a cell."""
+
+    devices: Devices
+    wishes: Wishes
+    pool: str = ""
+
+
 NOTHING_ASKED = Asked(Devices(), Wishes())
 
 

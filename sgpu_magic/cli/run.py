@@ -19,6 +19,7 @@ from sgpu_magic.cli.headless.parameters import read_pair, typed
 from sgpu_magic.cli.run_options import script_arguments
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
+from sgpu_magic.runs.option_values import key_values
 from sgpu_magic.views.units import format_seconds
 from sgpu_magic.wire.ids import new_id, short
 
@@ -84,13 +85,6 @@ def options_from(values: argparse.Namespace) -> Options:
     for text in values.raw_parameter:
         name, value = read_pair("-r", text)
         parameters[name] = value
-    variables: dict[str, str] = {}
-    for text in values.env:
-        name, equals, value = text.partition("=")
-        if not equals or not name:
-            # the value may be a secret that was put in the name's place: it is not repeated
-            raise UsageError("--env takes KEY=VALUE, with a name before the sign.")
-        variables[name] = value
     return Options(
         gpus=values.gpus,
         type=values.type,
@@ -101,7 +95,7 @@ def options_from(values: argparse.Namespace) -> Options:
         env_version=values.env_version,
         max_cost=values.max_cost,
         parameters=parameters,
-        variables=variables,
+        variables=key_values(values.env),
         timeout=values.timeout,
         retries=values.retries,
         kernel=values.kernel,

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import CancelledError
-from dataclasses import replace as change
 from typing import Any
 
 from msgspec.structs import replace
@@ -16,15 +15,14 @@ from msgspec.structs import replace
 from sgpu_magic.errors import CapacityError, RunCancelled, UsageError
 from sgpu_magic.functions.handle import Run
 from sgpu_magic.functions.options import CallOptions
-from sgpu_magic.runs.choice.default_choice import PYTHON_WAYS, Asked, with_choice
-from sgpu_magic.runs.follow import run_loop
+from sgpu_magic.runs.choice.default_choice import PYTHON_WAYS, with_choice
 from sgpu_magic.runs.notebook import owner
 from sgpu_magic.runs.option_values import in_pythons_words
 from sgpu_magic.runs.package_options import refuse_in_session
 from sgpu_magic.runs.sessions import Session, registry, run_in
 from sgpu_magic.runs.sessions.cells import Prepared, prepare_call
 from sgpu_magic.runs.submit import pack_call
-from sgpu_magic.runs.submit.submit import Submission, let_go, submit
+from sgpu_magic.runs.submit.submit import Submission, submit
 from sgpu_magic.runs.workplace import Workplace, workplace
 from sgpu_magic.wire.ids import new_id, short
 from sgpu_magic.wire.records import RunSpec
@@ -109,7 +107,7 @@ def prepare(
     packed = pack_call.pack_call(place, function, args, kwargs, exclude=options.exclude)
     session = _lent_by(options) if beside_sessions and not options.ray else None
     if session is None:
-        options = _with_notebooks_choice(place, options)
+        options = with_choice(place, options, PYTHON_WAYS)
     variables = {**(session.variables if session is not None else {}), **(options.variables or {})}
     if session is not None:
         found = session.lends(options.ranks)
@@ -149,15 +147,6 @@ def prepare(
         frozenset(variables),
         pool=found.pool.name,
     )
-
-
-def _with_notebooks_choice(place: Workplace, options: CallOptions) -> CallOptions:
-    """The same with what the notebook's choice says where nothing was asked for."""
-    asked = Asked(options.devices, options.wishes, options.pool)
-    found = with_choice(place, asked, PYTHON_WAYS)
-    if found is asked:
-        return options
-    return change(options, devices=found.devices, wishes=found.wishes, pool=found.pool)
 
 
 def _lent_by(options: CallOptions) -> Session | None:
@@ -218,12 +207,8 @@ def _preparer(
 
 
 def _bring_back(place: Workplace, submission: Submission, ui: str) -> list[Any]:
-    pool = place.pool_of(submission)
-    run = submit(pool, submission)
-    try:
-        result = run_loop.bring_back(place.followed(run, ui), place.namespace, place.restarts)
-    finally:
-        let_go(pool, run)
+    run = submit(place.pool_of(submission), submission)
+    result = place.bring_back(run, ui)
     if result is None:
         run_id = short(run.run_id)
         raise RunCancelled(

@@ -1,4 +1,4 @@
-"""Values of options as people write them: durations, memory, numbers of nodes, lists of ranks."""
+"""Values of options as people write them: durations, devices, variables, lists of ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
+from sgpu_magic.wire.device_types import canonical_type
 
 # ---------------------------------------------------------------- durations
 
@@ -56,7 +57,12 @@ def timeout_s(option: str, value: str | float | None) -> float:
 STRATEGIES = ("pack", "strict_pack", "spread")
 """How ranks are spread over nodes: on as few as can be, on one, over as many as can be."""
 
-MOST_NODES = 4096
+MOST_RANKS = 4096
+"""Ranks and nodes of a run, and the number that no rank has."""
+
+UI_CHOICES = ("auto", "widget", "text", "none")
+"""How a run may be shown."""
+
 _PYTHONS = (
     ("--gpus N --type TYPE", "gpus=N, gpu_type=TYPE"),
     ("--gpus ", "gpus="),
@@ -106,6 +112,31 @@ def memory_bytes(option: str, value: str | float | None) -> int:
     return int(found)
 
 
+def rank_count(option: str, value: object) -> int | None:
+    """Check a number of ranks; None is the pool's choice.
+
+    Raises:
+        UsageError: It is none.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_RANKS:
+        raise UsageError(f"{option}={value!r} is not a number of ranks; 1 to {MOST_RANKS} is possible.")
+    return value
+
+
+def device_type(option: str, value: str | None) -> str | None:
+    """Return a type of devices in its one spelling; None is the pool's choice.
+
+    Raises:
+        UsageError: There is no such type.
+    """
+    try:
+        return None if value is None else canonical_type(value)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from None
+
+
 def node_count(option: str, value: object) -> int:
     """Check a number of nodes; None is 0, the pool's choice.
 
@@ -116,8 +147,8 @@ def node_count(option: str, value: object) -> int:
         return 0
     if isinstance(value, str) and value.isascii() and value.isdigit():
         value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_NODES:
-        raise UsageError(f"{option} {value!r} is not a number of nodes; 1 to {MOST_NODES} is possible.")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_RANKS:
+        raise UsageError(f"{option} {value!r} is not a number of nodes; 1 to {MOST_RANKS} is possible.")
     return value
 
 
@@ -133,6 +164,22 @@ def strategy_of(option: str, value: str | None) -> str:
     if asked not in STRATEGIES:
         raise UsageError(f"{option} {value!r} is not possible; there are: {', '.join(STRATEGIES)}.")
     return asked
+
+
+def key_values(values: Iterable[str]) -> dict[str, str]:
+    """Read the `KEY=VALUE` of each `--env`.
+
+    Raises:
+        UsageError: One has no name.
+    """
+    found: dict[str, str] = {}
+    for value in values:
+        name, equals, text = value.partition("=")
+        if not equals or not name:
+            # the value may be a secret that was put in the name's place: it is not repeated
+            raise UsageError("--env takes KEY=VALUE, with a name before the sign.")
+        found[name] = text
+    return found
 
 
 def in_pythons_words(text: str) -> str:
@@ -174,7 +221,6 @@ def check_spread(ranks: int | None, nodes: int, strategy: str) -> None:
 
 
 _RANKS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
-_MOST_RANKS = 4096
 
 
 def parse_ranks(option: str, text: str) -> tuple[int, ...]:
@@ -191,7 +237,7 @@ def parse_ranks(option: str, text: str) -> tuple[int, ...]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         match = _RANKS.fullmatch(part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match is not None else (1, 0)
-        if first > last or last >= _MOST_RANKS:
+        if first > last or last >= MOST_RANKS:
             raise UsageError(f"{option} {text!r} is no list of ranks. Write numbers and ranges with commas: 0,2-3.")
         found.update(range(first, last + 1))
     if not found:

@@ -10,6 +10,7 @@ from typing import Any
 from sgpu_magic.client import find_run
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pools import Pools
+from sgpu_magic.client.result import RunResult
 from sgpu_magic.client.run import Run
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.runs import job_defaults, packages
@@ -19,7 +20,7 @@ from sgpu_magic.runs.follow.restart import watch_restarts
 from sgpu_magic.runs.notices import NoticeBoard, SendingBoard
 from sgpu_magic.runs.submit import placing
 from sgpu_magic.runs.submit.placing import Devices, Found
-from sgpu_magic.runs.submit.submit import Submission
+from sgpu_magic.runs.submit.submit import Submission, let_go
 from sgpu_magic.views.live.live_views import Buttons, LiveViews
 from sgpu_magic.views.publisher import SilentPublisher
 from sgpu_magic.views.run_names import stop_words
@@ -126,6 +127,29 @@ class Workplace:
             ui = job_defaults.of_process().ui or ui
         publisher = self.live_views.publisher_for(ui, view, sys.stdout, self._buttons(run))
         return run_loop.Followed(run, view, publisher, self.pool_of(run))
+
+    def bring_back(self, run: Run, ui: str, *, detach: bool = False) -> RunResult | None:
+        """Show a run of this process until it ends, set the names that it brings, and return its result.
+
+        Args:
+            run: The run, just submitted. It is let go of here.
+            ui: As of `followed`.
+            detach: Let it go on at once.
+
+        Returns:
+            None when it was detached.
+
+        Raises:
+            Exception: As `run_loop.bring_back`.
+        """
+        followed = self.followed(run, ui)
+        try:
+            if detach:
+                run_loop.leave(followed)
+                return None
+            return run_loop.bring_back(followed, self.namespace, self.restarts)
+        finally:
+            let_go(self.pool_of(run), run)
 
     def unseen(self, run: Run) -> run_loop.Followed:
         """Return a run with its view, shown nowhere."""

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import SerializationError, UsageError
@@ -20,9 +20,12 @@ from sgpu_magic.runs.sessions import cells, run_in
 from sgpu_magic.runs.sessions.lifetime import Lifetime
 from sgpu_magic.runs.sessions.namespace_sync import Shipping
 from sgpu_magic.runs.sessions.run_in import names_on, push
-from sgpu_magic.runs.submit.cell_source import check_name
+from sgpu_magic.runs.submit.cell_source import outputs_from
 from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.wire.records import OutputName
+
+# so many names are listed in a sentence
+_MOST_NAMES = 12
 
 
 class Session(Lifetime):
@@ -186,7 +189,7 @@ class Session(Lifetime):
             SessionError: A cell runs in them, or they could not be started.
         """
         self.checked()
-        return restart(self, self.only(ranks or None))
+        return _restarted(self, self.only(ranks or None))
 
     # ------------------------------------------------------------ for those who prepare cells
 
@@ -215,30 +218,7 @@ class Session(Lifetime):
         return {**os.environ, **self.variables, **variables}
 
 
-def outputs_from(names: str | Iterable[str]) -> tuple[OutputName, ...]:
-    """Read `"a"`, `"a,b:all"` or `["a", "b:all"]`.
-
-    Raises:
-        UsageError: One is no name.
-    """
-    listed = names.split(",") if isinstance(names, str) else [part for name in names for part in name.split(",")]
-    found: dict[str, OutputName] = {}
-    for item in filter(None, map(str.strip, listed)):
-        name, colon, which = item.partition(":")
-        check_name("the name to bring back", name)
-        if colon and which != "all":
-            raise UsageError(f"{item}: after the colon only `all` is possible, for a list of every rank's value.")
-        found[name] = OutputName(name, bool(colon))
-    return tuple(found.values())
-
-
-if TYPE_CHECKING:
-    pass
-
-_MOST_NAMES = 12
-
-
-def restart(session: Session, only: tuple[int, ...]) -> str:
+def _restarted(session: Session, only: tuple[int, ...]) -> str:
     """Replace ranks, push what the notebook had shipped to them, and return what became of their names.
 
     Args:

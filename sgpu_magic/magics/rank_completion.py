@@ -15,7 +15,7 @@ from typing import Any
 
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.magics import arguments
-from sgpu_magic.magics.auto import AutoMode
+from sgpu_magic.magics.cell_hooks import AutoMode
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.wire.questions import RankAnswer, RankQuestion

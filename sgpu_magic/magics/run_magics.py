@@ -1,28 +1,36 @@
-"""The magics that run cells, and those that look at runs."""
+"""The magics that run cells, and those that look at runs or launch one again."""
 
 # IPython's own attributes are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
+import argparse
+import re
+
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from sgpu_magic.client.result import RunResult
-from sgpu_magic.errors import RunCancelled
-from sgpu_magic.magics import arguments, cell, line_arguments
-from sgpu_magic.magics.auto import AutoMode
-from sgpu_magic.magics.choosing import session_for, with_notebooks_choice
+from sgpu_magic.errors import RunCancelled, UsageError
+from sgpu_magic.magics import arguments, cell
+from sgpu_magic.magics.cell import session_for
+from sgpu_magic.magics.cell_hooks import AutoMode, Warmth
+from sgpu_magic.magics.parsing import Parser, add_ui, add_variables, rank_count
 from sgpu_magic.magics.status import StatusBoard
-from sgpu_magic.magics.warmth import Warmth
+from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, with_choice
 from sgpu_magic.runs.follow import run_loop
+from sgpu_magic.runs.option_values import device_type, key_values, optional_s
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.cells import SessionCell
 from sgpu_magic.runs.sessions.session import Session
-from sgpu_magic.runs.submit.submit import let_go, submit
+from sgpu_magic.runs.submit.submit import submit
 from sgpu_magic.runs.workplace import close_workplace, workplace
 from sgpu_magic.views import help as help_pages
 from sgpu_magic.views.stacks import stacks_html, stacks_text
+
+_RUN = re.compile(r"[0-9a-f]{1,8}")
+_NOT_SUBMITTED = "interrupted before the run was submitted; nothing was started."
 
 
 @magics_class
@@ -94,23 +102,53 @@ class DistributedMagics(Magics):
         if session is not None:
             found = session.checked().lends(options.ranks)
         else:
-            options = with_notebooks_choice(self.place, options)
+            options = with_choice(self.place, options, MAGIC_WAYS)
             found = self.place.find(self.place.wanted_pool(options.pool), options.devices)
         try:
             submission = cell.prepare(magic_line, cell_body, options, self._shell, found, session, ray=ray)
         except KeyboardInterrupt:
-            raise RunCancelled("interrupted before the run was submitted; nothing was started.") from None
+            raise RunCancelled(_NOT_SUBMITTED) from None
         run = submit(found.pool, submission)
-        followed = self.place.followed(run, options.ui)
         try:
-            if options.detach:
-                run_loop.leave(followed)
-                return None
-            return run_loop.bring_back(followed, self._shell.user_ns, self.place.restarts)
+            return self.place.bring_back(run, options.ui, detach=options.detach)
         finally:
             if session is None and found.pool is self.pool:
                 self.warmth.ran(found.placement.ranks)
-            let_go(found.pool, run)
+
+    @line_magic
+    def sgpu_replay(self, line: str = "") -> RunResult | None:
+        """Launch a run again from its directory: `%sgpu_replay RUN`; -h shows the options."""
+        made = replay_parser()
+        values = made.asked(line)
+        if values is None:
+            return None
+        if not values.run:
+            made.error("which run? Give the first digits of its id, as %sgpu_status lists them")
+        # only a replay needs them
+        from sgpu_magic.client.files_of_run import recorded_directory
+        from sgpu_magic.runs.replay.launching import ReplayOptions, prepare_replay
+        from sgpu_magic.runs.replay.recorded import read_recorded
+
+        options = ReplayOptions(
+            ranks=values.gpus,
+            device_type=device_type("--type", values.type),
+            variables=key_values(values.env),
+            here=values.here,
+            timeout_s=optional_s("--timeout", values.timeout),
+            name=values.name,
+            detach=values.detach,
+            ui=values.ui,
+        )
+        place = self.place
+        place.notices.clear()
+        try:
+            with recorded_directory(place.current_settings(), values.run) as directory:
+                recorded = read_recorded(directory)
+            submission = prepare_replay(place, recorded, options)
+        except KeyboardInterrupt:
+            raise RunCancelled(_NOT_SUBMITTED) from None
+        run = submit(place.pool_of(submission), submission)
+        return place.bring_back(run, options.ui, detach=options.detach)
 
     @line_magic
     def sgpu_attach(self, line: str = "") -> RunResult | None:
@@ -176,10 +214,33 @@ class DistributedMagics(Magics):
 
     def _run_options(
         self, magic: str, about: str, line: str, *, ui: bool = False, sessions: bool = False
-    ) -> line_arguments.RunOptions | None:
-        """Read the line; None when help was asked for, which is printed."""
-        parser = line_arguments.run_parser(magic, about, ui=ui, sessions=sessions)
-        return line_arguments.read_run(parser, line, _session_run if sessions else lambda name: "")
+    ) -> argparse.Namespace | None:
+        """Read the line of a magic that takes a run; None when help was asked for, which is printed.
+
+        Raises:
+            UsageError: It names no run's id, or more than one.
+        """
+        made = Parser(magic, about)
+        made.set_defaults(ui="auto", pool="")
+        what = "the first digits of its id, or a session's name" if sessions else "the first digits of its id"
+        made.add_argument("run", nargs="?", default="", metavar="RUN", help=what)
+        if sessions:
+            made.add_argument("--pool", default="", metavar="NAME", help="of this pool only (default: all)")
+        if ui:
+            add_ui(made)
+        made.offer_help()
+        values = made.asked(line)
+        if values is None:
+            return None
+        session = registry.find(values.run) if sessions and values.run else None
+        named = values.run
+        values.run = session.run_id if session is not None else named.lower()
+        if session is None and named and _RUN.fullmatch(values.run) is None:
+            raise UsageError(
+                f"{magic}: {named[:40]!r} is no run: give the first digits of its id (0-9, a-f), as "
+                "%sgpu_status lists them."
+            )
+        return values
 
     def _publish(self, text: str, rich: dict[str, str]) -> None:
         from IPython.display import publish_display_data
@@ -190,6 +251,24 @@ class DistributedMagics(Magics):
             print(text)  # noqa: T201
 
 
-def _session_run(name: str) -> str:
-    session = registry.find(name) if name else None
-    return session.run_id if session is not None else ""
+def replay_parser() -> Parser:
+    """The options of the magic."""
+    made = Parser(
+        "%sgpu_replay",
+        "Launch a run again from its directory, with the same code, variables and packages; what differs on this "
+        "machine is said. Names of --out are set here, as the cell did.",
+        "The packages are this notebook's when they are the run's, else the run's own Python where it is still as it "
+        "was, else they are installed from what was recorded. Values of --env are never recorded: set them here.",
+    )
+    add = made.add_argument
+    add("run", nargs="?", default="", metavar="RUN", help="the first digits of its id")
+    add("-n", "--gpus", type=rank_count, metavar="N", help="ranks (default: as many as it had)")
+    add("--type", metavar="TYPE", help="a10, h100, ..., cpu, any (default: what it asked for)")
+    add_variables(made)
+    add("--here", action="store_true", help="with this notebook's packages, whatever it had")
+    add("--timeout", metavar="90s|30m|2h", help="longest running time (default: its own)")
+    add("--detach", action="store_true", help="return at once; the run goes on without this notebook")
+    add("--name", default="", help="the run's name (default: its own)")
+    add_ui(made)
+    made.offer_help()
+    return made
