@@ -19,7 +19,7 @@ import pytest
 from homes import Home
 from test_scheduler import spec
 
-from sgpu_magic.cli.usage_forms import as_json, comma_separated, table
+from sgpu_magic.cli.usage import as_json, comma_separated, table
 from sgpu_magic.client.usage import Usage, read_usage, usage
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import UsageError

@@ -6,12 +6,11 @@ import difflib
 import json
 import os
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sgpu_magic.cli.headless.formats import NOTEBOOK, SUFFIXES, Form, form_of
+from sgpu_magic.cli.headless.formats import SUFFIXES, Form, form_of
 from sgpu_magic.cli.headless.job_file import JobFile, read_accelerator, read_job_file
 from sgpu_magic.cli.headless.parameters import check_values
 from sgpu_magic.errors import UsageError
@@ -221,34 +220,3 @@ def _existing(path: Path) -> Path:
 
 def _text(value: str | int | float | bool) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def copy_of(job: Job) -> Path | None:
-    """Make the executed copy's file, still empty, and return its path; None for a script that asks for none.
-
-    Raises:
-        UsageError: It can't be made.
-    """
-    if job.is_script and job.output is None:
-        return None
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    try:
-        if job.output is not None:
-            path = job.output / f"{job.source.stem}.{stamp}{NOTEBOOK}" if job.output.is_dir() else job.output
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-            return path
-        for number in range(1, 100):
-            more = f"-{number}" if number > 1 else ""
-            path = job.source.with_name(f"{job.source.stem}.{stamp}{more}{NOTEBOOK}")
-            try:
-                path.touch(exist_ok=False)
-            except FileExistsError:
-                # another job began in this second
-                continue
-            return path
-    except OSError as error:
-        raise UsageError(
-            f"the executed copy can't be written: {error.filename}: {error.strerror}. Say where it shall be with -o."
-        ) from None
-    raise UsageError(f"{job.source.parent} has too many executed copies of this second. Say another place with -o.")
