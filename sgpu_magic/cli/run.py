@@ -178,7 +178,9 @@ def _detach(settings: Settings, record: jobs.JobRecord, words: Sequence[str], ou
     own = list(words)
     at = own.index("--") if "--" in own else len(own)
     rest = [word for word in own[:at] if word != "--detach"]
-    started = jobs.start_detached(settings, record, [*rest, "--job-id", record.job_id, "--copy", record.copy, *own[at:]])
+    started = jobs.start_detached(
+        settings, record, [*rest, "--job-id", record.job_id, "--copy", record.copy, *own[at:]]
+    )
     shown = short(started.job_id)
     copy = f"executed copy: {started.copy}\n" if started.copy else ""
     print(
