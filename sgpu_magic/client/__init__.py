@@ -8,5 +8,6 @@ submitter     hands runs over to it, and to its successor
 run           the handle of a submitted run
 result        what a finished run returns
 interpreter   the kernel's Python, as the ranks' zygote is keyed
+current_settings  settings that follow `%env`
 uploads       where a payload's bytes lie while they are shipped
 """

@@ -20,6 +20,7 @@ from sgpu_magic.client.connection import (
     wait_for_attached,
     wait_for_exit,
 )
+from sgpu_magic.client.current_settings import CurrentSettings
 from sgpu_magic.client.link import PoolLink, PoolLost
 from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
@@ -27,7 +28,7 @@ from sgpu_magic.client.run import Run
 from sgpu_magic.client.sent_runs import note_end
 from sgpu_magic.client.submitter import Submitter
 from sgpu_magic.client.uploads import Uploads
-from sgpu_magic.config import CurrentSettings, Settings
+from sgpu_magic.config import Settings
 from sgpu_magic.errors import CapacityError, PoolError, SessionError, SgpuError, UsageError
 from sgpu_magic.payload.pack import Packed
 from sgpu_magic.wire.messages import (
