@@ -219,3 +219,13 @@ def test_the_most_exact_choice_counts(tmp_path: Path):
     assert decorators.chosen_pool(environ)[1].startswith("DATABRICKS_USE_RESERVED_GPU_POOL")
     environ["DATABRICKS_REMOTE_GPU_POOL_ID"] = "team-7"
     assert decorators.chosen_pool(environ)[1].startswith("DATABRICKS_REMOTE_GPU_POOL_ID")
+
+
+def test_another_number_of_ranks_keeps_the_chosen_pool():
+    def train() -> None: ...
+
+    decorated = decorators.distributed(gpus=1)(train)
+    assert type(decorated.options(gpus=2)) is type(decorated)
+    driver = decorators.ray_launch(gpus=1)(train)
+    assert type(driver.options(gpus=2)) is type(driver)
+    assert repr(driver.options(gpus=2)).startswith("<ray_launch ")
