@@ -19,9 +19,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from sgpu_magic.functions.decorator import distributed
+    from sgpu_magic.functions.decorator import distributed, ray_launch
     from sgpu_magic.functions.handle import Run
-    from sgpu_magic.functions.ray_launching import ray_launch
     from sgpu_magic.functions.sweep import map
     from sgpu_magic.runs.sessions import connect
     from sgpu_magic.tracking.store import tracking_uri
@@ -44,7 +43,7 @@ _OWNERS = {
     "connect": "sgpu_magic.runs.sessions",
     "distributed": "sgpu_magic.functions.decorator",
     "map": "sgpu_magic.functions.sweep",
-    "ray_launch": "sgpu_magic.functions.ray_launching",
+    "ray_launch": "sgpu_magic.functions.decorator",
     "tracking_uri": "sgpu_magic.tracking.store",
 }
 

@@ -13,8 +13,8 @@ import stat
 import sys
 import tempfile
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import cast
 
@@ -30,16 +30,17 @@ _MAX_BUDGET_DAYS = 3660
 _PRICES = ("prices", "reserved_prices")
 # what a pool has and allows, read when it starts: a notebook that states other values wants a pool with those
 POOL_SETTINGS = (
-    "simulate",
-    "cpu_slots",
-    "prices",
-    "reserved_prices",
-    "currency",
-    "budget",
-    "budget_days",
-    "environment_dir",
+    "simulate", "cpu_slots", "prices", "reserved_prices", "currency", "budget", "budget_days", "environment_dir",
     "environment_limit",
-)
+)  # fmt: skip
+_TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+# as people write them: `yes`, `1_000`, `5e9`
+_KINDS: Mapping[str, Callable[[str], object]] = {
+    "bool": lambda text: _TRUTHS[text.lower()],
+    "int": int,
+    "float": float,
+    "str": str,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +240,7 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """
     environ = os.environ if environ is None else environ
     file = config_path(environ)
-    known = {field.name: field.type for field in fields(Settings)}
+    known = {field.name: str(field.type) for field in fields(Settings)}
     values: dict[str, object] = {}
     try:
         from_file = tomllib.loads(file.read_text()) if file.is_file() else {}
@@ -250,15 +251,14 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
             raise UsageError(
                 f"the settings file {file} has {name!r}, which is no setting. There are: {', '.join(known)}."
             )
-        kind = str(known[name])
-        values[name] = _read(name, name, kind, value, str(file))
+        values[name] = _read(name, name, known[name], value, str(file))
     for name, kind in known.items():
         variable = f"SGPU_{name.upper()}"
         if environ.get(variable, "") != "":
-            values[name] = _read(name, variable, str(kind), _unquoted(environ[variable]), "the environment")
-    _check_money(values)
-    _check_users(values)
-    return Settings(**values)  # pyright: ignore[reportArgumentType]
+            values[name] = _read(name, variable, kind, _unquoted(environ[variable]), "the environment")
+    settings = Settings(**values)  # pyright: ignore[reportArgumentType]
+    _check(settings)
+    return settings
 
 
 def pool_settings(settings: Settings) -> dict[str, str]:
@@ -266,57 +266,27 @@ def pool_settings(settings: Settings) -> dict[str, str]:
     return {name: str(getattr(settings, name)) for name in POOL_SETTINGS}
 
 
-class CurrentSettings:
-    """Settings of which those that are read for each run follow the environment; where the pool lives stays.
-
-    `%env SGPU_TRACK=off` in a running kernel counts from the next run on. May be asked by any thread.
-
-    Args:
-        settings: As they were read from the environment a moment ago.
-    """
-
-    _OF_RUNS = ("env_version", "variables", "track", "tracking_uri", "code_warn_bytes", "code_limit_bytes")
-    _VARIABLES = tuple(f"SGPU_{name.upper()}" for name in _OF_RUNS)
-
-    def __init__(self, settings: Settings) -> None:
-        self._read = (self._variables(), settings)
-
-    def now(self) -> Settings:
-        """Return them; some microseconds as long as those variables are as they were.
-
-        Raises:
-            UsageError: As `load_settings`.
-        """
-        read, settings = self._read
-        variables = self._variables()
-        if variables != read:
-            anew = load_settings()
-            settings = replace(settings, **{name: getattr(anew, name) for name in self._OF_RUNS})
-            self._read = (variables, settings)
-        return settings
-
-    def _variables(self) -> list[str | None]:
-        return [os.environ.get(name) for name in self._VARIABLES]
-
-
 def _read(setting: str, name: str, kind: str, value: object, where: str) -> object:
     """Read a setting that is given as `name` in `where`."""
-    if setting in _PRICES:
-        return _prices(name, value, where)
-    if setting == "track":
-        return _track(name, value, where)
-    return _convert(name, kind, value, where)
-
-
-def _track(name: str, value: object, where: str) -> str:
-    """Read which runs are tracked; true and false, of earlier versions, are all and none."""
-    text = str(value).lower()
-    if text in ("auto", "all"):
-        return text
+    text = str(value)
     try:
-        return "all" if _convert(name, "bool", value, where) else "off"
-    except UsageError:
-        raise UsageError(f"{name} in {where} is {value!r}; it can be auto, all or off.") from None
+        if setting in _PRICES:
+            # as text, or in the file as a table
+            text = prices_text(cast("dict[str, object]", value)) if isinstance(value, dict) else text
+            read_prices(text)
+            return text
+        if setting == "track":
+            # true and false, of earlier versions, are all and none
+            word = text.lower()
+            return word if word in ("auto", "all") else "all" if _TRUTHS[word] else "off"
+        return _KINDS[kind](text)
+    except (KeyError, ValueError) as error:
+        why = f"is {value!r}; a value of type {kind} is needed"
+        if setting in _PRICES:
+            why = f"can't be read: {error}"
+        elif setting == "track":
+            why = f"is {value!r}; it can be auto, all or off"
+        raise UsageError(f"{name} in {where} {why}.") from None
 
 
 def _unquoted(value: str) -> str:
@@ -324,61 +294,22 @@ def _unquoted(value: str) -> str:
     return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'" else value
 
 
-def _convert(name: str, kind: str, value: object, where: str) -> object:
-    try:
-        match kind:
-            case "bool":
-                if isinstance(value, bool):
-                    return value
-                return {
-                    "1": True,
-                    "true": True,
-                    "yes": True,
-                    "on": True,
-                    "0": False,
-                    "false": False,
-                    "no": False,
-                    "off": False,
-                }[str(value).lower()]
-            case "int":
-                return int(str(value))
-            case "float":
-                return float(str(value))
-            case _:
-                return str(value)
-    except (KeyError, ValueError):
-        raise UsageError(f"{name} in {where} is {value!r}; a value of type {kind} is needed.") from None
-
-
-def _prices(name: str, value: object, where: str) -> str:
-    """Prices stand as text, or in the file as a table."""
-    try:
-        text = prices_text(cast("dict[str, object]", value)) if isinstance(value, dict) else str(value)
-        read_prices(text)
-    except ValueError as error:
-        raise UsageError(f"{name} in {where} can't be read: {error}.") from None
-    return text
-
-
-def _check_money(values: Mapping[str, object]) -> None:
-    budget, days, currency = (values.get(name) for name in ("budget", "budget_days", "currency"))
-    if isinstance(budget, float) and not (math.isfinite(budget) and budget >= 0):
+def _check(settings: Settings) -> None:
+    """Refuse amounts, priorities, quotas and times with which a pool would not start."""
+    budget, days, half_life_s = settings.budget, settings.budget_days, settings.fair_half_life_s
+    if not (math.isfinite(budget) and budget >= 0):
         raise UsageError(f"the setting budget is {budget:g}; an amount of 0 or more is needed, and 0 is no limit.")
-    if isinstance(days, float) and not 0 < days <= _MAX_BUDGET_DAYS:
+    if not 0 < days <= _MAX_BUDGET_DAYS:
         raise UsageError(f"the setting budget_days is {days:g}; more than 0 and at most {_MAX_BUDGET_DAYS} are needed.")
-    if isinstance(currency, str) and not is_currency(currency):
-        raise UsageError(f"the setting currency is {currency[:40]!r}; a word or sign such as USD or € is needed.")
-
-
-def _check_users(values: Mapping[str, object]) -> None:
-    """Priorities, quotas and the time after which use is forgotten are right, or the pool would not start."""
+    if not is_currency(settings.currency):
+        currency = settings.currency[:40]
+        raise UsageError(f"the setting currency is {currency!r}; a word or sign such as USD or € is needed.")
     for name, read in (("user_priorities", read_priorities), ("user_quotas", read_quotas)):
         try:
-            read(str(values.get(name, "")))
+            read(getattr(settings, name))
         except ValueError as error:
             raise UsageError(f"the setting {name} can't be read: {error}.") from None
-    half_life_s = values.get("fair_half_life_s")
-    if isinstance(half_life_s, float) and not (math.isfinite(half_life_s) and half_life_s > 0):
+    if not (math.isfinite(half_life_s) and half_life_s > 0):
         raise UsageError(f"the setting fair_half_life_s is {half_life_s:g}; more than 0 seconds are needed.")
 
 

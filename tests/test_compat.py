@@ -12,8 +12,7 @@ import sgpu_magic.functions.compat
 from sgpu_magic.client.pools_edits import add_pool
 from sgpu_magic.client.pools_file import new_entry
 from sgpu_magic.errors import UsageError
-from sgpu_magic.functions.compat import pool_choice
-from sgpu_magic.functions.compat.finder import CompatFinder
+from sgpu_magic.functions.compat import CompatFinder, decorators
 
 
 def python(code: str, *, path: Path | None = None) -> str:
@@ -192,7 +191,7 @@ def test_ray_launch_is_the_decorator_under_its_documented_name():
 )
 def test_what_becomes_of_a_chosen_pool(variables: dict[str, str], said: str, tmp_path: Path):
     environ = {"SGPU_CONFIG": str(tmp_path / "none.toml"), **variables}
-    assert pool_choice.choice(environ).note == said
+    assert decorators.chosen_pool(environ)[1] == said
 
 
 @pytest.mark.parametrize(
@@ -210,13 +209,23 @@ def test_a_pool_that_is_listed_is_chosen_by_the_variables(variables: dict[str, s
     for name, reserved in (("team", True), ("cloud", False)):
         add_pool(new_entry(name, f"tcp://{name}.example.org:8700", "k" * 40, reserved=reserved), file)
     environ = {"SGPU_CONFIG": str(tmp_path / "none.toml"), "SGPU_POOLS_FILE": str(file), **variables}
-    assert pool_choice.choice(environ) == pool_choice.PoolChoice(pool, "")
+    assert decorators.chosen_pool(environ) == (pool, "")
 
 
 def test_the_most_exact_choice_counts(tmp_path: Path):
     environ = {"SGPU_CONFIG": str(tmp_path / "none.toml"), "DATABRICKS_USE_POOL": "yes"}
-    assert pool_choice.choice(environ).note.startswith("DATABRICKS_USE_POOL")
+    assert decorators.chosen_pool(environ)[1].startswith("DATABRICKS_USE_POOL")
     environ["DATABRICKS_USE_RESERVED_GPU_POOL"] = "yes"
-    assert pool_choice.choice(environ).note.startswith("DATABRICKS_USE_RESERVED_GPU_POOL")
+    assert decorators.chosen_pool(environ)[1].startswith("DATABRICKS_USE_RESERVED_GPU_POOL")
     environ["DATABRICKS_REMOTE_GPU_POOL_ID"] = "team-7"
-    assert pool_choice.choice(environ).note.startswith("DATABRICKS_REMOTE_GPU_POOL_ID")
+    assert decorators.chosen_pool(environ)[1].startswith("DATABRICKS_REMOTE_GPU_POOL_ID")
+
+
+def test_another_number_of_ranks_keeps_the_chosen_pool():
+    def train() -> None: ...
+
+    decorated = decorators.distributed(gpus=1)(train)
+    assert type(decorated.options(gpus=2)) is type(decorated)
+    driver = decorators.ray_launch(gpus=1)(train)
+    assert type(driver.options(gpus=2)) is type(driver)
+    assert repr(driver.options(gpus=2)).startswith("<ray_launch ")

@@ -26,7 +26,7 @@ from sgpu_magic.functions.options import checked
 from sgpu_magic.payload import unpack
 from sgpu_magic.payload.call import FunctionCall, RankValue, name_of
 from sgpu_magic.payload.pack import pack_object
-from sgpu_magic.runs.calls import bind, by_reference
+from sgpu_magic.runs.submit.pack_call import bind, by_reference
 from sgpu_magic.views.progress import SweepPicture, SweepProgress, progress_html, progress_line
 
 HERE = Path(__file__).parent

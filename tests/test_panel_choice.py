@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from sgpu_magic.errors import EnvironmentFailed, UsageError
 from sgpu_magic.packages.requirement_files import read_file
 from sgpu_magic.runs import job_defaults
 from sgpu_magic.runs.choice import default_choice
-from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, PYTHON_WAYS, Asked, held_words, with_choice
+from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, PYTHON_WAYS, held_words, with_choice
 from sgpu_magic.runs.choice.keeper import (
     KEY_FILE,
     MAX_FILE_BYTES,
@@ -42,11 +43,22 @@ from sgpu_magic.runs.choice.known_notebooks import NOTEBOOKS_FILE
 from sgpu_magic.runs.choice.packages import env_version_of, missing, problem_of_requirement
 from sgpu_magic.runs.choice.schema import Choice, KeptChoice
 from sgpu_magic.runs.job_defaults import JobDefaults
-from sgpu_magic.runs.placing import Devices
-from sgpu_magic.runs.submission import Wishes
+from sgpu_magic.runs.package_options import Wishes
+from sgpu_magic.runs.submit.placing import Devices
 
 KEY = bytes(range(32))
 GB = 10**9
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Options of a cell."""
+
+    devices: Devices
+    wishes: Wishes
+    pool: str = ""
+
+
 NOTHING_ASKED = Asked(Devices(), Wishes())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgpu_magic.runs.replay.differences import Circumstances, differences
+from sgpu_magic.runs.replay.circumstances import Circumstances, differences
 
 THEN = Circumstances(
     host="node1",

@@ -14,12 +14,13 @@ from sgpu_magic.client.pool import Pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.functions.options import checked
-from sgpu_magic.magics import line_arguments
+from sgpu_magic.magics import session_magics
 from sgpu_magic.magics.arguments import parse, parser
 from sgpu_magic.magics.parsing import Parser
 from sgpu_magic.payload.call import RankValue
-from sgpu_magic.runs.parameters import arguments, scalars
-from sgpu_magic.runs.submission import Wishes
+from sgpu_magic.runs.package_options import Wishes
+from sgpu_magic.runs.submit.pack_call import arguments
+from sgpu_magic.runs.submit.redact import scalars
 
 ALL = "--env-version ai-4 --torch mine --allow-build --no-track --max-cost 5"
 ASKED = Wishes(env_version="ai-4", torch_mine=True, allow_build=True, track=False)
@@ -35,11 +36,11 @@ def test_a_cells_line_is_read():
 
 
 def test_a_sessions_line_is_read():
-    options = line_arguments.read_connect(line_arguments.connect_parser(), ALL)
+    options = session_magics.read_connect(ALL)
     assert options is not None
-    assert (options.ask.wishes, options.ask.max_cost) == (ASKED, 5.0)
+    assert (options[0].wishes, options[0].max_cost) == (ASKED, 5.0)
     with pytest.raises(UsageError, match="--profile keeps a trace of one cell"):
-        line_arguments.read_connect(line_arguments.connect_parser(), "--profile")
+        session_magics.read_connect("--profile")
 
 
 def test_python_options_mean_the_same():
@@ -54,10 +55,10 @@ def test_python_options_mean_the_same():
 @pytest.mark.parametrize(
     "made",
     [
-        line_arguments.connect_parser,
-        line_arguments.disconnect_parser,
-        line_arguments.restart_parser,
-        line_arguments.auto_parser,
+        session_magics.connect_parser,
+        session_magics.disconnect_parser,
+        session_magics.restart_parser,
+        session_magics.auto_parser,
     ],
 )
 def test_a_magic_that_is_asked_for_help_prints_it(made: Callable[[], Parser], capsys: pytest.CaptureFixture[str]):
@@ -108,7 +109,7 @@ def test_help_tells_of_each():
     for option in (*ALL.split()[::2], "--profile"):
         if option.startswith("--"):
             assert option in text
-    assert "--profile" not in line_arguments.connect_parser().format_help()
+    assert "--profile" not in session_magics.connect_parser().format_help()
 
 
 class Size(enum.IntEnum):

@@ -22,8 +22,9 @@ from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.runs.git_state import GitStates, Tags, git_state, git_tags
-from sgpu_magic.runs.submission import Submission, Wishes
-from sgpu_magic.runs.tracked import place_of
+from sgpu_magic.runs.package_options import Wishes
+from sgpu_magic.runs.submit.mlflow_target import place_of
+from sgpu_magic.runs.submit.submit import Submission
 from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.progress import Progress
 from sgpu_magic.wire.devices import Placement

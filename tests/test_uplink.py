@@ -1,4 +1,4 @@
-"""A node's uplink with a real agent, and the pool's door: what it waits for, and what goes on meanwhile."""
+"""A node's uplink with a real agent, and the pool's listener: what it waits for, and what goes on meanwhile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agent_process import launch_order
 from process_table import is_alive, process_table
 
 from sgpu_magic.config import Settings
-from sgpu_magic.nodes.node_door import NodeDoor, NodeLink
+from sgpu_magic.nodes.ray.agent_listener import AgentListener, NodeLink
 from sgpu_magic.nodes.ray.uplink import AgentOrder, Uplink
 from sgpu_magic.system.secure_sockets import new_key_pair
 from sgpu_magic.wire.events import OutputWritten, RunEnded
@@ -36,12 +36,12 @@ print('whole')
 
 
 class Node:
-    """A pool's door and a node behind it, in one loop.
+    """A pool's listener and a node behind it, in one loop.
 
     Attributes:
         ready: The first words of the agent.
         events: Of its run.
-        lost: What the door has said of the node's end.
+        lost: What the listener has said of the node's end.
         longest_s: The longest time for which the loop did nothing else.
     """
 
@@ -53,7 +53,7 @@ class Node:
         self.place = place
         self._link: NodeLink | None = None
         self._pool, self._keys = new_key_pair(), new_key_pair()
-        self.door = self._listen("tcp://127.0.0.1:0")
+        self.listener = self._listen("tcp://127.0.0.1:0")
         state, runtime, locks = (place / name for name in ("state", "run", "lock"))
         for folder in (state, runtime, locks):
             folder.mkdir(mode=0o700)
@@ -62,7 +62,7 @@ class Node:
             node="n1",
             prefix="p",
             namespace="n",
-            address=self.door.address,
+            address=self.listener.address,
             server_key=self._pool.public,
             public=self._keys.public,
             secret=self._keys.secret,
@@ -102,16 +102,16 @@ class Node:
         """Nobody listens at the pool."""
         if self._is_open:
             self._is_open = False
-            self.door.close()
+            self.listener.close()
 
     def listen_again(self) -> None:
-        self.door = self._listen(self.door.address)
+        self.listener = self._listen(self.listener.address)
 
-    def _listen(self, address: str) -> NodeDoor:
-        door = NodeDoor(address, self._pool, self._said, self._lost)
+    def _listen(self, address: str) -> AgentListener:
+        listener = AgentListener(address, self._pool, self._said, self._lost)
         self._is_open = True
-        door.admit({self._keys.public: "n1"})
-        return door
+        listener.admit({self._keys.public: "n1"})
+        return listener
 
     def _said(self, link: NodeLink, message: FromAgent, frames: Sequence[bytes]) -> None:
         if isinstance(message, AgentReady):

@@ -19,7 +19,7 @@ import pytest
 from homes import Home
 from test_scheduler import spec
 
-from sgpu_magic.cli.usage_forms import as_json, comma_separated, table
+from sgpu_magic.cli.usage import as_json, comma_separated, table
 from sgpu_magic.client import ledger_file
 from sgpu_magic.client.ledger_file import recent_runs
 from sgpu_magic.client.usage import Usage, Use, read_usage, usage

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TextIO
 
-from sgpu_magic.cli import machine_checks, place_checks, pools_checks, python_checks
+from sgpu_magic.cli import machine_checks, place_checks, python_checks
 from sgpu_magic.cli.finding import Finding, Level, warning
 from sgpu_magic.views import ansi
 from sgpu_magic.views.units import count_of
@@ -56,8 +56,8 @@ def findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield from _guarded("state directory", lambda: place_checks.state_directory(settings))
     yield from _guarded("runtime directory", lambda: place_checks.runtime_directory(settings))
     yield from _guarded("pool", lambda: place_checks.pool(settings))
-    yield from _guarded("pools", lambda: pools_checks.listed_pools(settings))
-    yield from _guarded("ray", pools_checks.ray_version)
+    yield from _guarded("pools", lambda: place_checks.listed_pools(settings))
+    yield from _guarded("ray", place_checks.ray_version)
     yield from _guarded("memory files", machine_checks.memory_files)
     yield from _guarded("process control", machine_checks.process_control)
     yield from _guarded("limits", machine_checks.limits)

@@ -1,25 +1,31 @@
-"""`sgpu jobs`: notebooks that `sgpu run` executes or has executed."""
+"""`sgpu jobs`: what `sgpu run` executes or has executed, a small file each in the state directory."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from sgpu_magic.cli.headless import records
-from sgpu_magic.cli.headless.records import JobRecord
-from sgpu_magic.config import Settings
+import msgspec
+
+from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import UsageError
 from sgpu_magic.views.tables import aligned
 from sgpu_magic.views.units import format_clock
-from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.address import process_start
+from sgpu_magic.wire.ids import is_valid_id, short
 
 
 def listing(settings: Settings, limit: int) -> str:
     """Return the newest jobs as text."""
-    found = records.all_jobs(settings)[:limit]
+    found = all_jobs(settings)[:limit]
     if not found:
         return "no jobs yet: `sgpu run notebook.ipynb` makes one"
     rows = [("job", "notebook", "state", "cells", "started", "for", "executed copy")]
@@ -50,8 +56,8 @@ def show_log(settings: Settings, job: str, out: TextIO) -> None:
     Raises:
         UsageError: There is no such job, or it has no log.
     """
-    record = records.find(settings, job)
-    path = records.folder_of(settings, record.job_id) / records.LOG
+    record = find(settings, job)
+    path = folder_of(settings, record.job_id) / LOG
     try:
         out.write(path.read_text(encoding="utf-8", errors="replace"))
     except OSError:
@@ -67,8 +73,154 @@ def stop(settings: Settings, job: str) -> str:
     Raises:
         UsageError: There is no such job, or it is over.
     """
-    record = records.find(settings, job)
+    record = find(settings, job)
     if not record.goes_on:
         raise UsageError(f"job {short(record.job_id)} is over: it {record.state}.")
     os.kill(record.pid, signal.SIGTERM)
     return f"job {short(record.job_id)} ends: its cell is interrupted and its runs are cancelled. `sgpu jobs` shows it."
+
+
+LOG = "log"
+_RECORD = "job.json"
+_KEPT = 200
+
+
+class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A job.
+
+    Args:
+        job_id: Its id, made as a run's.
+        source: The notebook or script.
+        copy: The executed copy, "" for none.
+        pid: The process that executes it, 0 before there is one.
+        process_start: Tells that process from another that got its pid.
+        started_at: Seconds since the epoch.
+        ended_at: The same; None while it goes on.
+        code: Exit code; None while it goes on.
+        done: Cells that have run.
+        cells: How many there are.
+        detached: It goes on without its terminal, and has a log.
+    """
+
+    job_id: str
+    source: str
+    copy: str
+    started_at: float
+    pid: int = 0
+    process_start: int = 0
+    ended_at: float | None = None
+    code: int | None = None
+    done: int = 0
+    cells: int = 0
+    detached: bool = False
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether its process lives."""
+        return self.code is None and self.pid > 0 and process_start(self.pid) == self.process_start
+
+    @property
+    def state(self) -> str:
+        """A word for a person."""
+        if self.code is None:
+            return "running" if self.goes_on else "killed"
+        return _STATES.get(self.code, "failed")
+
+
+_STATES = {0: "succeeded", 2: "not possible", 3: "pool failed", 124: "timed out", 130: "interrupted", 143: "terminated"}
+
+
+def folder_of(settings: Settings, job_id: str) -> Path:
+    """Return a job's directory."""
+    return settings.state_path / "jobs" / job_id
+
+
+def write(settings: Settings, record: JobRecord) -> None:
+    """Write a job's record, whole or not at all. Nothing is done where it can't be: the job itself goes on."""
+    folder = folder_of(settings, record.job_id)
+    with contextlib.suppress(OSError):
+        private_dir(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        new = folder / f"{_RECORD}.new"
+        new.write_bytes(msgspec.json.encode(record))
+        os.replace(new, folder / _RECORD)
+
+
+def begun(record: JobRecord) -> JobRecord:
+    """Return the record of a job that this process executes."""
+    return msgspec.structs.replace(record, pid=os.getpid(), process_start=process_start(os.getpid()))
+
+
+def ended(record: JobRecord, code: int) -> JobRecord:
+    return msgspec.structs.replace(record, ended_at=time.time(), code=code)
+
+
+def all_jobs(settings: Settings) -> list[JobRecord]:
+    """Return every job that is kept, newest first."""
+    found: list[JobRecord] = []
+    folder = settings.state_path / "jobs"
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        if not is_valid_id(entry.name):
+            continue
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            found.append(msgspec.json.decode((entry / _RECORD).read_bytes(), type=JobRecord))
+    return sorted(found, key=lambda record: -record.started_at)
+
+
+def prune(settings: Settings) -> None:
+    """Remove the oldest ones that are over."""
+    for record in all_jobs(settings)[_KEPT:]:
+        if not record.goes_on:
+            shutil.rmtree(folder_of(settings, record.job_id), ignore_errors=True)
+
+
+def find(settings: Settings, text: str) -> JobRecord:
+    """Return the one job whose id begins with `text`.
+
+    Raises:
+        UsageError: None does, or more than one.
+    """
+    prefix = text.strip().lower()
+    found = [record for record in all_jobs(settings) if prefix and record.job_id.startswith(prefix)]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise UsageError(f"no job has an id that begins with {text[:40]!r}. `sgpu jobs` lists them.")
+    listed = ", ".join(short(record.job_id) for record in found)
+    raise UsageError(f"{text[:40]!r} begins the ids of {len(found)} jobs: {listed}. Give more digits.")
+
+
+def start_detached(settings: Settings, record: JobRecord, arguments: Sequence[str]) -> JobRecord:
+    """Start the process that executes a job, and return the record with it.
+
+    Args:
+        settings: Where jobs lie.
+        record: The job.
+        arguments: What follows `sgpu`.
+
+    Raises:
+        OSError: It can't be started.
+    """
+    folder = folder_of(settings, record.job_id)
+    private_dir(folder.parent)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with open(os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as log:
+        # as nohup has it: what is ignored here stays ignored there, from its first moment on
+        before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "sgpu_magic.cli", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # a terminal's Ctrl-C does not reach it
+                start_new_session=True,
+                close_fds=True,
+            )
+        finally:
+            signal.signal(signal.SIGHUP, before)
+    # nobody waits for it here: it is to outlive this process
+    process.returncode = 0
+    started = msgspec.structs.replace(record, pid=process.pid, process_start=process_start(process.pid), detached=True)
+    write(settings, started)
+    return started

@@ -7,10 +7,9 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn, TextIO
+from typing import TextIO
 
-from sgpu_magic import __version__
-from sgpu_magic.cli import pool_options, run_options, serving_options
+from sgpu_magic.cli import parser
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import SgpuError, UsageError
 
@@ -18,14 +17,6 @@ _OK, _FAILED, _USAGE = 0, 1, 2
 _INTERRUPTED = 128 + signal.SIGINT
 # what a shell reports of a program that SIGPIPE ended
 _NOBODY_READS = 128 + 13
-_RECENT = 20
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports what it does not understand as any other usage error."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}. `{self.prog} --help` shows what there is.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             reconfigure(errors="replace")
     try:
         words = list(sys.argv[1:] if arguments is None else arguments)
-        options = _parser().parse_args(run_options.plain_words(words))
+        options = parser.command_parser().parse_args(parser.plain_words(words))
         options.words = words
         code = _run(options)
         sys.stdout.flush()
@@ -56,21 +47,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     match options.command:
         case "pool":
-            from sgpu_magic.cli import pool
+            from sgpu_magic.cli import pools
 
             settings = load_settings()
             if options.action in ("add", "list", "remove"):
-                from sgpu_magic.cli import pools
-
                 print(pools.run(settings, options))
             elif options.action in ("serve", "deploy", "undeploy", "keygen", "authorize", "revoke"):
                 from sgpu_magic.cli import serving
 
                 print(serving.run(settings, options))
             elif options.action == "status":
-                print(pool.status(settings, options.pool))
+                print(pools.status(settings, options.pool))
             else:
-                print(pool.stop(settings, force=options.force))
+                print(pools.stop(settings, force=options.force))
         case "runs":
             from sgpu_magic.cli import runs
 
@@ -152,10 +141,10 @@ def _run(options: argparse.Namespace) -> int:
                 case _:
                     print(environments.prune(settings, options.days))
         case "usage":
-            from sgpu_magic.cli import usage_forms
-            from sgpu_magic.client import usage
+            from sgpu_magic.cli import usage
+            from sgpu_magic.client.usage import read_usage
 
-            print(usage_forms.FORMATS[options.format](usage.read_usage(load_settings(), options.since, options.by)))
+            print(usage.FORMATS[options.format](read_usage(load_settings(), options.since, options.by)))
         case "types":
             from sgpu_magic.cli import pools
 
@@ -169,7 +158,7 @@ def _run(options: argparse.Namespace) -> int:
 
             return _OK if doctor.run(os.environ, sys.stdout) else _FAILED
         case _:
-            _parser().print_help(sys.stderr)
+            parser.command_parser().print_help(sys.stderr)
             return _USAGE
     return _OK
 
@@ -182,117 +171,3 @@ def _listing_out(target: str) -> TextIO:
 def _note(text: str) -> None:
     sys.stdout.flush()
     print(f"sgpu: {text}", file=sys.stderr)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="sgpu",
-        description="The pool behind %%distributed, its runs, and this machine's set-up.",
-        epilog="RUN is a run's id or its first digits, as `sgpu runs` lists them.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"sgpu-magic {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-
-    pool = commands.add_parser("pool", help="show or stop this machine's pool", allow_abbrev=False)
-    actions = pool.add_subparsers(dest="action", metavar="ACTION", required=True)
-    status = actions.add_parser("status", help="devices, queue and runs; starts no pool", allow_abbrev=False)
-    status.add_argument("--pool", default="", metavar="NAME", help="of this pool only (default: all that are listed)")
-    pool_options.add_actions(actions)
-    serving_options.add_actions(actions)
-    stop = actions.add_parser("stop", help="end the pool; the next run starts one", allow_abbrev=False)
-    stop.add_argument("--force", action="store_true", help="also when runs are going on: they end too")
-
-    pool_options.add_types(commands)
-
-    runs = commands.add_parser("runs", help="list the newest runs", allow_abbrev=False)
-    runs.add_argument("--pool", default="", metavar="NAME", help="of this pool only (default: all)")
-    how_many = runs.add_mutually_exclusive_group()
-    how_many.add_argument("-n", dest="number", type=_positive, default=_RECENT, metavar="N", help="how many (20)")
-    how_many.add_argument("--all", action="store_true", help="all of them")
-
-    logs = commands.add_parser("logs", help="print what a run's ranks printed", allow_abbrev=False)
-    logs.add_argument("run", metavar="RUN")
-    logs.add_argument("--rank", type=_rank, metavar="N", help="of this rank only")
-    logs.add_argument("-f", "--follow", action="store_true", help="go on until the run is over")
-
-    cancel = commands.add_parser("cancel", help="stop a run", allow_abbrev=False)
-    cancel.add_argument("run", metavar="RUN")
-
-    detach = commands.add_parser("detach", help="let a run go on without its notebook", allow_abbrev=False)
-    detach.add_argument("run", metavar="RUN")
-
-    stacks = commands.add_parser("stacks", help="show where every rank of a run is", allow_abbrev=False)
-    stacks.add_argument("run", metavar="RUN")
-
-    run_options.add_run(commands, _positive)
-
-    cp = commands.add_parser("cp", help="bring files of a run to this machine", allow_abbrev=False)
-    cp.add_argument("source", metavar="RUN[/RANK]:PATH", help="in the ranks' working directory or the run's directory")
-    cp.add_argument(
-        "target", metavar="TARGET", nargs="?", default="", help="a folder, a file, or - (default: only list)"
-    )
-
-    forward = commands.add_parser("port-forward", help="reach a dashboard or TensorBoard in a run", allow_abbrev=False)
-    forward.add_argument("run", metavar="RUN")
-    forward.add_argument("ports", metavar="[LOCAL:]PORT", help="the port in the run, and the one here if it differs")
-    forward.add_argument("--rank", type=_rank, default=0, metavar="N", help="on the node of this rank (0)")
-
-    replay = commands.add_parser("replay", help="launch a run again from its directory", allow_abbrev=False)
-    replay.add_argument("run", metavar="RUN")
-    replay.add_argument("-n", "--gpus", type=_positive, metavar="N", help="ranks (default: as many as it had)")
-    replay.add_argument("--type", metavar="TYPE", help="a10, h100, ..., cpu, any (default: what it asked for)")
-    replay.add_argument("--env", action="append", default=[], metavar="KEY=VALUE", help="set a variable on the ranks")
-    replay.add_argument("--here", action="store_true", help="with this Python's packages, whatever it had")
-    replay.add_argument("--timeout", metavar="90s|30m|2h", help="longest running time (default: its own)")
-    replay.add_argument("--detach", action="store_true", help="return at once; the run goes on by itself")
-    replay.add_argument("--name", default="", help="the run's name (default: its own)")
-
-    sync = commands.add_parser("sync", help="send to MLflow what a dead server left unsent", allow_abbrev=False)
-    sync.add_argument("run", metavar="RUN", nargs="?", default="", help="of this run only")
-    sync.add_argument("--list", action="store_true", help="only say what is unsent")
-
-    env = commands.add_parser("env", help="base, saved and built environments", allow_abbrev=False)
-    actions = env.add_subparsers(dest="action", metavar="ACTION", required=True)
-    actions.add_parser("list", help="those that there are, with their size and last use", allow_abbrev=False)
-    export = actions.add_parser("export", help="write a base's requirements file", allow_abbrev=False)
-    export.add_argument("name", metavar="4|ai-4")
-    export.add_argument("directory", metavar="DIR", nargs="?", default=".", help="where to (default: here)")
-    remove = actions.add_parser("remove", help="remove a saved or built environment", allow_abbrev=False)
-    remove.add_argument("name", metavar="NAME", help="its name, or the first digits of a built one's")
-    prune = actions.add_parser("prune", help="remove built environments that no run uses", allow_abbrev=False)
-    prune.add_argument("--days", type=_days, default=0.0, metavar="N", help="only if not used for N days (default: 0)")
-
-    usage = commands.add_parser("usage", help="what runs used and cost", allow_abbrev=False)
-    usage.add_argument("--since", default="7d", metavar="7d", help="how far back: 12h, 7d, 4w (7d)")
-    groups = ("day", "user", "session", "notebook", "type")
-    usage.add_argument("--by", choices=groups, default="day", help="what the rows are (day)")
-    usage.add_argument("--format", choices=("table", "csv", "json"), default="table", help="(table)")
-
-    page = commands.add_parser("help", help="show the page about an error, or list them all", allow_abbrev=False)
-    page.add_argument("topic", metavar="TOPIC", nargs="?", default="", help="as an error names it (default: list)")
-
-    commands.add_parser("doctor", help="say what is wrong with this machine's set-up", allow_abbrev=False)
-    return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 0 < int(text) < 1_000_000_000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def _days(text: str) -> float:
-    try:
-        days = float(text)
-    except ValueError:
-        days = -1.0
-    if not 0 <= days < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of days")
-    return days
-
-
-def _rank(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or len(text) > 6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a rank: 0, 1, 2 ...")
-    return int(text)

@@ -1,19 +1,21 @@
-"""`sgpu pool add`, `list` and `remove`, and `sgpu types`: the pools that a user may use, and what they have."""
+"""`sgpu pool` and `sgpu types`: the pools that a user may use, what they have, and this machine's own."""
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
 
+from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pool_choosing import Money, counts, has_words
 from sgpu_magic.client.pools import PATIENCE_S, Asked, Pools
 from sgpu_magic.client.pools_edits import add_pool, remove_pool
-from sgpu_magic.client.pools_file import PoolEntry, new_entry, pools_path
-from sgpu_magic.config import Settings
+from sgpu_magic.client.pools_file import LOCAL, PoolEntry, new_entry, pools_path, read_pools
+from sgpu_magic.config import Settings, host_name
 from sgpu_magic.errors import PoolError, SgpuError
 from sgpu_magic.runs import pools_status
 from sgpu_magic.system.byte_sizes import format_bytes
+from sgpu_magic.views.pool_tables import status_text
 from sgpu_magic.views.tables import aligned
 from sgpu_magic.wire.device_types import CPU, memory_of
 from sgpu_magic.wire.interconnects import interconnect_of
@@ -93,19 +95,6 @@ def listing(settings: Settings) -> str:
     lines = aligned(rows)
     lines += [f"{answer.name}: {answer.problem}" for answer in answers if answer.problem]
     return "\n".join(lines)
-
-
-def status(settings: Settings, name: str = "") -> str:
-    """Return what `%sgpu_status` shows of all pools, or of one. Never starts a pool.
-
-    Raises:
-        SgpuError: The one pool can't be asked.
-    """
-    pools = Pools(settings)
-    try:
-        return pools_status.text_of(pools_status.ask(pools, name, start=False), {})
-    finally:
-        pools.close()
 
 
 def types(settings: Settings, name: str = "") -> str:
@@ -222,3 +211,38 @@ def _remark(answer: Asked, status: PoolStatus, kind: str) -> str:
     if kind != CPU and more > 0:
         words.append(f"{there} there, {more} more can come")
     return ", ".join(words)
+
+
+def status(settings: Settings, name: str = "") -> str:
+    """Return what `%sgpu_status` shows, of one pool or of all. Never starts a pool.
+
+    Raises:
+        PoolError: It does not answer, or is of another version.
+    """
+    if name != LOCAL and (name or read_pools()):
+        pools = Pools(settings)
+        try:
+            return pools_status.text_of(pools_status.ask(pools, name, start=False), {})
+        finally:
+            pools.close()
+    pool = Pool(settings)
+    try:
+        answer = pool.status(start=False)
+    finally:
+        pool.close()
+    if answer is None:
+        return f"no local pool is running on {host_name()}; the first %%distributed cell starts one"
+    return status_text(answer)
+
+
+def stop(settings: Settings, *, force: bool) -> str:
+    """Stop the pool, wait for its end, and return a sentence.
+
+    Raises:
+        PoolError: Runs are going on and `force` is not set, or it does not end.
+    """
+    address = find_pool(settings)
+    if address is None:
+        return f"no local pool is running on {host_name()}"
+    Pool(settings).stop(force=force)
+    return f"the local pool (process {address.pid}) is stopped"

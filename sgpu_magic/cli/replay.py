@@ -9,13 +9,12 @@ from typing import TextIO
 from sgpu_magic.client.files_of_run import recorded_directory
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.runs import follow
-from sgpu_magic.runs.durations import optional_s
+from sgpu_magic.runs.follow import run_loop
+from sgpu_magic.runs.option_values import device_type, optional_s
 from sgpu_magic.runs.replay.launching import ReplayOptions, prepare_replay
 from sgpu_magic.runs.replay.recorded import read_recorded
-from sgpu_magic.runs.submission import let_go, submit
+from sgpu_magic.runs.submit.submit import let_go, submit
 from sgpu_magic.runs.workplace import close_workplace, workplace
-from sgpu_magic.wire.device_types import canonical_type
 from sgpu_magic.wire.states import RunState
 
 
@@ -25,10 +24,6 @@ def options_from(values: argparse.Namespace) -> ReplayOptions:
     Raises:
         UsageError: A value means nothing.
     """
-    try:
-        device_type = None if values.type is None else canonical_type(values.type)
-    except ValueError as error:
-        raise UsageError(f"--type: {error}") from None
     variables: dict[str, str] = {}
     for text in values.env:
         name, equals, value = text.partition("=")
@@ -37,7 +32,7 @@ def options_from(values: argparse.Namespace) -> ReplayOptions:
         variables[name] = value
     return ReplayOptions(
         ranks=values.gpus,
-        device_type=device_type,
+        device_type=device_type("--type", values.type),
         variables=variables,
         here=values.here,
         timeout_s=optional_s("--timeout", values.timeout),
@@ -73,16 +68,16 @@ def replay(settings: Settings, run: str, options: ReplayOptions, out: TextIO) ->
         if options.detach:
             for note in started.spec.shipped.notes:
                 print(note, file=out)
-            print(follow.goes_on(started.spec), file=out)
+            print(run_loop.goes_on(started.spec), file=out)
             place.pool.run_left(started.run_id)
             started.close()
             return True
         followed = place.followed(started, options.ui, error_follows=False)
         try:
-            follow.show(followed, RunState.QUEUED, threading.Event())
+            run_loop.show(followed, RunState.QUEUED, threading.Event())
         except KeyboardInterrupt:
             started.cancel("`sgpu replay` was interrupted")
-            follow.show(followed, RunState.QUEUED, threading.Event())
+            run_loop.show(followed, RunState.QUEUED, threading.Event())
         finally:
             let_go(place.pool, started)
         ended = followed.view.ended

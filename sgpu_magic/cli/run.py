@@ -11,14 +11,17 @@ from typing import Any, TextIO
 
 import msgspec
 
-from sgpu_magic.cli.headless import detached, formats, records
-from sgpu_magic.cli.headless.job import Job, Options, copy_of, job_from
+from sgpu_magic.cli import jobs
+from sgpu_magic.cli.headless import formats
+from sgpu_magic.cli.headless.executed_copy import copy_of
+from sgpu_magic.cli.headless.job import Job, Options, job_from
 from sgpu_magic.cli.headless.job_file import EXTRA, read_mapping, read_yaml
 from sgpu_magic.cli.headless.outcome import ExitCode
 from sgpu_magic.cli.headless.parameters import read_pair, typed
-from sgpu_magic.cli.run_options import script_arguments
+from sgpu_magic.cli.parser import script_arguments
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
+from sgpu_magic.runs.option_values import key_values
 from sgpu_magic.views.units import format_seconds
 from sgpu_magic.wire.ids import new_id, short
 
@@ -33,7 +36,7 @@ def run(settings: Settings, values: argparse.Namespace, out: TextIO, err: TextIO
 
     Args:
         settings: Where jobs lie.
-        values: The command's options, from `run_options`; `words` is the command line behind `sgpu`.
+        values: The command's options, from `parser`; `words` is the command line behind `sgpu`.
         out: Takes what cells print, with `--verbose`, and the executed copy's path.
         err: Takes a line per cell and what went wrong.
 
@@ -44,7 +47,7 @@ def run(settings: Settings, values: argparse.Namespace, out: TextIO, err: TextIO
     _check_extra()
     _check_kernel(job)
     continued = bool(values.job_id)
-    record = records.JobRecord(
+    record = jobs.JobRecord(
         job_id=values.job_id or new_id(),
         source=str(job.source),
         copy=values.copy or ("" if continued else str(copy_of(job) or "")),
@@ -53,14 +56,14 @@ def run(settings: Settings, values: argparse.Namespace, out: TextIO, err: TextIO
     )
     if values.detach and not continued:
         return _detach(settings, record, values.words, out)
-    records.prune(settings)
-    record = records.begun(record)
-    records.write(settings, record)
+    jobs.prune(settings)
+    record = jobs.begun(record)
+    jobs.write(settings, record)
     code = ExitCode.FAILED
     try:
         code, record = _attempts(settings, job, record, out if values.verbose or job.is_script else None, err)
     finally:
-        records.write(settings, records.ended(record, code))
+        jobs.write(settings, jobs.ended(record, code))
     if record.copy:
         # a script's standard output is its own
         print(record.copy, file=err if job.is_script else out)
@@ -84,13 +87,6 @@ def options_from(values: argparse.Namespace) -> Options:
     for text in values.raw_parameter:
         name, value = read_pair("-r", text)
         parameters[name] = value
-    variables: dict[str, str] = {}
-    for text in values.env:
-        name, equals, value = text.partition("=")
-        if not equals or not name:
-            # the value may be a secret that was put in the name's place: it is not repeated
-            raise UsageError("--env takes KEY=VALUE, with a name before the sign.")
-        variables[name] = value
     return Options(
         gpus=values.gpus,
         type=values.type,
@@ -101,7 +97,7 @@ def options_from(values: argparse.Namespace) -> Options:
         env_version=values.env_version,
         max_cost=values.max_cost,
         parameters=parameters,
-        variables=variables,
+        variables=key_values(values.env),
         timeout=values.timeout,
         retries=values.retries,
         kernel=values.kernel,
@@ -150,8 +146,8 @@ def _check_kernel(job: Job) -> None:
 
 
 def _attempts(
-    settings: Settings, job: Job, record: records.JobRecord, out: TextIO | None, err: TextIO
-) -> tuple[ExitCode, records.JobRecord]:
+    settings: Settings, job: Job, record: jobs.JobRecord, out: TextIO | None, err: TextIO
+) -> tuple[ExitCode, jobs.JobRecord]:
     """Execute the job, again after failures of the pool as often as it says."""
     # nbclient takes half a second, and a mistake in the command is told before
     from sgpu_magic.cli.headless.execution import NotebookRun
@@ -159,7 +155,7 @@ def _attempts(
     def told(done: int, cells: int) -> None:
         nonlocal record
         record = msgspec.structs.replace(record, done=done, cells=cells)
-        records.write(settings, record)
+        jobs.write(settings, record)
 
     left, pause_s = job.retries, _RETRY_AFTER_S
     while True:
@@ -178,16 +174,18 @@ def _attempts(
         pause_s = min(2 * pause_s, _RETRY_AFTER_MOST_S)
 
 
-def _detach(settings: Settings, record: records.JobRecord, words: Sequence[str], out: TextIO) -> int:
+def _detach(settings: Settings, record: jobs.JobRecord, words: Sequence[str], out: TextIO) -> int:
     own = list(words)
     at = own.index("--") if "--" in own else len(own)
     rest = [word for word in own[:at] if word != "--detach"]
-    started = detached.start(settings, record, [*rest, "--job-id", record.job_id, "--copy", record.copy, *own[at:]])
+    started = jobs.start_detached(
+        settings, record, [*rest, "--job-id", record.job_id, "--copy", record.copy, *own[at:]]
+    )
     shown = short(started.job_id)
     copy = f"executed copy: {started.copy}\n" if started.copy else ""
     print(
         f"job {shown} goes on without this terminal: process {started.pid}\n"
-        f"{copy}log: {records.folder_of(settings, record.job_id) / records.LOG}\n"
+        f"{copy}log: {jobs.folder_of(settings, record.job_id) / jobs.LOG}\n"
         f"`sgpu jobs` lists it, `sgpu jobs log {shown}` shows what it said, `sgpu jobs stop {shown}` ends it.",
         file=out,
     )

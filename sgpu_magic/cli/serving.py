@@ -1,19 +1,28 @@
-"""`sgpu pool serve`, `keygen`, `authorize` and `revoke`: a pool for other machines, and who may use it."""
+"""`sgpu pool serve`, `deploy`, `keygen`, `authorize` and `revoke`: a pool for other machines, and who may use it.
+
+`python -m sgpu_magic.cli.serving` is the Ray job of `sgpu pool deploy`: it becomes the pool service.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import getpass
 import os
 import sys
 from typing import NoReturn
 
-from sgpu_magic.cli import deploying
+import msgspec
+
 from sgpu_magic.client.keys import own_key_path
-from sgpu_magic.config import Settings
-from sgpu_magic.errors import PoolError, UsageError
+from sgpu_magic.config import Settings, load_settings, private_dir
+from sgpu_magic.errors import PoolError, SgpuError, UsageError
+from sgpu_magic.nodes.ray.deploy import DEPLOYED, Deployment, deploy, job_options, undeploy
+from sgpu_magic.nodes.ray.jobs_api import JobsApi
 from sgpu_magic.pool import clients
+from sgpu_magic.pool.clients import read_clients
 from sgpu_magic.pool.serving import CLIENTS, checked_listen, checked_name, served_settings
-from sgpu_magic.system.secure_sockets import new_key_pair, write_key_pair
+from sgpu_magic.system.secure_sockets import new_key_pair, read_key_pair, write_key_pair
 from sgpu_magic.wire.address import MAX_SOCKET_PATH_BYTES, agent_socket_file
 
 # ranks of a served pool wait so long for the next service
@@ -26,7 +35,7 @@ def run(settings: Settings, options: argparse.Namespace) -> str:
         case "serve":
             serve(settings, options.engine, options.listen, options.name, same_files=options.same_files)
         case "deploy" | "undeploy":
-            return deploying.run(settings, options)
+            return deploy_pool(settings, options)
         case "keygen":
             return keygen(force=options.force)
         case "authorize":
@@ -114,3 +123,51 @@ def revoke(settings: Settings, name: str, who: str) -> str:
         f"{who} may no longer use the pool {name}: {keys} key{'s' * (keys != 1)} removed, links are cut within "
         "seconds. Runs that go on are not ended; an admin's `sgpu cancel` does that."
     )
+
+
+# the pool's own settings, said where `sgpu pool deploy` is called; directories are the head's affair
+_TRAVEL = ("SGPU_RAY_", "SGPU_USER_", "SGPU_FAIR_", "SGPU_LINK_", "SGPU_ADOPT_", "SGPU_PRICES", "SGPU_RESERVED_PRICES")
+
+
+def deploy_pool(settings: Settings, options: argparse.Namespace) -> str:
+    """Do what was asked and return what to print.
+
+    Raises:
+        SgpuError: An option means nothing, the cluster refuses, or the pool does not start or end.
+    """
+    api = JobsApi(options.ray)
+    name = checked_name(options.name)
+    if options.action == "undeploy":
+        return undeploy(api, name)
+    what = Deployment(name, checked_listen(options.listen), _clients(settings, name))
+    variables = {key: value for key, value in os.environ.items() if key.startswith(_TRAVEL)}
+    return deploy(api, what, variables, job_options(options.job))
+
+
+def _clients(settings: Settings, name: str) -> tuple[tuple[str, str, bool], ...]:
+    """Who is let in: this user, and all that `sgpu pool authorize --name NAME` has listed here."""
+    listed = read_clients(served_settings(settings, name).state_path / CLIENTS)
+    clients = [(client.user, key, client.admin) for key, client in listed.items()]
+    try:
+        own = read_key_pair(own_key_path()).public
+    except FileNotFoundError:
+        return tuple(clients)
+    return tuple(clients) if own in listed else ((getpass.getuser(), own, True), *clients)
+
+
+def main() -> None:
+    what = msgspec.json.decode(os.environ.pop(DEPLOYED), type=Deployment)
+    try:
+        settings = load_settings()
+        folder = private_dir(served_settings(settings, what.name).state_path)
+        for name, key, admin in what.clients:
+            # whoever is listed there already stays as they are
+            with contextlib.suppress(UsageError):
+                clients.authorize(folder / CLIENTS, name, key, admin=admin)
+        serve(settings, "ray", what.listen, what.name, same_files=settings.ray_same_files)
+    except SgpuError as error:
+        sys.exit(f"sgpu: {error.message}")
+
+
+if __name__ == "__main__":
+    main()

@@ -27,4 +27,5 @@ files_of_run   a run's files, wherever its pool is
 mirror         files of a run that were brought from another machine
 ledger_file    the local ledger, read only
 usage          runs, GPU-hours and cost from it
+current_settings  settings that follow `%env`
 """

@@ -1,11 +1,12 @@
-"""`@distributed`, and what stands in a function's place."""
+"""`@distributed` and `@ray_launch`, and what stands in a function's place."""
 
 from __future__ import annotations
 
 import functools
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, Unpack, cast, overload
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, cast, overload
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.functions.options import CallOptions, Options, checked
@@ -34,18 +35,19 @@ class DistributedFunction(Generic[P, R, T]):
 
     __name__: str
     __wrapped__: Callable[P, R]
+    _decorator = "distributed"
 
-    def __init__(self, function: Callable[P, R], options: Options, *, run_async: bool = False) -> None:
+    def __init__(self, function: Callable[P, R], options: Options, run_async: bool = False) -> None:
         function = cast("Callable[P, R]", getattr(function, "__sgpu_function__", function))
         if not callable(function):
             raise UsageError(
-                f"@distributed stands before a function, and {function!r} can't be called. Its options have names: "
-                "@distributed(gpus=4)."
+                f"@{self._decorator} stands before a function, and {function!r} can't be called. Its options have "
+                f"names: @{self._decorator}(gpus=4)."
             )
         functools.update_wrapper(cast("Any", self), function)
         self.__sgpu_function__ = function
         self._given = options
-        self._options = checked(**options)
+        self._options = self._checked(options)
         self._run_async = run_async
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -57,7 +59,7 @@ class DistributedFunction(Generic[P, R, T]):
         """Runs the function on every rank: `train.distributed(...)`, or `train.distributed.submit(...)`."""
         return Launcher(self.__sgpu_function__, self._options, run_async=self._run_async)
 
-    def options(self, **changes: Unpack[Options]) -> DistributedFunction[P, R, T]:
+    def options(self, **changes: Unpack[Options]) -> Self:
         """Return the same function with other options, which are those of `@distributed`.
 
         Those that are not named stay. `train.options(gpus=2).distributed()` leaves `train` itself as it is.
@@ -72,14 +74,14 @@ class DistributedFunction(Generic[P, R, T]):
         if {"gpus", "num_gpus"} & changes.keys():
             given = {name: value for name, value in given.items() if name not in ("gpus", "num_gpus")}
         merged = cast("Options", given | dict(changes))
-        return DistributedFunction(self.__sgpu_function__, merged, run_async=self._run_async)
+        return type(self)(self.__sgpu_function__, merged, self._run_async)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """A method of a class: called here it has its `self`, and `.distributed` takes it along."""
         if instance is None:
             return self
         bound = cast("Any", self.__sgpu_function__).__get__(instance, owner)
-        return DistributedFunction[..., R, T](bound, self._given, run_async=self._run_async)
+        return type(self)(bound, self._given, self._run_async)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         """By its name where a module has it under that; else with its function."""
@@ -91,11 +93,15 @@ class DistributedFunction(Generic[P, R, T]):
             return name
         # a session is this process's, and values of `env` are often secrets
         given = {key: value for key, value in self._given.items() if key not in ("session", "env")}
-        return _again, (self.__sgpu_function__, given, self._run_async)
+        return type(self), (self.__sgpu_function__, given, self._run_async)
 
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self._given.items() if name != "env")
-        return f"<distributed {getattr(self, '__qualname__', self.__sgpu_function__)}({given})>"
+        return f"<{self._decorator} {getattr(self, '__qualname__', self.__sgpu_function__)}({given})>"
+
+    @staticmethod
+    def _checked(options: Options) -> CallOptions:
+        return checked(**options)
 
 
 class Launcher(Generic[P, R, T]):
@@ -107,7 +113,7 @@ class Launcher(Generic[P, R, T]):
         run_async: Calling it returns a `Run` at once.
     """
 
-    def __init__(self, function: Callable[P, R], options: CallOptions, *, run_async: bool) -> None:
+    def __init__(self, function: Callable[P, R], options: CallOptions, *, run_async: bool = False) -> None:
         self._function = function
         self._options = options
         self._run_async = run_async
@@ -217,6 +223,97 @@ def distributed(
     return (_AsyncDecorator if run_async else _Decorator)(options, run_async=run_async)
 
 
-def _again(function: Callable[..., Any], options: Options, run_async: bool) -> DistributedFunction[..., Any, Any]:
-    """The same object where its pickle stream is read."""
-    return DistributedFunction(function, options, run_async=run_async)
+class RayFunction(DistributedFunction[P, R, R]):
+    """A function that `@ray_launch` has been put on.
+
+    Calling it calls the function here, once. Its `distributed` runs it as the driver of a Ray cluster of its own.
+    """
+
+    _decorator = "ray_launch"
+
+    @property
+    def distributed(self) -> RayLauncher[P, R]:
+        """Runs the function with a Ray cluster: `tune.distributed(...)`, or `tune.distributed.submit(...)`."""
+        return RayLauncher(self.__sgpu_function__, self._options)
+
+    @staticmethod
+    def _checked(options: Options) -> CallOptions:
+        return check_ray_options(options)
+
+
+class RayLauncher(Launcher[P, R, R]):
+    """Runs one function as a Ray cluster's driver; `tune.distributed` is one.
+
+    The result of a run that `submit` starts is a list of one, what the driver returned.
+    """
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Start a Ray cluster on the leased devices, call the function in its driver and return what it returns.
+
+        In it `ray.init()` finds the cluster. The cluster has the lease's GPUs, ends with the function, and nobody else
+        can use it. An interrupt cancels the run.
+
+        Raises:
+            TypeError: The arguments do not fit the function. Nothing has started.
+            SerializationError: The function, an argument or what it returned can't be pickled.
+            EnvironmentFailed: The ranks' Python has no Ray, or Ray does not start in it.
+            CapacityError: The pool can't place the run.
+            RunCancelled: It was cancelled.
+            Exception: What the function raised. Of an error in a Ray task or actor it is the error itself, with the
+                task's own lines.
+        """
+        with frames_left_out:
+            (value,) = cast("list[R]", super().__call__(*args, **kwargs))
+            return value
+
+
+def ray_launch(**options: Unpack[Options]) -> Callable[[Callable[P, R]], RayFunction[P, R]]:
+    """Let a function be the driver of a Ray cluster on the pool's devices.
+
+        @ray_launch(gpus=4, gpu_type="a10")
+        def tune():
+            import ray
+            ray.init()
+            return ray.get([trial.remote(lr) for lr in rates])
+
+        best = tune.distributed()      # on the cluster, which ends with it
+        tune()                         # here, once
+
+    The cluster is the run's own: on each node of the lease with that node's GPUs, with the Ray of the ranks' packages.
+    The function runs in rank 0; the other ranks hold their devices. Parameters named `rank`, `local_rank`,
+    `world_size` and `device` are filled in as for `@distributed`.
+
+    Args:
+        options: Those of `@distributed`, but for session and profile.
+
+    Raises:
+        UsageError: An option means nothing or contradicts another.
+        TypeError: There is no option of that name.
+    """
+    # what is wrong with the options is told where they stand
+    check_ray_options(options)
+
+    def decorate(function: Callable[P, R]) -> RayFunction[P, R]:
+        return RayFunction(function, options)
+
+    return decorate
+
+
+def check_ray_options(options: Options) -> CallOptions:
+    """Check the options of `@ray_launch`.
+
+    Raises:
+        UsageError: One means nothing, or is not possible with Ray.
+    """
+    found = checked(**options)
+    if found.session is not None:
+        raise UsageError(
+            "a Ray cluster is started on new ranks, and session= names some that stay. Leave session out: the run gets "
+            "devices of its own."
+        )
+    if found.profile:
+        raise UsageError(
+            "profile keeps a trace of every rank, and with @ray_launch the work is done in Ray's own workers. Leave it "
+            "out; ray.timeline() in the function, or the cluster's dashboard, shows them."
+        )
+    return replace(found, ray=True)

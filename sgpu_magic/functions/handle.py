@@ -16,10 +16,10 @@ from sgpu_magic.client.result import mlflow_run_id
 from sgpu_magic.client.run import Run as PoolRun
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.functions.tracebacks import frames_left_out
-from sgpu_magic.runs import follow
-from sgpu_magic.runs.follow import Ending, Followed
-from sgpu_magic.runs.outcome import deliver
-from sgpu_magic.runs.submission import let_go
+from sgpu_magic.runs.follow import run_loop
+from sgpu_magic.runs.follow.outcome import deliver
+from sgpu_magic.runs.follow.run_loop import Ending, Followed
+from sgpu_magic.runs.submit.submit import let_go
 from sgpu_magic.runs.workplace import Workplace, workplace
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.wire.events import Event, RunEnded
@@ -190,9 +190,9 @@ class Run(Future[list[R]], Generic[R]):
                 elif run.link_lost:
                     while (item := run.next_event(0)) is not None:
                         yield item[0]
-                    if follow.find_again(followed) is not None:
+                    if run_loop.find_again(followed) is not None:
                         return
-                elif state.is_final and time.monotonic() - heard_at > follow.HISTORY_PATIENCE_S:
+                elif state.is_final and time.monotonic() - heard_at > run_loop.HISTORY_PATIENCE_S:
                     return
         finally:
             run.close()
@@ -210,10 +210,10 @@ class Run(Future[list[R]], Generic[R]):
             place.windows.open(followed, state, live=place.live_views.is_watched and ui != "text")
             return
         try:
-            follow.show(followed, state, threading.Event())
+            run_loop.show(followed, state, threading.Event())
         except KeyboardInterrupt:
             # only the watching is over
-            follow.replay(followed, RunState.RUNNING)
+            run_loop.replay(followed, RunState.RUNNING)
         finally:
             run.close()
 

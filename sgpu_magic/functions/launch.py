@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import CancelledError
-from dataclasses import replace as change
 from typing import Any
 
 from msgspec.structs import replace
@@ -16,14 +15,14 @@ from msgspec.structs import replace
 from sgpu_magic.errors import CapacityError, RunCancelled, UsageError
 from sgpu_magic.functions.handle import Run
 from sgpu_magic.functions.options import CallOptions
-from sgpu_magic.runs import calls, follow
-from sgpu_magic.runs.choice.default_choice import PYTHON_WAYS, Asked, with_choice
-from sgpu_magic.runs.devices import in_pythons_words
+from sgpu_magic.runs.choice.default_choice import PYTHON_WAYS, with_choice
 from sgpu_magic.runs.notebook import owner
-from sgpu_magic.runs.sessions import Session, registry, running
+from sgpu_magic.runs.option_values import in_pythons_words
+from sgpu_magic.runs.package_options import refuse_in_session
+from sgpu_magic.runs.sessions import Session, registry, run_in
 from sgpu_magic.runs.sessions.cells import Prepared, prepare_call
-from sgpu_magic.runs.submission import Submission, let_go, submit
-from sgpu_magic.runs.wishes import refuse_in_session
+from sgpu_magic.runs.submit import pack_call
+from sgpu_magic.runs.submit.submit import Submission, submit
 from sgpu_magic.runs.workplace import Workplace, workplace
 from sgpu_magic.wire.ids import new_id, short
 from sgpu_magic.wire.records import RunSpec
@@ -46,7 +45,7 @@ def run_here(
         try:
             if session is not None:
                 prepared = _preparer(session, function, args, kwargs, options)
-                return running.run_in(session.checked(), prepared, options.ui).values
+                return run_in.run_in(session.checked(), prepared, options.ui).values
             return _bring_back(place, prepare(place, function, args, kwargs, options), options.ui)
         except RunCancelled as error:
             # a KeyboardInterrupt would end the event loop that waits for this thread, or that runs this task
@@ -69,8 +68,8 @@ def start(
     session = options.session
     if session is None:
         return submitted(place, prepare(place, function, args, kwargs, options))
-    run, prepared = running.start_in(session.checked(), _preparer(session, function, args, kwargs, options))
-    return Run(place, run, RunState.QUEUED, lambda view: running.settle(session, prepared, view))
+    run, prepared = run_in.start_in(session.checked(), _preparer(session, function, args, kwargs, options))
+    return Run(place, run, RunState.QUEUED, lambda view: run_in.settle(session, prepared, view))
 
 
 def submitted(place: Workplace, submission: Submission) -> Run[Any]:
@@ -105,10 +104,10 @@ def prepare(
     """
     with _in_pythons_words():
         place.wanted_pool(options.pool)
-    packed = calls.pack_call(place, function, args, kwargs, exclude=options.exclude)
+    packed = pack_call.pack_call(place, function, args, kwargs, exclude=options.exclude)
     session = _lent_by(options) if beside_sessions and not options.ray else None
     if session is None:
-        options = _with_notebooks_choice(place, options)
+        options = with_choice(place, options, PYTHON_WAYS)
     variables = {**(session.variables if session is not None else {}), **(options.variables or {})}
     if session is not None:
         found = session.lends(options.ranks)
@@ -120,7 +119,7 @@ def prepare(
         name=name or options.name or packed.name,
         cell=packed.cell,
         placement=found.placement,
-        outputs=calls.OUTPUTS_OF_DRIVER if options.ray else calls.OUTPUTS,
+        outputs=pack_call.OUTPUTS_OF_DRIVER if options.ray else pack_call.OUTPUTS,
         owner=owner(place.shell),
         timeout_s=options.timeout_s,
         wait_s=options.wait_s,
@@ -143,20 +142,11 @@ def prepare(
         spec,
         packed.packed,
         packed.key,
-        calls.environ_with(variables),
+        pack_call.environ_with(variables),
         wishes,
         frozenset(variables),
         pool=found.pool.name,
     )
-
-
-def _with_notebooks_choice(place: Workplace, options: CallOptions) -> CallOptions:
-    """The same with what the notebook's choice says where nothing was asked for."""
-    asked = Asked(options.devices, options.wishes, options.pool)
-    found = with_choice(place, asked, PYTHON_WAYS)
-    if found is asked:
-        return options
-    return change(options, devices=found.devices, wishes=found.wishes, pool=found.pool)
 
 
 def _lent_by(options: CallOptions) -> Session | None:
@@ -217,12 +207,8 @@ def _preparer(
 
 
 def _bring_back(place: Workplace, submission: Submission, ui: str) -> list[Any]:
-    pool = place.pool_of(submission)
-    run = submit(pool, submission)
-    try:
-        result = follow.bring_back(place.followed(run, ui), place.namespace, place.restarts)
-    finally:
-        let_go(pool, run)
+    run = submit(place.pool_of(submission), submission)
+    result = place.bring_back(run, ui)
     if result is None:
         run_id = short(run.run_id)
         raise RunCancelled(

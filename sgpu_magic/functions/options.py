@@ -11,12 +11,19 @@ from typing import TYPE_CHECKING, Literal, TypedDict, TypeGuard, Unpack
 
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
-from sgpu_magic.runs.devices import check_spread, in_pythons_words, memory_bytes, node_count, strategy_of
-from sgpu_magic.runs.durations import duration_s
-from sgpu_magic.runs.placing import Devices
-from sgpu_magic.runs.submission import Wishes
-from sgpu_magic.runs.wishes import EnvVersion, Upload, max_cost_from, wishes_from
-from sgpu_magic.wire.device_types import canonical_type
+from sgpu_magic.runs.option_values import (
+    UI_CHOICES,
+    check_spread,
+    device_type,
+    duration_s,
+    in_pythons_words,
+    memory_bytes,
+    node_count,
+    rank_count,
+    strategy_of,
+)
+from sgpu_magic.runs.package_options import EnvVersion, Upload, Wishes, max_cost_from, wishes_from
+from sgpu_magic.runs.submit.placing import Devices
 
 if TYPE_CHECKING:
     from sgpu_magic.runs.sessions import Session
@@ -24,9 +31,7 @@ if TYPE_CHECKING:
 Duration = float | str | timedelta
 """Seconds, a text such as `"30m"`, or a `datetime.timedelta`."""
 
-_UI = ("auto", "widget", "text", "none")
 _RETRY_ON = ("failure", "any")
-_MAX_RANKS = 4096
 _MAX_RETRIES = 100
 
 
@@ -167,10 +172,10 @@ def checked(**options: Unpack[Options]) -> CallOptions:
     gpus, num_gpus = options.get("gpus"), options.get("num_gpus")
     if gpus is not None and num_gpus is not None and gpus != num_gpus:
         raise UsageError(f"gpus={gpus!r} and num_gpus={num_gpus!r} are the same option. Give one of them.")
-    device_type = _device_type(options.get("gpu_type"))
+    gpu_type = _device_type(options.get("gpu_type"))
     session = options.get("session")
     remote = options.get("remote")
-    if remote and device_type is None and session is None:
+    if remote and gpu_type is None and session is None:
         raise UsageError(
             'remote=True needs gpu_type: say which GPUs the pool shall give, such as gpu_type="h100" ("any" for '
             "whatever it has)."
@@ -186,8 +191,8 @@ def checked(**options: Unpack[Options]) -> CallOptions:
             f"timeout={options.get('timeout')!r} is not possible: a run may take more than 0 s and at most 7 days."
         )
     ui = options.get("ui", "auto")
-    if ui not in _UI:
-        raise UsageError(f"ui={ui!r} is not possible; there are: {', '.join(_UI)}.")
+    if ui not in UI_CHOICES:
+        raise UsageError(f"ui={ui!r} is not possible; there are: {', '.join(UI_CHOICES)}.")
     retries = options.get("retries", 0)
     if not _is_count(retries) or not 0 <= retries <= _MAX_RETRIES:
         raise UsageError(f"retries={retries!r} is not possible; 0 to {_MAX_RETRIES} are.")
@@ -195,8 +200,8 @@ def checked(**options: Unpack[Options]) -> CallOptions:
     if ("retry_on" in options or retry_any) and not retries:
         raise UsageError("retry_on says when to start again, but not how often: add retries=N.")
     devices = Devices(
-        ranks_of("gpus" if gpus is not None else "num_gpus", gpus if gpus is not None else num_gpus),
-        device_type,
+        rank_count("gpus" if gpus is not None else "num_gpus", gpus if gpus is not None else num_gpus),
+        gpu_type,
         memory_bytes("min_memory", options.get("min_memory")),
         node_count("nodes", options.get("nodes")),
         strategy_of("placement", options.get("placement")),
@@ -232,19 +237,6 @@ def checked(**options: Unpack[Options]) -> CallOptions:
     )
 
 
-def ranks_of(option: str, value: object) -> int | None:
-    """Check a number of ranks.
-
-    Raises:
-        UsageError: It is none.
-    """
-    if value is None:
-        return None
-    if not _is_count(value) or not 1 <= value <= _MAX_RANKS:
-        raise UsageError(f"{option}={value!r} is not a number of ranks; 1 to {_MAX_RANKS} is possible.")
-    return value
-
-
 def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -252,12 +244,7 @@ def _is_count(value: object) -> TypeGuard[int]:
 def _device_type(value: str | enum.Enum | None) -> str | None:
     if isinstance(value, enum.Enum):
         value = str(value.value)
-    if value is None:
-        return None
-    try:
-        return canonical_type(str(value))
-    except ValueError as error:
-        raise UsageError(f"gpu_type: {error}") from None
+    return device_type("gpu_type", None if value is None else str(value))
 
 
 def _retries_on_any(options: SharedOptions) -> bool:

@@ -8,9 +8,10 @@ from typing import Any, Generic, Literal, TypeVar, Unpack, cast, overload
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.functions.handle import Run
-from sgpu_magic.functions.options import SharedOptions, checked, ranks_of
+from sgpu_magic.functions.options import SharedOptions, checked
 from sgpu_magic.functions.sweeping import Sweeping, Task
 from sgpu_magic.functions.tracebacks import frames_left_out
+from sgpu_magic.runs.option_values import rank_count
 from sgpu_magic.runs.workplace import workplace
 
 T = TypeVar("T")
@@ -161,7 +162,7 @@ def map(
         RunCancelled: The sweep was interrupted.
     """
     function = cast("Callable[..., object]", getattr(fn, "__sgpu_function__", fn))
-    ranks_of("gpus_per_task", gpus_per_task)
+    rank_count("gpus_per_task", gpus_per_task)
     if at_once is not None and (isinstance(at_once, bool) or at_once < 1):
         raise UsageError(f"at_once={at_once!r} is not possible: at least one run has to be allowed.")
     call_options = checked(gpus=gpus_per_task, gpu_type=gpu_type, **options)

@@ -1,19 +1,15 @@
 """`%%distributed`, `%sgpu_connect` and their like: parse, submit, show; nothing else.
 
-parsing         how lines are read
-arguments       the options of `%%distributed` and `%%rank`
-line_arguments  those of the line magics
-cell            a cell and its options -> what is submitted
-choosing        in which session, or in none
-distributed     the magics that run cells and look at runs
-session_magics  those of sessions
-replay_magic    `%sgpu_replay`
-environment_magic  `%sgpu_env`
-auto            `%sgpu_auto`: plain cells go to the ranks
-assignments     what plain cells bind anew
-questions       completion and `obj?` by a rank
-completion      options and types in the front end's completer
-warmth          keeps ranks at hand while cells run
+``parsing``: how lines are read, and the options that several magics share
+``arguments``: the options of `%%distributed`, `%%rank` and `%%ray_launch`
+``cell``: the session that a cell runs in, and what of it is submitted
+``run_magics``: the magics that run cells and look at runs
+``status``: `%sgpu_status`, kept up to date
+``session_magics``: those of sessions, with their options
+``environment_magic``: `%sgpu_env`
+``cell_hooks``: around plain cells: `%sgpu_auto`, names bound anew, ranks kept warm
+``completion``: options, types and runs in the front end's completer
+``rank_completion``: completion and `obj?` answered by a rank
 """
 
 # IPython's own attributes are only partly typed
@@ -27,12 +23,10 @@ from IPython.core.inputtransformer2 import cell_magic
 from IPython.core.interactiveshell import InteractiveShell
 
 from sgpu_magic.magics import completion
-from sgpu_magic.magics.assignments import Assignments
-from sgpu_magic.magics.auto import AutoMode
-from sgpu_magic.magics.distributed import DistributedMagics
+from sgpu_magic.magics.cell_hooks import Assignments, AutoMode
 from sgpu_magic.magics.environment_magic import EnvironmentMagics
-from sgpu_magic.magics.questions import RankQuestions
-from sgpu_magic.magics.replay_magic import ReplayMagics
+from sgpu_magic.magics.rank_completion import RankQuestions
+from sgpu_magic.magics.run_magics import DistributedMagics
 from sgpu_magic.magics.session_magics import SessionMagics
 from sgpu_magic.panel.kernel_endpoint import KernelEndpoint
 from sgpu_magic.runs import packages
@@ -65,7 +59,6 @@ def load(shell: InteractiveShell) -> None:
     magics = DistributedMagics(shell, auto)
     shell.register_magics(magics)
     shell.register_magics(SessionMagics(shell, auto))
-    shell.register_magics(ReplayMagics(shell))
     door = KernelEndpoint(magics.place)
     shell.register_magics(EnvironmentMagics(shell, door))
     completion.install(shell)
@@ -101,7 +94,7 @@ def unload(shell: InteractiveShell) -> None:
     loaded.assignments.remove()
     if _help_without_body in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.remove(_help_without_body)
-    for owner in (DistributedMagics, SessionMagics, ReplayMagics, EnvironmentMagics):
+    for owner in (DistributedMagics, SessionMagics, EnvironmentMagics):
         for kind, names in owner.magics.items():
             for name in names:
                 shell.magics_manager.magics[kind].pop(name, None)

@@ -15,16 +15,13 @@ from sgpu_magic.magics.parsing import (
     add_variables,
     add_wishes,
     names,
-    outputs,
     read_devices,
     read_wishes,
-    variables,
 )
-from sgpu_magic.runs.durations import optional_s, timeout_s
-from sgpu_magic.runs.placing import Devices
-from sgpu_magic.runs.sessions.rank_lists import parse_ranks
-from sgpu_magic.runs.submission import Wishes
-from sgpu_magic.runs.wishes import max_cost_from
+from sgpu_magic.runs.option_values import key_values, optional_s, parse_ranks, timeout_s
+from sgpu_magic.runs.package_options import Wishes, max_cost_from
+from sgpu_magic.runs.submit.cell_source import outputs_from
+from sgpu_magic.runs.submit.placing import Devices
 from sgpu_magic.wire.records import OutputName
 
 RAY = "%%ray_launch"
@@ -186,10 +183,10 @@ def parse(line: str, prog: str = "%%distributed") -> CellOptions:
     ranks = listed if listed is not None else values.ranks
     return CellOptions(
         devices=read_devices(values),
-        outputs=outputs("--out", values.out),
+        outputs=outputs_from(values.out, "--out"),
         extra=names("--in", values.extra),
         exclude=names("--exclude", values.exclude),
-        variables=variables(values.env),
+        variables=key_values(values.env),
         timeout_s=timeout_s("--timeout", values.timeout),
         wait_s=optional_s("--wait", values.wait),
         name=values.name,
@@ -232,7 +229,7 @@ def _check_for_ray(values: argparse.Namespace) -> None:
                 f"{RAY} has no {option}: its Ray cluster is started on new ranks, never in a session's, and only rank "
                 f"0 runs the cell. Leave {option} out; the connected session stays as it is."
             )
-    for output in outputs("--out", values.out):
+    for output in outputs_from(values.out, "--out"):
         if output.all_ranks:
             raise UsageError(
                 f"--out {output.name}:all brings every rank's value back, and with {RAY} only rank 0 runs the cell. "

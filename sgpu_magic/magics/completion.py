@@ -17,14 +17,14 @@ from sgpu_magic.client.pool_choosing import KINDS, RESERVED
 from sgpu_magic.client.pools_file import LOCAL, read_pools
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import SgpuError
-from sgpu_magic.magics import environment_magic, line_arguments
+from sgpu_magic.magics import environment_magic, session_magics
 from sgpu_magic.magics.arguments import NO_SESSION, RAY, RETRY_CHOICES, parser
-from sgpu_magic.magics.parsing import UI_CHOICES, Parser
+from sgpu_magic.magics.parsing import Parser
 from sgpu_magic.packages import saved
 from sgpu_magic.packages.base_lists import BASE_NAMES
-from sgpu_magic.runs.devices import STRATEGIES
-from sgpu_magic.runs.sessions import registry, running
-from sgpu_magic.runs.wishes import TORCH_CHOICES
+from sgpu_magic.runs.option_values import STRATEGIES, UI_CHOICES
+from sgpu_magic.runs.package_options import TORCH_CHOICES
+from sgpu_magic.runs.sessions import registry, run_in
 from sgpu_magic.views import help as help_pages
 from sgpu_magic.wire.device_types import KNOWN_TYPES
 from sgpu_magic.wire.ids import is_valid_id, short
@@ -46,12 +46,12 @@ _PARSERS: dict[str, Callable[[], Parser]] = {
     "distributed": parser,
     "rank": lambda: parser("%%rank"),
     "ray_launch": lambda: parser(RAY),
-    "sgpu_connect": line_arguments.connect_parser,
-    "sgpu_disconnect": line_arguments.disconnect_parser,
-    "sgpu_pull": lambda: line_arguments.names_parser("%sgpu_pull", "", pulls=True),
-    "sgpu_push": lambda: line_arguments.names_parser("%sgpu_push", "", pulls=False),
-    "sgpu_restart": line_arguments.restart_parser,
-    "sgpu_auto": line_arguments.auto_parser,
+    "sgpu_connect": session_magics.connect_parser,
+    "sgpu_disconnect": session_magics.disconnect_parser,
+    "sgpu_pull": session_magics.pull_parser,
+    "sgpu_push": session_magics.push_parser,
+    "sgpu_restart": session_magics.restart_parser,
+    "sgpu_auto": session_magics.auto_parser,
     "sgpu_env": environment_magic.parser,
 }
 _matchers: dict[int, object] = {}
@@ -187,5 +187,5 @@ def _environments(*, with_none: bool) -> list[str]:
 def _names_on_ranks() -> list[str]:
     """Return what the current session's ranks have; none while they are busy."""
     session = registry.idle()
-    there = running.names_on(session, 0) if session is not None else None
+    there = run_in.names_on(session, 0) if session is not None else None
     return sorted(name for name in there or () if not name.startswith("_"))

@@ -8,16 +8,19 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.runs.devices import STRATEGIES, check_spread, memory_bytes, node_count, strategy_of
-from sgpu_magic.runs.placing import Devices
-from sgpu_magic.runs.reading import check_name
-from sgpu_magic.runs.submission import Wishes
-from sgpu_magic.runs.wishes import TORCH_CHOICES, wishes_from
-from sgpu_magic.wire.device_types import canonical_type
-from sgpu_magic.wire.records import OutputName
-
-UI_CHOICES = ("auto", "widget", "text", "none")
-_MAX_RANKS = 4096
+from sgpu_magic.runs.option_values import (
+    MOST_RANKS,
+    STRATEGIES,
+    UI_CHOICES,
+    check_spread,
+    device_type,
+    memory_bytes,
+    node_count,
+    strategy_of,
+)
+from sgpu_magic.runs.package_options import TORCH_CHOICES, Wishes, wishes_from
+from sgpu_magic.runs.submit.cell_source import check_name
+from sgpu_magic.runs.submit.placing import Devices
 
 
 class Parser(argparse.ArgumentParser):
@@ -137,7 +140,7 @@ def read_devices(values: argparse.Namespace) -> Devices:
         check_spread(values.gpus, nodes, strategy)
     return Devices(
         ranks=values.gpus,
-        device_type=device_type(values.type),
+        device_type=device_type("--type", values.type),
         min_memory_bytes=memory_bytes("--min-memory", values.min_memory),
         nodes=nodes,
         strategy=strategy,
@@ -151,18 +154,10 @@ def read_wishes(values: argparse.Namespace) -> Wishes:
     return wishes_from(values.env_version, values.torch, values.allow_build, track, values.upload)
 
 
-def device_type(text: str | None) -> str | None:
-    """Read `--type`."""
-    try:
-        return None if text is None else canonical_type(text)
-    except ValueError as error:
-        raise UsageError(f"--type: {error}") from None
-
-
 def rank_count(text: str) -> int:
     """Read `--gpus`."""
-    if not text.isdigit() or not 1 <= int(text) <= _MAX_RANKS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks; 1 to {_MAX_RANKS} is possible")
+    if not text.isdigit() or not 1 <= int(text) <= MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks; 1 to {MOST_RANKS} is possible")
     return int(text)
 
 
@@ -172,31 +167,3 @@ def names(option: str, values: Sequence[str]) -> tuple[str, ...]:
     for name in found:
         check_name(option, name)
     return tuple(dict.fromkeys(found))
-
-
-def outputs(option: str, values: Sequence[str]) -> tuple[OutputName, ...]:
-    """Read `a,b:all`."""
-    found: dict[str, OutputName] = {}
-    for item in (part.strip() for value in values for part in value.split(",")):
-        if not item:
-            continue
-        name, colon, which = item.partition(":")
-        check_name(option, name)
-        if colon and which != "all":
-            raise UsageError(
-                f"{option} {item}: after the colon only `all` is possible, for a list of every rank's value."
-            )
-        found[name] = OutputName(name, bool(colon))
-    return tuple(found.values())
-
-
-def variables(values: Sequence[str]) -> dict[str, str]:
-    """Read `KEY=VALUE`."""
-    found: dict[str, str] = {}
-    for value in values:
-        name, equals, text = value.partition("=")
-        if not equals or not name:
-            # the value may be a secret that was put in the name's place: it is not repeated
-            raise UsageError("--env takes KEY=VALUE, with a name before the sign.")
-        found[name] = text
-    return found

@@ -5,20 +5,40 @@
 
 from __future__ import annotations
 
+import argparse
+import re
+from typing import TypeVar
+
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_magic, magics_class
 
 from sgpu_magic.errors import RunCancelled, UsageError
-from sgpu_magic.magics import line_arguments
-from sgpu_magic.magics.auto import AutoMode
-from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS
-from sgpu_magic.runs.sessions import registry, running
+from sgpu_magic.magics.cell_hooks import AutoMode
+from sgpu_magic.magics.parsing import (
+    Parser,
+    add_devices,
+    add_place,
+    add_session,
+    add_ui,
+    add_variables,
+    add_wishes,
+    names,
+    read_devices,
+    read_wishes,
+)
+from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, with_choice
+from sgpu_magic.runs.option_values import key_values, optional_s, parse_ranks, timeout_s
+from sgpu_magic.runs.package_options import max_cost_from
+from sgpu_magic.runs.sessions import registry, run_in
 from sgpu_magic.runs.sessions.cells import prepare_push
-from sgpu_magic.runs.sessions.connecting import begin, is_same, with_notebooks_choice
+from sgpu_magic.runs.sessions.connecting import DEFAULT_NAME, Ask, begin, is_same
 from sgpu_magic.runs.sessions.lifetime import current_cell
-from sgpu_magic.runs.sessions.rank_lists import parse_ranks
 from sgpu_magic.runs.sessions.session import Session
+from sgpu_magic.runs.submit.cell_source import outputs_from
 from sgpu_magic.runs.workplace import workplace
+
+T = TypeVar("T")
+_NAME = re.compile(r"[^\W\d][\w.-]*")
 
 
 @magics_class
@@ -33,10 +53,10 @@ class SessionMagics(Magics):
     @line_magic
     def sgpu_connect(self, line: str = "") -> Session | None:
         """Start ranks that stay between cells: `%sgpu_connect --gpus 4 --type a10 [--name S]`; -h shows the options."""
-        options = line_arguments.read_connect(line_arguments.connect_parser(), line)
+        options = read_connect(line)
         if options is None:
             return None
-        ask = options.ask
+        ask, ui = options
         self.place.wanted_pool(ask.pool)
         known = registry.find(ask.name)
         if known is not None:
@@ -50,14 +70,14 @@ class SessionMagics(Magics):
             print(f"session {known.name} is connected already ({known.state}); nothing was changed.")  # noqa: T201
             known.shown_in = current_cell(self.place)
             return known
-        ask = with_notebooks_choice(self.place, ask, MAGIC_WAYS)
+        ask = with_choice(self.place, ask, MAGIC_WAYS)
         self.place.notices.clear()
-        is_drawn = self.place.is_notebook and self.place.live_views.is_watched and options.ui != "text"
+        is_drawn = self.place.is_notebook and self.place.live_views.is_watched and ui != "text"
         try:
-            session = begin(self.place, ask, options.ui if is_drawn else "none")
+            session = begin(self.place, ask, ui if is_drawn else "none")
         except KeyboardInterrupt:
             raise RunCancelled("interrupted before the session was submitted; nothing was started.") from None
-        if not is_drawn and options.ui != "none":
+        if not is_drawn and ui != "none":
             ranks = f"{session.ranks} rank{'s' * (session.ranks > 1)}"
             kind = "" if session.device_type == "any" else f" on {session.device_type}"
             print(  # noqa: T201
@@ -70,7 +90,7 @@ class SessionMagics(Magics):
     @line_magic
     def sgpu_disconnect(self, line: str = "") -> None:
         """End a session: `%sgpu_disconnect [NAME]`."""
-        values = line_arguments.disconnect_parser().asked(line)
+        values = disconnect_parser().asked(line)
         if values is None:
             return
         session = registry.chosen(values.name)
@@ -84,30 +104,28 @@ class SessionMagics(Magics):
     @line_magic
     def sgpu_pull(self, line: str = "") -> None:
         """Bring names back from the session's ranks: `%sgpu_pull history loss:all [--ranks 0,2]`."""
-        about = "Bring names back from the session's ranks into the notebook."
-        parser = line_arguments.names_parser("%sgpu_pull", about, pulls=True)
-        options = line_arguments.read_names(parser, line, pulls=True)
-        if options is None:
+        values = pull_parser().asked(line)
+        if values is None:
             return
-        session = registry.chosen(options.session)
-        session.pull_into(None, options.names, session.only(options.only or None), options.ui)
+        found = _some("%sgpu_pull", outputs_from(values.names, "%sgpu_pull"), "history loss:all")
+        session, only = _chosen(values)
+        session.pull_into(None, found, only, values.ui)
 
     @line_magic
     def sgpu_push(self, line: str = "") -> None:
         """Set names of the notebook on the session's ranks: `%sgpu_push cfg data [--ranks 0,2]`."""
-        about = "Set names on the session's ranks to what the notebook has, whatever the ranks have under them."
-        parser = line_arguments.names_parser("%sgpu_push", about, pulls=False)
-        options = line_arguments.read_names(parser, line, pulls=False)
-        if options is None:
+        values = push_parser().asked(line)
+        if values is None:
             return
-        session = registry.chosen(options.session).checked()
-        names, only = tuple(output.name for output in options.names), session.only(options.only or None)
-        running.run_in(session, lambda: prepare_push(session, names, {}, only), options.ui)
+        found = _some("%sgpu_push", names("%sgpu_push", values.names), "cfg")
+        session, only = _chosen(values)
+        session.checked()
+        run_in.run_in(session, lambda: prepare_push(session, found, {}, only), values.ui)
 
     @line_magic
     def sgpu_restart(self, line: str = "") -> None:
         """Replace ranks of the session by new processes: `%sgpu_restart [--rank 1,2]`."""
-        values = line_arguments.restart_parser().asked(line)
+        values = restart_parser().asked(line)
         if values is None:
             return
         session = registry.chosen(values.session)
@@ -117,7 +135,7 @@ class SessionMagics(Magics):
     @line_magic
     def sgpu_auto(self, line: str = "") -> None:
         """Send every plain cell to the session's ranks: `%sgpu_auto on|off`."""
-        values = line_arguments.auto_parser().asked(line)
+        values = auto_parser().asked(line)
         if values is None:
             return
         if values.switch == "on":
@@ -130,3 +148,125 @@ class SessionMagics(Magics):
         was_on, self._auto.is_on = self._auto.is_on, self._auto.is_on and values.switch is None
         is_on = "on" if self._auto.is_on else "off"
         print(f"%sgpu_auto is {is_on}{'' if was_on == self._auto.is_on else ': plain cells run here'}.")  # noqa: T201
+
+
+def connect_parser() -> Parser:
+    """The options of `%sgpu_connect`."""
+    made = Parser(
+        "%sgpu_connect",
+        "Connect: take devices and start ranks that stay. From then on %%distributed cells run in them, and models, "
+        "process groups and imports stay. %sgpu_disconnect ends it.",
+        "The magic returns at once; its value is the session: s = %sgpu_connect --gpus 4.",
+    )
+    add = made.add_argument
+    add_devices(made)
+    add("--name", default=DEFAULT_NAME, metavar="S", help=f"the session's name (default: {DEFAULT_NAME})")
+    add("--idle", metavar="60m", help="end it after so long without a cell, 0: never (default: 60m)")
+    add("--wait", metavar="10m|0", help="longest time in the queue, 0: now or fail (default: as long as it takes)")
+    add("--timeout", metavar="8h", help="longest time that it may last (default and most: 7d)")
+    add_variables(made)
+    add_wishes(made)
+    add("--profile", action="store_true", help=argparse.SUPPRESS)
+    add_place(made)
+    made.offer_help()
+    return made
+
+
+def read_connect(line: str) -> tuple[Ask, str] | None:
+    """Read the line of `%sgpu_connect`: what is asked for, and how it is shown; None when it asked for help.
+
+    Raises:
+        UsageError: An option is unknown or its value means nothing.
+    """
+    values = connect_parser().asked(line)
+    if values is None:
+        return None
+    if _NAME.fullmatch(values.name) is None or values.name == "none":
+        raise UsageError(f"--name {values.name!r}: a session's name begins with a letter and has no space in it.")
+    if values.profile:
+        raise UsageError("--profile keeps a trace of one cell, not of a session: put it on the %%distributed line.")
+    ask = Ask(
+        devices=read_devices(values),
+        name=values.name,
+        idle_s=optional_s("--idle", values.idle),
+        wait_s=optional_s("--wait", values.wait),
+        timeout_s=timeout_s("--timeout", values.timeout),
+        variables=key_values(values.env),
+        wishes=read_wishes(values),
+        max_cost=max_cost_from("--max-cost", values.max_cost),
+        pool=values.pool,
+    )
+    return ask, values.ui
+
+
+def disconnect_parser() -> Parser:
+    """The options of `%sgpu_disconnect`."""
+    made = Parser(
+        "%sgpu_disconnect", "End a session: its ranks go with all that they have, and its devices are free again."
+    )
+    made.add_argument("name", nargs="?", default="", metavar="NAME", help="the session (default: the current one)")
+    made.offer_help()
+    return made
+
+
+def pull_parser() -> Parser:
+    """The options of `%sgpu_pull`."""
+    made = Parser("%sgpu_pull", "Bring names back from the session's ranks into the notebook.")
+    what = "rank 0's value, or with :all a list of every rank's"
+    made.add_argument("names", nargs="*", metavar="NAME[:all]", help=what)
+    _add_ranks(made)
+    return made
+
+
+def push_parser() -> Parser:
+    """The options of `%sgpu_push`."""
+    about = "Set names on the session's ranks to what the notebook has, whatever the ranks have under them."
+    made = Parser("%sgpu_push", about)
+    made.add_argument("names", nargs="*", metavar="NAME", help="names of the notebook")
+    _add_ranks(made)
+    return made
+
+
+def _add_ranks(made: Parser) -> None:
+    made.add_argument("--ranks", metavar="0,2-3", help="these ranks only (default: all)")
+    add_session(made)
+    add_ui(made)
+    made.offer_help()
+
+
+def _some(magic: str, found: tuple[T, ...], example: str) -> tuple[T, ...]:
+    if not found:
+        raise UsageError(f"{magic} takes names, such as {magic} {example}.")
+    return found
+
+
+def _chosen(values: argparse.Namespace) -> tuple[Session, tuple[int, ...]]:
+    """Return the session that a line names, and which of its ranks; none for all."""
+    only = None if values.ranks is None else parse_ranks("--ranks", values.ranks)
+    session = registry.chosen(values.session)
+    return session, session.only(only)
+
+
+def restart_parser() -> Parser:
+    """The options of `%sgpu_restart`."""
+    made = Parser(
+        "%sgpu_restart",
+        "Replace ranks of the session by new processes. What the notebook had shipped to them is sent again; what "
+        "cells had set there is lost, and said.",
+    )
+    made.add_argument("--rank", "--ranks", dest="ranks", metavar="1,2", help="which (default: all)")
+    add_session(made)
+    made.offer_help()
+    return made
+
+
+def auto_parser() -> Parser:
+    """The options of `%sgpu_auto`."""
+    made = Parser(
+        "%sgpu_auto",
+        "Send every plain cell to the ranks of the current session until it is switched off. Cells that begin with %% "
+        "stay here, and those of nothing but %sgpu_ magics, %pip, %conda, %env and %load_ext.",
+    )
+    made.add_argument("switch", nargs="?", choices=("on", "off"), help="on or off (default: says which it is)")
+    made.offer_help()
+    return made

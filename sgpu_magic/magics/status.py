@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from sgpu_magic.client.pools import Asked, Pools
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.runs import pools_status
-from sgpu_magic.runs.windows import Background
+from sgpu_magic.runs.follow.background import Background
 
 INTERVAL_S = 1.0
 # a pool whose driver answers slowly is asked less often: it spends a quarter of its time on us at most

@@ -34,7 +34,7 @@ from sgpu_magic.runs.choice import default_choice
 from sgpu_magic.runs.choice.keeper import words_of
 from sgpu_magic.runs.choice.schema import Choice, KeptChoice
 from sgpu_magic.runs.sessions import registry
-from sgpu_magic.runs.sessions.connecting import Ask, begin, with_notebooks_choice
+from sgpu_magic.runs.sessions.connecting import Ask, begin
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.workplace import Workplace
 
@@ -191,14 +191,14 @@ class KernelActions:
     def _connect(self, before: Session | None) -> str:
         if before is not None:
             # one that can't be had is refused before the other has gone
-            with_notebooks_choice(self._place, Ask(), default_choice.MAGIC_WAYS)
+            default_choice.with_choice(self._place, Ask(), default_choice.MAGIC_WAYS)
             end(before, "the panel has connected another in its place", wait_s=_END_S)
             if not before.has_ended:
                 raise Impossible(
                     f"Session {before.name} is asked to end and has not yet, so no other was connected. Connect again "
                     "when it has."
                 )
-        ask = with_notebooks_choice(self._place, Ask(), default_choice.MAGIC_WAYS)
+        ask = default_choice.with_choice(self._place, Ask(), default_choice.MAGIC_WAYS)
         session = begin(self._place, ask, "none", of_cell=False)
         return f"%%distributed cells run in session {session.name} from now on."
 

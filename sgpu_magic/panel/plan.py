@@ -18,10 +18,10 @@ from sgpu_magic.panel.schema import PlanPicture
 from sgpu_magic.runs.choice.keeper import Held, label_of, normal, problem_of
 from sgpu_magic.runs.choice.packages import base_of, base_versions, env_version_of, missing, problem_of_base
 from sgpu_magic.runs.choice.schema import Choice
-from sgpu_magic.runs.placing import Devices
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.connecting import DEFAULT_NAME
 from sgpu_magic.runs.sessions.session import Session
+from sgpu_magic.runs.submit.placing import Devices
 from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.views.units import count_of
 from sgpu_magic.wire.device_types import CPU

@@ -1,9 +1,11 @@
-"""What the pool wants to be known, such as that it is about to give idle processes back: one small display."""
+"""Sentences below the cell that ran last: what the pool wants to be known, and how far a transfer to it is."""
 
 from __future__ import annotations
 
 import secrets
+import sys
 import threading
+import time
 from html import escape
 
 from sgpu_magic.views.html_style import SANS, SOFT
@@ -45,3 +47,28 @@ class NoticeBoard:
             html = f'<div style="{SANS};font-size:12px;{SOFT}">sgpu: {escape(text)}</div>' if text else ""
             data = {"text/plain": f"sgpu: {text}" if text else "", "text/html": html}
             publish_display_data(data, transient={"display_id": display_id}, update=update)
+
+
+# a terminal or a log keeps every line
+_LINE_EVERY_S = 10.0
+
+
+class SendingBoard:
+    """Shows one line that is renewed, and takes it away at the end; without a front end, lines on stderr.
+
+    Args:
+        is_notebook: There is a front end.
+    """
+
+    def __init__(self, is_notebook: bool) -> None:
+        self._display = NoticeBoard(is_notebook) if is_notebook else None
+        self._due = 0.0
+
+    def show(self, text: str) -> None:
+        """Show `text`, "" takes it away. Called by the thread that sends."""
+        if self._display is not None:
+            self._display.show(text)
+        elif text and time.monotonic() >= self._due:
+            self._due = time.monotonic() + _LINE_EVERY_S
+            sys.stderr.write(f"sgpu: {text}\n")
+            sys.stderr.flush()

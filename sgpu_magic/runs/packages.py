@@ -14,7 +14,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.config import load_settings
@@ -23,7 +22,7 @@ from sgpu_magic.packages import snapshot as snapshots
 from sgpu_magic.packages.distributions import Snapshot
 from sgpu_magic.packages.lock import Lock
 from sgpu_magic.packages.ordering import Ordered, order_of
-from sgpu_magic.runs.locks import WHEELS, Ask, lock_of_order, lock_of_snapshot
+from sgpu_magic.runs.environment_locks import WHEELS, Ask, Described, built_for, installed_here, lock_of_snapshot
 from sgpu_magic.wire.environment import Environment
 from sgpu_magic.wire.messages import KeepEnvironment
 
@@ -39,21 +38,6 @@ _POOL_PATIENCE_S = 30.0
 # a process that ends may wait so long for the packages of its runs to be told
 _LAST_LOOK_S = 2.0
 _MOST_LATE_RUNS = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class _Described:
-    """An environment whose files a pool shall have.
-
-    Args:
-        digest: Its digest.
-        requirements: Writes `requirements.txt`, with what a lock file has found out.
-        lock_of: Its lock file.
-    """
-
-    digest: str
-    requirements: Callable[[Lock | None], str]
-    lock_of: Callable[[Ask], Lock | None]
 
 
 class Packages:
@@ -79,8 +63,8 @@ class Packages:
         # run ids that were submitted while nothing was known
         self._late: list[str] = []
         # by digest: what the pool has to be told, and what it wants a lock file of
-        self._wanted: dict[str, _Described] = {}
-        self._unlocked: dict[str, _Described] = {}
+        self._wanted: dict[str, Described] = {}
+        self._unlocked: dict[str, Described] = {}
         # what the pool of this connection was told
         self._told: set[str] = set()
         self._told_to: object = None
@@ -105,7 +89,7 @@ class Packages:
                 del self._late[:-_MOST_LATE_RUNS]
             self._look()
             return ""
-        self._want(_own(snapshot))
+        self._want(installed_here(snapshot))
         return snapshot.digest
 
     def taken(self, digest: str, environment: Environment | None) -> None:
@@ -119,9 +103,9 @@ class Packages:
             return
         snapshot = snapshots.kept_snapshot()
         if environment is not None:
-            self._want(_ordered(environment))
+            self._want(built_for(environment))
         elif snapshot is not None and snapshot.digest == digest:
-            self._want(_own(snapshot))
+            self._want(installed_here(snapshot))
 
     def snapshot(self) -> Snapshot:
         """What is installed now; some 20 ms when that has changed."""
@@ -154,7 +138,7 @@ class Packages:
     def keep(self, environment: Environment) -> None:
         """The pool shall have the files of an environment that a node was told to build. Never waits."""
         self._touched_at = time.monotonic()
-        self._want(_ordered(environment))
+        self._want(built_for(environment))
 
     def close(self) -> None:
         """Tell what is still owed to a run, then nothing any more.
@@ -169,7 +153,7 @@ class Packages:
 
     # ------------------------------------------------------------ in the background
 
-    def _want(self, described: _Described) -> None:
+    def _want(self, described: Described) -> None:
         if not self._is_told(described.digest):
             with self._lock:
                 self._wanted[described.digest] = described
@@ -233,7 +217,7 @@ class Packages:
             late = tuple(self._late)
             wanted = dict(self._wanted)
         if late:
-            wanted[snapshot.digest] = _own(snapshot)
+            wanted[snapshot.digest] = installed_here(snapshot)
         has_pool = bool(wanted) and self._has_pool()
         for digest, described in wanted.items():
             if has_pool:
@@ -244,7 +228,7 @@ class Packages:
             self._wanted = {digest: each for digest, each in self._wanted.items() if digest not in wanted}
             self._moved.notify_all()
 
-    def _tell(self, described: _Described, runs: tuple[str, ...]) -> None:
+    def _tell(self, described: Described, runs: tuple[str, ...]) -> None:
         """Tell `requirements.txt` at once, and again with the lock file when that is made."""
         lock = described.lock_of(Ask.KEPT)
         self._send(described, lock, runs)
@@ -266,7 +250,7 @@ class Packages:
                     self._locker = None
                     return
 
-    def _send(self, described: _Described, lock: Lock | None, runs: tuple[str, ...]) -> None:
+    def _send(self, described: Described, lock: Lock | None, runs: tuple[str, ...]) -> None:
         files = {REQUIREMENTS: described.requirements(lock)}
         if lock is not None and lock.pylock:
             files[PYLOCK] = lock.pylock
@@ -293,29 +277,6 @@ class Packages:
 
         _until(is_quiet, quiet_s + _MOST_PATIENCE_S, self._closed)
         return not self._closed.is_set()
-
-
-def _own(snapshot: Snapshot) -> _Described:
-    """What is installed here."""
-
-    def requirements(lock: Lock | None) -> str:
-        # what writes these texts is only loaded where they are wanted
-        from sgpu_magic.packages.requirements import snapshot_requirements
-
-        return snapshot_requirements(snapshot, lock)
-
-    return _Described(snapshot.digest, requirements, functools.partial(lock_of_snapshot, snapshot))
-
-
-def _ordered(environment: Environment) -> _Described:
-    """What a node was told to build."""
-
-    def requirements(lock: Lock | None) -> str:
-        from sgpu_magic.packages.requirements import environment_requirements
-
-        return environment_requirements(environment, lock)
-
-    return _Described(environment.digest, requirements, functools.partial(lock_of_order, environment))
 
 
 def _is_alive(thread: threading.Thread | None) -> bool:

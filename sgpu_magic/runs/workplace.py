@@ -10,16 +10,17 @@ from typing import Any
 from sgpu_magic.client import find_run
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pools import Pools
+from sgpu_magic.client.result import RunResult
 from sgpu_magic.client.run import Run
 from sgpu_magic.config import Settings, load_settings
-from sgpu_magic.runs import follow, job_defaults, packages, placing
-from sgpu_magic.runs.following import Follower
-from sgpu_magic.runs.notices import NoticeBoard
-from sgpu_magic.runs.placing import Devices, Found
-from sgpu_magic.runs.restarts import watch_restarts
-from sgpu_magic.runs.sending_board import SendingBoard
-from sgpu_magic.runs.submission import Submission
-from sgpu_magic.runs.windows import RunWindows
+from sgpu_magic.runs import job_defaults, packages
+from sgpu_magic.runs.follow import run_loop
+from sgpu_magic.runs.follow.background import Follower, RunWindows
+from sgpu_magic.runs.follow.restart import watch_restarts
+from sgpu_magic.runs.notices import NoticeBoard, SendingBoard
+from sgpu_magic.runs.submit import placing
+from sgpu_magic.runs.submit.placing import Devices, Found
+from sgpu_magic.runs.submit.submit import Submission, let_go
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.live_views import Buttons, LiveViews
 from sgpu_magic.views.publisher import SilentPublisher
@@ -112,7 +113,7 @@ class Workplace:
         """Follow a run of any pool; as `Pool.attach`."""
         return self.pool_with(run).attach(run)
 
-    def followed(self, run: Run, ui: str = "auto", *, error_follows: bool = True) -> follow.Followed:
+    def followed(self, run: Run, ui: str = "auto", *, error_follows: bool = True) -> run_loop.Followed:
         """Return a run with its view, and where that is shown.
 
         Args:
@@ -125,13 +126,36 @@ class Workplace:
         if ui == "auto":
             ui = job_defaults.of_process().ui or ui
         publisher = self.live_views.publisher_for(ui, view, sys.stdout, self._buttons(run))
-        return follow.Followed(run, view, publisher, self.pool_of(run))
+        return run_loop.Followed(run, view, publisher, self.pool_of(run))
 
-    def unseen(self, run: Run) -> follow.Followed:
+    def bring_back(self, run: Run, ui: str, *, detach: bool = False) -> RunResult | None:
+        """Show a run of this process until it ends, set the names that it brings, and return its result.
+
+        Args:
+            run: The run, just submitted. It is let go of here.
+            ui: As of `followed`.
+            detach: Let it go on at once.
+
+        Returns:
+            None when it was detached.
+
+        Raises:
+            Exception: As `run_loop.bring_back`.
+        """
+        followed = self.followed(run, ui)
+        try:
+            if detach:
+                run_loop.leave(followed)
+                return None
+            return run_loop.bring_back(followed, self.namespace, self.restarts)
+        finally:
+            let_go(self.pool_of(run), run)
+
+    def unseen(self, run: Run) -> run_loop.Followed:
         """Return a run with its view, shown nowhere."""
         view = RunView(run.spec, self.settings.output_limit, pool=run.pool)
         view.directory = "" if run.mirror is not None else str(run.directory)
-        return follow.Followed(run, view, SilentPublisher(), self.pool_of(run))
+        return run_loop.Followed(run, view, SilentPublisher(), self.pool_of(run))
 
     def _buttons(self, run: Run) -> Buttons:
         """What the buttons of a run's view do; they are pressed in other threads than the cell's."""

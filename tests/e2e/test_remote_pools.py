@@ -21,7 +21,7 @@ from waiting import eventually
 from sgpu_magic.client import remote_wire
 from sgpu_magic.config import host_name
 from sgpu_magic.errors import KeyRefused, PoolError, RunUnknown
-from sgpu_magic.runs.follow import Followed
+from sgpu_magic.runs.follow.run_loop import Followed
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html import render_html
 from sgpu_magic.views.terminal import TerminalPublisher

@@ -10,7 +10,6 @@ import asyncio
 import os
 import shutil
 import signal
-import stat
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,8 +22,9 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
 from sgpu_magic.cli.headless import cells, formats
+from sgpu_magic.cli.headless.executed_copy import ExecutedCopy
 from sgpu_magic.cli.headless.job import Job
-from sgpu_magic.cli.headless.outcome import ExitCode, code_of
+from sgpu_magic.cli.headless.outcome import ExitCode, code_of, text_of, title_of, traceback_of
 from sgpu_magic.runs.job_defaults import VARIABLE, as_variable
 from sgpu_magic.views import ansi
 from sgpu_magic.views.units import format_seconds
@@ -36,7 +36,6 @@ _INTERRUPTED_S = 15.0
 _SHUTDOWN_S = 20.0
 _SHOWN_LINES = 40
 _LONGEST_FOLDER = 80
-_TITLE_CHARS = 60
 
 
 class NotebookRun:
@@ -54,11 +53,11 @@ class NotebookRun:
         self, job: Job, copy: Path | None, out: TextIO | None, err: TextIO, told: Callable[[int, int], None]
     ) -> None:
         self._job = job
-        self._copy = copy
         self._err = err
         self._out = out
         self._told = told
         self._notebook = _read(job)
+        self._copy = ExecutedCopy(self._notebook, copy, self._say)
         self._stopped: asyncio.Future[ExitCode] | None = None
 
     def run(self) -> ExitCode:
@@ -71,15 +70,14 @@ class NotebookRun:
         notebook = self._notebook
         for note in cells.prepared(notebook, self._job):
             self._say(f"note: {note}\n")
-        notebook.metadata["papermill"] = self._record()
-        self._save()
+        self._copy.begin(self._job)
         loop = asyncio.get_running_loop()
         self._stopped = loop.create_future()
         client = _Client(
             notebook,
             self._out,
             self._err if self._job.is_script else None,
-            kept=self._copy is not None,
+            kept=self._copy.path is not None,
             kernel_name=self._job.kernel or notebook.metadata.get("kernelspec", {}).get("name", "python3"),
             timeout=None,
             coalesce_streams=True,
@@ -95,8 +93,7 @@ class NotebookRun:
         finally:
             if timer is not None:
                 timer.cancel()
-            self._end_record(began, code)
-            self._save()
+            self._copy.end(time.monotonic() - began, failed=code is not ExitCode.OK)
         return code
 
     async def _with_kernel(self, client: _Client) -> ExitCode:
@@ -149,13 +146,13 @@ class NotebookRun:
         self._told(0, len(code_cells))
         for number, at in enumerate(code_cells, 1):
             cell = self._notebook.cells[at]
-            self._say_of_cell(f"[{number}/{len(code_cells)}] {_title(cell.source)} ... ")
+            self._say_of_cell(f"[{number}/{len(code_cells)}] {title_of(cell.source)} ... ")
             began = time.monotonic()
             code = await self._cell(client, cell, at)
             took = format_seconds(time.monotonic() - began)
             self._say_of_cell(f"{'' if code is ExitCode.OK else 'failed after '}{took}\n")
             client.print_displays(cell, values=not self._job.is_script)
-            self._save()
+            self._copy.save()
             if code is not ExitCode.OK:
                 self._tell_failure(cell, number, code)
                 return code
@@ -179,7 +176,7 @@ class NotebookRun:
         try:
             await running
         except CellExecutionError as error:
-            return stopped.result() if stopped.done() else code_of(error.ename, _traceback(cell))
+            return stopped.result() if stopped.done() else code_of(error.ename, traceback_of(cell))
         except (DeadKernelError, CellTimeoutError, asyncio.CancelledError):
             if stopped.done():
                 return stopped.result()
@@ -223,42 +220,7 @@ class NotebookRun:
     async def _save_now_and_then(self) -> None:
         while True:
             await asyncio.sleep(_SAVE_EVERY_S)
-            self._save()
-
-    def _save(self) -> None:
-        """Write the copy under another name first: nobody ever finds half of one."""
-        if self._copy is None:
-            return
-        text = nbformat.writes(self._notebook)
-        folder = self._copy.parent
-        try:
-            handle, path = tempfile.mkstemp(prefix=f".{self._copy.name}.", dir=folder)
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.chmod(path, stat.S_IMODE(self._copy.stat().st_mode))
-            os.replace(path, self._copy)
-        except OSError as error:
-            self._say(f"note: the executed copy {self._copy} can't be written now: {error.strerror}.\n")
-
-    def _record(self) -> dict[str, object]:
-        """What papermill keeps, for tools that read it."""
-        return {
-            "default_parameters": {},
-            "environment_variables": {},
-            "parameters": dict(self._job.parameters),
-            "input_path": str(self._job.source),
-            "output_path": str(self._copy or ""),
-            "start_time": _now(),
-            "end_time": None,
-            "duration": None,
-            "exception": None,
-        }
-
-    def _end_record(self, began: float, code: ExitCode) -> None:
-        record = self._notebook.metadata["papermill"]
-        record["end_time"] = _now()
-        record["duration"] = round(time.monotonic() - began, 3)
-        record["exception"] = None if code is ExitCode.OK else True
+            self._copy.save()
 
     # ------------------------------------------------------------ what is said
 
@@ -280,11 +242,11 @@ class NotebookRun:
             where = "" if self._job.is_script else f" in cell {number}"
             self._say(f"the time of {format_seconds(self._job.timeout_s)} was over{where}.\n")
         # what a script has printed is there already
-        text = "\n".join(_traceback(cell)) if self._job.is_script else _text(cell)
+        text = "\n".join(traceback_of(cell)) if self._job.is_script else text_of(cell)
         # the notebook's page of help, as the shell has it
         lines = text.replace("`%sgpu_help ", "`sgpu help ").splitlines()
         if len(lines) > _SHOWN_LINES:
-            where = f" are in {self._copy}" if self._copy is not None else ""
+            where = f" are in {self._copy.path}" if self._copy.path is not None else ""
             self._say(f"... {len(lines) - _SHOWN_LINES} lines more{where}\n")
         self._say("".join(f"{line}\n" for line in lines[-_SHOWN_LINES:]))
 
@@ -346,32 +308,3 @@ def _short_folder() -> str:
         return folder
     os.rmdir(folder)
     return tempfile.mkdtemp(prefix="sgpu-", dir="/tmp")
-
-
-def _title(source: str) -> str:
-    lines = [line for line in source.splitlines() if line.strip()]
-    # a magic's line alone says little
-    shown = lines[1] if len(lines) > 1 and lines[0].startswith("%%") else lines[0] if lines else "(empty)"
-    shown = f"{lines[0].split()[0]} {shown.strip()}" if shown is not (lines or [""])[0] else shown.strip()
-    return shown if len(shown) <= _TITLE_CHARS else f"{shown[: _TITLE_CHARS - 3]}..."
-
-
-def _traceback(cell: Any) -> list[str]:
-    found = [output.traceback for output in cell.outputs if output.output_type == "error"]
-    return [ansi.plain(line) for line in "\n".join(found[-1]).splitlines()] if found else []
-
-
-def _text(cell: Any) -> str:
-    parts: list[str] = []
-    for output in cell.outputs:
-        if output.output_type == "stream":
-            parts.append(output.text)
-        elif output.output_type == "error":
-            parts.append("\n".join(output.traceback))
-        else:
-            parts.append(str(output.get("data", {}).get("text/plain", "")))
-    return ansi.plain("\n".join(part.rstrip("\n") for part in parts if part))
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

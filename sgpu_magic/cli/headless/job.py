@@ -6,24 +6,19 @@ import difflib
 import json
 import os
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sgpu_magic.cli.headless.formats import NOTEBOOK, SUFFIXES, Form, form_of
+from sgpu_magic.cli.headless.formats import SUFFIXES, Form, form_of
 from sgpu_magic.cli.headless.job_file import JobFile, read_accelerator, read_job_file
 from sgpu_magic.cli.headless.parameters import check_values
 from sgpu_magic.errors import UsageError
-from sgpu_magic.runs.devices import check_spread, memory_bytes
-from sgpu_magic.runs.durations import duration_s
 from sgpu_magic.runs.job_defaults import JobDefaults
-from sgpu_magic.runs.wishes import max_cost_from
-from sgpu_magic.wire.device_types import canonical_type
+from sgpu_magic.runs.option_values import MOST_RANKS, STRATEGIES, check_spread, device_type, duration_s, memory_bytes
+from sgpu_magic.runs.package_options import max_cost_from
 
 CELLS = ("auto", "ranks", "here")
-PLACEMENTS = ("pack", "strict_pack", "spread")
-_MOST_RANKS = 4096
 _MOST_RETRIES = 100
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -155,27 +150,23 @@ def _job(source: Path, file: JobFile, options: Options, folder: Path, where: str
 
 
 def _defaults(file: JobFile, options: Options, folder: Path, where: str) -> JobDefaults:
-    gpus, device_type = file.gpus, file.type
+    gpus, kind = file.gpus, file.type
     if file.hardware_accelerator:
-        if gpus is not None or device_type is not None:
+        if gpus is not None or kind is not None:
             raise UsageError(f"{where}: hardware_accelerator says how many of which type: leave gpus and type out.")
-        gpus, device_type = read_accelerator(file.hardware_accelerator, f"{where}: hardware_accelerator")
+        gpus, kind = read_accelerator(file.hardware_accelerator, f"{where}: hardware_accelerator")
     if options.gpus is not None:
         gpus = options.gpus
     if options.type is not None:
-        device_type = options.type
-    if gpus is not None and not 1 <= gpus <= _MOST_RANKS:
-        raise UsageError(f"{where}: gpus is {gpus}; 1 to {_MOST_RANKS} is possible.")
-    try:
-        canonical = canonical_type(device_type) if device_type else ""
-    except ValueError as error:
-        raise UsageError(f"{where}: type: {error}") from None
+        kind = options.type
+    if gpus is not None and not 1 <= gpus <= MOST_RANKS:
+        raise UsageError(f"{where}: gpus is {gpus}; 1 to {MOST_RANKS} is possible.")
     nodes = file.nodes if options.nodes is None else options.nodes
-    if nodes is not None and not 1 <= nodes <= _MOST_RANKS:
-        raise UsageError(f"{where}: nodes is {nodes}; 1 to {_MOST_RANKS} is possible.")
+    if nodes is not None and not 1 <= nodes <= MOST_RANKS:
+        raise UsageError(f"{where}: nodes is {nodes}; 1 to {MOST_RANKS} is possible.")
     placement = options.placement or file.placement
-    if placement and placement not in PLACEMENTS:
-        raise UsageError(f"{where}: placement is {placement!r}; it can be {', '.join(PLACEMENTS)}.")
+    if placement and placement not in STRATEGIES:
+        raise UsageError(f"{where}: placement is {placement!r}; it can be {', '.join(STRATEGIES)}.")
     if file.environment != "" and file.env_version != "":
         raise UsageError(f"{where}: environment and env_version are the same: leave one of them out.")
     min_memory = options.min_memory or str(file.min_memory)
@@ -187,7 +178,7 @@ def _defaults(file: JobFile, options: Options, folder: Path, where: str) -> JobD
     uploads = (file.upload,) if isinstance(file.upload, str) else tuple(file.upload)
     return JobDefaults(
         gpus=gpus or 0,
-        type=canonical,
+        type=device_type(f"{where}: type", kind or None) or "",
         env_version=env_version,
         max_cost=max_cost_from(f"{where}: max_cost", options.max_cost or file.max_cost),
         nodes=nodes or 0,
@@ -229,34 +220,3 @@ def _existing(path: Path) -> Path:
 
 def _text(value: str | int | float | bool) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def copy_of(job: Job) -> Path | None:
-    """Make the executed copy's file, still empty, and return its path; None for a script that asks for none.
-
-    Raises:
-        UsageError: It can't be made.
-    """
-    if job.is_script and job.output is None:
-        return None
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    try:
-        if job.output is not None:
-            path = job.output / f"{job.source.stem}.{stamp}{NOTEBOOK}" if job.output.is_dir() else job.output
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-            return path
-        for number in range(1, 100):
-            more = f"-{number}" if number > 1 else ""
-            path = job.source.with_name(f"{job.source.stem}.{stamp}{more}{NOTEBOOK}")
-            try:
-                path.touch(exist_ok=False)
-            except FileExistsError:
-                # another job began in this second
-                continue
-            return path
-    except OSError as error:
-        raise UsageError(
-            f"the executed copy can't be written: {error.filename}: {error.strerror}. Say where it shall be with -o."
-        ) from None
-    raise UsageError(f"{job.source.parent} has too many executed copies of this second. Say another place with -o.")

@@ -135,7 +135,7 @@ def _request(
     return {
         **options,
         # no shell stays between Ray and the pool: what Ray tells the job the pool hears
-        "entrypoint": "exec python -m sgpu_magic.cli.deployed",
+        "entrypoint": "exec python -m sgpu_magic.cli.serving",
         "submission_id": job,
         "runtime_env": environment,
         "metadata": {**metadata, POOL: what.name},

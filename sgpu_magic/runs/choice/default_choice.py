@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from sgpu_magic.client.pools_file import LOCAL, default_pool
 from sgpu_magic.config import Settings
@@ -15,31 +16,16 @@ from sgpu_magic.errors import UsageError
 from sgpu_magic.runs import job_defaults
 from sgpu_magic.runs.choice.keeper import ChoiceKeeper, Held, words_of
 from sgpu_magic.runs.choice.schema import Choice
-from sgpu_magic.runs.devices import memory_bytes, strategy_of
 from sgpu_magic.runs.notebook import notebook_path
-from sgpu_magic.runs.placing import Devices
-from sgpu_magic.runs.submission import Wishes
+from sgpu_magic.runs.option_values import memory_bytes, strategy_of
+from sgpu_magic.runs.package_options import Wishes
+from sgpu_magic.runs.submit.placing import Devices
 from sgpu_magic.runs.workplace import Workplace
 
 _OWN_PACKAGES = ("", "none")
 
 MAGIC_WAYS = "--gpus N --type TYPE"
 PYTHON_WAYS = 'gpus=N, gpu_type="TYPE"'
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What was asked for by options.
-
-    Args:
-        devices: How many of what, and how they are spread.
-        wishes: About packages.
-        pool: "" when left out.
-    """
-
-    devices: Devices
-    wishes: Wishes
-    pool: str = ""
 
 
 _lock = threading.Lock()
@@ -70,12 +56,28 @@ def forget(place: Workplace) -> None:
             _kept = None
 
 
-def with_choice(place: Workplace, asked: Asked, ways: str) -> Asked:
-    """Return what was asked for, with what the notebook's choice says where nothing was.
+class Asking(Protocol):
+    """Options that the choice fills in: a dataclass with these fields, left out where they are None or ""."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def devices(self) -> Devices: ...
+    @property
+    def wishes(self) -> Wishes: ...
+    @property
+    def pool(self) -> str: ...
+
+
+A = TypeVar("A", bound=Asking)
+
+
+def with_choice(place: Workplace, asked: A, ways: str) -> A:
+    """Return options with what the notebook's choice says where they say nothing.
 
     Args:
         place: This process's.
-        asked: What the options say.
+        asked: The options of a cell, a call or a session.
         ways: How a person says all of it, for a refusal: `MAGIC_WAYS` or `PYTHON_WAYS`.
 
     Raises:
@@ -110,10 +112,10 @@ def with_choice(place: Workplace, asked: Asked, ways: str) -> Asked:
     devices = replace(
         devices, ranks=devices.ranks or ranks or None, device_type=devices.device_type or device_type or None
     )
-    return Asked(devices, wishes, asked.pool or pool)
+    return replace(asked, devices=devices, wishes=wishes, pool=asked.pool or pool)
 
 
-def _with_job(asked: Asked) -> Asked:
+def _with_job(asked: A) -> A:
     """The same with what `sgpu run` gives where nothing was asked for."""
     job = job_defaults.of_process()
     wishes, devices = asked.wishes, asked.devices

@@ -22,11 +22,11 @@ import msgspec
 from sgpu_magic.config import private_dir
 from sgpu_magic.runs.choice.known_notebooks import KnownNotebooks
 from sgpu_magic.runs.choice.schema import CHOICE_KEY, VERSION, Choice, KeptChoice
+from sgpu_magic.runs.option_values import MOST_RANKS
 from sgpu_magic.wire.device_types import ANY, canonical_type
 
 KEY_FILE = "choice.key"
 MAX_FILE_BYTES = 20_000_000
-MAX_RANKS = 4096
 
 _KEY_BYTES = 32
 _MARK = b"sgpu-choice:"
@@ -79,8 +79,8 @@ def _unreadable(why: str) -> str:
 
 def problem_of(choice: Choice) -> str:
     """Return why a choice can't be meant, a sentence; "" when it can. Does not look what a pool has."""
-    if not 0 <= choice.gpus <= MAX_RANKS:
-        return f"{choice.gpus} is not a number of ranks; 1 to {MAX_RANKS} is possible."
+    if not 0 <= choice.gpus <= MOST_RANKS:
+        return f"{choice.gpus} is not a number of ranks; 1 to {MOST_RANKS} is possible."
     texts = (choice.type, choice.pool, choice.env_version, *choice.dependencies, *choice.removed)
     long = next((text for text in texts if len(text) > _LONGEST_TEXT or not text.isprintable()), None)
     if long is not None:

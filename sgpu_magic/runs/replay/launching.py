@@ -12,10 +12,11 @@ from sgpu_magic.client.attachments import Stand
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
 from sgpu_magic.runs.notebook import owner
+from sgpu_magic.runs.package_options import Wishes
 from sgpu_magic.runs.replay import circumstances
-from sgpu_magic.runs.replay.differences import differences
+from sgpu_magic.runs.replay.circumstances import differences
 from sgpu_magic.runs.replay.recorded import Recorded
-from sgpu_magic.runs.submission import Submission, Wishes
+from sgpu_magic.runs.submit.submit import Submission
 from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.wire.ids import new_id, short
 from sgpu_magic.wire.records import RunSpec

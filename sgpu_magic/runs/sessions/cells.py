@@ -12,12 +12,13 @@ from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.payload.digest import Fingerprint
 from sgpu_magic.payload.namespace import cell_sources, collect, submodules_read
 from sgpu_magic.payload.pack import Packed, pack_namespace
-from sgpu_magic.runs import calls
 from sgpu_magic.runs.notebook import cell_number, cell_numbers, future_flags, owner
-from sgpu_magic.runs.parameters import Parameters, scalars
-from sgpu_magic.runs.reading import heavy_names, name_of, read_cell, transform_of, words_in
-from sgpu_magic.runs.sessions.shipping import Effects, Plan
-from sgpu_magic.runs.submission import Submission, Wishes
+from sgpu_magic.runs.package_options import Wishes
+from sgpu_magic.runs.sessions.namespace_sync import Effects, Plan
+from sgpu_magic.runs.submit import pack_call
+from sgpu_magic.runs.submit.cell_source import heavy_names, name_of, read_cell, transform_of, words_in
+from sgpu_magic.runs.submit.redact import Parameters, scalars
+from sgpu_magic.runs.submit.submit import Submission
 from sgpu_magic.wire.ids import new_id
 from sgpu_magic.wire.records import CellSource, OutputName, RunSpec, Shipped
 from sgpu_magic.wire.states import RunKind
@@ -167,14 +168,14 @@ def prepare_call(
     needed = Fingerprint((function, args, dict(kwargs)), place.namespace)
     needed.forget_parts()
     plan = session.shipping.plan(needed.needs, place.namespace, session.ranks_of(only), exclude)
-    call = calls.pack_call(place, function, args, kwargs, exclude=(*exclude, *plan.stay))
+    call = pack_call.pack_call(place, function, args, kwargs, exclude=(*exclude, *plan.stay))
     spec = _spec(
         session,
         RunKind.CALL,
         name or call.name,
         call.cell,
         only=only,
-        outputs=calls.OUTPUTS,
+        outputs=pack_call.OUTPUTS,
         shipped=call.shipped,
         timeout_s=timeout_s,
         wait_s=wait_s,

@@ -5,30 +5,35 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from sgpu_magic.client.pool import new_key
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
 from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.payload.pack import pack_namespace
-from sgpu_magic.runs.choice.default_choice import PYTHON_WAYS, Asked, with_choice
-from sgpu_magic.runs.devices import memory_bytes, node_count, strategy_of
-from sgpu_magic.runs.durations import optional_s, timeout_s
+from sgpu_magic.runs.choice.default_choice import PYTHON_WAYS, with_choice
 from sgpu_magic.runs.notebook import owner
-from sgpu_magic.runs.placing import Devices
+from sgpu_magic.runs.option_values import (
+    device_type,
+    memory_bytes,
+    node_count,
+    optional_s,
+    rank_count,
+    strategy_of,
+    timeout_s,
+)
+from sgpu_magic.runs.package_options import EnvVersion, Upload, Wishes, max_cost_from, wishes_from
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.session import Session
-from sgpu_magic.runs.submission import Submission, Wishes, submit
-from sgpu_magic.runs.wishes import EnvVersion, Upload, max_cost_from, wishes_from
+from sgpu_magic.runs.submit.placing import Devices
+from sgpu_magic.runs.submit.submit import Submission, submit
 from sgpu_magic.runs.workplace import Workplace, workplace
-from sgpu_magic.wire.device_types import canonical_type
 from sgpu_magic.wire.ids import new_id
 from sgpu_magic.wire.records import CellSource, RunSpec, Shipped
 from sgpu_magic.wire.states import RunKind
 
 DEFAULT_NAME = "main"
-_MOST_RANKS = 4096
 # a cell and the panel may connect at the same time, and there is one session of a name
 _beginning = threading.Lock()
 
@@ -119,16 +124,10 @@ def connect(
         CapacityError: The pool can't give the devices.
         PoolError: The pool can't be reached.
     """
-    if gpus is not None and not 1 <= gpus <= _MOST_RANKS:
-        raise UsageError(f"gpus={gpus!r} is not a number of ranks; 1 to {_MOST_RANKS} is possible.")
-    try:
-        device_type = canonical_type(gpu_type) if gpu_type is not None else None
-    except ValueError as error:
-        raise UsageError(f"gpu_type: {error}") from None
     ask = Ask(
         devices=Devices(
-            gpus,
-            device_type,
+            rank_count("gpus", gpus),
+            device_type("gpu_type", gpu_type),
             memory_bytes("min_memory", min_memory),
             node_count("nodes", nodes),
             strategy_of("placement", placement),
@@ -145,16 +144,7 @@ def connect(
     )
     place = workplace()
     place.wanted_pool(pool)
-    return begin(place, with_notebooks_choice(place, ask, PYTHON_WAYS), ui)
-
-
-def with_notebooks_choice(place: Workplace, ask: Ask, ways: str) -> Ask:
-    """Return what is asked for, with the notebook's choice where nothing was; as `default_choice.with_choice`."""
-    asked = Asked(ask.devices, ask.wishes, ask.pool)
-    found = with_choice(place, asked, ways)
-    if found is asked:
-        return ask
-    return replace(ask, devices=found.devices, wishes=found.wishes, pool=found.pool)
+    return begin(place, with_choice(place, ask, PYTHON_WAYS), ui)
 
 
 def begin(place: Workplace, ask: Ask, ui: str, *, of_cell: bool = True) -> Session:

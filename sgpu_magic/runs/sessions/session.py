@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -9,20 +10,22 @@ from dataclasses import replace
 from typing import Any
 
 from sgpu_magic.client.result import RunResult
-from sgpu_magic.errors import UsageError
+from sgpu_magic.errors import SerializationError, UsageError
 from sgpu_magic.packages.distributions import Snapshot
-from sgpu_magic.runs import follow
-from sgpu_magic.runs.durations import timeout_s
-from sgpu_magic.runs.reading import check_name
-from sgpu_magic.runs.sessions import cells, running
+from sgpu_magic.runs.follow import run_loop
+from sgpu_magic.runs.follow.stop import Interrupts
+from sgpu_magic.runs.option_values import format_ranks, ranks_from, timeout_s
+from sgpu_magic.runs.package_options import Wishes
+from sgpu_magic.runs.sessions import cells, run_in
 from sgpu_magic.runs.sessions.lifetime import Lifetime
-from sgpu_magic.runs.sessions.rank_lists import ranks_from
-from sgpu_magic.runs.sessions.restarting import restart
-from sgpu_magic.runs.sessions.shipping import Shipping
-from sgpu_magic.runs.stopping import Interrupts
-from sgpu_magic.runs.submission import Wishes
+from sgpu_magic.runs.sessions.namespace_sync import Shipping
+from sgpu_magic.runs.sessions.run_in import names_on, push
+from sgpu_magic.runs.submit.cell_source import outputs_from
 from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.wire.records import OutputName
+
+# so many names are listed in a sentence
+_MOST_NAMES = 12
 
 
 class Session(Lifetime):
@@ -47,7 +50,7 @@ class Session(Lifetime):
     def __init__(
         self,
         place: Workplace,
-        followed: follow.Followed,
+        followed: run_loop.Followed,
         variables: Mapping[str, str],
         wishes: Wishes,
         packages: Snapshot,
@@ -101,7 +104,7 @@ class Session(Lifetime):
     def run_cell(self, cell: cells.SessionCell, ui: str = "auto") -> RunResult:
         """Run a cell on its ranks; as `run`."""
         self.checked()
-        return running.run_in(self, lambda: cells.prepare_cell(self, cell), ui)
+        return run_in.run_in(self, lambda: cells.prepare_cell(self, cell), ui)
 
     def call(
         self,
@@ -126,7 +129,7 @@ class Session(Lifetime):
         """
         self.checked()
         only = self.only(ranks)
-        return running.run_in(self, lambda: cells.prepare_call(self, function, args, kwargs, only=only)).values
+        return run_in.run_in(self, lambda: cells.prepare_call(self, function, args, kwargs, only=only)).values
 
     def push(self, *names: str, ranks: Iterable[int] | int | str | None = None, **values: Any) -> None:
         """Set names on its ranks, whatever they have under them.
@@ -144,7 +147,7 @@ class Session(Lifetime):
             raise UsageError('push() takes names or values to set: push("cfg"), push(lr=0.1).')
         self.checked()
         only = self.only(ranks)
-        running.run_in(self, lambda: cells.prepare_push(self, names, values, only), "auto" if names else "none")
+        run_in.run_in(self, lambda: cells.prepare_push(self, names, values, only), "auto" if names else "none")
         self.shipping.set_on_ranks(values, self.place.namespace, self.ranks_of(only), pushed=True)
 
     def pull(self, *names: str, ranks: Iterable[int] | int | str | None = None) -> Any:
@@ -171,7 +174,7 @@ class Session(Lifetime):
     ) -> None:
         """Bring names back into `into`, or into the notebook where that is None."""
         self.checked()
-        running.run_in(self, lambda: cells.prepare_pull(self, outputs, only), ui, into)
+        run_in.run_in(self, lambda: cells.prepare_pull(self, outputs, only), ui, into)
 
     def restart(self, *ranks: int) -> str:
         """Replace ranks by new processes; what the notebook had shipped to them is pushed again.
@@ -186,7 +189,7 @@ class Session(Lifetime):
             SessionError: A cell runs in them, or they could not be started.
         """
         self.checked()
-        return restart(self, self.only(ranks or None))
+        return _restarted(self, self.only(ranks or None))
 
     # ------------------------------------------------------------ for those who prepare cells
 
@@ -215,18 +218,63 @@ class Session(Lifetime):
         return {**os.environ, **self.variables, **variables}
 
 
-def outputs_from(names: str | Iterable[str]) -> tuple[OutputName, ...]:
-    """Read `"a"`, `"a,b:all"` or `["a", "b:all"]`.
+def _restarted(session: Session, only: tuple[int, ...]) -> str:
+    """Replace ranks, push what the notebook had shipped to them, and return what became of their names.
+
+    Args:
+        session: The session.
+        only: The ranks; empty means all.
 
     Raises:
-        UsageError: One is no name.
+        SessionError: A cell runs in them, or they could not be started.
     """
-    listed = names.split(",") if isinstance(names, str) else [part for name in names for part in name.split(",")]
-    found: dict[str, OutputName] = {}
-    for item in filter(None, map(str.strip, listed)):
-        name, colon, which = item.partition(":")
-        check_name("the name to bring back", name)
-        if colon and which != "all":
-            raise UsageError(f"{item}: after the colon only `all` is possible, for a list of every rank's value.")
-        found[name] = OutputName(name, bool(colon))
-    return tuple(found.values())
+    place, ranks = session.place, session.ranks_of(only)
+    lost = _names_lost(session, ranks)
+    pushed = _pushed_values(session, ranks)
+    session.pool.restart_ranks(session.run_id, only)
+    again: set[str] = set()
+    for names, some in session.shipping.restarted(ranks).items():
+        there = [name for name in names if name in place.namespace]
+        if there:
+            push(session, there, some if len(some) < session.ranks else ())
+            again.update(there)
+    if pushed:
+        session.push(**pushed, ranks=ranks)
+    one = len(ranks) == 1
+    what = f"{format_ranks(ranks)} of session {session.name} {'is a new process' if one else 'are new processes'}"
+    sent = f"sent again from the notebook: {_listed(again)}" if again else "the notebook had shipped nothing"
+    if pushed:
+        sent += f"; from another rank: {_listed(set(pushed))}"
+    gone = sorted(lost - again - set(pushed))
+    if not gone:
+        return f"{what}; {sent}; no name that a cell had set was lost."
+    again_on = f" with --ranks {','.join(map(str, only))}" if only else ""
+    return f"{what}; {sent}; lost, as cells had set it there: {_listed(gone)}. Run those cells again{again_on}."
+
+
+def _pushed_values(session: Session, ranks: tuple[int, ...]) -> dict[str, Any]:
+    """Return what was pushed to these ranks, as a rank has it that stays. What can't be had from there is lost."""
+    found: dict[str, Any] = {}
+    for rank, names in session.shipping.pushed_names({*ranks, *session.dead}).items():
+        for name in names:
+            with contextlib.suppress(UsageError, SerializationError):
+                session.pull_into(found, (OutputName(name),), (rank,), "none")
+    return found
+
+
+def _names_lost(session: Session, ranks: tuple[int, ...]) -> frozenset[str]:
+    """Return what cells have set on these ranks, as a rank says that still lives; else as far as it is known here."""
+    own = session.shipping.own_names(ranks)
+    living = [rank for rank in range(session.ranks) if rank not in session.dead]
+    for rank in sorted(living, key=lambda rank: rank in ranks):
+        there = names_on(session, rank)
+        if there is not None:
+            # what is known is known by rank
+            return own | session.shipping.unknown(there)
+    return own
+
+
+def _listed(names: set[str] | frozenset[str] | list[str]) -> str:
+    ordered = sorted(names)
+    more = len(ordered) - _MOST_NAMES
+    return ", ".join(ordered[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

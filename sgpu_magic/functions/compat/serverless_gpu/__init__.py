@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sgpu_magic.functions.compat.decorator import distributed
+    from sgpu_magic.functions.compat.decorators import distributed
 
 __all__ = ["distributed"]
 
@@ -16,7 +16,7 @@ _MODULES = ("compute", "launcher", "ray", "runtime")
 def __getattr__(name: str) -> object:
     """Import what is asked for when it is: a rank that wants `runtime` alone need not wait for the rest."""
     if name == "distributed":
-        from sgpu_magic.functions.compat.decorator import distributed
+        from sgpu_magic.functions.compat.decorators import distributed
 
         return distributed
     if name in _MODULES:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from sgpu_magic.functions.compat.decorator import distributed
+from sgpu_magic.functions.compat.decorators import distributed
 
 __all__ = ["distributed"]

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from sgpu_magic.functions.compat.ray_launching import ray_launch
+from sgpu_magic.functions.compat.decorators import ray_launch
 
 __all__ = ["ray_launch"]

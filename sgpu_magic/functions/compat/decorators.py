@@ -1,0 +1,141 @@
+"""The documented decorators: those of this package, on the pool that the documented variables choose.
+
+`DATABRICKS_REMOTE_GPU_POOL_ID` names a pool, `DATABRICKS_USE_RESERVED_GPU_POOL` asks for a reserved one,
+`DATABRICKS_USE_POOL` for an on-demand one. The first that is set counts, in this order: who names a pool means it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, ParamSpec, TypeVar, Unpack
+
+from sgpu_magic.client.pools_file import LOCAL, pools_path, read_pools
+from sgpu_magic.config import load_settings
+from sgpu_magic.functions import decorator
+from sgpu_magic.functions.decorator import DistributedFunction, Launcher, RayLauncher
+from sgpu_magic.functions.options import CallOptions, Options, checked
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+_said: set[str] = set()
+
+
+class ChoosingFunction(DistributedFunction[P, R, T]):
+    """A distributed function whose pool the documented variables choose."""
+
+    @property
+    def distributed(self) -> Launcher[P, R, T]:
+        """Runs the function on every rank. The variables count as they are now, not when it was defined."""
+        return Launcher(self.__sgpu_function__, with_chosen_pool(self._options), run_async=self._run_async)
+
+
+def with_chosen_pool(options: CallOptions) -> CallOptions:
+    """Return the options with the pool that the documented variables choose, where they name none themselves.
+
+    Raises:
+        UsageError: The settings or the list of pools can't be read.
+    """
+    if options.pool:
+        return options
+    pool, note = chosen_pool(os.environ)
+    if note and note not in _said:
+        _said.add(note)
+        sys.stderr.write(f"sgpu: {note}\n")
+    return replace(options, pool=pool)
+
+
+def distributed(
+    function: Callable[..., Any] | None = None, /, *, run_async: bool = False, **options: Unpack[Options]
+) -> Any:
+    """Let a function run on every rank: `sgpu_magic.distributed` under its documented name, with its options.
+
+    Raises:
+        UsageError: An option means nothing or contradicts another.
+        TypeError: There is no option of that name.
+    """
+    if function is not None:
+        return ChoosingFunction[..., Any, Any](function, options, run_async=run_async)
+    # what is wrong with the options is told where they stand
+    checked(**options)
+
+    def decorate(function: Callable[..., Any]) -> ChoosingFunction[..., Any, Any]:
+        return ChoosingFunction(function, options, run_async=run_async)
+
+    return decorate
+
+
+class RayFunction(decorator.RayFunction[P, R]):
+    """A Ray driver whose pool the documented variables choose."""
+
+    @property
+    def distributed(self) -> RayLauncher[P, R]:
+        """Runs the function with a Ray cluster. The variables count as they are now, not when it was defined."""
+        return RayLauncher(self.__sgpu_function__, with_chosen_pool(self._options))
+
+
+def ray_launch(function: Callable[..., Any] | None = None, /, **options: Unpack[Options]) -> Any:
+    """Let a function be a Ray cluster's driver: `sgpu_magic.ray_launch` under its documented name.
+
+    Raises:
+        UsageError: An option means nothing or contradicts another.
+        TypeError: There is no option of that name.
+    """
+    if function is not None:
+        return RayFunction[..., Any](function, options)
+    # what is wrong with the options is told where they stand
+    decorator.ray_launch(**options)
+
+    def decorate(function: Callable[..., Any]) -> RayFunction[..., Any]:
+        return RayFunction(function, options)
+
+    return decorate
+
+
+POOL_ID = "DATABRICKS_REMOTE_GPU_POOL_ID"
+RESERVED = "DATABRICKS_USE_RESERVED_GPU_POOL"
+ON_DEMAND = "DATABRICKS_USE_POOL"
+
+_NO = frozenset({"", "0", "false", "no", "off", "none"})
+
+
+def chosen_pool(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return the pool that the variables choose, and what to say of it.
+
+    Args:
+        environ: Variables.
+
+    Returns:
+        A pool's name, `reserved` or `on-demand`, "" to leave the choice to us; and a sentence where they choose what
+        is not there, else "".
+
+    Raises:
+        UsageError: The settings or the list of pools can't be read.
+    """
+    setting = load_settings(environ).pool
+    entries = read_pools(pools_path(environ))
+    name = environ.get(POOL_ID, "")
+    if name:
+        if name in (LOCAL, setting, *(entry.name for entry in entries)):
+            return name, ""
+        said = f"{POOL_ID} names the pool {name!r}, which is not known here"
+    elif _is_set(environ, RESERVED):
+        if any(entry.reserved for entry in entries):
+            return "reserved", ""
+        said = f"{RESERVED} asks for a reserved pool, and none is known here"
+    elif _is_set(environ, ON_DEMAND):
+        if any(not entry.reserved for entry in entries):
+            return "on-demand", ""
+        said = f"{ON_DEMAND} asks for an on-demand pool, and none is known here"
+    else:
+        return "", ""
+    instead = f"the pool {setting or LOCAL!r}" if setting or not entries else "the pool that fits best"
+    return "", f"{said}; the run goes to {instead}. `sgpu pool add` lists others."
+
+
+def _is_set(environ: Mapping[str, str], name: str) -> bool:
+    return environ.get(name, "").strip().lower() not in _NO

@@ -1,0 +1,185 @@
+"""Around plain cells: `%sgpu_auto` sends them to the ranks, names that they bind are newer there, ranks stay warm."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from sgpu_magic.client.interpreter import this_interpreter
+from sgpu_magic.client.pool import Pool
+from sgpu_magic.payload.names import names_bound
+from sgpu_magic.runs import packages
+from sgpu_magic.runs.sessions import registry
+from sgpu_magic.runs.sessions.namespace_sync import Assigned
+from sgpu_magic.runs.sessions.session import Session
+from sgpu_magic.runs.submit.cell_source import transform_of
+
+# ---------------------------------------------------------------- cells that go to the ranks
+
+
+CELL_MAGIC = "sgpu_auto_cell"
+"""What a plain cell becomes; nobody writes it."""
+
+_STAYS = re.compile(r"\s*(?:[\w,\s]+=\s*)?%(?:sgpu_\w+|pip|conda|mamba|uv|(?:un|re)?load_ext|env|set_env)\b")
+_IS_BLANK = re.compile(r"\s*(?:#.*)?$")
+
+
+class AutoMode:
+    """An input transformer of IPython's: the first one, for those after it drop leading blank lines.
+
+    Args:
+        shell: The notebook's.
+
+    Attributes:
+        is_on: Plain cells go to the ranks.
+    """
+
+    # IPython leaves it out when it looks whether a cell is complete
+    has_side_effects = True
+    # it is left out when a cell's body is read
+    sends_cells = True
+
+    def __init__(self, shell: Any) -> None:
+        self._shell = shell
+        self.is_on = False
+        shell.input_transformers_cleanup.insert(0, self)
+        self._undo = registry.on_drop(self._session_gone)
+
+    def remove(self) -> None:
+        """Take it out of the shell."""
+        self._undo()
+        self.is_on = False
+        if self in self._shell.input_transformers_cleanup:
+            self._shell.input_transformers_cleanup.remove(self)
+
+    def __call__(self, lines: list[str]) -> list[str]:
+        if not self.is_on or stays_here(lines) or not self._is_users("".join(lines)):
+            return lines
+        return [f"get_ipython().run_cell_magic({CELL_MAGIC!r}, '', {''.join(_with_its_first_lines(lines))!r})\n"]
+
+    def takes(self, source: str) -> bool:
+        """Whether this cell goes to the ranks."""
+        return self.is_on and not stays_here(source.splitlines())
+
+    def _is_users(self, source: str) -> bool:
+        """Whether a person has sent the cell.
+
+        Front ends run code of their own, silently or without a number; a magic such as `%%capture` runs its body.
+        """
+        kernel = getattr(self._shell, "kernel", None)
+        if kernel is None:
+            return True
+        parent: dict[str, Any] = kernel.get_parent("shell") or {}
+        content: dict[str, Any] = parent.get("content", {})
+        if content.get("silent") or not content.get("store_history", True):
+            return False
+        return str(content.get("code", "")).splitlines() == source.splitlines()
+
+    def _session_gone(self) -> None:
+        if self.is_on and not registry.names():
+            self.is_on = False
+            if threading.current_thread() is not threading.main_thread():
+                # no cell has ended it, so none is the place to say so
+                return
+            print("%sgpu_auto is off again: no session is connected any more.")  # noqa: T201
+
+
+def _with_its_first_lines(lines: list[str]) -> list[str]:
+    """IPython on the rank drops leading blank lines, and line numbers are to be the editor's: comments stay."""
+    blank = next((index for index, line in enumerate(lines) if line.strip()), len(lines))
+    return ["#\n"] * blank + lines[blank:]
+
+
+def stays_here(lines: Sequence[str]) -> bool:
+    """Whether a cell runs in the notebook all the same: other cell magics, magics for the notebook, nothing at all."""
+    code = [line for line in lines if not _IS_BLANK.match(line)]
+    return not code or code[0].lstrip().startswith("%%") or all(_STAYS.match(line) for line in code)
+
+
+# ---------------------------------------------------------------- names that a cell binds anew
+
+
+class Assignments:
+    """Reads every plain cell while sessions are connected.
+
+    Args:
+        shell: The notebook's.
+        auto: Knows the cells that go to the ranks.
+    """
+
+    def __init__(self, shell: Any, auto: AutoMode) -> None:
+        self._shell = shell
+        self._auto = auto
+        self._undo: list[tuple[Session, Assigned]] = []
+        shell.events.register("pre_run_cell", self._before_cell)
+        shell.events.register("post_run_cell", self._after_cell)
+
+    def remove(self) -> None:
+        """Read no more cells."""
+        self._shell.events.unregister("pre_run_cell", self._before_cell)
+        self._shell.events.unregister("post_run_cell", self._after_cell)
+
+    def _before_cell(self, info: Any) -> None:
+        """Before, for the cell itself may run something in a session once it has bound its names."""
+        self._undo = []
+        sessions = registry.all_sessions()
+        source = info.raw_cell
+        if not sessions or not isinstance(source, str):
+            return
+        if source.lstrip().startswith("%%") or self._auto.takes(source):
+            return
+        try:
+            names = names_bound(source, transform=transform_of(self._shell))
+        except SyntaxError:
+            return
+        self._undo = [(session, session.shipping.assigned(names)) for session in sessions]
+
+    def _after_cell(self, result: Any) -> None:
+        undo, self._undo = self._undo, []
+        if not result.success:
+            for session, before in undo:
+                session.shipping.not_assigned(before)
+
+
+# ---------------------------------------------------------------- ranks at hand
+
+
+_RENEW_S = 20.0
+_LOOK_S = 0.2
+
+
+class Warmth:
+    """What this kernel wants warm.
+
+    Args:
+        pool: Where.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._ranks = 0
+        self._key = this_interpreter().key
+        self._renewed_at = self._looked_at = time.monotonic()
+
+    def ran(self, ranks: int) -> None:
+        """A run of that many ranks was the last one; the pool replenishes after it by itself."""
+        self._ranks = ranks
+        self._renewed_at = time.monotonic()
+
+    def after_cell(self, result: object = None) -> None:
+        """IPython's `post_run_cell`. Costs a few `stat` calls, and a message now and then."""
+        if registry.names():
+            # a connected session keeps a group at hand itself, on its own devices
+            self._ranks = 0
+        now = time.monotonic()
+        if now - self._looked_at < _LOOK_S:
+            # no installation is that quick
+            return
+        interpreter, self._looked_at = this_interpreter(), now
+        if interpreter.key != self._key or (self._ranks and now - self._renewed_at > _RENEW_S):
+            self._key, self._renewed_at = interpreter.key, now
+            self._pool.warm(interpreter, self._ranks)
+        packages.of(self._pool).begin()

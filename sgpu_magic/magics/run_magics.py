@@ -1,0 +1,274 @@
+"""The magics that run cells, and those that look at runs or launch one again."""
+
+# IPython's own attributes are only partly typed
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
+
+from sgpu_magic.client.result import RunResult
+from sgpu_magic.errors import RunCancelled, UsageError
+from sgpu_magic.magics import arguments, cell
+from sgpu_magic.magics.cell import session_for
+from sgpu_magic.magics.cell_hooks import AutoMode, Warmth
+from sgpu_magic.magics.parsing import Parser, add_ui, add_variables, rank_count
+from sgpu_magic.magics.status import StatusBoard
+from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, with_choice
+from sgpu_magic.runs.follow import run_loop
+from sgpu_magic.runs.option_values import device_type, key_values, optional_s
+from sgpu_magic.runs.sessions import registry
+from sgpu_magic.runs.sessions.cells import SessionCell
+from sgpu_magic.runs.sessions.session import Session
+from sgpu_magic.runs.submit.submit import submit
+from sgpu_magic.runs.workplace import close_workplace, workplace
+from sgpu_magic.views import help as help_pages
+from sgpu_magic.views.stacks import stacks_html, stacks_text
+
+_RUN = re.compile(r"[0-9a-f]{1,8}")
+_NOT_SUBMITTED = "interrupted before the run was submitted; nothing was started."
+
+
+@magics_class
+class DistributedMagics(Magics):
+    """`%%distributed`, `%sgpu_status`, and what one does with a run that goes on."""
+
+    def __init__(self, shell: InteractiveShell, auto: AutoMode) -> None:
+        super().__init__(shell=shell)
+        self._shell = shell
+        self._auto = auto
+        self.place = workplace()
+        self.pool = self.place.pool
+        self.warmth = Warmth(self.pool)
+        self._board = StatusBoard(self.place.pools, self.place.settings.status_idle_s)
+
+    def close(self) -> None:
+        """End the sessions and close the link to the pool; the pool goes on for others."""
+        self._board.close()
+        registry.close_all()
+        close_workplace()
+
+    @cell_magic
+    def distributed(self, line: str, cell_body: str) -> RunResult | None:
+        """Run this cell on N ranks of a pool. `%%distributed -h` shows the options."""
+        return self._run("%%distributed", line, cell_body)
+
+    @cell_magic
+    def rank(self, line: str, cell_body: str) -> RunResult | None:
+        """Run this cell on some ranks of the connected session: `%%rank 0`. `%%rank -h` shows the options."""
+        return self._run("%%rank", line, cell_body)
+
+    @cell_magic
+    def ray_launch(self, line: str, cell_body: str) -> RunResult | None:
+        """Run this cell as the driver of a Ray cluster of its own. `%%ray_launch -h` shows the options."""
+        return self._run(arguments.RAY, line, cell_body)
+
+    @cell_magic
+    def sgpu_auto_cell(self, line: str, cell_body: str) -> RunResult:
+        """What `%sgpu_auto` makes of a plain cell."""
+        session = registry.chosen()
+        self.place.notices.clear()
+        return session.run_cell(SessionCell(body=cell_body, auto=True))
+
+    def _run(self, magic: str, line: str, cell_body: str) -> RunResult | None:
+        options = arguments.parse(line, magic)
+        if options.help:
+            print(arguments.parser(magic).format_help())  # noqa: T201  help is output
+            return None
+        self.place.wanted_pool(options.pool)
+        if not cell.has_code(cell_body):
+            print("the cell is empty: no rank was started.")  # noqa: T201
+            return None
+        magic_line = f"{magic} {line}".strip()
+        session = session_for(options, magic)
+        self.place.notices.clear()
+        if session is not None and not options.fresh:
+            return session.run_cell(cell.for_session(magic_line, cell_body, options, session), options.ui)
+        return self._run_fresh(magic_line, cell_body, options, session, ray=magic == arguments.RAY)
+
+    def _run_fresh(
+        self,
+        magic_line: str,
+        cell_body: str,
+        options: arguments.CellOptions,
+        session: Session | None,
+        *,
+        ray: bool,
+    ) -> RunResult | None:
+        if session is not None:
+            found = session.checked().lends(options.ranks)
+        else:
+            options = with_choice(self.place, options, MAGIC_WAYS)
+            found = self.place.find(self.place.wanted_pool(options.pool), options.devices)
+        try:
+            submission = cell.prepare(magic_line, cell_body, options, self._shell, found, session, ray=ray)
+        except KeyboardInterrupt:
+            raise RunCancelled(_NOT_SUBMITTED) from None
+        run = submit(found.pool, submission)
+        try:
+            return self.place.bring_back(run, options.ui, detach=options.detach)
+        finally:
+            if session is None and found.pool is self.pool:
+                self.warmth.ran(found.placement.ranks)
+
+    @line_magic
+    def sgpu_replay(self, line: str = "") -> RunResult | None:
+        """Launch a run again from its directory: `%sgpu_replay RUN`; -h shows the options."""
+        made = replay_parser()
+        values = made.asked(line)
+        if values is None:
+            return None
+        if not values.run:
+            made.error("which run? Give the first digits of its id, as %sgpu_status lists them")
+        # only a replay needs them
+        from sgpu_magic.client.files_of_run import recorded_directory
+        from sgpu_magic.runs.replay.launching import ReplayOptions, prepare_replay
+        from sgpu_magic.runs.replay.recorded import read_recorded
+
+        options = ReplayOptions(
+            ranks=values.gpus,
+            device_type=device_type("--type", values.type),
+            variables=key_values(values.env),
+            here=values.here,
+            timeout_s=optional_s("--timeout", values.timeout),
+            name=values.name,
+            detach=values.detach,
+            ui=values.ui,
+        )
+        place = self.place
+        place.notices.clear()
+        try:
+            with recorded_directory(place.current_settings(), values.run) as directory:
+                recorded = read_recorded(directory)
+            submission = prepare_replay(place, recorded, options)
+        except KeyboardInterrupt:
+            raise RunCancelled(_NOT_SUBMITTED) from None
+        run = submit(place.pool_of(submission), submission)
+        return place.bring_back(run, options.ui, detach=options.detach)
+
+    @line_magic
+    def sgpu_attach(self, line: str = "") -> RunResult | None:
+        """Show a run from its beginning and bring its results back: `%sgpu_attach [RUN] [--ui auto|text|none]`."""
+        about = "Show a run from its beginning as if its cell had run here, and bring its results back."
+        options = self._run_options("%sgpu_attach", about, line, ui=True)
+        if options is None:
+            return None
+        try:
+            run, state = self.place.attach(options.run)
+        except KeyboardInterrupt:
+            raise RunCancelled("interrupted before the pool had answered; its runs go on.") from None
+        try:
+            followed = self.place.followed(run, options.ui)
+            return run_loop.watch(followed, state, self._shell.user_ns)
+        finally:
+            run.close()
+
+    @line_magic
+    def sgpu_detach(self, line: str = "") -> None:
+        """Let a run go on without its notebook: `%sgpu_detach [RUN]`; all runs of this notebook without RUN."""
+        about = "Let a run go on whatever becomes of its notebook; all runs of this notebook without RUN."
+        options = self._run_options("%sgpu_detach", about, line)
+        if options is not None:
+            print(self._detach(options.run))  # noqa: T201
+
+    @line_magic
+    def sgpu_stacks(self, line: str = "") -> None:
+        """Show where every rank of a run is: `%sgpu_stacks [RUN]`."""
+        options = self._run_options("%sgpu_stacks", "Show where every rank of a run is.", line)
+        if options is None:
+            return
+        answer = self.place.pool_with(options.run, going_on=True).stacks(options.run, start=True)
+        told = (answer.run_id, answer.stacks, answer.cell)
+        self._publish(stacks_text(*told), {"text/html": stacks_html(*told)})
+
+    @line_magic
+    def sgpu_status(self, line: str = "") -> None:
+        """Show devices, queue and runs, or one run's view: `%sgpu_status [RUN] [--pool NAME] [--ui auto|text|none]`."""
+        about = "Show the devices, the queue and the runs of all pools; or the view of one run or session."
+        options = self._run_options("%sgpu_status", about, line, ui=True, sessions=True)
+        if options is None:
+            return
+        if options.run:
+            run, state = self.place.attach(options.run)
+            followed = self.place.followed(run, options.ui, error_follows=False)
+            self.place.windows.open(followed, state, live=self.place.live_views.is_watched and options.ui != "text")
+        elif self.place.is_notebook:
+            self._board.show(self.place.live_views.is_watched, options.pool)
+        else:
+            print(self._board.text(options.pool))  # noqa: T201
+
+    @line_magic
+    def sgpu_help(self, line: str = "") -> None:
+        """Show the page about an error: `%sgpu_help [TOPIC]`; without TOPIC the list of all."""
+        markdown = help_pages.page(line.strip())
+        self._publish(help_pages.plain(markdown), {"text/markdown": markdown})
+
+    def _detach(self, run: str) -> str:
+        """Let a run go on, of all of this notebook's pools where none is named."""
+        pools = [self.place.pool_with(run, going_on=True)] if run else self.place.pools.connected() or [self.place.pool]
+        return " ".join(pool.detach(run, start=True) for pool in pools)
+
+    def _run_options(
+        self, magic: str, about: str, line: str, *, ui: bool = False, sessions: bool = False
+    ) -> argparse.Namespace | None:
+        """Read the line of a magic that takes a run; None when help was asked for, which is printed.
+
+        Raises:
+            UsageError: It names no run's id, or more than one.
+        """
+        made = Parser(magic, about)
+        made.set_defaults(ui="auto", pool="")
+        what = "the first digits of its id, or a session's name" if sessions else "the first digits of its id"
+        made.add_argument("run", nargs="?", default="", metavar="RUN", help=what)
+        if sessions:
+            made.add_argument("--pool", default="", metavar="NAME", help="of this pool only (default: all)")
+        if ui:
+            add_ui(made)
+        made.offer_help()
+        values = made.asked(line)
+        if values is None:
+            return None
+        session = registry.find(values.run) if sessions and values.run else None
+        named = values.run
+        values.run = session.run_id if session is not None else named.lower()
+        if session is None and named and _RUN.fullmatch(values.run) is None:
+            raise UsageError(
+                f"{magic}: {named[:40]!r} is no run: give the first digits of its id (0-9, a-f), as "
+                "%sgpu_status lists them."
+            )
+        return values
+
+    def _publish(self, text: str, rich: dict[str, str]) -> None:
+        from IPython.display import publish_display_data
+
+        if self.place.is_notebook:
+            publish_display_data({"text/plain": text, **rich})
+        else:
+            print(text)  # noqa: T201
+
+
+def replay_parser() -> Parser:
+    """The options of the magic."""
+    made = Parser(
+        "%sgpu_replay",
+        "Launch a run again from its directory, with the same code, variables and packages; what differs on this "
+        "machine is said. Names of --out are set here, as the cell did.",
+        "The packages are this notebook's when they are the run's, else the run's own Python where it is still as it "
+        "was, else they are installed from what was recorded. Values of --env are never recorded: set them here.",
+    )
+    add = made.add_argument
+    add("run", nargs="?", default="", metavar="RUN", help="the first digits of its id")
+    add("-n", "--gpus", type=rank_count, metavar="N", help="ranks (default: as many as it had)")
+    add("--type", metavar="TYPE", help="a10, h100, ..., cpu, any (default: what it asked for)")
+    add_variables(made)
+    add("--here", action="store_true", help="with this notebook's packages, whatever it had")
+    add("--timeout", metavar="90s|30m|2h", help="longest running time (default: its own)")
+    add("--detach", action="store_true", help="return at once; the run goes on without this notebook")
+    add("--name", default="", help="the run's name (default: its own)")
+    add_ui(made)
+    made.offer_help()
+    return made

@@ -1,0 +1,276 @@
+"""Values of options as people write them: durations, devices, variables, lists of ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from sgpu_magic.config import SEVEN_DAYS_S
+from sgpu_magic.errors import UsageError
+from sgpu_magic.wire.device_types import canonical_type
+
+# ---------------------------------------------------------------- durations
+
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|d)?")
+_SECONDS = {None: 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def duration_s(option: str, value: str | float) -> float:
+    """Read `90s`, `30m`, `2h`, `1d`, `0`; a bare number is seconds.
+
+    Args:
+        option: What it was given for, such as `--timeout`.
+        value: The text or number.
+
+    Raises:
+        UsageError: It is none of these.
+    """
+    found = _DURATION.fullmatch(str(value).strip().lower())
+    if found is None:
+        raise UsageError(f"{option} is {value!r}; write a number with its unit: 90s, 30m, 2h, 1d.")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def optional_s(option: str, value: str | float | None) -> float | None:
+    """Read a duration that may be left out."""
+    return None if value is None else duration_s(option, value)
+
+
+def timeout_s(option: str, value: str | float | None) -> float:
+    """Read a run's longest running time; 7 days, which is also the most, when it is left out.
+
+    Raises:
+        UsageError: It is no duration, or more than 7 days.
+    """
+    if value is None:
+        return SEVEN_DAYS_S
+    seconds = duration_s(option, value)
+    if not 0 < seconds <= SEVEN_DAYS_S:
+        raise UsageError(f"{option} {value} is not possible: a run may take more than 0 s and at most 7 days (7d).")
+    return seconds
+
+
+# ---------------------------------------------------------------- devices
+
+
+STRATEGIES = ("pack", "strict_pack", "spread")
+"""How ranks are spread over nodes: on as few as can be, on one, over as many as can be."""
+
+MOST_RANKS = 4096
+"""Ranks and nodes of a run, and the number that no rank has."""
+
+UI_CHOICES = ("auto", "widget", "text", "none")
+"""How a run may be shown."""
+
+_PYTHONS = (
+    ("--gpus N --type TYPE", "gpus=N, gpu_type=TYPE"),
+    ("--gpus ", "gpus="),
+    ("--gpus", "gpus"),
+    ("--type ", "gpu_type="),
+    ("--type", "gpu_type"),
+    ("--min-memory ", "min_memory="),
+    ("--min-memory", "min_memory"),
+    ("--nodes ", "nodes="),
+    ("--nodes", "nodes"),
+    ("--placement ", "placement="),
+    ("--placement", "placement"),
+    ("--pool", "pool"),
+)
+_MEMORY = re.compile(r"(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[kMGT]i?)?B?", re.IGNORECASE)
+_MEMORY_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 1 << 10,
+    "mi": 1 << 20,
+    "gi": 1 << 30,
+    "ti": 1 << 40,
+}
+# less is a number whose unit was forgotten
+_LEAST_BYTES = 10**6
+_MOST_BYTES = 10**15
+
+
+def memory_bytes(option: str, value: str | float | None) -> int:
+    """Return memory in bytes: `"40GB"` is 40,000,000,000, `"40GiB"` 2**30 times 40, a number is bytes; None is 0.
+
+    Raises:
+        UsageError: It is no memory; `option` is named in the message.
+    """
+    if value is None or value == "":
+        return 0
+    if isinstance(value, str):
+        match = _MEMORY.fullmatch(value.strip())
+        found = float(match["number"]) * _MEMORY_UNITS[(match["unit"] or "").lower()] if match is not None else -1.0
+    else:
+        found = float(value) if not isinstance(value, bool) else -1.0
+    if not _LEAST_BYTES <= found <= _MOST_BYTES:
+        raise UsageError(f"{option} {value!r} is no memory of a device: give a number and its unit, such as 40GB.")
+    return int(found)
+
+
+def rank_count(option: str, value: object) -> int | None:
+    """Check a number of ranks; None is the pool's choice.
+
+    Raises:
+        UsageError: It is none.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_RANKS:
+        raise UsageError(f"{option}={value!r} is not a number of ranks; 1 to {MOST_RANKS} is possible.")
+    return value
+
+
+def device_type(option: str, value: str | None) -> str | None:
+    """Return a type of devices in its one spelling; None is the pool's choice.
+
+    Raises:
+        UsageError: There is no such type.
+    """
+    try:
+        return None if value is None else canonical_type(value)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from None
+
+
+def node_count(option: str, value: object) -> int:
+    """Check a number of nodes; None is 0, the pool's choice.
+
+    Raises:
+        UsageError: It is none.
+    """
+    if value is None:
+        return 0
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_RANKS:
+        raise UsageError(f"{option} {value!r} is not a number of nodes; 1 to {MOST_RANKS} is possible.")
+    return value
+
+
+def strategy_of(option: str, value: str | None) -> str:
+    """Check how the ranks are spread; None is "", which is `pack` in the end.
+
+    Raises:
+        UsageError: There is no such way.
+    """
+    if value is None:
+        return ""
+    asked = value.lower().replace("-", "_")
+    if asked not in STRATEGIES:
+        raise UsageError(f"{option} {value!r} is not possible; there are: {', '.join(STRATEGIES)}.")
+    return asked
+
+
+def key_values(values: Iterable[str]) -> dict[str, str]:
+    """Read the `KEY=VALUE` of each `--env`.
+
+    Raises:
+        UsageError: One has no name.
+    """
+    found: dict[str, str] = {}
+    for value in values:
+        name, equals, text = value.partition("=")
+        if not equals or not name:
+            # the value may be a secret that was put in the name's place: it is not repeated
+            raise UsageError("--env takes KEY=VALUE, with a name before the sign.")
+        found[name] = text
+    return found
+
+
+def in_pythons_words(text: str) -> str:
+    """Return what is said of the magics' options as it is said of Python's."""
+    for option, word in _PYTHONS:
+        text = text.replace(option, word)
+    return text
+
+
+def check_spread(ranks: int | None, nodes: int, strategy: str) -> None:
+    """Check that ranks can be spread over nodes evenly.
+
+    Args:
+        ranks: None when left out.
+        nodes: 0 when left out.
+        strategy: One of `STRATEGIES`; "" when left out.
+
+    Raises:
+        UsageError: They can't.
+    """
+    if nodes > 1 and strategy == "strict_pack":
+        raise UsageError(
+            f"--nodes {nodes} spreads the ranks over {nodes} nodes, and --placement strict_pack keeps them on one. "
+            "Leave one of them out."
+        )
+    if not nodes:
+        return
+    if ranks is None:
+        raise UsageError(f"--nodes {nodes} needs the number of ranks too: add --gpus N, a multiple of {nodes}.")
+    if ranks % nodes:
+        near = max(1, round(ranks / nodes)) * nodes
+        raise UsageError(
+            f"{ranks} ranks can't be spread evenly over {nodes} nodes. Ask for a multiple of {nodes}, such as "
+            f"--gpus {near}, or leave --nodes out."
+        )
+
+
+# ---------------------------------------------------------------- lists of ranks
+
+
+_RANKS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
+
+
+def parse_ranks(option: str, text: str) -> tuple[int, ...]:
+    """Read `0,2-3`, ascending and each once.
+
+    Args:
+        option: What it was given for, such as `--ranks`.
+        text: The list.
+
+    Raises:
+        UsageError: It is none.
+    """
+    found: set[int] = set()
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        match = _RANKS.fullmatch(part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match is not None else (1, 0)
+        if first > last or last >= MOST_RANKS:
+            raise UsageError(f"{option} {text!r} is no list of ranks. Write numbers and ranges with commas: 0,2-3.")
+        found.update(range(first, last + 1))
+    if not found:
+        raise UsageError(f"{option} names no rank. Write numbers and ranges with commas: 0,2-3.")
+    return tuple(sorted(found))
+
+
+def ranks_from(ranks: Iterable[int] | int | str | None, count: int, whose: str) -> tuple[int, ...]:
+    """Return ranks ascending; empty for all of them.
+
+    Args:
+        ranks: A number, numbers, or a list as text; None for all.
+        count: How many there are.
+        whose: For messages, such as `session work`.
+
+    Raises:
+        UsageError: There is no such rank, or it is no list of ranks.
+    """
+    if ranks is None:
+        return ()
+    if isinstance(ranks, str):
+        found = parse_ranks("ranks", ranks)
+    else:
+        found = tuple(sorted({ranks} if isinstance(ranks, int) else set(ranks)))
+    strange = [rank for rank in found if not 0 <= rank < count]
+    if strange or not found:
+        there = f"ranks 0 to {count - 1}" if count > 1 else "rank 0 only"
+        what = f"no rank {strange[0]}" if strange else "no ranks at all were named"
+        raise UsageError(f"{whose} has {there}: {what}. Name some of those, or none for all.")
+    return () if len(found) == count else found
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return `rank 2` or `ranks 0, 2`."""
+    listed = [str(rank) for rank in ranks]
+    return f"rank{'s' * (len(listed) != 1)} {', '.join(listed)}"

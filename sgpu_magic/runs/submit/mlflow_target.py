@@ -1,0 +1,120 @@
+"""Where a run is tracked: what the notebook's own MLflow says, else its variables, else the settings.
+
+MLflow is never imported here: who has it in use has imported it.
+"""
+
+# of MLflow nothing but what has been imported by others is used, as it lies in `sys.modules`
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from sgpu_magic.config import Settings
+from sgpu_magic.runs.submit.remote_inputs import working_directory
+from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.states import RunKind
+from sgpu_magic.wire.tracking import STORE_VARIABLES, Tracking, absolute_uri
+
+if TYPE_CHECKING:
+    from sgpu_magic.runs.submit.submit import Submission
+
+
+# they move names between the notebook and a session's ranks
+_NO_RUNS = (RunKind.PUSH, RunKind.PULL)
+_URI = "MLFLOW_TRACKING_URI"
+_FALLBACK_NAME = "notebook"
+
+
+def place_of(settings: Settings, spec: RunSpec, submission: Submission) -> tuple[RunSpec, Tracking | None]:
+    """Return the run's spec with what tracking adds to it, and where it is tracked; None where it is not."""
+    asked = submission.wishes.track
+    track = settings.track if asked is None else "all" if asked else "off"
+    if spec.kind in _NO_RUNS or track == "off":
+        return spec, None
+    environ = submission.environ
+    own = _own_place(environ, given=_URI in submission.given)
+    uri = own.uri or environ.get(_URI, "") or settings.tracking_uri or own.default_uri
+    name, experiment_id = environ.get("MLFLOW_EXPERIMENT_NAME", ""), environ.get("MLFLOW_EXPERIMENT_ID", "")
+    if own.experiment_id:
+        name, experiment_id = "", own.experiment_id
+    elif name:
+        experiment_id = ""
+    elif not experiment_id:
+        name = _experiment_name(spec)
+    tracking = Tracking(
+        uri=absolute_uri(uri, working_directory()) if uri else "",
+        registry_uri=own.registry_uri or environ.get("MLFLOW_REGISTRY_URI", ""),
+        experiment=name,
+        experiment_id=experiment_id,
+        parent=own.parent or environ.get("MLFLOW_RUN_ID", ""),
+        variables={name: environ[name] for name in environ if name.startswith(STORE_VARIABLES)},
+        # a notebook in whose own MLflow run this is uses MLflow
+        if_it_matters=track == "auto" and not own.parent,
+    )
+    return msgspec.structs.replace(spec, tracked=True), tracking
+
+
+class _OwnPlace(msgspec.Struct, frozen=True):
+    """What the notebook's own MLflow has been told.
+
+    Args:
+        uri: The tracking store that was set, or that the active run is in; "" for none.
+        default_uri: Where it would go by itself; "" where it is not in use.
+        registry_uri: The registry that was set.
+        experiment_id: The experiment that was set, or that the active run is in.
+        parent: The active run.
+    """
+
+    uri: str = ""
+    default_uri: str = ""
+    registry_uri: str = ""
+    experiment_id: str = ""
+    parent: str = ""
+
+
+_NOT_IN_USE = _OwnPlace()
+
+
+def _own_place(environ: Mapping[str, str], *, given: bool) -> _OwnPlace:
+    """Look into MLflow's modules, if the notebook has imported them.
+
+    Args:
+        environ: The ranks' variables.
+        given: The run was given a store with `--env`, which counts more than the notebook's.
+    """
+    utils: Any = sys.modules.get("mlflow.tracking._tracking_service.utils")
+    fluent: Any = sys.modules.get("mlflow.tracking.fluent")
+    if given or utils is None or fluent is None:
+        return _NOT_IN_USE
+    registry: Any = sys.modules.get("mlflow.tracking._model_registry.utils")
+    try:
+        active = fluent._active_run_stack.get()
+        info = active[-1].info if active else None
+        uri = utils._tracking_uri or ""
+        points_to = uri or ("" if environ.get(_URI) and info is None else utils.get_tracking_uri())
+        return _OwnPlace(
+            uri=uri or (points_to if info is not None else ""),
+            default_uri=points_to,
+            registry_uri=getattr(registry, "_registry_uri", None) or "",
+            experiment_id=info.experiment_id if info is not None else fluent._active_experiment_id or "",
+            parent=info.run_id if info is not None else "",
+        )
+    except (AttributeError, TypeError, ImportError):
+        # it is being imported by another thread now, or is another MLflow than those that have these names
+        return _NOT_IN_USE
+
+
+def _experiment_name(spec: RunSpec) -> str:
+    """After the notebook's file, or the script's."""
+    file = spec.owner.notebook
+    # in a notebook without a name it is what `%run -i` has left there
+    if not file and spec.cell.execution_count is None:
+        main: Any = sys.modules.get("__main__")
+        file = getattr(main, "__file__", None) or ""
+    return os.path.splitext(os.path.basename(file))[0] or _FALLBACK_NAME

@@ -1,0 +1,269 @@
+"""A function's call becomes what is submitted: arguments checked, function and arguments packed, all described."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from sgpu_magic.client.pool import new_key
+from sgpu_magic.errors import SerializationError, UsageError
+from sgpu_magic.payload.call import RANK_NAMES, FunctionCall, RankValue, name_of
+from sgpu_magic.payload.namespace import cell_sources
+from sgpu_magic.payload.pack import Packed, pack_namespace
+from sgpu_magic.runs.notebook import cell_number, cell_numbers
+from sgpu_magic.runs.submit.redact import Parameters, scalars
+from sgpu_magic.runs.workplace import Workplace
+from sgpu_magic.wire.records import CellSource, OutputName, Shipped
+
+CALL_NAME = "__sgpu_call__"
+RESULT_NAME = "__sgpu_result__"
+OUTPUTS = (OutputName(RESULT_NAME, all_ranks=True),)
+"""What a call's run returns: one value from each rank, under this name."""
+
+OUTPUTS_OF_DRIVER = (OutputName(RESULT_NAME),)
+"""The same of a run with its own Ray cluster: rank 0's alone."""
+
+_BODY = f"{RESULT_NAME} = {CALL_NAME}()\n"
+_HEAVY_BYTES = 100_000_000
+_ARGUMENT = re.compile(rf"`?{CALL_NAME}\.(?:args\[(\d+)\]|kwargs\['(\w+)'\])")
+# a call's own record has no name that could be excluded
+_EXCLUDE = re.compile(rf",? or keep the name out with --exclude {CALL_NAME}")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCall:
+    """A function's call, ready to be described by a `RunSpec` of kind CALL.
+
+    Args:
+        name: The function's name.
+        cell: What the ranks execute.
+        packed: What is shipped.
+        key: The run's HMAC key.
+        shipped: What is said of it.
+        parameters: Its arguments that are scalars.
+    """
+
+    name: str
+    cell: CellSource
+    packed: Packed
+    key: bytes
+    shipped: Shipped
+    parameters: Parameters
+
+
+def pack_call(
+    place: Workplace,
+    function: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    *,
+    exclude: tuple[str, ...] = (),
+) -> PackedCall:
+    """Check a call's arguments and pack it. Nothing has started when this raises.
+
+    Functions and classes of the notebook or the script itself go by value into the ranks' namespace, with the names
+    that they read; those of modules that can be imported go by reference.
+
+    Args:
+        place: This process's; its namespace is the notebook's or the script's.
+        function: What every rank calls.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        exclude: Names of the namespace that stay here.
+
+    Raises:
+        TypeError: The arguments do not fit the function.
+        UsageError: It can't be called at all.
+        SerializationError: The function or an argument can't be pickled.
+    """
+    begin = time.perf_counter()
+    name = name_of(function)
+    if not callable(function):
+        raise UsageError(f"{name} can't be called: give a function, or anything else with parentheses behind it.")
+    bound_args, bound_kwargs = bind(function, args, kwargs)
+    call = FunctionCall(by_reference(function), bound_args, bound_kwargs)
+    key = new_key()
+    try:
+        packed = pack_namespace({CALL_NAME: call}, place.namespace, key, exclude=frozenset(exclude))
+    except SerializationError as error:
+        raise SerializationError(_in_the_calls_words(error.message, name, function)) from error
+    sizes = {_shown(label, name): size for label, size in packed.sizes.items()}
+    shipped = Shipped(
+        names=_shipped_names(packed, name, has_arguments=bool(args or kwargs)),
+        total_bytes=packed.total_bytes,
+        seconds=time.perf_counter() - begin,
+        heavy=tuple((label, size) for label, size in sizes.items() if size > _HEAVY_BYTES),
+    )
+    cell = CellSource(
+        body=_BODY,
+        execution_count=cell_number(place.shell) if place.shell is not None else None,
+        linecache=cell_sources(packed.files, cell_numbers(place.shell)),
+    )
+    return PackedCall(name, cell, packed, key, shipped, scalars(arguments(function, args, kwargs)))
+
+
+def by_reference(function: Callable[..., object]) -> Callable[..., object]:
+    """Return what stands for `function` in a pickle stream.
+
+    A decorator's object stands in its module under the function's name. The function itself can't be found there,
+    so the decorator's object goes, by that name, and is asked for its function where it arrives.
+    """
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    if module is None or module.__name__ == "__main__":
+        return function
+    found: object = module
+    for part in getattr(function, "__qualname__", "").split("."):
+        found = getattr(found, part, None)
+    if found is not function and callable(found) and getattr(found, "__sgpu_function__", None) is function:
+        return found
+    return function
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def bind(
+    function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Return the arguments with what each rank fills in by itself: `rank`, `local_rank`, `world_size`, `device`.
+
+    A parameter of that name is filled in when the caller leaves it out and it has no default.
+
+    Raises:
+        TypeError: The arguments do not fit; in Python's own words.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        # C code that does not tell
+        return args, dict(kwargs)
+    try:
+        bound = signature.bind_partial(*args, **kwargs)
+    except TypeError as error:
+        _refuse(function, signature, args, kwargs, (), error)
+    filled = [
+        name
+        for name, parameter in signature.parameters.items()
+        if name in RANK_NAMES
+        and name not in bound.arguments
+        and parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    bound.arguments.update({name: RankValue(name) for name in filled})
+    try:
+        signature.bind(*bound.args, **bound.kwargs)
+    except TypeError as error:
+        _refuse(function, signature, args, kwargs, filled, error)
+    return bound.args, bound.kwargs
+
+
+def arguments(
+    function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> dict[str, object]:
+    """Return a call's arguments by the names of the function's parameters; what each rank fills in is left out."""
+    try:
+        bound = inspect.signature(function).bind_partial(*args, **kwargs)
+    except (TypeError, ValueError):
+        # C code that does not tell
+        return dict(kwargs)
+    found: dict[str, object] = {}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            found.update(value)
+        elif kind is inspect.Parameter.VAR_POSITIONAL:
+            found.update((f"{name}[{index}]", item) for index, item in enumerate(value))
+        else:
+            found[name] = value
+    return {name: value for name, value in found.items() if not isinstance(value, RankValue)}
+
+
+def _refuse(
+    function: Callable[..., object],
+    signature: inspect.Signature,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    filled: Iterable[str],
+    error: TypeError,
+) -> NoReturn:
+    """Raise what Python says when a function with this signature is called so: `inspect` says it in other words."""
+    told = TypeError(f"{name_of(function)}() {error}")
+    parameters = [
+        parameter.replace(
+            default=parameter.empty if parameter.default is parameter.empty else None, annotation=parameter.empty
+        )
+        for parameter in signature.parameters.values()
+    ]
+    head = signature.replace(parameters=parameters, return_annotation=signature.empty)
+    namespace: dict[str, Any] = {}
+    try:
+        exec(f"def like{head}: pass", namespace)
+        namespace["like"].__qualname__ = getattr(function, "__qualname__", name_of(function))
+        namespace["like"](*args, **{**dict.fromkeys(filled), **kwargs})
+    except SyntaxError:
+        # a signature that no `def` could have
+        pass
+    except TypeError as usual:
+        told = TypeError(*usual.args)
+    if args and not signature.parameters.keys().isdisjoint(RANK_NAMES):
+        told.add_note(
+            "Parameters named rank, local_rank, world_size and device are filled in by each rank when they are left "
+            "out: give the arguments behind them by keyword."
+        )
+    raise told from None
+
+
+# ---------------------------------------------------------------- words
+
+
+def _shown(label: str, name: str) -> str:
+    return f"the arguments of {name}" if label == CALL_NAME else label
+
+
+def _shipped_names(packed: Packed, name: str, *, has_arguments: bool) -> tuple[str, ...]:
+    names = tuple(label for label in packed.names if label != CALL_NAME)
+    own = () if name in names else (name,)
+    return (*own, *names, *(("its arguments",) if has_arguments else ()))
+
+
+def _in_the_calls_words(message: str, name: str, function: Callable[..., object]) -> str:
+    """Say which argument can't leave: the call itself is nothing that a user has written."""
+
+    def argument(found: re.Match[str]) -> str:
+        return found[2] or _parameter(function, int(found[1]))
+
+    message = _ARGUMENT.sub(argument, message).replace("inside the cell", f"inside {name}")
+    message, left_out = _EXCLUDE.subn("", message)
+    if left_out:
+        # of three remedies two are left
+        message = re.sub(r"(?<=\. )([^.,]*), ([^.,]*)\.$", r"\1 or \2.", message)
+    message = message.replace(f"the cell uses `{CALL_NAME}`, which uses", f"{name} uses")
+    message = message.replace(
+        f"the cell uses `{CALL_NAME}`, which can't leave the notebook", f"the call of {name} can't leave this process"
+    )
+    message = re.sub(r"with --exclude (\w+)", r'with exclude="\1"', message)
+    return message.replace(f"{CALL_NAME}.function", name).replace(CALL_NAME, name)
+
+
+def _parameter(function: Callable[..., object], index: int) -> str:
+    """What the function calls its positional argument number `index`: `x`, `rest[1]`."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return f"argument {index}"
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if index < len(names):
+        return names[index]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+    return f"{rest}[{index - len(names)}]"
+
+
+def environ_with(variables: Mapping[str, str]) -> dict[str, str]:
+    """The ranks' environment: this process's, with what was given beside it."""
+    return {**os.environ, **variables}
