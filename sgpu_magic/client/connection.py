@@ -230,11 +230,13 @@ def with_known_version(link: PoolLink) -> PoolLink:
     )
     if not welcome.same_host:
         raise PoolVersionError(speaks + "Install the version of sgpu-magic that the pool has, or ask who runs it.")
-    raise PoolVersionError(
+    error = PoolVersionError(
         speaks
         + "Wait for its runs and restart it with `sgpu pool stop`, or end them too with `sgpu pool stop --force`; "
         "the next run starts a pool of this version."
     )
+    error.is_used = welcome.busy
+    raise error
 
 
 def ask_to_stop(link: PoolLink, *, force: bool = False) -> None:

@@ -28,7 +28,7 @@ from sgpu_magic.client.sent_runs import note_end
 from sgpu_magic.client.submitter import Submitter
 from sgpu_magic.client.uploads import Uploads
 from sgpu_magic.config import CurrentSettings, Settings
-from sgpu_magic.errors import CapacityError, PoolError, SessionError, SgpuError, UsageError
+from sgpu_magic.errors import CapacityError, PoolError, PoolVersionError, SessionError, SgpuError, UsageError
 from sgpu_magic.payload.pack import Packed
 from sgpu_magic.wire.messages import (
     Accepted,
@@ -374,9 +374,9 @@ class Pool:
             ask_to_stop(self._connection.made(start=False), force=force)
         except PoolLost:
             pass
-        except PoolError:
+        except PoolError as error:
             # of another version, or it does not answer
-            if not force:
+            if not force and (not isinstance(error, PoolVersionError) or error.is_used):
                 raise
             with contextlib.suppress(ProcessLookupError):
                 os.kill(address.pid, signal.SIGTERM)
