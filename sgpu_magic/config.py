@@ -24,6 +24,8 @@ from sgpu_magic.errors import UsageError
 from sgpu_magic.wire.prices import is_currency, prices_text, read_prices
 from sgpu_magic.wire.user_limits import read_priorities, read_quotas
 
+# what a remedy adds that changes where a pool lives, which a kernel reads when it loads the extension
+SET_IN_NOTEBOOK = "(in a notebook with %env, then %reload_ext sgpu_magic)"
 SEVEN_DAYS_S = 7 * 24 * 3600.0
 _MAX_BUDGET_DAYS = 3660
 # these may be tables in the file
@@ -324,7 +326,7 @@ def private_dir(path: Path) -> Path:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise UsageError(
             f"{path} is not a directory of yours, so nothing private can be kept there. "
-            "Remove it or set SGPU_RUNTIME_DIR and SGPU_STATE_DIR to directories that are."
+            f"Remove it or set SGPU_RUNTIME_DIR and SGPU_STATE_DIR to directories that are {SET_IN_NOTEBOOK}."
         )
     if stat.S_IMODE(status.st_mode) != 0o700:
         path.chmod(0o700)

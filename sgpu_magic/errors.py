@@ -128,7 +128,13 @@ class PoolError(SgpuError):
 
 
 class PoolVersionError(PoolError):
-    """The running pool speaks a protocol that this client does not know."""
+    """The running pool speaks a protocol that this client does not know.
+
+    Attributes:
+        is_used: Runs go on there, as far as it tells.
+    """
+
+    is_used = False
 
 
 class KeyRefused(PoolError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,12 @@ def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, value in {"STATE_DIR": "state", "RUNTIME_DIR": "run", "CONFIG": "own/config.toml"}.items():
         monkeypatch.setenv(f"SGPU_{name}", str(tmp_path / value))
     return tmp_path
+
+
+def follow(message: str) -> None:
+    """Run the command that an error names."""
+    (command,) = re.findall(r"chmod \d+ \S+", message)
+    subprocess.run(command.split(), check=True)
 
 
 def mode(path: Path) -> int:
@@ -62,10 +69,13 @@ def test_a_key_is_not_overwritten_by_accident(tmp_path: Path):
 @pytest.mark.parametrize("bits", [0o640, 0o604, 0o660, 0o602])
 def test_a_key_that_others_can_reach_is_refused(tmp_path: Path, bits: int):
     path = tmp_path / "client.key"
-    write_key_pair(path, new_key_pair())
+    pair = new_key_pair()
+    write_key_pair(path, pair)
     path.chmod(bits)
-    with pytest.raises(UsageError, match="can be read or written by other users"):
+    with pytest.raises(UsageError, match="can be read or written by other users") as refused:
         read_key_pair(path)
+    follow(refused.value.message)
+    assert read_key_pair(path) == pair
 
 
 @pytest.mark.needs_root
@@ -126,7 +136,9 @@ def test_a_list_of_the_same_inode_on_another_disk_is_another_list(clients: Path,
     clients.write_text(clients.read_text().replace("ann", "ben"))
     os.utime(clients, ns=(status.st_atime_ns, status.st_mtime_ns))
     true = os.stat
-    fields = {name: getattr(status, name) for name in ("st_mtime_ns", "st_ino", "st_size", "st_uid", "st_mode")}
+    fields = {
+        name: getattr(status, name) for name in ("st_mtime_ns", "st_ctime_ns", "st_ino", "st_size", "st_uid", "st_mode")
+    }
     there = SimpleNamespace(**fields, st_dev=status.st_dev + 1)
     monkeypatch.setattr(os, "stat", lambda path, **named: there if path == clients else true(path, **named))
     assert (seen.look(), seen.find(ANN)) == (True, AuthorizedClient("ben"))
@@ -183,6 +195,8 @@ def test_a_list_that_others_can_write_lets_in_nobody(clients: Path):
     listed.look()
     assert listed.find(ANN) is None
     assert "can be written by other users" in listed.problem
+    follow(listed.problem)
+    assert (listed.look(), listed.find(ANN), listed.problem) == (True, AuthorizedClient("ann"), "")
 
 
 @pytest.mark.parametrize("name", ["", "../x", ".hidden", "a b", "a/b", "x" * 65, "é"])

@@ -179,9 +179,9 @@ class LocalConnection(Connection):
             super().stop(force=force)
         except PoolLost:
             pass
-        except PoolError:
+        except PoolError as error:
             # of another version, or it does not answer
-            if not force:
+            if not force and (not isinstance(error, PoolVersionError) or error.is_used):
                 raise
             with contextlib.suppress(ProcessLookupError):
                 os.kill(address.pid, signal.SIGTERM)
@@ -274,11 +274,13 @@ def with_known_version(link: PoolLink) -> PoolLink:
     )
     if not welcome.same_host:
         raise PoolVersionError(speaks + "Install the version of sgpu-magic that the pool has, or ask who runs it.")
-    raise PoolVersionError(
+    error = PoolVersionError(
         speaks
         + "Wait for its runs and restart it with `sgpu pool stop`, or end them too with `sgpu pool stop --force`; "
         "the next run starts a pool of this version."
     )
+    error.is_used = welcome.busy
+    raise error
 
 
 def ask(

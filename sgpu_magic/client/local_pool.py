@@ -13,7 +13,15 @@ from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.config import Settings, config_path, is_linux, load_settings, pool_settings, private_dir
+from sgpu_magic.config import (
+    SET_IN_NOTEBOOK,
+    Settings,
+    config_path,
+    is_linux,
+    load_settings,
+    pool_settings,
+    private_dir,
+)
 from sgpu_magic.errors import PoolError
 from sgpu_magic.files.disk_room import why_no_run
 from sgpu_magic.wire import codec
@@ -74,7 +82,7 @@ def _start(settings: Settings, warm: Warm | None) -> None:
     if len(os.fsencode(socket_path)) > MAX_SOCKET_PATH_BYTES:
         raise PoolError(
             f"the local pool can't be started: its socket's path {socket_path} is longer than the system's "
-            f"{MAX_SOCKET_PATH_BYTES} bytes. Set SGPU_RUNTIME_DIR to a shorter directory."
+            f"{MAX_SOCKET_PATH_BYTES} bytes. Set SGPU_RUNTIME_DIR to a shorter directory {SET_IN_NOTEBOOK}."
         )
     log_path = private_dir(settings.state_path) / "pool.log"
     # a rank that starts a pool must not mark it as its own run's process

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from sgpu_magic.config import SET_IN_NOTEBOOK
 from sgpu_magic.system.byte_sizes import format_bytes
 
 # a new pool and its first run leave 180 kB in 21 files and folders; any later run of two ranks that prints a little
@@ -89,7 +90,8 @@ def remedy(runs_path: Path) -> str:
     """What to do about a disk that takes no run."""
     return (
         f"Free room there (directories of old runs in {runs_path} can be removed) or make it writable, and run the "
-        "cell again; or stop the pool (`sgpu pool stop`) and set SGPU_STATE_DIR to a directory on another disk."
+        "cell again; or stop the pool (`sgpu pool stop`) and set SGPU_STATE_DIR to a directory on another disk "
+        f"{SET_IN_NOTEBOOK}."
     )
 
 

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sgpu_magic.config import SET_IN_NOTEBOOK
 from sgpu_magic.errors import UsageError
 from sgpu_magic.system.memory import fits_memory, memory_available_bytes
 
@@ -159,7 +160,7 @@ def write_file(packed: Packed, path: Path | str) -> None:
         raise UsageError(
             f"the cell's variables take {packed.total_bytes / 1e9:,.1f} GB, but the disk under {path.parent} "
             f"has only {free / 1e9:,.1f} GB free. Ship less (--exclude), free some room, or set "
-            "SGPU_STATE_DIR to a larger disk."
+            f"SGPU_STATE_DIR to a larger disk {SET_IN_NOTEBOOK}."
         )
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -176,7 +177,8 @@ def write_file(packed: Packed, path: Path | str) -> None:
     except OSError as error:
         raise UsageError(
             f"the cell's variables ({packed.total_bytes / 1e9:,.1f} GB) can't be written under "
-            f"{path.parent}: {error.strerror}. Ship less (--exclude) or set SGPU_STATE_DIR to a larger disk."
+            f"{path.parent}: {error.strerror}. Ship less (--exclude) or set SGPU_STATE_DIR to a larger disk "
+            f"{SET_IN_NOTEBOOK}."
         ) from error
 
 

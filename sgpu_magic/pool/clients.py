@@ -55,7 +55,7 @@ class AuthorizedClients:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._seen: tuple[int, int, int, int] | None = None
+        self._seen: tuple[int, ...] | None = None
         self._clients: Mapping[str, AuthorizedClient] = {}
         self.problem = ""
 
@@ -71,7 +71,8 @@ class AuthorizedClients:
         """
         try:
             status = os.stat(self._path)
-            seen = (status.st_mtime_ns, status.st_dev, status.st_ino, status.st_size)
+            # who may write it changes the second time alone
+            seen = (status.st_mtime_ns, status.st_ctime_ns, status.st_dev, status.st_ino, status.st_size)
         except OSError:
             seen = None
         if seen == self._seen:

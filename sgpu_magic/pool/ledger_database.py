@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from sgpu_magic.config import private_dir
+from sgpu_magic.config import SET_IN_NOTEBOOK, private_dir
 from sgpu_magic.errors import PoolError
 
 # Version n of the schema is what the first n migrations make. Never change one that was released: add one.
@@ -210,7 +210,7 @@ class LedgerDatabase:
         except (_SetAside, sqlite3.Error, OSError) as error:
             raise PoolError(
                 f"the pool's ledger {self._path} can't be opened: {error}. Free space there, make it yours, "
-                "or set SGPU_STATE_DIR to a directory on a local disk that is."
+                f"or set SGPU_STATE_DIR to a directory on a local disk that is {SET_IN_NOTEBOOK}."
             ) from error
 
     def _set_aside(self, why: _SetAside) -> None:

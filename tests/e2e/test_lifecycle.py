@@ -536,6 +536,23 @@ def test_an_idle_pool_of_another_version_is_replaced(
     assert home.pool_pid() not in (None, other.pid)
 
 
+def test_a_pool_of_another_version_is_stopped_by_the_command_when_it_is_idle(
+    home: Home, other_version: Callable[[int, str], subprocess.Popen[str]]
+):
+    stop = [sys.executable, "-m", "sgpu_magic.cli", "pool", "stop"]
+    other = other_version(99, "busy")
+    done = subprocess.run(stop, env=home.environ, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode != 0
+    assert "`sgpu pool stop --force`" in done.stderr
+    assert other.poll() is None
+    other.kill()
+    other = other_version(99, "idle")
+    done = subprocess.run(stop, env=home.environ, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"the local pool (process {other.pid}) is stopped\n"
+    assert other.wait(5) == -signal.SIGTERM
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("version", [0, 99])
 def test_a_busy_pool_of_another_version_is_left_alone(
@@ -549,8 +566,9 @@ def test_a_busy_pool_of_another_version_is_left_alone(
     assert "sgpu pool stop" in reply.evalue
     assert len(reply.traceback.strip().splitlines()) == 2, "one paragraph and its section"
     assert other.poll() is None
-    other.kill()
-    other.wait()
+    assert "`sgpu pool stop --force`" in reply.evalue
+    kernel.check(f"!{sys.executable} -m sgpu_magic.cli pool stop --force")
+    assert other.wait(10) is not None
     runs_again(kernel)
 
 

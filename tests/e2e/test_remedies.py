@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from kernels import Kernel, Reply, eventually
+from kernels import Home, Kernel, Reply, eventually
+
+from sgpu_magic.files.disk_room import why_no_run
 
 OWN_HOME = True
 
@@ -38,6 +41,23 @@ def refused(kernel: Kernel, cell: str) -> str:
 def ran(reply: Reply, ranks: int, device: str) -> None:
     assert reply.status == "ok", reply.story
     assert [reply.lines(rank) for rank in range(ranks)] == [[device]] * ranks, reply.story
+
+
+def follow(kernel: Kernel, error: str, places: dict[str, Path]) -> None:
+    """Do what an error about a pool's place says, in its order."""
+    said = sorted(
+        (error.index(word), cell)
+        for word, cell in (
+            ("`sgpu pool stop`", f"!{sys.executable} -m sgpu_magic.cli pool stop"),
+            *((f"set {name}", f"%env {name}={path}") for name, path in places.items()),
+            *((f"Set {name}", f"%env {name}={path}") for name, path in places.items()),
+            ("%reload_ext sgpu_magic", "%reload_ext sgpu_magic"),
+        )
+        if word in error
+    )
+    assert len(said) > 1, error
+    for _, cell in said:
+        kernel.check(cell)
 
 
 @pytest.fixture
@@ -113,3 +133,39 @@ def test_code_for_cuda_on_ranks_that_stand_in_says_what_runs_on_both(plain_pool:
         2,
         "2.0",
     )
+
+
+def test_a_name_that_can_not_leave_the_notebook_is_kept_out_as_the_error_says(plain_pool: Kernel):
+    kernel = plain_pool
+    kernel.check("import threading\nguard = threading.Lock()")
+    cell = "%%distributed -n 2\nprint(device)\nif rank > 5:\n    guard.acquire()"
+    error = refused(kernel, cell)
+    (option,) = re.findall(r"with (--exclude \w+)", error)
+    ran(kernel.run(cell.replace("-n 2", f"-n 2 {option}")), 2, "cpu")
+
+
+@pytest.mark.parametrize("bad", ["too long", pytest.param("a link", marks=pytest.mark.slow)])
+def test_a_pools_place_that_is_none_is_changed_as_the_error_says(new_home: Callable[..., Home], bad: str):
+    home = new_home({})
+    place = home.work / ("x" * 120)
+    if bad == "a link":
+        place = home.work / "link"
+        place.symlink_to("/tmp")
+    kernel = Kernel(home, variables={"SGPU_RUNTIME_DIR": str(place)})
+    try:
+        error = refused(kernel, "%%distributed -n 1\nprint(device)")
+        follow(kernel, error, {"SGPU_RUNTIME_DIR": home.work / "r"})
+        ran(kernel.run("%%distributed -n 1\nprint(device)"), 1, "cpu")
+        assert (home.work / "r" / "pool.json").exists()
+        kernel.check(f"!{sys.executable} -m sgpu_magic.cli pool stop --force")
+    finally:
+        kernel.close()
+
+
+def test_runs_go_to_another_disk_as_the_error_of_a_full_one_says(plain_pool: Kernel):
+    kernel = plain_pool
+    there = kernel.home.work / "another disk"
+    follow(kernel, why_no_run(kernel.home.state / "runs", "No space left on device"), {"SGPU_STATE_DIR": there})
+    ran(kernel.run("%%distributed -n 1\nprint(device)"), 1, "cpu")
+    assert str(there) in kernel.check("print(_.directory, _.logs(0).read_text())").text
+    assert [path for path in (there / "runs").iterdir() if not path.name.startswith(".")]
