@@ -21,7 +21,7 @@ from sgpu_magic.agent.runs.fresh import FreshRun
 from sgpu_magic.agent.runs.node_run import NodeRun
 from sgpu_magic.agent.runs.send_files_to_pool import FarRuns
 from sgpu_magic.agent.runs.session import Session
-from sgpu_magic.wire.events import EventBody, Noted, RanksStarted, RunEnded
+from sgpu_magic.wire.events import EventBody, RanksStarted, RunEnded
 from sgpu_magic.wire.node_messages import Launch, MasterBound
 from sgpu_magic.wire.records import Failure
 from sgpu_magic.wire.states import FailureKind, RunState
@@ -108,11 +108,7 @@ class HeldRuns:
             os.close(descriptor)
         with faults.guarded(None):
             self._drop(run_id)
-        self._far.gone(
-            run_id,
-            lambda: self._reports.gone(run_id),
-            lambda text: self._reports.happened(run_id, Noted(text=text), ()),
-        )
+        self._far.gone(run_id)
 
     # ------------------------------------------------------------ faults of this program
 
@@ -184,8 +180,7 @@ class HeldRuns:
     # ------------------------------------------------------------ from the runs (NodeRunListener)
 
     def happened(self, run_id: str, body: EventBody, frames: Iterable[bytes]) -> None:
-        kept = tuple(frames)
-        self._far.happened(run_id, body, lambda body: self._reports.happened(run_id, body, kept))
+        self._far.happened(run_id, body, tuple(frames))
         if isinstance(body, RanksStarted) and (session := self.session(run_id)) is not None:
             self._later(_REPLENISH_DELAY_S, self._keep_for_session, session)
 

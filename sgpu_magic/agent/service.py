@@ -96,7 +96,7 @@ class Agent:
         self._code = CodeBundles(settings)
         self._blobs = BlobCache(settings, self._send)
         self._uploaded = Uploaded(settings, self._blobs)
-        self._far = FarRuns(settings, self._send)
+        self._far = FarRuns(settings, self._send, self._reports)
         # the pool starts this process with its own standard error
         log = settings.state_path / "pool.log" if lifeline < 0 else None
         self._runs = HeldRuns(self._groups, self._reports, lambda: self._pool is not None, self._drop, self._far, log)

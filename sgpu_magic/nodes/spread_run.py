@@ -174,7 +174,7 @@ class SpreadRun:
                     self._send(node, stop, ())
 
     def all_ended(self) -> None:
-        """Every part has said its last word: its ranks may leave."""
+        """Every part has ended: its ranks may leave."""
         self.order(PartsOver(run_id=self.run_id))
 
     def tracking_known(self, known: TrackingKnown) -> None:
