@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -246,6 +247,33 @@ def test_devices_are_told_free_before_files_are_there_and_the_run_is_kept_until_
         await agent.until(lambda: agent.runs.get(RUN_THERE) is None)
         assert agent.told == ["1 Noted", "DevicesFree", "2 RunEnded", "RanksGone"]
         assert not agent.directory.exists()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("what", ["_send_logs", "list_below", "open_below"])
+def test_a_fault_of_the_disk_costs_files_and_not_the_runs_end(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    async def scenario() -> None:
+        agent = FarAgent(tmp_path, monkeypatch)
+        for name in ("rank-0.log", "out"):
+            (agent.directory / name).write_text("written")
+        monkeypatch.setattr(FarRuns if what == "_send_logs" else send_files_to_pool, what, refuse)
+        agent.end()
+        await agent.until(lambda: agent.runs.get(RUN_THERE) is None)
+        assert agent.told[0] == "DevicesFree"
+        assert "1 RunEnded" in agent.told
+        assert agent.told[-1] == "RanksGone"
+        notes = [said.body.text for said in agent.sent if isinstance(said, RunEvent) and isinstance(said.body, Noted)]
+        if what != "_send_logs":
+            (note,) = notes
+            named = "its directory" if what == "list_below" else "rank-0.log"
+            assert note.startswith("files of the run were not brought to the pool and are gone: ")
+            assert f"{named} (Input/output error)" in note
 
     asyncio.run(scenario())
 
