@@ -148,11 +148,13 @@ class NodesHere(ManyNodes):
         self._loop.call_later(_REAP_S, self._reap)
 
     def obey(self, line: str) -> None:
-        """`cut`, `lose` or `bring` a node, or let its files be `slow`."""
+        """`cut`, `lose` or `bring` a node, or let its files be `slow` or `quick`."""
         order, node = line.split()
         match order:
             case "slow":
                 self._slow.add(node)
+            case "quick":
+                self._slow.discard(node)
             case "cut":
                 self._agents.pop(node).cut()
             case "lose":
@@ -160,7 +162,6 @@ class NodesHere(ManyNodes):
                 self._came.discard(node)
                 self.node_lost(node, "the test gave it up")
             case _:
-                self._slow.discard(node)
                 self._start(node, look=True)
                 self._tell_pids()
 
@@ -212,7 +213,7 @@ class ManyAgents:
     def order(self, what: str, node: int) -> None:
         """`cut` a node's link, `lose` the node altogether, or `bring` it (back), with its agent if that lives.
 
-        `slow`: its files do not cross the network, until it is brought back or the next service comes.
+        `slow`: its files do not cross the network until it is `quick` again and its agent comes, or another service.
         """
         assert self.process.stdin is not None
         self.process.stdin.write(f"{what} node-{node}\n".encode())

@@ -250,5 +250,7 @@ raise ValueError(str(here))
     nodes.order("lose", node)
     text = f"the node node-{node} was lost: the test gave it up; files of the run that were not here yet are lost"
     assert run.wait_for(Noted).text == text
+    for each in (0, 1):
+        nodes.order("quick", each)
     nodes.order("bring", node)
     eventually(lambda: client.pool.status().cpu_slots_free == 4, 10, "the node is not used again")
