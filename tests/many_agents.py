@@ -15,7 +15,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from sgpu_magic.nodes.local_agent import LocalAgent
 from sgpu_magic.nodes.many_nodes import ManyNodes
 from sgpu_magic.pool.lifecycle import PoolPresence
 from sgpu_magic.system import processes
+from sgpu_magic.wire.blobs import RunFileStored
 from sgpu_magic.wire.devices import Inventory
 from sgpu_magic.wire.node_messages import AgentReady, EndAgent, FromAgent, ToAgent
 
@@ -47,14 +48,21 @@ class AgentHere(LocalAgent):
 
 
 class AgentChannel:
-    """A `NodeChannel` to an agent on this machine."""
+    """A `NodeChannel` to an agent on this machine.
 
-    def __init__(self, node: str, agent: AgentHere) -> None:
+    Args:
+        node: Which.
+        agent: There.
+        slow: Nodes of which no file crosses the network: that the pool has a part of one is never said.
+    """
+
+    def __init__(self, node: str, agent: AgentHere, slow: Collection[str]) -> None:
         self.node = node
         self.agent = agent
+        self._slow = slow
 
     def send(self, message: ToAgent, frames: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
-        if not isinstance(message, EndAgent):
+        if not isinstance(message, EndAgent) and not (self.node in self._slow and isinstance(message, RunFileStored)):
             self.agent.send(message, frames, descriptors)
 
     def close(self) -> None:
@@ -81,6 +89,7 @@ class NodesHere(ManyNodes):
             self._own_addresses[f"node-{number}"], _, self._namespaces[f"node-{number}"] = place.partition("@")
         self._agents: dict[str, AgentHere] = {}
         self._came: set[str] = set()
+        self._slow: set[str] = set()
 
     def begin(self) -> None:
         for node in self._own_addresses:
@@ -111,7 +120,7 @@ class NodesHere(ManyNodes):
         own = replace(self._settings, state_dir=str(state), runtime_dir=str(runtime), listen="tcp://127.0.0.1:0")
         with _inside(self._namespaces[node]):
             agent = self._agents[node] = AgentHere(own, look=look)
-        channel = AgentChannel(node, agent)
+        channel = AgentChannel(node, agent, self._slow)
 
         def said(message: FromAgent, frames: Sequence[bytes]) -> None:
             if isinstance(message, AgentReady):
@@ -139,9 +148,13 @@ class NodesHere(ManyNodes):
         self._loop.call_later(_REAP_S, self._reap)
 
     def obey(self, line: str) -> None:
-        """`cut`, `lose` or `bring` a node."""
+        """`cut`, `lose` or `bring` a node, or let its files be `slow` or `quick`."""
         order, node = line.split()
         match order:
+            case "slow":
+                self._slow.add(node)
+            case "quick":
+                self._slow.discard(node)
             case "cut":
                 self._agents.pop(node).cut()
             case "lose":
@@ -198,7 +211,10 @@ class ManyAgents:
         return json.loads((self.home.state / NODE_PIDS).read_bytes())[f"node-{node}"]
 
     def order(self, what: str, node: int) -> None:
-        """`cut` a node's link, `lose` the node altogether, or `bring` it (back), with its agent if that lives."""
+        """`cut` a node's link, `lose` the node altogether, or `bring` it (back), with its agent if that lives.
+
+        `slow`: its files do not cross the network until it is `quick` again and its agent comes, or another service.
+        """
         assert self.process.stdin is not None
         self.process.stdin.write(f"{what} node-{node}\n".encode())
         self.process.stdin.flush()

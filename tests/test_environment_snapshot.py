@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from installed_venvs import (
 )
 from packaging.pylock import Pylock
 from packaging.utils import canonicalize_name
+from waiting import eventually
 
 from sgpu_magic.errors import EnvironmentFailed
 from sgpu_magic.packages import snapshot as snapshots
@@ -52,7 +54,9 @@ from sgpu_magic.packages.ordering import order_of
 from sgpu_magic.packages.projects import build_project, content_key, project_files
 from sgpu_magic.packages.repacking import repack
 from sgpu_magic.packages.requirements import environment_requirements, snapshot_requirements
+from sgpu_magic.runs import packages
 from sgpu_magic.wire.environment import Wheel
+from sgpu_magic.wire.messages import KeepEnvironment
 
 
 @dataclass
@@ -667,3 +671,35 @@ def test_what_a_node_is_told_has_a_lock_file_too(installed: Installed, lock: Loc
 )
 def test_what_a_node_brings_itself(name: str, torch_mine: bool, expected: bool):
     assert is_from_node(name, torch_mine=torch_mine) is expected
+
+
+# ---------------------------------------------------------------- what a pool is told
+
+
+def test_a_fault_costs_one_runs_files_and_the_next_run_is_told(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    told: list[KeepEnvironment] = []
+    pool: Any = SimpleNamespace(connected=object(), tell=told.append)
+    found, faults = Snapshot(()), ["the disk", "the disk", ""]
+
+    def take() -> Snapshot:
+        if fault := faults.pop(0):
+            raise OSError(fault)
+        return found
+
+    monkeypatch.setattr(snapshots, "take_snapshot", take)
+    monkeypatch.setattr(snapshots, "kept_snapshot", lambda: None if faults else found)
+    monkeypatch.setattr(packages, "_QUIET_S", 0.0)
+    monkeypatch.setattr(packages, "lock_of_snapshot", lambda snapshot, ask: Lock())
+    monkeypatch.setattr("sgpu_magic.packages.known_mismatches.look", lambda snapshot: None)
+    telling = packages.Packages(pool)
+    for left in (2, 1):
+        assert telling.digest_for(f"{left}234abcd") == ""
+        eventually(lambda left=left: len(faults) == left and telling._looker is None)
+    assert told == []
+    assert telling.digest_for("0234abcd") == ""
+    eventually(lambda: told)
+    telling.close()
+    assert [(message.digest, message.runs) for message in told] == [(found.digest, ("0234abcd",))]
+    assert capfd.readouterr().err.count("OSError: the disk") == 1

@@ -7,16 +7,36 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
 import zmq
+from test_many_runs import launch
 
+from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
+from sgpu_magic.pool.billing import Billing
 from sgpu_magic.pool.clients import ConnectedClient
 from sgpu_magic.pool.event_feed import EventFeed
+from sgpu_magic.pool.ledger import Ledger
+from sgpu_magic.pool.permissions import Permissions
+from sgpu_magic.pool.requests import Requests
 from sgpu_magic.pool.run_log import RunLog
+from sgpu_magic.pool.scheduling.costs import Tariff
 from sgpu_magic.pool.server import Server
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.events import Event, Noted
-from sgpu_magic.wire.messages import PROTOCOL_VERSION, Hello, Notice
+from sgpu_magic.wire.measures import RankStack
+from sgpu_magic.wire.messages import (
+    PROTOCOL_VERSION,
+    AskStacks,
+    Attach,
+    Attached,
+    Hello,
+    Notice,
+    Stacks,
+    Submit,
+)
 
 RUN = "0123abcd"
 
@@ -160,5 +180,85 @@ def test_a_client_that_does_not_read_fills_no_memory_and_misses_nothing(tmp_path
         context.term()
         server.close()
         log.close()
+
+    in_loop(body)
+
+
+# ---------------------------------------------------------------- who asks for a run
+
+
+class Asking:
+    """What clients ask of a pool that has one run; no rank of it is anywhere.
+
+    Attributes:
+        said: To whom what was answered.
+        numbers: Of the questions to the ranks.
+    """
+
+    def __init__(self, path: Path, reader: Reader) -> None:
+        self.said: list[tuple[ConnectedClient, object]] = []
+        self.numbers: list[int] = []
+        server = SimpleNamespace(
+            send=lambda client, record, frames=(): self.said.append((client, record)),
+            refuse=lambda client, request, text, kind="": self.said.append((client, text)),
+        )
+        engine = SimpleNamespace(take_stacks=lambda number, run_id: self.numbers.append(number))
+        core = SimpleNamespace(settled=True, resubmittable={}, feed=lambda stimulus: None)
+        ledger = Ledger(path / "ledger.sqlite3")
+        runs = path / "runs"
+        runs.mkdir()
+        self.book = ActiveRuns(ledger, runs, server.send, reader.offer, Billing(ledger, Tariff()))
+        permissions = Permissions(cast("Server", server), self.book, ledger, dict)
+        parts: Any = (core, server, engine, self.book, ledger, permissions, None, None)
+        self.requests = Requests(*parts)
+        order = launch()
+        submit = Submit(
+            request=0,
+            spec=order.spec,
+            interpreter=order.interpreter,
+            context=order.context,
+            payload=order.payload,
+        )
+        self.run = PoolRun(submit, (), None)
+        self.book.add(self.run)
+
+
+def test_who_follows_a_run_before_it_is_recorded_gets_all_of_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    async def body() -> None:
+        reader = Reader()
+        asking = Asking(tmp_path, reader)
+        asking.requests.heard(reader.client, Attach(request=1, run=asking.run.run_id), ())
+        ((client, answer),) = asking.said
+        assert client is reader.client
+        assert isinstance(answer, Attached)
+        await asyncio.sleep(0.01)
+        assert capfd.readouterr().err == "", "no log is read that is not there"
+        assert asking.book.accept(asking.run) == ""
+        asking.book.tell(asking.run, Noted(text="on"), 1.0)
+        await until(lambda: reader.seen == [1, 2])
+
+    in_loop(body)
+
+
+def test_an_answer_of_ranks_that_comes_late_is_for_nobody(tmp_path: Path):
+    async def body() -> None:
+        first, second = Reader(), Reader()
+        asking = Asking(tmp_path, first)
+        run, requests = asking.run, asking.requests
+        run.placed_at = 1.0
+        question = AskStacks(request=7, run=run.run_id)
+        requests.heard(first.client, question, ())
+        requests.ranks_gone(run.run_id)
+        assert [client for client, _ in asking.said] == [first.client], "it is told that nobody answers"
+        # the group was started again
+        requests.heard(second.client, question, ())
+        late, asked = asking.numbers
+        requests.stacks_taken(late, (RankStack(rank=0, problem="of the first group"),))
+        assert len(asking.said) == 1
+        requests.stacks_taken(asked, ())
+        client, answer = asking.said[-1]
+        assert client is second.client
+        assert isinstance(answer, Stacks)
+        assert answer.stacks == ()
 
     in_loop(body)

@@ -75,6 +75,26 @@ def test_a_user_changes_nothing_in_others_directories(kept: KeptEnvironments, tm
     assert text_in(eves) == {"requirements.txt": "evil\n"}
 
 
+def test_a_user_puts_nothing_into_the_directories_of_others_whose_runs_they_name(
+    kept: KeptEnvironments, tmp_path: Path
+):
+    evil = (("requirements.txt", "evil\n"),)
+    known, ann = run_directory(tmp_path)
+    kept.link(DIGEST, known, "ann")
+    kept.keep(KeepEnvironment(digest=DIGEST, files=FILES), "ann")
+    unknown, later = run_directory(tmp_path)
+    kept.link("", unknown, "ann")
+    queued = new_id()
+    kept.keep(KeepEnvironment(digest=DIGEST, files=evil, runs=(known, unknown, queued)), "eve")
+    assert (text_in(ann), text_in(later)) == (dict(FILES), {})
+    directory = tmp_path / "runs" / queued
+    directory.mkdir()
+    kept.link("", queued, "ann")
+    assert text_in(directory) == {}
+    kept.keep(KeepEnvironment(digest=DIGEST, files=FILES, runs=(unknown, queued)), "ann")
+    assert text_in(later) == text_in(directory) == dict(FILES)
+
+
 def test_a_run_that_came_before_its_digest_was_known_gets_them(kept: KeptEnvironments, tmp_path: Path):
     run_id, directory = run_directory(tmp_path)
     kept.keep(KeepEnvironment(digest=DIGEST, files=FILES, runs=(run_id, "../elsewhere", new_id())), "ann")

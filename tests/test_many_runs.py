@@ -15,7 +15,18 @@ from sgpu_magic.nodes.many_nodes import ManyNodes
 from sgpu_magic.wire.devices import Inventory, Lease, NodeShare, Placement
 from sgpu_magic.wire.events import EventBody, RankFailed, RanksStarted, RunEnded
 from sgpu_magic.wire.messages import PROTOCOL_VERSION
-from sgpu_magic.wire.node_messages import AgentReady, EndRun, Launch, PeerFailed, RanksGone, RunEvent, ToAgent
+from sgpu_magic.wire.node_messages import (
+    AgentReady,
+    DevicesFree,
+    EndRun,
+    Launch,
+    PartEnded,
+    PartsOver,
+    PeerFailed,
+    RanksGone,
+    RunEvent,
+    ToAgent,
+)
 from sgpu_magic.wire.payloads import InlinePayload, PackedLayout, Payload
 from sgpu_magic.wire.records import CellSource, Failure, Interpreter, RankContext, RunSpec
 from sgpu_magic.wire.states import FailureKind, RunState
@@ -129,6 +140,32 @@ def test_what_is_cancelled_is_not_launched_on_a_node_that_comes_later(tmp_path: 
         assert engine.freed == 1
         engine.node_came(links["b"], ready("b"))
         assert Launch not in links["b"].kinds()
+
+    asyncio.run(scenario())
+
+
+def test_ranks_leave_when_all_parts_have_ended_and_devices_are_free_before_results_are_there(tmp_path: Path):
+    async def scenario() -> None:
+        engine, service, links = await engine_with(tmp_path, "a", "b")
+        engine.launch(launch(), ())
+        engine.node_said("a", PartEnded(run_id=RUN))
+        assert PartsOver not in links["a"].kinds()
+        engine.node_said("b", PartEnded(run_id=RUN))
+        assert [links[node].kinds()[-1] for node in ("a", "b")] == [PartsOver, PartsOver]
+        engine.node_said("a", DevicesFree(run_id=RUN))
+        assert "devices_free" not in service.heard
+        engine.node_said("b", DevicesFree(run_id=RUN))
+        assert service.heard[-1] == "devices_free"
+        assert engine.freed == 0, "whether the run needs them again is for the pool to say"
+        engine.give_back(RUN)
+        assert engine.freed == 1
+        for node in ("a", "b"):
+            engine.node_said(node, RunEvent(run_id=RUN, number=1, at=1.0, body=RunEnded(state=RunState.SUCCEEDED)))
+            assert "ranks_gone" not in service.heard
+            engine.node_said(node, RanksGone(run_id=RUN))
+        assert [body.state for body in service.told if isinstance(body, RunEnded)] == [RunState.SUCCEEDED]
+        assert service.heard[-1] == "ranks_gone"
+        assert engine.freed == 1
 
     asyncio.run(scenario())
 

@@ -27,6 +27,7 @@ from sgpu_magic.pool.scheduling.stimuli import (
     EndRun,
     Instruction,
     LaunchRun,
+    LeaseFreed,
     MoveRun,
     RefuseRun,
     Remark,
@@ -375,6 +376,18 @@ def test_a_budget_warns_every_run_and_stops_all_that_have_a_price() -> None:
     assert stops(out)[B].startswith(
         "the pool's budget of $10.00 in 30 d is used up: its runs have cost $10.00, this one $1.00 of it. Raise"
     )
+
+
+def test_a_run_whose_devices_are_given_back_costs_nothing_more() -> None:
+    budget = Budget(10.0, 30)
+    machine = scheduler(budget)
+    submit(machine, limited(A, 2))
+    running(machine, A, now=0.0)
+    machine.handle(LeaseFreed(A, 25.0))
+    assert budget.spent(25.0) == pytest.approx(0.5)
+    assert not stops(machine.handle(TimePassed(1000.0)))
+    machine.handle(RunMoved(A, RunState.SUCCEEDED, 1000.0))
+    assert budget.spent(1000.0) == pytest.approx(0.5)
 
 
 def test_a_budget_that_is_used_up_takes_no_priced_run_until_it_frees() -> None:

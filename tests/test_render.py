@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -47,6 +49,8 @@ from stories import (
 
 from sgpu_magic import errors
 from sgpu_magic.config import host_name
+from sgpu_magic.runs.follow.outcome import deliver
+from sgpu_magic.server.outputs import cell_outputs
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.views import ansi
 from sgpu_magic.views.bundle import RUN_MIME, mime_bundle
@@ -883,6 +887,26 @@ def test_the_users_own_exception_is_raised(original: Exception) -> None:
         "ranks 0, 2, 3 were released from all_reduce (line 15)",
         errors.see("exception"),
     ]
+
+
+@pytest.mark.parametrize("kind", [FailureKind.USER_CODE, FailureKind.INTERNAL])
+def test_a_traceback_is_cut_at_output_limit_by_the_kernel_and_by_the_server(kind: FailureKind, tmp_path: Path) -> None:
+    lines = [f"line {number} of a long traceback" for number in range(2000)]
+    long = "\n".join(lines)
+    failure = msgspec.structs.replace(value_error(), kind=kind, traceback_text=long, traceback_ansi=long)
+    ended = ev.RunEnded(state=RunState.FAILED, failure=failure)
+    view = Run(limit=2000).tell(ev.RankFailed(failure=failure), ended).view
+    run: Any = SimpleNamespace(run_id=RUN_ID, spec=view.spec, load_exception=lambda *_: None)
+    with pytest.raises(Exception, match="NaN") as caught:
+        deliver(run, view, ended, (), {})
+    assert caught.value.remote_traceback == long, "all of it is there for who asks"  # type: ignore[attr-defined]
+    of_kernel = "\n".join(caught.value._render_traceback_())  # type: ignore[attr-defined]
+    output = next(one for one in cell_outputs(view, tmp_path) if one["output_type"] == "error")
+    for drawn in (of_kernel, "\n".join(output["traceback"]), *getattr(caught.value, "__notes__", ())):
+        assert lines[0] in drawn
+        assert lines[-1] in drawn
+        assert lines[1000] not in drawn
+        assert len(drawn) < 3000
 
 
 def test_ipython_shows_the_ranks_traceback(capsys: pytest.CaptureFixture[str]) -> None:

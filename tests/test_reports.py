@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from small_disks import small_disk
+from test_many_runs import RUN as RUN_THERE
+from test_many_runs import launch as launch_of
 
-from sgpu_magic.agent import reports
+from sgpu_magic.agent import reports, run_registry
 from sgpu_magic.agent.reports import Reports
+from sgpu_magic.agent.run_registry import RunRegistry
+from sgpu_magic.agent.runs import send_files_to_pool
+from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
+from sgpu_magic.config import Settings
 from sgpu_magic.files.event_log import EventFile, read_spec
 from sgpu_magic.pool.run_log import RunLog, read_events
+from sgpu_magic.wire.blobs import RunFileStored, StoreRunFile
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.events import AttemptFailed, EventBody, Noted, OutputWritten, RunEnded, Sampled, Submitted
-from sgpu_magic.wire.node_messages import RanksGone, RunEvent
+from sgpu_magic.wire.node_messages import DevicesFree, RanksGone, RunEvent
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.records import CellSource, Failure, Owner, RunSpec
 from sgpu_magic.wire.run_files import EVENTS
 from sgpu_magic.wire.states import FailureKind, RunState
+
+if TYPE_CHECKING:
+    from sgpu_magic.agent.ranks.standby_groups import StandbyGroups
+    from sgpu_magic.agent.runs.node_run import NodeRun
 
 RUN = "0123abcd"
 SPEC = RunSpec(
@@ -48,8 +65,8 @@ class Wire(RuleBasedStateMachine):
         self.kept_number = 0
         self.said: list[str] = []
         self.alive = True
-        self.is_gone = False
-        self.heard_gone = False
+        self.is_free = self.is_gone = False
+        self.heard_free = self.heard_gone = False
 
     def send(self, message: Record, frames: Sequence[bytes] = ()) -> None:
         if self.alive:
@@ -59,6 +76,12 @@ class Wire(RuleBasedStateMachine):
     def say(self) -> None:
         self.said.append(str(len(self.said)))
         self.reports.happened(RUN, Noted(text=self.said[-1]), ())
+
+    @precondition(lambda self: not self.is_gone)
+    @rule()
+    def processes_leave(self) -> None:
+        self.is_free = True
+        self.reports.devices_free(RUN)
 
     @precondition(lambda self: not self.is_gone)
     @rule()
@@ -72,6 +95,8 @@ class Wire(RuleBasedStateMachine):
         for message in self.in_flight[:count]:
             if isinstance(message, RanksGone):
                 self.heard_gone = True
+            elif isinstance(message, DevicesFree):
+                self.heard_free = True
             elif isinstance(message, RunEvent) and message.number > self.kept_number:
                 assert isinstance(message.body, Noted)
                 assert message.number == self.kept_number + 1
@@ -107,8 +132,9 @@ class Wire(RuleBasedStateMachine):
         self.service_reads_and_keeps(len(self.in_flight))
         assert self.kept == self.said
         assert self.heard_gone or not self.is_gone
+        assert self.heard_free or self.heard_gone or not self.is_free
         self.reports.kept(RUN, self.kept_number)
-        assert not self.reports.has_unkept(RUN)
+        assert self.reports.has_unkept(RUN) is not self.is_gone
 
 
 TestWire = Wire.TestCase
@@ -141,6 +167,116 @@ def test_a_flood_while_no_service_is_there_is_not_kept_for_ever(monkeypatch: pyt
     assert 0 < sum(len(body.text) for body in whole) <= 10_000
     assert batches[-1] in whole, "the newest are those that are wanted"
     assert {(body.skipped_bytes, body.skipped_lines) for body in left_out} == {(1000, 1)}
+
+
+# ---------------------------------------------------------------- runs whose files go to another machine
+
+
+class FarAgent:
+    """The part of an agent that holds one such run, and a pool that takes its files when it is told to."""
+
+    def __init__(self, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(run_registry, "_KEEP_DELAY_S", 0.01)
+        monkeypatch.setattr(send_files_to_pool, "_LOGS_EVERY_S", 0.01)
+        self.sent: list[Record] = []
+        self.takes_files = True
+        self._waiting: list[StoreRunFile] = []
+        self.reports = Reports(self.send)
+        chosen = replace(Settings(), state_dir=str(state))
+        self.far = FilesToPool(chosen, self.send, self.reports)
+        nobody = cast("StandbyGroups", None)
+        self.runs = RunRegistry(nobody, self.reports, lambda: True, lambda _: None, self.far, None)
+        launch = self.far.placed(msgspec.structs.replace(launch_of(), far=True))
+        self.directory = Path(launch.run_dir)
+        self.directory.mkdir(parents=True)
+        memory = SimpleNamespace(keep=lambda: None, in_use=False, close=lambda: None)
+        files = SimpleNamespace(memory=memory)
+        self.run = cast("NodeRun", SimpleNamespace(run_id=RUN_THERE, launch=launch, files=files))
+        self.reports.begin(RUN_THERE, 0)
+        self.runs.add(self.run)
+
+    def send(self, message: Record, frames: Sequence[bytes] = ()) -> None:
+        self.sent.append(message)
+        if isinstance(message, RunEvent):
+            # the pool has it on disk at once
+            asyncio.get_running_loop().call_soon(self.reports.kept, RUN_THERE, message.number)
+        elif isinstance(message, StoreRunFile) and self.takes_files:
+            asyncio.get_running_loop().call_soon(self.far.stored, RunFileStored(request=message.request))
+        elif isinstance(message, StoreRunFile):
+            self._waiting.append(message)
+
+    def take_files(self) -> None:
+        """The network is there again."""
+        self.takes_files = True
+        for message in self._waiting:
+            self.far.stored(RunFileStored(request=message.request))
+
+    def end(self) -> None:
+        """Its ranks have ended, and left."""
+        self.runs.happened(RUN_THERE, RunEnded(state=RunState.SUCCEEDED), ())
+        self.runs.run_gone(self.run)
+
+    async def until(self, done: Callable[[], object]) -> None:
+        async with asyncio.timeout(10):
+            while not done():
+                await asyncio.sleep(0.005)
+
+    @property
+    def told(self) -> list[str]:
+        """What the pool was told of the run, other than that files of it come: numbers and kinds."""
+        told = [message for message in self.sent if not isinstance(message, StoreRunFile)]
+        return [
+            f"{one.number} {type(one.body).__name__}" if isinstance(one, RunEvent) else type(one).__name__
+            for one in told
+        ]
+
+
+def test_devices_are_told_free_before_files_are_there_and_the_run_is_kept_until_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async def scenario() -> None:
+        agent = FarAgent(tmp_path, monkeypatch)
+        agent.runs.happened(RUN_THERE, Noted(text="begun"), ())
+        (agent.directory / "rank-0.log").write_text("printed")
+        agent.takes_files = False
+        agent.end()
+        assert agent.told == ["1 Noted", "DevicesFree"]
+        # many times as long as it would be kept if nothing of it were to come
+        await asyncio.sleep(0.2)
+        assert agent.runs.get(RUN_THERE) is agent.run
+        agent.take_files()
+        await agent.until(lambda: agent.runs.get(RUN_THERE) is None)
+        assert agent.told == ["1 Noted", "DevicesFree", "2 RunEnded", "RanksGone"]
+        assert not agent.directory.exists()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("what", ["_send_logs", "list_below", "open_below"])
+def test_a_fault_of_the_disk_costs_files_and_not_the_runs_end(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    async def scenario() -> None:
+        agent = FarAgent(tmp_path, monkeypatch)
+        for name in ("rank-0.log", "out"):
+            (agent.directory / name).write_text("written")
+        monkeypatch.setattr(FilesToPool if what == "_send_logs" else send_files_to_pool, what, refuse)
+        agent.end()
+        await agent.until(lambda: agent.runs.get(RUN_THERE) is None)
+        assert agent.told[0] == "DevicesFree"
+        assert "1 RunEnded" in agent.told
+        assert agent.told[-1] == "RanksGone"
+        notes = [said.body.text for said in agent.sent if isinstance(said, RunEvent) and isinstance(said.body, Noted)]
+        if what != "_send_logs":
+            (note,) = notes
+            named = "its directory" if what == "list_below" else "rank-0.log"
+            assert note.startswith("files of the run were not brought to the pool and are gone: ")
+            assert f"{named} (Input/output error)" in note
+
+    asyncio.run(scenario())
 
 
 # ---------------------------------------------------------------- the run's event log

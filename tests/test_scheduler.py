@@ -20,6 +20,7 @@ from sgpu_magic.pool.scheduling.stimuli import (
     Instruction,
     InventoryChanged,
     LaunchRun,
+    LeaseFreed,
     LeaseRefused,
     MoveRun,
     RefuseRun,
@@ -139,6 +140,28 @@ def test_ranks_that_are_done_hold_their_devices_until_they_are_reaped() -> None:
     out = scheduler.handle(RunOver(A, RunState.FAILED, 2.0))
     assert list(launched(out)) == [B]
     assert not [one for one in out if isinstance(one, MoveRun)]  # A ended as it said first
+
+
+def test_devices_that_are_given_back_before_the_last_word_are_the_next_runs() -> None:
+    scheduler = Scheduler(node(*gpus(1)))
+    submit(scheduler, spec(A, timeout_s=100.0))
+    running(scheduler, A)
+    lease = launched(submit(scheduler, spec(B))) or launched(scheduler.handle(LeaseFreed(A, 1.0)))
+    assert list(lease) == [B]
+    assert scheduler.holder("GPU-a10-0") == B
+    assert scheduler.handle(LeaseFreed(A, 2.0)) == []
+    assert scheduler.next_deadline() is None, "no process of it is left that could be stopped"
+    running(scheduler, B, 2.0)
+    assert scheduler.handle(RunMoved(A, RunState.SUCCEEDED, 3.0)) == [MoveRun(A, RunState.SUCCEEDED)]
+    assert scheduler.handle(RunOver(A, RunState.FAILED, 4.0)) == []
+    assert scheduler.holder("GPU-a10-0") == B
+    # both are handed over to another service, the first before its last word
+    another = Scheduler(node(*gpus(1)))
+    another.handle(RunAdopted(spec(B), lease[B], RunState.RUNNING, 2.0, 5.0))
+    another.handle(RunAdopted(spec(A), lease[B], RunState.RUNNING, 0.0, 5.0, freed=True))
+    assert another.holder("GPU-a10-0") == B
+    another.handle(RunOver(A, RunState.SUCCEEDED, 6.0))
+    assert another.holder("GPU-a10-0") == B
 
 
 def test_any_takes_the_gpus_with_most_devices_that_are_enough() -> None:
@@ -775,6 +798,7 @@ class Pool(RuleBasedStateMachine):
         self.inventory: Inventory | None = None
         self.states: dict[str, RunState] = {}  # as the instructions told, and nothing else
         self.leases: dict[str, Lease] = {}
+        self.freed: dict[str, Lease] = {}  # given back before the last word
         self.gone: set[str] = set()
         self.submitted: list[str] = []
         self.reported: set[str] = set()
@@ -799,7 +823,7 @@ class Pool(RuleBasedStateMachine):
                     assert can_move(self.states[run_id], state)
                     self.states[run_id] = state
                 case StopRun():
-                    assert run_id in self.leases
+                    assert run_id in self.leases or run_id in self.freed
                     assert run_id not in self.stopped
                     self.stopped.add(run_id)
                 case RefuseRun(error=error, message=message):
@@ -913,13 +937,20 @@ class Pool(RuleBasedStateMachine):
         self.reported.add(run_id)
         self.feed(RunMoved(run_id, state, self.now))
 
-    @precondition(lambda self: self.leases)
+    @precondition(lambda self: self.leases or self.freed)
     @rule(data=st.data(), state=st.sampled_from([state for state in RunState if state.is_final]))
     def over(self, data: st.DataObject, state: RunState) -> None:
-        self.reap(data.draw(st.sampled_from(sorted(self.leases))), state)
+        self.reap(data.draw(st.sampled_from(sorted(self.leases | self.freed))), state)
+
+    @precondition(lambda self: self.leases.keys() & self.reported)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        run_id = data.draw(st.sampled_from(sorted(self.leases.keys() & self.reported)))
+        self.freed[run_id] = self.leases.pop(run_id)
+        self.feed(LeaseFreed(run_id, self.now))
 
     def reap(self, run_id: str, state: RunState) -> None:
-        del self.leases[run_id]
+        del (self.leases if run_id in self.leases else self.freed)[run_id]
         self.feed(RunOver(run_id, state, self.now))
         assert self.states[run_id].is_final
         self.gone.add(run_id)
@@ -955,11 +986,12 @@ class Pool(RuleBasedStateMachine):
         self.scheduler = Scheduler(pass_over_s=PASS_OVER_S)
         self.first_passed.clear()
         for run_id in list(specs):
-            if run_id in self.leases:
+            if lease := self.leases.get(run_id) or self.freed.get(run_id):
                 self.reported.add(run_id)
                 if self.states[run_id] is RunState.QUEUED:
                     self.states[run_id] = RunState.STARTING
-                self.feed(RunAdopted(specs[run_id], self.leases[run_id], self.states[run_id], self.now, self.now))
+                freed = run_id in self.freed
+                self.feed(RunAdopted(specs[run_id], lease, self.states[run_id], self.now, self.now, freed))
             else:
                 self.feed(RunSubmitted(specs[run_id], self.now))
         assert self.inventory is not None
@@ -974,7 +1006,7 @@ class Pool(RuleBasedStateMachine):
         assert kept.keys().isdisjoint(self.gone)
         for run_id, run in kept.items():
             assert run.state is self.states[run_id]
-            assert run.lease == self.leases.get(run_id)
+            assert run.held_lease == self.leases.get(run_id)
             # whoever waits has been told what for
             assert (run.told is None) == (run.lease is not None)
 
@@ -1005,7 +1037,7 @@ class Pool(RuleBasedStateMachine):
         """With every device back and ranks that end when they are told or done, every run ends."""
         self.feed(InventoryChanged(node(*gpus(6), *gpus(6, "h100"), slots=4), self.now))
         for _ in range(len(self.submitted) + 1):
-            for run_id in sorted(self.leases):
+            for run_id in sorted(self.leases | self.freed):
                 self.reap(run_id, RunState.CANCELLED if run_id in self.stopped else RunState.SUCCEEDED)
         waiting = {run.run_id for run in self.scheduler.runs}
         # types that are only simulated at times are real now, and nothing else can be missing

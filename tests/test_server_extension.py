@@ -8,13 +8,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.cookiejar import CookieJar
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +30,7 @@ from waiting import eventually
 from sgpu_magic.config import Settings
 from sgpu_magic.files.event_log import EventFile
 from sgpu_magic.pool.run_log import RunLog
-from sgpu_magic.server.run_places import Elsewhere
+from sgpu_magic.server.run_places import Elsewhere, RunHere, run_here
 from sgpu_magic.server.runs import IDLE_S, Followers, RunNotHere
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.events import Noted, Submitted
@@ -469,6 +472,56 @@ def test_runs_that_nobody_looks_at_are_forgotten(tmp_path: Path):
     assert followers.get("0123abcd") is not first
     with pytest.raises(RunNotHere, match="no directory of a run"):
         followers.get("../0123abcd")
+
+
+def test_a_run_whose_files_are_read_slowly_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    settings = Settings(state_dir=str(tmp_path))
+    elsewhere = Elsewhere(settings, 0.0, clock=lambda: 100.0)
+    followers = Followers(settings, elsewhere)
+    for run_id in ("0123abcd", "4567abcd"):
+        log = RunLog(tmp_path / "runs" / run_id, run_id)
+        log.append(Submitted(spec=spec_of(run_id)), 1.0)
+        log.close()
+    reading, go = threading.Event(), threading.Event()
+
+    def slowly(settings: Settings, run_id: str) -> RunHere | None:
+        if run_id == "0123abcd":
+            reading.set()
+            assert go.wait(30)
+        return run_here(settings, run_id)
+
+    monkeypatch.setattr("sgpu_magic.server.runs.run_here", slowly)
+    with ThreadPoolExecutor() as threads:
+        both = [threads.submit(followers.get, "0123abcd") for _ in range(2)]
+        assert reading.wait(10)
+        try:
+            # what the server's loop calls
+            for call in (lambda: followers.asked("0123abcd"), followers.drop_idle, lambda: followers.get("4567abcd")):
+                threads.submit(call).result(10)
+        finally:
+            go.set()
+        assert both[0].result(10) is both[1].result(10) is followers.get("0123abcd")
+
+
+def test_nobody_waits_for_links_that_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    now = 100.0
+    elsewhere = Elsewhere(Settings(state_dir=str(tmp_path)), 1.0, clock=lambda: now)
+    closing, go = threading.Event(), threading.Event()
+
+    def close() -> None:
+        closing.set()
+        go.wait(30)
+
+    monkeypatch.setattr(elsewhere, "_pools", SimpleNamespace(close=close))
+    with ThreadPoolExecutor() as threads:
+        try:
+            threads.submit(elsewhere.rest).result(10)
+            assert not closing.is_set(), "one was needed a moment ago"
+            now += 2.0
+            threads.submit(elsewhere.rest).result(10)
+            assert closing.wait(10)
+        finally:
+            go.set()
 
 
 def test_events_that_a_killed_pool_left_half_written_are_read_when_they_are_whole(tmp_path: Path):

@@ -49,11 +49,12 @@ def place(
     track: bool | None = None,
     kind: RunKind = RunKind.CELL,
     notebook: str = "train.ipynb",
+    execution_count: int | None = None,
 ) -> Tracking | None:
     spec = RunSpec(
         run_id="00000000",
         name="cell",
-        cell=CellSource(body=""),
+        cell=CellSource(body="", execution_count=execution_count),
         placement=Placement(ranks=2),
         outputs=(),
         owner=Owner(pid=1, host="h", user="u", notebook=notebook),
@@ -70,6 +71,17 @@ def place(
 def test_by_default_it_is_the_default_store_and_the_notebooks_name():
     assert place() == Tracking(experiment="train", if_it_matters=True)
     assert place(notebook="deep/er.v2.ipynb") == Tracking(experiment="er.v2", if_it_matters=True)
+
+
+def test_an_experiment_of_a_script_has_its_name_and_of_a_cell_not_that_of_what_run_i_has_run(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/work/sweep.py", raising=False)
+    of_script, of_cell = place(notebook=""), place(notebook="", execution_count=7)
+    assert of_script is not None
+    assert of_script.experiment == "sweep"
+    assert of_cell is not None
+    assert of_cell.experiment == "notebook"
 
 
 def test_the_setting_and_the_wish_turn_it_off_and_on():

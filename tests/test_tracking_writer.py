@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import shutil
 import sqlite3
 import stat
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tracking_writers import Runs, ToldRun, WriterProcess, quiet_mlflow
@@ -485,8 +489,8 @@ def test_the_record_of_a_run_has_the_store_and_no_credentials(settings: Settings
     assert Progress(uri="x").tracked is None
 
 
-def test_what_is_removed_leaves_the_default_store_unless_the_user_has_logged_something(
-    settings: Settings, writer: WriterProcess, store: Runs
+def test_a_writer_without_work_ends_and_takes_what_is_removed_out_of_the_store_unless_the_user_has_logged_something(
+    settings: Settings, writer: WriterProcess, store: Runs, monkeypatch: pytest.MonkeyPatch
 ):
     kept, removed, logged = runs = [ToldRun(settings) for _ in range(3)]
     logged.metric(0, "loss", 0.5)
@@ -498,10 +502,20 @@ def test_what_is_removed_leaves_the_default_store_unless_the_user_has_logged_som
     for run in (removed, logged):
         shutil.rmtree(settings.runs_path / run.run_id)
     with quiet_mlflow():
+        from sgpu_magic.tracking import __main__ as process
+        from sgpu_magic.tracking import desk
         from sgpu_magic.tracking.client import Store
 
-        pruned = Store(settings, Tracking())
-        assert (pruned.prune(), pruned.prune()) == (1, 0)
+        monkeypatch.setattr(desk, "IDLE_S", 0.2)
+        # the pool says nothing, and its own `Inbox` would end this process with the socket
+        messages: queue.SimpleQueue[None] = queue.SimpleQueue()
+        pool: Any = SimpleNamespace(take=lambda timeout_s: messages.get(timeout=timeout_s))
+        idle = desk.Desk(settings, Tracking(), lambda _: None)
+        work = threading.Thread(target=process._work, args=(idle, pool), daemon=True)
+        work.start()
+        work.join(30)
+        assert not work.is_alive(), "it does not end"
+        assert Store(settings, Tracking()).prune() == 0, "it has pruned the store"
     assert store.of(removed.run_id) == []
     assert all(len(store.of(run.run_id)) == 1 for run in (kept, logged))
     folders = {run_id: Path(info.artifact_uri.removeprefix("file://")) for run_id, info in found.items()}

@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from sgpu_magic.wire.events import EventBody, OutputWritten, PayloadReleased, RunEnded
-from sgpu_magic.wire.node_messages import MasterBound, RanksGone, RunEvent, TrackingAsked
+from sgpu_magic.wire.node_messages import DevicesFree, MasterBound, PartEnded, RanksGone, RunEvent, TrackingAsked
 from sgpu_magic.wire.record import Record
 
 # output beyond this, of all runs together, is not kept for the next service: it lies in the ranks' logs
@@ -37,13 +37,17 @@ class _Told:
         unkept: Events that no service has confirmed, oldest first.
         adopted: The service of now knows the run, so events go on at once.
         ended: Its last word was said.
-        gone: Its ranks are gone.
+        part_ended: Its last word waits for its results.
+        free: Its processes are gone, and files of it are not at the pool yet.
+        gone: Its ranks are gone, and all that is to come has come.
     """
 
     number: int = 0
     unkept: deque[tuple[RunEvent, Sequence[bytes]]] = field(default_factory=deque[tuple[RunEvent, Sequence[bytes]]])
     adopted: bool = True
     ended: bool = False
+    part_ended: bool = False
+    free: bool = False
     gone: bool = False
 
 
@@ -79,11 +83,25 @@ class Reports:
             number: Of its newest event, which may have been another agent's.
         """
         told = self._runs.setdefault(run_id, _Told())
-        told.ended = told.gone = False
+        told.ended = told.part_ended = told.free = told.gone = False
         told.number = max(told.number, number)
 
+    def part_ended(self, run_id: str) -> None:
+        """The part of a run of several nodes has ended here; its last word is said when its results are at the pool."""
+        told = self._runs.setdefault(run_id, _Told())
+        told.part_ended = True
+        if told.adopted:
+            self._send(PartEnded(run_id=run_id))
+
+    def devices_free(self, run_id: str) -> None:
+        """Every process of the run is dead and reaped; `gone` is said when its files are at the pool."""
+        told = self._runs.setdefault(run_id, _Told())
+        told.free = True
+        if told.adopted:
+            self._send(DevicesFree(run_id=run_id))
+
     def gone(self, run_id: str) -> None:
-        """Every process of the run is dead and reaped."""
+        """Every process of the run is dead and reaped, and nothing of it is on its way any more."""
         told = self._runs.setdefault(run_id, _Told())
         told.gone = True
         if told.adopted:
@@ -123,15 +141,24 @@ class Reports:
             return
         self.kept(run_id, number)
         told.adopted = True
+        if told.part_ended:
+            self._send(PartEnded(run_id=run_id))
         for event, frames in told.unkept:
             self._send(event, frames)
         if told.gone:
             self._send(RanksGone(run_id=run_id))
+        elif told.free:
+            self._send(DevicesFree(run_id=run_id))
 
     def has_unkept(self, run_id: str) -> bool:
-        """Whether a service has yet to hear something of the run, other than what became of its payload."""
+        """Whether a service has yet to hear something of the run, other than what became of its payload.
+
+        Until its files are at the pool there is at least that they are.
+        """
         told = self._runs.get(run_id)
-        return told is not None and any(not isinstance(event.body, PayloadReleased) for event, _ in told.unkept)
+        if told is None:
+            return False
+        return not told.gone or any(not isinstance(event.body, PayloadReleased) for event, _ in told.unkept)
 
     def has_ended(self, run_id: str) -> bool:
         """Whether the run's last word was said, or nothing is known of the run."""

@@ -22,7 +22,7 @@ from sgpu_magic.agent.runs.node_run import NodeRun
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.runs.session import Session
 from sgpu_magic.wire.codec import UnreadableLaunch
-from sgpu_magic.wire.events import EventBody, Noted, RanksStarted, RunEnded
+from sgpu_magic.wire.events import EventBody, RanksStarted, RunEnded
 from sgpu_magic.wire.node_messages import Launch, MasterBound
 from sgpu_magic.wire.records import Failure
 from sgpu_magic.wire.states import FailureKind, RunState
@@ -109,11 +109,7 @@ class RunRegistry:
             os.close(descriptor)
         with faults.guarded(None):
             self._drop(run_id)
-        self._far.gone(
-            run_id,
-            lambda: self._reports.gone(run_id),
-            lambda text: self._reports.happened(run_id, Noted(text=text), ()),
-        )
+        self._far.gone(run_id)
 
     # ------------------------------------------------------------ faults of this program
 
@@ -195,8 +191,7 @@ class RunRegistry:
     # ------------------------------------------------------------ from the runs (NodeRunListener)
 
     def happened(self, run_id: str, body: EventBody, frames: Iterable[bytes]) -> None:
-        kept = tuple(frames)
-        self._far.happened(run_id, body, lambda body: self._reports.happened(run_id, body, kept))
+        self._far.happened(run_id, body, tuple(frames))
         if isinstance(body, RanksStarted) and (session := self.session(run_id)) is not None:
             self._later(_REPLENISH_DELAY_S, self._keep_for_session, session)
 

@@ -88,7 +88,7 @@ class Agent:
         self._sampling = Sampling()
         self._reports = Reports(self._send)
         self._inputs = LaunchInputs(settings, self._send)
-        self._far = FilesToPool(settings, self._send)
+        self._far = FilesToPool(settings, self._send, self._reports)
         # the pool starts this process with its own standard error
         log = settings.state_path / "pool.log" if lifeline < 0 else None
         self._runs = RunRegistry(

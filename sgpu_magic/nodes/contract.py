@@ -41,7 +41,18 @@ class EngineListener(Protocol):
 
     def inventory_taken(self, inventory: Inventory) -> None: ...
     def run_happened(self, event: RunEvent, frames: Sequence[bytes]) -> None: ...
-    def ranks_gone(self, run_id: str) -> None: ...
+
+    def devices_free(self, run_id: str) -> None:
+        """No process of the run is left, and files of it are still on their way: `ranks_gone` follows. May be repeated.
+
+        Answer with `Engine.give_back` where the run does not need the devices again.
+        """
+        ...
+
+    def ranks_gone(self, run_id: str) -> None:
+        """Nothing of the run is left on any node."""
+        ...
+
     def stacks_taken(self, request: int, stacks: tuple[RankStack, ...]) -> None: ...
 
     def session_ranks_restarted(self, request: int, session: str, problem: str) -> None:
@@ -161,6 +172,10 @@ class Engine(Protocol):
 
     def forward(self, run_id: str, rank: int, message: OpenStream | StreamMessage, frames: Sequence[bytes]) -> None:
         """Pass on what a client says of a stream to the node of a run's rank; answered by `forwarded`."""
+        ...
+
+    def give_back(self, run_id: str) -> None:
+        """The run, of which `devices_free` was said, needs its devices no more."""
         ...
 
     def reclaim_payload(self, run_id: str) -> None: ...

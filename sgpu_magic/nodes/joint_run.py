@@ -44,7 +44,9 @@ class _PartOfRun:
         ahead_s: How far the node's clock is ahead of this one's at least; None before its first event.
         ended: Its last word was joined with the others'.
         released: What became of the payload there.
-        gone: Its ranks are gone.
+        told_end: It has ended, also where its last word waits for its results.
+        free: Its processes are gone, and files of it may still come.
+        gone: Its ranks are gone, and nothing of it is to come.
         lost: Its node is.
     """
 
@@ -54,6 +56,8 @@ class _PartOfRun:
     ahead_s: float | None = None
     ended: bool = False
     released: PayloadReleased | None = None
+    told_end: bool = False
+    free: bool = False
     gone: bool = False
     lost: bool = False
 
@@ -85,8 +89,18 @@ class JointRun:
         return self._parts[index].passed
 
     @property
+    def all_ended(self) -> bool:
+        """Every part has ended, also those whose last word is still to come."""
+        return all(part.told_end or part.ended or part.gone or part.lost for part in self._parts)
+
+    @property
+    def free(self) -> bool:
+        """No process of it is left anywhere; files of it may still come."""
+        return all(part.free or part.gone or part.lost for part in self._parts)
+
+    @property
     def gone(self) -> bool:
-        """No rank of it is left anywhere."""
+        """Nothing of it is left anywhere."""
         return all(part.gone or part.lost for part in self._parts)
 
     @property
@@ -118,6 +132,14 @@ class JointRun:
         part.ahead_s = ahead_s if part.ahead_s is None else max(part.ahead_s, ahead_s)
         part.waiting.append((msgspec.structs.replace(event, part=index), frames))
         return self._pass_on()
+
+    def part_ended(self, index: int) -> None:
+        """A part has ended, and says its last word when its results are here."""
+        self._parts[index].told_end = True
+
+    def part_free(self, index: int) -> None:
+        """The processes of a part are gone: it says its last word, where that waits for its results, and no more."""
+        self._parts[index].free = True
 
     def part_gone(self, index: int) -> list[Told]:
         """The ranks of a part are gone: it says nothing more but what became of the payload."""

@@ -35,6 +35,7 @@ from sgpu_magic.wire.node_messages import (
     Answered,
     BuildEnvironment,
     DetachRun,
+    DevicesFree,
     EndRun,
     EventsKept,
     FromAgent,
@@ -42,6 +43,7 @@ from sgpu_magic.wire.node_messages import (
     KillRanks,
     Launch,
     MasterBound,
+    PartEnded,
     Question,
     RanksGone,
     RestartSessionRanks,
@@ -152,6 +154,9 @@ class LocalEngine:
     def forward(self, run_id: str, rank: int, message: OpenStream | StreamMessage, frames: Sequence[bytes]) -> None:
         self._agent.send(message, frames)
 
+    def give_back(self, run_id: str) -> None:
+        """They are free once the ranks are gone: the run's files are here."""
+
     def reclaim_payload(self, run_id: str) -> None:
         self._agent.send(ReclaimPayload(run_id=run_id))
 
@@ -187,7 +192,7 @@ class LocalEngine:
             case RanksGone():
                 self._release(message.run_id)
                 listener.ranks_gone(message.run_id)
-            case MasterBound() | FetchBlob() | StoreRunFile():
+            case PartEnded() | DevicesFree() | MasterBound() | FetchBlob() | StoreRunFile():
                 # of runs that have ranks on other machines
                 pass
 

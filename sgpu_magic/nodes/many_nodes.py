@@ -26,6 +26,7 @@ from sgpu_magic.wire.node_messages import (
     Adopt,
     AgentReady,
     Answered,
+    DevicesFree,
     EndAgent,
     EndRun,
     EventsKept,
@@ -33,6 +34,7 @@ from sgpu_magic.wire.node_messages import (
     InventoryTaken,
     KillRanks,
     MasterBound,
+    PartEnded,
     RanksGone,
     RunEvent,
     SessionRanksRestarted,
@@ -122,7 +124,8 @@ class ManyNodes(ManyRuns):
         if listener is None:
             return
         match message:
-            case RunEvent(run_id=run_id) | RanksGone(run_id=run_id) | MasterBound(run_id=run_id):
+            case RunEvent() | PartEnded() | DevicesFree() | RanksGone() | MasterBound():
+                run_id = message.run_id
                 run = self._runs.get(run_id)
                 if self._stale.holds(node, run_id):
                     if isinstance(message, RanksGone):
@@ -131,6 +134,10 @@ class ManyNodes(ManyRuns):
                     pass
                 elif isinstance(message, RunEvent):
                     self._happened(run, part, message, frames)
+                elif isinstance(message, PartEnded):
+                    self._part_ended(run, part)
+                elif isinstance(message, DevicesFree):
+                    self._part_free(run, part)
                 elif isinstance(message, RanksGone):
                     self._part_gone(run, part)
                 else:

@@ -155,6 +155,9 @@ class ManyRuns:
     def kill_ranks(self, run_id: str) -> None:
         self._order(run_id, KillRanks(run_id=run_id))
 
+    def give_back(self, run_id: str) -> None:
+        self._free_lease(run_id)
+
     def reclaim_payload(self, run_id: str) -> None:
         self._order(run_id, ReclaimPayload(run_id=run_id))
 
@@ -242,8 +245,21 @@ class ManyRuns:
             if self._listener is not None:
                 self._listener.stacks_taken(request, stacks)
 
+    def _part_ended(self, run: RunOnNodes, part: int) -> None:
+        run.joint.part_ended(part)
+        if run.joint.all_ended:
+            run.all_ended()
+
+    def _part_free(self, run: RunOnNodes, part: int) -> None:
+        run.joint.part_free(part)
+        self._look_if_over(run)
+
     def _look_if_over(self, run: RunOnNodes) -> None:
-        if run.over or not run.joint.gone or self._listener is None:
+        if run.over or self._listener is None:
+            return
+        if not run.joint.gone:
+            if run.joint.free:
+                self._listener.devices_free(run.run_id)
             return
         run.over = True
         run_id = run.run_id

@@ -172,7 +172,7 @@ class RunOnNodes:
                     self._send(node, stop, ())
 
     def all_ended(self) -> None:
-        """Every part has said its last word: its ranks may leave."""
+        """Every part has ended: its ranks may leave."""
         self.order(PartsOver(run_id=self.run_id))
 
 

@@ -54,6 +54,7 @@ class PoolRun:
         attempt: How often its group was started again.
         restarting: The group failed, and is started again as soon as its ranks are gone.
         ordered: Its ranks were ordered from the engine, which says when they are gone.
+        processes_gone: No process of it is left, and files of it are still on their way.
         ended: Its last word was said.
         adopted: An earlier service launched it; its notebook has not come back yet.
         lost_node: Why ranks of it were lost with their node; "" when none were, or since it waits for another.
@@ -76,6 +77,7 @@ class PoolRun:
     attempt: int = 0
     restarting: bool = False
     ordered: bool = False
+    processes_gone: bool = False
     ended: bool = False
     adopted: bool = False
     lost_node: str = ""
@@ -99,6 +101,11 @@ class PoolRun:
     @property
     def spec(self) -> RunSpec:
         return self.submit.spec
+
+    @property
+    def may_start_again(self) -> bool:
+        """Its group is started again, or may be: on the devices that it has."""
+        return self.restarting or (not self.ended and self.attempt < self.spec.retries)
 
     @property
     def followers(self) -> list[ConnectedClient]:

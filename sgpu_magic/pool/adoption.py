@@ -133,7 +133,8 @@ class Adoption:
         metered_at = now - held.started_s if run.metered_clock is None else run.metered_clock
         if not (held.gone and run.ended):
             # else the earlier service knew that it was over, and may have given its devices to another run
-            self._feed(sched.RunAdopted(launch.spec, launch.lease, state, metered_at, now))
+            freed = held.gone and not run.may_start_again
+            self._feed(sched.RunAdopted(launch.spec, launch.lease, state, metered_at, now, freed))
         if ended is None:
             self._ledger.update(run.run_id, state=state, lease=launch.lease)
             self._active.tell(run, Noted(text=_TAKEN_OVER), time.time())

@@ -244,7 +244,7 @@ class Launches:
             store=store_name(submit.spec.owner.user) if needed_blobs(submit) else "",
         )
         self._engine.launch(launch, run.frames)
-        run.ordered = True
+        run.ordered, run.processes_gone = True, False
 
     def relaunch(self, run: PoolRun) -> str:
         """Start the run's group again on its lease. Returns why that is not possible, "" when it is done."""

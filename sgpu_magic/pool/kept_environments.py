@@ -22,7 +22,7 @@ from sgpu_magic.wire.ids import is_valid_id
 from sgpu_magic.wire.messages import KeepEnvironment
 
 _Kept = tuple[str, str]
-"""A user's store and an environment's digest."""
+"""A user's store and an environment's digest; "" while that is not known."""
 
 _FILES = ("requirements.txt", "pylock.toml")
 # of all the user's runs in that environment: it is not to be changed in one run's directory
@@ -56,7 +56,8 @@ class KeptEnvironments:
         kept = store_name(user), digest
         self._used.add(kept)
         for run_id in message.runs:
-            self._remember(run_id, kept)
+            if self._runs.get(run_id, kept)[0] == kept[0]:
+                self._remember(run_id, kept)
         # a disk that is full, or was taken away, costs a run its copy of these files and nothing else
         with contextlib.suppress(OSError, UsageError):
             folder = private_dir(private_dir(private_dir(self._root) / kept[0]) / digest)
@@ -73,10 +74,14 @@ class KeptEnvironments:
             run_id: The run, whose directory is there.
             user: Whose it is.
         """
-        kept = (store_name(user), digest) if is_valid_digest(digest) else self._runs.get(run_id)
-        if kept is not None:
+        own = store_name(user)
+        known = self._runs.get(run_id, (own, ""))
+        # who else named the run does not count
+        before = known if known[0] == own else (own, "")
+        kept = (own, digest) if is_valid_digest(digest) else before
+        self._remember(run_id, kept)
+        if kept[1]:
             self._used.add(kept)
-            self._remember(run_id, kept)
             self._put(kept, run_id)
 
     def remove_unlinked(self) -> None:

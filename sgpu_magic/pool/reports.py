@@ -102,8 +102,35 @@ class Reports:
                 failure = _headline(body.failure) or body.reason
                 self._ledger.update(run.run_id, ended_at=at, failure=failure or None, meter=meter)
                 self._feed(sched.RunMoved(run.run_id, body.state, now, failure, body.unstopped))
+                self._give_back(run)
             case _:
                 self._active.tell(run, body, at, frames, event)
+
+    def devices_free(self, run_id: str) -> None:
+        """The next run may have the run's devices; all else waits for its files."""
+        run = self._active.get(run_id)
+        if run is not None:
+            run.processes_gone = True
+            self._give_back(run)
+
+    def _give_back(self, run: PoolRun) -> None:
+        """Let go of the devices of a run whose processes are gone, unless its group may be started again on them."""
+        if not run.processes_gone or run.may_start_again:
+            return
+        if run.spec.kind is RunKind.SESSION and (not run.ended or self._has_fresh_runs(run)):
+            return
+        now = time.monotonic()
+        self._engine.give_back(run.run_id)
+        if run.ended:
+            self._over(run)
+        else:
+            # its last word waits for its results
+            self._active.billing.paused(run, now)
+            self._feed(sched.LeaseFreed(run.run_id, now))
+
+    def _has_fresh_runs(self, session: PoolRun) -> bool:
+        """Whether new processes are on the session's devices."""
+        return any(run.spec.session == session.run_id and run.spec.fresh and run.ordered for run in self._active.going)
 
     def ranks_gone(self, run_id: str) -> None:
         self._confirm()
@@ -145,6 +172,9 @@ class Reports:
         # cells before their sessions: of a session that still seems to run the next cell would begin
         for run in sorted(lost, key=lambda run: not run.spec.session):
             run.lost_node = why
+            if run.ended and self._engine.far:
+                text = f"{why}; files of the run that were not here yet are lost"
+                self._active.tell(run, Noted(text=text), failure.at)
             of_session = run.spec.session or run.spec.kind is RunKind.SESSION
             if not (of_session or run.ended or run.restarting):
                 failed = self._restarts.instead_of(run, RunEnded(state=RunState.FAILED, failure=failure))

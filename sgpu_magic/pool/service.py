@@ -252,6 +252,9 @@ class PoolService:
     def run_happened(self, event: RunEvent, frames: Sequence[bytes]) -> None:
         self._guard.for_run(event.run_id, lambda: self._reports.run_happened(event, frames))
 
+    def devices_free(self, run_id: str) -> None:
+        self._guard.for_run(run_id, lambda: self._reports.devices_free(run_id))
+
     def ranks_gone(self, run_id: str) -> None:
         run = self._active.get(run_id)
         self._idleness.touched()

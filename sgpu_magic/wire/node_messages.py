@@ -111,7 +111,7 @@ class PeerFailed(Record, frozen=True, tag="peer-failed", kw_only=True):
 
 
 class PartsOver(Record, frozen=True, tag="parts-over", kw_only=True):
-    """Every node has said how its part of the run ended: the ranks may leave."""
+    """Every node's part of the run has ended: the ranks may leave."""
 
     run_id: str
 
@@ -264,8 +264,23 @@ class RunEvent(Record, frozen=True, tag="run-event", kw_only=True):
     joined: tuple[tuple[int, int], ...] = ()
 
 
+class PartEnded(Record, frozen=True, tag="part-ended", kw_only=True):
+    """This node's part of a run of several nodes has ended; its last word waits for its results."""
+
+    run_id: str
+
+
+class DevicesFree(Record, frozen=True, tag="devices-free", kw_only=True):
+    """Every process of the run is dead and reaped, and files of it are still on their way to the pool.
+
+    `RanksGone` follows when they are there; the run's last word may come between. Not said of what runs in a session.
+    """
+
+    run_id: str
+
+
 class RanksGone(Record, frozen=True, tag="ranks-gone", kw_only=True):
-    """Every process of the run is dead and reaped: its lease is free.
+    """Every process of the run is dead and reaped, and nothing of it is left to come: its lease is free.
 
     Of a run in a session: its ranks are idle again, and the next cell may have them.
     """
@@ -317,6 +332,8 @@ FromAgent = (
     AgentReady
     | InventoryTaken
     | RunEvent
+    | PartEnded
+    | DevicesFree
     | RanksGone
     | StacksTaken
     | SessionRanksRestarted

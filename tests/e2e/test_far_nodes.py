@@ -14,7 +14,7 @@ from many_agents import ManyAgents
 from pool_client import PoolClient
 from waiting import eventually
 
-from sgpu_magic.wire.events import Noted, OutputWritten, PayloadReleased, RanksStarted
+from sgpu_magic.wire.events import Noted, OutputWritten, PayloadReleased, RanksStarted, RunEnded
 from sgpu_magic.wire.payloads import StoredPayload
 from sgpu_magic.wire.states import FailureKind, RunState
 
@@ -25,7 +25,7 @@ SPARE = 2 * MB
 
 @pytest.fixture(scope="module")
 def home() -> Iterator[Home]:
-    made = Home({"SGPU_RUN_FILES_BYTES": str(4 * MB)})
+    made = Home({"SGPU_RUN_FILES_BYTES": str(4 * MB), "SGPU_CPU_SLOTS": "2"})
     yield made
     made.close()
 
@@ -183,3 +183,74 @@ y = x + rank
     whole = "begun\n" + "".join(f"{number}\n" for number in range(20_000))
     for rank in range(4):
         assert (home.run_dir(run.run_id) / f"rank-{rank}.log").read_text() == whole
+
+
+def test_devices_are_free_while_files_cross_the_network_and_also_for_the_next_service(
+    home: Home, nodes: ManyAgents, client: PoolClient
+):
+    for node in (0, 1):
+        nodes.order("slow", node)
+    first = client.begin("print('first')\nx = rank", ranks=4, nodes=2, out=["x:all"], detach=True)
+    go = home.work / "next"
+    second = client.begin(
+        f"import pathlib, time\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)\n7",
+        ranks=4,
+        nodes=2,
+        detach=True,
+    )
+    second.wait_for(RanksStarted)
+    assert not any(isinstance(event, RunEnded) for event in first.events), "its results are not here"
+    nodes.kill()
+    nodes.restart()
+    # both were on these devices
+    third = client.begin("8", ranks=4, nodes=2)
+    assert first.ended().state is RunState.SUCCEEDED
+    assert [values["x"] for values in first.names()] == [*range(4)]
+    assert (home.run_dir(first.run_id) / "rank-3.log").read_text() == "first\n"
+    go.touch()
+    assert second.values == [7] * 4
+    assert third.values == [8] * 4
+
+
+def test_a_group_that_is_started_again_keeps_its_devices_while_files_of_the_first_come(home: Home, client: PoolClient):
+    go = home.work / "second"
+    body = f"""
+import os, pathlib, time
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    print("first", flush=True)
+    os._exit(3)
+print("second")
+while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)
+"""
+    run = client.begin(body, ranks=1, retries=1)
+    run.wait_for(RanksStarted)
+    queued = client.begin("1", ranks=4, nodes=2)
+    run.wait_for(RanksStarted, 2)
+    states = {each.run_id: each.state for each in client.pool.status().runs}
+    assert states[queued.run_id] is RunState.QUEUED
+    go.touch()
+    assert run.ended().state is RunState.SUCCEEDED, run.ended()
+    assert (home.run_dir(run.run_id) / "rank-0.log").read_text() == "first\nsecond\n"
+    assert queued.values == [1] * 4
+
+
+def test_files_that_are_lost_with_their_node_after_the_end_are_named(home: Home, nodes: ManyAgents, client: PoolClient):
+    for node in (0, 1):
+        nodes.order("slow", node)
+    body = f"""
+import pathlib
+here = next(path for path in pathlib.Path({str(home.state / "nodes")!r}).glob(f"*/runs/*/run.json")).parent
+(here / "out").write_text("left")
+raise ValueError(str(here))
+"""
+    run = client.begin(body, ranks=1)
+    failure = run.ended().failure
+    assert failure is not None
+    node = 0 if "node-0" in failure.message else 1
+    nodes.order("lose", node)
+    text = f"the node node-{node} was lost: the test gave it up; files of the run that were not here yet are lost"
+    assert run.wait_for(Noted).text == text
+    for each in (0, 1):
+        nodes.order("quick", each)
+    nodes.order("bring", node)
+    eventually(lambda: client.pool.status().cpu_slots_free == 4, 10, "the node is not used again")

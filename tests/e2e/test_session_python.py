@@ -77,10 +77,18 @@ def test_an_event_loop_goes_on_while_it_connects(home: Home):
         "    async with sgpu_magic.connect(2, 'cpu') as other:\n"
         "        print(other.call(add, 1))\n"
         "    print(other.state)\n"
+        # its ranks take longer to end than anybody waits
+        "    from sgpu_magic.runs.sessions import lifetime\n"
+        "    lifetime._CLOSE_PATIENCE_S = 0.0\n"
+        "    try:\n"
+        "        async with sgpu_magic.connect(2, 'cpu'):\n"
+        "            raise KeyError('the body')\n"
+        "    except Exception as error:\n"
+        "        print(repr(error))\n"
         "asyncio.run(main())\n",
     )
     lines = [line for line in printed.splitlines() if not line.startswith(("add(", "succeeded"))]
-    assert lines == ["connected", "True", "[(1, 2), (2, 2)]", "ended: it was disconnected"]
+    assert lines == ["connected", "True", "[(1, 2), (2, 2)]", "ended: it was disconnected", "KeyError('the body')"]
 
 
 def test_errors_come_as_their_own_types(home: Home):

@@ -2,7 +2,7 @@
 
     logs        as they grow, a few times a second
     results     as soon as a rank returned them; the run's last word waits for them
-    all else    when the ranks are gone; that they are is told when all is there
+    all else    when the ranks are gone. That the devices are free is told before, that the run is gone afterwards
 
 Each chunk is kept until the pool has it: the pool service may be another one by then.
 """
@@ -10,13 +10,14 @@ Each chunk is kept until the pool has it: the pool service may be another one by
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import os
 import re
 import secrets
 import shutil
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +25,7 @@ import msgspec
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.background_call import call_in_background
-from sgpu_magic.agent.reports import Send
+from sgpu_magic.agent.reports import Reports, Send
 from sgpu_magic.config import Settings
 from sgpu_magic.files.safe_paths import list_below, open_below
 from sgpu_magic.wire.blobs import CHUNK_BYTES, WINDOW, RunFile, RunFileStored, StoreRunFile
@@ -75,9 +76,11 @@ class FilesToPool:
     Args:
         settings: Where runs have their directories here, and how much of them goes to the pool.
         send: Sends to the pool service of now.
+        reports: Tells it what happened.
     """
 
-    def __init__(self, settings: Settings, send: Send) -> None:
+    def __init__(self, settings: Settings, send: Send, reports: Reports) -> None:
+        self._reports = reports
         self._runs_path = settings.runs_path
         self._most_bytes = settings.run_files_bytes
         self._send = send
@@ -112,32 +115,31 @@ class FilesToPool:
         run.results.append(asyncio.ensure_future(self._send_result(run, name, descriptor)))
         return os.path.join(run.launch.run_dir, name)
 
-    def happened(self, run_id: str, body: EventBody, say: Callable[[EventBody], None]) -> None:
+    def happened(self, run_id: str, body: EventBody, frames: Sequence[bytes]) -> None:
         """Say what happened; the last word when all that it tells of is at the pool, and nothing overtakes it."""
         run = self._runs.get(run_id)
-        if run is None:
-            say(body)
-        elif run.held is not None:
-            run.held.append(lambda: say(body))
-        elif isinstance(body, RunEnded):
-            run.held = deque([lambda: say(body)])
-            run.ending = faults.in_background(self._end(run, say))
-        else:
-            say(body)
-
-    def gone(self, run_id: str, say: Callable[[], None], note: Callable[[str], None]) -> None:
-        """Its ranks are gone: say so when all its files are at the pool and none is here.
-
-        Args:
-            run_id: The run.
-            say: Says it.
-            note: Tells the user of files that could not be brought.
-        """
-        run = self._runs.get(run_id)
+        say = functools.partial(self._reports.happened, run_id, body, frames)
         if run is None:
             say()
+        elif run.held is not None:
+            run.held.append(say)
+        elif isinstance(body, RunEnded):
+            run.held = deque([say])
+            if run.launch.part is not None:
+                self._reports.part_ended(run_id)
+            run.ending = faults.in_background(self._end(run))
         else:
-            run.leaving = faults.in_background(self._leave(run, say, note))
+            say()
+
+    def gone(self, run_id: str) -> None:
+        """Its ranks are gone: say that its devices are free, and that it is gone once none of its files is here."""
+        run = self._runs.get(run_id)
+        if run is None:
+            self._reports.gone(run_id)
+            return
+        if not run.launch.spec.session:
+            self._reports.devices_free(run_id)
+        run.leaving = faults.in_background(self._leave(run))
 
     def stored(self, answer: RunFileStored) -> None:
         """The pool has written a part."""
@@ -201,19 +203,19 @@ class FilesToPool:
         if problem:
             raise OSError(problem)
 
-    async def _end(self, run: _FarRun, say: Callable[[EventBody], None]) -> None:
+    async def _end(self, run: _FarRun) -> None:
         try:
             await self._send_logs(run)
             problems = [str(each) for each in await asyncio.gather(*run.results, return_exceptions=True) if each]
             if problems:
-                say(Noted(text=f"what ranks returned could not be brought to the pool: {problems[0]}"))
+                self._note(run, f"what ranks returned could not be brought to the pool: {problems[0]}")
         finally:
             # whatever was lost, the run's last word is not
             held, run.held = run.held, None
             for each in held or ():
                 each()
 
-    async def _leave(self, run: _FarRun, say: Callable[[], None], note: Callable[[str], None]) -> None:
+    async def _leave(self, run: _FarRun) -> None:
         try:
             if run.logs is not None:
                 run.logs.cancel()
@@ -229,10 +231,13 @@ class FilesToPool:
             if run.left:
                 named = ", ".join(f"{name} ({problem})" for name, problem in [*run.left.items()][:_NAMED])
                 more = f" and {len(run.left) - _NAMED} more" if len(run.left) > _NAMED else ""
-                note(f"files of the run were not brought to the pool and are gone: {named}{more}")
+                self._note(run, f"files of the run were not brought to the pool and are gone: {named}{more}")
             if self._runs.get(run.launch.spec.run_id) is run:
                 del self._runs[run.launch.spec.run_id]
-            say()
+            self._reports.gone(run.launch.spec.run_id)
+
+    def _note(self, run: _FarRun, text: str) -> None:
+        self._reports.happened(run.launch.spec.run_id, Noted(text=text), ())
 
     async def _files(self, run: _FarRun) -> list[RunFile]:
         def look() -> list[RunFile]:

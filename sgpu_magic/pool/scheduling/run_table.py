@@ -174,7 +174,8 @@ class RunTable:
                 return out
             out += self.move(run_id, RunState.STARTING)
             run = self.runs[run_id]
-        metered_at = self.now if state is RunState.STARTING and run.metered_at is None else run.metered_at
+        begins = state is RunState.STARTING and run.metered_at is None and not run.freed
+        metered_at = self.now if begins else run.metered_at
         self.put(replace(run, state=state, metered_at=metered_at))
         if state.is_final and self._budget is not None and metered_at is not None:
             cost = cost_of(run.hourly, self.now - metered_at)
@@ -185,25 +186,15 @@ class RunTable:
         """A run whose devices are gone waits again, in its old place; its own limits go on from where they are."""
         if not can_move(run.state, RunState.QUEUED):
             return []
-        metered_s = 0.0 if run.metered_at is None else self.now - run.metered_at
-        cost = cost_of(run.hourly, metered_s) or 0.0 if run.metered_at is not None else 0.0
-        if self._budget is not None and cost:
-            self._budget.add(self.now, cost)
-        self.put(
-            replace(
-                run,
-                state=RunState.QUEUED,
-                lease=None,
-                begun=False,
-                asked=False,
-                metered_at=None,
-                hourly=None,
-                spent=run.spent + cost,
-                ran_s=run.ran_s + metered_s,
-                submitted_at=self.now,
-            )
-        )
+        run = replace(self._off_meter(run), state=RunState.QUEUED, submitted_at=self.now)
+        self.put(replace(run, lease=None, begun=False, asked=False, hourly=None))
         return [MoveRun(run.run_id, RunState.QUEUED, reason)]
+
+    def free(self, run: ScheduledRun) -> list[Instruction]:
+        """The next run may have its devices, and it costs nothing any more."""
+        if run.lease is not None and not run.freed:
+            self.put(replace(self._off_meter(run), freed=True))
+        return []
 
     def stop(self, run: ScheduledRun, state: RunState, reason: str) -> list[Instruction]:
         """End a run that waits; tell the ranks of one that has them, once."""
@@ -272,6 +263,16 @@ class RunTable:
 
     # ------------------------------------------------------------ within
 
+    def _off_meter(self, run: ScheduledRun) -> ScheduledRun:
+        """The run with its meter stopped; what it has cost so far counts for its own limit and the pool's budget."""
+        if run.metered_at is None:
+            return run
+        metered_s = self.now - run.metered_at
+        cost = cost_of(run.hourly, metered_s) or 0.0
+        if self._budget is not None and cost:
+            self._budget.add(self.now, cost)
+        return replace(run, metered_at=None, spent=run.spent + cost, ran_s=run.ran_s + metered_s)
+
     def _in_order(self, run_ids: set[str]) -> list[ScheduledRun]:
         return [self.runs[run_id] for run_id in sorted(run_ids, key=self._numbers.__getitem__)]
 
@@ -284,8 +285,9 @@ class RunTable:
         if run is None:
             return
         had, has = old.lease if old is not None else None, new.lease if new is not None else None
-        if had is not has:
-            self._lease_changes.append((run, had, has))
+        held, holds = old.held_lease if old is not None else None, new.held_lease if new is not None else None
+        if held is not holds:
+            self._lease_changes.append((run, held, holds))
         in_session = bool(run.spec.session)
         waited, waits = old is not None and had is None, new is not None and has is None
         if waited != waits:

@@ -27,6 +27,7 @@ class ScheduledRun:
         want: What it takes in this pool; None until the pool's inventory is known.
         accepted: Too late to refuse it: from now on it can only end.
         lease: What it holds; None while it waits.
+        freed: The lease is given back, since no process of it is left; its last word is still to come.
         begun: The agent has reported on it, so its lease can't be handed back any more.
         metered_at: When it reached STARTING, from where its time limit counts; None before.
         passed_at: When a later run of its own user first passed it in the queue; None when none has.
@@ -54,6 +55,7 @@ class ScheduledRun:
     want: Want | None = None
     accepted: bool = False
     lease: Lease | None = None
+    freed: bool = False
     begun: bool = False
     metered_at: float | None = None
     passed_at: float | None = None
@@ -75,6 +77,11 @@ class ScheduledRun:
     @property
     def run_id(self) -> str:
         return self.spec.run_id
+
+    @property
+    def held_lease(self) -> Lease | None:
+        """The devices that nobody else may have."""
+        return None if self.freed else self.lease
 
     @property
     def queue_deadline(self) -> float | None:

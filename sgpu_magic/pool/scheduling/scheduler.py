@@ -5,8 +5,9 @@ feeds it what happened and does what it says. In the style of distributed's `wor
 
     - What a request means here: `placement_request`. Who gets devices first: `queue_rules` and `fair_share`. What
       the others are told: `queue_words`.
-    - `LaunchRun` gives the lease, `RunOver` frees it. The run stays queued until the agent's first
-      `RunMoved`; until then the engine may hand the lease back with `LeaseRefused`.
+    - `LaunchRun` gives the lease, `RunOver` frees it, or `LeaseFreed` where the run's last word comes later. The run
+      stays queued until the agent's first `RunMoved`; until then the engine may hand the lease back with
+      `LeaseRefused`.
     - A state changes only with a `MoveRun`, and only along `wire.states.TRANSITIONS`.
     - Cells of a session wait for it and for each other: `session_rules`.
     - Runs end at their cost limit, and at the pool's budget: `cost_rules`.
@@ -34,6 +35,7 @@ from sgpu_magic.pool.scheduling.stimuli import (
     Instruction,
     InventoryChanged,
     LaunchRun,
+    LeaseFreed,
     LeaseGranted,
     LeaseRefused,
     RefuseRun,
@@ -160,6 +162,8 @@ class Scheduler:
                 out = self._table.stop(self._runs[run_id], RunState.CANCELLED, reason)
             case RunOver(run_id=run_id, state=state) if run_id in self._runs:
                 out = self._over(self._runs[run_id], state)
+            case LeaseFreed(run_id=run_id) if run_id in self._runs:
+                out = self._table.free(self._runs[run_id])
             case LeaseRefused(run_id=run_id, uuids=uuids, why=why) if run_id in self._runs:
                 out = self._lease_refused(self._runs[run_id], uuids, why)
             case LeaseGranted(run_id=run_id, lease=lease) if run_id in self._runs:
@@ -198,8 +202,9 @@ class Scheduler:
                 state=adopted.state,
                 accepted=True,
                 lease=adopted.lease,
+                freed=adopted.freed,
                 begun=True,
-                metered_at=None if adopted.state is RunState.PREPARING else adopted.metered_at,
+                metered_at=None if adopted.freed or adopted.state is RunState.PREPARING else adopted.metered_at,
                 quiet_since=adopted.now if adopted.state is RunState.RUNNING else None,
                 hourly=None if adopted.spec.session else self._tariff.hourly(adopted.lease),
             )

@@ -190,7 +190,7 @@ def end_of_fresh(session: ScheduledRun) -> str:
 def held_leases(runs: Iterable[ScheduledRun]) -> dict[str, Lease]:
     """By run id, the leases that take devices: none of a cell, for its session's own does."""
     runs = list(runs)
-    leases = {run.run_id: run.lease for run in runs if run.lease is not None and not run.spec.session}
+    leases = {run.run_id: run.held_lease for run in runs if run.held_lease is not None and not run.spec.session}
     for run in runs:
         # new processes whose session no service knows any more still use their devices
         if run.lease is not None and run.spec.session and run.spec.fresh and run.spec.session not in leases:

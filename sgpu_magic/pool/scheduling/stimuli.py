@@ -26,6 +26,7 @@ class RunAdopted:
     Args:
         state: `STARTING` or later, as the agent has it.
         metered_at: When it was launched, on the clock of `now`.
+        freed: Its devices were given back: as after `LeaseFreed`.
     """
 
     spec: RunSpec
@@ -33,6 +34,7 @@ class RunAdopted:
     state: RunState
     metered_at: float
     now: float
+    freed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,14 @@ class RunOver:
 
     run_id: str
     state: RunState
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseFreed:
+    """No process of the run is left, and its last word is still on its way: the next run may have its devices."""
+
+    run_id: str
     now: float
 
 
@@ -134,6 +144,7 @@ Stimulus = (
     | RunMoved
     | CancelRequested
     | RunOver
+    | LeaseFreed
     | LeaseRefused
     | LeaseGranted
     | RunRequeued
