@@ -8,7 +8,7 @@
 # make frameworks  only trainings with each framework, against torchrun
 # make soak   500 random runs with random faults; SOAK_RUNS=100, SOAK_SEED=7 as variables
 # make bench  measure this package and its peers
-# make lint   format and lint checks, types
+# make lint   format and lint checks, who imports whom, types
 # make house  measure the source: rooms, floors, circles, modules, statements;  make map  draws it
 # make front-end  build and test labextension/; needs Node 20.19 or newer
 #
@@ -82,6 +82,7 @@ bench: $(VENV)/.ready-test
 lint: $(VENV)/.ready-test
 	$(BIN)/python -m ruff format --check $(CODE)
 	$(BIN)/python -m ruff check $(CODE)
+	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/python -m pyright --pythonpath $(BIN)/python
 
 house:

@@ -2,12 +2,36 @@
 
 The same from Python:
 
-distributed   `@distributed(gpus=4)` on a function: `train.distributed()` runs it on every rank
-ray_launch    `@ray_launch(gpus=4)`: the function is the driver of a Ray cluster on the ranks' nodes
-map           one run per item, for sweeps
-connect       a session: ranks that stay
-tracking_uri  the store where runs are tracked, for `mlflow.set_tracking_uri`
-Run           a run that goes on while the program does something else
+- `@distributed(gpus=4)` on a function: `train.distributed()` runs it on every rank
+- `@ray_launch(gpus=4)`: the function is the driver of a Ray cluster on the ranks' nodes
+- `map`: one run per item, for sweeps
+- `connect`: a session: ranks that stay
+- `tracking_uri`: the store where runs are tracked, for `mlflow.set_tracking_uri`
+- `Run`: a run that goes on while the program does something else
+
+What is in here, each built on what stands below it (pyproject.toml has who may import whom):
+
+magics/     the magics: parse, submit, show
+cli/        the `sgpu` command
+server/     the Jupyter server's half
+panel/      the environment panel
+functions/  the Python names above, and those of serverless_gpu
+runs/       a run as the process that has submitted it sees it: submitted, followed, delivered
+views/      what a person sees of a run
+client/     the links to pools, and files to and from them
+pool/       the pool service: devices, queue, leases, ledger
+nodes/      where agents run: this machine, or a Ray cluster
+agent/      one for each node: starts ranks, takes their output, finds what failed, ends them
+worker/     the zygote and the ranks
+runtime     what code on a rank asks about itself
+tracking/   runs in MLflow
+payload/    objects to bytes and back
+packages/   Python packages that travel
+files/      bytes on disk, and how they cross a link
+config      the settings
+system/     what is needed of the operating system
+errors      everything that users of this package may catch
+wire/       every message between its processes
 """
 
 from __future__ import annotations

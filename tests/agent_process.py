@@ -20,11 +20,12 @@ from sgpu_magic.client.interpreter import this_context, this_interpreter, this_o
 from sgpu_magic.config import Settings
 from sgpu_magic.payload.pack import pack_namespace
 from sgpu_magic.wire import codec
+from sgpu_magic.wire.attachments import InlinePayload, Payload
 from sgpu_magic.wire.devices import Lease, Placement
-from sgpu_magic.wire.events import OutputWritten, RanksStarted, RunEnded
+from sgpu_magic.wire.events import RanksStarted, RunEnded
+from sgpu_magic.wire.failures import RankStack
 from sgpu_magic.wire.ids import new_id
-from sgpu_magic.wire.measures import RankStack
-from sgpu_magic.wire.node_messages import (
+from sgpu_magic.wire.node import (
     AgentReady,
     Answered,
     EndAgent,
@@ -39,10 +40,10 @@ from sgpu_magic.wire.node_messages import (
     StacksTaken,
     TakeStacks,
 )
-from sgpu_magic.wire.payloads import InlinePayload, Payload
-from sgpu_magic.wire.questions import RankAnswer, RankQuestion
+from sgpu_magic.wire.rank import RankAnswer, RankQuestion
+from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.record import Record
-from sgpu_magic.wire.records import CellSource, RunSpec
+from sgpu_magic.wire.run import CellSource, RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
 from sgpu_magic.worker.process.link import Link
 

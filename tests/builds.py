@@ -15,11 +15,11 @@ from process_table import below, is_alive, process_table
 from waiting import eventually
 
 from sgpu_magic.packages.node.base_layer import layer_tag
+from sgpu_magic.packages.node.build_order import BuildMoved, BuildOrder, BuildReady, BuildRefused, decode_news, encode
 from sgpu_magic.packages.node.builder import folder_name
-from sgpu_magic.packages.node.progress import BuildMoved, BuildOrder, BuildReady, BuildRefused, decode_news, encode
 from sgpu_magic.packages.node.refusals import own_platform, own_python
 from sgpu_magic.packages.node.store import Store
-from sgpu_magic.wire.environment import Environment
+from sgpu_magic.wire.attachments import Environment
 
 PATIENCE_S = 60.0
 

@@ -18,8 +18,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from sgpu_magic.packages.index import index_variables
-from sgpu_magic.packages.uv_command import uv_path
+from sgpu_magic.packages.uv_command import index_variables, uv_path
 
 REPOSITORY = Path(__file__).parent.parent
 UV = uv_path()

@@ -12,7 +12,7 @@ from sgpu_magic.views.live.log_reader import LogReader, line_text
 from sgpu_magic.views.live.messages import AskLines, LineRow, LinesAnswer, NewLines
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.devices import Lease, Placement
-from sgpu_magic.wire.records import CellSource, Owner, RunSpec, Shipped
+from sgpu_magic.wire.run import CellSource, Owner, RunSpec, Shipped
 from sgpu_magic.wire.states import RunState
 
 RUN_ID = "7f3a90c1"

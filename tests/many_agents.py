@@ -29,9 +29,9 @@ from sgpu_magic.nodes.local_agent import LocalAgent
 from sgpu_magic.nodes.many_nodes import ManyNodes
 from sgpu_magic.pool.lifecycle import PoolPresence
 from sgpu_magic.system import processes
-from sgpu_magic.wire.blobs import RunFileStored
 from sgpu_magic.wire.devices import Inventory
-from sgpu_magic.wire.node_messages import AgentReady, EndAgent, FromAgent, ToAgent
+from sgpu_magic.wire.files import RunFileStored
+from sgpu_magic.wire.node import AgentReady, EndAgent, FromAgent, ToAgent
 
 NODE_PIDS = "node-pids.json"
 _REAP_S = 0.2

@@ -20,10 +20,9 @@ from sgpu_magic.agent.ranks.stop import connections_between
 from sgpu_magic.agent.watch.stacks import StackFile
 from sgpu_magic.payload import pack, unpack
 from sgpu_magic.wire import codec
+from sgpu_magic.wire.attachments import InlinePayload
 from sgpu_magic.wire.ids import new_id
-from sgpu_magic.wire.payloads import InlinePayload
-from sgpu_magic.wire.questions import RankAnswer, RankQuestion
-from sgpu_magic.wire.rank_messages import (
+from sgpu_magic.wire.rank import (
     AnswerQuestion,
     AskTracking,
     Cleared,
@@ -37,16 +36,18 @@ from sgpu_magic.wire.rank_messages import (
     Leave,
     Prepare,
     QuestionAnswered,
+    RankAnswer,
+    RankQuestion,
     Release,
     Renew,
     Renewed,
     TrackingAnswered,
 )
 from sgpu_magic.wire.record import Record
-from sgpu_magic.wire.records import CellSource, OutputName, RankContext
+from sgpu_magic.wire.run import CellSource, OutputName, RankContext
 from sgpu_magic.wire.states import RunKind
 from sgpu_magic.wire.tracking import Tracking
-from sgpu_magic.wire.zygote_messages import Exited, Fork, Forked, FromZygote, ZygoteReady
+from sgpu_magic.wire.zygote import Exited, Fork, Forked, FromZygote, ZygoteReady
 from sgpu_magic.worker.process.link import Link
 
 KEY = b"k" * 32

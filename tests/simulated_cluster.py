@@ -18,7 +18,7 @@ from sgpu_magic.pool.scheduling.stimuli import (
     TimePassed,
 )
 from sgpu_magic.wire.devices import Device, Inventory, Lease, Node, Placement
-from sgpu_magic.wire.records import CellSource, Owner, RunSpec
+from sgpu_magic.wire.run import CellSource, Owner, RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
 
 GB = 10**9

@@ -11,10 +11,11 @@ from sgpu_magic.config import host_name
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.output_items import LineItem
 from sgpu_magic.wire import events as ev
+from sgpu_magic.wire.attachments import InlinePayload, PackedLayout, Payload
 from sgpu_magic.wire.devices import Lease, NodeShare, Placement
-from sgpu_magic.wire.measures import Collective, RankMemory, RankSample, RankStack, StackFrame, TensorUse
-from sgpu_magic.wire.payloads import InlinePayload, PackedLayout, Payload
-from sgpu_magic.wire.records import CellSource, Failure, OutputName, Owner, RankResult, RunSpec, Shipped
+from sgpu_magic.wire.failures import Collective, Failure, RankMemory, RankStack, StackFrame, TensorUse
+from sgpu_magic.wire.rank_events import RankSample
+from sgpu_magic.wire.run import CellSource, OutputName, Owner, RankResult, RunSpec, Shipped
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 from sgpu_magic.wire.tracking import TrackedRun
 

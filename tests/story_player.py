@@ -13,8 +13,9 @@ import stories
 from sgpu_magic.runs.workplace import workplace
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.live_views import Buttons
-from sgpu_magic.wire.events import Event, OutputWritten
-from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.events import Event
+from sgpu_magic.wire.rank_events import OutputWritten
+from sgpu_magic.wire.run import RunSpec
 
 
 def told(name: str) -> tuple[RunSpec, list[Event]]:

@@ -14,7 +14,7 @@ import zmq
 
 from sgpu_magic.system.secure_sockets import KeyPair
 from sgpu_magic.wire import codec
-from sgpu_magic.wire.messages import PROTOCOL_VERSION, Hello, Welcome
+from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, Hello, Welcome
 from sgpu_magic.wire.record import Record
 
 

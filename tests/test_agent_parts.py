@@ -32,12 +32,11 @@ from sgpu_magic.agent.ranks.stop import connections_between
 from sgpu_magic.agent.runs.run_memory import BackgroundCopier, CopyJob
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
-from sgpu_magic.wire.events import OutputWritten
-from sgpu_magic.wire.output_marks import STDERR_BEGIN, STDERR_END
-from sgpu_magic.wire.rank_messages import FromRank, Leave, Remarked
-from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.failures import Failure
+from sgpu_magic.wire.rank import FromRank, Leave, Remarked
+from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.states import FailureKind
-from sgpu_magic.wire.zygote_messages import Fork
+from sgpu_magic.wire.zygote import STDERR_BEGIN, STDERR_END, Fork
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -16,16 +16,15 @@ import pytest
 from sgpu_magic.cli import environments
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import EnvironmentFailed, UsageError
-from sgpu_magic.packages import bases, saved
-from sgpu_magic.packages.base_lists import BASE_NAMES, BaseList, base_list
+from sgpu_magic.packages import bases, named_environments
 from sgpu_magic.packages.distributions import normalised
-from sgpu_magic.packages.index import index_variables
+from sgpu_magic.packages.named_environments import BASE_NAMES, BaseList, base_list
 from sgpu_magic.packages.node.store import Built, Store
 from sgpu_magic.packages.requirement_files import read_file
 from sgpu_magic.packages.requirements import environment_requirements, snapshot_requirements
 from sgpu_magic.packages.snapshot import take_snapshot
-from sgpu_magic.packages.uv_command import uv_path
-from sgpu_magic.wire.environment import Environment, Wheel
+from sgpu_magic.packages.uv_command import index_variables, uv_path
+from sgpu_magic.wire.attachments import Environment, Wheel
 
 ROOT = Path(__file__).parent.parent
 # the page that the lists are from, where a copy of it lies beside the repository
@@ -219,7 +218,7 @@ def test_the_setting_is_the_default_and_none_is_stronger(settings: Settings, tmp
 
 @pytest.mark.parametrize("name", ["5", "ai-5", "there/is/none.txt", "mine", "~nobody-of-that-name/x", "x" * 150])
 def test_an_unknown_name_is_told_what_there_is(settings: Settings, name: str):
-    saved.save(settings, "kept", Environment(digest="0" * 16, python=HERE, requirements=("six==1.16.0",)))
+    named_environments.save(settings, "kept", Environment(digest="0" * 16, python=HERE, requirements=("six==1.16.0",)))
     with pytest.raises(UsageError) as raised:
         bases.chosen(settings, name)
     for words in (name, "4 and ai-4", "none", "kept"):
@@ -414,40 +413,43 @@ def an_environment(folder: Path, **fields: object) -> Environment:
 
 
 def test_a_saved_environment_is_there_again(settings: Settings, tmp_path: Path):
-    saved.save(settings, "mine", an_environment(tmp_path / "wheels"))
+    named_environments.save(settings, "mine", an_environment(tmp_path / "wheels"))
     shutil.rmtree(tmp_path / "wheels")
     found = chosen(settings, "mine").environment
     assert (found.label, found.own, found.requirements, found.packages) == ("mine", False, ("six==1.16.0",), 2)
     assert Path(found.wheels[0].path).read_bytes() == b"bytes"
     assert "torch==2.13.0" in chosen(settings, "mine", torch_mine=True).environment.requirements
     assert "sgpu-magic==0.1.0" not in chosen(settings, "mine", torch_mine=True).environment.requirements
-    text = (saved.saved_path(settings) / "mine" / "requirements.txt").read_text()
+    text = (named_environments.saved_path(settings) / "mine" / "requirements.txt").read_text()
     assert "six==1.16.0" in text
 
 
 def test_saving_again_takes_the_place_of_the_old_one(settings: Settings, tmp_path: Path):
-    saved.save(settings, "mine", an_environment(tmp_path / "wheels"))
-    saved.save(settings, "mine", an_environment(tmp_path / "wheels", requirements=("idna==3.7",)))
+    named_environments.save(settings, "mine", an_environment(tmp_path / "wheels"))
+    named_environments.save(settings, "mine", an_environment(tmp_path / "wheels", requirements=("idna==3.7",)))
     assert chosen(settings, "mine").environment.requirements == ("idna==3.7",)
-    assert saved.saved_names(settings) == ["mine"]
-    assert os.listdir(saved.saved_path(settings)) == ["mine"]
+    assert named_environments.saved_names(settings) == ["mine"]
+    assert os.listdir(named_environments.saved_path(settings)) == ["mine"]
 
 
 @pytest.mark.parametrize("name", ["4", "none", "../up", "a/b", "", "r.txt", ".hidden", "a b", "x" * 65])
 def test_a_name_that_means_something_else_is_refused(settings: Settings, tmp_path: Path, name: str):
     with pytest.raises(UsageError):
-        saved.save(settings, name, an_environment(tmp_path / "wheels"))
-    assert not saved.saved_path(settings).exists() or os.listdir(saved.saved_path(settings)) == []
+        named_environments.save(settings, name, an_environment(tmp_path / "wheels"))
+    assert (
+        not named_environments.saved_path(settings).exists()
+        or os.listdir(named_environments.saved_path(settings)) == []
+    )
 
 
 def test_a_saved_one_of_another_python_is_refused(settings: Settings, tmp_path: Path):
-    saved.save(settings, "mine", an_environment(tmp_path / "wheels", python="3.9"))
+    named_environments.save(settings, "mine", an_environment(tmp_path / "wheels", python="3.9"))
     with pytest.raises(EnvironmentFailed, match=r"saved environment mine is for Python 3\.9"):
         bases.chosen(settings, "mine")
 
 
 def test_a_saved_one_that_lost_its_wheel_says_so(settings: Settings, tmp_path: Path):
-    kept = saved.save(settings, "mine", an_environment(tmp_path / "wheels"))
+    kept = named_environments.save(settings, "mine", an_environment(tmp_path / "wheels"))
     shutil.rmtree(kept / "wheels")
     with pytest.raises(EnvironmentFailed, match=r"lost its wheel mine-1\.0"):
         bases.chosen(settings, "mine")
@@ -488,11 +490,11 @@ def test_list_shows_bases_saved_and_built_ones(settings: Settings, tmp_path: Pat
     empty = environments.listing(settings)
     assert "nothing saved" in empty
     assert "none built on this machine" in empty
-    saved.save(settings, "mine", an_environment(tmp_path / "wheels"))
+    named_environments.save(settings, "mine", an_environment(tmp_path / "wheels"))
     build(settings, "0123456789abcdef-00000000", 5000, 1000.0)
     text = environments.listing(settings, now=1000.0 + 7200)
-    (saved.saved_path(settings) / "old").mkdir()
-    (saved.saved_path(settings) / "old" / "environment.json").write_text("{")
+    (named_environments.saved_path(settings) / "old").mkdir()
+    (named_environments.saved_path(settings) / "old" / "environment.json").write_text("{")
     text = environments.listing(settings, now=1000.0 + 7200)
     for words in (
         "unreadable",
@@ -509,9 +511,9 @@ def test_list_shows_bases_saved_and_built_ones(settings: Settings, tmp_path: Pat
 
 
 def test_remove_takes_a_saved_name_or_the_first_digits(settings: Settings, tmp_path: Path):
-    saved.save(settings, "mine", an_environment(tmp_path / "wheels"))
+    named_environments.save(settings, "mine", an_environment(tmp_path / "wheels"))
     assert "mine is gone" in environments.remove(settings, "mine")
-    assert saved.saved_names(settings) == []
+    assert named_environments.saved_names(settings) == []
     one = build(settings, "0123456789abcdef-00000000", 5000, 1000.0)
     two = build(settings, "0123ffffffffffff-00000000", 5000, 1000.0)
     with pytest.raises(UsageError, match="2 environments"):

@@ -11,12 +11,12 @@ import pytest
 from lazy_modules import torch
 
 from sgpu_magic.client.blob_sender import pieces_of
-from sgpu_magic.files.joined import join_parts
-from sgpu_magic.payload import regions
+from sgpu_magic.files.content_store import join_parts
+from sgpu_magic.payload import buffers
+from sgpu_magic.payload.buffers import LARGE_BYTES, regions_of
 from sgpu_magic.payload.pack import Packed, pack_namespace
-from sgpu_magic.payload.regions import LARGE_BYTES, regions_of
 from sgpu_magic.payload.unpack import unpack
-from sgpu_magic.wire.payloads import StoredPart
+from sgpu_magic.wire.attachments import StoredPart
 
 KEY = b"k" * 32
 
@@ -39,9 +39,9 @@ def names_of(small: int = 1) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("piece_bytes", [regions.PIECE_BYTES, 1_000_000])
+@pytest.mark.parametrize("piece_bytes", [buffers.PIECE_BYTES, 1_000_000])
 def test_regions_make_the_whole_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int):
-    monkeypatch.setattr(regions, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(buffers, "PIECE_BYTES", piece_bytes)
     whole = packed(names_of())
     parts: list[tuple[StoredPart, Path]] = []
     for number, region in enumerate(regions_of(whole)):

@@ -21,9 +21,9 @@ from sgpu_magic.agent.inputs.code_bundles import CodeBundles, CodeUnusable
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SerializationError
 from sgpu_magic.packages.bundle import Bundles, check_size
-from sgpu_magic.packages.local_modules import LocalCode, find_local_code, imports_of
+from sgpu_magic.packages.local_code import LocalCode, find_local_code, imports_of
 from sgpu_magic.packages.references import check_references
-from sgpu_magic.wire.environment import CodeBundle, Environment
+from sgpu_magic.wire.attachments import CodeBundle, Environment
 
 
 def write(folder: Path, files: Mapping[str, str]) -> Path:
@@ -227,7 +227,7 @@ def test_large_code_is_told_and_too_large_code_refused(tmp_path: Path):
 
 
 def test_a_tree_with_too_many_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("sgpu_magic.packages.local_modules.MOST_FILES", 50)
+    monkeypatch.setattr("sgpu_magic.packages.local_code.MOST_FILES", 50)
     write(tmp_path, {f"pkg/frames/{number}.txt": "" for number in range(80)} | {"pkg/__init__.py": ""})
     with pytest.raises(SerializationError, match="frames"):
         check_size([code_in(tmp_path)], warn_bytes=1000, limit_bytes=1000)

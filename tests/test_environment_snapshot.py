@@ -37,26 +37,25 @@ from waiting import eventually
 
 from sgpu_magic.errors import EnvironmentFailed
 from sgpu_magic.packages import snapshot as snapshots
-from sgpu_magic.packages.digest import environment_digest, is_valid_digest
 from sgpu_magic.packages.distributions import (
     Distribution,
     Kind,
     Snapshot,
+    environment_digest,
+    is_from_node,
+    is_valid_digest,
     read_distribution,
     record_hash,
     without_credentials,
 )
-from sgpu_magic.packages.from_node import is_from_node
-from sgpu_magic.packages.index import index_variables
-from sgpu_magic.packages.lock import Lock, keep_lock, kept_lock
-from sgpu_magic.packages.locking import lock_order, make_lock
-from sgpu_magic.packages.ordering import order_of
-from sgpu_magic.packages.projects import build_project, content_key, project_files
-from sgpu_magic.packages.repacking import repack
+from sgpu_magic.packages.lock import Lock, keep_lock, kept_lock, lock_order, make_lock
+from sgpu_magic.packages.order import order_of
 from sgpu_magic.packages.requirements import environment_requirements, snapshot_requirements
+from sgpu_magic.packages.uv_command import index_variables
+from sgpu_magic.packages.wheels import build_project, content_key, project_files, repack
 from sgpu_magic.runs import packages
-from sgpu_magic.wire.environment import Wheel
-from sgpu_magic.wire.messages import KeepEnvironment
+from sgpu_magic.wire.attachments import Wheel
+from sgpu_magic.wire.client import KeepEnvironment
 
 
 @dataclass

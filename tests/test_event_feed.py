@@ -25,18 +25,10 @@ from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.scheduling.costs import Tariff
 from sgpu_magic.pool.server import Server
 from sgpu_magic.wire import codec
+from sgpu_magic.wire.client import AskStacks, Attach, Attached, Notice, Stacks, Submit
 from sgpu_magic.wire.events import Event, Noted
-from sgpu_magic.wire.measures import RankStack
-from sgpu_magic.wire.messages import (
-    PROTOCOL_VERSION,
-    AskStacks,
-    Attach,
-    Attached,
-    Hello,
-    Notice,
-    Stacks,
-    Submit,
-)
+from sgpu_magic.wire.failures import RankStack
+from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, Hello
 
 RUN = "0123abcd"
 

@@ -12,7 +12,7 @@ from sgpu_magic.pool.scheduling.fair_share import FairShare
 from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.wire.devices import Lease
-from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.user_limits import read_limits, read_priorities, read_quotas
 
 ONE_NODE = cluster({"n1": ("h100", 4)})

@@ -10,22 +10,12 @@ from hypothesis import strategies as st
 
 from sgpu_magic.nodes.joint_run import JointRun, JointStalls, Told
 from sgpu_magic.nodes.merge_parts import JointStacks, PartEnd, join_ends, join_releases
-from sgpu_magic.wire.events import (
-    EnvironmentMoved,
-    EventBody,
-    Noted,
-    OutputWritten,
-    PayloadReleased,
-    RankFailed,
-    RanksStarted,
-    Resumed,
-    RunEnded,
-    Stalled,
-)
-from sgpu_magic.wire.measures import RankStack
-from sgpu_magic.wire.node_messages import RunEvent
-from sgpu_magic.wire.payloads import InlinePayload, PackedLayout, Payload
-from sgpu_magic.wire.records import Failure, RankResult
+from sgpu_magic.wire.attachments import InlinePayload, PackedLayout, Payload
+from sgpu_magic.wire.events import EnvironmentMoved, EventBody, Noted, PayloadReleased, RanksStarted, RunEnded
+from sgpu_magic.wire.failures import Failure, RankStack
+from sgpu_magic.wire.node import RunEvent
+from sgpu_magic.wire.rank_events import OutputWritten, RankFailed, Resumed, Stalled
+from sgpu_magic.wire.run import RankResult
 from sgpu_magic.wire.states import FailureKind, RunState
 
 NODES = 3

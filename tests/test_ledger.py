@@ -23,7 +23,7 @@ from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.ledger_database import MIGRATIONS, migrate
 from sgpu_magic.wire.devices import Lease, Placement
 from sgpu_magic.wire.pool_status import RunSummary
-from sgpu_magic.wire.records import CellSource, Owner, RunSpec
+from sgpu_magic.wire.run import CellSource, Owner, RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
 
 

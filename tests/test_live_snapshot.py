@@ -19,10 +19,11 @@ from sgpu_magic.views.live.schema import Snapshot
 from sgpu_magic.views.live.snapshot import snapshot_of
 from sgpu_magic.views.units import TIMES
 from sgpu_magic.wire import events as ev
+from sgpu_magic.wire.attachments import InlinePayload, PackedLayout, Payload
 from sgpu_magic.wire.devices import Lease
-from sgpu_magic.wire.measures import Collective, RankMemory, RankSample, RankStack, StackFrame, TensorUse
-from sgpu_magic.wire.payloads import InlinePayload, PackedLayout, Payload
-from sgpu_magic.wire.records import CellSource, Failure, OutputName, RankResult, Shipped
+from sgpu_magic.wire.failures import Collective, Failure, RankMemory, RankStack, StackFrame, TensorUse
+from sgpu_magic.wire.rank_events import RankSample
+from sgpu_magic.wire.run import CellSource, OutputName, RankResult, Shipped
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 GOLDEN = Path(__file__).parent / "golden" / "snapshots.json"

@@ -12,10 +12,11 @@ from sgpu_magic.client.interpreter import this_owner
 from sgpu_magic.config import Settings
 from sgpu_magic.nodes.contract import EngineListener
 from sgpu_magic.nodes.many_nodes import ManyNodes
+from sgpu_magic.wire.attachments import InlinePayload, PackedLayout, Payload
 from sgpu_magic.wire.devices import Inventory, Lease, NodeShare, Placement
-from sgpu_magic.wire.events import EventBody, RankFailed, RanksStarted, RunEnded
-from sgpu_magic.wire.messages import PROTOCOL_VERSION
-from sgpu_magic.wire.node_messages import (
+from sgpu_magic.wire.events import EventBody, RanksStarted, RunEnded
+from sgpu_magic.wire.failures import Failure
+from sgpu_magic.wire.node import (
     AgentReady,
     DevicesFree,
     EndRun,
@@ -27,8 +28,9 @@ from sgpu_magic.wire.node_messages import (
     RunEvent,
     ToAgent,
 )
-from sgpu_magic.wire.payloads import InlinePayload, PackedLayout, Payload
-from sgpu_magic.wire.records import CellSource, Failure, Interpreter, RankContext, RunSpec
+from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
+from sgpu_magic.wire.rank_events import RankFailed
+from sgpu_magic.wire.run import CellSource, Interpreter, RankContext, RunSpec
 from sgpu_magic.wire.states import FailureKind, RunState
 
 RUN = "7f3a90c1"

@@ -38,12 +38,11 @@ from sgpu_magic.pool.scheduling.stimuli import (
     TimePassed,
 )
 from sgpu_magic.pool.submissions import unfit
+from sgpu_magic.wire.costs import Prices, billed_s, cost_so_far, format_money, gpu_s_so_far, idle_seconds, read_prices
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import RunEnded
-from sgpu_magic.wire.metering import billed_s, cost_so_far, gpu_s_so_far, idle_seconds
 from sgpu_magic.wire.pool_status import RunSummary
-from sgpu_magic.wire.prices import Prices, format_money, read_prices
-from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 A, B, C = "aaaa0000", "bbbb0000", "cccc0000"

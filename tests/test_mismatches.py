@@ -12,17 +12,14 @@ from types import ModuleType
 import pytest
 
 from sgpu_magic.errors import EnvironmentFailed
-from sgpu_magic.packages.base_lists import base_list
 from sgpu_magic.packages.cuda import driver_in, is_driver_too_old, oldest_driver
-from sgpu_magic.packages.difference import changes, process_began_at, stale_modules, versions
 from sgpu_magic.packages.distributions import Snapshot
-from sgpu_magic.packages.index import index_variables
-from sgpu_magic.packages.mismatches import find_left_behind, find_mismatches
-from sgpu_magic.packages.package_facts import packages_in, packages_of_pins
-from sgpu_magic.packages.snapshot import read_snapshot
-from sgpu_magic.packages.travel_checks import check_before_travel
-from sgpu_magic.packages.uv_command import uv_path
-from sgpu_magic.wire.environment import Environment
+from sgpu_magic.packages.mismatches import find_left_behind, find_mismatches, packages_of, packages_of_pins
+from sgpu_magic.packages.named_environments import base_list
+from sgpu_magic.packages.order import check_before_travel
+from sgpu_magic.packages.snapshot import changes, process_began_at, read_snapshot, stale_modules, versions
+from sgpu_magic.packages.uv_command import index_variables, uv_path
+from sgpu_magic.wire.attachments import Environment
 
 TORCH_NEEDS = (
     "nvidia-cudnn-cu12==9.5.1.17; platform_system == 'Linux'",
@@ -70,7 +67,7 @@ class Site:
 
     def sentences(self, driver: str = "") -> dict[str, bool]:
         """What is told, and whether it is sure."""
-        found = find_mismatches(packages_in(self.snapshot), driver=driver)
+        found = find_mismatches(packages_of(self.snapshot), driver=driver)
         return {mismatch.sentence: mismatch.sure for mismatch in found}
 
 
@@ -153,7 +150,7 @@ def test_what_is_found_really_breaks(tmp_path: Path):
         done = subprocess.run([uv_path(), *command], env=environ, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
-    found = find_mismatches(packages_in(read_snapshot([str(folder)])))
+    found = find_mismatches(packages_of(read_snapshot([str(folder)])))
     assert [(mismatch.sure, "shapely 2.0.3" in mismatch.text) for mismatch in found] == [(True, True)]
     tried = subprocess.run([python, "-c", "import shapely"], capture_output=True, text=True, check=False)
     assert tried.returncode != 0
@@ -199,7 +196,7 @@ def test_a_build_of_torch_for_one_cuda_is_that_torch(site: Site):
 
 def test_what_was_built_for_the_notebooks_torch_is_told_of_when_the_nodes_takes_its_place(site: Site):
     site.torch().install("flash-attn", "2.8.3", "torch", pure=False)
-    (found,) = find_left_behind(packages_in(site.snapshot))
+    (found,) = find_left_behind(packages_of(site.snapshot))
     assert "flash-attn" in found.text
     assert "--torch mine" in found.remedy
 
@@ -274,12 +271,12 @@ def test_torch_is_only_looked_at_when_it_travels(site: Site):
 def test_a_package_that_is_installed_twice_is_told(tmp_path: Path):
     first, second = Site(tmp_path / "a").install("six", "1.16.0"), Site(tmp_path / "b").install("six", "1.15.0")
     snapshot = read_snapshot([str(first.folder), str(second.folder)])
-    (found,) = find_mismatches(packages_in(snapshot), snapshot.shadowed)
+    (found,) = find_mismatches(packages_of(snapshot), snapshot.shadowed)
     assert "six is installed twice: 1.16.0 is imported, 1.15.0 is in" in found.text
     assert not found.sure
     second.install("six", "1.16.0")
     snapshot = read_snapshot([str(first.folder), str(second.folder)])
-    assert find_mismatches(packages_in(snapshot), snapshot.shadowed) == ()
+    assert find_mismatches(packages_of(snapshot), snapshot.shadowed) == ()
 
 
 def test_many_packages_that_are_there_twice_are_one_sentence(tmp_path: Path):
@@ -288,7 +285,7 @@ def test_many_packages_that_are_there_twice_are_one_sentence(tmp_path: Path):
         first.install(name, "1")
         second.install(name, "2")
     snapshot = read_snapshot([str(first.folder), str(second.folder)])
-    (found,) = find_mismatches(packages_in(snapshot), snapshot.shadowed)
+    (found,) = find_mismatches(packages_of(snapshot), snapshot.shadowed)
     assert found.text.startswith("4 packages are installed twice")
 
 
@@ -342,7 +339,7 @@ def test_a_loaded_module_of_another_version_asks_for_a_restart(site: Site):
 
 
 def test_the_begin_of_this_process_is_known():
-    script = "import time; from sgpu_magic.packages.difference import process_began_at; print(process_began_at())"
+    script = "import time; from sgpu_magic.packages.snapshot import process_began_at; print(process_began_at())"
     before = time.time()
     began = float(subprocess.check_output([sys.executable, "-c", script], text=True))
     assert before - 2 <= began <= time.time()

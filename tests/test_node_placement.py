@@ -19,9 +19,9 @@ from sgpu_magic.pool.scheduling.stimuli import (
     MoveRun,
     RunRequeued,
 )
+from sgpu_magic.wire.costs import read_prices
 from sgpu_magic.wire.devices import Inventory, NodeShare
-from sgpu_magic.wire.prices import read_prices
-from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
 
 A, B, C, D, E = "aaaa0000", "bbbb0000", "cccc0000", "dddd0000", "eeee0000"

@@ -17,9 +17,9 @@ from sgpu_magic.panel.pool_state import NO_GPU, Rates, RunFiles, pool_choices, p
 from sgpu_magic.panel.schema import PoolPicture, PoolTold, RunRow, RunsTold
 from sgpu_magic.panel.watch import changes
 from sgpu_magic.server.panel_handlers import Outbox
+from sgpu_magic.wire.costs import read_prices
 from sgpu_magic.wire.devices import Device, Inventory
 from sgpu_magic.wire.pool_status import BudgetState, PoolStatus, RunSummary
-from sgpu_magic.wire.prices import read_prices
 from sgpu_magic.wire.states import RunKind, RunState
 
 NOW = 1_795_344_000.0

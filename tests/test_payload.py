@@ -37,7 +37,8 @@ from sgpu_magic.errors import SerializationError, UsageError
 from sgpu_magic.payload import buffers
 from sgpu_magic.payload.pack import Packed, pack_namespace, pack_object
 from sgpu_magic.payload.unpack import map_private, unpack, unpack_namespace
-from sgpu_magic.wire.payloads import PackedLayout
+from sgpu_magic.system import byte_sizes
+from sgpu_magic.wire.attachments import PackedLayout
 
 KEY = b"k" * 32
 
@@ -46,7 +47,7 @@ FAR_SIDE = """
 import json, os, sys, traceback, types
 import msgspec
 from sgpu_magic.payload import unpack, pack
-from sgpu_magic.wire.records import PackedLayout
+from sgpu_magic.wire.run import PackedLayout
 KEY = b"k" * 32
 decode = msgspec.msgpack.Decoder(PackedLayout).decode
 def serve(request):
@@ -476,7 +477,7 @@ def test_values_in_a_fresh_interpreter_without_torch(notebook: Notebook, tmp_pat
     from sgpu_magic.payload import unpack, buffers, tensors
     heavy = {"torch", "numpy", "cloudpickle", "dill", "IPython"} & set(sys.modules)
     import msgspec
-    from sgpu_magic.wire.records import PackedLayout
+    from sgpu_magic.wire.run import PackedLayout
     layout = msgspec.msgpack.decode(open("layout", "rb").read(), type=PackedLayout)
     unpack.unpack_namespace(open("data", "rb").read(), layout, b"k" * 32, globals())
     xs[0] = 1
@@ -1025,7 +1026,7 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_memory_available_is_sane() -> None:
-    available = buffers.memory_available_bytes()
+    available = byte_sizes.memory_available_bytes()
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 1_000_000 < available <= total
 

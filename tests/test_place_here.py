@@ -10,10 +10,10 @@ import pytest
 
 from sgpu_magic.agent.node_context import place_here
 from sgpu_magic.packages.node.store import Built
+from sgpu_magic.wire.attachments import InlinePayload, PackedLayout, Payload
 from sgpu_magic.wire.devices import Lease, Placement
-from sgpu_magic.wire.node_messages import Launch
-from sgpu_magic.wire.payloads import InlinePayload, PackedLayout, Payload
-from sgpu_magic.wire.records import CellSource, Interpreter, Owner, RankContext, RunSpec
+from sgpu_magic.wire.node import Launch
+from sgpu_magic.wire.run import CellSource, Interpreter, Owner, RankContext, RunSpec
 
 KERNELS = ("/py/lib/python311.zip", "/py/lib/python3.11", "/venv/lib/python3.11/site-packages")
 BUILT = Built(

@@ -19,10 +19,10 @@ from sgpu_magic.client.pools import Asked
 from sgpu_magic.client.pools_file import PoolEntry
 from sgpu_magic.errors import CapacityError, UsageError
 from sgpu_magic.runs.option_values import check_spread, in_pythons_words, memory_bytes, node_count, strategy_of
+from sgpu_magic.wire.costs import read_prices
 from sgpu_magic.wire.devices import Device, Inventory
 from sgpu_magic.wire.ids import new_id
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
-from sgpu_magic.wire.prices import read_prices
 from sgpu_magic.wire.states import RunState
 
 GB = 10**9

@@ -24,7 +24,6 @@ from sgpu_magic.errors import CapacityError, SessionError, UsageError
 from sgpu_magic.files.disk_room import RUN_BYTES, RUN_INODES
 from sgpu_magic.wire.events import (
     Detached,
-    OutputWritten,
     Placed,
     QueueMoved,
     RanksRestarted,
@@ -34,7 +33,8 @@ from sgpu_magic.wire.events import (
     Submitted,
 )
 from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.questions import RankAnswer, RankQuestion
+from sgpu_magic.wire.rank import RankAnswer, RankQuestion
+from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4"}

@@ -21,61 +21,53 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgpu_magic.wire import (
-    blobs,
+    attachments,
+    client,
     codec,
-    comms,
     devices,
-    environment,
     events,
-    forwarding,
+    failures,
+    files,
     ids,
-    measures,
-    messages,
-    node_messages,
-    payloads,
+    node,
     pool_status,
-    questions,
-    rank_messages,
-    records,
-    session_messages,
+    rank,
+    rank_events,
+    run,
+    tcp_streams,
     tracking,
-    uploads,
-    zygote_messages,
+    zygote,
 )
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.states import TRANSITIONS, RunState, can_move
 
 MODULES = (
-    blobs,
-    comms,
+    attachments,
+    client,
     devices,
-    environment,
     events,
-    forwarding,
-    measures,
-    messages,
-    node_messages,
-    payloads,
+    failures,
+    files,
+    node,
     pool_status,
-    questions,
-    rank_messages,
-    records,
-    session_messages,
+    rank,
+    rank_events,
+    run,
+    tcp_streams,
     tracking,
-    uploads,
-    zygote_messages,
+    zygote,
 )
 GOLDEN = Path(__file__).parent / "golden" / "protocol_shapes.txt"
 
 UNIONS: dict[str, tuple[Any, codec.Decoder[Any]]] = {
-    "client -> pool": (messages.ClientMessage, codec.client_messages),
-    "pool -> client": (messages.PoolMessage, codec.pool_messages),
-    "pool -> agent": (node_messages.ToAgent, codec.to_agent),
-    "agent -> pool": (node_messages.FromAgent, codec.from_agent),
-    "agent -> zygote": (zygote_messages.ToZygote, codec.to_zygote),
-    "zygote -> agent": (zygote_messages.FromZygote, codec.from_zygote),
-    "agent -> rank": (rank_messages.ToRank, codec.to_rank),
-    "rank -> agent": (rank_messages.FromRank, codec.from_rank),
+    "client -> pool": (client.ClientMessage, codec.client_messages),
+    "pool -> client": (client.PoolMessage, codec.pool_messages),
+    "pool -> agent": (node.ToAgent, codec.to_agent),
+    "agent -> pool": (node.FromAgent, codec.from_agent),
+    "agent -> zygote": (zygote.ToZygote, codec.to_zygote),
+    "zygote -> agent": (zygote.FromZygote, codec.from_zygote),
+    "agent -> rank": (rank.ToRank, codec.to_rank),
+    "rank -> agent": (rank.FromRank, codec.from_rank),
     "pool -> tracker": (tracking.ToTracker, codec.to_tracker),
     "tracker -> pool": (tracking.FromTracker, codec.from_tracker),
     "event bodies": (events.EventBody, codec.Decoder(events.EventBody)),
@@ -93,7 +85,7 @@ def all_records() -> list[type[Record]]:
         for thing in vars(module).values()
         if isinstance(thing, type) and issubclass(thing, Record) and thing is not Record
     }
-    return sorted(found, key=lambda record: (record.__module__, record.__qualname__))
+    return sorted(found, key=lambda record: record.__qualname__)
 
 
 IN_A_UNION = [(link, member) for link, (union, _) in UNIONS.items() for member in members(union)]
@@ -112,7 +104,7 @@ def shape(record: type[Record]) -> str:
 
 
 def shapes() -> str:
-    lines = [f"protocol {messages.PROTOCOL_VERSION}"]
+    lines = [f"protocol {pool_status.PROTOCOL_VERSION}"]
     for link, (union, _) in UNIONS.items():
         lines += ["", f"# {link}"]
         lines += [shape(record) for record in members(union)]
@@ -151,7 +143,7 @@ def test_tags_are_unique_on_a_link(link: str):
 
 
 def test_every_tagged_record_travels_on_some_link():
-    within = {payloads.InlinePayload, payloads.SharedPayload, payloads.FilePayload, payloads.StoredPayload}
+    within = {attachments.InlinePayload, attachments.SharedPayload, attachments.FilePayload, attachments.StoredPayload}
     tagged = {record for record in all_records() if record.__struct_config__.tag}
     assert tagged - {member for _, member in IN_A_UNION} - within == set()
 
@@ -206,8 +198,8 @@ odd_texts = st.text(st.sampled_from("aé\ud800\udce9\udfff\U0010f7fe\U0010f7ff\U
 @settings(deadline=None)
 @given(text=odd_texts, other=odd_texts)
 def test_texts_that_are_not_utf_8_arrive_as_they_were(text: str, other: str):
-    context = records.RankContext(cwd=text, sys_path=(other, "/tmp"), umask=0o22, environ={text: other}, key=b"k\xff")
-    message = rank_messages.Prepare(context=context, device="cpu", rank_variables={"RANK": "0"})
+    context = run.RankContext(cwd=text, sys_path=(other, "/tmp"), umask=0o22, environ={text: other}, key=b"k\xff")
+    message = rank.Prepare(context=context, device="cpu", rank_variables={"RANK": "0"})
     assert codec.to_rank.decode(codec.encode(message)) == message
     shown = codec.printable(message)
     assert shown.context.cwd == text.encode("utf-8", "backslashreplace").decode()
@@ -215,7 +207,7 @@ def test_texts_that_are_not_utf_8_arrive_as_they_were(text: str, other: str):
 
 
 def test_a_message_of_another_link_is_refused():
-    leave = codec.encode(rank_messages.Leave())
+    leave = codec.encode(rank.Leave())
     with pytest.raises(msgspec.ValidationError):
         codec.client_messages.decode(leave)
 
@@ -230,14 +222,14 @@ def test_an_unknown_field_of_a_newer_version_is_passed_over():
     wire = msgspec.msgpack.encode(
         {"type": "hello", "protocol_version": 9, "package_version": "9.9", "pid": 1, "colour": "blue"}
     )
-    assert codec.client_messages.decode(wire) == messages.Hello(protocol_version=9, package_version="9.9", pid=1)
+    assert codec.client_messages.decode(wire) == pool_status.Hello(protocol_version=9, package_version="9.9", pid=1)
 
 
 # ---------------------------------------------------------------- frames on a stream
 
 
 parts = st.lists(st.binary(max_size=40), max_size=4)
-streams = st.lists(st.tuples(values(messages.Cancel), parts), min_size=1, max_size=5)
+streams = st.lists(st.tuples(values(client.Cancel), parts), min_size=1, max_size=5)
 
 
 @settings(deadline=None)
@@ -256,7 +248,7 @@ def test_frames_in_any_pieces(sent: list[tuple[Record, list[bytes]]], cuts: list
 
 
 def test_frames_byte_by_byte_and_all_at_once():
-    cancel = messages.Cancel(request=1, run="abcd1234")
+    cancel = client.Cancel(request=1, run="abcd1234")
     stream = codec.frame(cancel, [b"", b"x" * 1000]) * 3
     slow = codec.FrameReader(codec.client_messages)
     by_byte = [item for byte in stream for item in slow.feed(bytes([byte]))]
@@ -295,14 +287,14 @@ def test_junk_is_an_error_or_waits_for_more_but_is_never_a_message(junk: bytes):
 
 def test_one_flipped_bit_gives_a_message_or_a_value_error():
     choose = random.Random(7)
-    clean = codec.frame(messages.Refused(request=7, error="PoolError", message="no"), [b"blob"])
+    clean = codec.frame(client.Refused(request=7, error="PoolError", message="no"), [b"blob"])
     for _ in range(2000):
         dirty = bytearray(clean)
         dirty[choose.randrange(len(dirty))] ^= 1 << choose.randrange(8)
         reader = codec.FrameReader(codec.pool_messages)
         try:
             for message, _blobs in reader.feed(bytes(dirty)):
-                assert isinstance(message, members(messages.PoolMessage))
+                assert isinstance(message, members(client.PoolMessage))
         except ValueError:
             continue
 

@@ -20,10 +20,10 @@ from sgpu_magic.agent.watch.stack_taking import find_py_spy, parse_py_spy
 from sgpu_magic.agent.watch.stacks import NotebookFrames, StackFile, parse
 from sgpu_magic.agent.watch.stalls import CpuWatch, RankLook, StallJudge
 from sgpu_magic.agent.watch.usage import ProcessTable
-from sgpu_magic.wire.events import Resumed, Stalled
-from sgpu_magic.wire.measures import Collective, RankStack, StackFrame
-from sgpu_magic.wire.records import CellSource
-from sgpu_magic.wire.stack_area import AREA_BYTES, STACK_SIGNAL
+from sgpu_magic.wire.failures import Collective, RankStack, StackFrame
+from sgpu_magic.wire.rank_events import Resumed, Stalled
+from sgpu_magic.wire.run import CellSource
+from sgpu_magic.wire.zygote import AREA_BYTES, STACK_SIGNAL
 from sgpu_magic.worker.group.flight_recorder import newest
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

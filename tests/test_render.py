@@ -68,9 +68,9 @@ from sgpu_magic.views.text import render_text, summary_line
 from sgpu_magic.views.units import format_clock, format_ranks, format_seconds
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.devices import Device, Inventory, NodeShare
-from sgpu_magic.wire.measures import RankStack, StackFrame
+from sgpu_magic.wire.failures import Failure, RankStack, StackFrame
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
-from sgpu_magic.wire.records import CellSource, Failure, RunSpec, Shipped
+from sgpu_magic.wire.run import CellSource, RunSpec, Shipped
 from sgpu_magic.wire.states import FailureKind, RunState
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -26,15 +26,16 @@ from sgpu_magic.agent.run_registry import RunRegistry
 from sgpu_magic.agent.runs import send_files_to_pool
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.config import Settings
-from sgpu_magic.files.event_log import EventFile, read_spec
+from sgpu_magic.files.run_directory import EventFile, read_spec
 from sgpu_magic.pool.run_log import RunLog, read_events
-from sgpu_magic.wire.blobs import RunFileStored, StoreRunFile
 from sgpu_magic.wire.devices import Placement
-from sgpu_magic.wire.events import AttemptFailed, EventBody, Noted, OutputWritten, RunEnded, Sampled, Submitted
-from sgpu_magic.wire.node_messages import DevicesFree, RanksGone, RunEvent
+from sgpu_magic.wire.events import AttemptFailed, EventBody, Noted, RunEnded, Submitted
+from sgpu_magic.wire.failures import Failure
+from sgpu_magic.wire.files import EVENTS, RunFileStored, StoreRunFile
+from sgpu_magic.wire.node import DevicesFree, RanksGone, RunEvent
+from sgpu_magic.wire.rank_events import OutputWritten, Sampled
 from sgpu_magic.wire.record import Record
-from sgpu_magic.wire.records import CellSource, Failure, Owner, RunSpec
-from sgpu_magic.wire.run_files import EVENTS
+from sgpu_magic.wire.run import CellSource, Owner, RunSpec
 from sgpu_magic.wire.states import FailureKind, RunState
 
 if TYPE_CHECKING:

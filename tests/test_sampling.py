@@ -25,10 +25,11 @@ from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.agent.watch.usage import ProcessTable, TreeUse
 from sgpu_magic.pool.run_log import RunLog, read_events
 from sgpu_magic.wire.devices import Lease
-from sgpu_magic.wire.events import DeviceBusy, DeviceIdle, Noted, Sampled
-from sgpu_magic.wire.measures import Collective, RankSample, RankStack, StackFrame
-from sgpu_magic.wire.node_messages import RunEvent
-from sgpu_magic.wire.records import CellSource
+from sgpu_magic.wire.events import Noted
+from sgpu_magic.wire.failures import Collective, RankStack, StackFrame
+from sgpu_magic.wire.node import RunEvent
+from sgpu_magic.wire.rank_events import DeviceBusy, DeviceIdle, RankSample, Sampled
+from sgpu_magic.wire.run import CellSource
 from tests import nvml_stub as nvml
 
 nvml_stub = nvml.nvml_stub

@@ -35,7 +35,7 @@ from sgpu_magic.pool.scheduling.stimuli import (
 )
 from sgpu_magic.wire.devices import Device, Inventory, Lease, Placement
 from sgpu_magic.wire.ids import is_valid_id
-from sgpu_magic.wire.records import CellSource, Owner, RunSpec
+from sgpu_magic.wire.run import CellSource, Owner, RunSpec
 from sgpu_magic.wire.states import RunState, can_move
 
 A, B, C, D = "aaaa0000", "bbbb0000", "cccc0000", "dddd0000"

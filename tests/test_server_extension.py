@@ -28,13 +28,13 @@ from process_table import descriptors
 from waiting import eventually
 
 from sgpu_magic.config import Settings
-from sgpu_magic.files.event_log import EventFile
+from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.server.run_places import Elsewhere, RunHere, run_here
 from sgpu_magic.server.runs import IDLE_S, Followers, RunNotHere
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.events import Noted, Submitted
-from sgpu_magic.wire.records import CellSource, Owner, RunSpec
+from sgpu_magic.wire.run import CellSource, Owner, RunSpec
 
 ROOT = Path(__file__).parent.parent
 

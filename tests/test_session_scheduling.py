@@ -32,7 +32,7 @@ from sgpu_magic.pool.scheduling.stimuli import (
     TimePassed,
 )
 from sgpu_magic.wire.devices import Lease
-from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState, can_move
 
 S, A, B, C, D = "5e550000", "aaaa0000", "bbbb0000", "cccc0000", "dddd0000"

@@ -53,9 +53,8 @@ from sgpu_magic.views.text import render_text
 from sgpu_magic.views.units import TIMES
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.devices import Device, Inventory
-from sgpu_magic.wire.measures import TensorUse
+from sgpu_magic.wire.failures import Failure, TensorUse
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
-from sgpu_magic.wire.records import Failure
 from sgpu_magic.wire.states import OWNER_GONE, FailureKind, RunKind, RunState
 
 GOLDEN = Path(__file__).parent / "golden"

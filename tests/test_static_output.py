@@ -19,8 +19,9 @@ from sgpu_magic.views.html_style import HEIGHT, WIDTH, sparkline
 from sgpu_magic.views.output_items import TextSegment, segments
 from sgpu_magic.views.text import render_text
 from sgpu_magic.wire import events as ev
-from sgpu_magic.wire.measures import RankSample
-from sgpu_magic.wire.records import Failure, Shipped
+from sgpu_magic.wire.failures import Failure
+from sgpu_magic.wire.rank_events import RankSample
+from sgpu_magic.wire.run import Shipped
 from sgpu_magic.wire.states import FailureKind, RunState
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -27,10 +27,10 @@ from sgpu_magic.runs.submit.mlflow_target import place_of
 from sgpu_magic.runs.submit.submit import Submission
 from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.progress import Progress
+from sgpu_magic.wire.client import Submit
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.events import Noted, Submitted
-from sgpu_magic.wire.messages import Submit
-from sgpu_magic.wire.records import CellSource, Owner, RunSpec
+from sgpu_magic.wire.run import CellSource, Owner, RunSpec
 from sgpu_magic.wire.states import RunKind
 from sgpu_magic.wire.tracking import Tracking
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from ranks import Session, Zygote
 
-from sgpu_magic.wire.rank_messages import AskTracking, Failed, FromRank, MetricsReported, Remarked, TrackingAnswered
+from sgpu_magic.wire.rank import AskTracking, Failed, FromRank, MetricsReported, Remarked, TrackingAnswered
 from sgpu_magic.wire.tracking import TrackedRun, Tracking, absolute_uri
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory files")

@@ -26,8 +26,8 @@ from sgpu_magic.tracking.progress import Progress, without_user
 from sgpu_magic.tracking.runs import Batch, RunFold, in_chunks, key
 from sgpu_magic.tracking.system_metrics import SystemMetrics
 from sgpu_magic.wire import events as ev
-from sgpu_magic.wire.measures import RankSample
-from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.failures import Failure
+from sgpu_magic.wire.rank_events import RankSample
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 from sgpu_magic.wire.tracking import MetricPoint, Tracking
 
@@ -503,14 +503,14 @@ def test_a_writer_without_work_ends_and_takes_what_is_removed_out_of_the_store_u
         shutil.rmtree(settings.runs_path / run.run_id)
     with quiet_mlflow():
         from sgpu_magic.tracking import __main__ as process
-        from sgpu_magic.tracking import desk
+        from sgpu_magic.tracking import writer_queue
         from sgpu_magic.tracking.client import Store
 
-        monkeypatch.setattr(desk, "IDLE_S", 0.2)
+        monkeypatch.setattr(writer_queue, "IDLE_S", 0.2)
         # the pool says nothing, and its own `Inbox` would end this process with the socket
         messages: queue.SimpleQueue[None] = queue.SimpleQueue()
         pool: Any = SimpleNamespace(take=lambda timeout_s: messages.get(timeout=timeout_s))
-        idle = desk.Desk(settings, Tracking(), lambda _: None)
+        idle = writer_queue.WriterQueue(settings, Tracking(), lambda _: None)
         work = threading.Thread(target=process._work, args=(idle, pool), daemon=True)
         work.start()
         work.join(30)

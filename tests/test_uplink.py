@@ -21,9 +21,10 @@ from sgpu_magic.config import Settings
 from sgpu_magic.nodes.ray.agent_listener import AgentListener, NodeLink
 from sgpu_magic.nodes.ray.uplink import AgentOrder, Uplink
 from sgpu_magic.system.secure_sockets import new_key_pair
-from sgpu_magic.wire.events import OutputWritten, RunEnded
+from sgpu_magic.wire.events import RunEnded
+from sgpu_magic.wire.node import Adopt, AgentReady, FromAgent, Launch, RunEvent
 from sgpu_magic.wire.node_link import SILENT_S
-from sgpu_magic.wire.node_messages import Adopt, AgentReady, FromAgent, Launch, RunEvent
+from sgpu_magic.wire.rank_events import OutputWritten
 
 # both sides beat once a second
 MOST_WAIT_S = 0.5

@@ -27,10 +27,10 @@ from sgpu_magic.config import load_settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.pool.ledger import Ledger, Metered
 from sgpu_magic.pool.ledger_database import MIGRATIONS, migrate
+from sgpu_magic.wire.costs import read_prices
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.pool_status import RunSummary
-from sgpu_magic.wire.prices import read_prices
-from sgpu_magic.wire.records import Owner
+from sgpu_magic.wire.run import Owner
 from sgpu_magic.wire.states import RunKind, RunState
 
 DAY = 86400.0

@@ -11,9 +11,8 @@ import ipywidgets
 import pytest
 
 from sgpu_magic.views.rank_models import WIDGET_MIME, RankModels, references, with_prefix, without_prefix
-from sgpu_magic.wire.comms import CommMessage, can_merge
-from sgpu_magic.wire.events import CommsMoved
-from sgpu_magic.wire.rank_messages import CommsSaid
+from sgpu_magic.wire.rank import CommsSaid
+from sgpu_magic.wire.rank_events import CommMessage, CommsMoved, can_merge
 from sgpu_magic.wire.record import Record
 from sgpu_magic.worker.cell import widgets
 

@@ -14,7 +14,7 @@ from hostile_exceptions import HOSTILE, LOOPS
 from ranks import Session, Zygote
 from waiting import eventually
 
-from sgpu_magic.wire.rank_messages import Displayed, Failed, Finished, Joined, Leave, Remarked
+from sgpu_magic.wire.rank import Displayed, Failed, Finished, Joined, Leave, Remarked
 from sgpu_magic.wire.states import FailureKind, RunKind
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory files")

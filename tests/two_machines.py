@@ -21,9 +21,9 @@ from kernels import Kernel
 from process_table import stop_process
 from waiting import eventually
 
-from sgpu_magic.packages.from_node import is_from_node
-from sgpu_magic.packages.index import index_variables
+from sgpu_magic.packages.distributions import is_from_node
 from sgpu_magic.packages.node.base_layer import base_layer, link_layer
+from sgpu_magic.packages.uv_command import index_variables
 
 # what a run does not need on either machine; without them there is less to build
 _LEFT_OUT = ("mlflow-skinny", "sqlalchemy", "alembic")

@@ -1,5 +1,6 @@
 """One agent per node: starts ranks, takes their output, finds the root cause, ends them. Lives across runs.
 
+__main__         the process: a socket to its pool, then `service`
 service          what the pool says, and to whom it goes
 survive          how the agent outlives pool services: introduced to each, waiting for the next, let in by it
 reports          what the agent says, numbered by run and kept until it is written down

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.agent.background_call import call_in_background
-from sgpu_magic.packages.node.progress import BuildNews, BuildOrder, decode_news, encode
+from sgpu_magic.packages.node.build_order import BuildNews, BuildOrder, decode_news, encode
 
 _CHUNK_BYTES = 1 << 16
 # what was begun is removed within this

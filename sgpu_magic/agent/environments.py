@@ -14,13 +14,19 @@ from sgpu_magic.agent import faults
 from sgpu_magic.agent.building import Building
 from sgpu_magic.config import Settings, host_name
 from sgpu_magic.packages.node.base_layer import layer_tag
-from sgpu_magic.packages.node.need import needs_build
-from sgpu_magic.packages.node.progress import BuildMoved, BuildNews, BuildOrder, BuildReady, BuildRefused
+from sgpu_magic.packages.node.build_order import (
+    BuildMoved,
+    BuildNews,
+    BuildOrder,
+    BuildReady,
+    BuildRefused,
+    needs_build,
+)
 from sgpu_magic.packages.node.store import Built, HeldLock, Store
-from sgpu_magic.wire.environment import Environment
+from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.events import EnvironmentMoved
-from sgpu_magic.wire.node_messages import Launch
-from sgpu_magic.wire.records import Interpreter
+from sgpu_magic.wire.node import Launch
+from sgpu_magic.wire.run import Interpreter
 
 _TELL_S = 0.5
 # between the builder's last word and its lock, another pool may have removed what it built

@@ -21,8 +21,8 @@ from sgpu_magic.agent.runs.preparing import PreparingRun
 from sgpu_magic.agent.runs.session import Session, SessionRefuses
 from sgpu_magic.packages.node.store import Built
 from sgpu_magic.wire.events import RunEnded
-from sgpu_magic.wire.node_messages import Launch
-from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.failures import Failure
+from sgpu_magic.wire.node import Launch
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 

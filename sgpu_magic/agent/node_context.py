@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sgpu_magic.wire.node_messages import Launch
-from sgpu_magic.wire.records import RankContext
+from sgpu_magic.wire.node import Launch
+from sgpu_magic.wire.run import RankContext
 
 if TYPE_CHECKING:
     from sgpu_magic.packages.node.store import Built

@@ -14,8 +14,9 @@ from typing import Protocol
 
 import msgspec
 
-from sgpu_magic.wire.events import EventBody, OutputWritten, PayloadReleased, RunEnded
-from sgpu_magic.wire.node_messages import DevicesFree, MasterBound, PartEnded, RanksGone, RunEvent, TrackingAsked
+from sgpu_magic.wire.events import EventBody, PayloadReleased, RunEnded
+from sgpu_magic.wire.node import DevicesFree, MasterBound, PartEnded, RanksGone, RunEvent, TrackingAsked
+from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.record import Record
 
 # output beyond this, of all runs together, is not kept for the next service: it lies in the ranks' logs

@@ -31,13 +31,10 @@ from sgpu_magic.agent.watch.sampling import Sampling
 from sgpu_magic.config import Settings
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
-from sgpu_magic.wire.address import agent_socket_file, lock_file
-from sgpu_magic.wire.blobs import BlobFetched, RunFileStored
+from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
 from sgpu_magic.wire.codec import Order, UnreadableLaunch
-from sgpu_magic.wire.comms import TellComms
-from sgpu_magic.wire.forwarding import OpenStream, StreamClosed, StreamData, StreamEnded, StreamTaken
-from sgpu_magic.wire.messages import ReclaimPayload, ResultsReceived
-from sgpu_magic.wire.node_messages import (
+from sgpu_magic.wire.files import BlobFetched, RunFileStored
+from sgpu_magic.wire.node import (
     Adopt,
     Answered,
     BuildEnvironment,
@@ -59,8 +56,10 @@ from sgpu_magic.wire.node_messages import (
     TrackingKnown,
     WarmZygote,
 )
-from sgpu_magic.wire.questions import RankAnswer
+from sgpu_magic.wire.pool_status import agent_socket_file, lock_file
+from sgpu_magic.wire.rank import RankAnswer
 from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.tcp_streams import OpenStream, StreamClosed, StreamData, StreamEnded, StreamTaken
 
 _HOUSEKEEPING_S = 5.0
 # pauses after introductions that failed

@@ -30,8 +30,8 @@ from sgpu_magic.config import Settings
 from sgpu_magic.system import processes
 from sgpu_magic.system.processes import may_be_alive
 from sgpu_magic.wire.devices import Inventory
-from sgpu_magic.wire.messages import PROTOCOL_VERSION
-from sgpu_magic.wire.node_messages import AgentReady, HeldRun, InventoryTaken
+from sgpu_magic.wire.node import AgentReady, HeldRun, InventoryTaken
+from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
 from sgpu_magic.wire.states import OWNER_GONE, RunState
 
 _LOOK_S = 0.25

@@ -20,10 +20,9 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import RunFileUnknown, UsageError
 from sgpu_magic.files.safe_paths import BadName, list_below, open_below, parts_of, replace_below
 from sgpu_magic.system.byte_sizes import format_bytes
-from sgpu_magic.wire.blobs import RunFile
+from sgpu_magic.wire.files import KEY, RunFile, work_folders
 from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.run_files import KEY, work_folders
-from sgpu_magic.wire.run_record import RUN_RECORD, RunRecord
+from sgpu_magic.wire.run import RUN_RECORD, RunRecord
 
 _ADDRESS = re.compile(r"(?P<run>[0-9A-Fa-f]{1,40})(?:/(?P<rank>\d{1,6}))?:(?P<path>.*)", re.DOTALL)
 _COPY_BYTES = 1 << 20

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.packages import saved
-from sgpu_magic.packages.base_lists import BASE_NAMES, BaseList, base_list
+from sgpu_magic.packages import named_environments
+from sgpu_magic.packages.named_environments import BASE_NAMES, BaseList, base_list
 from sgpu_magic.packages.node.store import Built, Store, read_built
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.views.tables import aligned
@@ -51,7 +51,7 @@ def listing(settings: Settings, now: float | None = None) -> str:
         for name in BASE_NAMES
     ]
     lines = ["base environments", *_indented(aligned(bases, right=(3,)))]
-    kept = [_saved_row(settings, name) for name in saved.saved_names(settings)]
+    kept = [_saved_row(settings, name) for name in named_environments.saved_names(settings)]
     lines += ["", "saved" if kept else "nothing saved (%sgpu_env save NAME keeps a notebook's packages)"]
     lines += _indented(aligned(kept, right=(2,))) if kept else []
     built = sorted(built_here(settings), key=lambda each: -each.last_used)
@@ -120,7 +120,7 @@ def remove(settings: Settings, name: str) -> str:
     Raises:
         UsageError: There is none of that name, or it is in use.
     """
-    if saved.remove(settings, name):
+    if named_environments.remove(settings, name):
         return f"the saved environment {name} is gone."
     found = [each for each in built_here(settings) if len(name) >= _SHORTEST_PREFIX and each.name.startswith(name)]
     if not found:
@@ -175,7 +175,7 @@ def built_here(settings: Settings) -> Iterator[Kept]:
 
 def _saved_row(settings: Settings, name: str) -> tuple[str, ...]:
     try:
-        kept = saved.load(settings, name)
+        kept = named_environments.load(settings, name)
     except UsageError:
         # of another version, or damaged: it can still be removed
         kept = None

@@ -29,8 +29,7 @@ from sgpu_magic.files.disk_room import remedy as remedy_for_disk
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.system.secure_sockets import read_key_pair
 from sgpu_magic.views.units import count_of
-from sgpu_magic.wire.address import MAX_SOCKET_PATH_BYTES, address_file, socket_file
-from sgpu_magic.wire.messages import PROTOCOL_VERSION
+from sgpu_magic.wire.pool_status import MAX_SOCKET_PATH_BYTES, PROTOCOL_VERSION, address_file, socket_file
 
 # SGPU_RUN_ID marks a run's processes, SGPU_JOB the notebook of `sgpu run`
 _OTHER_VARIABLES = ("SGPU_CONFIG", "SGPU_JOB", "SGPU_RUN_ID")

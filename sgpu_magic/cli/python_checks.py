@@ -18,9 +18,8 @@ import msgspec
 
 from sgpu_magic.cli.finding import Finding, ok, problem, warning
 from sgpu_magic.packages.cuda import driver_version
-from sgpu_magic.packages.mismatches import find_mismatches
+from sgpu_magic.packages.mismatches import find_mismatches, packages_of
 from sgpu_magic.packages.snapshot import take_snapshot
-from sgpu_magic.packages.travel_checks import packages_of
 from sgpu_magic.views.units import format_seconds
 
 _OLDEST_PYTHON = (3, 11)

@@ -15,10 +15,9 @@ from sgpu_magic.errors import PoolError
 from sgpu_magic.views.stacks import stacks_text
 from sgpu_magic.views.tables import aligned
 from sgpu_magic.views.units import TIMES, format_clock
+from sgpu_magic.wire.costs import cost_so_far, format_money
 from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.metering import cost_so_far
 from sgpu_magic.wire.pool_status import RunSummary
-from sgpu_magic.wire.prices import format_money
 from sgpu_magic.wire.states import RunKind
 
 _MAX_FAILURE = 100

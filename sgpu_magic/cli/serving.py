@@ -23,7 +23,7 @@ from sgpu_magic.pool import clients
 from sgpu_magic.pool.clients import read_clients
 from sgpu_magic.pool.serving import CLIENTS, checked_listen, checked_name, served_settings
 from sgpu_magic.system.secure_sockets import new_key_pair, read_key_pair, write_key_pair
-from sgpu_magic.wire.address import MAX_SOCKET_PATH_BYTES, agent_socket_file
+from sgpu_magic.wire.pool_status import MAX_SOCKET_PATH_BYTES, agent_socket_file
 
 # ranks of a served pool wait so long for the next service
 _ADOPT_S = 600.0

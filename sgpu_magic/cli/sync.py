@@ -19,7 +19,7 @@ from sgpu_magic.client.find_run import find_directory
 from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, UsageError
-from sgpu_magic.files.event_log import read_spec
+from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.progress import Progress, without_user
 from sgpu_magic.tracking.sync import Sent, Unsent

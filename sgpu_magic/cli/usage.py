@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from sgpu_magic.client.usage import Usage, Use
 from sgpu_magic.views.tables import aligned
-from sgpu_magic.wire.prices import HOUR_S, format_money
+from sgpu_magic.wire.costs import HOUR_S, format_money
 
 
 def table(used: Usage) -> str:

@@ -13,11 +13,10 @@ from sgpu_magic.client.link import PoolLink
 from sgpu_magic.client.upload_files import FoundFile, FoundFiles, KnownDigests, find_files
 from sgpu_magic.errors import UsageError
 from sgpu_magic.system.byte_sizes import format_bytes
-from sgpu_magic.wire.blobs import PIECE_BYTES
-from sgpu_magic.wire.environment import CodeBundle, Environment, Wheel
-from sgpu_magic.wire.records import CellSource, Interpreter
+from sgpu_magic.wire.attachments import CodeBundle, Environment, Manifest, Upload, UploadedFile, Wheel, manifest_bytes
+from sgpu_magic.wire.files import PIECE_BYTES
+from sgpu_magic.wire.run import CellSource, Interpreter
 from sgpu_magic.wire.tracking import Tracking
-from sgpu_magic.wire.uploads import Manifest, Upload, UploadedFile, encoded
 
 _MOST_MANIFEST_BYTES = PIECE_BYTES
 
@@ -32,7 +31,7 @@ class Stand:
 
 @dataclass(frozen=True, slots=True)
 class Attachments:
-    """Packages, code, uploads and the place in MLflow, as `wire.messages.Submit` has them.
+    """Packages, code, uploads and the place in MLflow, as `wire.client.Submit` has them.
 
     Args:
         interpreter: The ranks' Python; None is this process's.
@@ -102,7 +101,7 @@ def _send(upload: Upload, link: PoolLink, state: Path, sending: Sending) -> tupl
     }
     lacked = sender.sent_bytes
     known.keep({file.path: (file.status, by_file[file.name]) for file in found.files})
-    manifest = encoded(_manifest(found, by_file))
+    manifest = manifest_bytes(_manifest(found, by_file))
     if len(manifest) > _MOST_MANIFEST_BYTES:
         raise UsageError(f"--upload {upload.name} has too many files: pack them into an archive.")
     (digest,) = sender.send([Piece(len(manifest), lambda: memoryview(manifest))])

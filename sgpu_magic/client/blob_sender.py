@@ -18,7 +18,7 @@ from typing import TypeVar
 from sgpu_magic.client.link import PoolLink, Reply
 from sgpu_magic.errors import PoolError, SerializationError
 from sgpu_magic.system.byte_sizes import format_bytes
-from sgpu_magic.wire.blobs import (
+from sgpu_magic.wire.files import (
     CHUNK_BYTES,
     DIGEST_BYTES,
     PIECE_BYTES,

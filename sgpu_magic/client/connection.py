@@ -24,22 +24,9 @@ from sgpu_magic.client.wires import LocalWire
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, PoolVersionError
 from sgpu_magic.system.secure_sockets import Endpoint
-from sgpu_magic.wire.address import PoolAddress, socket_file
+from sgpu_magic.wire.client import Accepted, AskStacks, Attach, Cancel, Detach, Goodbye, StopPool, Submit, Warm
 from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.messages import (
-    PROTOCOL_VERSION,
-    Accepted,
-    AskStacks,
-    AskStatus,
-    Attach,
-    Cancel,
-    Detach,
-    Goodbye,
-    StopPool,
-    Submit,
-    Warm,
-)
-from sgpu_magic.wire.pool_status import PoolStatus
+from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, AskStatus, PoolAddress, PoolStatus, socket_file
 
 REPLY_TIMEOUT_S = 15.0
 # ranks that were asked to end have the default grace of 5 s

@@ -20,10 +20,10 @@ from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pools_file import read_pools
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
+from sgpu_magic.wire.files import EVENTS, KEY, PAYLOAD, REQUIREMENTS
 from sgpu_magic.wire.ids import check_id
 from sgpu_magic.wire.pool_status import RunSummary
-from sgpu_magic.wire.run_files import EVENTS, KEY, PAYLOAD, REQUIREMENTS
-from sgpu_magic.wire.run_record import RUN_RECORD, UNDER_WAY, RunRecord
+from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY, RunRecord
 
 _LOG_NAME = re.compile(r"rank-(0|[1-9][0-9]{0,4})\.log")
 # the directory of a run is there a moment before its row in the ledger

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping
 
 from sgpu_magic import __version__
 from sgpu_magic.config import host_name
-from sgpu_magic.packages.path_entries import installed_entries
-from sgpu_magic.wire.messages import PROTOCOL_VERSION, Hello
-from sgpu_magic.wire.records import Interpreter, Owner, RankContext
+from sgpu_magic.packages.local_code import installed_entries
+from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, Hello
+from sgpu_magic.wire.run import Interpreter, Owner, RankContext
 
 # read at import by Python, torch, numpy or the loader: a zygote that had others would be another environment
 _READ_AT_IMPORT = (

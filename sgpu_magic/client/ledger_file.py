@@ -16,8 +16,7 @@ import msgspec
 from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError
-from sgpu_magic.wire.address import agent_socket_file
-from sgpu_magic.wire.pool_status import RunSummary
+from sgpu_magic.wire.pool_status import RunSummary, agent_socket_file
 from sgpu_magic.wire.states import RunState
 
 _BUSY_TIMEOUT_S = 2.0

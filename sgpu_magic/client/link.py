@@ -21,31 +21,23 @@ from sgpu_magic.client.wires import Wire
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.system.secure_sockets import MAX_FRAME_BYTES
 from sgpu_magic.wire import codec
-from sgpu_magic.wire.blobs import BlobsHeld, BlobTaken, RunFileRead, RunFiles
-from sgpu_magic.wire.events import Event, PayloadReleased
-from sgpu_magic.wire.forwarding import (
-    StreamClosed,
-    StreamData,
-    StreamEnded,
-    StreamMessage,
-    StreamOpened,
-    StreamTaken,
-)
-from sgpu_magic.wire.messages import (
+from sgpu_magic.wire.client import (
     Accepted,
     Attach,
     Attached,
     Notice,
     Pong,
     PoolMessage,
+    RankAnswered,
     Refused,
     Stacks,
     Unfollow,
-    Welcome,
 )
-from sgpu_magic.wire.pool_status import PoolStatus
+from sgpu_magic.wire.events import Event, PayloadReleased
+from sgpu_magic.wire.files import BlobsHeld, BlobTaken, RunFileRead, RunFiles
+from sgpu_magic.wire.pool_status import PoolStatus, Welcome
 from sgpu_magic.wire.record import Record
-from sgpu_magic.wire.session_messages import RankAnswered
+from sgpu_magic.wire.tcp_streams import StreamClosed, StreamData, StreamEnded, StreamMessage, StreamOpened, StreamTaken
 
 Reply = Accepted | Attached | Stacks | RankAnswered | PoolStatus | BlobsHeld | BlobTaken | RunFiles | FilePart
 _HELLO_TIMEOUT_S = 10.0

@@ -25,14 +25,8 @@ from sgpu_magic.config import (
 from sgpu_magic.errors import PoolError
 from sgpu_magic.files.disk_room import why_no_run
 from sgpu_magic.wire import codec
-from sgpu_magic.wire.address import (
-    MAX_SOCKET_PATH_BYTES,
-    PoolAddress,
-    address_file,
-    process_start,
-    socket_file,
-)
-from sgpu_magic.wire.messages import Warm
+from sgpu_magic.wire.client import Warm
+from sgpu_magic.wire.pool_status import MAX_SOCKET_PATH_BYTES, PoolAddress, address_file, process_start, socket_file
 
 _START_TIMEOUT_S = 30.0
 # for the end of one, or the address of another

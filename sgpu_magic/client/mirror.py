@@ -16,8 +16,8 @@ from sgpu_magic.client.queues import FilePart
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import PoolError, RunFileUnknown, UsageError
 from sgpu_magic.files.safe_paths import open_below, parts_of
-from sgpu_magic.system.memory import fits_memory
-from sgpu_magic.wire.blobs import CHUNK_BYTES, ListRunFiles, ReadRunFile, RunFiles
+from sgpu_magic.system.byte_sizes import fits_memory
+from sgpu_magic.wire.files import CHUNK_BYTES, ListRunFiles, ReadRunFile, RunFiles
 
 MIRRORS = "remote"
 """The folder of all mirrors in the state directory: `remote/<pool>/<run>`."""

@@ -10,18 +10,11 @@ from pathlib import Path
 from sgpu_magic.client.blob_sender import BlobSender, Piece, Sending
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.config import Settings, private_dir
-from sgpu_magic.payload.buffers import INLINE_LIMIT, SharedBuffer, fits_memory, write_file
+from sgpu_magic.payload.buffers import INLINE_LIMIT, SharedBuffer, regions_of, write_file
 from sgpu_magic.payload.pack import Packed
-from sgpu_magic.payload.regions import regions_of
-from sgpu_magic.wire.messages import ReclaimPayload
-from sgpu_magic.wire.payloads import (
-    FilePayload,
-    InlinePayload,
-    Payload,
-    SharedPayload,
-    StoredPart,
-    StoredPayload,
-)
+from sgpu_magic.system.byte_sizes import fits_memory
+from sgpu_magic.wire.attachments import FilePayload, InlinePayload, Payload, SharedPayload, StoredPart, StoredPayload
+from sgpu_magic.wire.client import ReclaimPayload
 
 # a reclaim is answered in a millisecond or two; a run that still needs the memory does not answer
 _RECLAIM_TIMEOUT_S = 0.05

@@ -19,24 +19,25 @@ from sgpu_magic.client.submitter import Submitter
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import CapacityError, PoolError, SessionError, SgpuError, UsageError
 from sgpu_magic.payload.pack import Packed
-from sgpu_magic.wire.messages import (
+from sgpu_magic.wire.client import (
     Accepted,
+    AskRank,
     AskStacks,
-    AskStatus,
     Attach,
     Attached,
     Cancel,
     Describe,
     Detach,
     KeepEnvironment,
+    RankAnswered,
+    RestartRanks,
     Stacks,
     TrackRun,
     Warm,
 )
-from sgpu_magic.wire.pool_status import PoolStatus
-from sgpu_magic.wire.questions import RankAnswer, RankQuestion
-from sgpu_magic.wire.records import Interpreter, RunSpec
-from sgpu_magic.wire.session_messages import AskRank, RankAnswered, RestartRanks
+from sgpu_magic.wire.pool_status import AskStatus, PoolStatus
+from sgpu_magic.wire.rank import RankAnswer, RankQuestion
+from sgpu_magic.wire.run import Interpreter, RunSpec
 from sgpu_magic.wire.states import RunState
 
 # new processes that join a group: as long as a session's start may take where a rank does not come

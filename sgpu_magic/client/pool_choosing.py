@@ -13,9 +13,9 @@ from sgpu_magic.client.pools import Asked
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.errors import CapacityError
 from sgpu_magic.system.byte_sizes import format_bytes
+from sgpu_magic.wire.costs import Prices, format_money
 from sgpu_magic.wire.device_types import ANY, CPU, memory_of
 from sgpu_magic.wire.pool_status import PoolStatus
-from sgpu_magic.wire.prices import Prices, format_money
 
 RESERVED, ON_DEMAND = "reserved", "on-demand"
 """What `--pool` takes in place of a name: any pool of that kind."""

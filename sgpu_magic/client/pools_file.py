@@ -24,8 +24,8 @@ from typing import cast
 
 from sgpu_magic.config import config_path
 from sgpu_magic.errors import UsageError
+from sgpu_magic.wire.costs import Prices, prices_text, read_prices
 from sgpu_magic.wire.device_types import ANY, canonical_type
-from sgpu_magic.wire.prices import Prices, prices_text, read_prices
 
 LOCAL = "local"
 """This machine's own pool, which is in no file."""

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sgpu_magic.wire.blobs import RunFileRead
 from sgpu_magic.wire.events import Event
+from sgpu_magic.wire.files import RunFileRead
 
 EventItem = tuple[Event, Sequence[bytes]]
 

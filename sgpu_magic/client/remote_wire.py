@@ -20,7 +20,8 @@ from sgpu_magic.client.wires import Receiver
 from sgpu_magic.errors import KeyRefused, PoolError
 from sgpu_magic.system.secure_sockets import Endpoint, KeyPair, secure_client
 from sgpu_magic.wire import codec
-from sgpu_magic.wire.messages import Hello, Ping, Pong, Welcome
+from sgpu_magic.wire.client import Ping, Pong
+from sgpu_magic.wire.pool_status import Hello, Welcome
 
 _TICK_MS = 1000
 _PING_S = 3.0

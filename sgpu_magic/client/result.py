@@ -12,9 +12,9 @@ import msgspec
 
 from sgpu_magic.client.mirror import Mirror
 from sgpu_magic.wire.events import RunEnded
+from sgpu_magic.wire.files import TRACKING
 from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.records import RunSpec, Shipped
-from sgpu_magic.wire.run_files import TRACKING
+from sgpu_magic.wire.run import RunSpec, Shipped
 
 _TEXT_LIMIT = 60
 _REPR_LIMIT = 200

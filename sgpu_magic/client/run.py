@@ -13,12 +13,11 @@ from sgpu_magic.client.link import EventItem, EventQueue, PoolLink
 from sgpu_magic.client.mirror import Mirror
 from sgpu_magic.errors import PoolError, RunFileUnknown, SerializationError
 from sgpu_magic.payload import unpack
-from sgpu_magic.wire.comms import TellComms
+from sgpu_magic.wire.attachments import FilePayload, InlinePayload, PackedLayout, PayloadSource, SharedPayload
+from sgpu_magic.wire.client import Cancel, ResultsReceived, Submit, TellComms, Unfollow
 from sgpu_magic.wire.events import Event, Placed, RunEnded
 from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.messages import Cancel, ResultsReceived, Submit, Unfollow
-from sgpu_magic.wire.payloads import FilePayload, InlinePayload, PackedLayout, PayloadSource, SharedPayload
-from sgpu_magic.wire.records import RankResult, RunSpec
+from sgpu_magic.wire.run import RankResult, RunSpec
 
 
 class Run:

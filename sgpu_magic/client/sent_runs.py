@@ -11,7 +11,7 @@ import msgspec
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import UsageError
 from sgpu_magic.wire.ids import is_valid_id
-from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunState
 
 SENT = "sent"

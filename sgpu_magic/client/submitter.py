@@ -22,8 +22,8 @@ from sgpu_magic.client.sent_runs import note_sent
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, RunUnknown, SgpuError
 from sgpu_magic.payload.pack import Packed
-from sgpu_magic.wire.messages import Accepted, Attach, Attached, Cancel, Submit
-from sgpu_magic.wire.records import RankContext, RunSpec
+from sgpu_magic.wire.client import Accepted, Attach, Attached, Cancel, Submit
+from sgpu_magic.wire.run import RankContext, RunSpec
 
 # a run's next pool service is looked for, or started, for so long when the run is to be cancelled
 _CANCEL_PATIENCE_S = 60.0

@@ -18,7 +18,7 @@ import msgspec
 
 from sgpu_magic.config import private_dir
 from sgpu_magic.errors import SerializationError, UsageError
-from sgpu_magic.wire.uploads import MOST_FILES
+from sgpu_magic.wire.attachments import MOST_UPLOADED_FILES
 
 FILE = ".sgpuignore"
 
@@ -135,10 +135,10 @@ class _Walk:
         status = os.stat(path)
         _check_kind(Path(entry.path), status.st_mode)
         self.files.append(FoundFile(name, path, status))
-        if len(self.files) > MOST_FILES:
+        if len(self.files) > MOST_UPLOADED_FILES:
             raise UsageError(
-                f"--upload {self._root} has more than {MOST_FILES:,} files. Pack them into an archive, or leave some "
-                f"out in {FILE}."
+                f"--upload {self._root} has more than {MOST_UPLOADED_FILES:,} files. Pack them into an archive, or "
+                f"leave some out in {FILE}."
             )
 
     def _led_to(self, name: str, path: str) -> str:

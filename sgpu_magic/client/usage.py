@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from sgpu_magic.client import ledger_file
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
+from sgpu_magic.wire.costs import HOUR_S, Prices, cost_so_far, gpu_s_so_far, idle_seconds, read_prices
 from sgpu_magic.wire.device_types import CPU
 from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.metering import cost_so_far, gpu_s_so_far, idle_seconds
 from sgpu_magic.wire.pool_status import RunSummary
-from sgpu_magic.wire.prices import HOUR_S, Prices, read_prices
 from sgpu_magic.wire.states import RunKind
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": HOUR_S, "d": 24 * HOUR_S, "w": 7 * 24 * HOUR_S}

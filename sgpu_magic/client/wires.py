@@ -14,7 +14,7 @@ import zmq
 
 from sgpu_magic.client.queues import Outgoing
 from sgpu_magic.errors import PoolError
-from sgpu_magic.wire.messages import PoolMessage
+from sgpu_magic.wire.client import PoolMessage
 from sgpu_magic.wire.record import Record
 
 _LINGER_MS = 200

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
-from sgpu_magic.wire.blobs import RunFile
+from sgpu_magic.wire.files import RunFile
 
 _MOST_NAME_BYTES = 4096
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

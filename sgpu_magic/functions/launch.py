@@ -25,7 +25,7 @@ from sgpu_magic.runs.submit import pack_call
 from sgpu_magic.runs.submit.submit import Submission, submit
 from sgpu_magic.runs.workplace import Workplace, workplace
 from sgpu_magic.wire.ids import new_id, short
-from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
 
 _IPYTHON = "IPython.core.interactiveshell"

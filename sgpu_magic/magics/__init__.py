@@ -1,15 +1,15 @@
 """`%%distributed`, `%sgpu_connect` and their like: parse, submit, show; nothing else.
 
-``parsing``: how lines are read, and the options that several magics share
-``arguments``: the options of `%%distributed`, `%%rank` and `%%ray_launch`
-``cell``: the session that a cell runs in, and what of it is submitted
-``run_magics``: the magics that run cells and look at runs
-``status``: `%sgpu_status`, kept up to date
-``session_magics``: those of sessions, with their options
-``environment_magic``: `%sgpu_env`
-``cell_hooks``: around plain cells: `%sgpu_auto`, names bound anew, ranks kept warm
-``completion``: options, types and runs in the front end's completer
-``rank_completion``: completion and `obj?` answered by a rank
+parsing            how lines are read, and the options that several magics share
+arguments          the options of `%%distributed`, `%%rank` and `%%ray_launch`
+cell               the session that a cell runs in, and what of it is submitted
+run_magics         the magics that run cells and look at runs
+status             `%sgpu_status`, kept up to date
+session_magics     those of sessions, with their options
+environment_magic  `%sgpu_env`
+cell_hooks         around plain cells: `%sgpu_auto`, names bound anew, ranks kept warm
+completion         options, types and runs in the front end's completer
+rank_completion    completion and `obj?` answered by a rank
 """
 
 # IPython's own attributes are only partly typed

@@ -22,7 +22,7 @@ from sgpu_magic.runs.option_values import key_values, optional_s, parse_ranks, t
 from sgpu_magic.runs.package_options import Wishes, max_cost_from
 from sgpu_magic.runs.submit.cell_source import outputs_from
 from sgpu_magic.runs.submit.placing import Devices
-from sgpu_magic.wire.records import OutputName
+from sgpu_magic.wire.run import OutputName
 
 RAY = "%%ray_launch"
 RETRY_CHOICES = ("failure", "any")

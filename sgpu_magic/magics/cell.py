@@ -28,7 +28,7 @@ from sgpu_magic.runs.submit.placing import Found
 from sgpu_magic.runs.submit.redact import scalars
 from sgpu_magic.runs.submit.submit import Submission
 from sgpu_magic.wire.ids import new_id
-from sgpu_magic.wire.records import CellSource, RunSpec, Shipped
+from sgpu_magic.wire.run import CellSource, RunSpec, Shipped
 
 
 def session_for(options: CellOptions, magic: str) -> Session | None:

@@ -20,8 +20,8 @@ from sgpu_magic.errors import SgpuError
 from sgpu_magic.magics import environment_magic, session_magics
 from sgpu_magic.magics.arguments import NO_SESSION, RAY, RETRY_CHOICES, parser
 from sgpu_magic.magics.parsing import Parser
-from sgpu_magic.packages import saved
-from sgpu_magic.packages.base_lists import BASE_NAMES
+from sgpu_magic.packages import named_environments
+from sgpu_magic.packages.named_environments import BASE_NAMES
 from sgpu_magic.runs.option_values import STRATEGIES, UI_CHOICES
 from sgpu_magic.runs.package_options import TORCH_CHOICES
 from sgpu_magic.runs.sessions import registry, run_in
@@ -178,7 +178,7 @@ def _pools() -> list[str]:
 def _environments(*, with_none: bool) -> list[str]:
     """Return what `--env-version` takes beside files."""
     try:
-        kept = saved.saved_names(load_settings())
+        kept = named_environments.saved_names(load_settings())
     except SgpuError:
         kept = []
     return [*BASE_NAMES, *(["none"] if with_none else []), *kept]

@@ -86,13 +86,13 @@ class EnvironmentMagics(Magics):
             print(text)  # noqa: T201
 
     def _save(self, name: str) -> None:
-        from sgpu_magic.packages import saved
+        from sgpu_magic.packages import named_environments
 
         place = workplace()
         settings = place.current_settings()
-        saved.check_name(name)
+        named_environments.check_name(name)
         ordered = packages.of(place.pool).environment()
-        saved.save(settings, name, ordered.environment)
+        named_environments.save(settings, name, ordered.environment)
         for note in ordered.notes:
             print(note)  # noqa: T201
         kept = ordered.environment

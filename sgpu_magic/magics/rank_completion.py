@@ -18,7 +18,7 @@ from sgpu_magic.magics import arguments
 from sgpu_magic.magics.cell_hooks import AutoMode
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.session import Session
-from sgpu_magic.wire.questions import RankAnswer, RankQuestion
+from sgpu_magic.wire.rank import RankAnswer, RankQuestion
 
 # a person who types waits for it
 TIMEOUT_S = 0.3

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from sgpu_magic.wire.comms import TellComms
+from sgpu_magic.wire.attachments import Environment
+from sgpu_magic.wire.client import TellComms, Warm
 from sgpu_magic.wire.devices import Inventory, Lease
-from sgpu_magic.wire.environment import Environment
-from sgpu_magic.wire.forwarding import OpenStream, StreamMessage, StreamOpened
-from sgpu_magic.wire.measures import RankStack
-from sgpu_magic.wire.messages import Warm
-from sgpu_magic.wire.node_messages import HeldRun, Launch, RunEvent, ToAgent
-from sgpu_magic.wire.questions import RankAnswer, RankQuestion
-from sgpu_magic.wire.records import Interpreter
+from sgpu_magic.wire.failures import RankStack
+from sgpu_magic.wire.node import HeldRun, Launch, RunEvent, ToAgent
+from sgpu_magic.wire.rank import RankAnswer, RankQuestion
+from sgpu_magic.wire.run import Interpreter
 from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.tcp_streams import OpenStream, StreamMessage, StreamOpened
 from sgpu_magic.wire.tracking import TrackedRun
 
 

@@ -15,17 +15,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from sgpu_magic.nodes.merge_parts import PartEnd, join_ends, join_releases, join_starts
-from sgpu_magic.wire.events import (
-    EnvironmentMoved,
-    EventBody,
-    Noted,
-    PayloadReleased,
-    RanksStarted,
-    Resumed,
-    RunEnded,
-    Stalled,
-)
-from sgpu_magic.wire.node_messages import RunEvent
+from sgpu_magic.wire.events import EnvironmentMoved, EventBody, Noted, PayloadReleased, RanksStarted, RunEnded
+from sgpu_magic.wire.node import RunEvent
+from sgpu_magic.wire.rank_events import Resumed, Stalled
 
 Told = tuple[RunEvent, Sequence[bytes]]
 

@@ -13,23 +13,13 @@ from sgpu_magic.config import Settings
 from sgpu_magic.nodes.contract import EngineListener, LeaseUnavailable
 from sgpu_magic.nodes.device_locks import DeviceLocks, DevicesLocked
 from sgpu_magic.nodes.local_agent import LocalAgent
-from sgpu_magic.packages.node.need import needs_build
-from sgpu_magic.wire.blobs import FetchBlob, StoreRunFile
-from sgpu_magic.wire.comms import TellComms
+from sgpu_magic.packages.node.build_order import needs_build
+from sgpu_magic.wire.attachments import Environment
+from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms, Warm
 from sgpu_magic.wire.devices import Inventory, Lease
-from sgpu_magic.wire.environment import Environment
 from sgpu_magic.wire.events import RanksStarted
-from sgpu_magic.wire.forwarding import (
-    OpenStream,
-    StreamClosed,
-    StreamData,
-    StreamEnded,
-    StreamMessage,
-    StreamOpened,
-    StreamTaken,
-)
-from sgpu_magic.wire.messages import PROTOCOL_VERSION, ReclaimPayload, ResultsReceived, Warm
-from sgpu_magic.wire.node_messages import (
+from sgpu_magic.wire.files import FetchBlob, StoreRunFile
+from sgpu_magic.wire.node import (
     Adopt,
     AgentReady,
     Answered,
@@ -56,9 +46,19 @@ from sgpu_magic.wire.node_messages import (
     TrackingKnown,
     WarmZygote,
 )
-from sgpu_magic.wire.questions import RankQuestion
-from sgpu_magic.wire.records import Interpreter, RunSpec
+from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
+from sgpu_magic.wire.rank import RankQuestion
+from sgpu_magic.wire.run import Interpreter, RunSpec
 from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.tcp_streams import (
+    OpenStream,
+    StreamClosed,
+    StreamData,
+    StreamEnded,
+    StreamMessage,
+    StreamOpened,
+    StreamTaken,
+)
 from sgpu_magic.wire.tracking import TrackedRun
 
 # an agent that dies this soon, this often in a row, and has never started a run, will not live the next time either

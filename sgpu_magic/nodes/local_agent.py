@@ -18,9 +18,9 @@ from sgpu_magic.config import Settings
 from sgpu_magic.system import processes
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
-from sgpu_magic.wire.address import agent_socket_file
-from sgpu_magic.wire.messages import Warm
-from sgpu_magic.wire.node_messages import EndAgent, FromAgent, WarmZygote
+from sgpu_magic.wire.client import Warm
+from sgpu_magic.wire.node import EndAgent, FromAgent, WarmZygote
+from sgpu_magic.wire.pool_status import agent_socket_file
 from sgpu_magic.wire.record import Record
 
 _CONNECT_S = 1.0

@@ -16,13 +16,12 @@ from sgpu_magic.nodes.merge_parts import merged_inventory
 from sgpu_magic.nodes.node_files import NodeFiles
 from sgpu_magic.nodes.returned_nodes import HeldParts, StaleRuns
 from sgpu_magic.nodes.run_on_nodes import RunOnNodes
-from sgpu_magic.packages.node.need import needs_build
-from sgpu_magic.wire.blobs import FetchBlob, StoreRunFile
+from sgpu_magic.packages.node.build_order import needs_build
+from sgpu_magic.wire.attachments import Environment
+from sgpu_magic.wire.client import Warm
 from sgpu_magic.wire.devices import Inventory
-from sgpu_magic.wire.environment import Environment
-from sgpu_magic.wire.forwarding import StreamClosed, StreamData, StreamEnded, StreamOpened, StreamTaken
-from sgpu_magic.wire.messages import Warm
-from sgpu_magic.wire.node_messages import (
+from sgpu_magic.wire.files import FetchBlob, StoreRunFile
+from sgpu_magic.wire.node import (
     Adopt,
     AgentReady,
     Answered,
@@ -43,8 +42,9 @@ from sgpu_magic.wire.node_messages import (
     TrackingAsked,
     WarmZygote,
 )
-from sgpu_magic.wire.records import Interpreter
+from sgpu_magic.wire.run import Interpreter
 from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.tcp_streams import StreamClosed, StreamData, StreamEnded, StreamOpened, StreamTaken
 
 # of nodes that had runs when the last pool service ended; after it what is missing is lost
 _COME_BACK_S = 10.0

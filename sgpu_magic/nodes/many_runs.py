@@ -14,13 +14,11 @@ from sgpu_magic.nodes.joint_run import Told
 from sgpu_magic.nodes.merge_parts import JointStacks
 from sgpu_magic.nodes.returned_nodes import BusyNodes
 from sgpu_magic.nodes.run_on_nodes import RunOnNodes, nodes_of
-from sgpu_magic.wire.comms import TellComms
+from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
 from sgpu_magic.wire.devices import Lease
-from sgpu_magic.wire.events import RankFailed, RunEnded
-from sgpu_magic.wire.forwarding import OpenStream, StreamMessage
-from sgpu_magic.wire.measures import RankStack
-from sgpu_magic.wire.messages import ReclaimPayload, ResultsReceived
-from sgpu_magic.wire.node_messages import (
+from sgpu_magic.wire.events import RunEnded
+from sgpu_magic.wire.failures import Failure, RankStack
+from sgpu_magic.wire.node import (
     DetachRun,
     EndRun,
     KillRanks,
@@ -31,9 +29,10 @@ from sgpu_magic.wire.node_messages import (
     ToAgent,
     TrackingKnown,
 )
-from sgpu_magic.wire.questions import RankAnswer, RankQuestion
-from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.rank import RankAnswer, RankQuestion
+from sgpu_magic.wire.rank_events import RankFailed
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
+from sgpu_magic.wire.tcp_streams import OpenStream, StreamMessage
 from sgpu_magic.wire.tracking import TrackedRun
 
 _NO_SESSION = "its session has ended"

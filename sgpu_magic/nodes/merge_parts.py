@@ -10,8 +10,7 @@ import msgspec
 from sgpu_magic.agent.failures.reports_of_ranks import find_root_cause
 from sgpu_magic.wire.devices import Inventory, Node
 from sgpu_magic.wire.events import PayloadReleased, RanksStarted, RunEnded
-from sgpu_magic.wire.measures import RankStack
-from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.failures import Failure, RankStack
 from sgpu_magic.wire.states import RunState
 
 # who waited longest says how the ranks came

@@ -17,7 +17,7 @@ from sgpu_magic.config import Settings
 from sgpu_magic.files.content_store import blob_path
 from sgpu_magic.files.file_thread import FileThread
 from sgpu_magic.files.safe_paths import BadName, open_below, parts_of, remove_below, replace_below
-from sgpu_magic.wire.blobs import CHUNK_BYTES, BlobFetched, FetchBlob, RunFileStored, StoreRunFile
+from sgpu_magic.wire.files import CHUNK_BYTES, BlobFetched, FetchBlob, RunFileStored, StoreRunFile
 from sgpu_magic.wire.ids import is_valid_id
 
 Answer = Callable[[BlobFetched | RunFileStored, Sequence[bytes]], None]

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.nodes.run_on_nodes import nodes_of
-from sgpu_magic.wire.node_messages import HeldRun
+from sgpu_magic.wire.node import HeldRun
 
 
 @dataclass(slots=True)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from sgpu_magic.nodes.joint_run import JointRun
+from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived
 from sgpu_magic.wire.devices import Lease
-from sgpu_magic.wire.messages import ReclaimPayload, ResultsReceived
-from sgpu_magic.wire.node_messages import (
+from sgpu_magic.wire.node import (
     Adopt,
     DetachRun,
     EndRun,

@@ -15,13 +15,20 @@ from packaging.requirements import Requirement
 
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import EnvironmentFailed, UsageError
-from sgpu_magic.packages import saved
-from sgpu_magic.packages.base_lists import BASE_NAMES, BaseList, base_list
-from sgpu_magic.packages.digest import environment_digest
-from sgpu_magic.packages.distributions import Distribution, Kind, normalised
-from sgpu_magic.packages.from_node import SGPU_MAGIC, is_from_node
+from sgpu_magic.packages import named_environments
+from sgpu_magic.packages.distributions import (
+    SGPU_MAGIC,
+    Distribution,
+    Kind,
+    environment_digest,
+    is_from_node,
+    normalised,
+)
+from sgpu_magic.packages.named_environments import BASE_NAMES, BaseList, base_list
 from sgpu_magic.packages.requirement_files import name_of, read_file, version_of
-from sgpu_magic.wire.environment import Environment, Wheel
+from sgpu_magic.packages.uv_command import index_variables
+from sgpu_magic.packages.wheels import build_project
+from sgpu_magic.wire.attachments import Environment, Wheel
 
 NONE = "none"
 """`--env-version none`: the notebook's own packages."""
@@ -72,7 +79,7 @@ def chosen(
         # of a home that there is not
         path = path.expanduser()
     if not os.path.isfile(path):
-        kept = saved.load(settings, name)
+        kept = named_environments.load(settings, name)
         if kept is None:
             raise UsageError(_unknown(settings, name))
         return _from_saved(kept, torch_mine, allow_build)
@@ -110,10 +117,6 @@ def _wheel(settings: Settings, name: str, there: Path) -> Wheel:
         with open(there, "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return Wheel(file=there.name, sha256=sha256, size=there.stat().st_size, path=str(there))
-    # few files name projects
-    from sgpu_magic.packages.index import index_variables
-    from sgpu_magic.packages.projects import build_project
-
     project = Distribution(name=name, version="", kind=Kind.EDITABLE, url=there.resolve().as_uri())
     return build_project(project, settings.state_path / "wheels", index_variables(settings.index_url))
 
@@ -204,7 +207,7 @@ def _check_python(what: str, python: str, first: str) -> None:
 
 
 def _unknown(settings: Settings, name: str) -> str:
-    kept = saved.saved_names(settings)
+    kept = named_environments.saved_names(settings)
     there = f"There are the base environments {' and '.join(BASE_NAMES)}, `{NONE}` for the notebook's own packages"
     there += f", and saved ones: {', '.join(kept)}" if kept else ", and none was saved yet (%sgpu_env save NAME)"
     is_file = "/" in name or name.endswith((".txt", ".toml"))

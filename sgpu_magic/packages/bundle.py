@@ -13,9 +13,9 @@ from typing import IO
 
 from sgpu_magic.errors import SerializationError
 from sgpu_magic.packages.file_tree import TreeFile
-from sgpu_magic.packages.local_modules import MOST_FILES, LocalCode
+from sgpu_magic.packages.local_code import MOST_FILES, LocalCode
 from sgpu_magic.system.byte_sizes import format_bytes
-from sgpu_magic.wire.environment import CodeBundle
+from sgpu_magic.wire.attachments import CodeBundle
 
 # the earliest time that an archive knows
 _TIME = (1980, 1, 1, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""What one installed distribution is, and where it came from, as its own metadata says.
+"""What one installed distribution is, where it came from, as its own metadata says; what a set is known by.
 
 Read are the head of `METADATA`, `RECORD`, `INSTALLER` and `direct_url.json` (PEP 610); nothing is imported.
 """
@@ -10,20 +10,21 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from sgpu_magic.packages.digest import environment_digest
+if TYPE_CHECKING:
+    from sgpu_magic.wire.attachments import Wheel
 
 _HEAD_BYTES = 4096
 _SEPARATORS = re.compile(r"[-_.]+")
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")
 # what an installer writes for itself: another one, or another place, would have other lines for the same wheel
-_INSTALLERS_OWN = ("INSTALLER", "REQUESTED", "direct_url.json", "RECORD", "uv_cache.json", "uv_build.json")
+INSTALLERS_OWN = ("INSTALLER", "REQUESTED", "direct_url.json", "RECORD", "uv_cache.json", "uv_build.json")
 _PROGRAMS = (b"../../../bin/", b"../../Scripts/")
 _SYSTEM_INSTALLERS = ("apt", "debian", "dpkg", "rpm", "portage", "pacman")
 _SYSTEM_FOLDER = re.compile(r"/usr/lib/python3(\.\d+)?/dist-packages(/|$)")
@@ -150,6 +151,11 @@ def normalised(name: str) -> str:
     return _SEPARATORS.sub("-", name).lower()
 
 
+def distribution_name(wheel: Wheel) -> str:
+    """The normalised name of what a wheel holds."""
+    return normalised(wheel.file.partition("-")[0])
+
+
 def without_credentials(url: str) -> str:
     """The URL without user and password; `git@host`, which is no secret, stays."""
     return _CREDENTIALS.sub(lambda match: "git@" if match[0] == "git@" else "", url)
@@ -204,7 +210,7 @@ def record_hash(record: bytes, info_name: str) -> str:
         record: The file's bytes.
         info_name: The name of the `.dist-info` that it lies in.
     """
-    own = tuple(f"{info_name}/{name},".encode() for name in _INSTALLERS_OWN)
+    own = tuple(f"{info_name}/{name},".encode() for name in INSTALLERS_OWN)
     # byte code has no hash; programs have the path of the interpreter in them
     lines = [line for line in record.splitlines() if not line.endswith(b",,") and not line.startswith(_PROGRAMS + own)]
     if not lines:
@@ -276,3 +282,57 @@ def _read(path: str, most_bytes: int = -1) -> bytes:
         return b""
     finally:
         os.close(descriptor)
+
+
+# ---------------------------------------------------------------- what a set of them is known by
+
+_VALID = re.compile(r"[0-9a-f]{16,64}")
+_VERSION = "environment 1"
+
+
+def environment_digest(
+    parts: Iterable[str], python: str, platform: str, *, torch_mine: bool = False, allow_build: bool = False
+) -> str:
+    """Digest packages and how they are to be had.
+
+    Args:
+        parts: Pins and hashes; their order does not matter.
+        python: The interpreter's tag, `cp311`.
+        platform: `linux_x86_64`.
+        torch_mine: `--torch mine`.
+        allow_build: `--allow-build`.
+
+    Returns:
+        32 hexadecimal digits.
+    """
+    digest = hashlib.sha256()
+    for part in (_VERSION, python, platform, f"{torch_mine=}", f"{allow_build=}", *sorted(parts)):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+def is_valid_digest(text: str) -> bool:
+    """Whether it can be one, and so a file's name."""
+    return _VALID.fullmatch(text) is not None
+
+
+# ---------------------------------------------------------------- which of them a node brings itself
+
+SGPU_MAGIC = "sgpu-magic"
+_TORCH_FAMILY = re.compile(
+    r"(torch|torchvision|torchaudio|triton|pytorch-triton.*|triton-rocm|nvidia-(?!ml-py).*|cuda-(toolkit|bindings|pathfinder))"
+)
+
+
+def is_from_node(name: str, *, torch_mine: bool = False) -> bool:
+    """Whether a node's base layer has it, or what takes its place there, and nobody ships it.
+
+    A laptop's torch is built for its CPU, or for another CUDA than the node's driver knows. sgpu-magic has to be the
+    one that the node's agent runs.
+
+    Args:
+        name: In any spelling.
+        torch_mine: `--torch mine`: torch, and what it is made of, is shipped as the notebook has it.
+    """
+    key = normalised(name)
+    return key == SGPU_MAGIC or (not torch_mine and _TORCH_FAMILY.fullmatch(key) is not None)

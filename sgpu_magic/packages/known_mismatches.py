@@ -19,8 +19,7 @@ def look(snapshot: Snapshot) -> None:
         return
     # who only asks for the news needs nothing of this
     from sgpu_magic.packages.cuda import driver_version
-    from sgpu_magic.packages.mismatches import find_mismatches
-    from sgpu_magic.packages.travel_checks import packages_of
+    from sgpu_magic.packages.mismatches import find_mismatches, packages_of
 
     # a package that is there twice is told by %sgpu_env: many a Python has dozens
     found = find_mismatches(packages_of(snapshot), driver=driver_version())

@@ -13,8 +13,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
 from sgpu_magic.errors import SerializationError
-from sgpu_magic.packages.local_modules import LocalCode
-from sgpu_magic.wire.environment import Environment
+from sgpu_magic.packages.local_code import LocalCode
+from sgpu_magic.wire.attachments import Environment
 
 # every node's base layer has it, and what it needs
 _ALWAYS = ("sgpu-magic", "torch")

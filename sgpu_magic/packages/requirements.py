@@ -8,10 +8,9 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
-from sgpu_magic.packages.distributions import Distribution, Kind, Snapshot
-from sgpu_magic.packages.kept_wheels import distribution_name
+from sgpu_magic.packages.distributions import Distribution, Kind, Snapshot, distribution_name
 from sgpu_magic.packages.lock import Lock
-from sgpu_magic.wire.environment import Environment
+from sgpu_magic.wire.attachments import Environment
 
 _COMPLETE = "# Complete: `uv pip install --no-deps -r requirements.txt` looks no dependencies up."
 

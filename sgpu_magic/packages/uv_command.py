@@ -1,15 +1,21 @@
-"""Running uv: where it is, and what it says when it fails."""
+"""Running uv: where it is, what it says when it fails, where it looks packages up, and how a kernel runs it."""
 
 from __future__ import annotations
 
+import configparser
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from platformdirs import site_config_path, user_config_path
+
+from sgpu_magic.errors import EnvironmentFailed
 from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.system import processes
 
@@ -139,3 +145,167 @@ def _talk(
         del said[:-_KEPT_LINES]
         heard(said[-1])
     return said, uv.stdout.read()
+
+
+# ---------------------------------------------------------------- where it looks packages up
+
+# any of these and uv has been told where to look
+_UV_INDEXES = ("UV_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS")
+
+
+def index_variables(index_url: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables that a uv process gets beside the others. They may hold credentials.
+
+    uv does not read pip's configuration. A machine where only pip knows the way to its packages has to work all the
+    same; of several indexes the best version is then taken, as pip does.
+
+    Args:
+        index_url: The setting `index_url`.
+        environ: The variables that the uv process gets otherwise.
+    """
+    environ = os.environ if environ is None else environ
+    if index_url:
+        return {"UV_DEFAULT_INDEX": index_url, "UV_INDEX_URL": index_url}
+    if any(environ.get(name) for name in _UV_INDEXES) or _has_uv_configuration(environ):
+        return {}
+    pip = _pip_configuration(environ)
+    found: dict[str, str] = {}
+    if pip.get("index-url"):
+        found["UV_DEFAULT_INDEX"] = pip["index-url"]
+    if pip.get("extra-index-url"):
+        found["UV_INDEX"] = " ".join(pip["extra-index-url"].split())
+        found["UV_INDEX_STRATEGY"] = environ.get("UV_INDEX_STRATEGY", "unsafe-best-match")
+    if pip.get("find-links"):
+        found["UV_FIND_LINKS"] = ",".join(pip["find-links"].split())
+    return found
+
+
+def _has_uv_configuration(environ: Mapping[str, str]) -> bool:
+    if environ.get("UV_CONFIG_FILE"):
+        return True
+    folders = (user_config_path("uv", appauthor=False), site_config_path("uv", appauthor=False), Path("/etc/uv"))
+    return any((folder / "uv.toml").is_file() for folder in folders)
+
+
+def _pip_configuration(environ: Mapping[str, str]) -> dict[str, str]:
+    """pip's options about indexes: of the machine, the user, the environment, then variables; the last one counts."""
+    home = Path(environ.get("HOME") or Path.home())
+    files = [
+        site_config_path("pip", appauthor=False) / "pip.conf",
+        Path("/etc/pip.conf"),
+        home / ".pip" / "pip.conf",
+        user_config_path("pip", appauthor=False) / "pip.conf",
+        Path(sys.prefix) / "pip.conf",
+    ]
+    if environ.get("PIP_CONFIG_FILE"):
+        files.append(Path(environ["PIP_CONFIG_FILE"]))
+    found: dict[str, str] = {}
+    for file in files:
+        parser = configparser.RawConfigParser()
+        try:
+            parser.read(file)
+        except (OSError, configparser.Error, UnicodeDecodeError):
+            # pip itself says what is wrong with it
+            continue
+        for section in ("global", "install"):
+            if parser.has_section(section):
+                found.update(parser.items(section))
+    for name in ("index-url", "extra-index-url", "find-links"):
+        value = environ.get(f"PIP_{name.replace('-', '_').upper()}")
+        if value:
+            found[name] = value
+    return found
+
+
+# ---------------------------------------------------------------- as the kernel runs it
+
+# it must not take this kernel's environment, nor the notebook's own project, for what it works on
+_NOT_INHERITED = ("VIRTUAL_ENV", "CONDA_PREFIX", "UV_PROJECT", "UV_PROJECT_ENVIRONMENT")
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """How a call of uv ended.
+
+    Args:
+        status: Its exit status; negative after a signal.
+        output: What it wrote to stdout.
+        words: What it wrote to stderr, without credentials.
+    """
+
+    status: int
+    output: str
+    words: str
+
+
+def call_uv(
+    arguments: Sequence[str], variables: Mapping[str, str], timeout_s: float, *, stdin: str = "", gently: bool = False
+) -> Done:
+    """Run uv and wait; it and its children are killed when the wait is interrupted.
+
+    Args:
+        arguments: Of the command. Nothing secret: anybody on the machine can read them.
+        variables: Beside those of this process.
+        timeout_s: It is killed after so many seconds.
+        stdin: What it reads.
+        gently: At the lowest priority: nobody waits for it.
+
+    Raises:
+        EnvironmentFailed: There is no uv, or its time is over.
+    """
+    environ = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+    environ |= {"UV_NO_PROGRESS": "1", "NO_COLOR": "1", "UV_PYTHON_DOWNLOADS": "never", **variables}
+    try:
+        command = [*(("nice", "-n", "19") if gently and shutil.which("nice") else ()), uv_path(), *arguments]
+        return _called(command, environ, timeout_s, stdin)
+    except OSError as error:
+        raise EnvironmentFailed(
+            f"uv, which makes lock files and wheels, can't be started: {error.strerror or error}. "
+            "`pip install uv` in the notebook's environment brings it."
+        ) from error
+    except subprocess.TimeoutExpired:
+        raise EnvironmentFailed(
+            f"`uv {' '.join(arguments[:2])}` was ended after {timeout_s:g} s. Is the package index reachable from this "
+            "machine? `uv pip install --dry-run six` tells."
+        ) from None
+
+
+def call_pip(arguments: Sequence[str], variables: Mapping[str, str], timeout_s: float) -> Done:
+    """Run this Python's pip and wait; as `call_uv`.
+
+    Raises:
+        EnvironmentFailed: It can't be started, or its time is over.
+    """
+    environ = {**os.environ, "NO_COLOR": "1", "PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", **variables}
+    try:
+        return _called([sys.executable, "-m", "pip", *arguments], environ, timeout_s)
+    except OSError as error:
+        raise EnvironmentFailed(f"pip can't be started: {error.strerror or error}.") from error
+    except subprocess.TimeoutExpired:
+        raise EnvironmentFailed(
+            f"`pip {' '.join(arguments[:1])}` was ended after {timeout_s:g} s. Is the package index reachable from "
+            "this machine? `pip download six` tells."
+        ) from None
+
+
+def _called(command: Sequence[str], environ: Mapping[str, str], timeout_s: float, stdin: str = "") -> Done:
+    """Run a command and wait; it and its children are killed when the wait is interrupted or its time is over."""
+    process = subprocess.Popen(
+        command,
+        env=environ,
+        cwd="/",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        # Ctrl-C in a terminal reaches this process alone, which ends the whole group
+        start_new_session=True,
+    )
+    try:
+        output, words = process.communicate(stdin, timeout=timeout_s)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    return Done(process.returncode, output, without_url_credentials(words).strip())

@@ -11,9 +11,7 @@ from collections.abc import Sequence
 
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import EnvironmentFailed
-from sgpu_magic.packages.index import index_variables
-from sgpu_magic.packages.kernel_uv import Done, call_pip, call_uv
-from sgpu_magic.packages.uv_command import last_words
+from sgpu_magic.packages.uv_command import Done, call_pip, call_uv, index_variables, last_words
 
 INSTALL_S = 1800.0
 

@@ -14,8 +14,8 @@ import msgspec
 
 from sgpu_magic.errors import SgpuError, UsageError
 from sgpu_magic.packages import snapshot
-from sgpu_magic.packages.difference import versions
 from sgpu_magic.packages.distributions import normalised
+from sgpu_magic.packages.snapshot import versions
 from sgpu_magic.panel.installing import install
 from sgpu_magic.panel.kernel_state import KernelPictures
 from sgpu_magic.panel.messages import (

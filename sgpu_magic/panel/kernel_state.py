@@ -13,14 +13,13 @@ from sgpu_magic import __version__
 from sgpu_magic.client.pools import PATIENCE_S
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError
-from sgpu_magic.packages import bases, saved, snapshot
-from sgpu_magic.packages.base_lists import BASE_NAMES, base_list
+from sgpu_magic.packages import bases, named_environments, snapshot
 from sgpu_magic.packages.cuda import driver_version
-from sgpu_magic.packages.difference import Change, changes, versions
 from sgpu_magic.packages.distributions import Snapshot, normalised
-from sgpu_magic.packages.mismatches import find_mismatches
+from sgpu_magic.packages.mismatches import find_mismatches, packages_of
+from sgpu_magic.packages.named_environments import BASE_NAMES, base_list
 from sgpu_magic.packages.requirement_files import name_of, version_of
-from sgpu_magic.packages.travel_checks import packages_of
+from sgpu_magic.packages.snapshot import Change, changes, versions
 from sgpu_magic.panel.schema import BaseChoice, KernelPicture, PackageLine, SessionPicture
 from sgpu_magic.runs.choice import default_choice
 from sgpu_magic.runs.choice.keeper import Held, label_of, words_of
@@ -163,9 +162,9 @@ def _bases(settings: Settings, now: Snapshot, choice: Choice) -> tuple[BaseChoic
     for name in BASE_NAMES:
         base = base_list(name)
         found.append(BaseChoice(name=name, label=name, about=_about(base.python_minor, len(base.public))))
-    for name in saved.saved_names(settings):
+    for name in named_environments.saved_names(settings):
         try:
-            kept = saved.load(settings, name)
+            kept = named_environments.load(settings, name)
         except SgpuError:
             # it is not offered; who names it is told why
             continue

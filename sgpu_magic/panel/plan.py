@@ -11,8 +11,8 @@ from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, SgpuError
 from sgpu_magic.packages import bases, snapshot
-from sgpu_magic.packages.difference import versions
 from sgpu_magic.packages.distributions import normalised
+from sgpu_magic.packages.snapshot import versions
 from sgpu_magic.panel.installing import would_install
 from sgpu_magic.panel.schema import PlanPicture
 from sgpu_magic.runs.choice.keeper import Held, label_of, normal, problem_of

@@ -20,8 +20,7 @@ from sgpu_magic.panel.past_runs import MonthUsage, RunFilesOfPool
 from sgpu_magic.panel.pool_state import RunFiles, as_sentence, away_picture, pool_picture, rates_of, run_row
 from sgpu_magic.panel.schema import MAX_RUNS, PoolPicture, PoolState, Remedy, RunRow
 from sgpu_magic.views.units import format_span
-from sgpu_magic.wire.address import address_file
-from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
+from sgpu_magic.wire.pool_status import PoolStatus, RunSummary, address_file
 
 if TYPE_CHECKING:
     from sgpu_magic.client.pool import Pool

@@ -1,4 +1,7 @@
-"""Where packed bytes lie: inline, in a memory file that is reused, or in a file when memory is short."""
+"""Where packed bytes lie: inline, in a memory file that is reused, or in a file when memory is short.
+
+Also how they are cut into regions, which are sent and kept by their digests.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,18 @@ import mmap
 import os
 import shutil
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sgpu_magic.config import SET_IN_NOTEBOOK
 from sgpu_magic.errors import UsageError
-from sgpu_magic.system.memory import fits_memory, memory_available_bytes
+from sgpu_magic.wire.files import PIECE_BYTES
 
 if TYPE_CHECKING:
     from sgpu_magic.payload.pack import Packed
 
-__all__ = ["INLINE_LIMIT", "SharedBuffer", "fits_memory", "memory_available_bytes", "write_file", "write_packed"]
 
 INLINE_LIMIT = 65536
 """Largest `total_bytes` that travels inside a message."""
@@ -186,3 +190,69 @@ def _write_all(fd: int, offset: int, view: memoryview) -> None:
     while view.nbytes:
         written = os.pwrite(fd, view[: 1 << 30], offset)
         view, offset = view[written:], offset + written
+
+
+# ---------------------------------------------------------------- regions
+
+# What is sent and kept by its digest, so that what has not changed has the same regions:
+#
+#     [pickle][small buffers ...][a large buffer][small buffers ...]
+#      region  region             region(s)       region
+#
+# A large buffer's regions have its bytes alone, so that another variable's change makes none of them new.
+
+LARGE_BYTES = 1 << 20
+"""A buffer of this size has regions of its own."""
+
+_SMALL_TOGETHER_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Some of the packed bytes.
+
+    Args:
+        offset: Where they begin.
+        size: How many they are.
+        load: Returns them; made anew by each call where they are not the notebook's own memory.
+    """
+
+    offset: int
+    size: int
+    load: Callable[[], memoryview]
+
+
+def regions_of(packed: Packed) -> Iterator[Region]:
+    """Yield all regions, in the order of their bytes. What lies between buffers is zero, or in no region."""
+    yield from _cut(0, memoryview(packed.pickle))
+    small: list[tuple[int, memoryview]] = []
+    for (offset, size), view in zip(packed.layout.buffers, packed.buffers, strict=True):
+        if size >= LARGE_BYTES or (small and offset + size - small[0][0] > _SMALL_TOGETHER_BYTES):
+            yield from _joined(small)
+            small = []
+        if size >= LARGE_BYTES:
+            yield from _cut(offset, view)
+        elif size:
+            small.append((offset, view))
+    yield from _joined(small)
+
+
+def _cut(offset: int, view: memoryview) -> Iterator[Region]:
+    for begin in range(0, view.nbytes, PIECE_BYTES):
+        part = view[begin : begin + PIECE_BYTES]
+        yield Region(offset + begin, part.nbytes, lambda part=part: part)
+
+
+def _joined(small: Sequence[tuple[int, memoryview]]) -> Iterator[Region]:
+    if not small:
+        return
+    first = small[0][0]
+    size = small[-1][0] + small[-1][1].nbytes - first
+
+    def load() -> memoryview:
+        joined = bytearray(size)
+        for offset, view in small:
+            joined[offset - first : offset - first + view.nbytes] = view
+        return memoryview(joined)
+
+    yield Region(first, size, load)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import CodeType
 
-from sgpu_magic.payload.code_names import MAGIC_CALLS, compile_quietly, loaded_names, parse_quietly
+from sgpu_magic.payload.namespace import MAGIC_CALLS, compile_quietly, loaded_names, parse_quietly
 
 _OWN_MAGIC = re.compile(r"%%(distributed|rank|sgpu\w*)\b")
 FUTURE_FLAGS = functools.reduce(

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgpu_magic.errors import SerializationError
-from sgpu_magic.payload import culprit
+from sgpu_magic.payload import explain
 from sgpu_magic.payload.buffers import write_packed
-from sgpu_magic.payload.code_names import is_ipythons, loaded_names
+from sgpu_magic.payload.namespace import is_ipythons, loaded_names
 from sgpu_magic.payload.pickler import NamespacePickler
 from sgpu_magic.payload.unpack import collector_paused, compute_mac
-from sgpu_magic.wire.payloads import PackedLayout
+from sgpu_magic.wire.attachments import PackedLayout
 
 _ALIGNMENT = 64
 # names that need each other while they are rebuilt can't always be brought into order
@@ -123,7 +123,7 @@ def pack_object(obj: object, namespace: dict[str, object], key: bytes, *, most_b
     except Exception as error:  # __reduce__ and __getstate__ of any class run here
         if most_bytes is not None:
             raise
-        raise SerializationError(culprit.explain_result(obj, pickler.last, error)) from error
+        raise SerializationError(explain.explain_result(obj, pickler.last, error)) from error
     return _packed(stream.getvalue(), buffers, key, (), {}, pickler)
 
 
@@ -184,7 +184,7 @@ class _Packing:
         except Exception as error:  # __reduce__ and __getstate__ of any class run here
             chain = self._chain(name)
             values = {link: self._values.get(link, self._namespace.get(link)) for link in chain}
-            raise SerializationError(culprit.explain_name(chain, values, self._pickler.last, error)) from error
+            raise SerializationError(explain.explain_name(chain, values, self._pickler.last, error)) from error
         size = self._stream.tell() - begin + sum(view.nbytes for view in self._buffers[first_buffer:])
         self._sizes[name] = size
         self.done.append(name)

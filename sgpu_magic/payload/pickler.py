@@ -17,7 +17,7 @@ import cloudpickle
 from cloudpickle import cloudpickle as cloudpickle_impl
 
 from sgpu_magic.payload import tensors, unpack
-from sgpu_magic.payload.code_names import loaded_names
+from sgpu_magic.payload.namespace import loaded_names
 
 # smaller buffers lie in the pickle stream: an entry in the table and a mapping's alignment cost more
 _SMALLEST_BUFFER = 4096

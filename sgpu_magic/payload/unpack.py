@@ -22,7 +22,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from sgpu_magic.errors import SerializationError
-from sgpu_magic.wire.payloads import PackedLayout
+from sgpu_magic.wire.attachments import PackedLayout
 
 PackedBytes = bytes | bytearray | memoryview | mmap.mmap
 

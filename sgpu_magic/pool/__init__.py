@@ -2,34 +2,34 @@
 
 It never unpickles anything and never imports torch.
 
-    __main__          starts the local pool
-    serving           starts a pool for clients of other machines
-    lifecycle         one pool per user and machine: lock, address file, end when idle
-    service           all of it together
-    guard             what a fault of the service costs, and whom
-    server            clients' messages in, events out
-    remote_clients    clients of other machines, and how many connections there may be
-    clients           who may connect, and who is connected
-    permissions       what a client may ask for, and which run it means
-    requests          what clients ask, and the answers
-    session_requests  the same of a session's ranks
-    file_requests     uploads, payloads, and files of runs
-    forwarding        streams between clients and ports of ranks
-    submissions       what clients submit: checked, held, brought before the scheduler
-    instructions      does what the scheduler says, and starts groups of ranks
-    reports           what the nodes say of their runs, and which groups are started again
-    adoption          runs that an earlier service left
-    active_runs       the runs that go on, and their last words
-    run_log           a run's events, numbered and kept
-    event_feed        events on their way to clients
-    billing           the runs' meters, and the pool's budget
-    ledger            every run's row
-    batched_ledger    the rows of cells in sessions, written a moment later
-    ledger_database   the ledger's file and its schema
-    status            the newest inventory, and the pool's status
-    kept_environments the files that describe runs' packages
-    retention         keeps the state directory within its budget
-    tracker           which runs are written to MLflow
-    tracker_process   one process that writes them
-    scheduling/       who gets what, when (pure)
+__main__           starts the local pool
+serving            starts a pool for clients of other machines
+lifecycle          one pool per user and machine: lock, address file, end when idle
+service            all of it together
+guard              what a fault of the service costs, and whom
+server             clients' messages in, events out
+remote_clients     clients of other machines, and how many connections there may be
+clients            who may connect, and who is connected
+permissions        what a client may ask for, and which run it means
+requests           what clients ask, and the answers
+session_requests   the same of a session's ranks
+file_requests      uploads, payloads, and files of runs
+forwarding         streams between clients and ports of ranks
+submissions        what clients submit: checked, held, brought before the scheduler
+instructions       does what the scheduler says, and starts groups of ranks
+reports            what the nodes say of their runs, and which groups are started again
+adoption           runs that an earlier service left
+active_runs        the runs that go on, and their last words
+run_log            a run's events, numbered and kept
+event_feed         events on their way to clients
+billing            the runs' meters, and the pool's budget
+ledger             every run's row
+batched_ledger     the rows of cells in sessions, written a moment later
+ledger_database    the ledger's file and its schema
+status             the newest inventory, and the pool's status
+kept_environments  the files that describe runs' packages
+retention          keeps the state directory within its budget
+tracker            which runs are written to MLflow
+tracker_process    one process that writes them
+scheduling/        who gets what, when (pure)
 """

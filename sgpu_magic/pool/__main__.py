@@ -51,8 +51,8 @@ def main() -> None:
 
 def _run(settings: Settings, presence: PoolPresence, first_order: bytes) -> None:
     from sgpu_magic.nodes.local import LocalEngine
+    from sgpu_magic.wire.client import Warm
     from sgpu_magic.wire.codec import Decoder
-    from sgpu_magic.wire.messages import Warm
 
     warm = Decoder[Warm](Warm).decode(first_order) if first_order else None
     engine = LocalEngine(settings, warm)

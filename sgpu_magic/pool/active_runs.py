@@ -19,13 +19,14 @@ from sgpu_magic.pool.event_feed import EventFeed, Offer
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.server import ConnectedClient
+from sgpu_magic.wire.attachments import InlinePayload, SharedPayload
+from sgpu_magic.wire.client import Accepted, Submit
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import EventBody, Noted, PayloadReleased, RunEnded, Submitted
-from sgpu_magic.wire.messages import Accepted, Submit
-from sgpu_magic.wire.node_messages import RunEvent
-from sgpu_magic.wire.payloads import InlinePayload, SharedPayload
+from sgpu_magic.wire.failures import Failure
+from sgpu_magic.wire.node import RunEvent
 from sgpu_magic.wire.record import Record
-from sgpu_magic.wire.records import Failure, RunSpec
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import FailureKind, RunState
 
 _CUT_SHORT = (

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from sgpu_magic.files.event_log import read_spec
+from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.nodes.contract import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.guard import Guarded
@@ -22,11 +22,12 @@ from sgpu_magic.pool.reports import Restarts
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.system.processes import may_be_alive
+from sgpu_magic.wire.client import Submit
+from sgpu_magic.wire.costs import cost_so_far, gpu_s_so_far
 from sgpu_magic.wire.events import Noted, RunEnded, Submitted
-from sgpu_magic.wire.messages import Submit
-from sgpu_magic.wire.metering import cost_so_far, gpu_s_so_far
-from sgpu_magic.wire.node_messages import HeldRun
-from sgpu_magic.wire.records import Failure, RunSpec
+from sgpu_magic.wire.failures import Failure
+from sgpu_magic.wire.node import HeldRun
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import OWNER_GONE, FailureKind, RunState
 
 _TAKEN_OVER = "the pool service ended unexpectedly; another one was started and has taken the run over"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from sgpu_magic.pool.ledger import FINAL, Ledger, RowChanges, insertion, new_row, summary_of, update
 from sgpu_magic.wire.pool_status import RunSummary
-from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunState
 
 _WRITE_S = 0.05

@@ -17,9 +17,9 @@ from sgpu_magic.pool.ledger import Ledger, Metered
 from sgpu_magic.pool.scheduling import costs
 from sgpu_magic.pool.scheduling.costs import DAY_S, Budget, IdleMeter, Tariff
 from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun
+from sgpu_magic.wire.costs import idle_seconds
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import Placed, RunEnded
-from sgpu_magic.wire.metering import idle_seconds
 from sgpu_magic.wire.pool_status import BudgetState
 from sgpu_magic.wire.states import RunKind, RunState
 

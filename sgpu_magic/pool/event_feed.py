@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.files.event_log import EventFile
+from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.pool.clients import ConnectedClient
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.wire.events import Event

@@ -15,17 +15,20 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import Settings
-from sgpu_magic.files.content_store import BlobRefused, BlobStore, blob_path, store_name
+from sgpu_magic.files.content_store import BlobRefused, BlobStore, blob_path, join_parts, store_name
 from sgpu_magic.files.disk_room import disk_room
-from sgpu_magic.files.event_log import EventFile
 from sgpu_magic.files.file_thread import FileThread
-from sgpu_magic.files.joined import join_parts
+from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.files.safe_paths import list_below, open_below
 from sgpu_magic.pool.active_runs import ActiveRuns
 from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.server import ConnectedClient, Server
-from sgpu_magic.wire.blobs import (
+from sgpu_magic.wire.attachments import FilePayload, ManifestUnusable, SharedPayload, StoredPayload, Upload, manifest_in
+from sgpu_magic.wire.client import Submit
+from sgpu_magic.wire.events import RunEnded
+from sgpu_magic.wire.files import (
     CHUNK_BYTES,
+    PAYLOAD,
     PIECE_BYTES,
     AskBlobs,
     BlobsHeld,
@@ -37,13 +40,8 @@ from sgpu_magic.wire.blobs import (
     RunFileRead,
     RunFiles,
 )
-from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.messages import Submit
-from sgpu_magic.wire.payloads import FilePayload, SharedPayload, StoredPayload
-from sgpu_magic.wire.run_files import PAYLOAD
-from sgpu_magic.wire.run_record import RUN_RECORD
-from sgpu_magic.wire.uploads import ManifestUnusable, Upload, decoded
+from sgpu_magic.wire.run import RUN_RECORD
 
 _RESULT = re.compile(r"result-(\d+)\.bin")
 _MOST_ASKED = 10_000
@@ -138,7 +136,7 @@ class FileRequests:
             return []
         try:
             with open(blob_path(self._stores, store, upload.manifest), "rb") as file:
-                manifest = decoded(file.read(upload.manifest_size))
+                manifest = manifest_in(file.read(upload.manifest_size))
         except (OSError, ManifestUnusable):
             return []
         return [digest for file in manifest.files for digest in file.blobs]

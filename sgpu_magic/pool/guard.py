@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.server import ConnectedClient, Server
-from sgpu_magic.wire.messages import ClientMessage, Submit
+from sgpu_magic.wire.client import ClientMessage, Submit
 
 Guarded = Callable[[str, Callable[[], None]], None]
 """Makes a call for a run, which pays for its faults."""

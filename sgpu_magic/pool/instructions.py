@@ -23,7 +23,7 @@ from sgpu_magic.pool.submissions import Submissions
 from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.events import Noted, QueueMoved, StateChanged
-from sgpu_magic.wire.node_messages import Launch
+from sgpu_magic.wire.node import Launch
 from sgpu_magic.wire.states import FailureKind, RunState
 
 # the files of a run's environment come into its directory when its ranks have started

@@ -16,10 +16,10 @@ from pathlib import Path
 from sgpu_magic.config import private_dir
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.content_store import store_name
-from sgpu_magic.files.links import has_content, link_or_copy
-from sgpu_magic.packages.digest import is_valid_digest
+from sgpu_magic.files.run_directory import has_content, link_or_copy
+from sgpu_magic.packages.distributions import is_valid_digest
+from sgpu_magic.wire.client import KeepEnvironment
 from sgpu_magic.wire.ids import is_valid_id
-from sgpu_magic.wire.messages import KeepEnvironment
 
 _Kept = tuple[str, str]
 """A user's store and an environment's digest; "" while that is not known."""

@@ -18,7 +18,7 @@ from sgpu_magic.pool.ledger_database import LedgerDatabase, Statement
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.ids import check_id
 from sgpu_magic.wire.pool_status import RunSummary
-from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
 
 _COLUMNS = (

@@ -16,8 +16,15 @@ import msgspec
 from sgpu_magic import __version__
 from sgpu_magic.config import private_dir
 from sgpu_magic.errors import UsageError
-from sgpu_magic.wire.address import PoolAddress, address_file, agent_socket_file, lock_file, process_start, socket_file
-from sgpu_magic.wire.messages import PROTOCOL_VERSION
+from sgpu_magic.wire.pool_status import (
+    PROTOCOL_VERSION,
+    PoolAddress,
+    address_file,
+    agent_socket_file,
+    lock_file,
+    process_start,
+    socket_file,
+)
 
 _LOOK_S = 2.0
 _WARN_BEFORE_S = 300.0

@@ -15,24 +15,25 @@ from sgpu_magic.config import host_name
 from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.server import ConnectedClient, Server
-from sgpu_magic.wire.comms import TellComms
-from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.messages import (
+from sgpu_magic.wire.client import (
+    AskRank,
     Attach,
     ClientMessage,
     Describe,
     KeepEnvironment,
     ReclaimPayload,
+    RestartRanks,
     ResultsReceived,
     StopPool,
     Submit,
+    TellComms,
     TrackRun,
     Unfollow,
     Warm,
 )
+from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
-from sgpu_magic.wire.records import RunSpec
-from sgpu_magic.wire.session_messages import AskRank, RestartRanks
+from sgpu_magic.wire.run import RunSpec
 
 # a user's own newest run is looked for among so many
 _LOOK_BACK = 200

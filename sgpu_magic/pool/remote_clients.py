@@ -22,10 +22,10 @@ from zmq.utils.monitor import recv_monitor_message
 from sgpu_magic.pool.clients import AuthorizedClients, ConnectedClient
 from sgpu_magic.system.secure_sockets import Admission, KeyPair, bound_to, secure_server, sender_of
 from sgpu_magic.wire import codec
+from sgpu_magic.wire.client import Cancel, ClientMessage, Detach, Ping, Pong, RestartRanks, StopPool, Submit
 from sgpu_magic.wire.events import Event
-from sgpu_magic.wire.messages import Cancel, ClientMessage, Detach, Hello, Ping, Pong, StopPool, Submit
+from sgpu_magic.wire.pool_status import Hello
 from sgpu_magic.wire.record import Record
-from sgpu_magic.wire.session_messages import RestartRanks
 
 # what is done once, however often it is asked after a broken connection
 _ONCE = (Submit, Cancel, Detach, RestartRanks, StopPool)

@@ -17,11 +17,11 @@ from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
+from sgpu_magic.wire.attachments import FilePayload, InlinePayload, SharedPayload, StoredPayload
 from sgpu_magic.wire.events import AttemptFailed, EnvironmentMoved, Noted, PayloadReleased, RanksStarted, RunEnded
-from sgpu_magic.wire.node_messages import RunEvent
-from sgpu_magic.wire.payloads import FilePayload, InlinePayload, SharedPayload, StoredPayload
-from sgpu_magic.wire.records import Failure
-from sgpu_magic.wire.run_files import PAYLOAD
+from sgpu_magic.wire.failures import Failure
+from sgpu_magic.wire.files import PAYLOAD
+from sgpu_magic.wire.node import RunEvent
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 # events are confirmed to the agent this long after they are on disk

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from sgpu_magic.files.event_log import read_spec
+from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.nodes.contract import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns
 from sgpu_magic.pool.file_requests import FileRequests
@@ -20,16 +20,10 @@ from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.pool.session_requests import SessionRequests
 from sgpu_magic.pool.submissions import Placing, Submissions, ends_with_notebook
-from sgpu_magic.wire.blobs import AskBlobs, ListRunFiles, PutBlob, ReadRunFile
-from sgpu_magic.wire.comms import TellComms
-from sgpu_magic.wire.events import Described, Detached
-from sgpu_magic.wire.forwarding import OpenStream, StreamClosed, StreamData, StreamEnded, StreamTaken
-from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.measures import RankStack
-from sgpu_magic.wire.messages import (
+from sgpu_magic.wire.client import (
     Accepted,
+    AskRank,
     AskStacks,
-    AskStatus,
     Attach,
     Attached,
     Cancel,
@@ -37,24 +31,27 @@ from sgpu_magic.wire.messages import (
     Describe,
     Detach,
     Goodbye,
-    Hello,
     KeepEnvironment,
     Ping,
     ReclaimPayload,
+    RestartRanks,
     ResultsReceived,
     Stacks,
     StopPool,
     Submit,
+    TellComms,
     TrackRun,
     Unfollow,
     Warm,
-    Welcome,
 )
-from sgpu_magic.wire.pool_status import PoolStatus
-from sgpu_magic.wire.records import CellSource
-from sgpu_magic.wire.run_files import KEY
-from sgpu_magic.wire.session_messages import AskRank, RestartRanks
+from sgpu_magic.wire.events import Described, Detached
+from sgpu_magic.wire.failures import RankStack
+from sgpu_magic.wire.files import KEY, AskBlobs, ListRunFiles, PutBlob, ReadRunFile
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.pool_status import AskStatus, Hello, PoolStatus, Welcome
+from sgpu_magic.wire.run import CellSource
 from sgpu_magic.wire.states import OWNER_GONE, RunState
+from sgpu_magic.wire.tcp_streams import OpenStream, StreamClosed, StreamData, StreamEnded, StreamTaken
 
 
 class Core(Placing, Protocol):

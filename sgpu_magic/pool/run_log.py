@@ -11,22 +11,12 @@ from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.files.event_log import EventFile
+from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.wire.codec import Decoder, FrameReader, frame
-from sgpu_magic.wire.events import (
-    AttemptFailed,
-    DisplayPublished,
-    Event,
-    EventBody,
-    MetricsLogged,
-    Noted,
-    OutputWritten,
-    PayloadReleased,
-    RunEnded,
-    Sampled,
-)
-from sgpu_magic.wire.node_messages import RunEvent
-from sgpu_magic.wire.run_files import EVENTS
+from sgpu_magic.wire.events import AttemptFailed, Event, EventBody, Noted, PayloadReleased, RunEnded
+from sgpu_magic.wire.files import EVENTS
+from sgpu_magic.wire.node import RunEvent
+from sgpu_magic.wire.rank_events import DisplayPublished, MetricsLogged, OutputWritten, Sampled
 
 _decoder = Decoder[Event](Event)
 _READ_BYTES = 1 << 20

@@ -17,8 +17,9 @@ import zmq
 from sgpu_magic.pool.clients import ConnectedClient
 from sgpu_magic.pool.remote_clients import Listening, RemoteClients, sent
 from sgpu_magic.wire import codec
+from sgpu_magic.wire.client import ClientMessage, Notice, Refused
 from sgpu_magic.wire.events import Event
-from sgpu_magic.wire.messages import ClientMessage, Hello, Notice, Refused
+from sgpu_magic.wire.pool_status import Hello
 from sgpu_magic.wire.record import Record
 
 _NO_PIDFD_POLL_S = 1.0

@@ -36,15 +36,15 @@ from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.pool.status import FreshInventory, pool_status
 from sgpu_magic.pool.tracker import Tracker
+from sgpu_magic.wire.client import ClientMessage, Goodbye, TrackRun
 from sgpu_magic.wire.devices import Inventory, Lease
-from sgpu_magic.wire.forwarding import StreamMessage, StreamOpened
-from sgpu_magic.wire.measures import RankStack
-from sgpu_magic.wire.messages import PROTOCOL_VERSION, AskStatus, ClientMessage, Goodbye, Hello, TrackRun, Welcome
-from sgpu_magic.wire.node_messages import HeldRun, RunEvent
-from sgpu_magic.wire.pool_status import PoolStatus
-from sgpu_magic.wire.questions import RankAnswer
-from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.failures import RankStack
+from sgpu_magic.wire.node import HeldRun, RunEvent
+from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, AskStatus, Hello, PoolStatus, Welcome
+from sgpu_magic.wire.rank import RankAnswer
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import FailureKind, RunState
+from sgpu_magic.wire.tcp_streams import StreamMessage, StreamOpened
 from sgpu_magic.wire.user_limits import read_limits
 
 _QUEUE_REFRESH_S = 5.0

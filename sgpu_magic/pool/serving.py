@@ -31,7 +31,7 @@ from sgpu_magic.pool.remote_clients import Listening
 from sgpu_magic.pool.service import PoolService
 from sgpu_magic.system import processes
 from sgpu_magic.system.secure_sockets import KeyPair, new_key_pair, read_key_pair, write_key_pair
-from sgpu_magic.wire.messages import Warm
+from sgpu_magic.wire.client import Warm
 
 CLIENTS = "clients.toml"
 _KEY = "pool.key"

@@ -11,10 +11,9 @@ from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.scheduling.session_rules import named
 from sgpu_magic.pool.server import ConnectedClient, Server
+from sgpu_magic.wire.client import Accepted, AskRank, RankAnswered, RestartRanks
 from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.messages import Accepted
-from sgpu_magic.wire.questions import RankAnswer
-from sgpu_magic.wire.session_messages import AskRank, RankAnswered, RestartRanks
+from sgpu_magic.wire.rank import RankAnswer
 from sgpu_magic.wire.states import RunKind, RunState
 
 _REMEDY = "Begin another with %sgpu_connect."

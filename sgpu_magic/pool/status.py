@@ -12,8 +12,7 @@ from sgpu_magic import __version__
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.wire.devices import Inventory
-from sgpu_magic.wire.messages import AskStatus
-from sgpu_magic.wire.pool_status import BudgetState, PoolStatus, RunSummary
+from sgpu_magic.wire.pool_status import AskStatus, BudgetState, PoolStatus, RunSummary
 
 # an inventory older than this is taken anew before a run is placed on real devices
 _FRESH_S = 2.0

@@ -21,9 +21,9 @@ from sgpu_magic.pool.file_requests import FileRequests, names_files
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.server import ConnectedClient, Server
+from sgpu_magic.wire.client import ClientMessage, Submit
 from sgpu_magic.wire.ids import is_valid_id, short
-from sgpu_magic.wire.messages import ClientMessage, Submit
-from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
 
 # CPU ranks may share slots, and each costs the agent several descriptors

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import Settings
-from sgpu_magic.files.event_log import read_spec
+from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.nodes.contract import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.tracker_process import TrackerProcess

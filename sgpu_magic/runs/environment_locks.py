@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.packages.distributions import Snapshot
 from sgpu_magic.packages.lock import Lock, keep_lock, kept_lock
-from sgpu_magic.wire.environment import Environment
+from sgpu_magic.wire.attachments import Environment
 
 # below the state directory
 WHEELS = "wheels"
@@ -39,8 +39,8 @@ def lock_of_snapshot(snapshot: Snapshot, ask: Ask) -> Lock | None:
 
     def make(settings: Settings, variables: Mapping[str, str]) -> Lock:
         # uv is called, its output read, TOML checked: nothing that a kernel needs at its start
-        from sgpu_magic.packages.kept_wheels import remove_old_wheels
-        from sgpu_magic.packages.locking import make_lock
+        from sgpu_magic.packages.lock import make_lock
+        from sgpu_magic.packages.wheels import remove_old_wheels
 
         wheels = settings.state_path / WHEELS
         remove_old_wheels(wheels, time.time() - _WHEELS_STAY_S)
@@ -53,7 +53,7 @@ def lock_of_order(environment: Environment, ask: Ask) -> Lock | None:
     """The lock of what a node was told to build; None where it is not there, or the settings want none."""
 
     def make(settings: Settings, variables: Mapping[str, str]) -> Lock:
-        from sgpu_magic.packages.locking import lock_order
+        from sgpu_magic.packages.lock import lock_order
 
         return lock_order(environment, sys.executable, variables, gently=ask is Ask.GENTLY)
 
@@ -70,7 +70,7 @@ def _locked(key: str, ask: Ask, make: Callable[[Settings, Mapping[str, str]], Lo
         failed_at, lock = _failed.get(key, (-_FAILED_STAYS_S, None))
         if lock is not None and time.monotonic() - failed_at < _FAILED_STAYS_S:
             return lock
-        from sgpu_magic.packages.index import index_variables
+        from sgpu_magic.packages.uv_command import index_variables
 
         lock = make(settings, index_variables(settings.index_url))
         if lock.problem:

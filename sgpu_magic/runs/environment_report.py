@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.packages import saved, snapshot
-from sgpu_magic.packages.base_lists import BASE_NAMES, base_list
+from sgpu_magic.packages import named_environments, snapshot
 from sgpu_magic.packages.cuda import driver_version
-from sgpu_magic.packages.difference import changes, process_began_at, stale_modules, versions
 from sgpu_magic.packages.distributions import Kind, Snapshot, normalised
-from sgpu_magic.packages.mismatches import find_mismatches
+from sgpu_magic.packages.mismatches import find_mismatches, packages_of
+from sgpu_magic.packages.named_environments import BASE_NAMES, base_list
 from sgpu_magic.packages.requirement_files import name_of, read_file, version_of
-from sgpu_magic.packages.travel_checks import packages_of
+from sgpu_magic.packages.snapshot import changes, process_began_at, stale_modules, versions
 from sgpu_magic.views.tables import EnvironmentReport, Row
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ def _default(settings: Settings) -> list[str]:
 
 
 def _saved(settings: Settings) -> list[str]:
-    names = saved.saved_names(settings)
+    names = named_environments.saved_names(settings)
     return [f"saved: {', '.join(names)}"] if names else []
 
 
@@ -125,13 +124,13 @@ def _versions_of(settings: Settings, name: str) -> tuple[dict[str, str], dict[st
         remarks = {normalised(each): "the operating system's" for each in base.system}
         remarks |= {normalised(each): "in no index" for each in base.private}
         return {normalised(each): version for each, version in listed.items()}, {**remarks, "": base.python_minor}
-    kept = saved.load(settings, name)
+    kept = named_environments.load(settings, name)
     if kept is not None:
         lines, python = (*kept.requirements, *kept.needed), kept.python
     elif Path(name).expanduser().is_file():
         found = read_file(Path(name).expanduser())
         lines, python = found.lines, found.python
     else:
-        known = ", ".join([*BASE_NAMES, *saved.saved_names(settings)])
+        known = ", ".join([*BASE_NAMES, *named_environments.saved_names(settings)])
         raise UsageError(f"--diff {name!r}: there is no such environment or file. There are: {known}.")
     return {normalised(name_of(line)): version_of(line) or "any" for line in lines}, {"": python}

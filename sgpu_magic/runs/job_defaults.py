@@ -11,7 +11,7 @@ import os
 import msgspec
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.run import RunSpec
 
 VARIABLE = "SGPU_JOB"
 """The environment variable that has them, as JSON. For `sgpu run` alone: a setting would count everywhere."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from sgpu_magic.client.interpreter import this_owner
 from sgpu_magic.payload.names import FUTURE_FLAGS
-from sgpu_magic.wire.records import Owner
+from sgpu_magic.wire.run import Owner
 
 _KERNEL_FILE = re.compile(r"kernel-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\.json")
 

@@ -21,10 +21,10 @@ from sgpu_magic.packages import known_mismatches
 from sgpu_magic.packages import snapshot as snapshots
 from sgpu_magic.packages.distributions import Snapshot
 from sgpu_magic.packages.lock import Lock
-from sgpu_magic.packages.ordering import Ordered, order_of
+from sgpu_magic.packages.order import Ordered, order_of
 from sgpu_magic.runs.environment_locks import WHEELS, Ask, Described, built_for, installed_here, lock_of_snapshot
-from sgpu_magic.wire.environment import Environment
-from sgpu_magic.wire.messages import KeepEnvironment
+from sgpu_magic.wire.attachments import Environment
+from sgpu_magic.wire.client import KeepEnvironment
 
 REQUIREMENTS = "requirements.txt"
 PYLOCK = "pylock.toml"
@@ -118,9 +118,8 @@ class Packages:
             EnvironmentFailed: A project can't be built, or what is in no index can't be repacked.
         """
         # what builds wheels is only loaded where packages travel
-        from sgpu_magic.packages.index import index_variables
-        from sgpu_magic.packages.projects import build_project
-        from sgpu_magic.packages.repacking import repack
+        from sgpu_magic.packages.uv_command import index_variables
+        from sgpu_magic.packages.wheels import build_project, repack
 
         settings = load_settings()
         snapshot = snapshots.take_snapshot()

@@ -1,11 +1,11 @@
 """The Jupyter server's half: runs and their pool, while the notebook's kernel is busy or dead.
 
-`runs`            runs folded from their events, shared by all pages that look at them
-`run_places`      where a run is: in this machine's own pool or in another's, and the links to those
-`kernel_runs`     which runs a kernel has submitted
-`outputs`         what a run's cell shows at the end
-`run_handlers`    the requests about runs
-`panel_handlers`  the environment panel's websocket and requests
+runs            runs folded from their events, shared by all pages that look at them
+run_places      where a run is: in this machine's own pool or in another's, and the links to those
+kernel_runs     which runs a kernel has submitted
+outputs         what a run's cell shows at the end
+run_handlers    the requests about runs
+panel_handlers  the environment panel's websocket and requests
 
 Reads run directories and asks the pools of the user that the server runs as, and nothing else.
 """

@@ -8,11 +8,11 @@ import msgspec
 
 from sgpu_magic.client import ledger_file
 from sgpu_magic.config import Settings
-from sgpu_magic.files.event_log import read_spec
+from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.server.run_places import Elsewhere
 from sgpu_magic.wire.ids import check_id
 from sgpu_magic.wire.pool_status import RunSummary
-from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
 
 RECENT_S = 3600.0

@@ -14,8 +14,8 @@ from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.output_items import DisplayItem, segments
 from sgpu_magic.views.remote_error import remote_exception
 from sgpu_magic.wire.events import RunEnded
+from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.records import Failure
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 Output = dict[str, object]

@@ -16,12 +16,12 @@ from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.client.sent_runs import SentRun, note_end, sent_run, sent_run_ids
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import KeyRefused, PoolError, RunFileUnknown, RunUnknown, UsageError
-from sgpu_magic.files.event_log import read_spec
+from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.views.run_notes import stop_words
+from sgpu_magic.wire.files import EVENTS
 from sgpu_magic.wire.ids import is_valid_id
 from sgpu_magic.wire.pool_status import RunSummary
-from sgpu_magic.wire.records import RunSpec
-from sgpu_magic.wire.run_files import EVENTS
+from sgpu_magic.wire.run import RunSpec
 
 if TYPE_CHECKING:
     from sgpu_magic.client.mirror import Mirror

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from sgpu_magic.config import Settings
-from sgpu_magic.files.event_log import EventFile
+from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.server.outputs import Output, cell_outputs, rich_outputs
 from sgpu_magic.server.run_places import Elsewhere, RunPlace, run_here
 from sgpu_magic.views.fold import RunView
@@ -19,9 +19,10 @@ from sgpu_magic.views.live.feed import Feed
 from sgpu_magic.views.live.log_reader import LogReader
 from sgpu_magic.views.live.messages import Answer, NewLines, Question
 from sgpu_magic.views.live.schema import Snapshot
-from sgpu_magic.wire.events import Detached, DisplayPublished, Event, EventBody, Noted, OutputCleared, RunEnded
+from sgpu_magic.wire.events import Detached, Event, EventBody, Noted, RunEnded
+from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.ids import is_valid_id, short
-from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.rank_events import DisplayPublished, OutputCleared
 from sgpu_magic.wire.states import FailureKind, RunState
 
 IDLE_S = 60.0

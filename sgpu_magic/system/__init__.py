@@ -1,1 +1,8 @@
-"""What this package needs of the operating system: processes, memory, streams between processes, sockets and keys."""
+"""What this package needs of the operating system: processes, memory, streams between processes, sockets and keys.
+
+processes       prctl, thread count, descendants, peers of a socket
+message_stream  messages over a Unix socket, with descriptors beside them
+byte_stream     one end of a forwarded TCP connection
+secure_sockets  keys, and ZeroMQ sockets that only their holders can use
+byte_sizes      what files take, how it is written, how much memory can be taken
+"""

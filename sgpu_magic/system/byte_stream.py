@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 
-from sgpu_magic.wire.forwarding import (
+from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.tcp_streams import (
     STREAM_CHUNK_BYTES,
     WINDOW_BYTES,
     StreamClosed,
@@ -15,7 +16,6 @@ from sgpu_magic.wire.forwarding import (
     StreamMessage,
     StreamTaken,
 )
-from sgpu_magic.wire.record import Record
 
 # what was taken is told at every so many bytes: a message for each chunk back would be as many as there
 _TOLD_BYTES = WINDOW_BYTES // 4

@@ -23,7 +23,7 @@ from sgpu_magic.wire import codec
 from sgpu_magic.wire.tracking import EndTracker, FromTracker, Hurry, RunOver, ToTracker, Track
 
 if TYPE_CHECKING:
-    from sgpu_magic.tracking.desk import Desk
+    from sgpu_magic.tracking.writer_queue import WriterQueue
 
 URGENT = "--urgent"
 _NICE = 10
@@ -87,31 +87,31 @@ def main() -> None:
         return
     store.stand_in(first.tracking.variables)
     _import(urgent=URGENT in sys.argv)
-    from sgpu_magic.tracking.desk import Desk
+    from sgpu_magic.tracking.writer_queue import WriterQueue
 
-    desk = Desk(settings, first.tracking, inbox.send)
-    desk.track(first)
-    _work(desk, inbox)
+    writers = WriterQueue(settings, first.tracking, inbox.send)
+    writers.track(first)
+    _work(writers, inbox)
 
 
-def _work(desk: Desk, inbox: Inbox) -> None:
-    while not desk.idle:
+def _work(writers: WriterQueue, inbox: Inbox) -> None:
+    while not writers.idle:
         try:
-            message = inbox.take(desk.wait_s())
+            message = inbox.take(writers.wait_s())
         except queue.Empty:
-            desk.step()
+            writers.step()
             continue
         match message:
             case Track():
-                desk.track(message)
+                writers.track(message)
             case Hurry(run_id=run_id):
-                desk.hurry(run_id)
+                writers.hurry(run_id)
             case RunOver(run_id=run_id):
-                desk.over(run_id)
+                writers.over(run_id)
             case _:
-                desk.close()
+                writers.close()
                 return
-    desk.prune()
+    writers.prune()
 
 
 def _import(*, urgent: bool) -> None:
@@ -124,7 +124,7 @@ def _import(*, urgent: bool) -> None:
         if not urgent:
             with contextlib.suppress(OSError, AttributeError):
                 os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
-        import sgpu_magic.tracking.desk  # pyright: ignore[reportUnusedImport]  # noqa: F401
+        import sgpu_magic.tracking.writer_queue  # pyright: ignore[reportUnusedImport]  # noqa: F401
 
     thread = threading.Thread(target=work, name="sgpu-import", daemon=True)
     thread.start()

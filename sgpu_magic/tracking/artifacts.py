@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.files.event_log import EventFile
+from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html import render_html
 from sgpu_magic.views.run_notes import run_name

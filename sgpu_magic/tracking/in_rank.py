@@ -18,9 +18,8 @@ import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
-from sgpu_magic.tracking.in_rank_cell import CellHere, current, hold
-from sgpu_magic.tracking.in_rank_reports import Reports
-from sgpu_magic.wire.rank_messages import TrackingAnswered
+from sgpu_magic.tracking.in_rank_cell import CellHere, Reports, current, hold
+from sgpu_magic.wire.rank import TrackingAnswered
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.tracking import Tracking
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 
+from sgpu_magic.wire.files import TRACKING
 from sgpu_magic.wire.ids import is_valid_id
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.tracking import TrackedRun, Tracking
 
-TRACKING = "tracking.json"
 _USER = re.compile(r"(?<=://)[^/]*@")
 
 

@@ -15,15 +15,14 @@ from sgpu_magic.wire.events import (
     AttemptFailed,
     Described,
     Event,
-    MetricsLogged,
     Placed,
     RanksRestarted,
     RunEnded,
-    Sampled,
     StateChanged,
     Submitted,
 )
-from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.rank_events import MetricsLogged, Sampled
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
 from sgpu_magic.wire.tracking import MetricPoint
 

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sgpu_magic.wire.events import Sampled
-from sgpu_magic.wire.measures import RankSample
+from sgpu_magic.wire.rank_events import RankSample, Sampled
 from sgpu_magic.wire.tracking import MetricPoint
 
 _EACH_S = 60.0

@@ -15,14 +15,15 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import Settings
-from sgpu_magic.files.event_log import EventFile
+from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.artifacts import MAX_BYTES, files_of
 from sgpu_magic.tracking.client import Gone, Rejected, Store, StoreTroubled
 from sgpu_magic.tracking.runs import NAME_TAG, PARENT_TAG, Batch, RunFold, closing_tags, opening_tags, status_of
 from sgpu_magic.wire.events import RunEnded
+from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.records import Failure, RunSpec
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import FailureKind, RunState
 from sgpu_magic.wire.tracking import Tracking
 

@@ -11,8 +11,8 @@ from sgpu_magic.system.processes import signal_name
 from sgpu_magic.views.stacks import last_python_line
 from sgpu_magic.views.units import format_ranks, format_seconds
 from sgpu_magic.wire.events import AttemptFailed
-from sgpu_magic.wire.measures import StackFrame
-from sgpu_magic.wire.records import CellSource, Failure
+from sgpu_magic.wire.failures import Failure, StackFrame
+from sgpu_magic.wire.run import CellSource
 from sgpu_magic.wire.states import BUDGET, COST_LIMIT, FailureKind
 
 _RULE = re.compile(r"-{5,}")

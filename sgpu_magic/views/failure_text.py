@@ -24,8 +24,7 @@ from sgpu_magic.views.live.schema import FailureBlock, FailureLine, MemoryBlock,
 from sgpu_magic.views.stacks import group_lines, group_stacks, summary, verdict
 from sgpu_magic.views.tables import aligned
 from sgpu_magic.views.units import count_of, format_gb, format_seconds
-from sgpu_magic.wire.measures import RankMemory, TensorUse
-from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.failures import Failure, RankMemory, TensorUse
 from sgpu_magic.wire.states import FailureKind, RunState
 
 _MAX_TRACEBACK_LINES = 400

@@ -16,35 +16,38 @@ from sgpu_magic.wire import ids
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import (
     AttemptFailed,
-    CommsMoved,
     Described,
     Detached,
-    DeviceBusy,
-    DeviceIdle,
-    DisplayPublished,
     EnvironmentMoved,
     Event,
     GroupRenewed,
-    MetricsLogged,
     Noted,
-    OutputCleared,
-    OutputWritten,
     PayloadReleased,
     Placed,
     QueueMoved,
-    RankFailed,
     RanksRestarted,
     RanksStarted,
-    Resumed,
     RunEnded,
-    Sampled,
     SessionMoved,
-    Stalled,
     StateChanged,
     Submitted,
     Tracked,
 )
-from sgpu_magic.wire.records import Failure, RankResult, RunSpec
+from sgpu_magic.wire.failures import Failure
+from sgpu_magic.wire.rank_events import (
+    CommsMoved,
+    DeviceBusy,
+    DeviceIdle,
+    DisplayPublished,
+    MetricsLogged,
+    OutputCleared,
+    OutputWritten,
+    RankFailed,
+    Resumed,
+    Sampled,
+    Stalled,
+)
+from sgpu_magic.wire.run import RankResult, RunSpec
 from sgpu_magic.wire.states import OWNER_GONE, RunKind, RunState
 from sgpu_magic.wire.tracking import TrackedRun
 

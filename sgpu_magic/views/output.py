@@ -7,7 +7,7 @@ import msgspec
 from sgpu_magic.views import ansi
 from sgpu_magic.views.output_buffer import OutputStore
 from sgpu_magic.views.output_items import GapItem, Item, LineItem
-from sgpu_magic.wire.events import DisplayPublished, OutputCleared, OutputWritten
+from sgpu_magic.wire.rank_events import DisplayPublished, OutputCleared, OutputWritten
 
 MAX_LINE_CHARS = 16_384
 

@@ -25,10 +25,9 @@ from sgpu_magic.views.session_words import idle_since
 from sgpu_magic.views.tables import Row, aligned, sentences, table, titled_box
 from sgpu_magic.views.units import TIMES, count_of, format_clock, format_seconds
 from sgpu_magic.wire import ids
+from sgpu_magic.wire.costs import cost_so_far, format_money
 from sgpu_magic.wire.devices import Device
-from sgpu_magic.wire.metering import cost_so_far
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
-from sgpu_magic.wire.prices import format_money
 from sgpu_magic.wire.states import RunKind, RunState
 
 # of a session's cells so many newest are listed

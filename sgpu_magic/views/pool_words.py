@@ -9,9 +9,9 @@ from sgpu_magic.views import ansi
 from sgpu_magic.views.tables import Row
 from sgpu_magic.views.units import count_of, format_seconds
 from sgpu_magic.wire import ids
+from sgpu_magic.wire.costs import format_money
 from sgpu_magic.wire.devices import Device
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
-from sgpu_magic.wire.prices import format_money
 from sgpu_magic.wire.states import RunState
 
 HOLDING = (RunState.PREPARING, RunState.STARTING, RunState.RUNNING, RunState.CANCELLING)

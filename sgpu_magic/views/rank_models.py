@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from sgpu_magic.views.widget_forms import REFERENCE, Model, ModelKey, Path, State, refers, static_form
-from sgpu_magic.wire.comms import CommMessage
-from sgpu_magic.wire.events import CommsMoved
+from sgpu_magic.wire.rank_events import CommMessage, CommsMoved
 
 WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 # state of all widgets of a run, or of a session

@@ -19,8 +19,8 @@ from sgpu_magic.views.failure_text import cut_lines
 from sgpu_magic.views.stacks import group_lines, group_stacks, stack_lines, stacks_text, verdict
 from sgpu_magic.views.units import format_ranks, format_seconds
 from sgpu_magic.wire import ids
-from sgpu_magic.wire.measures import RankStack
-from sgpu_magic.wire.records import CellSource, Failure, RunSpec
+from sgpu_magic.wire.failures import Failure, RankStack
+from sgpu_magic.wire.run import CellSource, RunSpec
 from sgpu_magic.wire.states import FailureKind
 
 _UNDEFINED = re.compile(r"name '(\w+)' is not defined")

@@ -11,8 +11,8 @@ from sgpu_magic.views.run_notes import restart_command
 from sgpu_magic.views.units import count_of, format_ranks, format_seconds, format_span
 from sgpu_magic.views.usage_words import busy_text, device_hours, mark
 from sgpu_magic.views.words import names_text, returned_bytes, session_text, tracked_text
-from sgpu_magic.wire.prices import format_money
-from sgpu_magic.wire.records import OutputName
+from sgpu_magic.wire.costs import format_money
+from sgpu_magic.wire.run import OutputName
 from sgpu_magic.wire.states import RunKind, RunState
 
 _A_DAY_S = 20 * 3600.0

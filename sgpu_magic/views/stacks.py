@@ -12,9 +12,9 @@ from sgpu_magic.views import ansi
 from sgpu_magic.views.html_style import LINE, MONO, PANEL, SANS, SOFT, WARN
 from sgpu_magic.views.tables import aligned
 from sgpu_magic.views.units import format_ranks
+from sgpu_magic.wire.failures import Collective, RankStack, StackFrame
 from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.measures import Collective, RankStack, StackFrame
-from sgpu_magic.wire.records import CellSource
+from sgpu_magic.wire.run import CellSource
 
 _CELL_FILE = re.compile(r"<ipython-input-(\d+)-")
 # code that is not a function: a cell, a module, a class body seen from outside

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from sgpu_magic.views.units import format_gb, format_ranks, format_seconds
-from sgpu_magic.wire.events import IDLE_GPU_PCT, DeviceBusy, DeviceIdle, Sampled
-from sgpu_magic.wire.measures import RankSample
+from sgpu_magic.wire.rank_events import IDLE_GPU_PCT, DeviceBusy, DeviceIdle, RankSample, Sampled
 
 MAX_POINTS = 120
 """Points of one curve."""

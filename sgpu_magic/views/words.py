@@ -13,8 +13,8 @@ from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.schema import Link, Tone
 from sgpu_magic.views.units import TIMES, count_of, format_seconds
 from sgpu_magic.wire import ids
+from sgpu_magic.wire.attachments import Payload
 from sgpu_magic.wire.devices import Lease
-from sgpu_magic.wire.payloads import Payload
 from sgpu_magic.wire.states import RunKind, RunState
 
 AUTO = "auto"

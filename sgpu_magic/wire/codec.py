@@ -18,12 +18,12 @@ from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
-from sgpu_magic.wire.messages import ClientMessage, PoolMessage
-from sgpu_magic.wire.node_messages import FromAgent, ToAgent
-from sgpu_magic.wire.rank_messages import FromRank, ToRank
+from sgpu_magic.wire.client import ClientMessage, PoolMessage
+from sgpu_magic.wire.node import FromAgent, ToAgent
+from sgpu_magic.wire.rank import FromRank, ToRank
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.tracking import FromTracker, ToTracker
-from sgpu_magic.wire.zygote_messages import FromZygote, ToZygote
+from sgpu_magic.wire.zygote import FromZygote, ToZygote
 
 _encoder = msgspec.msgpack.Encoder()
 _U32 = struct.Struct("<I")

@@ -1,17 +1,26 @@
-"""Events: what happened, in the past tense. Every event of a run has a sequence number and is kept."""
+"""Events: what happened to a run, in the past tense. Every event of a run has a sequence number and is kept."""
 
 from __future__ import annotations
 
-from sgpu_magic.wire.comms import CommMessage
 from sgpu_magic.wire.devices import Lease
-from sgpu_magic.wire.measures import RankSample, RankStack
+from sgpu_magic.wire.failures import Failure, RankStack
+from sgpu_magic.wire.rank_events import (
+    CommsMoved,
+    DeviceBusy,
+    DeviceIdle,
+    DisplayPublished,
+    MetricsLogged,
+    OutputCleared,
+    OutputWritten,
+    RankFailed,
+    Resumed,
+    Sampled,
+    Stalled,
+)
 from sgpu_magic.wire.record import Record
-from sgpu_magic.wire.records import Failure, RankResult, RunSpec
+from sgpu_magic.wire.run import RankResult, RunSpec
 from sgpu_magic.wire.states import RunState
-from sgpu_magic.wire.tracking import MetricPoint, TrackedRun
-
-IDLE_GPU_PCT = 5.0
-"""A GPU that is busier than this works."""
+from sgpu_magic.wire.tracking import TrackedRun
 
 
 class Submitted(Record, frozen=True, tag="submitted", kw_only=True):
@@ -60,66 +69,6 @@ class RanksStarted(Record, frozen=True, tag="started", kw_only=True):
     warm: str
 
 
-class OutputWritten(Record, frozen=True, tag="output", kw_only=True):
-    """A rank wrote to its log.
-
-    Args:
-        rank: The rank.
-        stream: `stdout` or `stderr`.
-        text: The bytes from `start` to `end` as text, or only their tail when there were many.
-        start: Offset in the rank's log at which this batch begins.
-        end: Offset after it.
-        skipped_bytes: Bytes of the batch left out before `text`; they are in the log.
-        skipped_lines: Line ends among them.
-    """
-
-    rank: int
-    stream: str
-    text: str
-    start: int
-    end: int
-    skipped_bytes: int = 0
-    skipped_lines: int = 0
-
-
-class DisplayPublished(Record, frozen=True, tag="display", kw_only=True):
-    """A rank displayed something rich.
-
-    Args:
-        rank: The rank.
-        bundle: The MIME bundle, JSON.
-        metadata: Its metadata, JSON.
-        display_id: For updates; "" when none.
-        update: True when it replaces what `display_id` showed.
-    """
-
-    rank: int
-    bundle: bytes
-    metadata: bytes = b"{}"
-    display_id: str = ""
-    update: bool = False
-
-
-class OutputCleared(Record, frozen=True, tag="clear", kw_only=True):
-    """A rank called `clear_output`."""
-
-    rank: int
-    wait: bool = False
-
-
-class CommsMoved(Record, frozen=True, tag="comms", kw_only=True):
-    """A rank's widgets said something, in this order. Their buffers are raw frames."""
-
-    rank: int
-    messages: tuple[CommMessage, ...]
-
-
-class RankFailed(Record, frozen=True, tag="rank-failed", kw_only=True):
-    """A rank failed; the run's own failure follows when the root cause is known."""
-
-    failure: Failure
-
-
 class Noted(Record, frozen=True, tag="note", kw_only=True):
     """A sentence for the user."""
 
@@ -144,44 +93,6 @@ class Detached(Record, frozen=True, tag="detached", kw_only=True):
     """The run goes on whatever becomes of its notebook. `reason` is who wanted it."""
 
     reason: str = ""
-
-
-class Stalled(Record, frozen=True, tag="stalled", kw_only=True):
-    """No output, CPU or GPU has moved for `seconds` while ranks are in a collective; told again when it changed."""
-
-    seconds: float
-    stacks: tuple[RankStack, ...]
-
-
-class Resumed(Record, frozen=True, tag="resumed", kw_only=True):
-    """The run moves again after `Stalled`."""
-
-
-class Sampled(Record, frozen=True, tag="sampled", kw_only=True):
-    """What the ranks and their devices did in the last `seconds`."""
-
-    seconds: float
-    samples: tuple[RankSample, ...]
-
-
-class DeviceIdle(Record, frozen=True, tag="device-idle", kw_only=True):
-    """A rank's GPU has done nothing for a while.
-
-    Args:
-        rank: The rank.
-        seconds: For how long by now.
-        waits_in: What the rank does instead as far as its stack shows it (`the DataLoader`, `all_reduce`), "" if not.
-    """
-
-    rank: int
-    seconds: float
-    waits_in: str = ""
-
-
-class DeviceBusy(Record, frozen=True, tag="device-busy", kw_only=True):
-    """A rank's GPU works again after `DeviceIdle`, or the rank is done."""
-
-    rank: int
 
 
 class SessionMoved(Record, frozen=True, tag="session-moved", kw_only=True):
@@ -256,15 +167,6 @@ class Tracked(Record, frozen=True, tag="tracked", kw_only=True):
     """The run is in MLflow."""
 
     tracked: TrackedRun
-
-
-class MetricsLogged(Record, frozen=True, tag="metrics", kw_only=True):
-    """What a rank's own code told MLflow about the run. As in `MetricsReported`."""
-
-    rank: int
-    metrics: tuple[MetricPoint, ...] = ()
-    params: tuple[tuple[str, str], ...] = ()
-    tags: tuple[tuple[str, str], ...] = ()
 
 
 class PayloadReleased(Record, frozen=True, tag="payload-released", kw_only=True):

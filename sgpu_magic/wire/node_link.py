@@ -1,4 +1,4 @@
-"""The link between a pool service and a node of another machine: messages of `node_messages`, carried over the network.
+"""The link between a pool service and a node of another machine: messages of `node`, carried over the network.
 
 A link begins with the node's `LinkHello` and lasts until one side hears nothing or misses something; then the next one
 begins, and on it the node's agent says again what it has. So nothing on it need be sent twice: what matters is numbered

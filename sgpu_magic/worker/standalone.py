@@ -13,8 +13,8 @@ import msgspec
 
 from sgpu_magic.functions import compat
 from sgpu_magic.payload import unpack
-from sgpu_magic.wire.payloads import PackedLayout
-from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.attachments import PackedLayout
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunKind
 from sgpu_magic.worker.cell.execute import source_of
 

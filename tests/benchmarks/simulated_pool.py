@@ -20,9 +20,10 @@ from sgpu_magic.nodes.many_nodes import ManyNodes
 from sgpu_magic.pool.lifecycle import PoolPresence
 from sgpu_magic.pool.service import PoolService
 from sgpu_magic.wire.devices import Device, Inventory
-from sgpu_magic.wire.events import OutputWritten, RanksStarted, RunEnded
-from sgpu_magic.wire.messages import PROTOCOL_VERSION
-from sgpu_magic.wire.node_messages import AgentReady, EndRun, Launch, RanksGone, RunEvent, ToAgent
+from sgpu_magic.wire.events import RanksStarted, RunEnded
+from sgpu_magic.wire.node import AgentReady, EndRun, Launch, RanksGone, RunEvent, ToAgent
+from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
+from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.states import RunState
 from tests.benchmarks.simulation import cluster
 

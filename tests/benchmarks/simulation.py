@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import Instruction, LaunchRun, RunMoved, RunOver, RunSubmitted, Stimulus
 from sgpu_magic.wire.devices import Device, Inventory, Node, Placement
-from sgpu_magic.wire.records import CellSource, Owner, RunSpec
+from sgpu_magic.wire.run import CellSource, Owner, RunSpec
 from sgpu_magic.wire.states import RunState
 
 GPUS_PER_NODE = 8

@@ -14,14 +14,8 @@ from waiting import eventually
 
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.pool.run_log import read_events
-from sgpu_magic.wire.events import (
-    AttemptFailed,
-    Event,
-    OutputWritten,
-    RankFailed,
-    RanksStarted,
-    RunEnded,
-)
+from sgpu_magic.wire.events import AttemptFailed, Event, RanksStarted, RunEnded
+from sgpu_magic.wire.rank_events import OutputWritten, RankFailed
 from sgpu_magic.wire.states import FailureKind, RunState
 
 RANKS = 4

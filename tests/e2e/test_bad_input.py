@@ -238,7 +238,7 @@ def test_pool_of_another_version(new_home):
     kernel = Kernel(home, load=False)
     try:
         kernel.check(
-            "import sgpu_magic.wire.messages as m\n"
+            "import sgpu_magic.wire.client as m\n"
             "import sgpu_magic.client.link as link, sgpu_magic.client.connection as connection\n"
             "%load_ext sgpu_magic"
         )

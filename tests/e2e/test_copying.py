@@ -18,7 +18,7 @@ from pool_client import PoolClient
 from served_pools import RemoteUser, ServedPool
 
 from sgpu_magic.client.attachments import Attachments
-from sgpu_magic.wire.events import OutputWritten
+from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.states import RunState
 
 COMMAND = [sys.executable, "-m", "sgpu_magic.cli", "cp"]

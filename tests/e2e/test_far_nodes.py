@@ -14,8 +14,9 @@ from many_agents import ManyAgents
 from pool_client import PoolClient
 from waiting import eventually
 
-from sgpu_magic.wire.events import Noted, OutputWritten, PayloadReleased, RanksStarted, RunEnded
-from sgpu_magic.wire.payloads import StoredPayload
+from sgpu_magic.wire.attachments import StoredPayload
+from sgpu_magic.wire.events import Noted, PayloadReleased, RanksStarted, RunEnded
+from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.states import FailureKind, RunState
 
 MB = 1 << 20

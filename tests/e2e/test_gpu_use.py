@@ -13,8 +13,8 @@ from kernels import Cell, Home, Kernel, eventually
 from sgpu_magic.pool.run_log import read_events
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.usage import detail_lines, use_text
-from sgpu_magic.wire.events import Sampled, Submitted
-from sgpu_magic.wire.measures import RankSample
+from sgpu_magic.wire.events import Submitted
+from sgpu_magic.wire.rank_events import RankSample, Sampled
 from tests import nvml_stub as nvml
 
 nvml_stub = nvml.nvml_stub

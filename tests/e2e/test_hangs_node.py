@@ -14,8 +14,9 @@ from kernels import Home, Kernel, eventually
 
 from sgpu_magic.agent.watch.stack_taking import find_py_spy
 from sgpu_magic.pool.run_log import read_events
-from sgpu_magic.wire.events import EventBody, Resumed, RunEnded, Stalled
-from sgpu_magic.wire.measures import RankStack
+from sgpu_magic.wire.events import EventBody, RunEnded
+from sgpu_magic.wire.failures import RankStack
+from sgpu_magic.wire.rank_events import Resumed, Stalled
 from sgpu_magic.wire.states import RunState
 
 HOME_VARIABLES = {"SGPU_STALL_S": "1"}

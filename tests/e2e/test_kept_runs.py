@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 from kernels import Home, Kernel, eventually
 
-from sgpu_magic.wire.run_record import UNDER_WAY
+from sgpu_magic.wire.run import UNDER_WAY
 
 pytestmark = pytest.mark.slow
 

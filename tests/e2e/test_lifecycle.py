@@ -19,8 +19,8 @@ from process_table import watched_pids
 from strikes import events_of
 
 from sgpu_magic.pool.run_log import read_events
-from sgpu_magic.wire.address import process_start
 from sgpu_magic.wire.events import RanksStarted, RunEnded, StateChanged
+from sgpu_magic.wire.pool_status import process_start
 from sgpu_magic.wire.states import RunState
 
 # promise 4: nothing outlives its owner

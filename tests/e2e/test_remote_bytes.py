@@ -31,10 +31,11 @@ from sgpu_magic.client.queues import FilePart
 from sgpu_magic.errors import RunFileUnknown, RunUnknown, UsageError
 from sgpu_magic.runs.replay.recorded import read_recorded
 from sgpu_magic.views.live.log_reader import LogReader
-from sgpu_magic.wire.blobs import CHUNK_BYTES, AskBlobs, BlobsHeld, ListRunFiles, PutBlob, ReadRunFile, RunFiles
-from sgpu_magic.wire.events import OutputWritten, RanksStarted
-from sgpu_magic.wire.payloads import StoredPayload
-from sgpu_magic.wire.run_record import RUN_RECORD, UNDER_WAY
+from sgpu_magic.wire.attachments import StoredPayload
+from sgpu_magic.wire.events import RanksStarted
+from sgpu_magic.wire.files import CHUNK_BYTES, AskBlobs, BlobsHeld, ListRunFiles, PutBlob, ReadRunFile, RunFiles
+from sgpu_magic.wire.rank_events import OutputWritten
+from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY
 from sgpu_magic.wire.states import RunState
 
 MB = 1 << 20

@@ -26,8 +26,8 @@ from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html import render_html
 from sgpu_magic.views.terminal import TerminalPublisher
 from sgpu_magic.views.text import render_text
-from sgpu_magic.wire.events import OutputWritten
-from sgpu_magic.wire.records import Owner
+from sgpu_magic.wire.rank_events import OutputWritten
+from sgpu_magic.wire.run import Owner
 from sgpu_magic.wire.states import OWNER_GONE, RunState
 
 COUNT = """

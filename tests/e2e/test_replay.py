@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from kernels import Home, Kernel, eventually, plain
 
-from sgpu_magic.wire.run_record import RunRecord
+from sgpu_magic.wire.run import RunRecord
 
 
 def sgpu(home: Home, *arguments: str, status: int = 0, **variables: str) -> str:

@@ -14,7 +14,7 @@ import pytest
 from kernels import Home, Kernel, Reply
 from pool_client import PoolClient
 
-from sgpu_magic.files.event_log import EventFile
+from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.wire.pool_status import PoolStatus
 
 

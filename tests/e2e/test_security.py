@@ -20,13 +20,13 @@ import zmq
 from kernels import Home, Kernel, descriptors, eventually
 
 from sgpu_magic.wire import codec
+from sgpu_magic.wire.attachments import FilePayload, InlinePayload, PackedLayout, Payload, PayloadSource
+from sgpu_magic.wire.client import Refused, Submit
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.ids import new_id
-from sgpu_magic.wire.messages import AskStatus, Hello, Refused, Submit, Welcome
-from sgpu_magic.wire.payloads import FilePayload, InlinePayload, PackedLayout, Payload, PayloadSource
-from sgpu_magic.wire.pool_status import PoolStatus
+from sgpu_magic.wire.pool_status import AskStatus, Hello, PoolStatus, Welcome
 from sgpu_magic.wire.record import Record
-from sgpu_magic.wire.records import CellSource, Interpreter, Owner, RankContext, RunSpec
+from sgpu_magic.wire.run import CellSource, Interpreter, Owner, RankContext, RunSpec
 
 # what a pool lets in and keeps is looked at whole
 OWN_HOME = True

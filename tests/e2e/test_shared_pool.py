@@ -13,7 +13,8 @@ from waiting import eventually
 
 from sgpu_magic.client.interpreter import this_owner
 from sgpu_magic.views.pool_tables import status_text
-from sgpu_magic.wire.events import OutputWritten, QueueMoved, RanksStarted
+from sgpu_magic.wire.events import QueueMoved, RanksStarted
+from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.states import RunState
 
 WAIT = "import threading\nprint('here', flush=True)\nthreading.Event().wait()"

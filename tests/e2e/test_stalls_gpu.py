@@ -8,7 +8,7 @@ import pytest
 from kernels import Home, Kernel
 
 from sgpu_magic.pool.run_log import read_events
-from sgpu_magic.wire.events import Stalled
+from sgpu_magic.wire.rank_events import Stalled
 from tests import nvml_stub as nvml
 
 nvml_stub = nvml.nvml_stub

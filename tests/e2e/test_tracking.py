@@ -19,8 +19,8 @@ from waiting import eventually
 
 from sgpu_magic.client.attachments import Attachments
 from sgpu_magic.tracking import progress
+from sgpu_magic.wire.client import TrackRun
 from sgpu_magic.wire.events import Noted, RanksStarted, Tracked
-from sgpu_magic.wire.messages import TrackRun
 from sgpu_magic.wire.states import RunKind, RunState
 from sgpu_magic.wire.tracking import Tracking
 

@@ -17,8 +17,8 @@ from sgpu_magic.client import blob_sender
 from sgpu_magic.client.attachments import Attachments
 from sgpu_magic.client.upload_files import IgnoreRules, KnownDigests, find_files
 from sgpu_magic.errors import UsageError
+from sgpu_magic.wire.attachments import Manifest, Upload, UploadedFile, manifest_bytes
 from sgpu_magic.wire.states import RunState
-from sgpu_magic.wire.uploads import Manifest, Upload, UploadedFile, encoded
 
 LISTED = """
 import os, pathlib, json
@@ -252,7 +252,7 @@ def test_no_name_leads_out(served: ServedPool, ann: RemoteUser, name: str):
     sender = blob_sender.BlobSender(link)
     text = b"evil"
     (blob,) = sender.send([blob_sender.Piece(len(text), lambda: memoryview(text))])
-    manifest = encoded(Manifest(files=(UploadedFile(name, len(text), (blob,)),)))
+    manifest = manifest_bytes(Manifest(files=(UploadedFile(name, len(text), (blob,)),)))
     (digest,) = sender.send([blob_sender.Piece(len(manifest), lambda: memoryview(manifest))])
     made = Upload(name="data", manifest=digest, manifest_size=len(manifest))
     with pytest.MonkeyPatch.context() as patch:

@@ -12,7 +12,7 @@ import pytest
 from agent_process import AgentProcess
 
 from sgpu_magic.wire.events import Noted, RanksStarted, RunEnded
-from sgpu_magic.wire.records import OutputName
+from sgpu_magic.wire.run import OutputName
 from sgpu_magic.wire.states import RunState
 
 CELL = """

@@ -32,8 +32,8 @@ from waiting import eventually
 
 from sgpu_magic.wire.events import RanksStarted, RunEnded
 from sgpu_magic.wire.ids import new_id
-from sgpu_magic.wire.questions import RankQuestion
-from sgpu_magic.wire.records import OutputName
+from sgpu_magic.wire.rank import RankQuestion
+from sgpu_magic.wire.run import OutputName
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 BESIDE = """

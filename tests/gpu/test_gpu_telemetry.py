@@ -15,7 +15,7 @@ from watched_runs import WatchedRun
 from sgpu_magic.agent.watch.gpus import GpuReading, Gpus
 from sgpu_magic.views.usage import detail_lines, use_text
 from sgpu_magic.wire.devices import Device
-from sgpu_magic.wire.measures import RankSample
+from sgpu_magic.wire.rank_events import RankSample
 
 pytestmark = pytest.mark.needs_gpu
 

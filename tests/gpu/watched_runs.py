@@ -11,7 +11,7 @@ from kernels import Cell, Home, Kernel
 from sgpu_magic.pool.run_log import read_events
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.wire.events import Submitted
-from sgpu_magic.wire.measures import RankSample
+from sgpu_magic.wire.rank_events import RankSample
 
 
 def newest_view(home: Home, since: set[str]) -> RunView | None:

@@ -32,7 +32,7 @@ export function formatValue(value: number, unit: string): string {
 
 const SIGNS: Readonly<Record<string, string>> = { USD: "$", EUR: "€", GBP: "£", JPY: "¥", INR: "₹", KRW: "₩" };
 
-/** Returns `$0.37`, `3.10 CHF`; of few cents two digits: `$0.015`, as `sgpu_magic/wire/prices.py` writes it. */
+/** Returns `$0.37`, `3.10 CHF`; of few cents two digits: `$0.015`, as `sgpu_magic/wire/costs.py` writes it. */
 export function formatMoney(amount: number, currency: string): string {
   if (amount > 0 && amount < 1e-6) return `under ${withSign("0.000001", currency)}`;
   if (amount === 0 || amount >= 0.0995) {
@@ -46,7 +46,7 @@ function withSign(digits: string, currency: string): string {
   return sign ? `${sign}${digits}` : `${digits} ${currency}`.trimEnd();
 }
 
-/** Returns what `seconds` on the meter cost: each that has begun counts whole, as in `wire/metering.py`. */
+/** Returns what `seconds` on the meter cost: each that has begun counts whole, as in `wire/costs.py`. */
 export function costOf(per_s: number, seconds: number): number {
   return per_s * Math.max(1, Math.ceil(seconds - 1e-6));
 }

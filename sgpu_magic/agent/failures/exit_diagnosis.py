@@ -11,7 +11,7 @@ from sgpu_magic.agent.failures.memory_kills import MemoryWatch
 from sgpu_magic.agent.ranks.group import RunRanks
 from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.system.processes import signal_name
-from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.states import FailureKind
 
 _SIGNAL_MEANINGS: dict[int, str] = {

@@ -15,8 +15,8 @@ import msgspec
 
 from sgpu_magic.packages.secrets import Blanker, find_secrets
 from sgpu_magic.wire.events import RunEnded
-from sgpu_magic.wire.measures import RankStack
-from sgpu_magic.wire.records import Failure, RankResult
+from sgpu_magic.wire.failures import Failure, RankStack
+from sgpu_magic.wire.run import RankResult
 from sgpu_magic.wire.states import FailureKind, RunState
 
 # the key of a failure that no rank is to blame for

@@ -13,7 +13,7 @@ from sgpu_magic.agent.background_call import call_in_background
 from sgpu_magic.agent.reports import Send
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.files.content_store import blob_path, new_digest
-from sgpu_magic.wire.blobs import CHUNK_BYTES, WINDOW, BlobFetched, FetchBlob
+from sgpu_magic.wire.files import CHUNK_BYTES, WINDOW, BlobFetched, FetchBlob
 
 # so many blobs come at once: one is hashed while another comes
 _AT_ONCE = 2

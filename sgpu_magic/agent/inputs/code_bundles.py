@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 
 from sgpu_magic.agent.inputs.kept_folders import evict, lock_shared
 from sgpu_magic.config import Settings, private_dir
-from sgpu_magic.wire.environment import CodeBundle
+from sgpu_magic.wire.attachments import CodeBundle
 
 # of what environments may have
 _SHARE = 10

@@ -17,12 +17,11 @@ from sgpu_magic.agent.inputs.code_bundles import CodeBundles
 from sgpu_magic.agent.inputs.uploaded import Uploaded
 from sgpu_magic.agent.reports import Send
 from sgpu_magic.config import Settings, private_dir
-from sgpu_magic.files.joined import copy_blob, join_parts
-from sgpu_magic.system.memory import fits_memory
-from sgpu_magic.wire.blobs import PIECE_BYTES
-from sgpu_magic.wire.environment import CodeBundle, Wheel
-from sgpu_magic.wire.node_messages import Launch
-from sgpu_magic.wire.payloads import StoredPayload
+from sgpu_magic.files.content_store import copy_blob, join_parts
+from sgpu_magic.system.byte_sizes import fits_memory
+from sgpu_magic.wire.attachments import CodeBundle, StoredPayload, Wheel
+from sgpu_magic.wire.files import PIECE_BYTES
+from sgpu_magic.wire.node import Launch
 
 
 def travels_by_blobs(launch: Launch) -> bool:

@@ -19,11 +19,11 @@ from sgpu_magic.agent.background_call import call_in_background
 from sgpu_magic.agent.inputs.blob_cache import BlobCache, BlobMissing
 from sgpu_magic.agent.inputs.kept_folders import evict, lock_shared, remove_tree, remove_unused
 from sgpu_magic.config import Settings, private_dir
-from sgpu_magic.files.joined import copy_blob
+from sgpu_magic.files.content_store import copy_blob
 from sgpu_magic.files.safe_paths import parts_of
-from sgpu_magic.wire.blobs import PIECE_BYTES, is_digest
-from sgpu_magic.wire.node_messages import Launch
-from sgpu_magic.wire.uploads import VARIABLE, Manifest, ManifestUnusable, Upload, UploadedFile, decoded
+from sgpu_magic.wire.attachments import UPLOADS_VARIABLE, Manifest, ManifestUnusable, Upload, UploadedFile, manifest_in
+from sgpu_magic.wire.files import PIECE_BYTES, is_digest
+from sgpu_magic.wire.node import Launch
 
 # a file that a rank has changed all the same has another time
 _TIME = 946_684_800
@@ -78,7 +78,7 @@ class Uploaded:
             for upload in known.values():
                 _link(context.cwd, upload)
         told = json.dumps({name: upload.path for name, upload in known.items()})
-        environ = {**context.environ, VARIABLE: told}
+        environ = {**context.environ, UPLOADS_VARIABLE: told}
         return msgspec.structs.replace(launch, context=msgspec.structs.replace(context, environ=environ))
 
     def release(self, run_id: str) -> None:
@@ -114,7 +114,7 @@ class Uploaded:
             launch.spec.run_id, launch.store, upload.manifest, upload.manifest_size, far=launch.far
         )
         try:
-            manifest = decoded(path.read_bytes())
+            manifest = manifest_in(path.read_bytes())
         except ManifestUnusable as error:
             raise BlobMissing(str(error)) from None
         if manifest.single and len(manifest.files) != 1:

@@ -13,8 +13,8 @@ from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.rendezvous_point import RendezvousPoint
 from sgpu_magic.agent.ranks.run_processes import RUN_VARIABLE
 from sgpu_magic.agent.runs.run_files import RunFiles
-from sgpu_magic.wire.node_messages import Launch
-from sgpu_magic.wire.rank_messages import Execute, Prepare, PrivateRay
+from sgpu_magic.wire.node import Launch
+from sgpu_magic.wire.rank import Execute, Prepare, PrivateRay
 from sgpu_magic.wire.tracking import Tracking
 
 

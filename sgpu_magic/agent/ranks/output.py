@@ -15,8 +15,8 @@ import struct
 import termios
 from collections.abc import Callable, Iterator
 
-from sgpu_magic.wire.events import OutputWritten
-from sgpu_magic.wire.output_marks import STDERR_BEGIN, STDERR_END
+from sgpu_magic.wire.rank_events import OutputWritten
+from sgpu_magic.wire.zygote import STDERR_BEGIN, STDERR_END
 
 _PIPE_BYTES = 1 << 20
 # of one rank between two batches: who writes faster waits in its pipe

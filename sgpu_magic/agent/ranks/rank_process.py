@@ -10,7 +10,7 @@ import signal
 from sgpu_magic.agent.ranks.output import RankOutput
 from sgpu_magic.agent.watch.stacks import StackFile
 from sgpu_magic.system.message_stream import MessageStream
-from sgpu_magic.wire.rank_messages import FromRank
+from sgpu_magic.wire.rank import FromRank
 
 
 class RankProcess:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from sgpu_magic.wire.node_messages import MasterBound, MasterKnown, Part
+from sgpu_magic.wire.node import MasterBound, MasterKnown, Part
 
 _BACKLOG = 1024
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"

@@ -8,8 +8,8 @@ from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.orders import prepare
 from sgpu_magic.agent.ranks.zygotes import Zygotes
 from sgpu_magic.config import Settings
-from sgpu_magic.wire.node_messages import Launch
-from sgpu_magic.wire.records import Interpreter
+from sgpu_magic.wire.node import Launch
+from sgpu_magic.wire.run import Interpreter
 
 # above this the ranks of a standby group join late: gloo's loops cost CPU while they wait
 _JOIN_EARLY_MAX = 8

@@ -16,10 +16,10 @@ from sgpu_magic.agent import faults
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.system.processes import signal_name
 from sgpu_magic.wire import codec
-from sgpu_magic.wire.messages import PROTOCOL_VERSION
-from sgpu_magic.wire.records import Interpreter
+from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
+from sgpu_magic.wire.run import Interpreter
 from sgpu_magic.wire.states import FailureKind
-from sgpu_magic.wire.zygote_messages import Exited, Fork, Forked, ForkRefused, FromZygote, ZygoteFailed, ZygoteReady
+from sgpu_magic.wire.zygote import Exited, Fork, Forked, ForkRefused, FromZygote, ZygoteFailed, ZygoteReady
 
 _MAX_IDLE = 2
 # how it ended is known a moment after its socket is closed

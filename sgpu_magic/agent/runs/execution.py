@@ -24,11 +24,11 @@ from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
 from sgpu_magic.agent.runs.rank_requests import CommReports, TrackingAnswers, show
 from sgpu_magic.agent.watch.run_watch import RunWatch
 from sgpu_magic.agent.watch.stacks import NotebookFrames
-from sgpu_magic.wire.comms import TellComms
-from sgpu_magic.wire.events import MetricsLogged, Noted, OutputWritten, RankFailed, RanksStarted
-from sgpu_magic.wire.measures import RankStack
-from sgpu_magic.wire.node_messages import Launch, TrackingKnown
-from sgpu_magic.wire.rank_messages import (
+from sgpu_magic.wire.client import TellComms
+from sgpu_magic.wire.events import Noted, RanksStarted
+from sgpu_magic.wire.failures import Failure, RankStack
+from sgpu_magic.wire.node import Launch, TrackingKnown
+from sgpu_magic.wire.rank import (
     AskTracking,
     Cleared,
     Collectives,
@@ -41,7 +41,8 @@ from sgpu_magic.wire.rank_messages import (
     Raised,
     Remarked,
 )
-from sgpu_magic.wire.records import Failure, RankResult
+from sgpu_magic.wire.rank_events import MetricsLogged, OutputWritten, RankFailed
+from sgpu_magic.wire.run import RankResult
 from sgpu_magic.wire.states import FailureKind, RunState
 
 

@@ -17,8 +17,8 @@ from sgpu_magic.agent.ranks.rendezvous_point import Rendezvous, RendezvousPoint
 from sgpu_magic.agent.runs import ray_place
 from sgpu_magic.agent.runs.execution import Execution
 from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
-from sgpu_magic.wire.node_messages import Launch, MasterKnown, PartsOver, PeerFailed
-from sgpu_magic.wire.rank_messages import FromRank, Joined
+from sgpu_magic.wire.node import Launch, MasterKnown, PartsOver, PeerFailed
+from sgpu_magic.wire.rank import FromRank, Joined
 from sgpu_magic.wire.states import FailureKind, RunState
 
 # nothing may compete with the result on its way to the notebook

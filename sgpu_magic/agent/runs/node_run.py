@@ -20,11 +20,10 @@ from sgpu_magic.agent.runs.run_memory import BackgroundCopier
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.watch.sampling import Sampling
 from sgpu_magic.config import Settings
-from sgpu_magic.wire.comms import TellComms
+from sgpu_magic.wire.client import TellComms
 from sgpu_magic.wire.events import EventBody
-from sgpu_magic.wire.measures import RankStack
-from sgpu_magic.wire.node_messages import Launch, MasterBound, TrackingKnown
-from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.failures import Failure, RankStack
+from sgpu_magic.wire.node import Launch, MasterBound, TrackingKnown
 from sgpu_magic.wire.states import FailureKind, RunState
 
 

@@ -18,11 +18,10 @@ from sgpu_magic.agent.inputs.blob_cache import BlobMissing
 from sgpu_magic.agent.inputs.launch_inputs import LaunchInputs, travels_by_blobs
 from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
 from sgpu_magic.packages.node.store import Built
+from sgpu_magic.wire.attachments import StoredPayload
 from sgpu_magic.wire.events import EnvironmentMoved, RunEnded
-from sgpu_magic.wire.measures import RankStack
-from sgpu_magic.wire.node_messages import Launch, MasterKnown, PartsOver, PeerFailed
-from sgpu_magic.wire.payloads import StoredPayload
-from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.failures import Failure, RankStack
+from sgpu_magic.wire.node import Launch, MasterKnown, PartsOver, PeerFailed
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 

@@ -9,10 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from sgpu_magic.agent.ranks.group import Group, RankProcess
-from sgpu_magic.wire.events import CommsMoved, DisplayPublished, EventBody, Noted, OutputCleared
-from sgpu_magic.wire.node_messages import TrackingKnown
-from sgpu_magic.wire.questions import RankAnswer, RankQuestion
-from sgpu_magic.wire.rank_messages import AnswerQuestion, Cleared, CommsSaid, Displayed, InPlace, TrackingAnswered
+from sgpu_magic.wire.events import EventBody, Noted
+from sgpu_magic.wire.node import TrackingKnown
+from sgpu_magic.wire.rank import (
+    AnswerQuestion,
+    Cleared,
+    CommsSaid,
+    Displayed,
+    InPlace,
+    RankAnswer,
+    RankQuestion,
+    TrackingAnswered,
+)
+from sgpu_magic.wire.rank_events import CommsMoved, DisplayPublished, OutputCleared
 from sgpu_magic.wire.tracking import TrackedRun
 
 # of one run, of all its ranks: events are kept on disk

@@ -13,8 +13,8 @@ from pathlib import Path
 from sgpu_magic.agent.failures.memory_kills import memory_limit
 from sgpu_magic.config import Settings
 from sgpu_magic.wire.ids import check_id
-from sgpu_magic.wire.node_messages import Launch
-from sgpu_magic.wire.rank_messages import PrivateRay
+from sgpu_magic.wire.node import Launch
+from sgpu_magic.wire.rank import PrivateRay
 
 _PREFIX = "ray-"
 _DIGITS = 8

@@ -12,17 +12,16 @@ from sgpu_magic import __version__
 from sgpu_magic.agent.runs.run_memory import BackgroundCopier, RunMemory
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.config import host_name
-from sgpu_magic.files.links import has_content, link_or_copy
+from sgpu_magic.files.run_directory import has_content, link_or_copy
 from sgpu_magic.system.message_stream import MessageStream
+from sgpu_magic.wire.attachments import FilePayload, InlinePayload, Payload, SharedPayload
 from sgpu_magic.wire.codec import printable
 from sgpu_magic.wire.events import EventBody, Noted, PayloadReleased
+from sgpu_magic.wire.files import KEY, PAYLOAD
 from sgpu_magic.wire.ids import check_id
-from sgpu_magic.wire.node_messages import Launch
-from sgpu_magic.wire.payloads import FilePayload, InlinePayload, Payload, SharedPayload
-from sgpu_magic.wire.rank_messages import FromRank
-from sgpu_magic.wire.records import RankResult
-from sgpu_magic.wire.run_files import KEY, PAYLOAD
-from sgpu_magic.wire.run_record import RUN_RECORD, UNDER_WAY, RunRecord
+from sgpu_magic.wire.node import Launch
+from sgpu_magic.wire.rank import FromRank
+from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY, RankResult, RunRecord
 from sgpu_magic.wire.states import RunState
 
 _AIR = b'''"""The run of this directory again, outside the notebook:

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sgpu_magic.wire.payloads import FilePayload, InlinePayload, PayloadSource, SharedPayload, StoredPayload
-from sgpu_magic.wire.run_files import PAYLOAD
+from sgpu_magic.wire.attachments import FilePayload, InlinePayload, PayloadSource, SharedPayload, StoredPayload
+from sgpu_magic.wire.files import PAYLOAD
 
 _CHUNK_BYTES = 16 << 20
 _log = logging.getLogger(__name__)

@@ -28,10 +28,19 @@ from sgpu_magic.agent.background_call import call_in_background
 from sgpu_magic.agent.reports import Reports, Send
 from sgpu_magic.config import Settings
 from sgpu_magic.files.safe_paths import list_below, open_below
-from sgpu_magic.wire.blobs import CHUNK_BYTES, WINDOW, RunFile, RunFileStored, StoreRunFile
 from sgpu_magic.wire.events import EventBody, Noted, RunEnded
-from sgpu_magic.wire.node_messages import Launch
-from sgpu_magic.wire.run_files import EVENTS, TRACKING, WORK, work_folders
+from sgpu_magic.wire.files import (
+    CHUNK_BYTES,
+    EVENTS,
+    TRACKING,
+    WINDOW,
+    WORK,
+    RunFile,
+    RunFileStored,
+    StoreRunFile,
+    work_folders,
+)
+from sgpu_magic.wire.node import Launch
 
 _LOG = re.compile(r"rank-\d+\.log")
 _RESULT = re.compile(r"result-\d+\.bin")

@@ -22,12 +22,11 @@ from sgpu_magic.agent.runs.session_records import SessionLogs, SessionNews
 from sgpu_magic.agent.runs.session_repair import SessionRepair
 from sgpu_magic.agent.watch.sampling import RunSampler
 from sgpu_magic.agent.watch.stacks import NotebookFrames
-from sgpu_magic.wire.comms import TellComms
-from sgpu_magic.wire.events import Noted, OutputWritten, RanksStarted, RunEnded
-from sgpu_magic.wire.measures import RankStack
-from sgpu_magic.wire.node_messages import Launch
-from sgpu_magic.wire.questions import RankAnswer, RankQuestion
-from sgpu_magic.wire.rank_messages import (
+from sgpu_magic.wire.client import TellComms
+from sgpu_magic.wire.events import Noted, RanksStarted, RunEnded
+from sgpu_magic.wire.failures import Failure, RankStack
+from sgpu_magic.wire.node import Launch
+from sgpu_magic.wire.rank import (
     Cleared,
     CommsSaid,
     Displayed,
@@ -35,10 +34,12 @@ from sgpu_magic.wire.rank_messages import (
     FromRank,
     Joined,
     QuestionAnswered,
+    RankAnswer,
+    RankQuestion,
     Remarked,
     Renewed,
 )
-from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.states import FailureKind, RunState
 
 # a cell that is stopped with its session gets this long to say its own last word

@@ -18,8 +18,8 @@ from sgpu_magic.agent.ranks.orders import send_session_cells
 from sgpu_magic.agent.runs.execution import Execution
 from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
 from sgpu_magic.wire.events import GroupRenewed
-from sgpu_magic.wire.node_messages import Launch
-from sgpu_magic.wire.rank_messages import Failed, Finished, FromRank
+from sgpu_magic.wire.node import Launch
+from sgpu_magic.wire.rank import Failed, Finished, FromRank
 from sgpu_magic.wire.states import FailureKind, RunState
 
 # the failure is told before the groups are whole when that takes longer

@@ -16,8 +16,8 @@ from sgpu_magic.agent.ranks.group import Group, GroupStore
 from sgpu_magic.agent.ranks.orders import prepare
 from sgpu_magic.agent.runs.session_records import SessionNews
 from sgpu_magic.wire.events import GroupRenewed, RanksRestarted
-from sgpu_magic.wire.node_messages import Launch
-from sgpu_magic.wire.rank_messages import Renew, Renewed
+from sgpu_magic.wire.node import Launch
+from sgpu_magic.wire.rank import Renew, Renewed
 
 # gloo's own limit on the ranks is shorter
 _PATIENCE_S = 60.0

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 
 from sgpu_magic.agent.watch.stack_taking import StackTaker
 from sgpu_magic.agent.watch.stacks import NotebookFrames
-from sgpu_magic.wire.events import IDLE_GPU_PCT, DeviceBusy, DeviceIdle
-from sgpu_magic.wire.measures import RankStack
+from sgpu_magic.wire.failures import RankStack
+from sgpu_magic.wire.rank_events import IDLE_GPU_PCT, DeviceBusy, DeviceIdle
 
 _DATALOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 _SLEEP = re.compile(r"(time\.)?sleep\(")

@@ -19,8 +19,8 @@ from sgpu_magic.agent.ranks.group import RankProcess, RunRanks
 from sgpu_magic.agent.watch.gpus import GpuReading, Gpus
 from sgpu_magic.agent.watch.usage import ProcessTable, TreeUse
 from sgpu_magic.wire.devices import Lease
-from sgpu_magic.wire.events import Noted, Sampled
-from sgpu_magic.wire.measures import RankSample
+from sgpu_magic.wire.events import Noted
+from sgpu_magic.wire.rank_events import RankSample, Sampled
 
 _FINE_S = 600.0
 _COARSE_S = 5.0

@@ -1,4 +1,4 @@
-"""Where ranks are: their stack files (see `wire.stack_area`) and faulthandler's text, read. No waiting."""
+"""Where ranks are: their stack files (see `wire.zygote`) and faulthandler's text, read. No waiting."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from sgpu_magic.wire.measures import StackFrame
-from sgpu_magic.wire.records import CellSource
-from sgpu_magic.wire.stack_area import AREA_BYTES, read_area
+from sgpu_magic.wire.failures import StackFrame
+from sgpu_magic.wire.run import CellSource
+from sgpu_magic.wire.zygote import AREA_BYTES, read_area
 
 _CELL_PREFIX = "<ipython-input-"
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')

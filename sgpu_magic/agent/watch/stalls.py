@@ -17,8 +17,8 @@ from sgpu_magic.agent.watch.gpus import GpuReading, Gpus
 from sgpu_magic.agent.watch.stack_taking import StackTaker
 from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.agent.watch.usage import ProcessTable
-from sgpu_magic.wire.events import Resumed, Stalled
-from sgpu_magic.wire.measures import RankStack
+from sgpu_magic.wire.failures import RankStack
+from sgpu_magic.wire.rank_events import Resumed, Stalled
 
 BUSY_SHARE = 0.05
 """Of one core (or of the GPU): what a rank uses that does something."""

@@ -3,8 +3,8 @@
     import sgpu_magic.functions.compat                     # or %load_ext sgpu_magic
     from serverless_gpu import distributed
 
-``serverless_gpu/``: the documented names, each made of this package's own
-``decorators``: this package's decorators on the pool that the documented variables choose
+serverless_gpu/  the documented names, each made of this package's own
+decorators       this package's decorators on the pool that the documented variables choose
 
 The finder stands behind everything that is installed: the real package wins. It imports nothing until it is asked.
 """

@@ -31,6 +31,7 @@ from sgpu_magic.system.secure_sockets import (
     write_key_pair,
 )
 from sgpu_magic.wire import codec
+from sgpu_magic.wire.node import FromAgent, ToAgent
 from sgpu_magic.wire.node_link import (
     BEAT_S,
     SILENT_S,
@@ -42,7 +43,6 @@ from sgpu_magic.wire.node_link import (
     LinkOpened,
     NodeLeaves,
 )
-from sgpu_magic.wire.node_messages import FromAgent, ToAgent
 from sgpu_magic.wire.record import Record
 
 _from_node = msgspec.msgpack.Decoder[FromNode](FromNode)

@@ -37,8 +37,8 @@ from sgpu_magic.nodes.ray.node_agents import NodeAgents, NodeKeys
 from sgpu_magic.nodes.ray.uplink import AgentOrder
 from sgpu_magic.system.secure_sockets import KeyPair
 from sgpu_magic.wire.devices import Inventory, Lease
-from sgpu_magic.wire.messages import PROTOCOL_VERSION
-from sgpu_magic.wire.node_messages import AgentReady, FromAgent, Launch
+from sgpu_magic.wire.node import AgentReady, FromAgent, Launch
+from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
 
 # so often Ray is asked for its nodes while runs go on or wait, and else
 _BUSY_S, _IDLE_S = 1.0, 5.0

@@ -26,7 +26,7 @@ from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.system.processes import signal_name
 from sgpu_magic.system.secure_sockets import Endpoint, KeyPair, secure_client
 from sgpu_magic.wire import codec
-from sgpu_magic.wire.address import agent_socket_file
+from sgpu_magic.wire.node import EndAgent
 from sgpu_magic.wire.node_link import (
     BEAT_S,
     SILENT_S,
@@ -38,7 +38,7 @@ from sgpu_magic.wire.node_link import (
     NodeLeaves,
     ToNode,
 )
-from sgpu_magic.wire.node_messages import EndAgent
+from sgpu_magic.wire.pool_status import agent_socket_file
 from sgpu_magic.wire.record import Record
 
 _to_node = msgspec.msgpack.Decoder[ToNode](ToNode)

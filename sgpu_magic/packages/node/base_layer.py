@@ -19,8 +19,7 @@ from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from sgpu_magic.packages.distributions import normalised
-from sgpu_magic.packages.from_node import SGPU_MAGIC
+from sgpu_magic.packages.distributions import SGPU_MAGIC, normalised
 
 # of what sgpu-magic needs, this only where notebooks and pools are
 _NOT_FOR_RANKS = {"anywidget", "ipywidgets", "pathspec", "uv"}

@@ -18,8 +18,8 @@ def main() -> None:
     processes.die_with_parent(int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end)
+    from sgpu_magic.packages.node.build_order import BuildNews, BuildReady, BuildRefused, decode_order, encode
     from sgpu_magic.packages.node.builder import Builder
-    from sgpu_magic.packages.node.progress import BuildNews, BuildReady, BuildRefused, decode_order, encode
     from sgpu_magic.packages.node.refusals import BuildFailed
 
     def tell(news: BuildNews) -> None:

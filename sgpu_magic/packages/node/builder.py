@@ -21,16 +21,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sgpu_magic.packages.distributions import normalised
-from sgpu_magic.packages.index import index_variables
 from sgpu_magic.packages.node import refusals
 from sgpu_magic.packages.node.base_layer import base_layer, link_layer
-from sgpu_magic.packages.node.estimate import Estimate, KnownSizes, estimate
-from sgpu_magic.packages.node.progress import BuildMoved, BuildOrder
+from sgpu_magic.packages.node.build_order import BuildMoved, BuildOrder
 from sgpu_magic.packages.node.refusals import BuildFailed
+from sgpu_magic.packages.node.sizes import Estimate, KnownSizes, estimate
 from sgpu_magic.packages.node.store import Built, HeldLock, Store
-from sgpu_magic.packages.uv_command import UvFailed, run_uv
+from sgpu_magic.packages.uv_command import UvFailed, index_variables, run_uv
 from sgpu_magic.system import processes
-from sgpu_magic.wire.environment import Environment, Wheel
+from sgpu_magic.wire.attachments import Environment, Wheel
 
 _POLL_S = 0.05
 # what torch's dependants would bring in, though the base layer has it

@@ -11,11 +11,11 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from sgpu_magic.packages.node.estimate import Estimate
+from sgpu_magic.packages.node.sizes import Estimate
 from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.packages.uv_command import UvFailed
 from sgpu_magic.system.byte_sizes import format_bytes
-from sgpu_magic.wire.environment import Environment
+from sgpu_magic.wire.attachments import Environment
 
 _NAMED = 8
 _NO_WHEEL = re.compile(r"Wheels are required for `([^`]+)`|Because ([\w.-]+==\S+) has no (?:usable )?wheels")

@@ -14,9 +14,8 @@ from sgpu_magic.pool.scheduling.placement_request import Refusal, Want
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.scheduled_run import WARN_SHARE, ScheduledRun, rough, span
 from sgpu_magic.pool.scheduling.stimuli import Instruction, Remark
-from sgpu_magic.wire.metering import cost_of
-from sgpu_magic.wire.prices import HOUR_S
-from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.costs import HOUR_S, cost_of
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import BUDGET, COST_LIMIT, RunState
 
 # sums of many prices meet their limit but for the last digits

@@ -1,6 +1,6 @@
 """What devices cost, what a run's time comes to, and what a pool's runs may cost together. Pure.
 
-`wire.metering` has the rules that views share.
+`wire.costs` has the rules that views share.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sgpu_magic.config import Settings
+from sgpu_magic.wire.costs import Prices, billed_s, cost_of, device_count, format_money, read_prices
 from sgpu_magic.wire.device_types import CPU
 from sgpu_magic.wire.devices import Lease
-from sgpu_magic.wire.metering import billed_s, cost_of, device_count
-from sgpu_magic.wire.prices import Prices, format_money, read_prices
 
 _NONE = Prices()
 DAY_S = 24 * 3600.0

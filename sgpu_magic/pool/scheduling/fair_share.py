@@ -18,7 +18,7 @@ from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun
 from sgpu_magic.wire.device_types import CPU
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.user_limits import UserLimits, quota_types
 
 NO_LIMITS = UserLimits()

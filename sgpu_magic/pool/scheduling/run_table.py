@@ -15,8 +15,8 @@ from sgpu_magic.pool.scheduling.capacity import Line
 from sgpu_magic.pool.scheduling.costs import Budget
 from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun
 from sgpu_magic.pool.scheduling.stimuli import EndRun, Instruction, MoveRun, RefuseRun, StopRun
+from sgpu_magic.wire.costs import cost_of
 from sgpu_magic.wire.devices import Lease
-from sgpu_magic.wire.metering import cost_of
 from sgpu_magic.wire.states import FailureKind, RunState, can_move
 
 # a run that is over holds its devices until its ranks have left; one that was not to wait waits for that

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sgpu_magic.pool.scheduling.placement_request import Want
+from sgpu_magic.wire.costs import HOUR_S
 from sgpu_magic.wire.devices import Lease
-from sgpu_magic.wire.prices import HOUR_S
-from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunState
 
 WARN_SHARE = 0.8

@@ -48,7 +48,7 @@ from sgpu_magic.pool.scheduling.stimuli import (
     Stimulus,
 )
 from sgpu_magic.wire.devices import Inventory, Lease, Placement
-from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunState
 from sgpu_magic.wire.user_limits import UserLimits
 

@@ -19,7 +19,7 @@ from sgpu_magic.pool.scheduling.placement_request import SPREAD, Refusal, Want, 
 from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun, span
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sgpu_magic.wire.devices import Inventory, Lease
-from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import FailureKind, RunState
 
 # ---------------------------------------------------------------- stimuli

@@ -14,11 +14,9 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import UsageError
-from sgpu_magic.packages import bases, saved
-from sgpu_magic.packages.base_lists import BASE_NAMES, base_list
-from sgpu_magic.packages.digest import environment_digest
-from sgpu_magic.packages.distributions import normalised
-from sgpu_magic.packages.kept_wheels import distribution_name
+from sgpu_magic.packages import bases, named_environments
+from sgpu_magic.packages.distributions import distribution_name, environment_digest, normalised
+from sgpu_magic.packages.named_environments import BASE_NAMES, base_list
 from sgpu_magic.packages.requirement_files import name_of, read_file, version_of
 from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.runs.choice.schema import Choice
@@ -107,7 +105,7 @@ def base_of(settings: Settings, name: str) -> Base:
         found = read_file(path)
         local = tuple(f"{of} @ {there.resolve().as_uri()}" for of, there in found.local)
         return Base((*found.lines, *local), not found.resolve, found.python)
-    kept = saved.load(settings, name)
+    kept = named_environments.load(settings, name)
     if kept is None:
         bases.chosen(settings, name)
         raise UsageError(f"there is no environment named {name!r}.")
@@ -123,8 +121,8 @@ def problem_of_base(settings: Settings, name: str) -> str:
         EnvironmentFailed: It has lost something.
     """
     is_file = Path(name).expanduser().is_file()
-    if name not in BASE_NAMES and not is_file and name not in saved.saved_names(settings):
-        known = ", ".join((*BASE_NAMES, *saved.saved_names(settings)))
+    if name not in BASE_NAMES and not is_file and name not in named_environments.saved_names(settings):
+        known = ", ".join((*BASE_NAMES, *named_environments.saved_names(settings)))
         return f"There is no environment {name!r} here. There are: {known}; a requirements file's path is possible."
     here, python = bases.here_minor(), base_of(settings, name).python
     if python and python != here:

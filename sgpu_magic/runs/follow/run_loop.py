@@ -28,8 +28,9 @@ from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.publisher import Publisher
 from sgpu_magic.views.units import format_span
 from sgpu_magic.wire.events import Detached, Event, RunEnded
+from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.records import Failure, RunSpec
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import FailureKind, RunState
 
 _TICK_S = 0.05

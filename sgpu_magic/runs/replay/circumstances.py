@@ -17,11 +17,11 @@ from packaging.utils import canonicalize_name
 
 from sgpu_magic import __version__
 from sgpu_magic.config import host_name, load_settings
-from sgpu_magic.packages.path_entries import installed_entries
+from sgpu_magic.packages.local_code import installed_entries
 from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.runs.git_state import git_tags
 from sgpu_magic.runs.replay.recorded import Recorded
-from sgpu_magic.wire.records import Interpreter
+from sgpu_magic.wire.run import Interpreter
 
 _PROBE_S = 30.0
 _HEAD = re.compile(r"# Python (?P<python>[\w.]+) on .*?, digest (?P<digest>[0-9a-f]+)")

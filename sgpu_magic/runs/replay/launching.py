@@ -19,7 +19,7 @@ from sgpu_magic.runs.replay.recorded import Recorded
 from sgpu_magic.runs.submit.submit import Submission
 from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.wire.ids import new_id, short
-from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.run import RunSpec
 
 
 @dataclass(frozen=True, slots=True)

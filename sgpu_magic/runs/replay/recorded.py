@@ -11,14 +11,13 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.files.event_log import EventFile
+from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.payload.pack import Packed
+from sgpu_magic.wire.attachments import PackedLayout
 from sgpu_magic.wire.events import Described, RanksStarted, RunEnded
+from sgpu_magic.wire.files import KEY, PAYLOAD, REQUIREMENTS
 from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.payloads import PackedLayout
-from sgpu_magic.wire.records import RunSpec
-from sgpu_magic.wire.run_files import KEY, PAYLOAD, REQUIREMENTS
-from sgpu_magic.wire.run_record import RUN_RECORD, UNDER_WAY, RunRecord
+from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY, RunRecord, RunSpec
 from sgpu_magic.wire.states import RunKind
 
 _REPLAYABLE = (RunKind.CELL, RunKind.CALL)

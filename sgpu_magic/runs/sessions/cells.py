@@ -20,7 +20,7 @@ from sgpu_magic.runs.submit.cell_source import heavy_names, name_of, read_cell, 
 from sgpu_magic.runs.submit.redact import Parameters, scalars
 from sgpu_magic.runs.submit.submit import Submission
 from sgpu_magic.wire.ids import new_id
-from sgpu_magic.wire.records import CellSource, OutputName, RunSpec, Shipped
+from sgpu_magic.wire.run import CellSource, OutputName, RunSpec, Shipped
 from sgpu_magic.wire.states import RunKind
 
 if TYPE_CHECKING:

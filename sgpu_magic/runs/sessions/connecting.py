@@ -30,7 +30,7 @@ from sgpu_magic.runs.submit.placing import Devices
 from sgpu_magic.runs.submit.submit import Submission, submit
 from sgpu_magic.runs.workplace import Workplace, workplace
 from sgpu_magic.wire.ids import new_id
-from sgpu_magic.wire.records import CellSource, RunSpec, Shipped
+from sgpu_magic.wire.run import CellSource, RunSpec, Shipped
 from sgpu_magic.wire.states import RunKind
 
 DEFAULT_NAME = "main"

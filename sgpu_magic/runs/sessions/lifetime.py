@@ -23,7 +23,7 @@ from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.views.run_notes import SessionState
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunState
 
 _CLOSE_PATIENCE_S = 10.0

@@ -13,7 +13,7 @@ from sgpu_magic.runs.option_values import format_ranks
 from sgpu_magic.runs.sessions.cells import Prepared, prepare_push
 from sgpu_magic.runs.submit.submit import let_go, submit
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.wire.questions import RankQuestion
+from sgpu_magic.wire.rank import RankQuestion
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 if TYPE_CHECKING:

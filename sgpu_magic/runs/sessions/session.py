@@ -22,7 +22,7 @@ from sgpu_magic.runs.sessions.namespace_sync import Shipping
 from sgpu_magic.runs.sessions.run_in import names_on, push
 from sgpu_magic.runs.submit.cell_source import outputs_from
 from sgpu_magic.runs.workplace import Workplace
-from sgpu_magic.wire.records import OutputName
+from sgpu_magic.wire.run import OutputName
 
 # so many names are listed in a sentence
 _MOST_NAMES = 12

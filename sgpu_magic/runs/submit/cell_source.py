@@ -9,7 +9,7 @@ from typing import Any
 
 from sgpu_magic.errors import CellSyntaxError, UsageError
 from sgpu_magic.payload.names import CellNames, names_in
-from sgpu_magic.wire.records import OutputName
+from sgpu_magic.wire.run import OutputName
 
 _DEFINITION = re.compile(r"^(?:async\s+)?(?:def|class)\s+(\w+)", re.MULTILINE)
 _WORD = re.compile(r"[^\W\d]\w*")

@@ -17,7 +17,7 @@ import msgspec
 
 from sgpu_magic.config import Settings
 from sgpu_magic.runs.submit.remote_inputs import working_directory
-from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunKind
 from sgpu_magic.wire.tracking import STORE_VARIABLES, Tracking, absolute_uri
 

@@ -19,7 +19,7 @@ from sgpu_magic.payload.pack import Packed, pack_namespace
 from sgpu_magic.runs.notebook import cell_number, cell_numbers
 from sgpu_magic.runs.submit.redact import Parameters, scalars
 from sgpu_magic.runs.workplace import Workplace
-from sgpu_magic.wire.records import CellSource, OutputName, Shipped
+from sgpu_magic.wire.run import CellSource, OutputName, Shipped
 
 CALL_NAME = "__sgpu_call__"
 RESULT_NAME = "__sgpu_result__"

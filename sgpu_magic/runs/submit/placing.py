@@ -20,8 +20,8 @@ from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.runs.option_values import STRATEGIES, check_spread
+from sgpu_magic.wire.costs import read_prices
 from sgpu_magic.wire.devices import Placement
-from sgpu_magic.wire.prices import read_prices
 
 CPU_RANKS = 2
 """Ranks on CPU of a run that does not say how many."""

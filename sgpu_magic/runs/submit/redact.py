@@ -9,7 +9,7 @@ import msgspec
 
 from sgpu_magic.packages.secrets import is_secret
 from sgpu_magic.packages.variables import SecretsOf, blanked_settings
-from sgpu_magic.wire.records import CellSource, RunSpec
+from sgpu_magic.wire.run import CellSource, RunSpec
 
 _secrets = SecretsOf()
 _lock = threading.Lock()

@@ -17,13 +17,13 @@ from sgpu_magic.packages import known_mismatches
 from sgpu_magic.packages.variables import travelling
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.submit.redact import without_secrets
-from sgpu_magic.wire.environment import CodeBundle, Environment
-from sgpu_magic.wire.records import CellSource, RunSpec
+from sgpu_magic.wire.attachments import CodeBundle, Environment
+from sgpu_magic.wire.run import CellSource, RunSpec
 from sgpu_magic.wire.states import RunKind
 
 if TYPE_CHECKING:
     from sgpu_magic.packages.bundle import Bundles
-    from sgpu_magic.packages.local_modules import LocalCode
+    from sgpu_magic.packages.local_code import LocalCode
     from sgpu_magic.runs.package_options import Wishes
     from sgpu_magic.runs.submit.submit import Submission
 
@@ -157,7 +157,7 @@ def _wished(pool: Pool, settings: Settings, submission: Submission) -> tuple[Env
         return None
     # only loaded where packages travel
     from sgpu_magic.packages import bases
-    from sgpu_magic.packages.travel_checks import check_before_travel
+    from sgpu_magic.packages.order import check_before_travel
 
     chosen = bases.chosen(settings, wishes.env_version, torch_mine=wishes.torch_mine, allow_build=wishes.allow_build)
     if chosen is None:
@@ -168,7 +168,7 @@ def _wished(pool: Pool, settings: Settings, submission: Submission) -> tuple[Env
 
 def _own(pool: Pool, submission: Submission) -> tuple[tuple[Environment, tuple[str, ...]], tuple[str, ...]]:
     """The notebook's own packages, and the directories of projects of which wheels were made."""
-    from sgpu_magic.packages.travel_checks import check_before_travel
+    from sgpu_magic.packages.order import check_before_travel
 
     wishes, own = submission.wishes, packages.of(pool)
     ordered = own.environment(torch_mine=wishes.torch_mine, allow_build=wishes.allow_build)
@@ -189,7 +189,7 @@ def _driver(pool: Pool) -> str:
 def _local_code(
     submission: Submission, cell: CellSource, known: Iterable[str], projects: Iterable[str]
 ) -> list[LocalCode]:
-    from sgpu_magic.packages.local_modules import find_local_code
+    from sgpu_magic.packages.local_code import find_local_code
 
     stand = submission.stand
     cwd = stand.cwd if stand is not None else working_directory()

@@ -16,12 +16,12 @@ from sgpu_magic.runs import git_state, job_defaults, packages
 from sgpu_magic.runs.package_options import Wishes
 from sgpu_magic.runs.submit import mlflow_target, remote_inputs
 from sgpu_magic.runs.submit.remote_inputs import working_directory
+from sgpu_magic.wire.attachments import Upload
+from sgpu_magic.wire.client import Describe, TrackRun
 from sgpu_magic.wire.codec import printable
 from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.messages import Describe, TrackRun
-from sgpu_magic.wire.records import Interpreter, RunSpec
+from sgpu_magic.wire.run import Interpreter, RunSpec
 from sgpu_magic.wire.states import RunKind
-from sgpu_magic.wire.uploads import Upload
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,20 @@
 """What a front end is told of a run, and what it may ask: the same over a widget's comm and over the server.
 
-`schema`        what is drawn but for the log's lines, as JSON
-`messages`      what goes between them: told, asked, answered, as JSON
+schema        what is drawn but for the log's lines, as JSON
+messages      what goes between them: told, asked, answered, as JSON
 
-`feed`          a run's events -> at most 10 messages a second
-`answers`       a front end's question -> its answer
+feed          a run's events -> at most 10 messages a second
+answers       a front end's question -> its answer
 
-`snapshot`      `RunView` -> `Snapshot`: what is drawn but for the log's lines
-`rank_cards`    its grid of ranks, with progress bars read from text
-`fitting`       makes it small enough for one message
+snapshot      `RunView` -> `Snapshot`: what is drawn but for the log's lines
+rank_cards    its grid of ranks, with progress bars read from text
+fitting       makes it small enough for one message
 
-`log_index`     which line of which rank is the n-th of all; the newest lines
-`log_reader`    any lines of a run's logs, without reading all of them
+log_index     which line of which rank is the n-th of all; the newest lines
+log_reader    any lines of a run's logs, without reading all of them
 
-`live_views`    one kernel's views: whether a run gets one, and the widget that shows it
-`rank_widgets`  the comms of widgets that ranks have made
-`comm`          questions and their answers, also while the cell blocks the kernel
-`widgets`       the ipywidget itself
+live_views    one kernel's views: whether a run gets one, and the widget that shows it
+rank_widgets  the comms of widgets that ranks have made
+comm          questions and their answers, also while the cell blocks the kernel
+widgets       the ipywidget itself
 """

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from sgpu_magic.views.live.log_reader import MAX_RAW_CHARS, last_rewrite, line_text
 from sgpu_magic.views.live.messages import LineRow, LineSkip, json_bytes
-from sgpu_magic.wire.events import OutputWritten
+from sgpu_magic.wire.rank_events import OutputWritten
 
 _BLOCK = 1024
 _MOST_IN_ONE = (1 << 32) - 1

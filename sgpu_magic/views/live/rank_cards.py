@@ -12,7 +12,7 @@ from sgpu_magic.views.live.schema import Bar, Curve, RankCard, Tone
 from sgpu_magic.views.run_notes import restart_command
 from sgpu_magic.views.usage import Drawn, RankUsage, detail_lines, use_text
 from sgpu_magic.views.words import new_host
-from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.states import FailureKind, RunState
 
 _MAX_LAST_CHARS = 160

@@ -24,9 +24,10 @@ from sgpu_magic.views.rank_models import (
     without_prefix,
 )
 from sgpu_magic.views.widget_forms import ModelKey
-from sgpu_magic.wire.comms import CommMessage, TellComms, can_merge
+from sgpu_magic.wire.client import TellComms
 from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.rank_events import CommMessage, can_merge
 
 INTERVAL_S = 0.1
 # messages of one widget; older ones are dropped

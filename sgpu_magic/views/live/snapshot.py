@@ -34,8 +34,8 @@ from sgpu_magic.views.words import (
     tracked_text,
     values_left_there,
 )
-from sgpu_magic.wire.prices import HOUR_S
-from sgpu_magic.wire.records import Failure
+from sgpu_magic.wire.costs import HOUR_S
+from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.states import RunState
 
 _MAX_NOTES = 20

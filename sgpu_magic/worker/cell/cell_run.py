@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.payload import unpack
 from sgpu_magic.tracking import in_rank
-from sgpu_magic.wire.rank_messages import Execute, Joined, Remarked
+from sgpu_magic.wire.rank import Execute, Joined, Remarked
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.states import RunKind
 from sgpu_magic.worker.cell import asking, execute, results

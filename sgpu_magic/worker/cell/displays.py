@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal
 
 from IPython.core.displaypub import DisplayPublisher
 
-from sgpu_magic.wire.rank_messages import Cleared, Displayed
+from sgpu_magic.wire.rank import Cleared, Displayed
 from sgpu_magic.wire.record import Record
 from sgpu_magic.worker.process import output
 

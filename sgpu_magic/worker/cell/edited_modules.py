@@ -23,7 +23,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
-from sgpu_magic.wire.records import RankContext
+from sgpu_magic.wire.run import RankContext
 from sgpu_magic.worker.cell.shell import RankShell
 
 _PACKAGE = str(Path(__file__).parents[2])

@@ -17,9 +17,9 @@ from IPython.core.inputtransformer2 import leading_indent
 
 from sgpu_magic.errors import EnvironmentFailed, SerializationError
 from sgpu_magic.payload import unpack
-from sgpu_magic.wire.measures import RankMemory
-from sgpu_magic.wire.rank_messages import Execute
-from sgpu_magic.wire.records import CellSource, Failure
+from sgpu_magic.wire.failures import Failure, RankMemory
+from sgpu_magic.wire.rank import Execute
+from sgpu_magic.wire.run import CellSource
 from sgpu_magic.wire.states import FailureKind
 from sgpu_magic.worker.cell import asking, failures, memory
 from sgpu_magic.worker.cell.results import pack_names

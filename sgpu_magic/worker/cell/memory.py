@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from sgpu_magic.payload.buffers import memory_available_bytes
-from sgpu_magic.wire.measures import RankMemory, TensorUse
+from sgpu_magic.system.byte_sizes import memory_available_bytes
+from sgpu_magic.wire.failures import RankMemory, TensorUse
 from sgpu_magic.worker.cell.asking import is_a
 from sgpu_magic.worker.cell.shell import RankShell
 

@@ -17,10 +17,12 @@ import msgspec
 from sgpu_magic.errors import SerializationError, UsageError
 from sgpu_magic.payload import buffers
 from sgpu_magic.payload.pack import Packed, pack_object
-from sgpu_magic.wire.payloads import FilePayload, InlinePayload, Payload, SharedPayload
-from sgpu_magic.wire.rank_messages import Execute, Failed, Finished
+from sgpu_magic.system.byte_sizes import fits_memory
+from sgpu_magic.wire.attachments import FilePayload, InlinePayload, Payload, SharedPayload
+from sgpu_magic.wire.failures import Failure
+from sgpu_magic.wire.rank import Execute, Failed, Finished
 from sgpu_magic.wire.record import Record
-from sgpu_magic.wire.records import Failure, OutputName, RankResult
+from sgpu_magic.wire.run import OutputName, RankResult
 from sgpu_magic.wire.states import RunKind
 from sgpu_magic.worker.cell import asking
 from sgpu_magic.worker.cell.shell import RankShell, hook_of
@@ -90,7 +92,7 @@ def finished(packed: Packed | None, rank: int, run_dir: str, *, text: str, probl
     if packed is not None and packed.total_bytes <= buffers.INLINE_LIMIT:
         payload = Payload(source=InlinePayload(), layout=packed.layout)
         blobs.append(packed.to_bytes())
-    elif packed is not None and not buffers.fits_memory(packed.total_bytes):
+    elif packed is not None and not fits_memory(packed.total_bytes):
         path = Path(run_dir) / f"result-{rank}.bin"
         buffers.write_file(packed, path)
         payload = Payload(source=FilePayload(path=str(path), size=packed.total_bytes), layout=packed.layout)

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol, cast
 
-from sgpu_magic.wire.comms import CommMessage, can_merge
-from sgpu_magic.wire.rank_messages import CommsSaid, Remarked
+from sgpu_magic.wire.rank import CommsSaid, Remarked
+from sgpu_magic.wire.rank_events import CommMessage, can_merge
 from sgpu_magic.wire.record import Record
 from sgpu_magic.worker.cell import displays
 

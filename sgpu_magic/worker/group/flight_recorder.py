@@ -18,7 +18,7 @@ from typing import cast
 
 import msgspec
 
-from sgpu_magic.wire.measures import Collective
+from sgpu_magic.wire.failures import Collective
 
 BUFFER_ENTRIES = 2000
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")

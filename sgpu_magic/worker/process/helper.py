@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sgpu_magic.tracking import in_rank
-from sgpu_magic.wire.rank_messages import (
+from sgpu_magic.wire.rank import (
     AnswerQuestion,
     Collectives,
     CommsHeard,

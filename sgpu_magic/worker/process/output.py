@@ -17,7 +17,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from sgpu_magic.wire.output_marks import STDERR_BEGIN, STDERR_END
+from sgpu_magic.wire.zygote import STDERR_BEGIN, STDERR_END
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -20,7 +20,7 @@ import torch
 
 from sgpu_magic.tracking import in_rank
 from sgpu_magic.wire import codec
-from sgpu_magic.wire.rank_messages import (
+from sgpu_magic.wire.rank import (
     AnswerQuestion,
     CommsHeard,
     Execute,
@@ -35,7 +35,7 @@ from sgpu_magic.wire.rank_messages import (
     ToRank,
 )
 from sgpu_magic.wire.record import Record
-from sgpu_magic.wire.zygote_messages import Fork
+from sgpu_magic.wire.zygote import Fork
 from sgpu_magic.worker.cell import execute, interaction, memory, questions, widgets
 from sgpu_magic.worker.cell import shell as rank_shell
 from sgpu_magic.worker.cell.cell_run import CellRun

@@ -17,7 +17,7 @@ import threading
 from types import FrameType
 from typing import NoReturn
 
-from sgpu_magic.wire.stack_area import AREA_BYTES, HEADER, LENGTH, STACK_SIGNAL, TEXT_BYTES, half_offset
+from sgpu_magic.wire.zygote import AREA_BYTES, HEADER, LENGTH, STACK_SIGNAL, TEXT_BYTES, half_offset
 from sgpu_magic.worker.cell import asking
 
 _MAX_FRAMES = 200

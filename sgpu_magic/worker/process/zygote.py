@@ -26,8 +26,8 @@ from typing import Any
 
 from sgpu_magic.system import processes
 from sgpu_magic.wire import codec
-from sgpu_magic.wire.messages import PROTOCOL_VERSION
-from sgpu_magic.wire.zygote_messages import Exited, Fork, Forked, ForkRefused, ToZygote, ZygoteFailed, ZygoteReady
+from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
+from sgpu_magic.wire.zygote import Exited, Fork, Forked, ForkRefused, ToZygote, ZygoteFailed, ZygoteReady
 from sgpu_magic.worker.process import output
 from sgpu_magic.worker.process.link import Link
 

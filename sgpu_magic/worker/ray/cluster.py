@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from sgpu_magic.errors import EnvironmentFailed
-from sgpu_magic.wire.rank_messages import Execute, PrivateRay, Remarked
+from sgpu_magic.wire.rank import Execute, PrivateRay, Remarked
 from sgpu_magic.wire.record import Record
 from sgpu_magic.worker.ray import variables
 from sgpu_magic.worker.ray.driver import Driver, Lines, written_in

@@ -19,7 +19,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 
-from sgpu_magic.wire.rank_messages import MetricsReported
+from sgpu_magic.wire.rank import MetricsReported
 from sgpu_magic.wire.tracking import MetricPoint
 
 _EACH_S = 5.0

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgpu_magic.errors import SgpuError
-from sgpu_magic.wire.rank_messages import Execute, PrivateRay
+from sgpu_magic.wire.rank import Execute, PrivateRay
 from sgpu_magic.wire.record import Record
 from sgpu_magic.worker.cell.asking import is_a
 from sgpu_magic.worker.cell.cell_run import CellRun

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from sgpu_magic.wire.rank_messages import PrivateRay
+from sgpu_magic.wire.rank import PrivateRay
 
 LOOPBACK = "127.0.0.1"
 

@@ -10,13 +10,12 @@ import sys
 import time
 from collections.abc import Callable
 
-from sgpu_magic.packages.index import index_variables
 from sgpu_magic.packages.node.base_layer import layer_tag
+from sgpu_magic.packages.node.build_order import BuildOrder, BuildReady, BuildRefused, decode_news, encode
 from sgpu_magic.packages.node.builder import folder_name
-from sgpu_magic.packages.node.progress import BuildOrder, BuildReady, BuildRefused, decode_news, encode
 from sgpu_magic.packages.node.store import Store
-from sgpu_magic.packages.uv_command import UvFailed, run_uv, uv_path
-from sgpu_magic.wire.environment import Environment
+from sgpu_magic.packages.uv_command import UvFailed, index_variables, run_uv, uv_path
+from sgpu_magic.wire.attachments import Environment
 from tests.benchmarks.environment import Bench
 from tests.benchmarks.measure import MeasurementFailed, Row, Series, at_most, at_most_times, collect
 

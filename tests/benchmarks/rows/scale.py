@@ -23,9 +23,10 @@ from sgpu_magic.payload.pack import pack_namespace
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import LaunchRun
 from sgpu_magic.wire.devices import Placement
-from sgpu_magic.wire.events import OutputWritten, RanksStarted
+from sgpu_magic.wire.events import RanksStarted
 from sgpu_magic.wire.ids import new_id
-from sgpu_magic.wire.records import RunSpec
+from sgpu_magic.wire.rank_events import OutputWritten
+from sgpu_magic.wire.run import RunSpec
 from tests.benchmarks.environment import ROOT, Bench
 from tests.benchmarks.measure import Check, MeasurementFailed, Row, Series, at_most
 from tests.benchmarks.simulation import Traffic, cluster, specs

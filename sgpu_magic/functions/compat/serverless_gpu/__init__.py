@@ -1,4 +1,10 @@
-"""The names of Databricks' documented Serverless GPU API, made of this package's own. The real package comes first."""
+"""The names of Databricks' documented Serverless GPU API, made of this package's own. The real package comes first.
+
+compute   GPU types
+launcher  `distributed`, where older code imports it from
+ray       `ray_launch`
+runtime   what code on a rank asks about itself
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,266 @@
+"""Which of the user's own modules a run needs: those that are imported, and those that its code names.
+
+A module is the user's own when it lies in the notebook's folder or under an entry of `sys.path` that is no part of a
+Python installation. Packages count whole, with their data; what the modules themselves import counts too.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import re
+import site
+import sys
+import sysconfig
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from types import ModuleType
+from typing import cast
+
+from sgpu_magic.packages.file_tree import TreeFile, Walk, walk
+
+# never travels: the node has it
+_OWN_PACKAGE = "sgpu_magic"
+_IMPORT_LINE = re.compile(r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import\b|import[ \t]+([\w., \t]+))")
+_IMPORT_CALL = re.compile(r"\b(?:import_module|__import__)\(\s*[\"']([\w][\w.]*)")
+_IMPORTERS = frozenset({"import_module", "__import__"})
+# of a tree with more than this nobody wants all
+MOST_FILES = 20_000
+
+
+@dataclass(slots=True)
+class LocalCode:
+    """The user's own modules under one entry of `sys.path`.
+
+    Args:
+        entry: As it stands on `sys.path`.
+        names: Entries of the directory: packages and single modules.
+        modules: Names of top-level modules in it.
+        files: All of it.
+        walked: What was left out.
+    """
+
+    entry: str
+    names: list[str] = field(default_factory=list[str])
+    modules: set[str] = field(default_factory=set[str])
+    files: list[TreeFile] = field(default_factory=list[TreeFile])
+    walked: Walk = field(default_factory=lambda: Walk([]))
+
+
+def find_local_code(
+    path: Sequence[str], sources: Iterable[str], *, elsewhere: Iterable[str] = (), cwd: str = ""
+) -> list[LocalCode]:
+    """Return the user's own modules, by the entry of `path` under which they lie.
+
+    Args:
+        path: The kernel's `sys.path`, "" written as its directory.
+        sources: Code whose imports count: the cell, and the cells of functions that travel.
+        elsewhere: Directories whose code goes another way: projects of which a wheel is made.
+        cwd: The kernel's directory; looked up when left out.
+    """
+    search = _Search(path, tuple(os.path.realpath(each) + os.sep for each in elsewhere), cwd or _this_directory())
+    search.take_imported(sys.modules)
+    waiting: list[str] = []
+    for source in sources:
+        waiting += imports_of(source)
+    while True:
+        for name in waiting:
+            search.take_named(name)
+        waiting = search.imports_of_new()
+        if not waiting:
+            return search.found()
+
+
+def imports_of(source: str) -> set[str]:
+    """Return the top-level names that a piece of code imports absolutely, magics in it or not."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        # a cell with magics
+        return _imports_in_text(source)
+    return _imports_in(tree)
+
+
+# ---------------------------------------------------------------- within
+
+
+class _Search:
+    def __init__(self, path: Sequence[str], elsewhere: tuple[str, ...], cwd: str) -> None:
+        installed = set(installed_entries(path))
+        self._path = [entry for entry in path if os.path.isdir(entry)]
+        self._elsewhere = elsewhere
+        self._cwd = cwd
+        # by the directory that an entry means: several spellings of one count as the first
+        self._by_directory: dict[str, LocalCode] = {}
+        for entry in self._path:
+            if entry not in installed:
+                self._by_directory.setdefault(os.path.abspath(os.path.join(cwd, entry)), LocalCode(entry))
+        self._seen: set[str] = {_OWN_PACKAGE, "__main__", "__mp_main__"}
+        self._unread: list[TreeFile] = []
+        self._imported_files: list[str] = []
+
+    def take_imported(self, modules: Mapping[str, ModuleType]) -> None:
+        """Take the modules that are imported. Their files count even where git ignores them."""
+        tops: list[tuple[str, str | None, list[str]]] = []
+        for name, module in list(modules.items()):
+            top, _, rest = name.partition(".")
+            if top in sys.stdlib_module_names or top == _OWN_PACKAGE:
+                continue
+            attributes = _attributes_of(module)
+            file = attributes.get("__file__")
+            file = file if isinstance(file, str) else None
+            if file is not None:
+                self._imported_files.append(file)
+            if not rest and top not in self._seen:
+                self._seen.add(top)
+                tops.append((top, file, _listed(attributes.get("__path__"))))
+        for each in tops:
+            self._take(*each)
+
+    def take_named(self, name: str) -> None:
+        """Look for a top-level module as Python would."""
+        if name in self._seen or name in sys.stdlib_module_names:
+            return
+        self._seen.add(name)
+        spec = PathFinder.find_spec(name, self._path)
+        if spec is not None:
+            origin = spec.origin if spec.has_location else None
+            self._take(name, origin, list(spec.submodule_search_locations or ()))
+
+    def imports_of_new(self) -> list[str]:
+        """Names that the code found since the last call imports."""
+        unread, self._unread = self._unread, []
+        names: set[str] = set()
+        for file in unread:
+            if file.name.endswith(".py"):
+                names |= _imports_of_file(file.path, file.mtime_ns, file.size)
+        return sorted(names - self._seen)
+
+    def found(self) -> list[LocalCode]:
+        return [code for code in self._by_directory.values() if code.files]
+
+    def _take(self, name: str, file: str | None, paths: Sequence[str]) -> None:
+        """Take a top-level module: a file, a package's directory or a namespace's several."""
+        if file is not None and os.path.basename(file).partition(".")[0] != "__init__":
+            places = [file]
+        elif file is not None:
+            places = [os.path.dirname(file)]
+        else:
+            places = list(paths)
+        for place in places:
+            directory, entry = os.path.split(os.path.abspath(os.path.join(self._cwd, place)))
+            code = self._by_directory.get(directory)
+            if code is None or entry in code.names or os.path.realpath(place).startswith(self._elsewhere):
+                continue
+            code.names.append(entry)
+            code.modules.add(name)
+            self._walk(code, entry)
+
+    def _walk(self, code: LocalCode, name: str) -> None:
+        if code.walked.full:
+            # it will not travel
+            return
+        top = os.path.abspath(os.path.join(self._cwd, code.entry))
+        place = os.path.join(top, name)
+        kept = frozenset(file for file in self._imported_files if file.startswith(place))
+        most = MOST_FILES - len(code.files)
+        new = list(walk(top, [name], keep=kept, most=most, found=code.walked))
+        code.files += new
+        self._unread += [] if code.walked.full else new
+
+
+def _attributes_of(module: object) -> dict[str, object]:
+    """A module's attributes as they are: asking a lazy one for them could import it."""
+    try:
+        return object.__getattribute__(module, "__dict__")
+    except AttributeError:
+        return {}
+
+
+def _listed(paths: object) -> list[str]:
+    try:
+        return [str(path) for path in cast("Iterable[object]", paths)]
+    except (TypeError, KeyError):
+        # none, or a namespace whose parent is gone
+        return []
+
+
+def _this_directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return os.sep
+
+
+def _imports_in_text(text: str) -> set[str]:
+    """As `imports_of`, by what stands at the beginning of a line."""
+    found: set[str] = set()
+    if any(f"{name}(" in text for name in _IMPORTERS):
+        found.update(name.partition(".")[0] for name in _IMPORT_CALL.findall(text))
+    for line in text.split("\n"):
+        match = _IMPORT_LINE.match(line) if "import" in line else None
+        if match is not None:
+            names = match[1] or match[2]
+            found.update(name.strip().partition(".")[0].split(" ")[0] for name in names.split(","))
+    return found - {""}
+
+
+def _imports_in(tree: ast.AST) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                found.update(alias.name.partition(".")[0] for alias in names)
+            case ast.ImportFrom(module=str(module), level=0):
+                found.add(module.partition(".")[0])
+            case ast.Call(func=ast.Name(id=called) | ast.Attribute(attr=called), args=[ast.Constant(value=str(name))]):
+                if called in _IMPORTERS and not name.startswith("."):
+                    found.add(name.partition(".")[0])
+            case _:
+                pass
+    return found
+
+
+@functools.lru_cache(maxsize=50_000)
+def _imports_of_file(path: str, mtime_ns: int, size: int) -> frozenset[str]:
+    """Cached by the file's time of change and size, which the caller has just looked up."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            # a large package has thousands: parsing takes twenty times as long, and a name too many does no harm
+            return frozenset(_imports_in_text(file.read()))
+    except OSError:
+        return frozenset()
+
+
+# ---------------------------------------------------------------- what of `sys.path` is the Python installation's
+
+
+def installed_entries(path: Sequence[str]) -> tuple[str, ...]:
+    """Return the entries of a path that are the standard library's and the site directories'. 2 us once it is known."""
+    return _installed_entries(tuple(path))
+
+
+@functools.lru_cache(maxsize=16)
+def _installed_entries(path: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(entry for entry in path if _is_installed(os.path.abspath(entry)))
+
+
+def _is_installed(path: str) -> bool:
+    # those of another environment, through a path file of this one
+    return os.path.basename(path) in ("site-packages", "dist-packages") or any(
+        path == directory or path.startswith(directory + os.sep) for directory in _directories()
+    )
+
+
+@functools.cache
+def _directories() -> tuple[str, ...]:
+    found = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    found |= {*site.getsitepackages(), site.getusersitepackages()}
+    archive = f"python{sys.version_info.major}{sys.version_info.minor}.zip"
+    for prefix in (sys.base_prefix, sys.base_exec_prefix, sys.prefix):
+        found |= {os.path.join(prefix, sys.platlibdir, archive), os.path.join(prefix, "lib", archive)}
+    # where Debian's Python keeps what apt installs
+    found.add("/usr/lib/python3/dist-packages")
+    return tuple(sorted(os.path.abspath(path) for path in found if path))

@@ -1,0 +1,336 @@
+"""Wheels that were made here, of installed packages and of editable projects.
+
+Each is made once and kept by what it was made of.
+"""
+
+from __future__ import annotations
+
+import base64
+import configparser
+import contextlib
+import csv
+import hashlib
+import io
+import os
+import shutil
+import stat
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from sgpu_magic.config import private_dir
+from sgpu_magic.errors import EnvironmentFailed
+from sgpu_magic.packages.distributions import INSTALLERS_OWN, Distribution, has_project_file
+from sgpu_magic.packages.file_tree import walk
+from sgpu_magic.packages.uv_command import call_uv
+from sgpu_magic.wire.attachments import Wheel
+
+_SHA256 = "sha256"
+
+
+def kept_wheel(root: Path, key: str, make: Callable[[Path], Path]) -> Wheel:
+    """Return a wheel, made now if it is not there.
+
+    Args:
+        root: Where wheels are kept.
+        key: Of what it is made of; a folder's name.
+        make: Makes it in an empty folder and returns its path.
+
+    Raises:
+        OSError: It can't be written.
+    """
+    folder = root / key
+    found = _wheel_in(folder)
+    if found is not None:
+        return found
+    private_dir(root)
+    temporary = Path(tempfile.mkdtemp(prefix=".making-", dir=root))
+    try:
+        wheel = make(temporary)
+        for entry in temporary.iterdir():
+            if entry != wheel:
+                entry.unlink()
+        (temporary / _SHA256).write_text(_hash_of(wheel))
+        try:
+            os.rename(temporary, folder)
+        except OSError:
+            # another kernel was quicker
+            if _wheel_in(folder) is None:
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    made = _wheel_in(folder)
+    if made is None:
+        raise FileNotFoundError(f"the wheel in {folder} is gone")
+    return made
+
+
+def _wheel_in(folder: Path) -> Wheel | None:
+    try:
+        file = next(folder.glob("*.whl"))
+        sha256 = (folder / _SHA256).read_text()
+        size = file.stat().st_size
+        # used: what was not for long may be removed
+        os.utime(folder)
+    except (OSError, StopIteration):
+        return None
+    return Wheel(file=file.name, sha256=sha256, size=size, path=str(file))
+
+
+def remove_old_wheels(root: Path, before: float) -> None:
+    """Remove those that nobody asked for since then.
+
+    Args:
+        root: Where wheels are kept.
+        before: Wall-clock time.
+    """
+    try:
+        folders = [entry for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False)]
+        old = [entry.path for entry in folders if entry.stat().st_mtime < before]
+    except OSError:
+        return
+    for path in old:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _hash_of(file: Path) -> str:
+    with open(file, "rb") as wheel:
+        return hashlib.file_digest(wheel, "sha256").hexdigest()
+
+
+# ---------------------------------------------------------------- of what is installed
+
+# What an installer spread over the environment is put back where a wheel has it: programs into `.data/scripts`, other
+# files outside the site directory into `.data/data`. The same installation always makes the same bytes.
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+_COMPRESSION = 5
+
+
+def repack(distribution: Distribution, root: Path) -> Wheel:
+    """Return the wheel of an installed distribution, made now if it is not there.
+
+    Args:
+        distribution: It has a `RECORD`.
+        root: Where wheels are kept.
+
+    Raises:
+        EnvironmentFailed: It can't be made.
+    """
+    if not distribution.record:
+        raise EnvironmentFailed(
+            f"the installed package {distribution.name} {distribution.version} is in no package index, and its "
+            f"installer has not written down which files it has ({distribution.location} has no RECORD), so no wheel "
+            "can be made of it. Install it with pip or uv from its source or a wheel."
+        )
+    try:
+        key = f"repacked-{distribution.key}-{distribution.record}"
+        return kept_wheel(root, key, lambda folder: _write_wheel(Path(distribution.location), folder))
+    except OSError as error:
+        raise EnvironmentFailed(
+            f"no wheel can be made of the installed package {distribution.name} {distribution.version}: "
+            f"{error.strerror or error} ({error.filename or root}). Install it anew, or free some disk space."
+        ) from error
+
+
+def installed_bytes(distribution: Distribution) -> int:
+    """What its `RECORD` says that its files have together."""
+    total = 0
+    with (
+        contextlib.suppress(OSError),
+        open(Path(distribution.location) / "RECORD", newline="", encoding="utf-8") as record,
+    ):
+        for row in csv.reader(record):
+            if len(row) > 2 and row[2].isdigit():
+                total += int(row[2])
+    return total
+
+
+def _write_wheel(info: Path, folder: Path) -> Path:
+    """Write the wheel of the `.dist-info` directory into `folder`."""
+    stem = info.name.removesuffix(".dist-info")
+    members = _members(info, stem)
+    file = folder / f"{stem}-{_tags(info)}.whl"
+    record = io.StringIO()
+    rows = csv.writer(record, lineterminator="\n")
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=_COMPRESSION) as wheel:
+        # the metadata stand last, as in every wheel: they are found without reading the rest
+        for name, path in sorted(members.items(), key=lambda member: (member[0].startswith(info.name), member[0])):
+            data = path.read_bytes()
+            if name.startswith(f"{stem}.data/scripts/"):
+                data = _with_plain_shebang(data)
+            executable = path.stat().st_mode & stat.S_IXUSR
+            wheel.writestr(_entry(name, 0o755 if executable else 0o644), data)
+            rows.writerow((name, f"sha256={_record_hash(data)}", len(data)))
+        rows.writerow((f"{info.name}/RECORD", "", ""))
+        wheel.writestr(_entry(f"{info.name}/RECORD", 0o644), record.getvalue())
+    return file
+
+
+def _members(info: Path, stem: str) -> dict[str, Path]:
+    """What the wheel has: names in it, and where the files are."""
+    site = info.parent
+    generated = _generated_programs(info)
+    members: dict[str, Path] = {}
+    with open(info / "RECORD", newline="", encoding="utf-8") as record:
+        for row in csv.reader(record):
+            if not row or row[0].endswith(".pyc"):
+                continue
+            path = Path(os.path.normpath(site / row[0]))
+            if path.parent == info and path.name in INSTALLERS_OWN:
+                continue
+            if path.is_relative_to(site):
+                members[path.relative_to(site).as_posix()] = path
+            elif path.parent.name in ("bin", "Scripts"):
+                if path.name not in generated:
+                    members[f"{stem}.data/scripts/{path.name}"] = path
+            elif path.is_relative_to(sys.prefix):
+                members[f"{stem}.data/data/{path.relative_to(sys.prefix).as_posix()}"] = path
+    return members
+
+
+def _generated_programs(info: Path) -> set[str]:
+    """Programs that every installer makes of the entry points."""
+    parser = configparser.RawConfigParser(delimiters=("=",))
+    parser.optionxform = str  # pyright: ignore[reportAttributeAccessIssue]
+    parser.read(info / "entry_points.txt", encoding="utf-8")
+    return {
+        name
+        for section in ("console_scripts", "gui_scripts")
+        if parser.has_section(section)
+        for name in parser.options(section)
+    }
+
+
+def _tags(info: Path) -> str:
+    """`py3-none-any` from the `Tag` lines of `WHEEL`."""
+    tags: tuple[list[str], list[str], list[str]] = ([], [], [])
+    for line in (info / "WHEEL").read_text(encoding="utf-8").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip().lower() == "tag":
+            for found, part in zip(tags, value.strip().split("-"), strict=False):
+                if part not in found:
+                    found.append(part)
+    return "-".join(".".join(found) for found in tags) if all(tags) else "py3-none-any"
+
+
+def _with_plain_shebang(data: bytes) -> bytes:
+    """A program names this machine's interpreter; the next installer puts its own there."""
+    first, newline, rest = data.partition(b"\n")
+    return b"#!python" + newline + rest if first.startswith(b"#!") and b"python" in first else data
+
+
+def _record_hash(data: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+
+
+def _entry(name: str, mode: int) -> zipfile.ZipInfo:
+    entry = zipfile.ZipInfo(name, _EPOCH)
+    entry.external_attr = (stat.S_IFREG | mode) << 16
+    entry.compress_type = zipfile.ZIP_DEFLATED
+    entry.create_system = 3
+    return entry
+
+
+# ---------------------------------------------------------------- of editable projects, by the state of their files
+
+_BUILD_TIMEOUT_S = 900.0
+# what building leaves in a project is no part of it
+_LEFT_BY_BUILDS = ("build/", "dist/")
+_LAST_WORDS = 1500
+# (mtime, size) of a file that was hashed before
+_hashes: dict[str, tuple[tuple[int, int], bytes]] = {}
+
+
+def build_project(distribution: Distribution, root: Path, variables: Mapping[str, str]) -> Wheel:
+    """Return the wheel of an editable project as its files are now, built if it is not there.
+
+    Args:
+        distribution: Its `path` is the project's directory.
+        root: Where wheels are kept.
+        variables: Tell uv where packages are.
+
+    Raises:
+        EnvironmentFailed: It can't be built.
+    """
+    folder = distribution.path
+    if folder is None or not has_project_file(folder):
+        raise EnvironmentFailed(
+            f"the editable package {distribution.name} can't travel: its project directory {folder} has neither a "
+            "pyproject.toml nor a setup.py any more. Put the project back, or uninstall the package."
+        )
+    try:
+        key = f"project-{distribution.key}-{content_key(folder)}"
+        return kept_wheel(root, key, lambda into: _build(distribution, folder, into, variables))
+    except OSError as error:
+        raise EnvironmentFailed(
+            f"no wheel can be made of the editable package {distribution.name} in {folder}: "
+            f"{error.strerror or error} ({error.filename or root})."
+        ) from error
+
+
+def content_key(folder: Path) -> str:
+    """Hash a project's files: names and contents. What `.gitignore` names is no part of it.
+
+    The commit counts too, for many projects take their version from it.
+    """
+    digest = hashlib.sha256(_commit(folder).encode())
+    for name, path in project_files(folder):
+        digest.update(name.encode(errors="surrogateescape") + b"\0" + _file_hash(path))
+    return digest.hexdigest()[:32]
+
+
+def project_files(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield the names of a project's files, relative to it and in order, with their paths."""
+    begin = len(folder.name) + 1
+    files = ((file.name[begin:], file.path) for file in walk(str(folder.parent), [folder.name]))
+    yield from sorted(file for file in files if not file[0].startswith(_LEFT_BY_BUILDS))
+
+
+def _file_hash(path: str) -> bytes:
+    try:
+        status = os.stat(path)
+        stamp = (status.st_mtime_ns, status.st_size)
+        known = _hashes.get(path)
+        if known is not None and known[0] == stamp:
+            return known[1]
+        with open(path, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").digest()
+    except OSError:
+        # a link to nowhere, a socket: it is there, and nothing can be read
+        return b"-"
+    _hashes[path] = (stamp, found)
+    return found
+
+
+def _commit(folder: Path) -> str:
+    """The commit that is checked out around a project, "" without a repository."""
+    for parent in (folder, *folder.parents):
+        head = parent / ".git" / "HEAD"
+        try:
+            text = head.read_text().strip()
+            return (parent / ".git" / text[5:]).read_text().strip() if text.startswith("ref: ") else text
+        except OSError:
+            if head.exists():
+                # packed references: the name of the branch has to do
+                return str(head)
+    return ""
+
+
+def _build(distribution: Distribution, folder: Path, into: Path, variables: Mapping[str, str]) -> Path:
+    # the hash of a wheel is to tell whether its contents have changed
+    variables = {"SOURCE_DATE_EPOCH": "315532800", **variables}
+    command = ["build", "--wheel", "--quiet", "--no-sources", "--out-dir", str(into), "--python", sys.executable]
+    done = call_uv([*command, str(folder)], variables, _BUILD_TIMEOUT_S)
+    first_words = done.words
+    if done.status:
+        # its build requirements may be installed here, where the index can't be reached
+        done = call_uv([*command, "--no-build-isolation", str(folder)], variables, _BUILD_TIMEOUT_S)
+    wheels = sorted(into.glob("*.whl"))
+    if done.status or not wheels:
+        raise EnvironmentFailed(
+            f"the editable package {distribution.name} in {folder} can't be built into a wheel, which the pool's "
+            f"nodes need: `uv build --wheel {folder}` says: {first_words[-_LAST_WORDS:]}"
+        )
+    return wheels[0]

@@ -1,0 +1,322 @@
+"""What can't be pickled, named by its path, with the remedy.
+
+The pickler knows the object at which it stopped; a bounded walk from the value finds the way there. Where the
+object was made during pickling there is no way to it; then dill's detection may still name the attribute.
+"""
+
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
+# anything at all is walked through
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from sgpu_magic.payload.call import FunctionCall
+
+_DILL_NODES = 2_000
+
+
+class _Kind:
+    """How one sort of culprit is spoken of.
+
+    Args:
+        phrase: What it is, with its article.
+        noun: What `__getstate__` should drop.
+        advice: The first remedies; the first begins the sentence.
+        hides_inside: Told of instead of what lies inside it.
+    """
+
+    def __init__(self, phrase: str, noun: str, *advice: str, hides_inside: bool = True) -> None:
+        self.phrase = phrase
+        self.noun = noun
+        self.advice = advice or ("Create it inside the cell",)
+        self.hides_inside = hides_inside
+
+
+def explain_name(chain: Sequence[str], values: Mapping[str, object], culprit: object, error: Exception) -> str:
+    """Return why a variable can't leave the notebook.
+
+    Args:
+        chain: Names from one that the cell reads to the one that can't be pickled, each used by the last.
+        values: The values of these names.
+        culprit: The object at which pickling stopped.
+        error: What pickling raised.
+    """
+    name = chain[-1]
+    uses = ", which uses ".join(f"`{link}`" for link in chain)
+    what, kind, is_inside = _describe(name, values[name], culprit, error)
+    # a class goes along with its instances: keeping its name out would not help
+    out = next((link for link in reversed(chain) if not isinstance(values[link], type)), name)
+    remedies = [*kind.advice, *([f"drop the {kind.noun} in __getstate__"] if is_inside else [])]
+    remedies.append(f"keep the name out with --exclude {out}")
+    return f"the cell uses {uses}, which can't leave the notebook: {what}. {_either(remedies)}"
+
+
+def explain_result(obj: object, culprit: object, error: Exception) -> str:
+    """Return why a result can't leave its rank; arguments as for `explain_name`."""
+    root, value = f"the {type(obj).__name__}", obj
+    result = cast("dict[object, object]", obj) if isinstance(obj, dict) else {}
+    if isinstance(names := result.get("names"), dict):
+        parts = {**cast("dict[str, object]", names), "the cell's value": result.get("value")}
+        ways = {part: held for part, held in parts.items() if find_way(held, culprit)[0] is not None}
+        root, value = next(iter(ways.items()), cast("tuple[str, object]", ("the value", obj)))
+    what, kind, is_inside = _describe(root, value, culprit, error)
+    shown = f"`{root}`" if root.isidentifier() else root
+    remedies = [
+        "Return plain data instead",
+        *([f"drop the {kind.noun} in __getstate__"] if is_inside else []),
+    ]
+    return f"{shown} can't come back to the notebook: {what}. {_either(remedies)}"
+
+
+def _either(remedies: Sequence[str]) -> str:
+    if len(remedies) < 3:
+        return " or ".join(remedies) + "."
+    return ", ".join(remedies[:-1]) + f", or {remedies[-1]}."
+
+
+def _describe(root: str, value: object, culprit: object, error: Exception) -> tuple[str, _Kind, bool]:
+    """Return the sentence that names the culprit, its kind, and whether it lies inside a class's instance."""
+    if isinstance(error.__cause__, RecursionError) or isinstance(error, RecursionError):
+        kind = _Kind("", "long chain", "Build it inside the cell")
+        return f"{root} is nested deeper than pickle can follow", kind, False
+    steps, nodes = find_way(value, culprit)
+    said = (
+        ""
+        if _is_stock_message(error)
+        else f" ({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''})"
+    )
+    if steps is None:
+        attribute = _dill_attribute(value) if nodes < _DILL_NODES else None
+        kind = _kind_of(culprit)
+        held = f"{root}.{attribute}" if attribute else root
+        return f"{held} holds {kind.phrase}{said}", kind, False
+    for position, (_, step) in enumerate(steps):  # the outermost thing that has a word of its own
+        if (kind := _special(step)) is not None and kind.hides_inside:
+            steps = steps[: position + 1]
+            said = ""
+            break
+    target = steps[-1][1]
+    kind = _kind_of(target)
+    path = root
+    for label, _ in steps[1:]:
+        path = path + label if label[:1] in ".[" else label
+    is_inside = (
+        len(steps) > 1 and steps[-1][0].startswith((".", "[")) and any(_has_getstate(step) for _, step in steps[:-1])
+    )
+    return f"{path} is {kind.phrase}{said}", kind, is_inside
+
+
+def _has_getstate(obj: object) -> bool:
+    plain = (dict, list, tuple, set, frozenset, types.FunctionType, functools.partial, type, FunctionCall)
+    return not isinstance(obj, plain)
+
+
+def _is_stock_message(error: Exception) -> bool:
+    text = str(error).lower()
+    return isinstance(error, TypeError) and (
+        text.startswith("cannot pickle") or "can't pickle" in text or "cannot be pickled" in text
+    )
+
+
+def _kind_of(obj: object) -> _Kind:
+    special = _special(obj)
+    if special is not None:
+        return special
+    cls = type(obj)
+    name = cls.__qualname__ if cls.__module__ in ("builtins", "__main__") else f"{cls.__module__}.{cls.__qualname__}"
+    article = "an" if name.lstrip("_")[:1].lower() in "aeiou" else "a"
+    return _Kind(f"{article} {name}", cls.__name__, hides_inside=False)
+
+
+def _special(obj: object) -> _Kind | None:
+    """Return the words for the frequent culprits. Imports nothing: what is in use is in `sys.modules`."""
+    cls = type(obj)
+    module, name = cls.__module__ or "", cls.__name__
+    package = module.partition(".")[0]
+    if package == "_thread" and name in ("lock", "RLock"):
+        return _Kind(f"a _thread.{name}", "lock", hides_inside=False)
+    if package == "_multiprocessing":
+        return _Kind("a multiprocessing lock", "lock")
+    if _is_a(obj, "io", "IOBase") and not _is_a(obj, "io", "BytesIO") and not _is_a(obj, "io", "StringIO"):
+        file = getattr(obj, "name", None)
+        return _Kind(
+            f"an open file ({file})" if isinstance(file, str) else "an open file",
+            "file",
+            "Open it inside the cell",
+        )
+    if isinstance(obj, types.GeneratorType | types.AsyncGeneratorType):
+        return _Kind("a generator", "generator", "Make it a list", "create it inside the cell")
+    if isinstance(obj, types.CoroutineType):
+        return _Kind("a coroutine", "coroutine", "Await it in an earlier cell")
+    if _is_a(obj, "asyncio", "Future"):
+        return _Kind("a running asyncio task", "task", "Await it in an earlier cell")
+    if package in ("sqlite3", "_sqlite3"):
+        return _Kind(f"a SQLite {name.lower()}", name.lower(), "Connect inside the cell")
+    if _is_a(obj, "socket", "socket"):
+        return _Kind("a socket", "socket", "Connect inside the cell")
+    if _is_a(obj, "threading", "Thread"):
+        return _Kind("a thread", "thread", "Start it inside the cell")
+    if _is_a(obj, "subprocess", "Popen"):
+        return _Kind("a running process", "process", "Start it inside the cell")
+    if package == "torch" and name in ("Stream", "Event", "CUDAGraph"):
+        return _Kind(f"a CUDA {name.removeprefix('CUDA').lower()}", name.lower())
+    if package == "pyspark":
+        return _Kind(
+            f"Spark's {name}, which lives on the driver",
+            name,
+            "Collect what the cell needs first with toPandas()",
+        )
+    if package == "mlflow":
+        return _Kind("an MLflow client" if "Client" in name else f"MLflow's {name}", "client")
+    return None
+
+
+def _is_a(obj: object, module: str, name: str) -> bool:
+    cls = getattr(sys.modules.get(module), name, None)
+    return isinstance(cls, type) and isinstance(obj, cls)
+
+
+def _dill_attribute(value: object) -> str | None:
+    """Return the attribute of `value` that dill finds to be bad."""
+    import dill.detect
+
+    find_bad = cast("Any", dill.detect).badobjects
+    try:
+        bad: dict[str, object] = find_bad(value, depth=1) or {}
+    except Exception:  # noqa: BLE001  any class's code runs here, and the error to tell is another
+        return None
+    own = getattr(value, "__dict__", {})
+    return next((str(name) for name in bad if name in own), None)
+
+
+# ---------------------------------------------------------------- the way to it
+
+_LONGEST_WALK_S = 1.0
+_MOST_NODES = 300_000
+_ATOMS = (
+    *(str, bytes, bytearray, int, float, complex, bool, range),
+    *(type(None), type(Ellipsis), types.CodeType, types.ModuleType),
+)
+
+
+def find_way(value: object, culprit: object) -> tuple[list[tuple[str, object]] | None, int]:
+    """Return the shortest way from `value` to `culprit` as (label, object) steps, and the number of nodes.
+
+    The way is None when there is none, or none was found within the limits.
+    """
+    parents: dict[int, tuple[int, str, object]] = {id(value): (0, "", value)}
+    queue: deque[object] = deque([value])
+    deadline = time.monotonic() + _LONGEST_WALK_S
+    if value is culprit:
+        return [("", value)], 1
+    looked_at = 0
+    while queue:
+        node = queue.popleft()
+        for label, child in _children(node):
+            looked_at += 1
+            if looked_at % 1024 == 0 and (time.monotonic() > deadline or len(parents) > _MOST_NODES):
+                return None, len(parents)
+            if isinstance(child, _ATOMS) or id(child) in parents:
+                continue
+            parents[id(child)] = (
+                id(node),
+                label,
+                child,
+            )  # keeps the child alive, so that its id stays its own
+            if child is culprit:
+                return _way(parents, id(child)), len(parents)
+            queue.append(child)
+    return None, len(parents)
+
+
+def _way(parents: dict[int, tuple[int, str, object]], at: int) -> list[tuple[str, object]]:
+    steps: list[tuple[str, object]] = []
+    while at:
+        at, label, node = parents[at]
+        steps.append((label, node))
+    return steps[::-1]
+
+
+def _children(node: Any) -> Iterator[tuple[str, object]]:
+    """Yield what pickling `node` reaches, each with how one writes it. Runs no code of the user's."""
+    if isinstance(node, dict):
+        for key, held in list(node.items()):
+            yield f"[{_short(key)}]", held
+            yield f".<key {_short(key)}>", key
+    elif isinstance(node, list | tuple | deque):
+        for index, held in enumerate(list(node)):
+            yield f"[{index}]", held
+    elif isinstance(node, set | frozenset):
+        for held in list(node):
+            yield ".<item>", held
+    elif isinstance(node, types.FunctionType):
+        yield from _function_parts(node)
+    elif isinstance(node, types.MethodType):
+        yield ".__self__", node.__self__
+        yield ".__func__", node.__func__
+    elif isinstance(node, functools.partial):
+        yield ".func", node.func
+        yield ".args", node.args
+        yield ".keywords", node.keywords
+    elif isinstance(node, staticmethod | classmethod):
+        yield ".__func__", node.__func__
+    elif isinstance(node, property):
+        yield from ((f".{part}", getattr(node, part)) for part in ("fget", "fset", "fdel"))
+    elif isinstance(node, type):
+        if node.__module__ == "__main__":
+            yield from ((f".{name}", held) for name, held in list(vars(node).items()))
+            yield from ((base.__name__, base) for base in node.__bases__)
+    elif type(node).__module__ == "numpy" and getattr(getattr(node, "dtype", None), "hasobject", False):
+        yield from ((f"[{index}]", held) for index, held in enumerate(node.flat))
+    if not isinstance(node, type | types.ModuleType):
+        yield from _attributes(node)
+
+
+def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, object]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            yield f".<closure {name}>", cell.cell_contents
+        except ValueError:
+            continue
+    defaults = function.__defaults__ or ()
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    for index, held in enumerate(defaults):
+        yield f".<default {names[len(names) - len(defaults) + index]}>", held
+    for name, held in (function.__kwdefaults__ or {}).items():
+        yield f".<default {name}>", held
+
+
+def _attributes(node: Any) -> Iterator[tuple[str, object]]:
+    try:
+        own = object.__getattribute__(node, "__dict__")
+    except AttributeError:
+        own = {}
+    if isinstance(own, dict):
+        for group in ("_modules", "_parameters", "_buffers"):  # written as torch.nn.Module shows them
+            held_group = own.get(group)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+            if isinstance(held_group, dict):
+                yield from ((f".{key}", held) for key, held in list(held_group.items()))  # pyright: ignore
+        yield from ((f".{key}", held) for key, held in list(own.items()))  # pyright: ignore
+    for cls in type(node).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else tuple(slots):
+            member = vars(cls).get(slot)
+            if isinstance(member, types.MemberDescriptorType):
+                try:
+                    yield f".{slot}", member.__get__(node, type(node))
+                except AttributeError:
+                    continue
+    if type(node).__module__ == "__main__":
+        yield type(node).__name__, type(node)
+
+
+def _short(key: object) -> str:
+    text = repr(key) if isinstance(key, str | int | float | bool | bytes | tuple) else f"<{type(key).__name__}>"
+    return text if len(text) <= 40 else text[:37] + "..."

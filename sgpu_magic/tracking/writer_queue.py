@@ -1,0 +1,199 @@
+"""The runs of one store and when each is looked at: about once a second, later after trouble, at once when asked."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from sgpu_magic.config import Settings
+from sgpu_magic.tracking.client import Store, StoreTroubled
+from sgpu_magic.tracking.writer import Busy, RunWriter
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.tracking import (
+    FromTracker,
+    Track,
+    Tracking,
+    TrackingDone,
+    TrackingStarted,
+    TrackingTroubled,
+)
+
+INTERVAL_S = 1.0
+IDLE_S = 60.0
+_FIRST_RETRY_S = 2.0
+_LAST_RETRY_S = 60.0
+_MAX_REST_S = 0.2
+# of a run that a rank waits for
+_AT_ONCE = 0.0
+
+
+class _Pending:
+    """A run, and when it is due.
+
+    Args:
+        writer: The run.
+        due: Monotonic time.
+    """
+
+    def __init__(self, writer: RunWriter, due: float) -> None:
+        self.writer = writer
+        self.due = due
+        self.failures = 0
+        self.announced = False
+
+
+class WriterQueue:
+    """Takes the runs' steps in turn.
+
+    Args:
+        settings: The pool's.
+        tracking: The store's place and variables.
+        send: Tells the pool.
+    """
+
+    def __init__(self, settings: Settings, tracking: Tracking, send: Callable[[FromTracker], None]) -> None:
+        self._settings = settings
+        self._store = Store(settings, tracking)
+        self._send = send
+        self._runs: dict[str, _Pending] = {}
+        self._failures = 0
+        self._down_until = 0.0
+        self._why_down = ""
+        self._used_at = time.monotonic()
+        self._rest_until = 0.0
+
+    @property
+    def idle(self) -> bool:
+        """Nothing has been there to be written for a minute."""
+        return not self._runs and time.monotonic() - self._used_at > IDLE_S
+
+    def track(self, order: Track) -> None:
+        now = time.monotonic()
+        self._used_at = now
+        if order.run_id not in self._runs:
+            writer = RunWriter(self._settings, self._store, Path(order.run_dir), order.tracking, order.parent_run)
+            self._runs[order.run_id] = _Pending(writer, now)
+        if order.urgent:
+            self.hurry(order.run_id)
+
+    def hurry(self, run_id: str) -> None:
+        """A rank waits for it."""
+        run = self._runs.get(run_id)
+        if run is not None and not run.announced:
+            run.due = _AT_ONCE
+
+    def over(self, run_id: str) -> None:
+        run = self._runs.get(run_id)
+        if run is not None:
+            run.writer.over = True
+
+    def wait_s(self) -> float:
+        """Return seconds until something is due."""
+        now = time.monotonic()
+        if not self._runs:
+            return max(0.0, IDLE_S - (now - self._used_at)) + 0.1
+        due = min(run.due for run in self._runs.values())
+        return max(0.0, due - now) if due == _AT_ONCE else max(0.0, max(due, self._rest_until) - now)
+
+    def step(self) -> None:
+        """Take the step of the run that is due first."""
+        run = min(self._runs.values(), key=lambda run: run.due, default=None)
+        now = time.monotonic()
+        if run is None or run.due > now:
+            return
+        self._used_at = now
+        if now < self._down_until:
+            self._trouble(run, self._why_down)
+            run.due = max(self._down_until, now)
+            return
+        self._take_step(run)
+        # many short cells in a row: it takes half of a core at most
+        ended = time.monotonic()
+        self._rest_until = ended + min(ended - now, _MAX_REST_S)
+
+    def prune(self) -> None:
+        """Let go of what the default store has of runs that are removed; there is nothing else to do."""
+        if self._store.is_default and not self._settings.keep_tracked:
+            # the next process tries again
+            with contextlib.suppress(StoreTroubled):
+                self._store.prune()
+
+    def close(self) -> None:
+        """Write what there is, once; the process is ended when that takes long."""
+        for run in list(self._runs.values()):
+            if time.monotonic() < self._down_until:
+                return
+            self._take_step(run)
+
+    def _take_step(self, run: _Pending) -> None:
+        writer = run.writer
+        try:
+            more = writer.step()
+        except Busy:
+            run.due = time.monotonic() + INTERVAL_S
+            if not writer.directory.is_dir():
+                self._done(run)
+            return
+        except StoreTroubled as trouble:
+            self._failed(run, str(trouble), unreachable=trouble.unreachable)
+            return
+        except OSError as error:
+            self._failed(run, f"{error.strerror or error} ({writer.directory})", unreachable=False)
+            return
+        self._failures = run.failures = 0
+        self._announce(run)
+        if writer.progress.complete:
+            if writer.progress.problem:
+                self._tell(run, writer.progress.problem)
+            self._done(run)
+            return
+        run.due = time.monotonic() + (0.0 if more else INTERVAL_S)
+
+    def _announce(self, run: _Pending) -> None:
+        tracked = run.writer.progress.tracked
+        if tracked is not None and not run.announced:
+            run.announced = True
+            self._send(TrackingStarted(run_id=run.writer.run_id, tracked=tracked))
+
+    def _done(self, run: _Pending) -> None:
+        progress = run.writer.progress
+        del self._runs[run.writer.run_id]
+        self._send(TrackingDone(run_id=run.writer.run_id, complete=progress.complete and not progress.problem))
+
+    def _failed(self, run: _Pending, text: str, *, unreachable: bool) -> None:
+        now = time.monotonic()
+        self._announce(run)
+        run.failures += 1
+        run.due = now + _pause_s(run.failures)
+        if unreachable:
+            self._failures += 1
+            self._why_down = text
+            self._down_until = run.due = now + _pause_s(self._failures)
+        self._trouble(run, text)
+
+    def _trouble(self, run: _Pending, text: str) -> None:
+        try:
+            run.writer.trouble(text)
+        except OSError as error:
+            text = f"{text} ({error.strerror})"
+        self._tell(run, text)
+
+    def _tell(self, run: _Pending, text: str) -> None:
+        if run.writer.troubled_told:
+            return
+        run.writer.troubled_told = True
+        where = self._store.uri or "the default store"
+        if run.writer.progress.complete:
+            said = f"the run is not tracked any more: {where} says {text}"
+        else:
+            said = (
+                f"tracking at {where} does not work: {text}. The run goes on; what is not written is kept, and sent "
+                f"when it works again or by `sgpu sync {short(run.writer.run_id)}`"
+            )
+        self._send(TrackingTroubled(run_id=run.writer.run_id, text=said))
+
+
+def _pause_s(failures: int) -> float:
+    return min(_LAST_RETRY_S, _FIRST_RETRY_S * 2 ** min(failures - 1, 10))

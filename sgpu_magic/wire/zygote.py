@@ -1,0 +1,114 @@
+"""Orders to a zygote and its replies, and what the descriptors beside them carry: a rank's errors and its stacks."""
+
+from __future__ import annotations
+
+import signal
+import struct
+
+from sgpu_magic.wire.record import Record
+
+
+class Fork(Record, frozen=True, tag="fork", kw_only=True):
+    """Fork one rank of a group. Its descriptors come along: control socket, output pipe, error pipe, stack file,
+    store file.
+
+    Args:
+        store_path: The store's file where memory files do not exist; "" when its descriptor comes along.
+        join_early: Join the process group before `Execute` arrives.
+        rehearse: Also run a small cell before it does: there is time. All ranks of a group do, or none.
+    """
+
+    group_id: str
+    rank: int
+    ranks: int
+    join_early: bool
+    rehearse: bool = False
+    store_path: str = ""
+
+
+class Forked(Record, frozen=True, tag="forked", kw_only=True):
+    group_id: str
+    rank: int
+    pid: int
+
+
+class ForkRefused(Record, frozen=True, tag="fork-refused", kw_only=True):
+    """The zygote has more than one thread, or the machine has no process left."""
+
+    group_id: str
+    rank: int
+    message: str
+
+
+class ZygoteReady(Record, frozen=True, tag="zygote-ready", kw_only=True):
+    """Its interpreter may have another sgpu-magic than the pool; stable across versions."""
+
+    pid: int
+    torch_version: str
+    protocol_version: int
+
+
+class ZygoteFailed(Record, frozen=True, tag="zygote-failed", kw_only=True):
+    """The interpreter can't be preloaded; the zygote exits after this."""
+
+    message: str
+
+
+class Exited(Record, frozen=True, tag="exited", kw_only=True):
+    """A child of the zygote ended.
+
+    Args:
+        status: The exit code, negative for a signal.
+        peak_bytes: The most memory that it ever held; 0 when unknown.
+    """
+
+    pid: int
+    status: int
+    peak_bytes: int = 0
+
+
+ToZygote = Fork
+FromZygote = Forked | ForkRefused | ZygoteReady | ZygoteFailed | Exited
+
+
+# ---------------------------------------------------------------- what the descriptors carry
+
+# Around what Python's stderr writes into a rank's common output pipe: an OSC escape sequence that no terminal knows, so
+# that even a mark that slipped through would not be seen.
+STDERR_BEGIN = b"\x1b]sgpu;2\x07"
+STDERR_END = b"\x1b]sgpu;1\x07"
+
+# user code and libraries use SIGUSR1 themselves; where there are no real-time signals it must do
+STACK_SIGNAL = signal.SIGRTMAX - 4 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR1
+
+# A rank's stack file, which the agent makes and both sides read: no message could tell what it holds. The first
+# `AREA_BYTES` are a fixed area that the rank writes while it runs, so that something is there after a SIGKILL:
+#
+#     ident of the main thread (8) | valid half: 0 none, 1, 2 (8) | half 1 | half 2
+#
+# Each half holds the length of its text (8) and the text. The rank writes the half that is not valid, then the number
+# of the valid one. What faulthandler writes follows after the area. Both are lines of faulthandler's:
+# `  File "cell.py", line 3 in train`.
+AREA_BYTES = 16_384
+HEADER = struct.Struct("=QQ")
+LENGTH = struct.Struct("=Q")
+HALF_BYTES = (AREA_BYTES - HEADER.size) // 2
+TEXT_BYTES = HALF_BYTES - LENGTH.size
+
+
+def half_offset(half: int) -> int:
+    """Where half 1 or 2 begins."""
+    return HEADER.size + (half - 1) * HALF_BYTES
+
+
+def read_area(area: bytes) -> tuple[int, str]:
+    """Return the ident of the rank's main thread (0 when it has not begun) and the sampled lines ("" for none)."""
+    if len(area) < AREA_BYTES:
+        return 0, ""
+    ident, half = HEADER.unpack_from(area)
+    if half not in (1, 2):
+        return ident, ""
+    begin = half_offset(half)
+    (size,) = LENGTH.unpack_from(area, begin)
+    begin += LENGTH.size
+    return ident, area[begin : begin + min(size, TEXT_BYTES)].decode("utf-8", "replace")
