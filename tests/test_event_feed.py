@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 import zmq
-from test_many_runs import launch
+from launches import launch
 
 from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.billing import Billing

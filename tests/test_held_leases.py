@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from test_scheduler import spec
-from test_session_scheduling import cell, session
+from scheduler_requests import cell, session, spec
 
 from sgpu_magic.nodes.local import HeldLeases, has_locks
 from sgpu_magic.wire.devices import Lease

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from sgpu_magic.client.interpreter import this_owner
+from launches import RUN, launch
+
 from sgpu_magic.config import Settings
 from sgpu_magic.nodes.contract import EngineListener
 from sgpu_magic.nodes.many_nodes import ManyNodes
-from sgpu_magic.wire.attachments import InlinePayload, PackedLayout, Payload
-from sgpu_magic.wire.devices import Inventory, Lease, NodeShare, Placement
+from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.events import EventBody, RanksStarted, RunEnded
 from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.node import (
@@ -30,11 +30,7 @@ from sgpu_magic.wire.node import (
 )
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
 from sgpu_magic.wire.rank_events import RankFailed
-from sgpu_magic.wire.run import CellSource, Interpreter, RankContext, RunSpec
 from sgpu_magic.wire.states import FailureKind, RunState
-
-RUN = "7f3a90c1"
-SHARES = (NodeShare(node="a", host="ml-1", ranks=2), NodeShare(node="b", host="ml-2", ranks=2))
 
 
 class Link:
@@ -77,26 +73,6 @@ class Engine(ManyNodes):
 
     def lease_free(self, run_id: str, lease: Lease) -> None:
         self.freed += 1
-
-
-def launch() -> Launch:
-    spec = RunSpec(
-        run_id=RUN,
-        name="cell",
-        cell=CellSource(body="", execution_count=1),
-        placement=Placement(ranks=4),
-        outputs=(),
-        owner=this_owner(),
-        timeout_s=60.0,
-    )
-    return Launch(
-        spec=spec,
-        interpreter=Interpreter(executable="python", key="k", variables={}),
-        context=RankContext(cwd="/", sys_path=(), umask=0o22, environ={}, key=bytes(32)),
-        payload=Payload(source=InlinePayload(), layout=PackedLayout(pickle_size=1, buffers=(), mac=b"")),
-        lease=Lease(lease_id="l", device_type="cpu", ranks=4, cpu_slots=4, shares=SHARES),
-        run_dir="/nowhere",
-    )
 
 
 def ready(node: str) -> AgentReady:

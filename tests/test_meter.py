@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_scheduler import gpus, launched, node, running, spec, submit
+from scheduler_requests import gpus, launched, node, running, spec, submit
 
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import UsageError

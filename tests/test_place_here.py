@@ -7,15 +7,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from launches import KERNELS
+from launches import placed_launch as launch
 
 from sgpu_magic.agent.node_context import place_here
 from sgpu_magic.packages.node.store import Built
-from sgpu_magic.wire.attachments import InlinePayload, PackedLayout, Payload
-from sgpu_magic.wire.devices import Lease, Placement
-from sgpu_magic.wire.node import Launch
-from sgpu_magic.wire.run import CellSource, Interpreter, Owner, RankContext, RunSpec
 
-KERNELS = ("/py/lib/python311.zip", "/py/lib/python3.11", "/venv/lib/python3.11/site-packages")
 BUILT = Built(
     prefix="/node/env/venv",
     executable="/node/env/venv/bin/python",
@@ -23,39 +20,6 @@ BUILT = Built(
     digest="d",
     packages=1,
 )
-
-
-def launch(tmp_path: Path, *, elsewhere: bool, env_names: tuple[str, ...] = (), session: str = "", **environ: str):
-    spec = RunSpec(
-        run_id="r1",
-        name="cell",
-        cell=CellSource(body=""),
-        placement=Placement(ranks=1),
-        outputs=(),
-        owner=Owner(pid=1, host="h", user="u"),
-        timeout_s=1.0,
-        env_names=env_names,
-        session=session,
-    )
-    context = RankContext(
-        cwd="/nb",
-        sys_path=("/nb", *KERNELS, "/shelf"),
-        umask=0,
-        environ=environ,
-        key=b"",
-        installed=KERNELS,
-        elsewhere=elsewhere,
-    )
-    layout = PackedLayout(pickle_size=0, buffers=(), mac=b"")
-    (tmp_path / "r1").mkdir(exist_ok=True)
-    return Launch(
-        spec=spec,
-        interpreter=Interpreter(executable="/venv/bin/python", key="k", variables={}),
-        context=context,
-        payload=Payload(source=InlinePayload(), layout=layout),
-        lease=Lease(lease_id="l", device_type="cpu", ranks=1),
-        run_dir=str(tmp_path / "r1"),
-    )
 
 
 def test_a_node_that_sees_the_kernel_changes_nothing(tmp_path: Path):

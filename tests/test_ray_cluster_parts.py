@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from test_place_here import launch as placed_launch
+from launches import placed_launch
 
 from sgpu_magic.agent.runs import ray_place
 from sgpu_magic.config import Settings

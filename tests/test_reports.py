@@ -16,9 +16,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from launches import RUN as RUN_THERE
+from launches import launch as launch_of
 from small_disks import small_disk
-from test_many_runs import RUN as RUN_THERE
-from test_many_runs import launch as launch_of
 
 from sgpu_magic.agent import reports, run_registry
 from sgpu_magic.agent.reports import Reports

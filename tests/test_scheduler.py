@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from scheduler_requests import gpus, launched, node, refusal, running, spec, submit
 
 from sgpu_magic import errors
 from sgpu_magic.pool.scheduling.placement import CPU_LINE, Line, Room, Want, line_of
@@ -17,7 +17,6 @@ from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import (
     CancelRequested,
     EndRun,
-    Instruction,
     InventoryChanged,
     LaunchRun,
     LeaseFreed,
@@ -33,71 +32,11 @@ from sgpu_magic.pool.scheduling.stimuli import (
     TellQueue,
     TimePassed,
 )
-from sgpu_magic.wire.devices import Device, Inventory, Lease, Placement
+from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.ids import is_valid_id
-from sgpu_magic.wire.run import CellSource, Owner, RunSpec
 from sgpu_magic.wire.states import RunState, can_move
 
 A, B, C, D = "aaaa0000", "bbbb0000", "cccc0000", "dddd0000"
-
-
-def gpus(count: int, kind: str = "a10", *, simulated: bool = False, outside: Sequence[int] = ()) -> tuple[Device, ...]:
-    return tuple(
-        Device(
-            uuid=f"{'SIM' if simulated else 'GPU'}-{kind}-{index}",
-            type=kind,
-            index=index,
-            simulated=simulated,
-            outside_use="python (pid 9) holds 12 GB" if index in outside else "",
-        )
-        for index in range(count)
-    )
-
-
-def node(*devices: Device, slots: int = 16, cores: int = 2, problem: str = "") -> Inventory:
-    return Inventory(host="here", devices=devices, cpu_slots=slots, cores=cores, problem=problem)
-
-
-def spec(
-    run_id: str,
-    ranks: int = 1,
-    kind: str = "a10",
-    *,
-    wait_s: float | None = None,
-    timeout_s: float = 7200.0,
-    allow_busy: bool = False,
-    stand_in: bool = False,
-) -> RunSpec:
-    return RunSpec(
-        run_id=run_id,
-        name="cell",
-        cell=CellSource(body="1"),
-        placement=Placement(ranks=ranks, device_type=kind, allow_busy=allow_busy, stand_in=stand_in),
-        outputs=(),
-        owner=Owner(pid=1, host="here", user="me"),
-        timeout_s=timeout_s,
-        wait_s=wait_s,
-    )
-
-
-def submit(scheduler: Scheduler, wanted: RunSpec, now: float = 0.0) -> list[Instruction]:
-    return scheduler.handle(RunSubmitted(wanted, now))
-
-
-def launched(instructions: Sequence[Instruction]) -> dict[str, Lease]:
-    return {one.run_id: one.lease for one in instructions if isinstance(one, LaunchRun)}
-
-
-def refusal(instructions: Sequence[Instruction]) -> RefuseRun:
-    (one,) = instructions
-    assert isinstance(one, RefuseRun)
-    assert issubclass(getattr(errors, one.error), errors.SgpuError)
-    return one
-
-
-def running(scheduler: Scheduler, run_id: str, now: float = 0.0) -> None:
-    for state in (RunState.STARTING, RunState.RUNNING):
-        assert scheduler.handle(RunMoved(run_id, state, now)) == [MoveRun(run_id, state)]
 
 
 # ---------------------------------------------------------------- devices and types

@@ -10,7 +10,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from test_scheduler import gpus, launched, node, refusal, running, spec, submit
+from scheduler_requests import SESSION as S
+from scheduler_requests import cell, changed, gpus, launched, node, refusal, running, session, spec, submit
 
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import (
@@ -35,19 +36,7 @@ from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState, can_move
 
-S, A, B, C, D = "5e550000", "aaaa0000", "bbbb0000", "cccc0000", "dddd0000"
-
-
-def changed(wanted: RunSpec, **fields: Any) -> RunSpec:
-    return RunSpec(**{name: getattr(wanted, name) for name in wanted.__struct_fields__} | fields)
-
-
-def session(ranks: int = 2, run_id: str = S, **fields: Any) -> RunSpec:
-    return changed(spec(run_id, ranks), kind=RunKind.SESSION, name="work", **fields)
-
-
-def cell(run_id: str, ranks: int = 2, of: str = S, **fields: Any) -> RunSpec:
-    return changed(spec(run_id, ranks), **({"name": "train", "session": of} | fields))
+A, B, C, D = "aaaa0000", "bbbb0000", "cccc0000", "dddd0000"
 
 
 def connected(ranks: int = 2, devices: int = 4, **fields: Any) -> Scheduler:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from test_place_here import launch as placed_launch
+from launches import placed_launch
 from waiting import eventually
 
 from sgpu_magic.client.result import mlflow_run_id

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from homes import Home
-from test_scheduler import spec
+from scheduler_requests import spec
 
 from sgpu_magic.cli.usage import as_json, comma_separated, table
 from sgpu_magic.client import ledger_file
