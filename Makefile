@@ -14,7 +14,7 @@
 #
 # PYTHON=...  the Python to use, 3.11 or newer; a torch that it has is used instead of a download
 # VENV=...    the environment's folder; one that is there already is used as it is
-# TESTS="tests/test_capture.py -k names"  what pytest gets
+# TESTS="tests/unit/payload/test_capture.py -k names"  what pytest gets
 # WORKERS=3   test processes; two cores are busy with three
 
 SHELL := /bin/sh
@@ -74,7 +74,7 @@ frameworks: $(VENV)/.ready-test-frameworks
 	$(BIN)/python -m pytest tests/frameworks $(TESTS)
 
 soak: $(VENV)/.ready-test
-	PYTHONPATH=tests $(BIN)/python -m soak
+	PYTHONPATH=tests:tests/support $(BIN)/python -m soak
 
 bench: $(VENV)/.ready-test
 	$(BIN)/python -m tests.benchmarks $(BENCH)

@@ -24,7 +24,7 @@ def pytest_configure() -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # what takes longest comes first: the test processes end together
-    items.sort(key=lambda item: (item.path.parent.name == "tests", not _variables_of(item.path)))
+    items.sort(key=lambda item: ("unit" in item.path.parts, not _variables_of(item.path)))
 
 
 @functools.cache

@@ -2,7 +2,7 @@ import { describe, expect, it } from "vitest";
 
 import { costOf, formatMoney } from "../src/shared/units";
 
-// the same as in tests/test_meter.py
+// the same as in tests/unit/pool/test_meter.py
 describe("money", () => {
   it.each([
     [0.37, "USD", "$0.37"],

@@ -138,8 +138,8 @@ class Submissions:
         again = self._placing.resubmittable.get(spec.run_id)
         if again is not None and not client.may_see(again.owner.user):
             again = None
-        used = self._active.get(spec.run_id) or (not again and self._ledger.has(spec.run_id))
-        if used or not is_valid_id(spec.run_id):
+        is_valid = is_valid_id(spec.run_id)
+        if not is_valid or self._active.get(spec.run_id) or (not again and self._ledger.has(spec.run_id)):
             problem = "the run's id is not valid or was used before."
         elif (not client.same_host or self._engine.far) and names_files(submit):
             problem = "what it ships lies in files of the notebook's machine, which its ranks do not see."

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import nvml_stub as nvml
 import pytest
 from kernels import Cell, Home, Kernel, eventually, is_alive, wait_gone
 from pool_client import ClientRun, PoolClient
@@ -21,7 +22,6 @@ from sgpu_magic.errors import RunUnknown
 from sgpu_magic.wire.events import RanksStarted, RunEnded, Submitted
 from sgpu_magic.wire.ids import new_id
 from sgpu_magic.wire.states import RunState
-from tests import nvml_stub as nvml
 
 nvml_stub = nvml.nvml_stub
 

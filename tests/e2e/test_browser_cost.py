@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.timeout(240),
 ]
 
-TESTS = Path(__file__).parent.parent
+TESTS = Path(__file__).parents[1] / "support"
 LOAD = f"%load_ext sgpu_magic\nimport sys\nfrom pathlib import Path\nsys.path.insert(0, {str(TESTS)!r})"
 UNTIL_GO = "import time\nfrom pathlib import Path\nwhile not Path('go').exists(): time.sleep(0.05)"
 RUN = f"%%distributed -n 4 --type a10 --name train_digits\nprint('epoch 1  train 0.09', flush=True)\n{UNTIL_GO}"

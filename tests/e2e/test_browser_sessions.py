@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.timeout(240),
 ]
 
-TESTS = Path(__file__).parent.parent
+TESTS = Path(__file__).parents[1] / "support"
 LOAD = f"%load_ext sgpu_magic\nimport sys, time\nfrom pathlib import Path\nsys.path.insert(0, {str(TESTS)!r})"
 GO = "Path('go')"
 UNTIL_GO = f"while not {GO}.exists(): time.sleep(0.05)"

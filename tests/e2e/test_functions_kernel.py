@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from kernels import Kernel, eventually
 
-TESTS = Path(__file__).parent.parent
+TESTS = Path(__file__).parents[1] / "support"
 
 SETUP = """
 import asyncio, functools, os, threading, time

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from kernels import Home, eventually, plain
 
-TESTS = Path(__file__).parent.parent
+TESTS = Path(__file__).parents[1] / "support"
 HEAD = "import os, sys, time\nfrom sgpu_magic import Run, connect, distributed, map\n"
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import nvml_stub as nvml
 import pytest
 from kernels import Cell, Home, Kernel, eventually
 
@@ -15,7 +16,6 @@ from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.usage import detail_lines, use_text
 from sgpu_magic.wire.events import Submitted
 from sgpu_magic.wire.rank_events import RankSample, Sampled
-from tests import nvml_stub as nvml
 
 nvml_stub = nvml.nvml_stub
 UUIDS = [nvml.gpu_uuid(number) for number in range(4)]

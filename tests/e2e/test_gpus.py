@@ -6,10 +6,9 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 
+import nvml_stub as nvml
 import pytest
 from kernels import Home, Kernel, eventually
-
-from tests import nvml_stub as nvml
 
 nvml_stub = nvml.nvml_stub
 UUIDS = [nvml.gpu_uuid(number) for number in range(4)]

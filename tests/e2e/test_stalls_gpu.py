@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import nvml_stub as nvml
 import pytest
 from kernels import Home, Kernel
 
 from sgpu_magic.pool.run_log import read_events
 from sgpu_magic.wire.rank_events import Stalled
-from tests import nvml_stub as nvml
 
 nvml_stub = nvml.nvml_stub
 

@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import nvml_stub as nvml
 import pytest
 from kernels import Cell, Home, Kernel, eventually
-
-from tests import nvml_stub as nvml
 
 nvml_stub = nvml.nvml_stub
 HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4,h100:2", "SGPU_PRICES": "a10=1.20"}

@@ -1,0 +1,587 @@
+"""Runs over the Jupyter server's REST, while their kernel is busy: a real server, a real kernel, real runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.cookiejar import CookieJar
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import websocket
+from homes import Home
+from jupyter_servers import JupyterServer
+from process_table import descriptors
+from waiting import eventually
+
+from sgpu_magic.config import Settings
+from sgpu_magic.files.run_directory import EventFile
+from sgpu_magic.pool.run_log import RunLog
+from sgpu_magic.server.run_places import Elsewhere, RunHere, run_here
+from sgpu_magic.server.runs import IDLE_S, Followers, RunNotHere
+from sgpu_magic.wire.devices import Placement
+from sgpu_magic.wire.events import Noted, Submitted
+from sgpu_magic.wire.run import CellSource, Owner, RunSpec
+
+ROOT = Path(__file__).parents[2]
+
+UNTIL_TOLD = """\
+import os, time
+print('begun on', rank, flush=True)
+step = 0
+while not os.path.exists({name!r}):
+    step += 1
+    print('step', step, flush=True)
+    time.sleep(0.05)
+print('last words of', rank)
+"""
+
+
+class ServerKernel:
+    """A kernel of a Jupyter server, driven over its websocket as a notebook's page does."""
+
+    def __init__(self, server: JupyterServer) -> None:
+        self._server = server
+        answer = server.post("api/kernels", {"name": "python3"})
+        assert answer.status == 201, answer
+        self.id: str = answer.body["id"]
+        address = (
+            f"ws{server.url.removeprefix('http')}/api/kernels/{self.id}/channels?session_id=page&token={server.token}"
+        )
+        self._socket = websocket.create_connection(address, timeout=60)
+        self._count = 0
+
+    def start(self, code: str, cell: str = "") -> str:
+        """Send a cell and return the message's id."""
+        self._count += 1
+        message = {
+            "header": {
+                "msg_id": f"m{self._count}",
+                "msg_type": "execute_request",
+                "session": "page",
+                "username": "",
+                "version": "5.3",
+                "date": "",
+            },
+            "parent_header": {},
+            "metadata": {"cellId": cell} if cell else {},
+            "content": {
+                "code": code,
+                "silent": False,
+                "store_history": True,
+                "allow_stdin": False,
+                "user_expressions": {},
+                "stop_on_error": False,
+            },
+            "channel": "shell",
+            "buffers": [],
+        }
+        self._socket.send(json.dumps(message))
+        return message["header"]["msg_id"]
+
+    def finish(self, message_id: str) -> list[dict[str, Any]]:
+        """Return the outputs that a cell has at its end, as a notebook saves them."""
+        outputs: list[dict[str, Any]] = []
+        shown: dict[str, dict[str, Any]] = {}
+        missing = {"idle", "reply"}
+        while missing:
+            message = json.loads(_text(self._socket.recv()))
+            content, kind = message["content"], message["header"]["msg_type"]
+            display = content.get("transient", {}).get("display_id", "")
+            if kind == "update_display_data" and display in shown:
+                shown[display] |= {"data": content["data"], "metadata": content["metadata"]}
+            if message["parent_header"].get("msg_id") != message_id:
+                continue
+            if kind in ("display_data", "execute_result", "error"):
+                output = {key: value for key, value in content.items() if key != "transient"}
+                outputs.append({"output_type": kind, **output})
+                shown[display] = outputs[-1]
+            elif kind == "execute_reply":
+                missing.discard("reply")
+            elif kind == "status" and content["execution_state"] == "idle":
+                missing.discard("idle")
+        # places that the kernel has left empty
+        return [output for output in outputs if output.get("data") != {"text/plain": ""}]
+
+    def run(self, code: str, cell: str = "") -> list[dict[str, Any]]:
+        return self.finish(self.start(code, cell))
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class RunningCell:
+    """A cell that runs until it is told to end; its kernel is busy meanwhile."""
+
+    def __init__(self, home: Home, kernel: ServerKernel, server: JupyterServer, name: str, options: str) -> None:
+        self._word = home.work / name
+        self._kernel = kernel
+        self._message = kernel.start(
+            f"%%distributed -n 2 --name {name} {options}\n{UNTIL_TOLD.format(name=name)}", cell=f"cell-{name}"
+        )
+        self.run_id = eventually(lambda: home.run_named(name), 30, "the run does not start")
+        eventually(lambda: "step 3" in home.log(self.run_id, 1), 30, "the run prints nothing")
+        self.path = f"sgpu/runs/{self.run_id}"
+
+    def end(self) -> list[dict[str, Any]]:
+        """Let it end, and return the outputs that the kernel has given it."""
+        self._word.touch()
+        return self._kernel.finish(self._message)
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Home]:
+    """The server's home; that nothing is left of it is checked when it is closed."""
+    home = Home()
+    yield home
+    home.close()
+
+
+@pytest.fixture(scope="module")
+def server(place: Home) -> Iterator[JupyterServer]:
+    made = JupyterServer(place)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def kernel(server: JupyterServer) -> Iterator[ServerKernel]:
+    made = ServerKernel(server)
+    made.run("%load_ext sgpu_magic")
+    made.run("%%distributed -n 2 --ui none\npass")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def running(
+    place: Home, kernel: ServerKernel, server: JupyterServer, request: pytest.FixtureRequest
+) -> Iterator[RunningCell]:
+    cell = RunningCell(place, kernel, server, f"w{abs(hash(request.node.name)):x}"[:9], "")
+    yield cell
+    if server.get(f"{cell.path}/outputs").status != 200:
+        cell.end()
+
+
+def same(of_server: list[dict[str, Any]], of_kernel: list[dict[str, Any]]) -> None:
+    """Compare the outputs of a cell, part by part: the whole of two pages of HTML says nothing."""
+    assert [output["output_type"] for output in of_server] == [output["output_type"] for output in of_kernel]
+    for ours, theirs in zip(of_server, of_kernel, strict=True):
+        for key in {**ours, **theirs}:
+            if key == "data":
+                assert list(ours["data"]) == list(theirs["data"])
+                for kind, content in theirs["data"].items():
+                    assert ours["data"][kind] == content, kind
+            else:
+                assert ours.get(key) == theirs.get(key), key
+
+
+def ask(server: JupyterServer, path: str, **question: object) -> dict[str, Any]:
+    answer = server.post(f"{path}/ask", {"n": 7, **question})
+    assert answer.status == 200, answer
+    assert answer.body["n"] == 7
+    return answer.body
+
+
+# ------------------------------------------------------------ what is there
+
+
+def test_the_runs_of_a_kernel_are_listed_with_their_cells(server: JupyterServer, kernel: ServerKernel, place: Home):
+    begin = time.time()
+    kernel.run("%%distributed -n 1 --name listed\nprint(1)", cell="the-cell")
+    (found,) = [run for run in server.get(f"sgpu/runs?kernel={kernel.id}").body if run["cell"] == "the-cell"]
+    assert found["run_id"] == place.run_named("listed")
+    assert found["state"] == "succeeded"
+    assert found["final"] is True
+    assert begin - 1 < found["began"] <= found["ended"] < time.time() + 1
+    assert isinstance(found["execution_count"], int)
+    assert server.get("sgpu/runs?kernel=another").body == []
+    assert server.get("sgpu/runs").status == 400
+
+
+def test_a_run_is_listed_while_its_cell_blocks_the_kernel(
+    server: JupyterServer, kernel: ServerKernel, running: RunningCell
+):
+    newest = server.get(f"sgpu/runs?kernel={kernel.id}").body[-1]
+    assert newest["run_id"] == running.run_id
+    assert newest["state"] == "running"
+    assert (newest["final"], newest["ended"]) == (False, None)
+    assert newest["cell"].startswith("cell-w")
+
+
+# ------------------------------------------------------------ what is new
+
+
+def test_news_are_followed_without_a_gap_until_the_end(server: JupyterServer, running: RunningCell, place: Home):
+    known = {"after": 0, "lines": 0, "drawn": 0, "displays": 0}
+    rows: list[Any] = []
+    states: list[str] = []
+
+    def hear() -> dict[str, Any]:
+        query = "&".join(f"{name}={value}" for name, value in known.items())
+        answer = server.get(f"{running.path}/news?{query}&wait=20")
+        assert answer.status == 200, answer
+        news = answer.body
+        for told in news["told"]:
+            assert told["seq"] == known["after"] + 1
+            assert told["first"] == len(rows)
+            rows.extend(told["rows"])
+            known["after"] = told["seq"]
+        known.update(after=news["seq"], lines=news["lines"], displays=news["displays"])
+        if news["snapshot"]:
+            assert news["snapshot"]["seq"] > known["drawn"]
+            known["drawn"] = news["snapshot"]["seq"]
+            states.append(news["snapshot"]["state"])
+        return news
+
+    eventually(lambda: (hear(), len(rows))[1] > 60, 20, lambda: f"{len(rows)} lines")
+    running.end()
+    eventually(lambda: hear()["final"], 20, "the end is not told")
+    assert states[0] == "running"
+    assert states[-1] == "succeeded"
+    for rank in (0, 1):
+        said = [text for of, _, text in rows if of == rank]
+        assert said == place.log(running.run_id, rank).splitlines()
+        assert [number for of, number, _ in rows if of == rank] == list(range(len(said)))
+
+
+def test_a_question_for_news_waits_until_there_are_some(server: JupyterServer, kernel: ServerKernel, place: Home):
+    message = kernel.start("%%distributed -n 1 --name silent\nimport time\nprint('one', flush=True)\ntime.sleep(60)")
+    run_id = eventually(lambda: place.run_named("silent"), 30)
+    eventually(lambda: "one" in place.log(run_id, 0), 30)
+    path = f"sgpu/runs/{run_id}"
+    far = "after=5&lines=1&drawn=999999&displays=0"
+    begin = time.monotonic()
+    waited = server.get(f"{path}/news?{far}&wait=2")
+    assert 1.9 < time.monotonic() - begin < 6
+    assert waited.body == {"snapshot": None, "told": [], "seq": 5, "lines": 1, "displays": 0, "final": False}
+    assert server.get(f"{path}/news?after=x").status == 400
+    ask(server, path, kind="cancel")
+    kernel.finish(message)
+
+
+# ------------------------------------------------------------ questions
+
+
+def test_questions_are_answered_while_the_cell_blocks(server: JupyterServer, running: RunningCell):
+    hello = ask(server, running.path, kind="hello", over="server")
+    assert hello["snapshot"]["run_id"] == running.run_id
+    assert hello["snapshot"]["state"] == "running"
+    # the events come a moment after the log
+    eventually(
+        lambda: sum(ask(server, running.path, kind="hello")["snapshot"]["lines"]) >= 8, 5, "no lines are told of"
+    )
+    lines = ask(server, running.path, kind="lines", first=0, count=3, rank=1)
+    assert lines["rows"] == [[1, 0, "begun on 1"], [1, 1, "step 1"], [1, 2, "step 2"]]
+    found = ask(server, running.path, kind="find", text="BEGUN", rank=0)
+    assert (found["matches"], found["total"]) == ([0], 1)
+    log = ask(server, running.path, kind="log", offset=0, rank=0)
+    assert log["text"].startswith("begun on 0\nstep 1\n")
+    stacks = "\n".join(ask(server, running.path, kind="stacks")["lines"])
+    assert "time.sleep(0.05)" in stacks
+
+
+def test_what_is_no_question_is_refused(server: JupyterServer, running: RunningCell):
+    assert server.post(f"{running.path}/ask", {"kind": "rm", "n": 1}).status == 400
+    assert server.post(f"{running.path}/ask", {"kind": "log", "n": 1, "offset": "../key"}).status == 400
+    assert server.post(f"{running.path}/ask", {"kind": "find", "n": 1, "text": "x" * 20_000}).status == 413
+    assert ask(server, running.path, kind="lines", first=0, count=1, rank=9)["kind"] == "refusal"
+
+
+def test_cancel_works_within_a_second_while_the_cell_blocks(server: JupyterServer, running: RunningCell):
+    begin = time.monotonic()
+    answer = ask(server, running.path, kind="cancel")
+    eventually(lambda: server.get(f"{running.path}/outputs").status == 200, 5, "it goes on")
+    assert time.monotonic() - begin < 1.0
+    assert "is being stopped" in answer["lines"][0]
+    kernels = running.end()
+    outputs = server.get(f"{running.path}/outputs").body["outputs"]
+    assert outputs[-1]["ename"] == "RunCancelled"
+    same(outputs, kernels)
+
+
+# ------------------------------------------------------------ the end
+
+
+def test_outputs_are_refused_while_the_run_goes_on(server: JupyterServer, running: RunningCell):
+    refused = server.get(f"{running.path}/outputs")
+    assert refused.status == 409
+    assert refused.body["message"] == "the run goes on."
+
+
+RICH = """
+from IPython.display import HTML, display
+print('before', rank)
+if rank == 0:
+    display(HTML('<b>rich</b>'))
+print('after', rank)
+rank * 10
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        pytest.param("plain", "print('hello from', rank)", id="lines"),
+        pytest.param("rich", RICH, id="displays and values"),
+        pytest.param("quiet", "print(rank)\n41 + rank;", id="a semicolon"),
+        pytest.param("raises", "print('x')\nif rank == 1:\n    raise ValueError('bad batch')", id="an error"),
+        pytest.param("dies", "import os\nif rank == 1:\n    os.kill(os.getpid(), 9)", id="a death"),
+        pytest.param(
+            "late", "import time\nprint('soon over', flush=True)\ntime.sleep(1)\nrank", id="a live view before"
+        ),
+    ],
+)
+def test_the_outputs_are_those_that_the_kernel_has_given_the_cell(
+    server: JupyterServer, kernel: ServerKernel, place: Home, name: str, body: str
+):
+    of_kernel = kernel.run(f"%%distributed -n 2 --name {name}\n{body}")
+    answer = server.get(f"sgpu/runs/{place.run_named(name)}/outputs")
+    assert answer.status == 200
+    same(answer.body["outputs"], of_kernel)
+    assert len(of_kernel) >= 1
+
+
+def test_displays_are_told_of_and_given_while_the_run_goes_on(server: JupyterServer, kernel: ServerKernel, place: Home):
+    body = "from IPython.display import HTML, display\nimport time\ndisplay(HTML('<i>early</i>'))\ntime.sleep(60)"
+    message = kernel.start(f"%%distributed -n 1 --name displays\n{body}")
+    run_id = eventually(lambda: place.run_named("displays"), 30)
+    path = f"sgpu/runs/{run_id}"
+    eventually(lambda: server.get(f"{path}/news?wait=1").body.get("displays"), 20, "no display is told of")
+    (shown,) = server.get(f"{path}/displays").body["outputs"]
+    assert shown["data"]["text/html"] == "<i>early</i>"
+    ask(server, path, kind="cancel")
+    kernel.finish(message)
+
+
+@pytest.mark.slow
+def test_a_run_whose_pool_was_killed_is_over(server: JupyterServer, kernel: ServerKernel, place: Home):
+    body = "import time\nprint('begun', flush=True)\ntime.sleep(600)"
+    kernel.run(f"%%distributed -n 1 --detach --name orphan\n{body}")
+    run_id = eventually(lambda: place.run_named("orphan"), 30)
+    eventually(lambda: "begun" in place.log(run_id, 0), 30)
+    assert server.get(f"sgpu/runs/{run_id}/outputs").status == 409
+    for pid in (place.pool_pid(), *place.agent_pids()):
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+    answer = eventually(
+        lambda: (found := server.get(f"sgpu/runs/{run_id}/outputs")).status == 200 and found, 30, "it goes on for ever"
+    )
+    text = "".join(answer.body["outputs"][0]["data"]["text/plain"])
+    assert "the pool service ended while the run was going on" in text
+    assert f"%sgpu_attach {run_id[:4]}" in text
+    # the kernel's next run starts another pool
+    kernel.run("%%distributed -n 1 --ui none\npass")
+
+
+# ------------------------------------------------------------ who may ask
+
+
+@pytest.mark.parametrize("path", ["sgpu/runs?kernel=x", "sgpu/runs/{run}/news", "sgpu/runs/{run}/outputs"])
+def test_without_a_token_nothing_is_told(server: JupyterServer, running: RunningCell, path: str):
+    found = path.format(run=running.run_id)
+    assert server.get(found, token="wrong").status == 403
+    assert server.post(f"{running.path}/ask", {"kind": "hello", "n": 1}, token="wrong").status == 403
+
+
+def test_a_page_elsewhere_can_not_press_a_button(server: JupyterServer, running: RunningCell):
+    """A browser sends its cookies to whoever asks: with them alone nothing is done."""
+    opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(CookieJar()))
+    opener.open(f"{server.url}/login?token={server.token}", timeout=20).close()
+    assert opener.open(f"{server.url}/api/status", timeout=20).status == 200
+    body = json.dumps({"kind": "cancel", "n": 1}).encode()
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        opener.open(urllib.request.Request(f"{server.url}/{running.path}/ask", data=body, method="POST"), timeout=20)
+    refused.value.close()
+    assert refused.value.code == 403
+    assert server.get(f"{running.path}/outputs").status == 409
+
+
+@pytest.mark.parametrize(
+    "run", ["0000dead", "nonsense", "..", "%2e%2e%2fkernel", "..%2f..%2fetc", "DEADBEEF", "0000dea"]
+)
+def test_an_unknown_run_is_not_found(server: JupyterServer, run: str):
+    for name in ("news", "outputs", "displays"):
+        assert server.get(f"sgpu/runs/{run}/{name}").status == 404
+    assert server.post(f"sgpu/runs/{run}/ask", {"kind": "hello", "n": 1}).status == 404
+
+
+def test_a_link_out_of_the_runs_is_not_followed(server: JupyterServer, kernel: ServerKernel, place: Home):
+    kernel.run("%%distributed -n 1 --name target\nprint('private')")
+    target = place.run_dir(place.run_named("target"))
+    link = place.run_dir("abcdef01")
+    link.symlink_to(target)
+    try:
+        answer = server.get("sgpu/runs/abcdef01/outputs")
+    finally:
+        link.unlink()
+    assert answer.status == 404
+    assert "this machine has no directory of a run abcd" in answer.body["message"]
+
+
+# ------------------------------------------------------------ its own manners
+
+
+def test_no_file_of_a_run_stays_open(server: JupyterServer, running: RunningCell):
+    ask(server, running.path, kind="hello")
+    ask(server, running.path, kind="log", offset=0, rank=0)
+    running.end()
+    eventually(lambda: server.get(f"{running.path}/outputs").status == 200, 10)
+    assert [name for name in descriptors(server.pid) if running.run_id in str(name)] == []
+
+
+def spec_of(run_id: str) -> RunSpec:
+    return RunSpec(
+        run_id=run_id,
+        name="t",
+        cell=CellSource(body="pass"),
+        placement=Placement(ranks=1, device_type="cpu"),
+        outputs=(),
+        owner=Owner(pid=1, host="h", user="u"),
+        timeout_s=1.0,
+    )
+
+
+def test_runs_that_nobody_looks_at_are_forgotten(tmp_path: Path):
+    now = 100.0
+    settings = Settings(state_dir=str(tmp_path))
+    followers = Followers(settings, Elsewhere(settings, IDLE_S), clock=lambda: now)
+    log = RunLog(tmp_path / "runs" / "0123abcd", "0123abcd")
+    log.append(Submitted(spec=spec_of("0123abcd")), 1.0)
+    log.close()
+    first = followers.get("0123abcd")
+    now += IDLE_S - 1
+    followers.drop_idle()
+    assert followers.get("0123abcd") is first
+    now += IDLE_S + 1
+    followers.drop_idle()
+    assert len(followers) == 0
+    assert followers.get("0123abcd") is not first
+    with pytest.raises(RunNotHere, match="no directory of a run"):
+        followers.get("../0123abcd")
+
+
+def test_a_run_whose_files_are_read_slowly_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    settings = Settings(state_dir=str(tmp_path))
+    elsewhere = Elsewhere(settings, 0.0, clock=lambda: 100.0)
+    followers = Followers(settings, elsewhere)
+    for run_id in ("0123abcd", "4567abcd"):
+        log = RunLog(tmp_path / "runs" / run_id, run_id)
+        log.append(Submitted(spec=spec_of(run_id)), 1.0)
+        log.close()
+    reading, go = threading.Event(), threading.Event()
+
+    def slowly(settings: Settings, run_id: str) -> RunHere | None:
+        if run_id == "0123abcd":
+            reading.set()
+            assert go.wait(30)
+        return run_here(settings, run_id)
+
+    monkeypatch.setattr("sgpu_magic.server.runs.run_here", slowly)
+    with ThreadPoolExecutor() as threads:
+        both = [threads.submit(followers.get, "0123abcd") for _ in range(2)]
+        assert reading.wait(10)
+        try:
+            # what the server's loop calls
+            for call in (lambda: followers.asked("0123abcd"), followers.drop_idle, lambda: followers.get("4567abcd")):
+                threads.submit(call).result(10)
+        finally:
+            go.set()
+        assert both[0].result(10) is both[1].result(10) is followers.get("0123abcd")
+
+
+def test_nobody_waits_for_links_that_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    now = 100.0
+    elsewhere = Elsewhere(Settings(state_dir=str(tmp_path)), 1.0, clock=lambda: now)
+    closing, go = threading.Event(), threading.Event()
+
+    def close() -> None:
+        closing.set()
+        go.wait(30)
+
+    monkeypatch.setattr(elsewhere, "_pools", SimpleNamespace(close=close))
+    with ThreadPoolExecutor() as threads:
+        try:
+            threads.submit(elsewhere.rest).result(10)
+            assert not closing.is_set(), "one was needed a moment ago"
+            now += 2.0
+            threads.submit(elsewhere.rest).result(10)
+            assert closing.wait(10)
+        finally:
+            go.set()
+
+
+def test_events_that_a_killed_pool_left_half_written_are_read_when_they_are_whole(tmp_path: Path):
+    log = RunLog(tmp_path, "0123abcd")
+    log.append(Submitted(spec=spec_of("0123abcd")), 1.0)
+    log.append(Noted(text="one"), 2.0)
+    log.close()
+    events = tmp_path / "events.msgpack"
+    whole = events.read_bytes()
+    reader = EventFile(tmp_path)
+    assert [event.seq for event, _ in reader.new_events()] == [1, 2]
+    events.write_bytes(whole + whole[:50])
+    assert list(reader.new_events()) == []
+    # the next service cuts it off and goes on
+    log = RunLog(tmp_path, "0123abcd")
+    log.append(Noted(text="two"), 3.0)
+    log.close()
+    assert [event.body.text for event, _ in reader.new_events() if isinstance(event.body, Noted)] == ["two"]
+    assert list(reader.new_events()) == []
+
+
+def test_the_server_imports_nothing_of_the_kernels_and_the_ranks():
+    code = "import sys, sgpu_magic.server.run_handlers; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.split(".")[0] for name in done.stdout.split()}
+    assert (
+        loaded & {"torch", "ipykernel", "IPython", "anywidget", "ipywidgets", "numpy", "pynvml", "cloudpickle"} == set()
+    )
+
+
+@pytest.mark.skipif(
+    not (ROOT / "labextension" / "node_modules").is_dir() or shutil.which("node") is None,
+    reason="needs Node and `npm ci` in labextension",
+)
+def test_the_built_plugin_is_what_its_sources_give(tmp_path: Path):
+    made = tmp_path / "labextension"
+    command = ["node", "build_plugin.mjs", f"--outdir={made}"]
+    subprocess.run(command, cwd=ROOT / "labextension", check=True, timeout=60)
+    committed = ROOT / "sgpu_magic" / "labextension"
+    files = {path.relative_to(made): path.read_bytes() for path in made.rglob("*") if path.is_file()}
+    kept = {path.relative_to(committed): path.read_bytes() for path in committed.rglob("*") if path.is_file()}
+    assert set(files) == set(kept), "npm run build:plugin"
+    assert files == kept, "npm run build:plugin"
+
+
+def test_an_installed_package_has_both_extensions_where_jupyter_looks(tmp_path: Path):
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    if "No module named hatchling" in done.stderr:
+        pytest.skip("hatchling is not installed here")
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        data = {name.partition(".data/data/")[2]: name for name in archive.namelist()}
+        lab = "share/jupyter/labextensions/@sgpu-magic/labextension"
+        manifest = json.loads(archive.read(data[f"{lab}/package.json"]))
+        config = json.loads(archive.read(data["etc/jupyter/jupyter_server_config.d/sgpu_magic.json"]))
+    assert f"{lab}/{manifest['jupyterlab']['_build']['load']}" in data
+    assert config["ServerApp"]["jpserver_extensions"] == {"sgpu_magic.server": True}
+
+
+def _text(frame: str | bytes) -> str:
+    return frame if isinstance(frame, str) else frame.decode()

@@ -1,0 +1,204 @@
+"""Notebooks in Debian's Chromium, with a picture of what a person sees."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jupyter_servers import JupyterServer
+from playwright.sync_api import Browser, Error, Locator, Page, expect, sync_playwright
+from waiting import eventually
+
+ARTEFACTS = Path(__file__).parents[1] / "artefacts"
+CHROMIUM = "/usr/bin/chromium"
+# a page of JupyterLab on two cores that are busy
+LOAD_MS = 60_000
+
+
+@contextlib.contextmanager
+def chromium(**options: Any) -> Iterator[Browser]:
+    """Debian's Chromium, headless."""
+    with sync_playwright() as playwright:
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--js-flags=--expose-gc", *options.pop("args", [])]
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments, **options)
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+class OpenNotebook:
+    """A notebook in a page of its own.
+
+    Args:
+        server: Where it is.
+        browser: Opens the page.
+        name: The notebook's file name.
+        size: Of the window in pixels.
+        dark: With the dark theme.
+        is_lab: The server is JupyterLab's, else Notebook 7's.
+
+    Attributes:
+        errors: What went wrong in the page, with where.
+    """
+
+    def __init__(
+        self,
+        server: JupyterServer,
+        browser: Browser,
+        name: str,
+        size: tuple[int, int] = (1366, 768),
+        dark: bool = False,
+        is_lab: bool = True,
+    ) -> None:
+        self.server = server
+        self.name = name
+        self._is_lab = is_lab
+        self._stem = Path(name).stem
+        self._context = browser.new_context(
+            viewport={"width": size[0], "height": size[1]},
+            color_scheme="dark" if dark else "light",
+            accept_downloads=True,
+        )
+        self.page: Page = self._context.new_page()
+        self.errors: list[str] = []
+        self.page.on("pageerror", self._note_error)
+        settings = server.home.path / "jupyter" / "settings" / "@jupyterlab" / "apputils-extension"
+        settings.mkdir(parents=True, exist_ok=True)
+        theme = "JupyterLab Dark" if dark else "JupyterLab Light"
+        (settings / "themes.jupyterlab-settings").write_text(json.dumps({"theme": theme}))
+        quiet = {"fetchNews": "false", "checkForUpdates": False}
+        (settings / "notification.jupyterlab-settings").write_text(json.dumps(quiet))
+        self.load()
+
+    def _note_error(self, error: Error) -> None:
+        # anywidget 0.11 says so, with no consequence, of a widget that is closed again before its view was loaded; one
+        # that is not drawn is missing in the page, which tests look at
+        if "[anywidget] Failed to initialize model" not in str(error):
+            self.errors.append(f"{error}\n{error.stack}")
+
+    def load(self) -> None:
+        """Load the page (again) and wait until the notebook stands there."""
+        # a workspace of its own: JupyterLab opens again what was open before
+        place = f"lab/workspaces/{self._stem}/tree" if self._is_lab else "notebooks"
+        self.page.goto(f"{self.server.url}/{place}/{self.name}?token={self.server.token}")
+        self.ready()
+
+    def reload(self) -> None:
+        """What the browser's reload button does."""
+        self.page.reload()
+        self.ready()
+
+    def ready(self) -> None:
+        self.page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=LOAD_MS)
+
+    def kernel_ready(self, timeout_s: float = 60.0) -> None:
+        """Wait until the page is connected to its kernel, which does nothing."""
+        self.page.wait_for_selector(
+            ".jp-Notebook-ExecutionIndicator[data-status=idle]", state="attached", timeout=timeout_s * 1000
+        )
+
+    def cell(self, number: int) -> Locator:
+        return self.page.locator(".jp-Notebook .jp-CodeCell").nth(number)
+
+    def output(self, number: int) -> Locator:
+        return self.cell(number).locator(".jp-OutputArea").first
+
+    def start(self, number: int) -> None:
+        """Run a cell without waiting for its end; a page that has just come up may not take the keys yet."""
+        editor = self.cell(number).locator(".cm-content").first
+        prompt = self.cell(number).locator(".jp-InputPrompt").first
+        before = prompt.inner_text()
+
+        def press() -> bool:
+            self._choose_kernel()
+            editor.click()
+            self.page.keyboard.press("Control+Enter")
+            try:
+                expect(prompt).not_to_have_text(before, timeout=5_000)
+            except AssertionError:
+                return False
+            return True
+
+        eventually(press, 60, f"cell {number} does not run")
+
+    def _choose_kernel(self) -> None:
+        """JupyterLab asks for a notebook's kernel when it does not know all kernels in time."""
+        for dialog in self.page.locator(".jp-Dialog").all():
+            asked = dialog.inner_text()
+            assert asked.startswith("Select Kernel"), f"a dialog is in the way: {asked} {self.picture('dialog')}"
+            dialog.get_by_role("button", name="Select Kernel").or_(dialog.locator("button.jp-mod-accept")).first.click()
+
+    def run(self, number: int, timeout_s: float = 60.0) -> str:
+        """Run a cell, wait for its end and return the text below it."""
+        prompt = self.cell(number).locator(".jp-InputPrompt").first
+
+        def runs() -> bool:
+            # a page whose kernel is only just connected takes an order and forgets it
+            self.start(number)
+            eventually(lambda: prompt.inner_text().strip() != "[*]:", timeout_s, f"cell {number} goes on")
+            return prompt.inner_text().strip() != "[ ]:"
+
+        eventually(runs, timeout_s, f"cell {number} does not run")
+        self.wait_done(number, timeout_s)
+        return self.output(number).inner_text()
+
+    def wait_done(self, number: int, timeout_s: float = 60.0) -> None:
+        prompt = self.cell(number).locator(".jp-InputPrompt").first
+        eventually(
+            lambda: re.fullmatch(r"\[\d+\]:", prompt.inner_text().strip()) is not None,
+            timeout_s,
+            lambda: f"cell {number} goes on: {self.picture('goes-on')} {self.output(number).inner_text()[-2000:]}",
+        )
+
+    def picture(self, name: str, locator: Locator | None = None) -> Path:
+        """Keep a screenshot for whoever wants to look at it."""
+        ARTEFACTS.mkdir(exist_ok=True)
+        path = ARTEFACTS / f"{'lab' if self._is_lab else 'notebook'}-{name}.png"
+        if locator is not None:
+            locator.screenshot(path=path)
+        else:
+            self.page.screenshot(path=path)
+        return path
+
+    def heap_bytes(self) -> int:
+        """What the page's JavaScript holds after a garbage collection."""
+        session = self._context.new_cdp_session(self.page)
+        session.send("HeapProfiler.enable")
+        session.send("HeapProfiler.collectGarbage")
+        used = session.send("Runtime.getHeapUsage")["usedSize"]
+        session.detach()
+        return int(used)
+
+    def save(self, has: str = "") -> dict[str, Any]:
+        """Save the notebook and return what lies on the disk.
+
+        Args:
+            has: What is in it by now: the page itself may have been saving an earlier state when it was told to.
+        """
+        path = self.server.home.work / self.name
+        before = path.stat().st_mtime_ns
+        self.page.keyboard.press("Escape")
+        self.page.keyboard.press("Control+s")
+
+        def saved() -> dict[str, Any]:
+            try:
+                # the server empties the file before it writes it
+                found = json.loads(path.read_text())
+            except ValueError:
+                return {}
+            return found if path.stat().st_mtime_ns != before and has in json.dumps(found) else {}
+
+        return eventually(saved, 20, lambda: f"the notebook is not saved: {path.read_text()}")
+
+    def close(self) -> None:
+        self._context.close()
+
+
+def has_browser() -> bool:
+    return os.access(CHROMIUM, os.X_OK)

@@ -1,0 +1,58 @@
+"""A copy of the front end's sources with the packages of its lock file, which are kept for the next time."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ROOT / "labextension"
+_COPIED = ("package.json", "package-lock.json", ".npmrc", "*.mjs", "*.ts", "tsconfig*.json", "src", "test")
+_NO_REGISTRY = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ETIMEDOUT", "ENOTCACHED")
+
+
+def copy_front_end(kept: Path) -> Path:
+    """Copy the sources and install their packages, unless a former time has; skip where that can't be done.
+
+    Args:
+        kept: The folder of all copies; each lock file has its own in it.
+
+    Returns:
+        The copy of `labextension`.
+    """
+    missing = [name for name in ("node", "npm") if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"{' and '.join(missing)} not on this machine: what is built is taken as committed")
+    told = subprocess.run(["node", "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    if tuple(map(int, told.lstrip("v").split(".")[:2])) < (20, 19):
+        pytest.skip(f"node {told} is older than 20.19, which the front end's tools need")
+    lock = hashlib.sha256((SOURCES / "package-lock.json").read_bytes()).hexdigest()[:16]
+    place = kept / lock
+    copy = place / "labextension"
+    packages = copy / "node_modules"
+    copy.mkdir(parents=True, exist_ok=True)
+    for old in copy.iterdir():
+        if old != packages:
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
+    for pattern in _COPIED:
+        for path in SOURCES.glob(pattern):
+            (shutil.copytree if path.is_dir() else shutil.copy)(path, copy / path.name)
+    installed = place / "installed"
+    if not installed.exists():
+        told = npm(copy, "ci", "--prefer-offline")
+        if told.returncode and any(code in told.stderr for code in _NO_REGISTRY):
+            pytest.skip("the front end's packages are not in npm's cache, and there is no registry")
+        assert told.returncode == 0, told.stderr
+        installed.touch()
+    return copy
+
+
+def npm(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["npm", *arguments], cwd=place, capture_output=True, text=True, timeout=400, env={**os.environ, "CI": "1"}
+    )

@@ -1,0 +1,361 @@
+"""The device inventory: what the driver says, in the words of the protocol."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import subprocess
+import sys
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import msgspec
+import nvml_stub as nvml
+import pytest
+
+from sgpu_magic.agent.watch.inventory import take_inventory
+from sgpu_magic.errors import UsageError
+from sgpu_magic.wire.device_types import KNOWN_TYPES, canonical_type, memory_of
+from sgpu_magic.wire.devices import Inventory
+
+nvml_stub = nvml.nvml_stub
+Stub = Callable[..., dict[str, str]]
+
+ROOT = Path(__file__).parents[3]
+GB = 1_000_000_000
+TAKE = """
+import sys, msgspec
+from sgpu_magic.agent.watch.inventory import take_inventory
+own = [int(pid) for pid in sys.argv[1].split()]
+sys.stdout.buffer.write(msgspec.json.encode(take_inventory(simulate="", cpu_slots=16, own_pids=own)))
+"""
+
+
+def inventory(environ: dict[str, str], own_pids: Collection[int] = ()) -> Inventory:
+    """What a process sees on a machine with these variables."""
+    done = subprocess.run(
+        [sys.executable, "-c", TAKE, " ".join(map(str, own_pids))],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environ,
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.decode()) == (0, "")
+    return msgspec.json.decode(done.stdout, type=Inventory)
+
+
+@pytest.fixture
+def sleeper():
+    """A process of ours and its child: (parent's pid, child's pid)."""
+    code = "import subprocess, sys; p = subprocess.Popen(['sleep', '300']); print(p.pid, flush=True); p.wait()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as parent:
+        assert parent.stdout is not None
+        yield parent.pid, int(parent.stdout.readline())
+        os.killpg(parent.pid, 9)
+
+
+def me() -> str:
+    return pwd.getpwuid(os.getuid()).pw_name
+
+
+# ---------------------------------------------------------------- types
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a10", "a10"),
+        ("A10", "a10"),
+        (" a10g ", "a10"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA A10G", "a10"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100 80GB PCIe", "a100"),
+        ("A100-PCIE-40GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "a100"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb+me", "h100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100"),
+        ("NVIDIA H100 NVL", "h100"),
+        ("h100-sxm", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40", "l40"),
+        ("NVIDIA L40S", "l40s"),
+        ("Tesla T4", "t4"),
+        ("Tesla V100-SXM2-16GB", "v100"),
+        ("Tesla V100S-PCIE-32GB", "v100"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("rtx 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx4090laptop"),
+        ("GeForce GTX 1080 Ti", "gtx1080ti"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtxpro6000"),
+        ("Quadro RTX 6000", "quadro-rtx-6000"),
+        ("NVIDIA TITAN RTX", "titanrtx"),
+        ("NVIDIA GB10", "nvidia-gb10"),
+        ("NVIDIA A10-24Q", "nvidia-a10-24q"),
+        ("CPU", "cpu"),
+        ("any", "any"),
+    ],
+)
+def test_a_type_has_one_name_however_it_is_spelt(text: str, expected: str) -> None:
+    assert canonical_type(text) == expected
+    assert canonical_type(expected) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "  ", "banana", "a1o", "80GB", "sxm4", "nvidia", "mig", "a10:4", "gpu", "ä10", "4"]
+)
+def test_nonsense_is_no_type(text: str) -> None:
+    with pytest.raises(ValueError, match="is no device type"):
+        canonical_type(text)
+
+
+def test_a_misspelt_type_is_answered_with_those_close_to_it() -> None:
+    with pytest.raises(ValueError, match=r"'h10' is no device type. Did you mean .*h100"):
+        canonical_type("h10")
+
+
+def test_known_types_have_a_memory_size_and_are_their_own_names() -> None:
+    assert {"a10", "a100", "h100", "h200", "rtx4090", "t4", "l40s", "b200", "rtx6000ada", "v100"} <= set(KNOWN_TYPES)
+    for kind in KNOWN_TYPES:
+        assert canonical_type(kind) == kind
+        assert memory_of(kind) > 5 * GB
+    assert round(memory_of("a10") / GB) == 24
+    assert memory_of("cpu") == memory_of("nvidia-gb10") == 0
+
+
+# ---------------------------------------------------------------- simulated
+
+
+def test_simulated_devices_have_ids_types_and_plausible_memory() -> None:
+    found = take_inventory(simulate="A10G:2, h100 : 1", cpu_slots=5)
+    assert [device.uuid for device in found.devices] == ["SIM-a10-0", "SIM-a10-1", "SIM-h100-0"]
+    assert [device.index for device in found.devices] == [0, 1, 2]
+    assert [device.type for device in found.devices] == ["a10", "a10", "h100"]
+    assert all(device.simulated and device.used_bytes is None for device in found.devices)
+    assert all(device.utilization_pct is None and device.outside_use == "" for device in found.devices)
+    assert found.devices[2].memory_bytes > 80 * GB
+    assert found.cpu_slots == 5
+    assert found.cores >= 1
+    assert found.host
+    assert found.problem == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a10",
+        "a10:",
+        ":4",
+        "a10:0",
+        "a10:-1",
+        "a10:x",
+        "a10:4,",
+        "a10:9999",
+        "a10:٣",
+        "cpu:4",
+        "any:1",
+        "zzz:1",
+    ],
+)
+def test_a_simulation_that_means_nothing_names_the_remedy(text: str) -> None:
+    with pytest.raises(UsageError, match=r"can't be understood: .*SGPU_SIMULATE.*a10:4,h100:8"):
+        take_inventory(simulate=text, cpu_slots=1)
+
+
+def test_a_type_is_simulated_once() -> None:
+    with pytest.raises(UsageError, match="a10 stands twice"):
+        take_inventory(simulate="a10:1,A10G:2", cpu_slots=1)
+
+
+# ---------------------------------------------------------------- real
+
+
+def test_four_idle_a10s(nvml_stub: Stub) -> None:
+    found = inventory(nvml_stub())
+    assert [device.uuid for device in found.devices] == [nvml.gpu_uuid(number) for number in range(4)]
+    first = found.devices[0]
+    assert (first.type, first.name, first.memory_bytes) == ("a10", "NVIDIA A10", nvml.A10_BYTES)
+    assert (first.used_bytes, first.utilization_pct) == (0, 0.0)
+    assert all(device.outside_use == "" and not device.simulated for device in found.devices)
+    assert (found.problem, found.cpu_slots) == ("", 16)
+
+
+def test_devices_stand_in_the_order_of_the_pci_bus(nvml_stub: Stub) -> None:
+    gpus = [nvml.StubGpu(nvml.gpu_uuid(number), bus=bus) for number, bus in enumerate([0x41, 0x1, 0xC1])]
+    found = inventory(nvml_stub(gpus))
+    assert [device.uuid for device in found.devices] == [nvml.gpu_uuid(number) for number in (1, 0, 2)]
+    assert [device.index for device in found.devices] == [0, 1, 2]
+
+
+def test_every_gpu_is_listed_whatever_its_name(nvml_stub: Stub) -> None:
+    names = ["Graphics Device", "NVIDIA", "Orin (nvgpu)", "NVIDIA H200"]
+    gpus = [nvml.StubGpu(nvml.gpu_uuid(number), name, bus=number) for number, name in enumerate(names)]
+    types = [device.type for device in inventory(nvml_stub(gpus)).devices]
+    assert len(types) == 4
+    assert types[3] == "h200"
+    assert [canonical_type(kind) for kind in types] == types
+
+
+def test_memory_of_others_counts_above_five_per_cent(nvml_stub: Stub) -> None:
+    idle = nvml.StubGpu(nvml.gpu_uuid(0), bus=1, used_bytes=nvml.A10_BYTES // 25)
+    busy = nvml.StubGpu(nvml.gpu_uuid(1), bus=2, used_bytes=7_200_000_000, utilization_pct=93)
+    small = nvml.StubGpu(nvml.gpu_uuid(2), bus=3, memory_bytes=4 * GB)  # the driver's own share is 7 % of it
+    found = inventory(nvml_stub([idle, busy, small]))
+    assert [device.outside_use for device in found.devices] == ["", "7.2 of 24 GB are in use", ""]
+    assert found.devices[1].utilization_pct == 93.0
+
+
+def test_a_foreign_process_is_outside_use_and_ours_is_not(nvml_stub: Stub, sleeper: tuple[int, int]) -> None:
+    parent, child = sleeper
+    gpus = [
+        nvml.StubGpu(nvml.gpu_uuid(0), bus=1, used_bytes=9 * GB, processes=[nvml.StubProcess(child, 9 * GB)]),
+        nvml.StubGpu(nvml.gpu_uuid(1), bus=2, processes=[nvml.StubProcess(child), nvml.StubProcess(parent)]),
+        nvml.StubGpu(nvml.gpu_uuid(2), bus=3),
+    ]
+    environ = nvml_stub(gpus)
+    assert [device.outside_use for device in inventory(environ).devices] == [
+        f"process {child} of user {me()} uses it",
+        f"process {child} of user {me()} and 1 more use it",
+        "",
+    ]
+    # a descendant is ours as the parent is; the child's pid alone does not make its parent ours
+    assert [device.outside_use for device in inventory(environ, [parent]).devices] == ["", "", ""]
+    assert [device.outside_use for device in inventory(environ, [child]).devices] == [
+        "",
+        f"process {parent} of user {me()} uses it",
+        "",
+    ]
+
+
+def test_a_process_that_has_ended_is_no_use_unless_it_may_be_the_hosts(nvml_stub: Stub) -> None:
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    processes = [nvml.StubProcess(gone.pid)]
+    (device,) = inventory(nvml_stub([nvml.StubGpu(nvml.gpu_uuid(0), processes=processes)])).devices
+    in_container = os.stat("/proc/self/ns/pid").st_ino != 0xEFFFFFFC
+    assert device.outside_use == (f"process {gone.pid} outside this container uses it" if in_container else "")
+
+
+@pytest.mark.needs_root
+@pytest.mark.skipif(os.getuid() != 0, reason="a pid namespace needs root")
+def test_in_a_container_a_pid_of_the_host_is_outside_use(nvml_stub: Stub, tmp_path: Path) -> None:
+    processes = [nvml.StubProcess(4_000_000)]
+    environ = os.environ | nvml_stub([nvml.StubGpu(nvml.gpu_uuid(0), processes=processes)])
+    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", TAKE, ""]
+    done = subprocess.run(command, env=environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, check=False)
+    if done.returncode and b"unshare" in done.stderr:
+        pytest.skip(f"no pid namespace here: {done.stderr.decode().strip()}")
+    (device,) = msgspec.json.decode(done.stdout, type=Inventory).devices
+    assert device.outside_use == "process 4000000 outside this container uses it"
+
+
+def test_mig_slices_are_devices_of_their_own(nvml_stub: Stub, sleeper: tuple[int, int]) -> None:
+    name = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
+    slices = [
+        nvml.StubSlice("MIG-11111111-0000-0000-0000-000000000000", name, 5 * GB),
+        nvml.StubSlice("MIG-22222222-0000-0000-0000-000000000000", name, 5 * GB, GB, [nvml.StubProcess(sleeper[0])]),
+    ]
+    gpus = [
+        nvml.StubGpu(nvml.gpu_uuid(0), "NVIDIA A100-SXM4-40GB", bus=1, utilization_pct=None, slices=slices),
+        nvml.StubGpu(nvml.gpu_uuid(1), "NVIDIA A100-SXM4-40GB", bus=2),
+    ]
+    found = inventory(nvml_stub(gpus))
+    assert [device.uuid for device in found.devices] == [slices[0].uuid, slices[1].uuid, nvml.gpu_uuid(1)]
+    assert [device.index for device in found.devices] == [0, 1, 2]
+    first, second, _ = found.devices
+    assert (first.type, first.name, first.memory_bytes) == ("a100", name, 5 * GB)
+    assert (first.used_bytes, first.utilization_pct, first.outside_use) == (0, None, "")
+    assert second.outside_use == f"process {sleeper[0]} of user {me()} uses it"
+    assert found.problem == ""
+
+
+def test_mig_mode_without_slices_is_said(nvml_stub: Stub) -> None:
+    found = inventory(nvml_stub([nvml.StubGpu(nvml.gpu_uuid(0), "NVIDIA H100 80GB HBM3", slices=[])]))
+    assert found.devices == ()
+    assert "is in MIG mode but has no slices" in found.problem
+    assert "nvidia-smi -mig 0" in found.problem
+
+
+def test_what_the_driver_does_not_tell_is_none(nvml_stub: Stub) -> None:
+    untold = {
+        "nvmlDeviceGetMemoryInfo": 3,
+        "nvmlDeviceGetMemoryInfo_v2": 3,
+        "nvmlDeviceGetComputeRunningProcesses_v3": 3,
+        "nvmlDeviceGetUtilizationRates": 999,
+    }
+    found = inventory(nvml_stub([nvml.StubGpu(nvml.gpu_uuid(0), used_bytes=9 * GB)], failures=untold))
+    (device,) = found.devices
+    assert (device.memory_bytes, device.used_bytes, device.utilization_pct) == (0, None, None)
+    assert (device.outside_use, found.problem) == ("", "")
+
+
+def test_an_older_driver_counts_its_own_share_as_used(nvml_stub: Stub) -> None:
+    gpu = nvml.StubGpu(nvml.gpu_uuid(0), used_bytes=GB, reserved_bytes=GB // 2)
+    (device,) = inventory(nvml_stub([gpu], failures={"nvmlDeviceGetMemoryInfo_v2": 13})).devices
+    assert device.used_bytes == GB + GB // 2
+
+
+def test_a_driver_too_old_for_the_package_is_a_problem_and_the_devices_are_still_there(
+    nvml_stub: Stub,
+) -> None:
+    found = inventory(nvml_stub(failures=nvml.LIBRARY_MISMATCH))
+    assert len(found.devices) == 4
+    assert found.problem == (
+        "Which processes use the GPUs can't be told: the NVIDIA driver is older than the package "
+        "nvidia-ml-py expects; update the driver, or install an older nvidia-ml-py."
+    )
+
+
+def test_a_lost_gpu_is_named_and_the_others_are_listed(nvml_stub: Stub) -> None:
+    gpus = [nvml.StubGpu(nvml.gpu_uuid(0), bus=1, error=15), nvml.StubGpu(nvml.gpu_uuid(1), bus=2)]
+    found = inventory(nvml_stub(gpus))
+    assert [(device.uuid, device.index) for device in found.devices] == [(nvml.gpu_uuid(1), 0)]
+    assert found.problem.startswith("GPU 0 (NVML's number) can't be read: it has fallen off the bus; reset it")
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (18, "of different versions, as after an update; reboot, or reload the driver."),
+        (4, "this user may not open them; ask the administrator for access to /dev/nvidia*."),
+        (999, "NVML answers with error 999; see what `nvidia-smi` says."),
+    ],
+)
+def test_a_driver_that_can_not_be_opened_is_a_problem(nvml_stub: Stub, code: int, words: str) -> None:
+    found = inventory(nvml_stub(failures={"nvmlInitWithFlags": code}))
+    assert found.devices == ()
+    assert found.problem.startswith("The GPUs can't be listed: ")
+    assert found.problem.endswith(words)
+
+
+def test_devices_change_while_a_machine_runs(nvml_stub: Stub) -> None:
+    environ = nvml_stub(nvml.a10s(1))
+    assert len(inventory(environ).devices) == 1
+    nvml.change(environ, nvml.a10s(3))
+    assert len(inventory(environ).devices) == 3
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="this machine has a driver")
+def test_a_machine_without_driver_has_no_devices_and_no_problem() -> None:
+    found = take_inventory(simulate="", cpu_slots=2)
+    assert (found.devices, found.problem) == ((), "")
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="this machine has a driver")
+def test_a_library_without_driver_and_gpu_is_no_problem(nvml_stub: Stub) -> None:
+    found = inventory(nvml_stub(failures={"nvmlInitWithFlags": 9}))
+    assert (found.devices, found.problem) == ((), "")
+
+
+def test_nvml_is_loaded_only_when_it_is_asked() -> None:
+    code = (
+        "import sys; from sgpu_magic.agent.watch.inventory import take_inventory;"
+        "take_inventory(simulate='a10:1', cpu_slots=1); sys.exit('pynvml' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 0

@@ -1,0 +1,314 @@
+"""`sgpu doctor`: what is wrong is named with its remedy, on machines made wrong on purpose."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import nvml_stub as nvml
+import pytest
+from kernels import Home, Kernel, eventually
+from listed_pools import list_nowhere, list_pools, listed
+from process_table import wait_gone
+from served_pools import served_pool
+
+from sgpu_magic.cli import place_checks, python_checks
+from sgpu_magic.cli.finding import Finding, Level
+from sgpu_magic.cli.python_checks import ProbeFacts
+from sgpu_magic.config import load_settings
+from sgpu_magic.files.disk_room import mount_of
+
+nvml_stub = nvml.nvml_stub
+ROOT = Path(__file__).parents[3]
+LEVELS = {"ok", "warning", "problem"}
+
+
+@pytest.fixture
+def bare_home() -> Iterator[Home]:
+    """A home in which nothing ever ran."""
+    made = Home()
+    yield made
+    made.close()
+
+
+class Report:
+    """What the doctor said: its findings by name, each (level, text, remedy)."""
+
+    def __init__(self, home: Home, variables: dict[str, str] | None = None, shell: str = "") -> None:
+        environ = {k: v for k, v in home.environ.items() if not k.startswith(("CUDA_", "GLOO_"))}
+        environ.pop("SGPU_CONFIG")
+        environ |= {"XDG_CONFIG_HOME": str(home.path)} | (variables or {})
+        done = subprocess.run(
+            ["bash", "-c", f'{shell}\nexec "$0" -m sgpu_magic.cli doctor', sys.executable],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert done.stderr == ""
+        self.code, self.text = done.returncode, done.stdout
+        self.found: list[tuple[str, str, str, str]] = []
+        *lines, empty, self.sum = done.stdout.splitlines()
+        assert empty == ""
+        for line in lines:
+            if line.startswith(" "):
+                level, name, text, _ = self.found[-1]
+                self.found[-1] = (level, name, text, line.strip())
+            else:
+                self.found.append((line[:7].strip(), line[9:29].strip(), line[31:], ""))
+        assert {level for level, *_ in self.found} <= LEVELS
+        assert "\x1b" not in done.stdout
+        # its own processes and files are gone
+        assert list((home.path / "tmp").iterdir()) == []
+        assert home.processes().keys() <= {*home.kernel_pids, *below_pool(home)}
+
+    def of(self, name: str) -> tuple[str, str, str]:
+        """Level, text and remedy of the one finding of that name."""
+        ((level, _, text, remedy),) = [found for found in self.found if found[1] == name]
+        return level, text, remedy
+
+    def has(self, name: str, level: str, *words: str) -> bool:
+        return any(
+            found[0] == level and found[1] == name and all(word in f"{found[2]} {found[3]}" for word in words)
+            for found in self.found
+        )
+
+
+def below_pool(home: Home) -> set[int]:
+    pool = home.pool_pid()
+    zygotes = home.zygote_pids()
+    return ({pool} if pool else set()) | {*home.agent_pids(), *zygotes, *home.standby_pids()}
+
+
+def test_a_machine_in_order(bare_home: Home):
+    report = Report(bare_home)
+    assert report.code == 0, report.text
+    assert report.sum.startswith("no problem")
+    assert report.of("python")[0] == "ok"
+    assert report.of("torch")[:2][0] == "ok"
+    level, text, _ = report.of("all_reduce")
+    assert level == "ok"
+    assert text.startswith("2 gloo ranks joined in ")
+    assert report.has("state directory", "ok", str(bare_home.state))
+    assert report.has("pool", "ok", "none runs")
+    for name in ("numpy", "ipykernel", "hostname", "runtime directory", "disk", "gpu", "open files", "processes"):
+        assert any(found[1] == name for found in report.found), name
+    assert all(remedy for level, _, _, remedy in report.found if level != "ok")
+    assert bare_home.pool_pid() is None
+
+
+def test_everything_wrong_at_once_is_named_with_its_remedy(bare_home: Home):
+    packages = bare_home.path / "packages"
+    info = packages / "ipykernel-7.0.1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ipykernel\nVersion: 7.0.1\n")
+    config = bare_home.path / "broken.toml"
+    config.write_text("pool = \n")
+    bare_home.state.rmdir()
+    bare_home.state.write_text("a file in the way")
+    report = Report(
+        bare_home,
+        {
+            "PYTHONPATH": str(packages),
+            "SGPU_CONFIG": str(config),
+            "SGPU_CPU_SLOT": "4",
+            "SGPU_RUNTIME_DIR": f"{bare_home.path}/{'long' * 30}",
+            "GLOO_SOCKET_IFNAME": "nosuch0",
+            "CUDA_VISIBLE_DEVICES": "1",
+        },
+        shell="ulimit -n 200",
+    )
+    assert report.code == 1
+    assert "problems" in report.sum
+    assert report.has("ipykernel", "problem", "7.0.1", "pip install -U")
+    # ranks of one machine talk over loopback whatever the environment says
+    assert report.has("all_reduce", "ok")
+    assert report.has("settings", "problem", str(config), "Mend it")
+    assert report.has("variables", "warning", "SGPU_CPU_SLOT ", "Is SGPU_CPU_SLOTS meant?")
+    assert report.has("CUDA_VISIBLE_DEVICES", "warning", "Unset it")
+    assert report.has("state directory", "problem", "is not a directory", "SGPU_STATE_DIR")
+    assert report.has("runtime directory", "problem", "too long", "SGPU_RUNTIME_DIR")
+    assert report.has("open files", "problem", "200", "ulimit -n")
+
+
+def test_a_torch_that_can_not_be_imported(bare_home: Home):
+    fake = bare_home.path / "packages" / "torch"
+    fake.mkdir(parents=True)
+    (fake / "__init__.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
+    report = Report(bare_home, {"PYTHONPATH": str(fake.parent)})
+    assert report.code == 1
+    assert report.has("torch", "problem", "libcudart.so.12", "pip install torch")
+    assert report.has("numpy", "ok")
+    assert not any(name == "all_reduce" for _, name, *_ in report.found)
+
+
+def test_a_torch_that_kills_its_process(bare_home: Home):
+    fake = bare_home.path / "packages" / "torch"
+    fake.mkdir(parents=True)
+    (fake / "__init__.py").write_text("import os\nos.kill(os.getpid(), 4)")
+    report = Report(bare_home, {"PYTHONPATH": str(fake.parent)}, shell="ulimit -c 0")
+    assert report.has("torch", "problem", "ended by signal 4")
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        (ProbeFacts(torch="2.5.1+cpu", numpy="1.26", distributed=True, gloo=True), "older than 2.6"),
+        (ProbeFacts(torch="2.9.0", numpy="1.26"), "without torch.distributed"),
+        (ProbeFacts(torch="2.9.0", numpy="1.26", distributed=True), "without gloo"),
+        (ProbeFacts(torch="2.9.0", numpy_error="ImportError: no", distributed=True, gloo=True), "no"),
+    ],
+)  # fmt: skip
+def test_packages_that_do_not_fit(facts: ProbeFacts, words: str):
+    (found,) = [found for found in python_checks.packages(facts) if found.level is Level.PROBLEM]
+    assert words in found.text
+    assert found.remedy
+
+
+def test_a_slow_group_is_a_warning():
+    facts = ProbeFacts(torch="2.9.0", distributed=True, gloo=True, group_s=5.02, reduce_s=0.001, right=True)
+    (found,) = python_checks.group(facts)
+    assert (found.level, "5.0 s" in found.text) == (Level.WARNING, True)
+
+
+@pytest.mark.slow
+def test_a_gpu_and_a_torch_without_cuda(bare_home: Home, nvml_stub: Callable[..., dict[str, str]]):
+    import torch
+
+    if torch.version.cuda or torch.version.hip:
+        pytest.skip("this torch is built for GPUs")
+    report = Report(bare_home, nvml_stub(devices=nvml.a10s(2)))
+    assert report.code == 1
+    assert report.has("gpu", "ok", "2 devices: NVIDIA A10")
+    assert report.has("torch and gpu", "problem", "without CUDA", "installation page")
+
+
+@pytest.mark.slow
+def test_a_pool_that_lives_and_one_that_was_killed(new_home: Callable[..., Home]):
+    home = new_home({"SGPU_SIMULATE": "a10:2"})
+    kernel = Kernel(home)
+    try:
+        kernel.check("%sgpu_status")
+        pid = home.pool_pid()
+        assert pid is not None
+        home.runtime.chmod(0o755)
+        report = Report(home)
+        assert report.code == 0, report.text
+        assert report.has("pool", "ok", f"process {pid}", "1 client")
+        assert report.has("gpu", "ok", "simulated", "a10:2")
+        assert report.has("runtime directory", "warning", "0755", "chmod 700")
+        assert home.pool_pid() == pid
+        os.kill(pid, signal.SIGKILL)
+        wait_gone(pid)
+        eventually(lambda: not home.unexpected(), 20, lambda: str(home.unexpected()))
+        report = Report(home)
+        assert report.has("pool", "warning", "killed", "pool.sock", "the next pool")
+        for left in home.runtime.iterdir():
+            left.unlink()
+    finally:
+        kernel.close()
+
+
+def test_a_home_on_a_network(tmp_path: Path):
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "/dev/sda1 / ext4 rw 0 0\n"
+        "server:/home /home nfs4 rw 0 0\n"
+        "server:/a /mnt/two\\040words nfs rw 0 0\n"
+        "tmpfs /home/local tmpfs rw 0 0\n"
+    )
+    kinds = {
+        "/": "ext4",
+        "/homeless/x": "ext4",
+        "/home/someone/.local": "nfs4",
+        "/home/local/x": "tmpfs",
+        "/mnt/two words/x": "nfs",
+    }
+    assert {path: mount_of(Path(path), mounts)[1] for path in kinds} == kinds
+
+
+def test_the_state_directory_of_another_user(bare_home: Home):
+    if os.getuid() != 0:
+        pytest.skip("needs root to give a directory away")
+    os.chown(bare_home.state, 12345, 12345)
+    from sgpu_magic.config import Settings
+
+    (found,) = place_checks.state_directory(Settings(state_dir=str(bare_home.state)))
+    assert (found.level, "another user" in found.text) == (Level.PROBLEM, True)
+
+
+# ---------------------------------------------------------------- pools of other machines
+
+
+def said_of_pools(home: Home) -> dict[str, Finding]:
+    """What the doctor finds of the list, the key and the pools of a home, by name."""
+    return {found.name: found for found in place_checks.listed_pools(load_settings(home.environ))}
+
+
+@pytest.fixture
+def user_home(bare_home: Home, monkeypatch: pytest.MonkeyPatch) -> Home:
+    """A home whose variables this process has."""
+    for name, value in bare_home.environ.items():
+        monkeypatch.setenv(name, value)
+    return bare_home
+
+
+def test_nothing_is_said_of_pools_where_none_is_listed(user_home: Home):
+    assert said_of_pools(user_home) == {}
+
+
+def test_listed_pools_are_looked_at(user_home: Home, monkeypatch: pytest.MonkeyPatch):
+    with served_pool({"SGPU_SIMULATE": "a10:2"}) as team:
+        list_pools(user_home, [("team", team, {})])
+        list_nowhere(user_home, "gone")
+        found = said_of_pools(user_home)
+        assert list(found) == ["key", "pool team", "pool gone"]
+        assert (found["key"].level, found["key"].text) == (Level.OK, str(user_home.path / "client.key"))
+        assert found["pool team"].level is Level.OK
+        assert found["pool team"].text == f"{team.entry.address} has 2 a10 (24.1 GB), 16 CPU slots"
+        assert found["pool gone"].level is Level.PROBLEM
+        assert found["pool gone"].text.startswith("the pool gone can't be reached: nothing answers at")
+        assert "firewall" in found["pool gone"].remedy
+        monkeypatch.setattr(place_checks, "__version__", "0.0.9")
+        assert said_of_pools(user_home)["pool team"].level is Level.WARNING
+        assert "and here is 0.0.9" in said_of_pools(user_home)["pool team"].text
+        # a key that was made anew is let in nowhere
+        (user_home.path / "client.key").unlink()
+        found = said_of_pools(user_home)
+        assert found["key"].level is Level.PROBLEM
+        assert "`sgpu pool keygen`" in found["key"].remedy
+        assert found["pool team"].level is Level.PROBLEM
+
+
+def test_a_key_and_a_list_that_others_can_get_at(user_home: Home):
+    list_nowhere(user_home, "gone")
+    key = user_home.path / "client.key"
+    key.write_text("x")
+    key.chmod(0o644)
+    found = said_of_pools(user_home)["key"]
+    assert found.level is Level.PROBLEM
+    assert str(key) in f"{found.text} {found.remedy}"
+    listed(user_home).chmod(0o666)
+    found = said_of_pools(user_home)
+    assert list(found) == ["pools"]
+    assert found["pools"].level is Level.PROBLEM
+    assert "chmod 600" in f"{found['pools'].text} {found['pools'].remedy}"
+    listed(user_home).write_text("[team\n")
+    listed(user_home).chmod(0o600)
+    assert "line 1" in said_of_pools(user_home)["pools"].text
+
+
+@pytest.mark.parametrize(("version", "level"), [("2.49.1", Level.WARNING), ("2.50.0", Level.OK), ("2.60.0", Level.OK)])
+def test_a_ray_that_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, level: Level):
+    there = tmp_path / f"ray-{version}.dist-info"
+    there.mkdir()
+    (there / "METADATA").write_text(f"Metadata-Version: 2.1\nName: ray\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (found,) = place_checks.ray_version()
+    assert (found.name, found.level) == ("ray", level)
+    assert version in found.text

@@ -1,0 +1,136 @@
+"""Imports go one way, heavy packages have one owner each, and `import sgpu_magic` costs next to nothing.
+
+The contracts of import-linter in pyproject.toml hold who may import whom. What they can't say is here: what an
+import really loads, that no two modules import each other (their contract for that takes folders, not modules), and a
+rule about single modules of two rooms.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PACKAGE = ROOT / "sgpu_magic"
+
+
+def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
+    """Check the contracts of a tree: `root` has pyproject.toml and the package."""
+    command = [Path(sys.executable).parent / "lint-imports", "--no-logo", "--no-cache"]
+    environ = {**os.environ, "PYTHONPATH": str(root), "COLUMNS": "200"}
+    return subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True)
+
+
+def test_the_contracts_are_kept():
+    done = lint_imports(ROOT)
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_wrong_import_would_be_found(tmp_path: Path):
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    shutil.copytree(PACKAGE, tmp_path / "sgpu_magic", ignore=lambda _, names: [n for n in names if n == "__pycache__"])
+    planted = {
+        "agent/planted.py": "def f():\n    from sgpu_magic.worker.process import zygote\n    import torch\n",
+        "agent/ranks/planted.py": "import pynvml\n",
+        "wire/planted.py": "import socket\n",
+        "client/planted.py": "import pickle\nfrom sgpu_magic import views\n",
+        "planted_room.py": "",
+    }
+    for name, code in planted.items():
+        (tmp_path / "sgpu_magic" / name).write_text(code)
+    done = lint_imports(tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    for wrong in (
+        "sgpu_magic.agent.planted -> sgpu_magic.worker",
+        "sgpu_magic.agent.planted -> torch",
+        "sgpu_magic.agent.ranks.planted -> pynvml",
+        "sgpu_magic.wire.planted -> socket",
+        "sgpu_magic.client.planted -> pickle",
+        "sgpu_magic.client.planted -> sgpu_magic.views",
+        "sgpu_magic.planted_room",
+    ):
+        assert wrong in done.stdout
+
+
+def test_no_two_modules_import_each_other():
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "house.py"], capture_output=True, text=True, check=True)
+    assert "0  circles between files" in done.stdout, done.stdout
+
+
+def imports_in(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield line and name, in its parts, of every import that runs at some time: those for type checkers do not."""
+
+    def walk(node: ast.AST) -> Iterator[tuple[int, list[str]]]:
+        for child in ast.iter_child_nodes(node):
+            match child:
+                case ast.If() if "TYPE_CHECKING" in ast.unparse(child.test):
+                    pass
+                case ast.Import():
+                    yield from ((child.lineno, alias.name.split(".")) for alias in child.names)
+                case ast.ImportFrom():
+                    yield from ((child.lineno, f"{child.module}.{alias.name}".split(".")) for alias in child.names)
+                case _:
+                    yield from walk(child)
+
+    yield from walk(ast.parse(path.read_text()))
+
+
+def test_what_a_server_takes_of_the_panel_knows_no_kernel():
+    served = {
+        "schema", "messages", "device_rows", "pool_state", "past_runs", "poll_pool", "watch", "pool_list", "orders",
+    }  # fmt: skip
+    widgets = {"live_views", "rank_widgets", "comm", "widgets"}
+    wrong: list[str] = []
+    for path in [*(PACKAGE / "server").rglob("*.py"), *(PACKAGE / "panel" / f"{name}.py" for name in sorted(served))]:
+        for line, (top, part, module, inner, *_) in ((line, [*name, "", "", ""]) for line, name in imports_in(path)):
+            knows_kernel = part == "runs" and (module, inner) != ("choice", "schema")
+            not_served = part == "panel" and module not in served
+            is_widget = module == "live" and inner in widgets
+            if top == "sgpu_magic" and (knows_kernel or not_served or is_widget):
+                wrong.append(f"{path.relative_to(PACKAGE)}:{line}")
+    assert wrong == []
+
+
+def loaded_after(code: str) -> set[str]:
+    script = f"import sys\n{code}\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return {name.split(".")[0] for name in done.stdout.split()}
+
+
+HEAVY = {"torch", "ray", "mlflow", "pynvml", "IPython", "numpy", "zmq", "cloudpickle", "anywidget", "ipywidgets"}
+
+
+@pytest.mark.parametrize(
+    ("code", "without"),
+    [
+        pytest.param("import sgpu_magic", HEAVY, id="the package"),
+        pytest.param("import sgpu_magic.runtime", HEAVY, id="runtime"),
+        pytest.param("import sgpu_magic.wire.codec", HEAVY, id="wire"),
+        pytest.param("import sgpu_magic.agent.service", HEAVY - {"zmq"}, id="agent"),
+        pytest.param(
+            "import sgpu_magic.pool.service, sgpu_magic.nodes.local",
+            HEAVY - {"zmq"},
+            id="pool",
+        ),
+        pytest.param("from sgpu_magic.payload import buffers, unpack", {"torch", "numpy"}, id="unpack"),
+        pytest.param("import sgpu_magic.magics", HEAVY - {"IPython", "numpy", "zmq", "cloudpickle"}, id="magics"),
+        pytest.param("import sgpu_magic.cli.main", {"torch", "ray", "mlflow", "IPython"}, id="command"),
+    ],
+)  # fmt: skip
+def test_an_import_brings_nothing_heavy(code: str, without: set[str]):
+    assert loaded_after(code) & without == set()
+
+
+def test_the_public_names_are_the_documented_ones():
+    code = "import sgpu_magic; print(*sgpu_magic.__all__); [getattr(sgpu_magic, n) for n in sgpu_magic.__all__]"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    names = set(done.stdout.split())
+    assert {"__version__", "load_ipython_extension", "unload_ipython_extension"} <= names
+    assert not any(name.startswith("_") and name != "__version__" for name in names)

@@ -1,0 +1,398 @@
+"""Device locks between real processes: of one user, of two, killed ones, and ones that lay traps."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sgpu_magic.errors import CapacityError, PoolError
+from sgpu_magic.nodes.device_locks import DeviceLocks, DevicesLocked
+
+ROOT = Path(__file__).parents[3]
+FIRST = "GPU-00000000-0000-0000-0000-000000000001"
+SECOND = "GPU-00000000-0000-0000-0000-000000000002"
+SLICE = "MIG-00000000-0000-0000-0000-000000000003"
+OTHER_UID = 65534
+
+needs_root = pytest.mark.needs_root
+skip_for_users = pytest.mark.skipif(os.getuid() != 0, reason="another user's process needs root")
+
+# Locks what its arguments name, says what came of it, and waits for the end of its input.
+HOLD = """
+import os, sys
+from pathlib import Path
+directory, uid, *uuids = sys.argv[1:]
+from sgpu_magic.nodes.device_locks import DeviceLocks, DevicesLocked
+os.umask(0o077)
+if int(uid):
+    os.setgroups([])
+    os.setgid(int(uid))
+    os.setuid(int(uid))
+try:
+    locks = DeviceLocks(Path(directory))
+    locks.acquire(uuids)
+    print("held", flush=True)
+except Exception as error:
+    print(f"{type(error).__name__}: {error}", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def holder(directory: Path, *uuids: str, uid: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Another process that asks for the locks: (process, what it says)."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(directory), str(uid), *uuids],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        try:
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Where the locks go; other users can reach it."""
+    if os.getuid() == 0:
+        for parent in (tmp_path, *tmp_path.parents):
+            if parent.name.startswith(("pytest-", "popen-", "test_")):
+                parent.chmod(0o755)
+    return tmp_path / "locks"
+
+
+@pytest.fixture
+def locks(directory: Path) -> Iterator[DeviceLocks]:
+    with DeviceLocks(directory) as made:
+        yield made
+
+
+def me() -> str:
+    return pwd.getpwuid(os.getuid()).pw_name
+
+
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def test_two_processes_never_hold_one_device(directory: Path, locks: DeviceLocks) -> None:
+    with holder(directory, FIRST) as (other, said):
+        assert said == "held"
+        with pytest.raises(DevicesLocked) as caught:
+            locks.acquire([FIRST])
+        assert caught.value.uuids == (FIRST,)
+        assert caught.value.holder.startswith(f"process {other.pid} of user {me()} on host ")
+        assert f"{FIRST} is held by process {other.pid}" in caught.value.message
+        assert isinstance(caught.value, CapacityError)
+        locks.acquire([SECOND])
+    locks.acquire([FIRST])
+    assert locks.held == {FIRST, SECOND}
+
+
+def test_all_or_nothing(directory: Path, locks: DeviceLocks) -> None:
+    with holder(directory, SECOND, SLICE):
+        before = descriptors()
+        with pytest.raises(DevicesLocked) as caught:
+            locks.acquire([FIRST, SECOND, SLICE])
+        assert caught.value.uuids == (SECOND, SLICE)
+        assert locks.held == frozenset()
+        assert descriptors() == before
+        with holder(directory, FIRST) as (_, said):
+            assert said == "held"
+
+
+def test_a_killed_holder_leaves_nothing_locked(directory: Path, locks: DeviceLocks) -> None:
+    with holder(directory, FIRST) as (other, said):
+        assert said == "held"
+        os.kill(other.pid, signal.SIGKILL)
+        other.wait()
+        assert locks.locked_elsewhere([FIRST]) == {}
+        locks.acquire([FIRST])
+
+
+def test_release_lets_the_next_in(directory: Path, locks: DeviceLocks) -> None:
+    locks.acquire([FIRST, SECOND])
+    locks.release([FIRST, SLICE])
+    assert (directory / f"{FIRST}.lock").read_text() == ""
+    with holder(directory, FIRST) as (_, said):
+        assert said == "held"
+    with holder(directory, SECOND) as (_, said):
+        assert said.startswith(f"DevicesLocked: {SECOND} is held by process {os.getpid()} of user {me()}")
+
+
+def test_close_releases_everything_and_keeps_no_descriptor(directory: Path) -> None:
+    before = descriptors()
+    locks = DeviceLocks(directory)
+    locks.acquire([FIRST, SECOND])
+    locks.close()
+    locks.close()
+    assert descriptors() == before
+    with holder(directory, FIRST, SECOND) as (_, said):
+        assert said == "held"
+
+
+def test_probing_tells_who_and_keeps_nothing(directory: Path, locks: DeviceLocks) -> None:
+    locks.acquire([SECOND])
+    assert locks.locked_elsewhere([FIRST, SECOND, SLICE, "SIM-a10-0"]) == {}
+    assert not (directory / f"{FIRST}.lock").exists()
+    with holder(directory, FIRST) as (other, _):
+        before = descriptors()
+        found = locks.locked_elsewhere([FIRST, SECOND, SLICE])
+        assert list(found) == [FIRST]
+        assert found[FIRST].startswith(f"process {other.pid} of user {me()}")
+        assert descriptors() == before
+    assert locks.locked_elsewhere([FIRST]) == {}
+
+
+def test_probing_never_refuses_somebody_else_a_free_device(directory: Path, locks: DeviceLocks) -> None:
+    locks.acquire([FIRST])
+    locks.release([FIRST])
+    code = """
+import sys
+from pathlib import Path
+from sgpu_magic.nodes.device_locks import DeviceLocks
+locks = DeviceLocks(Path(sys.argv[1]))
+print("probing", flush=True)
+while True:
+    locks.locked_elsewhere([sys.argv[2]])
+"""
+    command = [sys.executable, "-c", code, str(directory), FIRST]
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as prober:
+        try:
+            assert prober.stdout is not None
+            assert prober.stdout.readline() == "probing\n"
+            end = time.monotonic() + 1.0
+            while time.monotonic() < end:
+                locks.acquire([FIRST])
+                locks.release([FIRST])
+        finally:
+            prober.kill()
+
+
+def test_a_started_program_does_not_keep_the_lock(directory: Path, locks: DeviceLocks) -> None:
+    locks.acquire([FIRST])
+    with subprocess.Popen(["sleep", "300"], close_fds=False) as child:
+        locks.release([FIRST])
+        try:
+            with holder(directory, FIRST) as (_, said):
+                assert said == "held"
+        finally:
+            child.kill()
+
+
+def test_simulated_devices_are_each_pools_own(directory: Path, locks: DeviceLocks) -> None:
+    locks.acquire(["SIM-a10-0", "SIM-nvidia-gb10-0"])
+    with holder(directory, "SIM-a10-0") as (_, said):
+        assert said == "held"
+    assert list(directory.iterdir()) == []
+
+
+def test_a_device_is_locked_once(locks: DeviceLocks) -> None:
+    locks.acquire([FIRST])
+    with pytest.raises(ValueError, match="locked here already"):
+        locks.acquire([SECOND, FIRST])
+    with pytest.raises(ValueError, match="locked here already"):
+        locks.acquire([SECOND, SECOND])
+    assert locks.held == {FIRST}
+
+
+@pytest.mark.parametrize(
+    "uuid", ["", "GPU-", "../GPU-1", "GPU-../../etc/passwd", "GPU-1/../2", "GPU-1\n", "GPU-1\0", "0"]
+)
+def test_no_path_is_made_of_what_is_no_uuid(directory: Path, locks: DeviceLocks, uuid: str) -> None:
+    for call in (locks.acquire, locks.locked_elsewhere):
+        with pytest.raises(ValueError, match="is no device's UUID"):
+            call([FIRST, uuid])
+    assert locks.held == frozenset()
+    assert list(directory.iterdir()) == []
+
+
+def test_modes_are_for_all_users_whatever_the_umask(directory: Path) -> None:
+    with holder(directory, FIRST) as (_, said):
+        assert said == "held"
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o1777
+        assert stat.S_IMODE((directory / f"{FIRST}.lock").stat().st_mode) == 0o666
+
+
+def test_what_somebody_wrote_into_a_file_is_not_repeated(directory: Path, locks: DeviceLocks) -> None:
+    with holder(directory, FIRST):
+        for text in ("", "\x1b[31mred", "1 2", "1 <script> \x1b[0m", "x" * 5000):
+            (directory / f"{FIRST}.lock").write_text(text)
+            assert locks.locked_elsewhere([FIRST]) == {FIRST: "another process"}
+
+
+# ---------------------------------------------------------------- traps
+
+
+@pytest.mark.parametrize("kind", ["symlink", "dangling", "fifo", "directory", "hard link"])
+def test_a_trap_in_the_place_of_a_lock_is_refused_and_left_alone(
+    directory: Path, locks: DeviceLocks, tmp_path: Path, kind: str
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    place = directory / f"{SECOND}.lock"
+    match kind:
+        case "symlink":
+            place.symlink_to(victim)
+        case "dangling":
+            place.symlink_to(tmp_path / "made")
+        case "fifo":
+            os.mkfifo(place)
+        case "directory":
+            place.mkdir()
+        case _:
+            os.link(victim, place)
+    before = descriptors()
+    with pytest.raises(PoolError, match="not a plain file with one name"):
+        locks.acquire([FIRST, SECOND])
+    with pytest.raises(PoolError, match="not a plain file with one name"):
+        locks.locked_elsewhere([SECOND])
+    assert victim.read_text() == "precious"
+    assert not (tmp_path / "made").exists()
+    assert descriptors() == before
+    with holder(directory, FIRST) as (_, said):
+        assert said == "held"
+
+
+def test_a_file_removed_under_the_holder_is_made_anew(directory: Path, locks: DeviceLocks) -> None:
+    locks.acquire([FIRST])
+    (directory / f"{FIRST}.lock").unlink()
+    locks.release([FIRST])
+    locks.acquire([FIRST])
+    with holder(directory, FIRST) as (_, said):
+        assert said.startswith("DevicesLocked")
+
+
+@pytest.mark.parametrize("kind", ["file", "symlink", "not sticky"])
+def test_a_place_that_is_no_shared_directory_is_refused_with_a_remedy(
+    directory: Path, tmp_path: Path, kind: str
+) -> None:
+    before = descriptors()
+    match kind:
+        case "file":
+            directory.write_text("")
+        case "symlink":
+            (tmp_path / "elsewhere").mkdir()
+            directory.symlink_to(tmp_path / "elsewhere")
+        case _:
+            directory.mkdir()
+            (directory / "something").write_text("")
+            directory.chmod(0o777)
+    with pytest.raises(PoolError, match="SGPU_LOCK_DIR"):
+        DeviceLocks(directory)
+    assert descriptors() == before
+
+
+def test_a_private_directory_in_use_keeps_its_mode(directory: Path) -> None:
+    directory.mkdir(mode=0o700)
+    (directory / "something").write_text("")
+    with DeviceLocks(directory) as locks:
+        locks.acquire([FIRST])
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+
+
+# ---------------------------------------------------------------- two users
+
+
+@needs_root
+@skip_for_users
+def test_two_users_share_the_directory_in_either_order(directory: Path) -> None:
+    name = pwd.getpwuid(OTHER_UID).pw_name
+    with DeviceLocks(directory) as locks:
+        with holder(directory, FIRST, uid=OTHER_UID) as (other, said):
+            assert said == "held"
+            assert (directory / f"{FIRST}.lock").stat().st_uid == OTHER_UID
+            assert locks.locked_elsewhere([FIRST])[FIRST].startswith(f"process {other.pid} of user {name} on host ")
+            with pytest.raises(DevicesLocked, match=f"of user {name}"):
+                locks.acquire([FIRST])
+        locks.acquire([FIRST, SECOND])  # FIRST's file belongs to the other user
+        with holder(directory, SECOND, uid=OTHER_UID) as (_, said):
+            assert said.startswith(f"DevicesLocked: {SECOND} is held by process {os.getpid()} of user {me()}")
+        locks.release([SECOND])
+        with holder(directory, SECOND, uid=OTHER_UID) as (_, said):
+            assert said == "held"
+
+
+@needs_root
+@skip_for_users
+def test_protected_regular_files_do_not_lock_the_other_user_out(directory: Path) -> None:
+    setting = Path("/proc/sys/fs/protected_regular")
+    before = setting.read_text()
+    try:
+        setting.write_text("2")
+    except OSError as error:
+        pytest.skip(f"fs.protected_regular can't be set here: {error}")
+    try:
+        with holder(directory, FIRST, uid=OTHER_UID):
+            pass
+        with DeviceLocks(directory) as locks:
+            locks.acquire([FIRST])
+    finally:
+        setting.write_text(before)
+
+
+@needs_root
+@skip_for_users
+def test_an_unwritable_lock_file_is_said_with_its_remedy(directory: Path) -> None:
+    with DeviceLocks(directory) as locks:
+        locks.acquire([FIRST])
+        locks.release([FIRST])
+        (directory / f"{FIRST}.lock").chmod(0o600)
+        with holder(directory, FIRST, uid=OTHER_UID) as (_, said):
+            assert said.startswith(
+                f"PoolError: the device lock {directory}/{FIRST}.lock may not be opened by this user."
+            )
+
+
+@needs_root
+@skip_for_users
+def test_a_directory_of_another_user_that_is_not_shared_is_refused(directory: Path) -> None:
+    directory.mkdir(mode=0o755)
+    (directory / "something").write_text("")
+    with holder(directory, FIRST, uid=OTHER_UID) as (_, said):
+        assert said.startswith(f"PoolError: the directory of device locks {directory} must let this user make files")
+        assert "SGPU_LOCK_DIR" in said
+
+
+# ---------------------------------------------------------------- handed over
+
+
+def test_a_lock_lasts_as_long_as_any_copy_of_its_descriptor(tmp_path: Path):
+    first = DeviceLocks(tmp_path)
+    first.acquire([FIRST, SECOND])
+    copies = [os.dup(descriptor) for descriptor in first.descriptors([FIRST, SECOND])]
+    # a killed process lets go of everything without a word
+    for descriptor in first.descriptors([FIRST, SECOND]):
+        os.close(descriptor)
+    with DeviceLocks(tmp_path) as heir:
+        with pytest.raises(DevicesLocked):
+            heir.acquire([FIRST])
+        heir.take_over([FIRST, SECOND], copies)
+        assert heir.held == {FIRST, SECOND}
+        assert heir.locked_elsewhere([FIRST, SECOND]) == {}
+        with holder(tmp_path, FIRST) as (_, said):
+            assert said.startswith("DevicesLocked")
+        heir.release([FIRST])
+        with holder(tmp_path, FIRST) as (_, said):
+            assert said == "held"
+
+
+def test_taking_over_needs_a_descriptor_for_each_device(tmp_path: Path):
+    with DeviceLocks(tmp_path) as locks, pytest.raises(ValueError, match="shorter"):
+        locks.take_over([FIRST, SECOND], [])

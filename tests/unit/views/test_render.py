@@ -1,0 +1,1192 @@
+"""What a person sees of a run: the view, its text, its HTML, its errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import pickle
+import pty
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
+from stories import (
+    CELL,
+    FORMS,
+    IN_BACKWARD,
+    IN_LOAD,
+    LAUNCHER,
+    RUN_ID,
+    STUCK,
+    TRACEBACK,
+    Run,
+    failed,
+    gapped,
+    left_alone,
+    loading,
+    on_two_nodes,
+    released,
+    result,
+    stalled,
+    started_again,
+    succeeded,
+    timed_out,
+    value_error,
+    waiting,
+)
+
+from sgpu_magic import errors
+from sgpu_magic.config import host_name
+from sgpu_magic.runs.follow.outcome import deliver
+from sgpu_magic.server.outputs import cell_outputs
+from sgpu_magic.system.byte_sizes import format_bytes
+from sgpu_magic.views import ansi
+from sgpu_magic.views.bundle import RUN_MIME, mime_bundle
+from sgpu_magic.views.html import render_html
+from sgpu_magic.views.html_ranks import ended_ranks_html, live_ranks_html
+from sgpu_magic.views.live.rank_cards import rank_cards
+from sgpu_magic.views.output import LineAssembler
+from sgpu_magic.views.output_items import DisplayItem, GapItem, LineItem, TextSegment, segments, trim
+from sgpu_magic.views.pool_tables import status_html, status_text
+from sgpu_magic.views.publisher import NotebookPublisher, OutputSlots, SilentPublisher, publisher_for
+from sgpu_magic.views.remote_error import remote_exception
+from sgpu_magic.views.stacks import group_stacks, last_python_line, stacks_html, stacks_text, verdict
+from sgpu_magic.views.terminal import TerminalPublisher
+from sgpu_magic.views.text import render_text, summary_line
+from sgpu_magic.views.units import format_clock, format_ranks, format_seconds
+from sgpu_magic.wire import events as ev
+from sgpu_magic.wire.devices import Device, Inventory, NodeShare
+from sgpu_magic.wire.failures import Failure, RankStack, StackFrame
+from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
+from sgpu_magic.wire.run import CellSource, RunSpec, Shipped
+from sgpu_magic.wire.states import FailureKind, RunState
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+PNG = "iVBORw0KGgo="
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_text_is_as_drawn(name: str) -> None:
+    run = FORMS[name]()
+    text = re.sub(r"running for [^·]* ·", "running for 3.0 s ·", render_text(run.view)) + "\n"
+    text = re.sub(r"(runs train|connected) · [^·]* ·", r"\1 · 12 min ·", text)
+    text = re.sub(r"idle since [^·]* ·", "idle since 14:05 ·", text)
+    text = text.replace(host_name(), "HOST")
+    file = GOLDEN / f"render_{name}.txt"
+    if os.environ.get("SGPU_UPDATE_GOLDEN"):
+        file.write_text(text)
+    assert text == file.read_text()
+
+
+# ------------------------------------------------------------ stacks
+
+
+def test_equal_stacks_are_one_line_and_who_is_missing_is_said() -> None:
+    text = stacks_text(RUN_ID, STUCK, CELL)
+    assert text.splitlines()[:4] == [
+        "run 7f3a",
+        "  ranks 0, 2, 3   wait in all_reduce #41   Cell In[7], line 8   loss.backward()",
+        "  rank 1          is in load_batch         Cell In[7], line 4   x = f.read()",
+        "rank 1 has not come to all_reduce #41",
+    ]
+    assert text.splitlines()[4:] == [
+        "",
+        "ranks 0, 2, 3 wait in all_reduce #41",
+        "  Cell In[7], line 8",
+        "    loss.backward()",
+        "  File /env/torch/_tensor.py, line 630, in backward",
+        "  File /env/torch/autograd/graph.py, line 841, in _engine_run_backward",
+        "",
+        "rank 1 is in load_batch",
+        "  Cell In[7], line 8",
+        "    loss.backward()",
+        "  Cell In[7], line 4, in load_batch",
+        "    x = f.read()",
+    ]
+    page = read(stacks_html(RUN_ID, STUCK, CELL)).text
+    assert "ranks 0, 2, 3 wait in all_reduce #41" in page
+    assert "rank 1 has not come to all_reduce #41" in page
+
+
+def test_stacks_as_html_are_escaped() -> None:
+    frame = StackFrame("<ipython-input-7-0a1b2c>", 2, "<lambda>")
+    cell = CellSource(body="x\nf('<script>')", execution_count=7)
+    html = stacks_html(RUN_ID, (RankStack(rank=0, frames=(frame,)),), cell)
+    assert "<script" not in html
+    assert "&lt;script&gt;" in html
+    assert "<lambda" not in html
+
+
+@pytest.mark.parametrize(
+    ("stack", "doing"),
+    [
+        (RankStack(rank=0, frames=IN_BACKWARD), "is in backward"),
+        (RankStack(rank=0, frames=IN_LOAD), "is in load_batch"),
+        (RankStack(rank=0, frames=IN_LOAD[1:]), "is in the cell"),
+        (RankStack(rank=0, frames=(StackFrame("/lib/mine.py", 3, "crunch"), *IN_LOAD[1:])), "is in crunch"),
+        (RankStack(rank=0, frames=(StackFrame("/env/torch/distributed/c10d.py", 3, "barrier"), *IN_LOAD[1:])),
+         "waits in barrier"),
+        (RankStack(rank=0, frames=(StackFrame("/env/torch/x.py", 9, "wrapper"), *IN_LOAD[1:])), "is in wrapper"),
+        (RankStack(rank=0, frames=LAUNCHER), "is in run_code"),
+        (RankStack(rank=0, problem="it did not answer within 2 s"), "can't be looked at"),
+        (waiting(0), "waits in all_reduce #41"),
+        (waiting(0, pending=False), "is in backward"),
+    ],
+)  # fmt: skip
+def test_what_a_rank_is_in(stack: RankStack, doing: str) -> None:
+    (group,) = group_stacks([stack], CELL)
+    assert group.doing == doing
+
+
+def test_functions_of_other_cells_have_their_own_lines() -> None:
+    source = "def fit():\n    step()\n"
+    cell = CellSource(body="fit()", execution_count=7, linecache=(("/tmp/ipykernel_9/88.py", source, 3),))
+    frames = (StackFrame("/tmp/ipykernel_9/88.py", 2, "fit"), StackFrame("<ipython-input-7-a>", 1, "<module>"))
+    assert last_python_line(frames, cell) == "Cell In[3], line 2, in fit: step()"
+    assert "  Cell In[7], line 1\n    fit()\n  Cell In[3], line 2, in fit\n    step()" in stacks_text(
+        RUN_ID, (RankStack(rank=0, frames=frames),), cell
+    )
+
+
+def test_a_cell_that_begins_with_another_magic_counts_its_lines_without_ours() -> None:
+    cell = CellSource(magic_line="%%distributed", body="%%time\nwork()", execution_count=7)
+    assert last_python_line((StackFrame("<ipython-input-7-a>", 2, "<module>"),), cell).endswith("line 2: work()")
+
+
+@pytest.mark.parametrize(
+    ("stacks", "told"),
+    [
+        (STUCK, ["rank 1 has not come to all_reduce #41"]),
+        # it has none on record, and its stack says that it is elsewhere
+        ((waiting(0), loading(1, seq=0)), ["rank 1 has not come to all_reduce #41"]),
+        # it is ahead
+        ((waiting(0), loading(1, seq=41)), []),
+        ((waiting(0), waiting(1)), ["all ranks are in all_reduce #41"]),
+        ((waiting(0), waiting(1, name="broadcast")),
+         ["rank 0 in all_reduce #41, rank 1 in broadcast #41: they wait for each other, because their collectives "
+          "differ"]),
+        # nothing is known of it
+        ((waiting(0), RankStack(rank=1, problem="it did not answer")), []),
+        ((loading(0), loading(1)), []),
+    ],
+)  # fmt: skip
+def test_who_has_not_come(stacks: tuple[RankStack, ...], told: list[str]) -> None:
+    assert verdict(stacks, CELL) == told
+
+
+def test_a_very_deep_stack_is_cut() -> None:
+    frames = tuple(StackFrame("<ipython-input-7-a>", 1, f"f{at}") for at in range(5000))
+    text = stacks_text(RUN_ID, (RankStack(rank=0, frames=frames),), CELL)
+    assert "in f4999" in text
+    assert "in f0\n" in text
+    assert "4,940 more frames" in text
+    assert len(text.splitlines()) < 140
+
+
+def test_many_groups_are_summed_up() -> None:
+    stacks = [
+        RankStack(rank=rank, frames=(StackFrame("<ipython-input-7-a>", 1 + rank, "step"),)) for rank in range(100)
+    ]
+    lines = stacks_text(RUN_ID, stacks, CELL).split("\n\n")[0].splitlines()
+    assert len(lines) == 18
+    assert lines[-1] == "  ranks 16-99 elsewhere"
+
+
+def test_a_stall_is_shown_while_it_lasts(front_end: _Captured) -> None:
+    run = stalled()
+    publisher = NotebookPublisher(run.view)
+    publisher.tick(0.0)
+    publisher.tick(1.0)
+    (output,) = front_end.outputs.values()
+    assert "no progress for 30 s" in str(output["text/plain"])
+    assert (
+        "rank 1 has not come to all_reduce #41 · %sgpu_stacks shows everything · run 7f3a"
+        in read(str(output["text/html"])).text
+    )
+    run.tell(ev.Resumed())
+    publisher.tick(2.0)
+    (output,) = front_end.outputs.values()
+    assert "no progress" not in str(output)
+    run.tell(ev.Stalled(seconds=31.0, stacks=STUCK)).end()
+    publisher.tick(3.0, final=True)
+    (output,) = front_end.outputs.values()
+    assert "no progress" not in str(output)
+    assert "nothing had moved" not in str(output)
+
+
+def test_a_stall_is_told_once_where_nothing_can_be_taken_back() -> None:
+    stream = io.StringIO()
+    run = stalled()
+    publisher = TerminalPublisher(run.view, stream)
+    publisher.tick(0.0)
+    publisher.tick(1.0)
+    run.tell(ev.Resumed())
+    publisher.tick(2.0)
+    run.end()
+    publisher.tick(3.0, final=True)
+    assert stream.getvalue().count("no progress for 30 s") == 1
+    assert "it goes on\nsucceeded" in stream.getvalue()
+
+
+def test_the_stacks_of_a_timeout_are_in_its_error() -> None:
+    failure = Failure(kind=FailureKind.TIMEOUT, message="")
+    error = remote_exception(failure, (), RUN_ID, 4, 90, None, cell=CELL, stacks=STUCK)
+    assert isinstance(error, errors.RunTimeout)
+    assert "ranks 0, 2, 3 wait in all_reduce #41 Cell In[7], line 8 loss.backward()" in error.message
+    assert "rank 1 has not come to all_reduce #41" in error.message
+    assert "\n" not in error.message
+    assert "in _engine_run_backward" in error.remote_traceback
+
+
+def test_a_death_tells_where_it_was_and_what_it_had_said() -> None:
+    message = "was killed by SIGKILL: out of memory"
+    failure = Failure(kind=FailureKind.WORKER_DIED, message=message, rank=1, exit_status=-9, pid=4711, stack=IN_LOAD)
+    run = Run(cell=CELL).start().say(1, "step 1180  loss 0.22\n").end(RunState.FAILED, 31, failure)
+    assert render_text(run.view).splitlines()[-4:] == [
+        "train_digits · failed after 31 s · rank 1 of 4 (process 4711) was killed by SIGKILL: out of memory",
+        "its last Python line: Cell In[7], line 4, in load_batch: x = f.read()",
+        "its last output: step 1180  loss 0.22",
+        "run 7f3a",
+    ]
+    error = remote_exception(failure, (), RUN_ID, 4, 31, None, cell=CELL, last_output="step 1180  loss 0.22")
+    assert isinstance(error, errors.WorkerDied)
+    assert "its last Python line: Cell In[7], line 4, in load_batch: x = f.read()" in error.message
+    assert "its last output: step 1180" in error.message
+    assert error.remote_traceback.splitlines() == [
+        "Cell In[7], line 8",
+        "  loss.backward()",
+        "Cell In[7], line 4, in load_batch",
+        "  x = f.read()",
+    ]
+
+
+def test_an_attempt_begins_with_a_clean_slate() -> None:
+    run = started_again()
+    assert run.lines == ["step 7", "from step 5"]
+    assert run.view.rank_failures == {}
+    assert "attempt 2 of 3" in read(render_html(run.view)).text
+    assert summary_line(run.view).split(" · ")[1] == "attempt 2 of 3"
+
+
+def test_an_attempt_that_fails_before_all_ranks_are_there_has_its_time_too() -> None:
+    failure = Failure(kind=FailureKind.WORKER_DIED, message="", rank=2, exit_status=-9)
+    run = Run(retries=2).tell(ev.StateChanged(state=RunState.STARTING), at=100.0)
+    run.tell(ev.AttemptFailed(attempt=1, attempts=3, failure=failure), at=100.5)
+    assert run.view.notes == ["attempt 1 of 3 failed after 0.50 s: rank 2 was killed by SIGKILL; started again"]
+
+
+# ------------------------------------------------------------ lines
+
+
+def test_carriage_returns_collapse() -> None:
+    lines = LineAssembler()
+    assert lines.feed("a\rb\rc\nwin\r\nnext") == ["c", "win"]
+    assert lines.partial == "next"
+    assert lines.feed("\r") == []
+    assert lines.partial == "next"
+    assert lines.feed("\nsplit\r") == ["next"]
+    assert lines.feed("\nover\r") == ["split"]
+    assert lines.feed("done\r\n") == ["done"]
+    assert lines.feed("12%\b\b\b") == []
+    assert lines.partial == "12%"
+    assert lines.feed("13%\nabc\b\bX\n") == ["13%", "aXc"]
+
+
+def test_tqdm_is_one_line_per_rank() -> None:
+    tqdm = pytest.importorskip("tqdm").tqdm
+    run = Run().start()
+    for rank in range(4):
+        sink = io.StringIO()
+        for _ in tqdm(range(200), file=sink, mininterval=0, desc=f"rank {rank}", ascii=False):
+            pass
+        text = sink.getvalue()
+        assert text.count("\r") > 100
+        for at in range(0, len(text), 37):
+            run.say(rank, text[at : at + 37], "stderr")
+            assert len(run.view.live_lines) <= rank + 1
+    assert len(run.lines) == 4
+    assert all("100%" in line and line.startswith(f"rank {rank}:") for rank, line in enumerate(run.lines))
+    assert run.view.live_lines == {}
+
+
+def test_nested_tqdm_does_not_flood() -> None:
+    tqdm = pytest.importorskip("tqdm").tqdm
+    sink = io.StringIO()
+    for _ in tqdm(range(3), file=sink, mininterval=0, desc="epoch"):
+        for _ in tqdm(range(100), file=sink, mininterval=0, desc="batch", leave=False, position=1):
+            pass
+    run = Run().start()
+    text = sink.getvalue()
+    for at in range(0, len(text), 41):
+        run.say(0, text[at : at + 41], "stderr")
+    assert len(run.end().lines) < 12
+
+
+def test_order_is_of_arrival_and_equal_lines_are_kept() -> None:
+    run = Run().start()
+    for rank in (0, 1, 0, 2, 3, 1):
+        run.say(rank, "same\n")
+    assert [item.rank for item in run.view.items if isinstance(item, LineItem)] == [0, 1, 0, 2, 3, 1]
+
+
+def test_partial_line_is_live_then_whole() -> None:
+    run = Run().start().say(2, "ab").say(1, "x\n").say(2, "cd")
+    assert run.view.live_lines == {2: "abcd"}
+    assert run.view.last_lines == {1: "x", 2: "abcd"}
+    assert run.lines == ["x"]
+    assert run.end().lines == ["x", "abcd"]
+
+
+def test_colour_codes_stay_in_lines_and_leave_text() -> None:
+    run = Run().start().say(0, "\x1b[31mred\x1b[0m \x1b]0;title\x07\x1b[2Kplain\n").end()
+    assert run.lines[0].startswith("\x1b[31mred")
+    assert "[0] red plain\n" in render_text(run.view)
+
+
+def test_endless_line_is_cut_into_pieces() -> None:
+    run = Run(limit=100_000).start()
+    for _ in range(100):
+        run.say(0, "." * 16_000)
+    assert sum(map(len, run.lines)) <= 100_000
+    huge = Run().start().say(0, "x" * 1_000_000 + "\n")
+    assert len(huge.lines[0]) < 17_000
+    assert "more characters" in huge.lines[0]
+
+
+# ------------------------------------------------------------ bounds
+
+
+def test_a_million_lines_stay_bounded() -> None:
+    run = Run().start()
+    batches = ["".join(f"rank {rank} step {step:07d} loss 0.2200\n" for step in range(500)) for rank in range(4)]
+    began = time.perf_counter()
+    for at in range(2000):
+        run.say(at % 4, batches[at % 4])
+    per_batch = (time.perf_counter() - began) / 2000
+    assert per_batch < 0.001, f"{per_batch * 1e3:.3f} ms for 16 kB"
+    run.end()
+    items = run.view.items
+    gaps = [item for item in items if isinstance(item, GapItem)]
+    assert len(gaps) == 1
+    assert gaps[0].lines + len(run.lines) == run.view.total_lines == 1_000_000
+    assert gaps[0].ranks == 4
+    assert 190_000 < len(render_text(run.view).encode()) < 202_000
+    html = render_html(run.view)
+    assert 150_000 < len(html.encode()) <= 202_000
+    assert f"{gaps[0].lines:,}" not in html, "the HTML leaves out more than the view"
+    left_out = int(re.search(r"\.\.\. ([\d,]+) lines of 4 ranks", html)[1].replace(",", ""))
+    assert left_out + len(re.findall(r"step \d{7}", html.partition("<details")[0])) == 1_000_000
+
+
+def test_memory_under_many_lines_is_flat() -> None:
+    import tracemalloc
+
+    run = Run().start()
+    batch = "".join(f"step {step:07d}\n" for step in range(1000))
+    for _ in range(100):
+        run.say(0, batch)
+    tracemalloc.start()
+    for _ in range(300):
+        run.say(1, batch)
+    grown = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert grown < 3_000_000
+
+
+def test_first_and_last_lines_survive() -> None:
+    run = gapped()
+    assert run.lines[0] == "step 0000  loss 0.22"
+    assert run.lines[-1] == "step 0999  loss 0.22"
+    sizes = [len(line) + 5 for line in run.lines]
+    assert sum(sizes) <= 400
+
+
+def test_skipped_lines_count_into_the_one_gap() -> None:
+    run = Run(ranks=2).start().say(0, "first\n").say(1, "other\n")
+    run.say(0, "tail\n", skipped=1000).say(1, "more\n").say(0, "again\n", skipped=500)
+    assert run.view.items == [
+        LineItem(0, "stdout", "first"),
+        LineItem(1, "stdout", "other"),
+        GapItem(1501, 1),
+        LineItem(1, "stdout", "more"),
+        LineItem(0, "stdout", "again"),
+    ]
+    assert run.view.total_lines == 1505
+
+
+def test_bytes_skipped_within_a_line_leave_a_mark() -> None:
+    run = Run().start().say(0, "begin")
+    run.tell(ev.OutputWritten(rank=0, stream="stdout", text="end\n", start=5, end=50_000, skipped_bytes=49_991))
+    assert run.view.items == [LineItem(0, "stdout", "begin ... end")]
+
+
+def test_trim_keeps_one_gap() -> None:
+    lines = [LineItem(0, "stdout", str(at)) for at in range(10)]
+    assert trim(lines, [10] * 10, 100) == lines
+    assert trim(lines, [10] * 10, 50) == [*lines[:2], GapItem(5, 1), *lines[7:]]
+    assert trim(lines, [10] * 10, 30, head_share=0) == [GapItem(7, 1), *lines[7:]]
+    with_gap = [*lines[:5], GapItem(90, 3), *lines[5:]]
+    assert trim(with_gap, [10] * 5 + [0] + [10] * 5, 50) == [*lines[:2], GapItem(95, 3), *lines[7:]]
+
+
+def test_displays_outlive_lines_and_are_bounded() -> None:
+    run = Run(limit=1000).start().say(0, "before\n").show(0, text_plain="plot")
+    for at in range(500):
+        run.say(1, f"line {at} of many that push\n")
+    assert sum(isinstance(item, DisplayItem) for item in run.view.items) == 1
+    for at in range(1500):
+        run.show(0, text_plain=f"plot {at}")
+    shown = [item for item in run.view.items if isinstance(item, DisplayItem)]
+    assert len(shown) == 1000
+    assert shown[-1].bundle == {"text/plain": "plot 1499"}
+    assert "the first 501 displays were dropped" in render_text(run.end().view)
+
+
+# ------------------------------------------------------------ displays
+
+
+def test_displays_stand_in_place_and_update_there() -> None:
+    run = Run().start().say(0, "a\n").show(0, "h1", text_plain="one", image_png=PNG).say(0, "b\n")
+    run.show(1, "h1", text_plain="rank 1's own").show(0, "h1", update=True, text_plain="two")
+    run.show(0, "unknown", update=True, text_plain="nowhere")
+    kinds = [
+        item.bundle["text/plain"] if isinstance(item, DisplayItem) else item.text
+        for item in run.view.items
+        if not isinstance(item, GapItem)
+    ]
+    assert kinds == ["a", "two", "b", "rank 1's own"]
+    text, caption, *rest = segments(run.view)
+    assert isinstance(text, TextSegment)
+    assert isinstance(caption, TextSegment)
+    assert (len(text.items), text.next_rank) == (1, None)
+    assert (len(caption.items), caption.next_rank) == (0, 0)
+    assert [type(part) for part in rest] == [DisplayItem, TextSegment, DisplayItem, TextSegment]
+    assert "[0] two" in render_text(run.view)
+
+
+def test_display_comes_after_the_line_begun_before_it() -> None:
+    run = Run().start().say(0, "loss: ").say(0, "\r 5%|", "stderr").show(0, text_plain="plot")
+    assert [type(item) for item in run.view.items] == [LineItem, DisplayItem]
+    assert run.view.live_lines == {0: " 5%|"}
+
+
+def test_clear_output() -> None:
+    run = Run().start().say(0, "a\n").say(1, "b\n").show(0, text_plain="plot")
+    run.tell(ev.OutputCleared(rank=0, wait=True))
+    assert len(run.view.items) == 3
+    run.say(0, "new\n")
+    assert [item.text for item in run.view.items if isinstance(item, LineItem)] == ["b", "new"]
+    assert not any(isinstance(item, DisplayItem) for item in run.view.items)
+    run.tell(ev.OutputCleared(rank=1))
+    assert run.lines == ["new"]
+
+
+def test_a_broken_bundle_says_so() -> None:
+    run = Run().start().tell(ev.DisplayPublished(rank=3, bundle=b"{nonsense"))
+    assert "rank 3 displayed something that is no MIME bundle" in render_text(run.view)
+
+
+# ------------------------------------------------------------ HTML
+
+
+class _Reader(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.names: set[str] = set()
+        self.open: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.names |= {name for name, _ in attrs}
+        self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def read(html: str) -> _Reader:
+    reader = _Reader()
+    reader.feed(html)
+    assert reader.open == []
+    return reader
+
+
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>&amp;\"'"
+
+
+def test_html_escapes_everything_that_ranks_say() -> None:
+    failure = Failure(
+        kind=FailureKind.USER_CODE,
+        message=EVIL,
+        rank=0,
+        host=EVIL,
+        type_name=EVIL,
+        traceback_text=f"{EVIL}\n---> 1 {EVIL}\n{EVIL}: {EVIL}",
+        where=EVIL,
+    )
+    other = Failure(kind=FailureKind.USER_CODE, message=EVIL, type_name=EVIL, rank=1)
+    run = Run(pool=EVIL, shipped=Shipped(names=(EVIL,), notes=(EVIL,))).start()
+    run.say(0, EVIL + "\n").say(1, f"\x1b[31m{EVIL}\x1b[38;2;1;2;3m{EVIL}\n").show(0, text_plain=EVIL)
+    run.say(2, f"\x1b[{EVIL}m \x1b]8;;javascript:alert(1)\x07x\n").tell(ev.Noted(text=EVIL))
+    run.tell(ev.RankFailed(failure=failure)).say(3, EVIL)
+    live = read(render_html(run.view))
+    ended = read(render_html(run.end(RunState.FAILED, 1, failure, (other,)).view))
+    for reader in (live, ended):
+        assert reader.tags <= {"div", "b", "span", "pre", "details", "summary"}
+        assert reader.names <= {"style"}
+        assert "<script>alert(1)</script>" in reader.text
+
+
+def test_html_reads_without_styles() -> None:
+    text = read(render_html(failed().view)).text
+    for words in (
+        "failed",
+        "train_digits",
+        "ValueError on rank 1",
+        "---> 14",
+        "ValueError: NaN in batch 118",
+    ):
+        assert words in text
+    assert "ranks 0, 2, 3 were released from all_reduce #118 (line 15)" in text
+    assert "sgpu logs 7f40" in text
+    assert "simulated on cpu" in read(render_html(timed_out().view)).text
+
+
+def test_ansi_colours_become_spans() -> None:
+    assert ansi.to_html("a \x1b[31mb<\x1b[0m c") == 'a <span style="color:#e75c58">b&lt;</span> c'
+    assert 'style="color:#5f87af;background:#010203;font-weight:bold"' in ansi.to_html("\x1b[1;38;5;67;48;2;1;2;3mx")
+    assert ansi.to_html("\x1b[2J\x1b[3;4Hx\x07\x00\x1b[") == "x"
+    assert ansi.plain("\x1b[1mx\x1b[0m\x1b]0;t\x1b\\y") == "xy"
+    assert ansi.colours_only("\x1b[31mx\x1b[2K\x1b]52;c;aGk=\x07") == "\x1b[31mx\x1b[0m"
+
+
+def test_html_shows_the_cells_frames_first_and_keeps_the_rest() -> None:
+    trace = (
+        "Cell In[7], line 3\n----> 3 step()\n\nFile /lib/torch/nn.py:9, in step()\n      9 boom()\n\n"
+        "RuntimeError: boom\n"
+    )
+    failure = Failure(
+        kind=FailureKind.USER_CODE, message="boom", rank=0, type_name="RuntimeError", traceback_text=trace
+    )
+    html = render_html(Run().start().end(RunState.FAILED, 1, failure).view)
+    before, _, after = html.partition("<details")
+    assert "nn.py" not in before
+    assert "nn.py" in after
+
+
+def test_bundle_has_html_text_and_the_record_once() -> None:
+    run = Run(outputs=("history",)).start().say(0, "a\n").show(0, image_png=PNG).say(0, "b\n")
+    run.end(results=(result(0, 1200),))
+    first, caption, last = (part for part in segments(run.view) if isinstance(part, TextSegment))
+    head, tail = mime_bundle(run.view, first, True, False), mime_bundle(run.view, last, False, True)
+    between = mime_bundle(run.view, caption, False, False)
+    assert set(head) == set(between) == {"text/html", "text/plain"}
+    record = json.loads(json.dumps(tail[RUN_MIME]))
+    assert (record["run_id"], record["state"], record["ranks"]) == (RUN_ID, "succeeded", 4)
+    assert record["durations"]["total_s"] == 12.4
+    assert str(head["text/plain"]).endswith("[0] a")
+    assert between["text/plain"] == "[0] displays:"
+    assert read(str(between["text/html"])).text.strip() == "[0] displays:"
+    assert str(tail["text/plain"]).startswith("[0] b\nsucceeded")
+
+
+# ------------------------------------------------------------ publishers
+
+
+class _Captured(DisplayPublisher):
+    """Plays the front end: outputs in order, updates by display id."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: dict[str, dict[str, object]] = {}
+        self.messages: list[int] = []
+
+    def publish(self, data, metadata=None, source=None, *, transient=None, update=False, **kwargs):
+        display_id = transient["display_id"]
+        assert update == (display_id in self.outputs)
+        self.outputs[display_id] = data
+        self.messages.append(len(json.dumps(data, ensure_ascii=False).encode()))
+
+
+@pytest.fixture
+def front_end() -> Iterator[_Captured]:
+    shell = InteractiveShell.instance()
+    before, shell.display_pub = shell.display_pub, _Captured()
+    yield shell.display_pub
+    shell.display_pub = before
+    InteractiveShell.clear_instance()
+
+
+def test_notebook_shows_nothing_at_first_unless_the_run_is_over(front_end: _Captured) -> None:
+    run = Run().start()
+    publisher = NotebookPublisher(run.view)
+    publisher.tick(10.0)
+    publisher.tick(10.09)
+    assert front_end.messages == []
+    publisher.tick(10.11)
+    assert "running" in str(front_end.outputs)
+    quick = succeeded()
+    NotebookPublisher(quick.view).tick(20.0, final=True)
+    assert len(front_end.outputs) == 2
+    assert front_end.messages[-1] < 10_000
+
+
+def test_notebook_keeps_displays_in_place(front_end: _Captured) -> None:
+    run = Run().start()
+    publisher = NotebookPublisher(run.view)
+    now = 0.0
+    for step in range(6):
+        now += 0.5
+        run.say(step % 4, f"line {step}\n")
+        if step in (1, 3):
+            run.show(step, "d", text_plain=f"plot {step}", image_png=PNG)
+        if step == 4:
+            run.show(1, "d", update=True, text_plain="plot 1b", image_png="new")
+        publisher.tick(now)
+    run.end()
+    publisher.tick(now, final=True)
+    publisher.tick(now + 1, final=True)
+    outputs = list(front_end.outputs.values())
+    assert outputs[1]["text/plain"] == "[1] displays:"
+    assert outputs[2] == {"text/plain": "plot 1b", "image/png": "new"}
+    assert str(outputs[3]["text/plain"]).endswith("[3] displays:")
+    assert outputs[4] == {"text/plain": "plot 3", "image/png": PNG}
+    assert [("line 0" in str(o), "line 2" in str(o), "line 5" in str(o)) for o in (outputs[0], *outputs[3::2])] == [
+        (True, False, False),
+        (False, True, False),
+        (False, False, True),
+    ]
+    assert [RUN_MIME in output for output in outputs] == [False] * 5 + [True]
+    assert "running" not in str(outputs[0]["text/html"])
+    assert "succeeded" in str(outputs[0]["text/html"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_saved_is_the_same_whenever_something_was_shown(front_end: _Captured, ranks: int) -> None:
+    steps: list[Callable[[Run], object]] = [
+        lambda run: run.say(0, "before\n"),
+        lambda run: run.show(0, text_plain="one"),
+        lambda run: run.say(0, "between\n"),
+        lambda run: run.show(0, text_plain="two"),
+        lambda run: run.show(0, text_plain="three"),
+        lambda run: run.say(0, "after\n"),
+    ]
+
+    def saved(shown_steps: int, below_a_view: bool) -> list[dict[str, object]]:
+        """Return the outputs of a run that was shown after each of its first steps, and then at its end."""
+        front_end.outputs.clear()
+        run = Run(ranks=ranks).start()
+        slots = OutputSlots(run.view)
+        if below_a_view:
+            slots.open({"text/plain": "a live view"})
+        for at, step in enumerate(steps):
+            step(run)
+            if at < shown_steps:
+                slots.draw_displays(100) if below_a_view else slots.draw(100, 40_000)
+        run.end()
+        slots.draw()
+        return list(front_end.outputs.values())
+
+    expected = saved(0, below_a_view=False)
+    for count in range(len(steps) + 1):
+        assert saved(count, below_a_view=False) == expected
+        assert saved(count, below_a_view=True) == expected
+
+
+def test_notebook_traffic_is_bounded(front_end: _Captured) -> None:
+    run = Run(ranks=16).start()
+    publisher = NotebookPublisher(run.view)
+    batch = "".join(f'step {step:07d} "é" <loss> 0.22\n' for step in range(400))
+    for at in range(300):  # 3 s
+        run.say(at % 16, batch)
+        if at % 10 == 0:
+            run.show(0, text_plain=f"plot {at}")
+        publisher.tick(at / 100)
+    assert 5 < len(front_end.messages) <= 40
+    assert max(front_end.messages) < 64_000
+    run.end()
+    publisher.tick(3.0, final=True)
+    total = sum(len(str(output.get("text/html", "")).encode()) for output in front_end.outputs.values())
+    assert total < 330_000
+    assert not any("● running" in str(output) for output in front_end.outputs.values())
+
+
+def test_notebook_cleared_displays_vanish(front_end: _Captured) -> None:
+    run = Run().start().show(0, text_plain="plot")
+    publisher = NotebookPublisher(run.view)
+    publisher.tick(0.0)
+    publisher.tick(1.0)
+    assert {"text/plain": "plot"} in front_end.outputs.values()
+    run.tell(ev.OutputCleared(rank=0)).end()
+    publisher.tick(2.0, final=True)
+    assert {"text/plain": "plot"} not in front_end.outputs.values()
+
+
+def test_terminal_without_tty() -> None:
+    stream = io.StringIO()
+    run = Run(outputs=("history",))
+    publisher = TerminalPublisher(run.view, stream)
+    publisher.tick(0.0)
+    run.tell(ev.QueueMoved(position=1, reason="needs 1 more A10"))
+    publisher.tick(0.2)
+    publisher.tick(0.3)
+    run.start().say(0, "a\n").say(1, "\r 10%|", "stderr")
+    publisher.tick(0.4)
+    run.say(1, "\r 99%|", "stderr").show(2, text_plain="x\ny").say(0, "\x1b[31mred\x1b[0m\n")
+    publisher.tick(0.5)
+    run.end(results=(result(0, 1200),))
+    publisher.tick(0.6, final=True)
+    assert stream.getvalue() == (
+        "train_digits · queued, position 1 · needs 1 more A10 · run 7f3a\n"
+        "train_digits · 4 ranks on local (cpu, gloo) · shipped model, loader, cfg (45.1 MB in 38 ms)\n"
+        "[0] a\n[2] x\n[2] y\n[0] red\n[1]  99%|\n"
+        "succeeded in 12.4 s · returned history (1.2 kB) · run 7f3a\n"
+    )
+
+
+def test_terminal_writes_every_line() -> None:
+    stream = io.StringIO()
+    run = Run(limit=1000).start()
+    publisher = TerminalPublisher(run.view, stream)
+    for at in range(2000):
+        run.say(at % 4, f"line {at}\n")
+        if at % 100 == 0:
+            publisher.tick(at / 1000)
+    publisher.tick(3.0, final=True)
+    assert len(re.findall(r"line \d+", stream.getvalue())) == 2000
+
+
+def test_failed_run_ends_with_one_line_in_a_terminal() -> None:
+    assert summary_line(failed().view) == (
+        "train_digits · failed after 9.2 s · rank 1 of 4 (this machine) · ValueError: NaN in batch 118 · run 7f40"
+    )
+
+
+def _screen(text: str) -> list[str]:
+    """Play a terminal: the lines that stay on its screen."""
+    rows, row, column = [""], 0, 0
+    for token in re.findall(r"\x1b\[\d*[A-Za-z]|.|\n|\r", text):
+        if token == "\n":
+            row, column = row + 1, 0
+            rows += [""] * (row + 1 - len(rows))
+        elif token == "\r":
+            column = 0
+        elif token.endswith("A") and token[0] == "\x1b":
+            row -= int(token[2:-1])
+        elif token == "\x1b[J":
+            rows[row:] = [rows[row][:column]]
+        elif token[0] != "\x1b":
+            rows[row] = rows[row][:column] + token + rows[row][column + 1 :]
+            column += 1
+    return rows
+
+
+def test_terminal_with_tty_keeps_live_lines_below() -> None:
+    main, side = pty.openpty()
+    read_back: list[bytes] = []
+
+    def drain() -> None:
+        try:
+            while data := os.read(main, 65536):
+                read_back.append(data)
+        except OSError:
+            pass  # the side was closed
+
+    thread = threading.Thread(target=drain)
+    thread.start()
+    with open(side, "w", encoding="utf-8") as stream:
+        assert stream.isatty()
+        run = Run().start()
+        publisher = TerminalPublisher(run.view, stream)
+        now = 0.0
+        for percent in range(0, 101, 5):
+            for rank in range(4):
+                run.say(rank, f"\r{percent:3d}%|{'█' * percent}", "stderr")
+            if percent == 50:
+                run.say(0, "half\n")
+            now += 0.2
+            publisher.tick(now)
+        during = len(read_back)
+        run.end()
+        publisher.tick(now, final=True)
+    thread.join(10)
+    os.close(main)
+    text = b"".join(read_back).decode().replace("\r\n", "\n")
+    assert during >= 0
+    assert "\x1b[4A" in text
+    live = text[: text.rindex("\x1b[4A")]
+    assert [line[:8] for line in _screen(live)[-5:-1]] == [f"[{rank}] 100%"[:8] for rank in range(4)]
+    screen = _screen(live)
+    assert all(len(line) < 80 for line in screen[2:]), "a live line wraps"
+    assert screen[0].startswith("train_digits · 4 ranks")
+    assert screen[1] == "[0] half"
+    final = text[text.rindex("\x1b[4A") :]
+    assert final.count("100%") == 4
+    assert final.endswith("succeeded in 12.4 s · run 7f3a\n")
+
+
+def test_publisher_for_each_ui() -> None:
+    view = Run().view
+    assert isinstance(publisher_for("none", view, sys.stdout, True), SilentPublisher)
+    assert isinstance(publisher_for("text", view, sys.stdout, True), TerminalPublisher)
+    assert isinstance(publisher_for("auto", view, sys.stdout, False), TerminalPublisher)
+    assert isinstance(publisher_for("auto", view, sys.stdout, True), NotebookPublisher)
+
+
+# ------------------------------------------------------------ errors
+
+
+class Frozen(Exception):
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(name)
+
+
+class Computed(Exception):
+    __slots__ = ()
+
+    @property
+    def rank(self) -> int:
+        return 99
+
+
+@dataclasses.dataclass(frozen=True)
+class Record(Exception):
+    code: int
+
+
+@pytest.mark.parametrize("original", [ValueError("NaN in batch 118"), Frozen("x"), Computed("y"), Record(3)])
+def test_the_users_own_exception_is_raised(original: Exception) -> None:
+    kind = type(original)
+    raised = remote_exception(value_error("node-2"), released(0, 2, 3), RUN_ID, 4, 9.2, original)
+    assert raised is original
+    assert isinstance(raised, kind)
+    assert type(raised).__name__ == kind.__name__
+    assert (raised.rank, raised.run_id, raised.remote_traceback) == (1, RUN_ID, TRACEBACK)  # type: ignore[attr-defined]
+    drawn = raised._render_traceback_()  # type: ignore[attr-defined]
+    assert drawn[0] == "rank 1 of 4 on node-2 · run 7f3a"
+    assert "---> 14" in drawn[1]
+    assert "\x1b[31m" in drawn[1]
+    assert drawn[-2:] == [
+        "ranks 0, 2, 3 were released from all_reduce (line 15)",
+        errors.see("exception"),
+    ]
+
+
+@pytest.mark.parametrize("kind", [FailureKind.USER_CODE, FailureKind.INTERNAL])
+def test_a_traceback_is_cut_at_output_limit_by_the_kernel_and_by_the_server(kind: FailureKind, tmp_path: Path) -> None:
+    lines = [f"line {number} of a long traceback" for number in range(2000)]
+    long = "\n".join(lines)
+    failure = msgspec.structs.replace(value_error(), kind=kind, traceback_text=long, traceback_ansi=long)
+    ended = ev.RunEnded(state=RunState.FAILED, failure=failure)
+    view = Run(limit=2000).tell(ev.RankFailed(failure=failure), ended).view
+    run: Any = SimpleNamespace(run_id=RUN_ID, spec=view.spec, load_exception=lambda *_: None)
+    with pytest.raises(Exception, match="NaN") as caught:
+        deliver(run, view, ended, (), {})
+    assert caught.value.remote_traceback == long, "all of it is there for who asks"  # type: ignore[attr-defined]
+    of_kernel = "\n".join(caught.value._render_traceback_())  # type: ignore[attr-defined]
+    output = next(one for one in cell_outputs(view, tmp_path) if one["output_type"] == "error")
+    for drawn in (of_kernel, "\n".join(output["traceback"]), *getattr(caught.value, "__notes__", ())):
+        assert lines[0] in drawn
+        assert lines[-1] in drawn
+        assert lines[1000] not in drawn
+        assert len(drawn) < 3000
+
+
+def test_ipython_shows_the_ranks_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    raised = remote_exception(value_error(), (), RUN_ID, 4, 9.2, ValueError("NaN in batch 118"))
+    shell = InteractiveShell.instance(colors="nocolor")
+    try:
+        shell.push({"raised": raised})
+        outcome = shell.run_cell("try:\n    raise raised\nexcept ValueError as e:\n    caught = e.rank\nraise raised")
+        assert outcome.error_in_exec is raised
+        assert shell.user_ns["caught"] == 1
+    finally:
+        InteractiveShell.clear_instance()
+    shown = capsys.readouterr().out
+    assert shown.startswith("rank 1 of 4 on")
+    assert "test_render" not in shown
+    assert shown.count("---> 14") == 1
+    copy = pickle.loads(pickle.dumps(raised))
+    assert copy.rank == 1
+
+
+def test_exceptions_that_end_kernels_are_wrapped() -> None:
+    failure = Failure(kind=FailureKind.USER_CODE, message="3", rank=0, type_name="SystemExit")
+    for original in (SystemExit(3), KeyboardInterrupt(), None):
+        raised = remote_exception(failure, (), RUN_ID, 2, 1.0, original)
+        assert isinstance(raised, errors.RemoteError)
+        assert raised.rank == 0
+        assert raised.type_name == "SystemExit"
+        assert str(raised) == "SystemExit: 3"
+
+
+@pytest.mark.parametrize(
+    ("kind", "cls"),
+    [
+        (FailureKind.SERIALIZATION, errors.SerializationError),
+        (FailureKind.ENVIRONMENT, errors.EnvironmentFailed),
+        (FailureKind.CAPACITY, errors.CapacityError),
+        (FailureKind.SESSION, errors.SessionError),
+        (FailureKind.WORKER_DIED, errors.WorkerDied),
+        (FailureKind.NODE_LOST, errors.NodeLost),
+        (FailureKind.TIMEOUT, errors.RunTimeout),
+        (FailureKind.INTERNAL, errors.InternalError),
+    ],
+)
+def test_other_failures_have_their_own_class(kind: FailureKind, cls: type[errors.SgpuError]) -> None:
+    failure = Failure(kind=kind, message="the reason and the remedy", rank=2)
+    raised = remote_exception(failure, (), RUN_ID, 4, 31.0, None)
+    assert type(raised) is cls
+    assert (raised.rank, raised.run_id) == (2, RUN_ID)  # type: ignore[attr-defined]
+    assert raised._render_traceback_() == [
+        f"{cls.__name__}: {raised}",
+        errors.see(cls.topic),
+    ]
+    assert "the reason and the remedy" in str(raised)
+    assert "\n" not in str(raised)
+
+
+def test_signal_death_reads_as_drawn() -> None:
+    raised = remote_exception(
+        Failure(kind=FailureKind.WORKER_DIED, message="", rank=2, exit_status=-9), (), RUN_ID, 4, 31.0, None
+    )
+    assert str(raised) == "failed after 31 s · rank 2 of 4 was killed by SIGKILL · run 7f3a"
+
+
+def test_a_name_the_notebook_has_gives_a_hint() -> None:
+    failure = Failure(kind=FailureKind.USER_CODE, message="name 'x' is not defined", rank=0, type_name="NameError")
+    raised = remote_exception(failure, (), RUN_ID, 2, 1.0, NameError("name 'x' is not defined"), {"x"})
+    hint = "`x` exists in the notebook but the cell's code does not show that it is used: add --in x"
+    assert hint in raised._render_traceback_()  # type: ignore[attr-defined]
+    silent = remote_exception(failure, (), RUN_ID, 2, 1.0, NameError("name 'x' is not defined"), {"y"})
+    assert hint not in silent._render_traceback_()  # type: ignore[attr-defined]
+
+
+def cuda_error(words: str, rank: int = 2) -> Failure:
+    message = (
+        f"CUDA error: {words}\nCUDA kernel errors might be asynchronously reported at some other API call, so the "
+        "stacktrace below might be incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+    )
+    return Failure(kind=FailureKind.USER_CODE, message=message, rank=rank, type_name="torch.AcceleratorError")
+
+
+def hint_of(failure: Failure, *others: Failure, spec: RunSpec | None = None) -> list[str]:
+    """What a failure's traceback says of a lost CUDA context."""
+    raised = remote_exception(failure, others, RUN_ID, 4, 1.0, RuntimeError("CUDA error"), spec=spec)
+    drawn: list[str] = raised._render_traceback_()  # type: ignore[attr-defined]
+    hints = [line for line in drawn if "CUDA context" in line]
+    assert all(hint in raised.__notes__[-1] for hint in hints)
+    return hints
+
+
+def spec_in_session(*, fresh: bool = False) -> RunSpec:
+    return msgspec.structs.replace(succeeded().view.spec, session="5e55", fresh=fresh)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["an illegal memory access was encountered", "device-side assert triggered", "unspecified launch failure"],
+)
+def test_a_cuda_error_that_destroys_the_context_is_told_as_such(words: str) -> None:
+    lost = "This error destroyed the CUDA context of rank 2: every further CUDA call in its process fails."
+    late = "CUDA reports errors late, so an earlier line may be the cause;"
+    again = "Fix the code and run it again: the next run gets new processes."
+    blocking = "with `--env CUDA_LAUNCH_BLOCKING=1` the line is exact."
+    assert hint_of(cuda_error(words)) == [f"{lost} {again} {late} {blocking}"]
+    restart = "`%sgpu_restart --rank 2` starts a new process in its place; what rank 2 had in GPU memory is lost."
+    blocking = "in a session connected with `%sgpu_connect --env CUDA_LAUNCH_BLOCKING=1` the line is exact."
+    assert hint_of(cuda_error(words), spec=spec_in_session()) == [f"{lost} {restart} {late} {blocking}"]
+    # its processes wait for it with their contexts made
+    assert hint_of(cuda_error(words), spec=spec_in_session(fresh=True)) == [f"{lost} {again} {late} {blocking}"]
+
+
+def test_ranks_that_met_the_same_cuda_error_are_restarted_together() -> None:
+    words = "device-side assert triggered"
+    (hint,) = hint_of(cuda_error(words), cuda_error(words, 0), *released(1, 3), spec=spec_in_session())
+    assert "CUDA context of ranks 0, 2: every further CUDA call in their processes fails." in hint
+    assert "`%sgpu_restart --rank 0,2` starts new processes in their place" in hint
+
+
+def test_a_fault_of_the_gpu_is_no_fault_of_the_code() -> None:
+    (hint,) = hint_of(cuda_error("uncorrectable ECC error encountered"))
+    assert "see `nvidia-smi -q` and the Xid lines in `dmesg`" in hint
+    assert "CUDA_LAUNCH_BLOCKING" not in hint
+
+
+def test_other_cuda_errors_leave_the_context() -> None:
+    assert hint_of(cuda_error("invalid device ordinal")) == hint_of(cuda_error("out of memory")) == []
+    said = Failure(kind=FailureKind.USER_CODE, message="no CUDA\nmisaligned address", rank=0, type_name="ValueError")
+    assert hint_of(said) == []
+    for message in (
+        "Triton Error [CUDA]: an illegal memory access was encountered",
+        "cudaErrorIllegalAddress: an illegal memory access was encountered",
+    ):
+        assert hint_of(msgspec.structs.replace(said, message=message))
+
+
+# ------------------------------------------------------------ status and units
+
+
+def pool_status(gpus: bool) -> PoolStatus:
+    devices = tuple(
+        Device(
+            uuid=f"GPU-{index}",
+            type="a10",
+            index=index,
+            memory_bytes=24_000_000_000,
+            used_bytes=18_200_000_000 if index == 0 else 0,
+            utilization_pct=94 if index == 0 else 0,
+            outside_use="pid 77 (python)" if index == 2 else "",
+        )
+        for index in range(4)
+    )
+    runs = (
+        RunSummary(
+            run_id="7f3a90c1",
+            name="train_digits",
+            ranks=1,
+            device_type="a10",
+            simulated=False,
+            state=RunState.RUNNING,
+            submitted_at=0,
+            started_at=10,
+            uuids=("GPU-0",),
+        ),
+        RunSummary(
+            run_id="7f40aaaa",
+            name="train_digits",
+            ranks=4,
+            device_type="a10",
+            simulated=True,
+            state=RunState.FAILED,
+            submitted_at=0,
+            started_at=10,
+            ended_at=19,
+            failure="rank 1: ValueError: NaN in batch 118\nmore",
+        ),
+        RunSummary(
+            run_id="7f41bbbb",
+            name="sweep<b>",
+            ranks=4,
+            device_type="a10",
+            simulated=False,
+            state=RunState.QUEUED,
+            submitted_at=100,
+            position=1,
+            waiting_for="needs 1 more A10",
+        ),
+    )
+    return PoolStatus(
+        request=1,
+        pool="local",
+        pid=1,
+        package_version="0",
+        started_at=0,
+        inventory=Inventory(host="box", devices=devices if gpus else ()),
+        cpu_slots_free=16,
+        runs=runs if gpus else (),
+        clients=1,
+    )
+
+
+@pytest.mark.parametrize("gpus", [True, False])
+def test_status_is_as_drawn(gpus: bool) -> None:
+    text = status_text(pool_status(gpus), now=144.0) + "\n"
+    file = GOLDEN / f"render_status_{'gpus' if gpus else 'cpu'}.txt"
+    if os.environ.get("SGPU_UPDATE_GOLDEN"):
+        file.write_text(text)
+    assert text == file.read_text()
+    reader = read(status_html(pool_status(gpus), now=144.0))
+    assert reader.tags <= {"div", "b", "span", "table", "thead", "tbody", "tr", "th", "td"}
+    assert reader.names <= {"style"}
+    for word in re.findall(r"[^\s·]+", text):
+        assert word in reader.text
+
+
+def test_status_says_when_an_idle_pool_ends_and_what_the_pool_wants_known() -> None:
+    status = msgspec.structs.replace(pool_status(False), idle_ends_at=400.0)
+    assert "idle: gives its processes back in 4 min" in status_text(status, now=144.0)
+    assert "idle: gives its processes back in 56 s" in status_text(status, now=344.0)
+    assert "idle" not in status_text(pool_status(False), now=144.0)
+    assert "a <word>" in status_text(status, now=144.0, notice="a <word>")
+    assert "a &lt;word&gt;" in status_html(status, now=144.0, notice="a <word>")
+
+
+def test_a_view_that_is_left_says_what_goes_on() -> None:
+    run = left_alone()
+    text = read(render_html(run.view)).text
+    assert "→ goes on" in text
+    assert "run 7f3a goes on without this notebook" in text
+    assert "running" not in text
+
+
+def test_units() -> None:
+    sizes = (0, 999, 1200, 999_960, 45_100_000, 1.07e9, 2e12)
+    assert [format_bytes(size) for size in sizes] == [
+        "0 B",
+        "999 B",
+        "1.2 kB",
+        "1.0 MB",
+        "45.1 MB",
+        "1.1 GB",
+        "2.0 TB",
+    ]
+    times = (0.0004, 0.038, 0.4, 0.9999, 12.4, 31, 134, 3900)
+    assert [format_seconds(time_s) for time_s in times] == [
+        "0 ms",
+        "38 ms",
+        "0.40 s",
+        "1.0 s",
+        "12.4 s",
+        "31 s",
+        "2 min 14 s",
+        "1 h 05 min",
+    ]
+    assert (format_clock(134), format_clock(3734)) == ("02:14", "1:02:14")
+    assert format_ranks([3, 0, 2]) == "ranks 0, 2, 3"
+    assert format_ranks(range(15)) == "ranks 0-14"
+    assert format_ranks([1]) == "rank 1"
+
+
+# ------------------------------------------------------------ several nodes
+
+
+def test_ranks_are_listed_below_the_nodes_they_are_on() -> None:
+    running = on_two_nodes()
+    grid = ansi.plain(re.sub("<[^>]*>", "|", live_ranks_html(running.view)))
+    assert [word for word in grid.split("|") if word.startswith(("ml-", "rank "))] == [
+        *("ml-1", "rank 0", "rank 1"),
+        *("ml-2", "rank 2", "rank 3"),
+    ]
+    assert [card.host for card in rank_cards(running.view)] == ["ml-1", "", "ml-2", ""]
+    for step in range(30):
+        running.say(step % 4, f"step {step}\n")
+    listed = re.findall(r"ml-\d|rank \d", re.sub("<[^>]*>", "|", ended_ranks_html(running.end().view)))
+    assert [word for at, word in enumerate(listed) if word not in listed[:at]] == [
+        *("ml-1", "rank 0", "rank 1"),
+        *("ml-2", "rank 2", "rank 3"),
+    ]
+
+
+def test_of_one_node_no_name_is_listed() -> None:
+    share = NodeShare(node="n1", host="ml-1", ranks=4)
+    run = Run().start("a10", shares=(share,)).say(0, "epoch 1\n")
+    assert "ml-1" not in live_ranks_html(run.view) + render_text(run.view)
+    assert {card.host for card in rank_cards(run.view)} == {""}

@@ -1,0 +1,343 @@
+"""What is saved of a run: the same picture as the live view, read also by renderers that strip most of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import msgspec
+import pytest
+from stories import CELL, FORMS, STUCK, Run, released, result, value_error
+
+from sgpu_magic.config import host_name
+from sgpu_magic.views.bundle import RUN_MIME, interrupted_bundle, mime_bundle, run_record
+from sgpu_magic.views.html import render_html
+from sgpu_magic.views.html_style import HEIGHT, WIDTH, sparkline
+from sgpu_magic.views.output_items import TextSegment, segments
+from sgpu_magic.views.text import render_text
+from sgpu_magic.wire import events as ev
+from sgpu_magic.wire.failures import Failure
+from sgpu_magic.wire.rank_events import RankSample
+from sgpu_magic.wire.run import Shipped
+from sgpu_magic.wire.states import FailureKind, RunState
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+DIRECTORY = "/home/anna/.local/state/sgpu-magic/box/runs/7f3a90c1"
+LABELS = tuple(f"A10 · {rank}" for rank in range(4))
+
+
+def measured() -> Run:
+    run = Run(outputs=("model", "history")).start("a10", labels=LABELS)
+    run.view.directory = DIRECTORY
+    for step in range(3):
+        for rank in range(4):
+            run.say(rank, f"step {step}  \x1b[32mloss 0.{9 - step}\x1b[0m\n")
+    run.show(2, text_plain="plot")
+    run.sample(190, idle_ranks=(3,))
+    return run.end(seconds=190.0, results=tuple(result(rank, 1200) for rank in range(4)))
+
+
+def failed_measured() -> Run:
+    run = Run().start("a10", labels=LABELS).say(0, "epoch 1\n").say(1, "epoch 1\n").sample(9)
+    run.view.directory = DIRECTORY
+    return run.end(RunState.FAILED, 9.2, value_error(), released(0, 2, 3, where="all_reduce #118"))
+
+
+def timed_out_measured() -> Run:
+    run = Run(cell=CELL).start("a10", labels=LABELS).say(0, "epoch 1\n").sample(90, idle_ranks=(1, 2))
+    failure = Failure(kind=FailureKind.TIMEOUT, message="")
+    return run.end(RunState.TIMED_OUT, 90, failure, stacks=STUCK)
+
+
+def measured_on_cpu() -> Run:
+    run = Run().start().say(0, "epoch 1\n").sample(12, kind="cpu")
+    return run.end()
+
+
+STORIES = {
+    story.__name__: story
+    for story in (
+        measured,
+        failed_measured,
+        timed_out_measured,
+        measured_on_cpu,
+        FORMS["failed"],
+        FORMS["gapped"],
+        FORMS["stalled"],
+    )
+}
+
+
+class Stripped(HTMLParser):
+    """What a renderer leaves that knows few tags and no attributes at all, as lines of text.
+
+    The tags are those of GitHub's renderer and JupyterLab's that both keep; of others the text stays.
+    """
+
+    KEPT = {"div", "b", "pre", "span", "details", "summary", "table", "tr", "td", "th", "code"}
+    LINES = {"div", "pre", "details", "summary", "tr"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag not in ("script", "style"), "its content would vanish or be shown as text"
+        self.text += "\n" if tag in self.LINES else ""
+
+    def handle_endtag(self, tag: str) -> None:
+        self.text += "\n" if tag in self.LINES else ""
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def stripped(html: str) -> str:
+    reader = Stripped()
+    reader.feed(html)
+    return "\n".join(line.rstrip() for line in reader.text.splitlines() if line.strip())
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_it_reads_in_order_without_attributes_and_unknown_tags(name: str) -> None:
+    text = stripped(render_html(STORIES[name]().view)) + "\n"
+    text = re.sub(r"· [\d:]{5,}", "· 00:03", text) if name == "stalled" else text
+    text = text.replace(host_name(), "HOST")
+    file = GOLDEN / f"stripped_{name}.txt"
+    if os.environ.get("SGPU_UPDATE_GOLDEN"):
+        file.write_text(text)
+    assert text == file.read_text()
+
+
+def test_the_same_picture_from_top_to_bottom() -> None:
+    text = stripped(render_html(measured().view))
+    places = [
+        text.index(words)
+        for words in (
+            "✓ succeeded",
+            "GPUs busy 68 %",
+            "rank 3's GPU was under 5 % for 3 min 10 s",
+            "[0] step 0  loss 0.9",
+            "[3] step 2  loss 0.7",
+            "rank 0 · 90 % · 18.2 GB · 3 lines (GPU: 90 % on average, 95 % at most)",
+            "rank 3 · 2 % · 18.2 GB · 3 lines",
+            "returned model, history",
+        )
+    ]
+    assert places == sorted(places)
+    assert text.count("step 2  loss 0.7") == 8, "once in the output, once at its rank"
+    for words in ("on A10 · 2", "1 display above", "power: 200 W on average, 210 W at most", "of 24.0 GB"):
+        assert words in text
+    assert f"whole log: sgpu logs 7f3a --rank 2 · {DIRECTORY}/rank-2.log" in text
+    assert "succeeded in 3 min 10 s · GPUs busy 68 % · returned" in render_text(measured().view)
+    assert "note: rank 3's GPU was under 5 % for 3 min 10 s" in render_text(measured().view)
+
+
+def test_the_failure_comes_first_and_its_rank_is_marked() -> None:
+    text = stripped(render_html(failed_measured().view))
+    assert text.index("✕ failed train_digits") < text.index("ValueError on rank 1") < text.index("[0] epoch 1")
+    assert "rank 1 · ✕ failed · " in text
+    assert "rank 0 · released · " in text
+
+
+@pytest.mark.parametrize("name", ["succeeded", "queued", "running", "cancelled"])
+def test_ranks_of_which_nothing_is_to_be_said_are_not_listed(name: str) -> None:
+    assert "<details" not in render_html(FORMS[name]().view)
+
+
+def test_one_rank_is_not_listed() -> None:
+    assert "<details" not in render_html(Run(ranks=1).start("a10").say(0, "x\n" * 50).sample(90).end().view)
+
+
+def test_many_lines_are_reason_enough_to_list_the_ranks() -> None:
+    run = Run(ranks=2).start()
+    for step in range(30):
+        run.say(step % 2, f"step {step}\n")
+    text = stripped(render_html(run.end().view))
+    assert "rank 1 · 15 lines" in text
+    assert "whole log: sgpu logs 7f3a --rank 1" in text
+
+
+# ------------------------------------------------------------ bounds
+
+
+@pytest.mark.parametrize("ranks", [16, 64])
+def test_it_stays_within_its_limit_and_says_where_the_rest_is(ranks: int) -> None:
+    run = Run(ranks=ranks).start("a10", labels=tuple(f"A10 · {rank}" for rank in range(ranks)))
+    run.view.directory = DIRECTORY
+    for step in range(200):
+        for rank in range(ranks):
+            run.say(rank, f"step {step:04d}  " + "é<" * 40 + "\n")
+        if step % 10 == 0:
+            run.show(step % ranks, text_plain=f"plot {step}")
+    run.sample(300, idle_ranks=(4,))
+    parts = segments(run.end().view)
+    bundles = [
+        mime_bundle(run.view, part, part is parts[0], part is parts[-1])
+        for part in parts
+        if isinstance(part, TextSegment)
+    ]
+    html = "".join(str(bundle["text/html"]) for bundle in bundles)
+    assert 150_000 < len(html.encode()) <= 200_000
+    assert html.count("<details") == ranks
+    text = stripped(html)
+    # with so many ranks there is no room for the lines of each
+    assert bool(re.search(r"\.\.\. 18\d lines before", text)) == (ranks == 16)
+    assert f"lines of {ranks} ranks in the run's log: sgpu logs 7f3a" in text
+    assert f"sgpu logs 7f3a --rank {ranks - 1} · {DIRECTORY}/rank-{ranks - 1}.log" in text
+
+
+@pytest.mark.slow
+def test_with_little_room_the_ranks_that_stand_out_are_listed() -> None:
+    run = Run(ranks=1000, limit=20_000).start("a10").sample(70, idle_ranks=(700,))
+    failure = msgspec.structs.replace(value_error(), rank=900)
+    html = render_html(run.end(RunState.FAILED, 70, failure, released(*range(900))).view)
+    assert len(html.encode()) <= 21_000
+    listed = re.findall(r">rank (\d+)</b>", html)
+    assert {"700", "900", "0"} <= set(listed)
+    assert listed == sorted(listed, key=int)
+    assert f"and {1000 - len(listed)} more ranks: sgpu logs 7f3a --rank N" in stripped(html)
+
+
+def test_the_record_is_small_and_complete() -> None:
+    run = Run(ranks=64, outputs=("model",), retries=2).start("a10")
+    run.view.directory = DIRECTORY
+    run.sample(300)
+    run.end(results=tuple(result(rank, 1200) for rank in range(64)))
+    record = run_record(run.view)
+    assert len(json.dumps(record)) < 16_000
+    assert record["version"] == 1
+    assert (record["run_id"], record["state"], record["ranks"]) == ("7f3a90c1", "succeeded", 64)
+    assert (record["attempt"], record["attempts"], record["directory"]) == (1, 3, DIRECTORY)
+    assert (record["returned"], record["returned_bytes"]) == ([{"name": "model", "all_ranks": False}], 1200)
+    usage = record["usage"]
+    assert isinstance(usage, dict)
+    assert usage["ranks"] == list(range(64))
+    assert usage["gpus_busy_pct"] == pytest.approx(90, abs=1)
+    assert usage["mean_utilization_pct"][63] == pytest.approx(90, abs=1)
+    assert usage["peak_power_w"][0] == pytest.approx(210, abs=1)
+    assert usage["peak_bytes"] == [18_200_000_000] * 64
+    assert "mean_utilization_pct" not in str(run_record(measured_on_cpu().view))
+
+
+# ------------------------------------------------------------ what ranks say stays text
+
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>&amp;\"'"
+
+
+class Elements(HTMLParser):
+    """Every tag and attribute there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.names: set[str] = set()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.names |= {name for name, _ in attrs}
+        self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.names |= {name for name, _ in attrs}
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_everything_said_of_a_rank_is_escaped() -> None:
+    run = Run(ranks=2).start("a10", labels=(EVIL, EVIL)).say(0, EVIL + "\n")
+    run.view.directory = f"/tmp/{EVIL}"
+    sample = RankSample(rank=0, kind="gpu", uuid=EVIL, utilization_pct=1.0, problem=EVIL)
+    run.tell(ev.Sampled(seconds=1.0, samples=(sample,)), ev.DeviceIdle(rank=0, seconds=60, waits_in=EVIL))
+    live = render_html(run.view)
+    html = render_html(run.end().view)
+    for page in (live, html):
+        elements = Elements()
+        elements.feed(page)
+        assert elements.open == []
+        assert elements.tags <= {"div", "b", "span", "pre", "details", "summary", "svg", "title", "path"}
+        assert elements.names <= {
+            "style", "role", "width", "height", "viewbox", "d", "fill", "stroke", "stroke-width", "opacity",
+            "preserveaspectratio", "vector-effect",
+        }  # fmt: skip
+        assert "<script>alert(1)</script>" in stripped(page)
+
+
+# ------------------------------------------------------------ while it runs
+
+
+def test_a_live_form_tells_use_and_idle_gpus() -> None:
+    run = Run().start("a10", labels=LABELS).say(0, "epoch 1\n").sample(70, idle_ranks=(3,))
+    run.tell(ev.DeviceIdle(rank=3, seconds=60, waits_in="the DataLoader"), at=170.0)
+    text = stripped(render_html(run.view))
+    assert re.search(r"rank 3 [123] % · 18\.2 GB", text)
+    assert "rank 3's GPU has been under 5 % for 60 s: it waits in the DataLoader" in text
+    run.tell(ev.DeviceBusy(rank=3), at=171.0)
+    assert "has been under" not in render_html(run.view)
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_what_stands_beside_a_live_view_names_the_run_and_the_way_back(detach: bool) -> None:
+    run = Run(ranks=64, outputs=("model",), shipped=Shipped(names=(EVIL,), total_bytes=1)).start("a10").sample(300)
+    run.view.spec = msgspec.structs.replace(run.view.spec, detach=detach)
+    for step in range(5000):
+        run.say(step % 64, f"step {step}\n")
+    bundle = interrupted_bundle(run.view)
+    assert len(json.dumps(bundle)) < 20_000
+    record = bundle[RUN_MIME]
+    assert isinstance(record, dict)
+    assert (record["state"], record["run_id"]) == ("running", "7f3a90c1")
+    for text in (str(bundle["text/plain"]), stripped(str(bundle["text/html"]))):
+        assert "train_digits" in text
+        assert re.search("run 7f3a was running for .* when this was saved", text)
+        assert "%sgpu_attach 7f3a shows it and brings model" in text
+        assert ("It goes on without its notebook" in text) == detach
+        assert ("It ended with its notebook's kernel unless it was detached" in text) != detach
+    assert "<script" not in str(bundle["text/html"])
+
+
+def test_a_run_that_waits_says_so_when_it_is_saved() -> None:
+    assert "run 7f3a was queued when this was saved" in str(interrupted_bundle(FORMS["queued"]().view)["text/plain"])
+
+
+def test_the_bundle_of_the_last_segment_has_the_record() -> None:
+    view = measured().view
+    parts = [part for part in segments(view) if isinstance(part, TextSegment)]
+    first, last = mime_bundle(view, parts[0], True, False), mime_bundle(view, parts[-1], False, True)
+    assert RUN_MIME not in first
+    assert "<details" not in str(first["text/html"])
+    assert str(last["text/html"]).count("<details") == 4
+    assert RUN_MIME in last
+
+
+# ------------------------------------------------------------ curves
+
+
+def heights(svg: str) -> list[list[int]]:
+    """Of the line's stretches, from the bottom: 3 is nothing, 33 the top."""
+    path = re.search(r'<path d="([^"]*)" fill="none"', svg)
+    assert path is not None
+    return [[36 - int(point.split(",")[1]) for point in part.split()] for part in path[1].split("M") if part]
+
+
+def test_a_curve_is_drawn_to_scale_with_gaps() -> None:
+    svg = sparkline([0.0, 50.0, None, 100.0, 200.0, None, 25.0], 100.0, 'a "<b>', "red")
+    assert 'role="img"' in svg
+    assert f'width="{WIDTH}" height="{HEIGHT}"' in svg
+    assert "<title>a &quot;&lt;b&gt;</title>" in svg
+    assert heights(svg) == [[3, 18], [33, 33], [10, 10]]
+    assert heights(sparkline([0.0, 0.0], None, "", "red")) == [[3, 3]]
+    assert heights(sparkline([], None, "", "red")) == []
+    assert heights(sparkline([None, None], 100.0, "", "red")) == []
+
+
+def test_a_long_curve_is_thinned_to_means() -> None:
+    (line,) = heights(sparkline([float(at % 2 * 100) for at in range(88)], 100.0, "", "red"))
+    assert len(line) == 44
+    assert set(line) == {18}
