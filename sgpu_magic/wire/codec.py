@@ -19,7 +19,8 @@ from typing import Any, Generic, TypeVar, cast
 import msgspec
 
 from sgpu_magic.wire.client import ClientMessage, PoolMessage
-from sgpu_magic.wire.node import FromAgent, ToAgent
+from sgpu_magic.wire.events import Noted
+from sgpu_magic.wire.node import FromAgent, RunEvent, ToAgent
 from sgpu_magic.wire.rank import FromRank, ToRank
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.tracking import FromTracker, ToTracker
@@ -114,10 +115,43 @@ class OrderDecoder(Decoder[Order]):
             )
 
 
+class _RunEventOutline(msgspec.Struct, tag="run-event"):
+    """As much of a `RunEvent` as it takes to go on after it."""
+
+    run_id: str
+    number: int
+    at: float
+    part: int = 0
+
+
+class ReportDecoder(Decoder[FromAgent]):
+    """Decodes what an agent tells the pool service. An event that can't be decoded becomes a note of its run."""
+
+    def __init__(self) -> None:
+        super().__init__(FromAgent)
+
+    def decode(self, data: bytes | memoryview) -> FromAgent:
+        try:
+            return super().decode(data)
+        except msgspec.DecodeError as error:
+            try:
+                event = msgspec.msgpack.decode(data, type=_RunEventOutline)
+            except msgspec.DecodeError:
+                raise error from None
+            note = (
+                f"the pool can't read something that this run's agent has told it, and leaves it out: {error}. They may "
+                "have been started from different installations of sgpu-magic: restart the pool, which starts new "
+                "agents (`sgpu pool stop`; a served pool's operator restarts it)."
+            )
+            return RunEvent(
+                run_id=event.run_id, number=event.number, at=event.at, body=Noted(text=note), part=event.part
+            )
+
+
 client_messages = Decoder[ClientMessage](ClientMessage)
 pool_messages = Decoder[PoolMessage](PoolMessage)
 to_agent = OrderDecoder()
-from_agent = Decoder[FromAgent](FromAgent)
+from_agent = ReportDecoder()
 to_zygote = Decoder[ToZygote](ToZygote)
 from_zygote = Decoder[FromZygote](FromZygote)
 to_rank = Decoder[ToRank](ToRank)

@@ -218,7 +218,13 @@ class AgentListener:
                 if number != link.received or not parts:
                     self._break(link)
                     return
-                self._on_message(link, codec.from_agent.decode(parts[0].buffer), [part.bytes for part in parts[1:]])
+                try:
+                    said = codec.from_agent.decode(parts[0].buffer)
+                except msgspec.DecodeError as error:
+                    text = f"A message of the agent on {node} can't be decoded, and is left out"
+                    self._loop.default_exception_handler({"message": text, "exception": error})
+                    return
+                self._on_message(link, said, [part.bytes for part in parts[1:]])
             case LinkBroken():
                 link.close()
             case NodeLeaves(why=why):
