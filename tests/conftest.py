@@ -140,6 +140,12 @@ def front_end(pytestconfig: pytest.Config) -> Path:
     return copy_front_end(Path(pytestconfig.rootpath, ".pytest_cache", "front_end"))
 
 
+@pytest.fixture(scope="session")
+def view_builder(pytestconfig: pytest.Config) -> Path:
+    """The same with no more than what builds the views."""
+    return copy_front_end(Path(pytestconfig.rootpath, ".pytest_cache", "front_end"), only=("esbuild", "preact"))
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """After every test that has a home: no process, thread, descriptor or memory file more than before."""

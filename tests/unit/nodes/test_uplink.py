@@ -26,8 +26,8 @@ from sgpu_magic.wire.node import Adopt, AgentReady, FromAgent, Launch, RunEvent
 from sgpu_magic.wire.node_link import SILENT_S
 from sgpu_magic.wire.rank_events import OutputWritten
 
-# both sides beat once a second
-MOST_WAIT_S = 0.5
+# a busy machine's loop may be late; one that waits for its agent is so for 15 s
+MOST_WAIT_S = 3.0
 UNTIL_OVER = """
 import os, time
 print('here', flush=True)

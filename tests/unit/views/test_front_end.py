@@ -28,8 +28,8 @@ def test_the_front_ends_records_are_those_that_python_writes() -> None:
 
 
 @pytest.mark.timeout(500)
-def test_a_fresh_build_gives_the_committed_bytes(front_end: Path, tmp_path: Path) -> None:
-    told = npm(front_end, "run", "build:view", "--", f"--outdir={tmp_path}")
+def test_a_fresh_build_gives_the_committed_bytes(view_builder: Path, tmp_path: Path) -> None:
+    told = npm(view_builder, "run", "build:view", "--", f"--outdir={tmp_path}")
     assert told.returncode == 0, told.stderr
     for name in MOST_BYTES:
         assert (tmp_path / name).read_bytes() == (STATIC / name).read_bytes(), f"{name} is older: npm run build:view"
