@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import threading
 from collections.abc import Callable
 
@@ -73,13 +72,8 @@ class Pool:
         self.name = LOCAL if entry is None else entry.name
         self._memory = PayloadMemory()
         self._kept_settings = ""
-        self._submissions = 0
-        self._lock = threading.Lock()
-        self._connection: Connection = (
-            LocalConnection(settings, self._link_lost, self._noticed)
-            if entry is None
-            else FarConnection(settings, self._link_lost, self._noticed, entry)
-        )
+        told = (settings, self._link_lost, self._noticed)
+        self._connection: Connection = LocalConnection(*told) if entry is None else FarConnection(*told, entry)
         self._submitter = Submitter(self._connection, self._memory, settings, self.name, on_sending)
 
     @property
@@ -112,17 +106,12 @@ class Pool:
             UsageError: The pool refuses the run, or there is no room for its payload.
             CapacityError: There is no room now and the run was not to wait.
         """
-        with self._lock:
-            self._submissions += 1
         try:
             run = self._submitter.submit(spec, packed, key, environ, along)
         except (UsageError, CapacityError) as error:
             if not self._kept_settings:
                 raise
             raise type(error)(f"{error.message} {self._kept_settings}") from None
-        finally:
-            with self._lock:
-                self._submissions -= 1
         run.pool = self.name
         return run
 
@@ -338,9 +327,8 @@ class Pool:
     def close_if_unused(self) -> None:
         """End the link if nothing goes on over it; it is made again when it is needed."""
         link = self._connection.alive
-        with self._lock:
-            if link is not None and not self._submissions and not link.is_used:
-                self._connection.close()
+        if link is not None and not link.is_used:
+            self._submitter.unless_submitting(self._connection.close)
 
     # ------------------------------------------------------------ within
 
@@ -358,8 +346,3 @@ class Pool:
         # the first run meets the same problem and tells it where it can be seen
         with contextlib.suppress(PoolError):
             self._connection.warmed()
-
-
-def new_key() -> bytes:
-    """A run's HMAC key."""
-    return secrets.token_bytes(32)

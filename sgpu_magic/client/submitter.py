@@ -54,13 +54,27 @@ class Submitter:
         self._connection = connection
         self._memory = memory
         self._settings = settings
+        self._submitting = 0
+        self._lock = threading.Lock()
 
     def submit(self, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Attachments) -> Run:
         """Ship the payload and queue the run; as `Pool.submit`."""
-        run = self._submitted(spec, packed, key, environ, along)
+        with self._lock:
+            self._submitting += 1
+        try:
+            run = self._submitted(spec, packed, key, environ, along)
+        finally:
+            with self._lock:
+                self._submitting -= 1
         if run.mirror is not None:
             note_sent(self._settings, self._pool, run.spec)
         return run
+
+    def unless_submitting(self, act: Callable[[], None]) -> None:
+        """Do something between submissions, or nothing while one is under way."""
+        with self._lock:
+            if not self._submitting:
+                act()
 
     def _submitted(self, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Attachments) -> Run:
         try:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import io
+import secrets
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -272,3 +273,8 @@ def _names_needed(value: object, namespace: dict[str, object]) -> list[str]:
             if isinstance(function, types.FunctionType):
                 needed.update(dict.fromkeys(_names_needed(function, namespace)))
     return list(needed)
+
+
+def new_key() -> bytes:
+    """Return the key of one run: what was packed with it is checked by it before it is unpacked."""
+    return secrets.token_bytes(32)

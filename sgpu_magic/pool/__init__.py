@@ -20,6 +20,7 @@ instructions       does what the scheduler says, and starts groups of ranks
 reports            what the nodes say of their runs, and which groups are started again
 adoption           runs that an earlier service left
 active_runs        the runs that go on, and their last words
+pool_run           one of them
 run_log            a run's events, numbered and kept
 event_feed         events on their way to clients
 billing            the runs' meters, and the pool's budget

@@ -15,9 +15,10 @@ import msgspec
 
 from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.nodes.contract import Engine
-from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
+from sgpu_magic.pool.active_runs import ActiveRuns
 from sgpu_magic.pool.guard import Guarded
 from sgpu_magic.pool.ledger import Ledger, Metered
+from sgpu_magic.pool.pool_run import PoolRun
 from sgpu_magic.pool.reports import Restarts
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.scheduling import stimuli as sched

@@ -24,7 +24,7 @@ from sgpu_magic.wire.pool_status import BudgetState
 from sgpu_magic.wire.states import RunKind, RunState
 
 if TYPE_CHECKING:
-    from sgpu_magic.pool.active_runs import PoolRun
+    from sgpu_magic.pool.pool_run import PoolRun
 
 
 class Billing:

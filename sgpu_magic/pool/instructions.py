@@ -9,11 +9,12 @@ from collections.abc import Callable
 
 from sgpu_magic.files.content_store import store_name
 from sgpu_magic.nodes.contract import Engine, LeaseUnavailable
-from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
+from sgpu_magic.pool.active_runs import ActiveRuns
 from sgpu_magic.pool.adoption import Adoption
 from sgpu_magic.pool.file_requests import needed_blobs
 from sgpu_magic.pool.guard import Guarded
 from sgpu_magic.pool.kept_environments import KeptEnvironments
+from sgpu_magic.pool.pool_run import PoolRun
 from sgpu_magic.pool.reports import Restarts
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.scheduling.scheduler import Scheduler

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from sgpu_magic.nodes.contract import Engine
-from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
+from sgpu_magic.pool.active_runs import ActiveRuns
 from sgpu_magic.pool.ledger import Ledger
+from sgpu_magic.pool.pool_run import PoolRun
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, SharedPayload, StoredPayload

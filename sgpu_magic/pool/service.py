@@ -16,7 +16,7 @@ from typing import Any
 from sgpu_magic import __version__
 from sgpu_magic.config import Settings, pool_settings
 from sgpu_magic.nodes.contract import Engine
-from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
+from sgpu_magic.pool.active_runs import ActiveRuns
 from sgpu_magic.pool.adoption import Adoption
 from sgpu_magic.pool.batched_ledger import BatchedLedger
 from sgpu_magic.pool.billing import Billing, budget_of, budget_state
@@ -26,6 +26,7 @@ from sgpu_magic.pool.instructions import Instructions, Launches
 from sgpu_magic.pool.kept_environments import KeptEnvironments
 from sgpu_magic.pool.lifecycle import Idleness, PoolPresence
 from sgpu_magic.pool.permissions import Permissions
+from sgpu_magic.pool.pool_run import PoolRun
 from sgpu_magic.pool.remote_clients import Listening
 from sgpu_magic.pool.reports import Reports, Restarts
 from sgpu_magic.pool.requests import Requests
@@ -323,7 +324,6 @@ class PoolService:
     def _looked_after(self) -> None:
         self._kept.remove_unlinked()
         if not self._active.going:
-            # it waits for the disk
             self._ledger.checkpoint()
         else:
             self._loop.run_in_executor(None, self._ledger.checkpoint_beside)

@@ -16,9 +16,10 @@ import msgspec
 
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.nodes.contract import Engine
-from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
+from sgpu_magic.pool.active_runs import ActiveRuns
 from sgpu_magic.pool.file_requests import FileRequests, names_files
 from sgpu_magic.pool.ledger import Ledger
+from sgpu_magic.pool.pool_run import PoolRun
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.wire.client import ClientMessage, Submit

@@ -7,11 +7,10 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sgpu_magic.client.pool import new_key
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
 from sgpu_magic.packages.snapshot import take_snapshot
-from sgpu_magic.payload.pack import pack_namespace
+from sgpu_magic.payload.pack import new_key, pack_namespace
 from sgpu_magic.runs.choice.default_choice import PYTHON_WAYS, with_choice
 from sgpu_magic.runs.notebook import owner
 from sgpu_magic.runs.option_values import (

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from sgpu_magic.client.pool import new_key
 from sgpu_magic.errors import SerializationError, UsageError
 from sgpu_magic.payload.call import RANK_NAMES, FunctionCall, RankValue, name_of
 from sgpu_magic.payload.namespace import cell_sources
-from sgpu_magic.payload.pack import Packed, pack_namespace
+from sgpu_magic.payload.pack import Packed, new_key, pack_namespace
 from sgpu_magic.runs.notebook import cell_number, cell_numbers
 from sgpu_magic.runs.submit.redact import Parameters, scalars
 from sgpu_magic.runs.workplace import Workplace

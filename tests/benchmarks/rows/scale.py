@@ -16,10 +16,10 @@ import msgspec
 import psutil
 
 from sgpu_magic.client.interpreter import this_owner
-from sgpu_magic.client.pool import Pool, new_key
+from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.run import Run
 from sgpu_magic.config import load_settings
-from sgpu_magic.payload.pack import pack_namespace
+from sgpu_magic.payload.pack import new_key, pack_namespace
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import LaunchRun
 from sgpu_magic.wire.devices import Placement
