@@ -139,13 +139,12 @@ class ReportDecoder(Decoder[FromAgent]):
             except msgspec.DecodeError:
                 raise error from None
             note = (
-                f"the pool can't read something that this run's agent has told it, and leaves it out: {error}. They may "
-                "have been started from different installations of sgpu-magic: restart the pool, which starts new "
-                "agents (`sgpu pool stop`; a served pool's operator restarts it)."
+                "the pool can't read something that this run's agent has told it, and leaves it out: "
+                f"{error}. They may have been started from different installations of sgpu-magic: restart the pool, "
+                "which starts new agents (`sgpu pool stop`; a served pool's operator restarts it)."
             )
-            return RunEvent(
-                run_id=event.run_id, number=event.number, at=event.at, body=Noted(text=note), part=event.part
-            )
+            body = Noted(text=note)
+            return RunEvent(run_id=event.run_id, number=event.number, at=event.at, body=body, part=event.part)
 
 
 client_messages = Decoder[ClientMessage](ClientMessage)
