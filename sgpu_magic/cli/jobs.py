@@ -17,6 +17,7 @@ import msgspec
 
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import UsageError
+from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.views.tables import aligned
 from sgpu_magic.views.units import format_clock
 from sgpu_magic.wire.ids import is_valid_id, short
@@ -141,9 +142,7 @@ def write(settings: Settings, record: JobRecord) -> None:
     with contextlib.suppress(OSError):
         private_dir(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
-        new = folder / f"{_RECORD}.new"
-        new.write_bytes(msgspec.json.encode(record))
-        os.replace(new, folder / _RECORD)
+        write_whole(folder / _RECORD, msgspec.json.encode(record))
 
 
 def begun(record: JobRecord) -> JobRecord:

@@ -7,12 +7,12 @@ import fcntl
 import json
 import os
 import re
-import secrets
 from collections.abc import Callable, Generator
 from pathlib import Path
 
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry, parse, pools_path, read_text, unknown_pool
 from sgpu_magic.errors import UsageError
+from sgpu_magic.files.whole_file import write_whole
 
 _HEADER = re.compile(r"\s*\[\s*(?P<name>[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*')\s*\]\s*(?:#.*)?")
 _PART = re.compile(r"\s*\[\[?\s*(?P<name>[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*')\s*\.")
@@ -134,12 +134,4 @@ def _alone(directory: Path) -> Generator[None]:
 
 def _write(path: Path, text: str) -> None:
     # a link stays one: what it leads to is replaced
-    target = path.resolve()
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "w") as file:
-            file.write(text)
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path.resolve(), text.encode())

@@ -10,6 +10,7 @@ import msgspec
 
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import UsageError
+from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.wire.ids import is_valid_id
 from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunState
@@ -82,13 +83,8 @@ def _folder(settings: Settings) -> Path:
 
 
 def _write(settings: Settings, sent: SentRun) -> None:
-    path = _folder(settings) / f"{sent.spec.run_id}{_ENDING}"
     # a kernel and a Jupyter server may hear of an end at the same time
-    part = path.with_suffix(f".{os.getpid()}")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "wb") as file:
-        file.write(msgspec.msgpack.encode(sent))
-    os.replace(part, path)
+    write_whole(_folder(settings) / f"{sent.spec.run_id}{_ENDING}", msgspec.msgpack.encode(sent))
 
 
 def _keep_newest(folder: Path) -> None:

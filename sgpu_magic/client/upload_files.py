@@ -18,6 +18,7 @@ import msgspec
 
 from sgpu_magic.config import private_dir
 from sgpu_magic.errors import SerializationError, UsageError
+from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.wire.attachments import MOST_UPLOADED_FILES
 
 FILE = ".sgpuignore"
@@ -243,12 +244,10 @@ class KnownDigests:
         }
         if kept == self._known:
             return
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.part")
         with contextlib.suppress(OSError):
             private_dir(self._folder.parent)
             private_dir(self._folder)
-            temporary.write_bytes(msgspec.msgpack.encode(kept))
-            os.replace(temporary, self._path)
+            write_whole(self._path, msgspec.msgpack.encode(kept))
             newest = sorted(self._folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
             for path in newest[_MOST_KEPT:]:
                 path.unlink(missing_ok=True)

@@ -5,5 +5,6 @@ safe_paths     files below a folder, named by somebody else
 run_directory  a run's events, and files that many runs share
 node_cache     a folder of a node for data on fast local disk
 disk_room      what a disk still takes, and the words for one that takes no run
+whole_file     a file that is written under its name at once
 file_thread    one thread that reads and writes files while the loop goes on
 """

@@ -6,13 +6,13 @@ Which nodes have runs is written down: a pool service that is started again wait
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
+from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.nodes.run_on_nodes import nodes_of
 from sgpu_magic.wire.node import HeldRun
 
@@ -148,9 +148,7 @@ class BusyNodes:
             return
         self._written = new
         with contextlib.suppress(OSError):
-            draft = self._path.with_suffix(".new")
-            draft.write_bytes(msgspec.json.encode(sorted(new)))
-            os.replace(draft, self._path)
+            write_whole(self._path, msgspec.json.encode(sorted(new)))
 
     def _read(self) -> frozenset[str]:
         try:

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ import msgspec
 
 from sgpu_magic.config import private_dir
 from sgpu_magic.errors import EnvironmentFailed
+from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.packages.distributions import Distribution, Kind, Snapshot, distribution_name, is_from_node, normalised
 from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.packages.uv_command import call_uv
@@ -59,14 +59,7 @@ def kept_lock(root: Path, digest: str) -> Lock | None:
 def keep_lock(root: Path, digest: str, lock: Lock) -> None:
     """Keep a lock; without a word when there is no room: it is made again."""
     with contextlib.suppress(OSError):
-        private_dir(root)
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{digest}-", dir=root)
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(msgspec.json.encode(lock))
-            os.replace(temporary, root / f"{digest}.json")
-        except OSError:
-            os.unlink(temporary)
+        write_whole(private_dir(root) / f"{digest}.json", msgspec.json.encode(lock))
 
 
 # ---------------------------------------------------------------- how one is made

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import stat
 import time
 import tomllib
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import cast
 
 from sgpu_magic.errors import UsageError
+from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.system.secure_sockets import is_public_key
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
@@ -207,16 +207,9 @@ def _write(path: Path, text: str, line: str) -> None:
     table = re.search(r"^\s*\[", text, re.MULTILINE)
     new = text + line if table is None else text[: table.start()] + line + text[table.start() :]
     _clients(new, path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with open(descriptor, "w") as file:
-                file.write(new)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(path, new.encode())
     except OSError as error:
         raise UsageError(f"the list of clients {path} can't be written: {error.strerror}.") from error
 

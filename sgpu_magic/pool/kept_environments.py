@@ -8,15 +8,14 @@ What no run's directory links any more goes when the pool looks after its state 
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
-import tempfile
 from pathlib import Path
 
 from sgpu_magic.config import private_dir
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.content_store import store_name
 from sgpu_magic.files.run_directory import has_content, link_or_copy
+from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.packages.distributions import is_valid_digest
 from sgpu_magic.wire.client import KeepEnvironment
 from sgpu_magic.wire.ids import is_valid_id
@@ -112,17 +111,8 @@ class KeptEnvironments:
 def _write(path: Path, text: str) -> None:
     """Write a file under its name at once, whole, unless it says the same already."""
     data = text.encode()
-    if has_content(path, data):
-        return
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(data)
-        os.chmod(temporary, _MODE)
-        os.replace(temporary, path)
-    except OSError:
-        os.unlink(temporary)
-        raise
+    if not has_content(path, data):
+        write_whole(path, data, _MODE)
 
 
 def _is_linked(folder: Path) -> bool:

@@ -16,6 +16,7 @@ import msgspec
 from sgpu_magic import __version__
 from sgpu_magic.config import private_dir
 from sgpu_magic.errors import UsageError
+from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.wire.pool_status import (
     PROTOCOL_VERSION,
     PoolAddress,
@@ -106,12 +107,7 @@ class PoolPresence:
             package_version=__version__,
             started_at=time.time(),
         )
-        file = address_file(self._runtime)
-        temporary = file.with_suffix(".part")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "wb") as stream:
-            stream.write(msgspec.json.encode(address))
-        os.replace(temporary, file)
+        write_whole(address_file(self._runtime), msgspec.json.encode(address))
 
     def hand_over(self) -> None:
         """Make way for the next pool, which finds the agent by its socket."""

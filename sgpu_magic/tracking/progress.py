@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.wire.files import TRACKING
 from sgpu_magic.wire.ids import is_valid_id
 from sgpu_magic.wire.record import Record
@@ -97,11 +98,7 @@ def save(directory: Path, progress: Progress) -> None:
     Raises:
         OSError: The disk is full, or the directory is gone.
     """
-    temporary = directory / f".{TRACKING}.{os.getpid()}.part"
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(progress), indent=2))
-    os.replace(temporary, directory / TRACKING)
+    write_whole(directory / TRACKING, msgspec.json.format(msgspec.json.encode(progress), indent=2))
 
 
 def is_unsent(directory: Path) -> bool:

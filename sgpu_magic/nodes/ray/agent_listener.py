@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ import msgspec
 import zmq
 
 from sgpu_magic.errors import UsageError
+from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.system.secure_sockets import (
     Admission,
     KeyPair,
@@ -291,9 +291,7 @@ class ListenerState:
     def keep_port(self, address: str) -> None:
         """Write down where it listens now."""
         self._host, self._port = _split(address)
-        draft = self.path / "door-port.part"
-        draft.write_text(str(self._port))
-        os.replace(draft, self.path / "door-port")
+        write_whole(self.path / "door-port", str(self._port).encode())
 
     def reached_at(self, host: str) -> str:
         """The address for nodes, which reach this machine at `host` unless it listens at one address only."""

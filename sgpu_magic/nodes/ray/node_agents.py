@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import msgspec
 
+from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.nodes.ray.driver_messages import EndAgents, NodeFacts, StartAgent, ToCluster
 from sgpu_magic.nodes.ray.uplink import AgentOrder
 from sgpu_magic.system.secure_sockets import KeyPair, new_key_pair
@@ -55,11 +55,7 @@ class NodeKeys:
             self._write(left)
 
     def _write(self, pairs: _Keys) -> None:
-        draft = self._path.with_suffix(".part")
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(pairs))
-        os.replace(draft, self._path)
+        write_whole(self._path, msgspec.json.encode(pairs))
         self._pairs = pairs
 
 

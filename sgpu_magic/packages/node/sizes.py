@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.system.byte_sizes import format_bytes
 
@@ -115,6 +115,4 @@ class KnownSizes:
         if new.items() <= self._all.items():
             return
         self._all = dict(list((self._all | new).items())[-self._MOST :])
-        temporary = self._file.with_name(f".{self._file.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(self._all))
-        os.replace(temporary, self._file)
+        write_whole(self._file, json.dumps(self._all).encode())

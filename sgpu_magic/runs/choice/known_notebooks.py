@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from sgpu_magic.config import private_dir
+from sgpu_magic.files.whole_file import write_whole
 
 NOTEBOOKS_FILE = "choice.notebooks"
 _MOST_BYTES = 400_000
@@ -84,12 +84,9 @@ class KnownNotebooks:
                 opened.write(line)
                 if opened.tell() <= _MOST_BYTES:
                     return
-            temporary = file.with_name(f".{NOTEBOOKS_FILE}.{secrets.token_hex(8)}")
             known = self._read()
             newest = known[len(known) // 2 :]
-            temporary.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in newest))
-            temporary.chmod(0o600)
-            os.replace(temporary, file)
+            write_whole(file, b"".join(msgspec.json.encode(each) + b"\n" for each in newest))
 
 
 def _chosen(signed: str, notebook: str) -> _Chosen:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import UsageError
+from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.packages import bases, named_environments
 from sgpu_magic.packages.distributions import distribution_name, environment_digest, normalised
 from sgpu_magic.packages.named_environments import BASE_NAMES, base_list
@@ -161,9 +160,7 @@ def _kept(settings: Settings, choice: Choice, text: str, *, write: bool) -> Path
         private_dir(settings.state_path)
         private_dir(root)
         folder.mkdir(mode=0o700, exist_ok=True)
-        temporary = folder / f".{secrets.token_hex(4)}"
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, file)
+        write_whole(file, text.encode())
     return file
 
 

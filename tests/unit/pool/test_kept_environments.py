@@ -11,7 +11,6 @@ import pytest
 from waiting import eventually
 
 from sgpu_magic.config import Settings
-from sgpu_magic.pool import kept_environments
 from sgpu_magic.pool.kept_environments import KeptEnvironments
 from sgpu_magic.pool.retention import Retention
 from sgpu_magic.wire.client import KeepEnvironment
@@ -136,7 +135,7 @@ def test_where_the_disk_knows_no_links_a_run_has_copies(
     def refuse(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(kept_environments.os, "link", refuse)
+    monkeypatch.setattr(os, "link", refuse)
     run_id, directory = run_directory(tmp_path)
     kept.keep(KeepEnvironment(digest=DIGEST, files=FILES, runs=(run_id,)), "ann")
     assert text_in(directory) == dict(FILES)
