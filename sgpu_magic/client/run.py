@@ -174,11 +174,12 @@ class Run:
             return unpack.unpack(self._brought(result.rank, self.mirror), payload.layout, self._key, namespace)
         kept = str(self.directory / f"result-{result.rank}.bin")
         in_memory = _path_of(source)
+        inode = source.inode if isinstance(source, SharedPayload) else 0
         # of a run that ended long ago the memory's number may be another file's: its copy comes first then
         # (and is looked for again: memory goes as soon as its copy is there)
         for path in (in_memory, kept) if self.owned else (kept, in_memory, kept):
             try:
-                data = _map(path)
+                data = map_file(path, inode if path == in_memory else 0)
             except (OSError, ValueError):
                 continue
             if self.owned or _is_signed(data, payload.layout, self._key):
@@ -264,9 +265,21 @@ def _path_of(source: PayloadSource) -> str:
             return ""
 
 
-def _map(path: str) -> memoryview:
+def map_file(path: str, inode: int = 0) -> memoryview:
+    """Map a file that holds packed bytes; changes to the memory are the caller's own.
+
+    Args:
+        path: The file, or a descriptor of another process.
+        inode: Which memory file that has to be; 0 for any file.
+
+    Raises:
+        OSError: It is gone, or its number is another file's.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return memoryview(unpack.map_private(descriptor, os.fstat(descriptor).st_size))
+        status = os.fstat(descriptor)
+        if inode and (status.st_ino, status.st_nlink) != (inode, 0):
+            raise FileNotFoundError(path)
+        return memoryview(unpack.map_private(descriptor, status.st_size))
     finally:
         os.close(descriptor)

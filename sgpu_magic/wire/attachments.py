@@ -14,11 +14,17 @@ class InlinePayload(Record, frozen=True, tag="inline", kw_only=True):
 
 
 class SharedPayload(Record, frozen=True, tag="shared", kw_only=True):
-    """The packed bytes lie in a memory file of a live process: `/proc/<pid>/fd/<fd>`."""
+    """The packed bytes lie in a memory file of a live process: `/proc/<pid>/fd/<fd>`.
+
+    Args:
+        inode: The memory file's: the process may close it, and have another file at that number. 0 where it does not
+            as long as somebody reads it.
+    """
 
     pid: int
     fd: int
     size: int
+    inode: int = 0
 
 
 class FilePayload(Record, frozen=True, tag="file", kw_only=True):

@@ -85,8 +85,11 @@ def victims(home: Home, which: str) -> list[int]:
 
 
 def kill(*pids: int) -> None:
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+    os.kill(pids[0], signal.SIGKILL)
+    for pid in pids[1:]:
+        # an agent's death may have ended its zygote by now
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def all_gone(pids: set[int], deadline_s: float = GONE_S) -> None:

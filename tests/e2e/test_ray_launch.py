@@ -249,7 +249,7 @@ def test_what_dies_is_told_and_takes_the_cluster_with_it(kernel: Kernel, home: H
 def _pid_of(home: Home, victim: str) -> int:
     if victim == "raylet":
         return pid_of(home, "raylet")
-    node = next(pid for pid, command in ray_processes(home, "ray_cluster.node").items() if "raylet" not in command)
+    node = next(pid for pid, command in ray_processes(home, "worker.ray.node").items() if "raylet" not in command)
     leader = home.processes()[node].parent
     if victim == "rank 0":
         return leader

@@ -8,7 +8,7 @@ from homes import Home
 from process_table import listening
 from waiting import eventually
 
-_NAMES = ("/gcs_server", "/raylet", "ray_cluster.node", "/ray/dashboard/", "/log_monitor.py", "/runtime_env/", "ray::")
+_NAMES = ("/gcs_server", "/raylet", "worker.ray.node", "/ray/dashboard/", "/log_monitor.py", "/runtime_env/", "ray::")
 _SHM = Path("/dev/shm")
 _LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
 

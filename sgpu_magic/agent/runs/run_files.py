@@ -183,7 +183,9 @@ class RunFiles:
         if self._far is not None:
             return self._to_pool(self._far, payload, result.rank, descriptor)
         self.memory.hold_result(result.rank, descriptor)
-        source = SharedPayload(pid=os.getpid(), fd=descriptor, size=payload.source.size)
+        source = SharedPayload(
+            pid=os.getpid(), fd=descriptor, size=payload.source.size, inode=os.fstat(descriptor).st_ino
+        )
         return Payload(source=source, layout=payload.layout)
 
     def _to_pool(self, far: FilesToPool, payload: Payload, rank: int, descriptor: int) -> Payload:
