@@ -287,6 +287,11 @@ def test_nobody_who_looks_leaves_nothing(
 ):
     """The thread and its link end within a second, whether the page rests or is closed."""
     page = open_page(watch=False)
+    # the server's own thread for pages, which is made with the first order, stays
+    page.order("watch")
+    page.until_state("up")
+    page.order("rest")
+    page.picture = {}
     quiet = eventually(lambda: _resting(server), 30, "the threads of earlier pages stay")
     page.order("watch")
     page.until_state("up")
