@@ -85,7 +85,8 @@ def victims(home: Home, which: str) -> list[int]:
 
 
 def kill(*pids: int) -> None:
-    os.kill(pids[0], signal.SIGKILL)
+    for pid in pids[:1]:
+        os.kill(pid, signal.SIGKILL)
     for pid in pids[1:]:
         # an agent's death may have ended its zygote by now
         with contextlib.suppress(ProcessLookupError):
