@@ -128,7 +128,7 @@ class Build:
         def found() -> int | None:
             table = process_table()
             pids = below({self.process.pid}, table)
-            return next((pid for pid in pids if table[pid].command.split()[0].endswith("/uv")), None)
+            return next((pid for pid in pids if table[pid].command.partition(" ")[0].endswith("/uv")), None)
 
         return int(eventually(found, 20, "a uv process"))
 
