@@ -90,7 +90,15 @@ def test_each_runs_directory_says_what_was_installed(kernel: Kernel, home: Home)
 
 def test_a_run_in_a_kernel_that_does_not_know_yet_gets_its_files_too(home: Home, new_kernel: Callable[..., Kernel]):
     kernel = new_kernel(load=False)
-    kernel.check("%load_ext sgpu_magic\nget_ipython().run_cell_magic('distributed', '-n 1 --ui none', 'pass')")
+    # where the pool has to start first, the look in the background would be over before the run is sent
+    kernel.check(
+        "import threading\nfrom sgpu_magic.packages import snapshot as snapshots\n"
+        "look, sent = snapshots.take_snapshot, threading.Event()\n"
+        "snapshots.take_snapshot = lambda: look() if sent.wait(60) else None\n"
+        "%load_ext sgpu_magic\n"
+        "get_ipython().run_cell_magic('distributed', '-n 1 --ui none', 'pass')\n"
+        "snapshots.take_snapshot = look\nsent.set()"
+    )
     directory = newest(home)
     assert digest_of(directory) == ""
     text = requirements_in(directory)
