@@ -15,10 +15,8 @@ from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_THP_DISABLE = 41
 _MADV_COLLAPSE = 25
-# less than a huge page, which free would give back, in blocks that malloc takes from its heap
-_RESERVE_BYTES = 3 << 19
-_RESERVE_BLOCK = 1 << 16
 _CREDENTIALS = struct.Struct("3i")
 _HUGE_PAGE = 2 << 20
 _LOOK_AGAIN_S = 0.005
@@ -119,24 +117,13 @@ def collapse_pages() -> None:
                 madvise(begin, end - begin, _MADV_COLLAPSE)
 
 
-def reserve_heap() -> None:
-    """Leave free memory at the end of malloc's heap, which a child of this process fills before its heap has to grow.
+def allow_huge_pages(allowed: bool) -> None:
+    """Whether memory that this process touches for the first time may come as huge pages. Linux only.
 
-    With huge pages for the heap it grows by a whole one: 2 MB in each child, for the few pages that it needs.
+    A process that only waits takes 2 MB for each corner of its heap otherwise. Pages that it has stay as they are.
     """
-    if not _LINUX:
-        return
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype = ctypes.c_void_p
-    libc.malloc.argtypes = [ctypes.c_size_t]
-    libc.free.argtypes = [ctypes.c_void_p]
-    blocks = [libc.malloc(_RESERVE_BLOCK) for _ in range(_RESERVE_BYTES // _RESERVE_BLOCK)]
-    for block in blocks:
-        if block:
-            # a page that was never written would be one of a huge page's again
-            ctypes.memset(block, 0, _RESERVE_BLOCK)
-    for block in blocks:
-        libc.free(block)
+    if _LINUX:
+        ctypes.CDLL(None).prctl(_PR_SET_THP_DISABLE, int(not allowed), 0, 0, 0)
 
 
 def thread_count() -> int:

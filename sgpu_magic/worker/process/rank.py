@@ -18,6 +18,7 @@ import threading
 
 import torch
 
+from sgpu_magic.system import processes
 from sgpu_magic.tracking import in_rank
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.rank import (
@@ -61,6 +62,8 @@ def live(order: Fork, descriptors: list[int]) -> int:
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
+    # until it has work: a cell's tensors are faster with them
+    processes.allow_huge_pages(False)
     output.install(descriptors[1], descriptors[2])
     sampler = trace.install(descriptors[3])
     link = Link(socket.socket(fileno=descriptors[0]), codec.to_rank)
@@ -83,6 +86,7 @@ def live(order: Fork, descriptors: list[int]) -> int:
     received = link.receive()
     if received is None or not isinstance(received[0], Execute | Prepare):
         return 0
+    processes.allow_huge_pages(True)
     helper = Helper(link, shell, sampler, order.rank, int(rehearsed))
     first = helper.order_of(received[0], received[1])
     try:

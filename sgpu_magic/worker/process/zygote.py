@@ -47,7 +47,6 @@ def main() -> None:
     # objects made so far never die: keeps the collector from touching, and so copying, their pages in every rank
     gc.collect()
     gc.freeze()
-    processes.reserve_heap()
     processes.collapse_pages()
     link.send(ZygoteReady(pid=os.getpid(), torch_version=torch_version, protocol_version=PROTOCOL_VERSION))
     _serve(link)
