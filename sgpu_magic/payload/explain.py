@@ -1,7 +1,7 @@
 """What can't be pickled, named by its path, with the remedy.
 
 The pickler knows the object at which it stopped; a bounded walk from the value finds the way there. Where the
-object was made during pickling there is no way to it; then dill's detection may still name the attribute.
+object was made during pickling there is no way to it; then dill may still name the attribute.
 """
 
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
@@ -93,7 +93,7 @@ def _describe(root: str, value: object, culprit: object, error: Exception) -> tu
         else f" ({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''})"
     )
     if steps is None:
-        attribute = _dill_attribute(value) if nodes < _DILL_NODES else None
+        attribute = _bad_attribute(value) if nodes < _DILL_NODES else None
         kind = _kind_of(culprit)
         held = f"{root}.{attribute}" if attribute else root
         return f"{held} holds {kind.phrase}{said}", kind, False
@@ -183,17 +183,20 @@ def _is_a(obj: object, module: str, name: str) -> bool:
     return isinstance(cls, type) and isinstance(obj, cls)
 
 
-def _dill_attribute(value: object) -> str | None:
-    """Return the attribute of `value` that dill finds to be bad."""
-    import dill.detect
+def _bad_attribute(value: object) -> str | None:
+    """Return the first attribute of `value` that dill can't write.
 
-    find_bad = cast("Any", dill.detect).badobjects
-    try:
-        bad: dict[str, object] = find_bad(value, depth=1) or {}
-    except Exception:  # noqa: BLE001  any class's code runs here, and the error to tell is another
-        return None
-    own = getattr(value, "__dict__", {})
-    return next((str(name) for name in bad if name in own), None)
+    Not by `dill.detect`: it reads back what it has written, and what a class does when a copy of it comes and goes (a
+    widget closes) would be done here.
+    """
+    import dill
+
+    for name, held in list(getattr(value, "__dict__", {}).items()):
+        try:
+            dill.dumps(held)
+        except Exception:  # noqa: BLE001  any class's code runs here, and the error to tell is another
+            return str(name)
+    return None
 
 
 # ---------------------------------------------------------------- the way to it

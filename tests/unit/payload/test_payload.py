@@ -828,6 +828,23 @@ def test_culprits(notebook: Notebook, source: str, says: str) -> None:
             value.close()
 
 
+def test_to_name_a_culprit_makes_no_copies(notebook: Notebook) -> None:
+    """What a copy does when it comes or goes may concern the original: a widget closes its view."""
+    notebook.cell("""
+        made = []
+        class Held:
+            def __setstate__(self, state): made.append(self)
+            def __getstate__(self): return {"x": 1}
+        class Odd:
+            def __reduce__(self): return (list, ((i for i in "ab"),))
+        class Holder: pass
+        holder = Holder()
+        holder.held, holder.odd = Held(), Odd()
+    """)
+    assert "holder.odd holds a generator." in why(notebook, "holder")
+    assert notebook.namespace["made"] == []
+
+
 def test_a_running_asyncio_task(notebook: Notebook) -> None:
     async def cell() -> str:
         notebook.namespace["task"] = task = asyncio.create_task(asyncio.sleep(10))
