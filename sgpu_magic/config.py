@@ -30,6 +30,7 @@ SEVEN_DAYS_S = 7 * 24 * 3600.0
 _MAX_BUDGET_DAYS = 3660
 # these may be tables in the file
 _PRICES = ("prices", "reserved_prices")
+_WORDS = {"stand_in": ("cpu",), "environments": ("auto", "built"), "ray_select": ("auto", "label", "resource")}
 # what a pool has and allows, read when it starts: a notebook that states other values wants a pool with those
 POOL_SETTINGS = (
     "simulate", "cpu_slots", "prices", "reserved_prices", "currency", "budget", "budget_days", "environment_dir",
@@ -277,6 +278,8 @@ def _read(setting: str, name: str, kind: str, value: object, where: str) -> obje
             text = prices_text(cast("dict[str, object]", value)) if isinstance(value, dict) else text
             read_prices(text)
             return text
+        if setting in _WORDS and text and text not in _WORDS[setting]:
+            raise ValueError(f"it can be {', '.join(_WORDS[setting])}")
         if setting == "track":
             # true and false, of earlier versions, are all and none
             word = text.lower()
@@ -288,6 +291,8 @@ def _read(setting: str, name: str, kind: str, value: object, where: str) -> obje
             why = f"can't be read: {error}"
         elif setting == "track":
             why = f"is {value!r}; it can be auto, all or off"
+        elif setting in _WORDS:
+            why = f"is {value!r}; {error}"
         raise UsageError(f"{name} in {where} {why}.") from None
 
 

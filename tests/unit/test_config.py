@@ -1,0 +1,33 @@
+"""Settings as variables and files give them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sgpu_magic.config import load_settings
+from sgpu_magic.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("SGPU_STAND_IN", "a10:4", "'a10:4'; it can be cpu."),
+        ("SGPU_ENVIRONMENTS", "build", "'build'; it can be auto, built."),
+        ("SGPU_RAY_SELECT", "labels", "'labels'; it can be auto, label, resource."),
+        ("SGPU_TRACK", "some", "'some'; it can be auto, all or off."),
+        ("SGPU_CPU_SLOTS", "many", "'many'; a value of type int is needed."),
+    ],
+)  # fmt: skip
+def test_a_value_that_means_nothing_is_refused(tmp_path: Path, name: str, value: str, says: str):
+    """A word that was ignored would leave a user with an error that advises what they have done."""
+    with pytest.raises(UsageError) as refused:
+        load_settings({"SGPU_CONFIG": str(tmp_path / "none.toml"), name: value})
+    assert str(refused.value) == f"{name} in the environment is {says}"
+
+
+def test_a_file_may_say_that_a_setting_is_not_used(tmp_path: Path):
+    file = tmp_path / "config.toml"
+    file.write_text('stand_in = ""\n')
+    assert load_settings({"SGPU_CONFIG": str(file)}).stand_in == ""
