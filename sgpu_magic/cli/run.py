@@ -120,7 +120,8 @@ def _yaml_mapping(text: str) -> dict[str, object]:
 def _check_extra() -> None:
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f"{' and '.join(missing)} are not installed, so no notebook can be executed. {EXTRA}")
+        verb = "is" if len(missing) == 1 else "are"
+        raise UsageError(f"{' and '.join(missing)} {verb} not installed, so no notebook can be executed. {EXTRA}")
 
 
 def _check_kernel(job: Job) -> None:
