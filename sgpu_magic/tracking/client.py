@@ -253,7 +253,9 @@ class Store:
         raise StoreTroubled(_plain(self._said(text)), unreachable=unanswered and not artifacts) from None
 
     def _said(self, text: str) -> str:
-        return without_secrets(" ".join(text.split()), self._secrets)[:_TEXT_LENGTH]
+        # SQLAlchemy adds the statement, which may be the whole of a table
+        plain = " ".join(text.partition("[SQL: ")[0].split())
+        return without_secrets(plain, self._secrets)[:_TEXT_LENGTH]
 
 
 def _artifacts(run: Any) -> Path:

@@ -64,6 +64,21 @@ def test_a_batch_goes_in_parts_that_one_request_takes():
     ]
 
 
+def test_what_a_database_says_is_told_without_its_statement():
+    from sqlalchemy import create_engine, text
+
+    from sgpu_magic.tracking.client import Store, StoreTroubled
+
+    store = Store(Settings(), Tracking(uri="sqlite://"))
+    with (
+        pytest.raises(StoreTroubled) as told,
+        store._translated(),  # pyright: ignore[reportPrivateUsage]
+        create_engine("sqlite://").connect() as connection,
+    ):
+        connection.execute(text("SELECT name FROM nowhere"))
+    assert str(told.value) == "OperationalError: (sqlite3.OperationalError) no such table: nowhere"
+
+
 def gpu(rank: int, **fields: float | str | None) -> RankSample:
     return RankSample(rank=rank, kind="gpu", **fields)  # pyright: ignore[reportArgumentType]
 
