@@ -7,7 +7,7 @@ run_magics         the magics that run cells and look at runs
 status             `%sgpu_status`, kept up to date
 session_magics     those of sessions, with their options
 environment_magic  `%sgpu_env`
-cell_hooks         around plain cells: `%sgpu_auto`, names bound anew, ranks kept warm
+cell_hooks         around cells: `%sgpu_auto`, names bound anew, ranks kept warm, exception groups
 completion         options, types and runs in the front end's completer
 rank_completion    completion and `obj?` answered by a rank
 """
@@ -23,7 +23,7 @@ from IPython.core.inputtransformer2 import cell_magic
 from IPython.core.interactiveshell import InteractiveShell
 
 from sgpu_magic.magics import completion
-from sgpu_magic.magics.cell_hooks import Assignments, AutoMode
+from sgpu_magic.magics.cell_hooks import Assignments, AutoMode, draw_groups, draw_no_groups
 from sgpu_magic.magics.environment_magic import EnvironmentMagics
 from sgpu_magic.magics.rank_completion import RankQuestions
 from sgpu_magic.magics.run_magics import DistributedMagics
@@ -62,6 +62,7 @@ def load(shell: InteractiveShell) -> None:
     door = KernelEndpoint(magics.place)
     shell.register_magics(EnvironmentMagics(shell, door))
     completion.install(shell)
+    draw_groups(shell)
     assignments = Assignments(shell, auto)
     shell.events.register("post_run_cell", magics.warmth.after_cell)
     kernel = getattr(shell, "kernel", None)
@@ -87,6 +88,7 @@ def unload(shell: InteractiveShell) -> None:
     if loaded is None:
         return
     completion.remove(shell)
+    draw_no_groups(shell)
     if loaded.questions is not None:
         loaded.questions.remove()
     loaded.auto.remove()

@@ -1,11 +1,15 @@
-"""Around plain cells: `%sgpu_auto` sends them to the ranks, names that they bind are newer there, ranks stay warm."""
+"""Around cells: `%sgpu_auto` sends plain ones to the ranks, names that they bind are newer there, ranks stay warm.
+
+Exception groups of ranks are drawn as all their errors are.
+"""
 
 from __future__ import annotations
 
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any
 
 from sgpu_magic.client.interpreter import this_interpreter
@@ -183,3 +187,36 @@ class Warmth:
             self._key, self._renewed_at = interpreter.key, now
             self._pool.warm(interpreter, self._ranks)
         packages.of(self._pool).begin()
+
+
+# ---------------------------------------------------------------- exception groups of ranks
+
+
+def draw_groups(shell: Any) -> None:
+    """Have exception groups that come from ranks shown as their ranks drew them, unless the user has a handler.
+
+    IPython writes a group with `traceback.print_exc`, and so with frames of the kernel's; any other error draws itself.
+    """
+    if not shell.custom_exceptions:
+        shell.set_custom_exc((BaseExceptionGroup,), _draw_group)
+
+
+def draw_no_groups(shell: Any) -> None:
+    """Take it back."""
+    if shell.custom_exceptions == (BaseExceptionGroup,):
+        shell.set_custom_exc((), None)
+
+
+def _draw_group(
+    shell: Any,
+    kind: type[BaseException],
+    group: BaseException,
+    trace: TracebackType | None,
+    tb_offset: int | None = None,
+) -> list[str]:
+    draw: Callable[[], list[str]] | None = getattr(group, "_render_traceback_", None)
+    if draw is None:
+        shell.showtraceback((kind, group, trace), tb_offset=tb_offset, running_compiled_code=True)
+    else:
+        shell._showtraceback(kind, group, draw())
+    return []

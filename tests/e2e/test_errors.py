@@ -233,6 +233,19 @@ def test_exception_group_keeps_its_type(kernel: Kernel):
     assert kernel.value("told") == 1
 
 
+def test_exception_group_is_shown_as_its_rank_drew_it(kernel: Kernel):
+    """IPython prints groups itself, with the frames that they have in the kernel; a group of its own stays so."""
+    body = "def parts():\n    raise ExceptionGroup('both', [ValueError(1), KeyError(2)])\nparts()"
+    reply = kernel.run(f"%%distributed -n 1\n{body}")
+    assert (reply.ename, reply.evalue) == ("ExceptionGroup", "both (2 sub-exceptions)")
+    assert f"|   Cell In[{reply.execution_count}], line 3, in parts" in reply.traceback
+    assert "| KeyError: 2" in reply.traceback
+    assert "interactiveshell" not in reply.story
+    plain = kernel.run(body)
+    assert plain.status == "error"
+    assert "Exception Group Traceback" in plain.text
+
+
 # ---------------------------------------------------------------- lines
 
 

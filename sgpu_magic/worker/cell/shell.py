@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import linecache
+import re
 import sys
 import threading
 import time
@@ -34,6 +35,7 @@ _PLAIN = "text/plain"
 _ENDING = ("IPython.core.interactiveshell", "IPython.core.magics.", "sgpu_magic.")
 _NOT_ENDING = ("excepthook", "tb")
 _EXIT = "An exception has occurred, use %tb to see the full traceback.\n"
+_FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 _LAST = ("last_exc", "last_type", "last_value", "last_traceback")
 
 
@@ -239,9 +241,10 @@ class RankShell(InteractiveShell):
             sys.stderr.write(f"UsageError: {shown.message}\n")
             return []
         try:
-            # IPython can't draw groups
-            if plainly or shown.has_group:
+            if plainly:
                 return traceback.format_exception(error)
+            if shown.has_group:
+                return self._draw_group(error)
             if issubclass(kind, SyntaxError):
                 elist: Any = traceback.extract_tb(entry) if has_frames else []
                 drawn: Any = self.SyntaxTB.structured_traceback(kind, error, elist)
@@ -254,6 +257,18 @@ class RankShell(InteractiveShell):
             return [drawn] if isinstance(drawn, str) else [str(line) for line in drawn]
         except BaseException:  # noqa: BLE001  the sources on the way are the user's too, as a module's loader is
             return [f"{shown.type_name}: {shown.message}"]
+
+    def _draw_group(self, error: BaseException) -> list[str]:
+        """IPython can't: as Python itself does, without IPython's own frame and with the cells' names."""
+        entry = error.__traceback__
+        if entry is not None and entry.tb_next is not None:
+            error = error.with_traceback(entry.tb_next)
+        text = "".join(traceback.format_exception(error))
+        return _FRAME.sub(self._named_by_cell, text).rstrip("\n").split("\n")
+
+    def _named_by_cell(self, frame: re.Match[str]) -> str:
+        name = self.compile.format_code_name(frame[1])
+        return frame[0] if name is None else f"{name[0]} {name[1]}, line {frame[2]}"
 
     def enable_gui(self, gui: str | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """A rank has no event loop for windows; inline figures need none."""
