@@ -24,6 +24,7 @@ _SMALLEST_BUFFER = 4096
 _cloudpickle: Any = cloudpickle_impl
 _LRU_TYPE = type(functools.lru_cache(lambda: None))
 _DISPATCH_CODE = cast("types.FunctionType", functools.singledispatch(lambda: None)).__code__
+_NO_FILE = "<dynamic-code>"
 _STANDARD_STREAMS = ("stdin", "stdout", "stderr")
 
 
@@ -99,6 +100,8 @@ class NamespacePickler(cloudpickle.Pickler):
         here: Any = type(self)
         if isinstance(obj, types.FunctionType):
             return here._reduce_function
+        if isinstance(obj, types.CodeType):
+            return here._reduce_code
         if isinstance(obj, type):
             return here._reduce_class
         if isinstance(obj, types.BuiltinFunctionType):
@@ -174,6 +177,11 @@ class NamespacePickler(cloudpickle.Pickler):
             None,
             unpack.set_function_state,
         )
+
+    def _reduce_code(self, code: types.CodeType) -> Any:
+        """With its file, by which tracebacks find the cell; cloudpickle 3.1.3 and newer write a word in its place."""
+        make, arguments = _cloudpickle._code_reduce(code)
+        return make, tuple(code.co_filename if part == _NO_FILE else part for part in arguments)
 
     def _reduce_class(self, cls: type) -> Any:
         reduced = super().reducer_override(cls)

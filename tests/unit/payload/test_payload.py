@@ -188,6 +188,19 @@ def test_functions_stand_on_the_ranks_namespace(notebook: Notebook, far_side: Fa
     assert answer == [10, 70, True, True, "__main__"]
 
 
+def test_functions_keep_the_files_of_their_code(notebook: Notebook, far_side: FarSide) -> None:
+    """Tracebacks find the cell by it. cloudpickle 3.1.3 writes the same word in place of all files."""
+    notebook.cell("""
+        def outer():
+            def inner(): pass
+            return inner
+        class A:
+            def go(self): pass
+    """)
+    ask = "answer = [code.co_filename for code in (outer.__code__, outer().__code__, A.go.__code__)]"
+    assert far_side.run(notebook.pack("outer", "A"), ask) == ["<cell-1>"] * 3
+
+
 def test_a_large_global_travels_once(notebook: Notebook, far_side: FarSide) -> None:
     notebook.cell("""
         text = "ab" * 500_000
