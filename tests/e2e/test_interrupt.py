@@ -101,6 +101,22 @@ def test_interrupt_frees_the_cell_when_nobody_answers(kernel: Kernel):
     assert kernel.check("%%distributed -n 2\nprint('next')").lines(1) == ["next"]
 
 
+def test_ranks_that_are_forked_after_their_grace_are_killed_at_once(kernel: Kernel):
+    """500 ranks on a busy machine take longer to fork than the grace of a run that is stopped meanwhile."""
+    kernel.check("%%distributed -n 1\npass")
+    (zygote,) = kernel.home.zygote_pids()
+    os.kill(zygote, signal.SIGSTOP)
+    try:
+        cell = kernel.start("%%distributed -n 3 --grace 100ms\nimport time\ntime.sleep(600)")
+        cell.until_shown("starting 3 ranks")
+        kernel.interrupt()
+        assert cell.wait(10).status == "error"
+        time.sleep(1)  # its grace is over
+    finally:
+        os.kill(zygote, signal.SIGCONT)
+    eventually(lambda: " cpu slots ·" in kernel.check("%sgpu_status").text, 8, "all slots are free")
+
+
 def test_second_interrupt_does_not_wait(kernel: Kernel):
     cell = kernel.start("%%distributed -n 2\nprint('up', flush=True)\nwhile True: pass")
     cell.until_shown("[0] up")

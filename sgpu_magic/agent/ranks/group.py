@@ -208,6 +208,8 @@ class Group:
             except OSError:
                 # no descriptors left: the zygote alone reports its end
                 pass
+        if process.is_doomed:
+            process.signal(signal.SIGKILL, whole_session=True)
         self._order_done()
 
     def fork_refused(self, rank: int, message: str) -> None:

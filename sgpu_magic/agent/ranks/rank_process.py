@@ -24,6 +24,8 @@ class RankProcess:
         self.pidfd: int | None = None
         # it had been reaped before the agent could watch it; the zygote has yet to report its status
         self.is_reaped = False
+        # it was to be killed before it was forked
+        self.is_doomed = False
         self.exit_status: int | None = None
         self.peak_bytes = 0
         self.stream: MessageStream[FromRank] | None = None
@@ -54,16 +56,23 @@ class RankProcess:
     def signal(self, number: int, *, whole_session: bool = False) -> None:
         """Signal the rank, or with it all that stayed in its process group.
 
-        The zygote reaps a dead rank before the agent hears of it; the pidfd says for sure that the pid is still its.
+        One that is not forked yet is killed as soon as it is; other signals do not reach it. The zygote reaps a dead
+        rank before the agent hears of it; the pidfd says for sure that the pid is still its.
         """
-        if self.pid is None or self.exit_status is not None:
+        if self.pid is None:
+            self.is_doomed = self.is_doomed or number == signal.SIGKILL
+            return
+        if self.exit_status is not None:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if self.pidfd is not None:
-                signal.pidfd_send_signal(self.pidfd, 0 if whole_session else number)
-                if whole_session:
+            if whole_session:
+                if self.pidfd is not None:
+                    signal.pidfd_send_signal(self.pidfd, 0)
+                # before its first steps it has none of its own
+                with contextlib.suppress(ProcessLookupError):
                     os.killpg(self.pid, number)
-            elif whole_session:
-                os.killpg(self.pid, number)
+                    return
+            if self.pidfd is not None:
+                signal.pidfd_send_signal(self.pidfd, number)
             else:
                 os.kill(self.pid, number)
