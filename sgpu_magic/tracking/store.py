@@ -138,8 +138,13 @@ def _make(file: Path, artifacts: Path) -> None:
     part = file.with_name(f".{file.name}.part")
     for leftover in (part, *(part.with_name(part.name + end) for end in ("-wal", "-shm", "-journal"))):
         leftover.unlink(missing_ok=True)
-    store = SqlAlchemyStore(f"{_SCHEME}{part}", artifacts.as_uri())
-    store.engine.dispose()
+    # MLflow keeps its connection for the next store of that name, which would be a file that is gone
+    store: Any = SqlAlchemyStore.__new__(SqlAlchemyStore)
+    try:
+        store.__init__(f"{_SCHEME}{part}", artifacts.as_uri())
+    finally:
+        if hasattr(store, "engine"):
+            store.engine.dispose()
     with contextlib.closing(sqlite3.connect(part)) as database:
         database.execute("PRAGMA journal_mode=WAL").fetchone()
     os.chmod(part, 0o600)

@@ -8,6 +8,8 @@ import queue
 import shutil
 import sqlite3
 import stat
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from small_disks import small_disk
 from tracking_writers import Runs, ToldRun, WriterProcess, quiet_mlflow
 from waiting import eventually
 
@@ -425,6 +428,36 @@ def test_two_pools_make_the_store_at_once_and_it_is_private(tmp_path: Path):
         for writer in writers:
             writer.close()
         remove(settings)
+
+
+@pytest.mark.slow
+def test_a_store_that_met_a_full_disk_is_made_once_there_is_room(tmp_path: Path):
+    """MLflow keeps its connection to a store, and so to a file of it that was thrown away."""
+    with small_disk(tmp_path, "tmpfs", megabytes=4) as disk:
+        settings = Settings(state_dir=str(disk.path / "state"))
+        filler = disk.path / "filler"
+        filler.write_bytes(bytes(shutil.disk_usage(disk.path).free - 200_000))
+        command = [sys.executable, "-c", _MAKE_TWICE, settings.state_dir, str(filler)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.stdout.split("\n") == ["refused", "made", ""], done.stderr
+        with contextlib.closing(sqlite3.connect(settings.state_path / "mlflow" / "mlflow.db")) as database:
+            assert database.execute("SELECT name FROM experiments").fetchall() == [("Default",)]
+
+
+_MAKE_TWICE = """
+import os, sys
+from sgpu_magic.config import Settings
+from sgpu_magic.tracking import store
+store.quiet()
+settings = Settings(state_dir=sys.argv[1])
+try:
+    store.make(settings)
+except Exception:
+    print("refused")
+os.remove(sys.argv[2])
+store.make(settings)
+print("made")
+"""
 
 
 def test_a_store_of_another_mlflow_is_a_sentence(settings: Settings, module_writer: WriterProcess):
