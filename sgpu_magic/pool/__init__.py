@@ -16,14 +16,14 @@ session_requests   the same of a session's ranks
 file_requests      uploads, payloads, and files of runs
 forwarding         streams between clients and ports of ranks
 submissions        what clients submit: checked, held, brought before the scheduler
-instructions       does what the scheduler says, and starts groups of ranks
-reports            what the nodes say of their runs, and which groups are started again
+instructions       does what the scheduler says
+launches           orders groups of ranks, and those that failed again
+reports            what the nodes say of their runs
 adoption           runs that an earlier service left
 active_runs        the runs that go on, and their last words
-pool_run           one of them
 run_log            a run's events, numbered and kept
 event_feed         events on their way to clients
-billing            the runs' meters, and the pool's budget
+billing            what is written down of the runs' meters, and the pool's budget
 ledger             every run's row
 batched_ledger     the rows of cells in sessions, written a moment later
 ledger_database    the ledger's file and its schema

@@ -15,11 +15,9 @@ import msgspec
 
 from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.nodes.contract import Engine
-from sgpu_magic.pool.active_runs import ActiveRuns
+from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.guard import Guarded
 from sgpu_magic.pool.ledger import Ledger, Metered
-from sgpu_magic.pool.pool_run import PoolRun
-from sgpu_magic.pool.reports import Restarts
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.system.processes import may_be_alive
@@ -44,7 +42,6 @@ class Adoption:
         ledger: With the rows that the earlier service left unfinished.
         active: Gets the runs that go on.
         engine: Where they are.
-        restarts: Goes on with groups that were about to be started again.
         feed: Tells the scheduler.
         timeout_s: Seconds for which a notebook may take to come back to its run.
         guarded: Makes a call for a run, which pays for its faults.
@@ -59,7 +56,6 @@ class Adoption:
         ledger: Ledger,
         active: ActiveRuns,
         engine: Engine,
-        restarts: Restarts,
         feed: Callable[[sched.Stimulus], None],
         timeout_s: float,
         guarded: Guarded,
@@ -68,7 +64,6 @@ class Adoption:
         self._ledger = ledger
         self._active = active
         self._engine = engine
-        self._restarts = restarts
         self._feed = feed
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
@@ -108,43 +103,43 @@ class Adoption:
             uploads=launch.uploads,
             tracking=launch.tracking,
         )
-        run = PoolRun(submit, (), None)
-        run.log = RunLog(self._active.directory(run.run_id), run.run_id)
+        log = RunLog(self._active.directory(launch.spec.run_id), launch.spec.run_id)
+        ended = log.ended
+        # a group's end is not the run's before a service has heard of it: it may have to be started again
+        goes_on = RunState.RUNNING if held.state.is_final else held.state
+        run = PoolRun(submit, (), None, goes_on if ended is None else ended.state)
+        run.log = log
         launched_at = time.time() - held.started_s
         run.placed_at = now - held.started_s
         run.attempt = launch.attempt
         run.ordered = run.adopted = True
-        ended = run.log.ended
-        run.ended = ended is not None
-        # a group's end is not the run's before a service has heard of it: it may have to be started again
-        goes_on = RunState.RUNNING if held.state.is_final else held.state
-        run.state = state = goes_on if ended is None else ended.state
-        run.payload_over = run.log.payload_released
-        if run.log.failed_attempt is not None and run.log.failed_attempt.attempt > launch.attempt:
-            self._restarts.resume(run, run.log.failed_attempt)
+        run.ended_as = None if ended is None else ended.state
+        run.payload_over = log.payload_released
+        if log.failed_attempt is not None and log.failed_attempt.attempt > launch.attempt:
+            # the earlier service was killed between the end of one group and the start of the next
+            run.attempt, run.failed = log.failed_attempt.attempt, log.failed_attempt.failure
         self._active.add(run)
-        if not run.log.seq:
+        if not log.seq:
             # a cell in a session is launched before anything is written of it
             self._active.tell(run, Submitted(spec=launch.spec), launch.spec.submitted_at)
             placed = self._active.billing.told(launch.lease, launch.spec.owner.host, ())
             self._active.tell(run, placed, launched_at)
         if not self._ledger.has(run.run_id):
-            self._ledger.record(launch.spec, state)
-        self._active.billing.adopted(run, launch.lease, launched_at, state, now)
+            self._ledger.record(launch.spec, run.state)
         # its meter may have begun with an attempt before this one
-        metered_at = now - held.started_s if run.metered_clock is None else run.metered_clock
+        metered_at, hourly = self._active.billing.adopted(run, launch.lease, launched_at, now)
         if not (held.gone and run.ended):
             # else the earlier service knew that it was over, and may have given its devices to another run
             freed = held.gone and not run.may_start_again
-            self._feed(sched.RunAdopted(launch.spec, launch.lease, state, metered_at, now, freed))
+            self._feed(sched.RunAdopted(run, launch.lease, metered_at, now, freed, hourly))
         if ended is None:
-            self._ledger.update(run.run_id, state=state, lease=launch.lease)
+            self._ledger.update(run.run_id, state=run.state, lease=launch.lease)
             self._active.tell(run, Noted(text=_TAKEN_OVER), time.time())
         elif run.run_id in self._unfinished:
             # the last word was kept, and the ledger not yet told
             billed = Metered(gpu_s=ended.gpu_s, cost=ended.cost)
-            self._ledger.update(run.run_id, state=state, ended_at=time.time(), failure=ended.reason, meter=billed)
-        self._engine.adopt(run.run_id, run.log.numbers)
+            self._ledger.update(run.run_id, state=ended.state, ended_at=time.time(), failure=ended.reason, meter=billed)
+        self._engine.adopt(run.run_id, log.numbers)
 
     def _judge(self, run_id: str) -> None:
         row = self._ledger.summary(run_id)

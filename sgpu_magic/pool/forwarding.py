@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from sgpu_magic.nodes.contract import Engine
-from sgpu_magic.pool.pool_run import PoolRun
+from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.states import RunState

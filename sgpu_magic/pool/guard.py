@@ -11,8 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from sgpu_magic.pool.active_runs import ActiveRuns
-from sgpu_magic.pool.pool_run import PoolRun
+from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.wire.client import ClientMessage, Submit
 

@@ -12,9 +12,8 @@ from collections.abc import Callable, Collection, Mapping
 import msgspec
 
 from sgpu_magic.config import host_name
-from sgpu_magic.pool.active_runs import ActiveRuns
+from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.ledger import Ledger
-from sgpu_magic.pool.pool_run import PoolRun
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.wire.client import (
     AskRank,

@@ -16,19 +16,19 @@ from typing import Any
 from sgpu_magic import __version__
 from sgpu_magic.config import Settings, pool_settings
 from sgpu_magic.nodes.contract import Engine
-from sgpu_magic.pool.active_runs import ActiveRuns
+from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.adoption import Adoption
 from sgpu_magic.pool.batched_ledger import BatchedLedger
 from sgpu_magic.pool.billing import Billing, budget_of, budget_state
 from sgpu_magic.pool.file_requests import FileRequests
 from sgpu_magic.pool.guard import Guard, ServiceFault
-from sgpu_magic.pool.instructions import Instructions, Launches
+from sgpu_magic.pool.instructions import Instructions
 from sgpu_magic.pool.kept_environments import KeptEnvironments
+from sgpu_magic.pool.launches import Launches
 from sgpu_magic.pool.lifecycle import Idleness, PoolPresence
 from sgpu_magic.pool.permissions import Permissions
-from sgpu_magic.pool.pool_run import PoolRun
 from sgpu_magic.pool.remote_clients import Listening
-from sgpu_magic.pool.reports import Reports, Restarts
+from sgpu_magic.pool.reports import Reports
 from sgpu_magic.pool.requests import Requests
 from sgpu_magic.pool.retention import Retention
 from sgpu_magic.pool.scheduling import stimuli as sched
@@ -100,10 +100,9 @@ class PoolService:
         self._guard = Guard(self._server, self._active, where)
         self._kept = KeptEnvironments(settings.state_path / "environment-files", settings.runs_path)
         self._launches = Launches(engine, self._active, self._kept, self._scheduler, self.feed, self._guard.for_run)
-        self._restarts = Restarts(self._active, self._launches.relaunch, self._launches.requeue)
-        self._reports = Reports(self._ledger, self._active, engine, self._restarts, self._scheduler, self.feed)
+        self._reports = Reports(self._ledger, self._active, engine, self._launches, self.feed)
         self._adoption = Adoption(
-            self._ledger, self._active, engine, self._restarts, self.feed, settings.adopt_timeout_s, self._guard.for_run
+            self._ledger, self._active, engine, self.feed, settings.adopt_timeout_s, self._guard.for_run
         )
         permissions = Permissions(self._server, self._active, self._ledger, lambda: self.resubmittable)
         self._files = FileRequests(settings, self._server, self._active, permissions, joins_payloads=engine.far)
@@ -116,7 +115,6 @@ class PoolService:
             engine,
             self._active,
             self._launches,
-            self._restarts,
             self._adoption,
             self._requests.submissions,
             self._tracker,
@@ -311,7 +309,7 @@ class PoolService:
             instructions = self._scheduler.handle(stimulus)
         except Exception:
             if isinstance(stimulus, sched.RunSubmitted):
-                self._scheduler.drop(stimulus.spec.run_id)
+                self._scheduler.drop(stimulus.run.run_id)
             raise
         for instruction in instructions:
             self._guard.for_run(instruction.run_id, functools.partial(self._instructions.obey, instruction))

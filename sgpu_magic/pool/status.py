@@ -84,7 +84,7 @@ def pool_status(
     wall = time.time() - time.monotonic()
     quiet = {run.run_id: scheduler.quiet_until(run.run_id) for run in scheduler.runs if run.quiet_since is not None}
     ends = {session: round(wall + until) for session, until in quiet.items() if until is not None}
-    began = {run.run_id: wall + run.metered_at for run in scheduler.runs if run.metered_at is not None}
+    began = {run.run_id: wall + run.meter.since for run in scheduler.runs if run.meter.since is not None}
     runs = tuple(_with_times(row, waiting.get(row.run_id), ends.get(row.run_id), began.get(row.run_id)) for row in rows)
     return PoolStatus(
         request=question.request,

@@ -16,10 +16,9 @@ import msgspec
 
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.nodes.contract import Engine
-from sgpu_magic.pool.active_runs import ActiveRuns
+from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.file_requests import FileRequests, names_files
 from sgpu_magic.pool.ledger import Ledger
-from sgpu_magic.pool.pool_run import PoolRun
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.wire.client import ClientMessage, Submit
@@ -166,9 +165,9 @@ class Submissions:
         self._active.add(run)
         if spec.session:
             # it takes no device
-            self._placing.feed(sched.RunSubmitted(spec, time.monotonic()))
+            self._placing.feed(sched.RunSubmitted(run, time.monotonic()))
         else:
-            fed = lambda: self._placing.feed(sched.RunSubmitted(spec, time.monotonic()))  # noqa: E731
+            fed = lambda: self._placing.feed(sched.RunSubmitted(run, time.monotonic()))  # noqa: E731
             self._placing.with_fresh_inventory(functools.partial(self._placing.answer, client, submit, fed))
             self._prepare(run)
 

@@ -7,14 +7,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from sgpu_magic.pool.scheduling.costs import Budget, Tariff
 from sgpu_magic.pool.scheduling.placement_request import Refusal, Want
+from sgpu_magic.pool.scheduling.run import WARN_SHARE, Run, rough, span
 from sgpu_magic.pool.scheduling.run_table import RunTable
-from sgpu_magic.pool.scheduling.scheduled_run import WARN_SHARE, ScheduledRun, rough, span
 from sgpu_magic.pool.scheduling.stimuli import Instruction, Remark
-from sgpu_magic.wire.costs import HOUR_S, cost_of
+from sgpu_magic.wire.costs import HOUR_S
 from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import BUDGET, COST_LIMIT, RunState
 
@@ -47,10 +45,11 @@ class CostRules:
             f'SGPU_PRICES="{want.device_type}=1.20" for one device and hour, and restart the pool.',
         )
 
-    def adopted(self, run: ScheduledRun, now: float) -> ScheduledRun:
+    def adopted(self, run: Run, now: float) -> None:
         """An earlier service has told a run whose limit is near, and it is not told again."""
         warning = run.cost_warning
-        return run if warning is None or now < warning else replace(run, cost_told=True)
+        if warning is not None and now >= warning:
+            self._table.change(run, cost_told=True)
 
     def over_budget(self, want: Want, now: float) -> str:
         """Why a run with a price can't begin now, "" when it can."""
@@ -88,7 +87,7 @@ class CostRules:
             due = run.cost_limit if run.cost_told else run.cost_warning
             if due is not None:
                 times.append(due)
-        per_s = sum(run.hourly or 0.0 for run in on_meter) / HOUR_S
+        per_s = sum(run.meter.hourly or 0.0 for run in on_meter) / HOUR_S
         if self._budget is not None and per_s > 0:
             spent = self._budget.spent(now) + self._table.live_cost(now)
             share = 1.0 if all(run.budget_told for run in on_meter) else WARN_SHARE
@@ -97,22 +96,22 @@ class CostRules:
 
     # ------------------------------------------------------------ within
 
-    def _by_max_cost(self, run: ScheduledRun, now: float) -> list[Instruction]:
-        limit, max_cost = run.cost_limit, run.spec.max_cost
-        if limit is None or max_cost is None or run.metered_at is None or run.hourly is None:
+    def _by_max_cost(self, run: Run, now: float) -> list[Instruction]:
+        limit, max_cost, meter = run.cost_limit, run.spec.max_cost, run.meter
+        if limit is None or max_cost is None or meter.since is None or meter.hourly is None:
             return []
         if now >= limit:
-            cost = self._tariff.money(run.spent + (cost_of(run.hourly, now - run.metered_at) or 0.0))
+            cost = self._tariff.money(meter.stopped(now).spent)
             reason = (
                 f"{COST_LIMIT} {self._tariff.money(max_cost)} is reached (--max-cost {max_cost:g}): {_what(run)} "
-                f"at {self._tariff.money(run.hourly)} an hour cost {cost} in {rough(now - run.metered_at)}. Raise "
+                f"at {self._tariff.money(meter.hourly)} an hour cost {cost} in {rough(now - meter.since)}. Raise "
                 "--max-cost, or take fewer devices with --gpus or cheaper ones with --type"
             )
             return self._table.stop(run, RunState.TIMED_OUT, reason)
         warning = run.cost_warning
         if run.cost_told or warning is None or now < warning:
             return []
-        self._table.put(replace(run, cost_told=True))
+        self._table.change(run, cost_told=True)
         text = (
             f"80 % of its cost limit of {self._tariff.money(max_cost)} is used (--max-cost {max_cost:g}): it is "
             f"stopped in {rough(limit - now)}"
@@ -124,21 +123,21 @@ class CostRules:
         if budget is None:
             return []
         # with what the others that were stopped a moment ago have cost
-        runs = [self._table.runs[run.run_id] for run in self._table.on_meter()]
+        runs = self._table.on_meter()
         spent = budget.spent(now) + self._table.live_cost(now)
         out: list[Instruction] = []
         if spent >= budget.limit * _EXACT:
             for run in runs:
+                own = self._tariff.money(run.meter.running_cost(now))
                 reason = (
-                    f"{self._named(budget)} is used up: its runs have cost {self._tariff.money(spent)}, this one "
-                    f"{self._tariff.money(run.cost(now) or 0.0)} of it. Raise the setting budget and restart the pool, "
-                    "or take devices without a price"
+                    f"{self._named(budget)} is used up: its runs have cost {self._tariff.money(spent)}, this one {own} "
+                    "of it. Raise the setting budget and restart the pool, or take devices without a price"
                 )
                 out += self._table.stop(run, RunState.TIMED_OUT, reason)
         elif spent >= WARN_SHARE * budget.limit * _EXACT:
             for run in runs:
                 if not run.budget_told:
-                    self._table.put(replace(run, budget_told=True))
+                    self._table.change(run, budget_told=True)
                     text = f"80 % of {self._named(budget)} is used; runs with a price are stopped when all of it is"
                     out.append(Remark(run.run_id, text))
         return out
@@ -147,7 +146,7 @@ class CostRules:
         return f"{BUDGET} {self._tariff.money(budget.limit)} in {span(budget.days * 86400)}"
 
 
-def _what(run: ScheduledRun) -> str:
+def _what(run: Run) -> str:
     lease = run.lease
     if lease is None:
         return "it"

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sgpu_magic.config import Settings
-from sgpu_magic.wire.costs import Prices, billed_s, cost_of, device_count, format_money, read_prices
+from sgpu_magic.wire.costs import HOUR_S, Prices, billed_s, cost_of, device_count, format_money, read_prices
 from sgpu_magic.wire.device_types import CPU
 from sgpu_magic.wire.devices import Lease
 
@@ -43,6 +43,10 @@ class Tariff:
         """Return the price of all of a lease's devices for an hour, None without one."""
         price = self.of(lease.device_type)
         return None if price is None else price * device_count(lease)
+
+    def metered(self, meter: Meter, lease: Lease) -> Meter:
+        """Return a run's meter as it counts from now on, when the run has got this lease."""
+        return replace(meter, lease=lease, hourly=self.hourly(lease))
 
     def money(self, amount: float) -> str:
         """Return the amount in words."""
@@ -115,7 +119,44 @@ class Bill:
     cost: float | None = None
 
 
-NOTHING = Bill()
+@dataclass(frozen=True, slots=True)
+class Meter:
+    """For how long a run has its devices, and what that costs; seconds of the scheduler's clock.
+
+    Args:
+        lease: What it counts: what the run has, or had before it waited again; None before the first.
+        hourly: What that costs in an hour, all together; None without a price, and of what runs in a session.
+        since: From when it counts; None while it stands still.
+        spent: What it cost before `since`.
+        ran_s: The seconds that it counted before `since`.
+    """
+
+    lease: Lease | None = None
+    hourly: float | None = None
+    since: float | None = None
+    spent: float = 0.0
+    ran_s: float = 0.0
+
+    def running_cost(self, now: float) -> float:
+        """Return what it has cost since `since`, to the fraction of a second."""
+        return 0.0 if self.since is None else (self.hourly or 0.0) * (now - self.since) / HOUR_S
+
+    def billed_cost(self, now: float) -> float:
+        """The same, with each second that has begun whole."""
+        return 0.0 if self.since is None else cost_of(self.hourly, now - self.since) or 0.0
+
+    def stopped(self, now: float) -> Meter:
+        """Return it as it stands still."""
+        if self.since is None:
+            return self
+        return replace(self, since=None, spent=self.spent + self.billed_cost(now), ran_s=self.ran_s + now - self.since)
+
+    def bill(self, now: float) -> Bill | None:
+        """Return what all of it comes to; None where it never began."""
+        seconds = self.stopped(now).ran_s
+        if self.lease is None or (self.since is None and not seconds):
+            return None
+        return bill(self.lease, self.hourly, seconds)
 
 
 class IdleMeter:
@@ -156,5 +197,5 @@ def bill(lease: Lease, hourly: float | None, seconds: float) -> Bill:
         seconds: On the meter.
     """
     if lease.device_type == CPU and hourly is None:
-        return NOTHING
+        return Bill()
     return Bill(float(device_count(lease) * billed_s(seconds)), cost_of(hourly, seconds))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from sgpu_magic.pool.scheduling import session_rules
 from sgpu_magic.pool.scheduling.capacity import Line
@@ -23,13 +23,13 @@ from sgpu_magic.pool.scheduling.costs import Tariff
 from sgpu_magic.pool.scheduling.fair_share import FairShare
 from sgpu_magic.pool.scheduling.placement import Room
 from sgpu_magic.pool.scheduling.placement_request import Want
+from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.pool.scheduling.run_table import RunTable
-from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun
 from sgpu_magic.pool.scheduling.stimuli import Instruction, LaunchRun
 from sgpu_magic.pool.scheduling.waiting_words import Keepers, waited_in_vain
 from sgpu_magic.wire.devices import Inventory
 
-Waiting = list[tuple[ScheduledRun, Want]]
+Waiting = list[tuple[Run, Want]]
 
 
 @dataclass(slots=True)
@@ -156,7 +156,7 @@ class QueueRules:
         of_lines: dict[Line, tuple[str, ...]] = {}
         nodes: dict[str, str] = {}
         for line, waiting in lines.items():
-            heads: dict[str, ScheduledRun] = {}
+            heads: dict[str, Run] = {}
             for run, want in waiting:
                 user = run.spec.owner.user
                 if (line, user) not in of_users and self._aged(run.passed_at) and room.fits_when_empty(want):
@@ -211,7 +211,7 @@ class QueueRules:
 
     def _keepers_first(self, line: _Round, room: Room, now: float, out: dict[int, list[Instruction]]) -> bool:
         """Serve the first runs of users that were passed for long. False when all that becomes free is theirs."""
-        heads: list[ScheduledRun] = []
+        heads: list[Run] = []
         for runs in line.waiting.values():
             head = next((run for run, want in reversed(runs) if not self._fair.over_quota(run, want)), None)
             if head is not None and head.overtaken_at is not None:
@@ -230,7 +230,7 @@ class QueueRules:
             line.kept.add(node)
         return True
 
-    def _long_overtaken(self, heads: Iterable[ScheduledRun], room: Room) -> Waiting:
+    def _long_overtaken(self, heads: Iterable[Run], room: Room) -> Waiting:
         aged = [run for run in heads if self._aged(run.overtaken_at)]
         aged.sort(key=lambda run: (run.overtaken_at or 0.0, self._table.number(run.run_id)))
         return [(run, run.want) for run in aged if run.want is not None and room.fits_when_empty(run.want)]
@@ -254,7 +254,7 @@ class QueueRules:
         return False
 
     def _give(
-        self, line: _Round, run: ScheduledRun, want: Want, room: Room, now: float, out: dict[int, list[Instruction]]
+        self, line: _Round, run: Run, want: Want, room: Room, now: float, out: dict[int, list[Instruction]]
     ) -> bool:
         if want in line.unfit:
             return False
@@ -268,15 +268,14 @@ class QueueRules:
         self._leases_given += 1
         number, user = self._table.number(run.run_id), run.spec.owner.user
         told = run.told if asked else None
-        hourly = self._tariff.hourly(lease)
-        self._table.put(replace(run, lease=lease, told=told, accepted=True, hourly=hourly, asked=asked))
+        meter = self._tariff.metered(run.meter, lease)
+        self._table.change(run, lease=lease, told=told, accepted=True, meter=meter, asked=asked)
         _ = self.room
         out[number] = [LaunchRun(run.run_id, lease)]
         line.given[user] = max(line.given.get(user, 0), number)
         for passed, _ in line.skipped.get(user, ()):
-            passed = self._table.runs[passed.run_id]
             if passed.passed_at is None and self._table.number(passed.run_id) < number:
-                self._table.put(replace(passed, passed_at=now))
+                self._table.change(passed, passed_at=now)
         return True
 
     def _note_overtaken(self, line: _Round, now: float) -> None:
@@ -287,11 +286,9 @@ class QueueRules:
             newest = max((number for other, number in line.given.items() if other != user), default=0)
             left = [*line.skipped.get(user, ()), *reversed(line.waiting[user])]
             left.sort(key=lambda item: self._table.number(item[0].run_id))
-            head = next(
-                (self._table.runs[run.run_id] for run, want in left if not self._fair.over_quota(run, want)), None
-            )
+            head = next((run for run, want in left if not self._fair.over_quota(run, want)), None)
             if head is not None and head.overtaken_at is None and self._table.number(head.run_id) < newest:
-                self._table.put(replace(head, overtaken_at=now))
+                self._table.change(head, overtaken_at=now)
 
     def _give_up(self, now: float) -> list[Instruction]:
         """End, or not even accept, the runs whose time in the queue is over."""
@@ -306,7 +303,7 @@ class QueueRules:
                 out += self._table.give_up(run, waited_in_vain(run, run.want, room, keepers))
         return out
 
-    def _is_over(self, run: ScheduledRun, now: float) -> bool:
+    def _is_over(self, run: Run, now: float) -> bool:
         deadline = self._table.queue_deadline(run)
         return deadline is not None and now >= deadline
 

@@ -7,15 +7,13 @@ as it is at that moment.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from sgpu_magic.pool.scheduling import session_rules
 from sgpu_magic.pool.scheduling.capacity import Line
 from sgpu_magic.pool.scheduling.fair_share import FairShare
 from sgpu_magic.pool.scheduling.placement_request import Want
 from sgpu_magic.pool.scheduling.queue_rules import QueueRules
+from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.pool.scheduling.run_table import RunTable
-from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun
 from sgpu_magic.pool.scheduling.stimuli import Instruction, TellQueue
 from sgpu_magic.pool.scheduling.waiting_words import Keepers, asked_for, waits_for
 
@@ -62,7 +60,7 @@ class QueueWords:
             if told != run.told:
                 out[self._table.number(run.run_id)] = TellQueue(run.run_id, *told)
             if told != run.told or run.accepted != (line is not None):
-                self._table.put(replace(run, told=told, accepted=line is not None))
+                self._table.change(run, told=told, accepted=line is not None)
         return [out[number] for number in sorted(out)]
 
     def now(self) -> dict[str, Told]:
@@ -87,13 +85,13 @@ class _Moment:
         self._keepers = Keepers() if self._room is None else queue.keepers(self._room, self._lines)
         self._found: dict[tuple[Want, str], str] = {}
 
-    def places(self, *, only_first: bool = False) -> list[tuple[ScheduledRun, Line | str | None, int]]:
+    def places(self, *, only_first: bool = False) -> list[tuple[Run, Line | str | None, int]]:
         """Return the runs that wait, each with its line or session and its place there; cells after their sessions.
 
         Args:
             only_first: Only the first of the lines in which all know their places are asked for.
         """
-        found: list[tuple[ScheduledRun, Line | str | None, int]] = []
+        found: list[tuple[Run, Line | str | None, int]] = []
         asked = self._table.asked()
         for line in [*self._lines, *(line for line in asked if line not in self._lines)]:
             first = self._keepers.of_lines.get(line, ())
@@ -110,7 +108,7 @@ class _Moment:
             found.append((cell, session, places[session]))
         return found
 
-    def reason(self, run: ScheduledRun) -> str:
+    def reason(self, run: Run) -> str:
         """Return what a run waits for."""
         room, want = self._room, run.want
         if run.spec.session:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from sgpu_magic.pool.scheduling.capacity import CPU_LINE, Line
 from sgpu_magic.pool.scheduling.placement import Room
 from sgpu_magic.pool.scheduling.placement_request import SPREAD, Want, amount
-from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun, span
+from sgpu_magic.pool.scheduling.run import Run, span
 from sgpu_magic.wire.ids import short
 
 
@@ -26,18 +26,18 @@ class Keepers:
     of_lines: Mapping[Line, tuple[str, ...]] = field(default_factory=dict[Line, tuple[str, ...]])
     nodes: Mapping[str, str] = field(default_factory=dict[str, str])
 
-    def before(self, run: ScheduledRun, want: Want) -> str:
+    def before(self, run: Run, want: Want) -> str:
         """The run that what is free is kept for; this one itself where no other is."""
         others = [one for one in self.of_lines.get(want.line, ()) if one not in self.nodes]
         return next(iter(others), self.of_users.get((want.line, run.spec.owner.user), run.run_id))
 
-    def keeps(self, run: ScheduledRun, want: Want) -> bool:
+    def keeps(self, run: Run, want: Want) -> bool:
         """Whether something is kept for this run."""
         own = self.of_users.get((want.line, run.spec.owner.user)) == run.run_id
         return own or run.run_id in self.of_lines.get(want.line, ())
 
 
-def waits_for(run: ScheduledRun, want: Want, room: Room, keepers: Keepers) -> str:
+def waits_for(run: Run, want: Want, room: Room, keepers: Keepers) -> str:
     """Return what a run in the queue lacks."""
     if room.stock.many:
         return _on_nodes(run, want, room, keepers)
@@ -54,7 +54,7 @@ def asked_for(want: Want, room: Room) -> str:
     return "; ".join([f"{_need(want)}, {_there(want, room)}", "the cluster was asked for more nodes", *_coming(room)])
 
 
-def waited_in_vain(run: ScheduledRun, want: Want, room: Room, keepers: Keepers) -> str:
+def waited_in_vain(run: Run, want: Want, room: Room, keepers: Keepers) -> str:
     """What to tell of a run whose time in the queue is over."""
     need, free = room.amount(want), room.free(want)
     if room.stock.many:
@@ -70,14 +70,14 @@ def waited_in_vain(run: ScheduledRun, want: Want, room: Room, keepers: Keepers) 
     return f"{waited}: {why}. {remedy}, ask for fewer with --gpus, or choose another pool with --pool."
 
 
-def kept_for(keepers: Keepers, run: ScheduledRun, want: Want) -> str:
+def kept_for(keepers: Keepers, run: Run, want: Want) -> str:
     return f"what is free is kept for run {short(keepers.before(run, want))}, which has waited longer"
 
 
 # ---------------------------------------------------------------- many nodes
 
 
-def _on_nodes(run: ScheduledRun, want: Want, room: Room, keepers: Keepers) -> str:
+def _on_nodes(run: Run, want: Want, room: Room, keepers: Keepers) -> str:
     if room.fits(want):
         kept = {node: one for one, node in keepers.nodes.items() if one != run.run_id}
         if keepers.before(run, want) == run.run_id and kept:

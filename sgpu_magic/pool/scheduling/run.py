@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from sgpu_magic.pool.scheduling.costs import Meter
 from sgpu_magic.pool.scheduling.placement_request import Want
 from sgpu_magic.wire.costs import HOUR_S
 from sgpu_magic.wire.devices import Lease
@@ -16,20 +17,22 @@ WARN_SHARE = 0.8
 _RUNS_ON_METER = (RunState.STARTING, RunState.RUNNING)
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRun:
-    """What the scheduler knows of one run. Immutable; each stimulus replaces it.
+@dataclass(eq=False, slots=True)
+class Run:
+    """A run, as the scheduler has it. The service's `PoolRun` is the same object, and has more.
+
+    Everybody may read it. `RunTable` alone changes it, but for `spec`.
 
     Args:
-        spec: As submitted.
-        submitted_at: The stimulus's `now`; the queue's time counts from here, across refused leases.
+        spec: As submitted; `detach` may become true later.
         state: Its state.
+        queued_at: When it came, or came back, into the queue; its time there counts from here, across refused leases.
         want: What it takes in this pool; None until the pool's inventory is known.
         accepted: Too late to refuse it: from now on it can only end.
         lease: What it holds; None while it waits.
         freed: The lease is given back, since no process of it is left; its last word is still to come.
         begun: The agent has reported on it, so its lease can't be handed back any more.
-        metered_at: When it reached STARTING, from where its time limit counts; None before.
+        meter: How long it has had its devices. Its time limit counts by it.
         passed_at: When a later run of its own user first passed it in the queue; None when none has.
         overtaken_at: When a later run of another user first got devices of its line while it was its user's first
             there; None when none has.
@@ -41,23 +44,20 @@ class ScheduledRun:
         quiet_since: Of a session: since when nothing has run in it; None before it is RUNNING. Counts only while
             no cell runs.
         gone: Of a session: its ranks are gone, and it holds its lease for new processes that are still on it.
-        hourly: What its devices cost in an hour, all together; None without a price, and of what runs in a session.
         asked: Its lease has no devices yet: the engine asks the cluster for nodes.
-        spent: What it cost before its node was lost and it waited again; counts for its own limit.
-        ran_s: The seconds on the meter until then; they count for its time limit.
         cost_told: It was told that its own cost limit is near.
         budget_told: It was told that the pool's budget is nearly used up.
     """
 
     spec: RunSpec
-    submitted_at: float
     state: RunState = RunState.QUEUED
+    queued_at: float = 0.0
     want: Want | None = None
     accepted: bool = False
     lease: Lease | None = None
     freed: bool = False
     begun: bool = False
-    metered_at: float | None = None
+    meter: Meter = field(default_factory=Meter)
     passed_at: float | None = None
     overtaken_at: float | None = None
     stopping_as: RunState | None = None
@@ -67,10 +67,7 @@ class ScheduledRun:
     paused: str = ""
     quiet_since: float | None = None
     gone: bool = False
-    hourly: float | None = None
     asked: bool = False
-    spent: float = 0.0
-    ran_s: float = 0.0
     cost_told: bool = False
     budget_told: bool = False
 
@@ -89,39 +86,34 @@ class ScheduledRun:
             return None
         if self.want is None and not self.spec.session:
             return None
-        return self.submitted_at + self.spec.wait_s
-
-    @property
-    def time_limit(self) -> float | None:
-        if self.metered_at is None or self.state not in _RUNS_ON_METER:
-            return None
-        return self.metered_at + max(0.0, self.spec.timeout_s - self.ran_s)
+        return self.queued_at + self.spec.wait_s
 
     @property
     def is_on_meter(self) -> bool:
         """It holds its devices for ranks and is not being stopped."""
-        return self.metered_at is not None and self.state in _RUNS_ON_METER
+        return self.meter.since is not None and self.state in _RUNS_ON_METER
+
+    @property
+    def time_limit(self) -> float | None:
+        if self.meter.since is None or not self.is_on_meter:
+            return None
+        return self.meter.since + max(0.0, self.spec.timeout_s - self.meter.ran_s)
 
     @property
     def cost_limit(self) -> float | None:
         """When it has cost as much as it may; None while it costs nothing, or may cost anything."""
-        if self.metered_at is None or self.spec.max_cost is None or not self.hourly or not self.is_on_meter:
+        meter = self.meter
+        if meter.since is None or self.spec.max_cost is None or not meter.hourly or not self.is_on_meter:
             return None
-        return self.metered_at + max(0.0, self.spec.max_cost - self.spent) / self.hourly * HOUR_S
+        return meter.since + max(0.0, self.spec.max_cost - meter.spent) / meter.hourly * HOUR_S
 
     @property
     def cost_warning(self) -> float | None:
         """When most of that is used."""
         limit = self.cost_limit
-        if limit is None or self.metered_at is None:
+        if limit is None or self.meter.since is None:
             return None
-        return self.metered_at + WARN_SHARE * (limit - self.metered_at)
-
-    def cost(self, now: float) -> float | None:
-        """Return what it has cost, to the fraction of a second; None where it costs nothing."""
-        if self.metered_at is None or self.hourly is None:
-            return None
-        return self.hourly * (now - self.metered_at) / HOUR_S
+        return self.meter.since + WARN_SHARE * (limit - self.meter.since)
 
 
 def rough(seconds: float) -> str:
