@@ -654,10 +654,10 @@ def test_a_run_is_over_in_a_final_state_only() -> None:
 def test_nobody_but_the_table_changes_what_the_scheduler_knows_of_a_run() -> None:
     names = {field.name for field in dataclasses.fields(Run)} - {"spec"}
     for path in Path(pool.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in names:
-                of_whom = ast.unparse(node.value)
-                assert of_whom not in ("run", "session", "cell"), f"{path.name}:{node.lineno} sets {ast.unparse(node)}"
+        for found in ast.walk(ast.parse(path.read_text())):
+            if isinstance(found, ast.Attribute) and isinstance(found.ctx, ast.Store) and found.attr in names:
+                of_whom = ast.unparse(found.value)
+                assert of_whom not in ("run", "session", "cell"), f"{path.name}:{found.lineno} sets {ast.unparse(found)}"
 
 
 def test_an_adopted_run_keeps_its_devices_and_its_time() -> None:
