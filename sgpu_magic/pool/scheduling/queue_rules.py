@@ -16,7 +16,6 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from sgpu_magic.pool.scheduling import session_rules
 from sgpu_magic.pool.scheduling.capacity import Line
 from sgpu_magic.pool.scheduling.cost_rules import CostRules
 from sgpu_magic.pool.scheduling.costs import Tariff
@@ -27,7 +26,7 @@ from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import Instruction, LaunchRun
 from sgpu_magic.pool.scheduling.waiting_words import Keepers, waited_in_vain
-from sgpu_magic.wire.devices import Inventory
+from sgpu_magic.wire.devices import Inventory, Lease
 
 Waiting = list[tuple[Run, Want]]
 
@@ -83,37 +82,30 @@ class QueueRules:
         self._pass_over_s = pass_over_s
         self._leases_given = 0
         self._room = None if inventory is None else Room(inventory, {}, {})
-        # new processes hold devices of a session that nobody knows: rare, and then all is counted anew each time
-        self._irregular = False
 
     @property
     def room(self) -> Room | None:
         """What is free; None while the pool's devices are not known."""
         for run, had, has in self._table.take_lease_changes():
-            if run.spec.session:
-                continue
             if had is not None:
                 self._fair.gave_back(run, had, self._table.now)
                 if self._room is not None:
                     self._room.release(run.run_id, had)
             if has is not None:
                 self._fair.took(run, has, self._table.now)
-                if self._room is not None and not self._irregular:
-                    self._room.take(run.run_id, has, self._table.number(run.run_id))
-        if self._room is not None and (self._irregular or self._table.has_lost_session()):
-            self._irregular = self._table.has_lost_session()
-            self._room.empty()
-            self._take_all(self._room)
+                if self._room is not None:
+                    self._take(self._room, run, has)
         return self._room
 
     def seen(self, inventory: Inventory) -> bool:
         """The pool was looked at: what the engine refused may be had again. False when nothing is new."""
         room = self.room
-        if room is not None and not room.refused and not self._irregular and inventory == room.stock.inventory:
+        if room is not None and not room.refused and inventory == room.stock.inventory:
             return False
-        self._irregular = self._table.has_lost_session()
         self._room = Room(inventory, {}, {})
-        self._take_all(self._room)
+        for run in self._table.runs.values():
+            if run.held_lease is not None:
+                self._take(self._room, run, run.held_lease)
         return True
 
     def refused(self, keys: Iterable[str], why: str) -> None:
@@ -173,9 +165,8 @@ class QueueRules:
 
     # ------------------------------------------------------------ within
 
-    def _take_all(self, room: Room) -> None:
-        for run_id, lease in session_rules.held_leases(self._table.runs.values()).items():
-            room.take(run_id, lease, self._table.number(run_id))
+    def _take(self, room: Room, run: Run, lease: Lease) -> None:
+        room.take(run.run_id, lease, self._table.number(run.run_id), shared=run.orphaned)
 
     def _place(self, now: float) -> list[Instruction]:
         room = self.room

@@ -44,6 +44,7 @@ class Run:
         quiet_since: Of a session: since when nothing has run in it; None before it is RUNNING. Counts only while
             no cell runs.
         gone: Of a session: its ranks are gone, and it holds its lease for new processes that are still on it.
+        orphaned: Of new processes in a session: no service knows the session any more, so they hold its devices.
         asked: Its lease has no devices yet: the engine asks the cluster for nodes.
         cost_told: It was told that its own cost limit is near.
         budget_told: It was told that the pool's budget is nearly used up.
@@ -67,6 +68,7 @@ class Run:
     paused: str = ""
     quiet_since: float | None = None
     gone: bool = False
+    orphaned: bool = False
     asked: bool = False
     cost_told: bool = False
     budget_told: bool = False
@@ -77,8 +79,8 @@ class Run:
 
     @property
     def held_lease(self) -> Lease | None:
-        """The devices that nobody else may have."""
-        return None if self.freed else self.lease
+        """The devices that nobody else may have; none of a cell, for its session holds them."""
+        return None if self.freed or (self.spec.session and not self.orphaned) else self.lease
 
     @property
     def queue_deadline(self) -> float | None:

@@ -38,7 +38,7 @@ class _Indexed(NamedTuple):
     held: Lease | None = None
     waits: bool = False
     time_limit: float | None = None
-    kinds: tuple[bool, ...] = (False,) * 5
+    kinds: tuple[bool, ...] = (False,) * 4
 
 
 _NOWHERE = _Indexed()
@@ -49,7 +49,6 @@ def _indexed(run: Run) -> _Indexed:
         session_rules.is_session(run),
         run.state.is_final,
         run.meter.since is not None and bool(run.meter.hourly),
-        bool(run.spec.session) and run.spec.fresh and run.lease is not None,
         run.asked,
     )
     return _Indexed(run.held_lease, run.lease is None, run.time_limit, kinds)
@@ -80,9 +79,8 @@ class RunTable:
         self._sessions: set[str] = set()
         self._final: set[str] = set()
         self._costly: set[str] = set()
-        self._fresh: set[str] = set()
         self._asked: set[str] = set()
-        self._kinds = (self._sessions, self._final, self._costly, self._fresh, self._asked)
+        self._kinds = (self._sessions, self._final, self._costly, self._asked)
         self._limits: list[tuple[float, int]] = []
         self._lease_changes: list[LeaseChange] = []
 
@@ -138,10 +136,6 @@ class RunTable:
     def live_cost(self, now: float) -> float:
         """What runs that have not ended have cost so far; those that are being stopped among them."""
         return sum(run.meter.running_cost(now) for run in self._in_order(self._costly))
-
-    def has_lost_session(self) -> bool:
-        """Whether new processes hold devices of a session that no service knows any more."""
-        return any(self._holder_of(self.runs[run_id].spec.session) is None for run_id in self._fresh)
 
     def take_lease_changes(self) -> list[LeaseChange]:
         """Return which run had which lease and has which, since this was asked last."""
@@ -312,10 +306,6 @@ class RunTable:
 
     def _in_order(self, run_ids: set[str]) -> list[Run]:
         return [self.runs[run_id] for run_id in sorted(run_ids, key=self._numbers.__getitem__)]
-
-    def _holder_of(self, session: str) -> Lease | None:
-        run = self.runs.get(session)
-        return None if run is None else run.lease
 
     def _index(self, run: Run, old: _Indexed, new: _Indexed) -> None:
         number = self._numbers[run.run_id]

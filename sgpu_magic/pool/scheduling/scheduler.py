@@ -200,6 +200,7 @@ class Scheduler:
                 accepted=True,
                 lease=adopted.lease,
                 freed=adopted.freed,
+                orphaned=run.spec.fresh and run.spec.session not in self._runs,
                 begun=True,
                 meter=Meter(adopted.lease, None if run.spec.session else hourly, metered_at),
                 quiet_since=adopted.now if run.state is RunState.RUNNING else None,

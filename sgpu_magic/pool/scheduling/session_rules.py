@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -184,19 +184,6 @@ def end_of_cell(session: Run) -> str:
 def end_of_fresh(session: Run) -> str:
     """Why a fresh run on its devices is stopped."""
     return f"{named(session.spec)}, whose devices it has, ended" + (f": {session.reason}" if session.reason else "")
-
-
-def held_leases(runs: Iterable[Run]) -> dict[str, Lease]:
-    """By run id, the leases that take devices: none of a cell, for its session's own does."""
-    runs = list(runs)
-    leases = {run.run_id: run.held_lease for run in runs if run.held_lease is not None and not run.spec.session}
-    for run in runs:
-        # new processes whose session no service knows any more still use their devices
-        if run.lease is not None and run.spec.session and run.spec.fresh and run.spec.session not in leases:
-            taken = {uuid for lease in leases.values() for uuid in lease.uuids}
-            if taken.isdisjoint(run.lease.uuids):
-                leases[run.run_id] = run.lease
-    return leases
 
 
 def on_its_devices(cells: Sequence[Run]) -> bool:
