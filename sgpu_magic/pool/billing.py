@@ -13,13 +13,42 @@ import msgspec
 
 from sgpu_magic.config import Settings
 from sgpu_magic.pool.ledger import Ledger, Metered
-from sgpu_magic.pool.scheduling.costs import DAY_S, Budget, IdleMeter, Tariff
+from sgpu_magic.pool.scheduling.costs import DAY_S, Budget, Tariff
 from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.wire.costs import idle_seconds
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import Placed, RunEnded
 from sgpu_magic.wire.pool_status import BudgetState
 from sgpu_magic.wire.states import RunKind, RunState
+
+
+class IdleMeter:
+    """For how long no cell ran in a session; seconds of any one clock.
+
+    Args:
+        since: From when on it counts.
+        seconds: What was counted before.
+    """
+
+    def __init__(self, since: float, seconds: float = 0.0) -> None:
+        self._since = since
+        self._seconds = seconds
+        self._running: set[str] = set()
+
+    def began(self, cell: str, now: float) -> None:
+        """A cell begins."""
+        self._seconds = self.seconds(now)
+        self._running.add(cell)
+
+    def ended(self, cell: str, now: float) -> None:
+        """A cell ends."""
+        if cell in self._running:
+            self._running.discard(cell)
+            self._since = now
+
+    def seconds(self, now: float) -> float:
+        """Return what was counted until now."""
+        return self._seconds if self._running else self._seconds + max(0.0, now - self._since)
 
 
 class Billing:

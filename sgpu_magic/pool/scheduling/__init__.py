@@ -2,7 +2,7 @@
 
 scheduler          typed stimuli in, a list of instructions out
 stimuli            both kinds, as types
-run                a run; the service's is the same object, and has more
+run                a run and its meter; the service's is the same object, and has more
 run_table          all of them, and the few ways in which one changes
 placement_request  what a run's request means in this pool
 capacity           what the pool has
@@ -11,8 +11,6 @@ placement          which devices a request gets, and what is in the way
 queue_rules        whose turn it is in each line
 fair_share         whose turn it is among users
 session_rules      cells wait for their session and for each other
-cost_rules         cost limits, and the pool's budget
-costs              prices, a run's meter, and what was spent of a budget
-queue_words        where each waiting run stands and what it waits for
-waiting_words      what is in the way of one run, in words
+costs              prices, cost limits, and the pool's budget
+words              where each waiting run stands and what it waits for
 """

@@ -17,15 +17,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from sgpu_magic.pool.scheduling.capacity import Line
-from sgpu_magic.pool.scheduling.cost_rules import CostRules
-from sgpu_magic.pool.scheduling.costs import Tariff
+from sgpu_magic.pool.scheduling.costs import CostRules, Tariff
 from sgpu_magic.pool.scheduling.fair_share import FairShare
 from sgpu_magic.pool.scheduling.placement import Room
 from sgpu_magic.pool.scheduling.placement_request import Want
 from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import Instruction, LaunchRun
-from sgpu_magic.pool.scheduling.waiting_words import Keepers, waited_in_vain
+from sgpu_magic.pool.scheduling.words import Keepers, waited_in_vain
 from sgpu_magic.wire.devices import Inventory, Lease
 
 Waiting = list[tuple[Run, Want]]

@@ -1,12 +1,12 @@
-"""What the scheduler knows of one run, and how it words its times. Pure."""
+"""What the scheduler knows of one run, its meter, and how its times are worded. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from sgpu_magic.pool.scheduling.costs import Meter
 from sgpu_magic.pool.scheduling.placement_request import Want
-from sgpu_magic.wire.costs import HOUR_S
+from sgpu_magic.wire.costs import HOUR_S, billed_s, cost_of, device_count
+from sgpu_magic.wire.device_types import CPU
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunState
@@ -15,6 +15,72 @@ WARN_SHARE = 0.8
 """Of a cost limit or a budget: who uses more is told."""
 
 _RUNS_ON_METER = (RunState.STARTING, RunState.RUNNING)
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """What a run was billed.
+
+    Args:
+        gpu_s: Seconds of devices, of all together; None on CPU slots without a price.
+        cost: Theirs; None without a price.
+    """
+
+    gpu_s: float | None = None
+    cost: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Meter:
+    """For how long a run has its devices, and what that costs; seconds of the scheduler's clock.
+
+    Args:
+        lease: What it counts: what the run has, or had before it waited again; None before the first.
+        hourly: What that costs in an hour, all together; None without a price, and of what runs in a session.
+        since: From when it counts; None while it stands still.
+        spent: What it cost before `since`.
+        ran_s: The seconds that it counted before `since`.
+    """
+
+    lease: Lease | None = None
+    hourly: float | None = None
+    since: float | None = None
+    spent: float = 0.0
+    ran_s: float = 0.0
+
+    def running_cost(self, now: float) -> float:
+        """Return what it has cost since `since`, to the fraction of a second."""
+        return 0.0 if self.since is None else (self.hourly or 0.0) * (now - self.since) / HOUR_S
+
+    def billed_cost(self, now: float) -> float:
+        """The same, with each second that has begun whole."""
+        return 0.0 if self.since is None else cost_of(self.hourly, now - self.since) or 0.0
+
+    def stopped(self, now: float) -> Meter:
+        """Return it as it stands still."""
+        if self.since is None:
+            return self
+        return replace(self, since=None, spent=self.spent + self.billed_cost(now), ran_s=self.ran_s + now - self.since)
+
+    def bill(self, now: float) -> Bill | None:
+        """Return what all of it comes to; None where it never began."""
+        seconds = self.stopped(now).ran_s
+        if self.lease is None or (self.since is None and not seconds):
+            return None
+        return bill(self.lease, self.hourly, seconds)
+
+
+def bill(lease: Lease, hourly: float | None, seconds: float) -> Bill:
+    """Return what a lease's time comes to.
+
+    Args:
+        lease: The run's.
+        hourly: Price of all its devices for an hour, None without one.
+        seconds: On the meter.
+    """
+    if lease.device_type == CPU and hourly is None:
+        return Bill()
+    return Bill(float(device_count(lease) * billed_s(seconds)), cost_of(hourly, seconds))
 
 
 @dataclass(eq=False, slots=True)

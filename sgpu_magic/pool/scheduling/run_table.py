@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import bisect
 import heapq
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from sgpu_magic.pool.scheduling import session_rules
 from sgpu_magic.pool.scheduling.capacity import Line
-from sgpu_magic.pool.scheduling.costs import Budget
 from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.pool.scheduling.stimuli import EndRun, Instruction, MoveRun, RefuseRun, StopRun
 from sgpu_magic.wire.devices import Lease
@@ -58,15 +58,15 @@ class RunTable:
     """Every run that waits or holds a lease, in order of submission.
 
     Args:
-        budget: Gets what each run that ends has cost; None without one.
+        spent: Called with the time and with what a run has cost up to then, when its meter stops.
 
     Attributes:
         runs: By their ids. Changed by `add` and `drop` alone.
         now: The time of the stimulus that is being handled.
     """
 
-    def __init__(self, budget: Budget | None = None) -> None:
-        self._budget = budget
+    def __init__(self, spent: Callable[[float, float], None]) -> None:
+        self._spent = spent
         self.runs: dict[str, Run] = {}
         self.now = float("-inf")
         self._numbers: dict[str, int] = {}
@@ -234,8 +234,8 @@ class RunTable:
     def stop_meter(self, run: Run) -> None:
         """It costs nothing any more. What it has cost so far counts for its own limit and the pool's budget."""
         cost = run.meter.billed_cost(self.now)
-        if self._budget is not None and cost:
-            self._budget.add(self.now, cost)
+        if cost:
+            self._spent(self.now, cost)
         self.change(run, meter=run.meter.stopped(self.now))
 
     def stop(self, run: Run, state: RunState, reason: str) -> list[Instruction]:

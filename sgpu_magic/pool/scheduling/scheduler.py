@@ -4,13 +4,13 @@ Pure: no clock (every stimulus carries `now`, seconds of any one clock), no sock
 feeds it what happened and does what it says. In the style of distributed's `worker_state_machine`.
 
     - What a request means here: `placement_request`. Who gets devices first: `queue_rules` and `fair_share`. What
-      the others are told: `queue_words`.
+      the others are told: `words`.
     - `LaunchRun` gives the lease, `RunOver` frees it, or `LeaseFreed` where the run's last word comes later. The run
       stays queued until the agent's first `RunMoved`; until then the engine may hand the lease back with
       `LeaseRefused`.
     - A state changes only with a `MoveRun`, and only along `wire.states.TRANSITIONS`.
     - Cells of a session wait for it and for each other: `session_rules`.
-    - Runs end at their cost limit, and at the pool's budget: `cost_rules`.
+    - Runs end at their cost limit, and at the pool's budget: `costs`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ import msgspec
 
 from sgpu_magic.pool.scheduling import session_rules
 from sgpu_magic.pool.scheduling.capacity import refused_keys
-from sgpu_magic.pool.scheduling.cost_rules import CostRules
-from sgpu_magic.pool.scheduling.costs import Budget, Meter, Tariff
+from sgpu_magic.pool.scheduling.costs import Budget, CostRules, Tariff
 from sgpu_magic.pool.scheduling.fair_share import NO_LIMITS, FairShare
 from sgpu_magic.pool.scheduling.placement_request import STRICT_PACK, Refusal, Want, resolve
 from sgpu_magic.pool.scheduling.queue_rules import QueueRules
-from sgpu_magic.pool.scheduling.queue_words import QueueWords, Told
-from sgpu_magic.pool.scheduling.run import Run, span
+from sgpu_magic.pool.scheduling.run import Meter, Run, span
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import (
     CancelRequested,
@@ -46,11 +44,12 @@ from sgpu_magic.pool.scheduling.stimuli import (
     SessionPaused,
     Stimulus,
 )
+from sgpu_magic.pool.scheduling.words import QueueWords, Told
 from sgpu_magic.wire.devices import Inventory, Lease, Placement
 from sgpu_magic.wire.states import RunState
 from sgpu_magic.wire.user_limits import UserLimits
 
-NO_PRICES = Tariff()
+_NO_PRICES = Tariff()
 
 
 class Scheduler:
@@ -70,13 +69,13 @@ class Scheduler:
         inventory: Inventory | None = None,
         *,
         pass_over_s: float = 600.0,
-        tariff: Tariff = NO_PRICES,
+        tariff: Tariff = _NO_PRICES,
         budget: Budget | None = None,
         limits: UserLimits = NO_LIMITS,
         fair_half_life_s: float = 3600.0,
     ) -> None:
         self._tariff = tariff
-        self._table = RunTable(budget)
+        self._table = RunTable(budget.add if budget is not None else lambda now, cost: None)
         self._costs = CostRules(self._table, tariff, budget)
         self._fair = FairShare(limits, fair_half_life_s)
         self._queue = QueueRules(self._table, self._costs, tariff, self._fair, inventory, pass_over_s)
@@ -250,8 +249,8 @@ class Scheduler:
         # where the pool chooses by memory, what is free counts, and where it waits already
         by_need = bool(placement.min_memory_bytes)
         before = None if run.want is None else run.want.line
-        free, tariff = (room.free, self._tariff) if by_need else (None, NO_PRICES)
-        meant = resolve(placement, room.stock, tariff=tariff, free=free, before=before)
+        free, price = (room.free, self._tariff.of) if by_need else (None, None)
+        meant = resolve(placement, room.stock, price=price, free=free, before=before)
         if is_session and isinstance(meant, Refusal):
             anywhere = resolve(run.spec.placement, room.stock)
             meant = meant if isinstance(anywhere, Refusal) else session_rules.too_large(anywhere, room.stock)

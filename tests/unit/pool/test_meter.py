@@ -16,11 +16,11 @@ from scheduler_requests import gpus, launched, node, running, spec, submit
 
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.pool.billing import Billing, budget_of, budget_state
+from sgpu_magic.pool.billing import Billing, IdleMeter, budget_of, budget_state
 from sgpu_magic.pool.ledger import Ledger, Metered
 from sgpu_magic.pool.ledger_database import MIGRATIONS, migrate
-from sgpu_magic.pool.scheduling.costs import DAY_S, Bill, Budget, IdleMeter, Meter, Tariff, bill, tariff_of
-from sgpu_magic.pool.scheduling.run import Run, rough
+from sgpu_magic.pool.scheduling.costs import DAY_S, Budget, Tariff, tariff_of
+from sgpu_magic.pool.scheduling.run import Bill, Meter, Run, bill, rough
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import (
     EndRun,

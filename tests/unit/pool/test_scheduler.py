@@ -657,7 +657,9 @@ def test_nobody_but_the_table_changes_what_the_scheduler_knows_of_a_run() -> Non
         for found in ast.walk(ast.parse(path.read_text())):
             if isinstance(found, ast.Attribute) and isinstance(found.ctx, ast.Store) and found.attr in names:
                 of_whom = ast.unparse(found.value)
-                assert of_whom not in ("run", "session", "cell"), f"{path.name}:{found.lineno} sets {ast.unparse(found)}"
+                assert of_whom not in ("run", "session", "cell"), (
+                    f"{path.name}:{found.lineno} sets {ast.unparse(found)}"
+                )
 
 
 def test_an_adopted_run_keeps_its_devices_and_its_time() -> None:
