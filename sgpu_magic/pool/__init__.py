@@ -24,8 +24,7 @@ active_runs        the runs that go on, and their last words
 run_log            a run's events, numbered and kept
 event_feed         events on their way to clients
 billing            what is written down of the runs' meters, and the pool's budget
-ledger             every run's row
-batched_ledger     the rows of cells in sessions, written a moment later
+ledger             every run's row; those of cells in sessions are written a moment later
 ledger_database    the ledger's file and its schema
 status             the newest inventory, and the pool's status
 kept_environments  the files that describe runs' packages

@@ -18,13 +18,13 @@ from sgpu_magic.config import Settings, pool_settings
 from sgpu_magic.nodes.contract import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.adoption import Adoption
-from sgpu_magic.pool.batched_ledger import BatchedLedger
 from sgpu_magic.pool.billing import Billing, budget_of, budget_state
 from sgpu_magic.pool.file_requests import FileRequests
 from sgpu_magic.pool.guard import Guard, ServiceFault
 from sgpu_magic.pool.instructions import Instructions
 from sgpu_magic.pool.kept_environments import KeptEnvironments
 from sgpu_magic.pool.launches import Launches
+from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.lifecycle import Idleness, PoolPresence
 from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.remote_clients import Listening
@@ -71,7 +71,7 @@ class PoolService:
         self._presence = presence
         self._engine = engine
         self._loop = asyncio.get_running_loop()
-        self._ledger = BatchedLedger(settings.state_path / "ledger.sqlite3")
+        self._ledger = Ledger(settings.state_path / "ledger.sqlite3", self._loop)
         tariff = tariff_of(settings, settings.pool or "local")
         self._budget = budget_of(settings, self._ledger, time.monotonic(), time.time())
         self._scheduler = Scheduler(
