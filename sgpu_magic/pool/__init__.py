@@ -12,9 +12,8 @@ remote_clients     clients of other machines, and how many connections there may
 clients            who may connect, and who is connected
 permissions        what a client may ask for, and which run it means
 requests           what clients ask, and the answers
-session_requests   the same of a session's ranks
+rank_requests      what clients ask of ranks, and streams to their ports
 file_requests      uploads, payloads, and files of runs
-forwarding         streams between clients and ports of ranks
 submissions        what clients submit: checked, held, brought before the scheduler
 instructions       does what the scheduler says
 launches           orders groups of ranks, and those that failed again

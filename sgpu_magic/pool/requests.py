@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -12,13 +11,12 @@ from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.nodes.contract import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns
 from sgpu_magic.pool.file_requests import FileRequests
-from sgpu_magic.pool.forwarding import Forwarding
 from sgpu_magic.pool.kept_environments import KeptEnvironments
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.permissions import Permissions
+from sgpu_magic.pool.rank_requests import Forwarding, RankRequests
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.server import ConnectedClient, Server
-from sgpu_magic.pool.session_requests import SessionRequests
 from sgpu_magic.pool.submissions import Placing, Submissions, ends_with_notebook
 from sgpu_magic.wire.client import (
     Accepted,
@@ -36,7 +34,6 @@ from sgpu_magic.wire.client import (
     ReclaimPayload,
     RestartRanks,
     ResultsReceived,
-    Stacks,
     StopPool,
     Submit,
     TellComms,
@@ -45,11 +42,9 @@ from sgpu_magic.wire.client import (
     Warm,
 )
 from sgpu_magic.wire.events import Described, Detached
-from sgpu_magic.wire.failures import RankStack
 from sgpu_magic.wire.files import KEY, AskBlobs, ListRunFiles, PutBlob, ReadRunFile
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.pool_status import AskStatus, Hello, PoolStatus, Welcome
-from sgpu_magic.wire.run import CellSource
 from sgpu_magic.wire.states import OWNER_GONE, RunState
 from sgpu_magic.wire.tcp_streams import OpenStream, StreamClosed, StreamData, StreamEnded, StreamTaken
 
@@ -100,13 +95,10 @@ class Requests:
         self._active = active
         self._ledger = ledger
         self._kept_environments = kept_environments
-        # never used twice: an answer that comes late is for nobody
-        self._stack_numbers = itertools.count(1)
-        self._asked_stacks: dict[int, tuple[ConnectedClient, AskStacks, str]] = {}
         self._permissions = permissions
         self.forwarding = Forwarding(server, engine, self._permissions.own_going)
-        self.sessions = SessionRequests(server, engine, active, ledger, core.feed)
-        self.submissions = Submissions(core, server, engine, active, ledger, self.sessions.unknown, files)
+        self.ranks = RankRequests(server, engine, active, ledger, core.feed)
+        self.submissions = Submissions(core, server, engine, active, ledger, self.ranks.no_session, files)
 
     def heard(self, client: ConnectedClient, asked: ClientMessage, frames: Sequence[bytes]) -> None:
         match message := self._permissions.permitted(client, asked):
@@ -128,9 +120,9 @@ class Requests:
                 # never before the run that it means
                 self._when_settled(client, message, lambda: self._cancel(client, message))
             case RestartRanks():
-                self._when_settled(client, message, lambda: self.sessions.restart(client, message))
+                self._when_settled(client, message, lambda: self.ranks.restart(client, message))
             case AskRank():
-                self.sessions.ask(client, message)
+                self.ranks.ask(client, message)
             case Attach():
                 self._when_settled(client, message, lambda: self._attach(client, message))
             case Unfollow():
@@ -174,23 +166,10 @@ class Requests:
             self._engine.results_received(run.run_id)
             self._core.feed(sched.CancelRequested(run.run_id, OWNER_GONE, time.monotonic()))
 
-    def stacks_taken(self, request: int, stacks: tuple[RankStack, ...]) -> None:
-        asked = self._asked_stacks.pop(request, None)
-        if asked is not None:
-            client, question, run_id = asked
-            run = self._active.speaker(run_id)
-            cell = run.spec.cell if run is not None else CellSource(body="")
-            self._server.send(client, Stacks(request=question.request, run_id=run_id, stacks=stacks, cell=cell))
-
     def ranks_gone(self, run_id: str) -> None:
         """Nobody will answer for its ranks any more."""
-        self.sessions.session_gone(run_id)
+        self.ranks.run_gone(run_id)
         self.forwarding.run_gone(run_id)
-        for number, (client, question, asked_run) in list(self._asked_stacks.items()):
-            if asked_run == run_id:
-                del self._asked_stacks[number]
-                text = f"run {short(run_id)} ended before its ranks could be asked."
-                self._server.refuse(client, question.request, text)
 
     # ------------------------------------------------------------ cancel, stop
 
@@ -286,15 +265,8 @@ class Requests:
             run = next((run for run in reversed(placed) if client.may_see(run.spec.owner.user)), None)
             if run is None:
                 self._server.refuse(client, message.request, "no run is going on.", "RunUnknown")
-        if run is None:
-            return
-        if run.placed_at is None:
-            text = f"run {short(run.run_id)} has no ranks yet: it is {run.state}."
-            self._server.refuse(client, message.request, text)
-            return
-        number = next(self._stack_numbers)
-        self._asked_stacks[number] = (client, message, run.run_id)
-        self._engine.take_stacks(number, run.run_id)
+        if run is not None:
+            self.ranks.ask_stacks(client, message, run)
 
     # ------------------------------------------------------------ within
 

@@ -262,14 +262,14 @@ class PoolService:
         self._retention.schedule(soon=run is None or not run.spec.in_session)
 
     def stacks_taken(self, request: int, stacks: tuple[RankStack, ...]) -> None:
-        self._guard.for_nobody(lambda: self._requests.stacks_taken(request, stacks))
+        self._guard.for_nobody(lambda: self._requests.ranks.stacks_taken(request, stacks))
 
     def session_ranks_restarted(self, request: int, session: str, problem: str) -> None:
         self._idleness.touched()
-        self._guard.for_run(session, lambda: self._requests.sessions.restarted(request, session, problem))
+        self._guard.for_run(session, lambda: self._requests.ranks.restarted(request, session, problem))
 
     def answered(self, request: int, answer: RankAnswer) -> None:
-        self._guard.for_nobody(lambda: self._requests.sessions.answered(request, answer))
+        self._guard.for_nobody(lambda: self._requests.ranks.answered(request, answer))
 
     def forwarded(self, message: StreamOpened | StreamMessage, frames: Sequence[bytes]) -> None:
         self._guard.for_nobody(lambda: self._requests.forwarding.from_node(message, frames))

@@ -245,9 +245,9 @@ def test_an_answer_of_ranks_that_comes_late_is_for_nobody(tmp_path: Path):
         # the group was started again
         requests.heard(second.client, question, ())
         late, asked = asking.numbers
-        requests.stacks_taken(late, (RankStack(rank=0, problem="of the first group"),))
+        requests.ranks.stacks_taken(late, (RankStack(rank=0, problem="of the first group"),))
         assert len(asking.said) == 1
-        requests.stacks_taken(asked, ())
+        requests.ranks.stacks_taken(asked, ())
         client, answer = asking.said[-1]
         assert client is second.client
         assert isinstance(answer, Stacks)
