@@ -6,7 +6,7 @@ __main__           starts the local pool
 serving            starts a pool for clients of other machines
 lifecycle          one pool per user and machine: lock, address file, end when idle
 service            all of it together
-guard              what a fault of the service costs, and whom
+parts              what all parts of the service work with, and what a fault in one costs
 server             clients' messages in, events out
 remote_clients     clients of other machines, and how many connections there may be
 clients            who may connect, and who is connected

@@ -47,15 +47,12 @@ class PoolRun(Run):
     What the scheduler knows of it (`Run`) the scheduler alone changes, in answer to what it is told.
 
     Args:
-        submit: What the client sent.
-        frames: Its raw frames.
+        submit: What the client sent; the run's `spec` may change later.
+        frames: Its raw frames; emptied once launched, unless the run may have to be launched again.
         owner: The client whose death ends it; None when that is dead or the run was detached.
         state: Where an earlier service left it.
 
     Attributes:
-        submit: As given; the run's `spec` may have changed since.
-        frames: As given; emptied once launched, unless the run may have to be launched again.
-        owner: As it is now.
         watchers: Clients that only follow it.
         log: None until the run is accepted.
         submitted_at: Monotonic time of its submission.
@@ -72,11 +69,7 @@ class PoolRun(Run):
     """
 
     def __init__(
-        self,
-        submit: Submit,
-        frames: Sequence[bytes],
-        owner: ConnectedClient | None,
-        state: RunState = RunState.QUEUED,
+        self, submit: Submit, frames: Sequence[bytes], owner: ConnectedClient | None, state: RunState = RunState.QUEUED
     ) -> None:
         super().__init__(submit.spec, state)
         self.submit = submit
@@ -256,9 +249,13 @@ class ActiveRuns:
         if log is None or not log.unwritten or run.run_id in self._behind:
             return
         self._behind[run.run_id] = run
+        room = ""
+        with contextlib.suppress(OSError):
+            words = str(disk_room(self._runs_path))
+            room = f"{words[0].upper()}{words[1:]}."
         text = (
             f"the events of this run can't be written to {log.directory}: {log.problem}. They are kept in memory until "
-            f"the disk takes them again, and the run goes on. {_room_in_words(self._runs_path)}"
+            f"the disk takes them again, and the run goes on. {room}"
         )
         self.tell(run, Noted(text=text), time.time())
         if len(self._behind) == 1:
@@ -351,10 +348,3 @@ class ActiveRuns:
     def _close_log(self, run: PoolRun) -> None:
         if run.log is not None:
             run.log.close()
-
-
-def _room_in_words(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        text = str(disk_room(path))
-        return f"{text[0].upper()}{text[1:]}."
-    return ""

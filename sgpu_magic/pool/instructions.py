@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 
-from sgpu_magic.nodes.contract import Engine
-from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
+from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.adoption import Adoption
 from sgpu_magic.pool.launches import Launches
+from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.scheduling import stimuli as sched
-from sgpu_magic.pool.server import Server
-from sgpu_magic.pool.status import FreshInventory
 from sgpu_magic.pool.submissions import Submissions
 from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.wire.events import Noted, QueueMoved, StateChanged
@@ -23,43 +20,26 @@ class Instructions:
     """Of one service.
 
     Args:
-        server: Where the clients are connected.
-        engine: Where the ranks are.
-        active: The runs.
-        launches: Starts their groups.
+        pool: What all parts work with.
+        launches: Starts groups of ranks.
         adoption: Has runs that wait to be submitted again.
-        submissions: Had their packages prepared.
-        tracker: Follows them.
-        stock: What the nodes have.
-        feed: Tells the scheduler.
+        submissions: Had runs' packages prepared.
+        tracker: Follows runs.
     """
 
     def __init__(
-        self,
-        server: Server,
-        engine: Engine,
-        active: ActiveRuns,
-        launches: Launches,
-        adoption: Adoption,
-        submissions: Submissions,
-        tracker: Tracker,
-        stock: FreshInventory,
-        feed: Callable[[sched.Stimulus], None],
+        self, pool: PoolParts, launches: Launches, adoption: Adoption, submissions: Submissions, tracker: Tracker
     ) -> None:
-        self._server = server
-        self._engine = engine
-        self._active = active
+        self._pool = pool
         self._launches = launches
         self._adoption = adoption
         self._submissions = submissions
         self._tracker = tracker
-        self._stock = stock
-        self._feed = feed
         self._loop = asyncio.get_running_loop()
 
     def obey(self, instruction: sched.Instruction) -> None:
         """Do one."""
-        run = self._active.get(instruction.run_id)
+        run = self._pool.active.get(instruction.run_id)
         if run is None:
             return
         match instruction:
@@ -69,24 +49,24 @@ class Instructions:
                 if run.spec.in_session:
                     # its ranks wait for it: everything else can be done while they work
                     self._launches.order(run, lease)
-                    self._launches.launched(run, lease, self._stock.inventory)
+                    self._launches.launched(run, lease, self._pool.stock.inventory)
                 else:
-                    self._launches.launch(run, lease, self._stock.inventory)
+                    self._launches.launch(run, lease, self._pool.stock.inventory)
             case sched.TellQueue(position=position, reason=reason) if self._accept(run):
-                self._active.tell(run, QueueMoved(position=position, reason=reason), time.time())
+                self._pool.active.tell(run, QueueMoved(position=position, reason=reason), time.time())
             case sched.MoveRun(state=state, reason=reason):
-                self._active.move(run, state)
+                self._pool.active.move(run, state)
                 if state is not RunState.STARTING or not run.spec.in_session:
-                    self._active.tell(run, StateChanged(state=state, reason=reason), time.time())
+                    self._pool.active.tell(run, StateChanged(state=state, reason=reason), time.time())
             case sched.Remark(text=text):
-                self._active.tell(run, Noted(text=text), time.time())
+                self._pool.active.tell(run, Noted(text=text), time.time())
             case sched.StopRun(state=state, reason=reason):
-                self._engine.end_run(instruction.run_id, state, reason)
+                self._pool.engine.end_run(instruction.run_id, state, reason)
             case sched.EndRun(state=state, reason=reason):
                 self._submissions.unprepare(run)
                 kind = instruction.kind if state is RunState.FAILED else FailureKind.TIMEOUT
-                self._active.end_without_ranks(run, state, reason, kind)
-                self._active.forget(instruction.run_id)
+                self._pool.active.end_without_ranks(run, state, reason, kind)
+                self._pool.active.forget(instruction.run_id)
             case sched.LaunchRun() | sched.TellQueue():
                 # it could not be recorded, and was refused
                 pass
@@ -104,33 +84,33 @@ class Instructions:
             self._adoption.submitted(run.run_id)
             self._refuse(run, why, "InternalError")
         elif not run.ended:
-            self._active.end_without_ranks(run, RunState.FAILED, why, FailureKind.INTERNAL)
+            self._pool.active.end_without_ranks(run, RunState.FAILED, why, FailureKind.INTERNAL)
         state = run.ended_as or RunState.FAILED
         run.failed = None
         if run.ordered and not gone:
-            self._engine.end_run(run.run_id, state, why)
-            self._loop.call_soon(self._feed, sched.RunMoved(run.run_id, state, now, why))
+            self._pool.engine.end_run(run.run_id, state, why)
+            self._loop.call_soon(self._pool.feed, sched.RunMoved(run.run_id, state, now, why))
             return
         if not gone:
             self._submissions.unprepare(run)
-        self._active.forget(run.run_id)
-        self._loop.call_soon(self._feed, sched.RunOver(run.run_id, state, now))
+        self._pool.active.forget(run.run_id)
+        self._loop.call_soon(self._pool.feed, sched.RunOver(run.run_id, state, now))
 
     # ------------------------------------------------------------ within
 
     def _accept(self, run: PoolRun) -> bool:
         """Whether the run is recorded; else it was refused."""
         self._adoption.submitted(run.run_id)
-        why = self._active.accept(run)
+        why = self._pool.active.accept(run)
         if why:
             self._refuse(run, why, "PoolError")
-            self._loop.call_soon(self._feed, sched.RunOver(run.run_id, RunState.FAILED, time.monotonic()))
+            self._loop.call_soon(self._pool.feed, sched.RunOver(run.run_id, RunState.FAILED, time.monotonic()))
             return False
         self._tracker.follow(run)
         return True
 
     def _refuse(self, run: PoolRun, message: str, error: str) -> None:
         self._submissions.unprepare(run)
-        self._active.forget(run.run_id)
+        self._pool.active.forget(run.run_id)
         if run.owner is not None:
-            self._server.refuse(run.owner, run.submit.request, message, error)
+            self._pool.server.refuse(run.owner, run.submit.request, message, error)

@@ -6,18 +6,16 @@ import asyncio
 import functools
 import os
 import time
-from collections.abc import Callable
 
 import msgspec
 
 from sgpu_magic.files.content_store import store_name
-from sgpu_magic.nodes.contract import Engine, LeaseUnavailable
-from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
+from sgpu_magic.nodes.contract import LeaseUnavailable
+from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.file_requests import needed_blobs
-from sgpu_magic.pool.guard import Guarded
 from sgpu_magic.pool.kept_environments import KeptEnvironments
+from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.scheduling import stimuli as sched
-from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, SharedPayload, StoredPayload
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.events import AttemptFailed, RunEnded
@@ -34,29 +32,13 @@ class Launches:
     """Of one service.
 
     Args:
-        engine: Where the ranks are.
-        active: The runs.
+        pool: What all parts work with.
         kept_environments: What describes the runs' packages.
-        scheduler: Knows which lease a run has.
-        feed: Tells the scheduler.
-        guarded: Makes a call for a run, which pays for its faults.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        active: ActiveRuns,
-        kept_environments: KeptEnvironments,
-        scheduler: Scheduler,
-        feed: Callable[[sched.Stimulus], None],
-        guarded: Guarded,
-    ) -> None:
-        self._guarded = guarded
-        self._engine = engine
-        self._active = active
+    def __init__(self, pool: PoolParts, kept_environments: KeptEnvironments) -> None:
+        self._pool = pool
         self._kept_environments = kept_environments
-        self._scheduler = scheduler
-        self._feed = feed
         self._loop = asyncio.get_running_loop()
 
     def launch(self, run: PoolRun, lease: Lease, inventory: Inventory | None) -> None:
@@ -71,11 +53,11 @@ class Launches:
             self.order(run, lease)
         except LeaseUnavailable as error:
             refused = sched.LeaseRefused(run.run_id, error.uuids, error.why, time.monotonic())
-            self._loop.call_soon(self._feed, refused)
+            self._loop.call_soon(self._pool.feed, refused)
             return
-        if not self._engine.grants_later:
+        if not self._pool.engine.grants_later:
             self.launched(run, lease, inventory)
-            self._loop.call_soon(self._guarded, run.run_id, functools.partial(self._begin, run))
+            self._loop.call_soon(self._pool.guard.for_run, run.run_id, functools.partial(self._begin, run))
 
     def granted(self, run: PoolRun, lease: Lease, inventory: Inventory | None) -> None:
         """The engine has its devices, which the scheduler had only proposed; its ranks are being started."""
@@ -84,22 +66,22 @@ class Launches:
             return
         self.launched(run, lease, inventory)
         # on the loop: the engine may say so while it is asked to launch
-        self._loop.call_soon(self._feed, sched.LeaseGranted(run.run_id, lease, time.monotonic()))
-        self._loop.call_soon(self._guarded, run.run_id, functools.partial(self._begin, run))
+        self._loop.call_soon(self._pool.feed, sched.LeaseGranted(run.run_id, lease, time.monotonic()))
+        self._loop.call_soon(self._pool.guard.for_run, run.run_id, functools.partial(self._begin, run))
 
     def launched(self, run: PoolRun, lease: Lease, inventory: Inventory | None) -> None:
         """Write down that its group was ordered."""
         run.placed_at = time.monotonic()
         spec = run.spec
         link = functools.partial(self._kept_environments.link, spec.environment, run.run_id, spec.owner.user)
-        self._loop.call_later(_LINK_LATER_S, self._guarded, run.run_id, link)
+        self._loop.call_later(_LINK_LATER_S, self._pool.guard.for_run, run.run_id, link)
         if not run.spec.retries:
             # what was only needed to launch, and may be secret or large
             run.frames = ()
         host = inventory.host if inventory is not None else ""
         if lease.shares:
             host = ", ".join(dict.fromkeys(share.host for share in lease.shares))
-        self._active.placed(run, lease, host, _labels(lease, inventory))
+        self._pool.active.placed(run, lease, host, _labels(lease, inventory))
 
     def order(self, run: PoolRun, lease: Lease) -> None:
         """Order its group from the engine, and nothing else.
@@ -114,7 +96,7 @@ class Launches:
             context=submit.context,
             payload=submit.payload,
             lease=lease,
-            run_dir=str(self._active.directory(run.run_id)),
+            run_dir=str(self._pool.active.directory(run.run_id)),
             attempt=run.attempt,
             number=0 if run.log is None else run.log.number,
             environment=submit.environment,
@@ -123,7 +105,7 @@ class Launches:
             uploads=submit.uploads,
             store=store_name(run.spec.owner.user) if needed_blobs(submit) else "",
         )
-        self._engine.launch(launch, run.frames)
+        self._pool.engine.launch(launch, run.frames)
         run.ordered, run.processes_gone = True, False
 
     # ------------------------------------------------------------ again
@@ -146,7 +128,7 @@ class Launches:
             return False
         if run.stopping_as is not None:
             why = "it was stopped between two attempts"
-            self._active.end_without_ranks(run, run.stopping_as, why, FailureKind.TIMEOUT)
+            self._pool.active.end_without_ranks(run, run.stopping_as, why, FailureKind.TIMEOUT)
             return False
         why = self._find_payload(run)
         if not why and run.lost_node:
@@ -155,21 +137,21 @@ class Launches:
             why = self._relaunch(run)
         if why:
             failure = msgspec.structs.replace(failure, message=f"{failure.message}\nIt was not started again: {why}.")
-            self._active.end_without_ranks(run, RunState.FAILED, failure.message, failure.kind, failure)
+            self._pool.active.end_without_ranks(run, RunState.FAILED, failure.message, failure.kind, failure)
         return not why
 
     def _relaunch(self, run: PoolRun) -> str:
         """Start the run's group again on its lease. Returns why that is not possible, "" when it is done."""
-        if self._scheduler.run(run.run_id) is None or run.lease is None:
+        if self._pool.scheduler.run(run.run_id) is None or run.lease is None:
             return "its devices were given back"
-        if run.spec.session and not self._scheduler.is_open(run.spec.session):
+        if run.spec.session and not self._pool.scheduler.is_open(run.spec.session):
             return "its session has ended"
         try:
             self.order(run, run.lease)
         except LeaseUnavailable as error:
             return error.why
         if not self._prepares(run):
-            self._feed(sched.RunMoved(run.run_id, RunState.STARTING, time.monotonic()))
+            self._pool.feed(sched.RunMoved(run.run_id, RunState.STARTING, time.monotonic()))
         return ""
 
     def _requeue(self, run: PoolRun) -> None:
@@ -177,7 +159,7 @@ class Launches:
         why, run.lost_node = run.lost_node, ""
         run.placed_at = None
         run.ordered = False
-        self._loop.call_soon(self._feed, sched.RunRequeued(run.run_id, why, time.monotonic()))
+        self._loop.call_soon(self._pool.feed, sched.RunRequeued(run.run_id, why, time.monotonic()))
 
     def _find_payload(self, run: PoolRun) -> str:
         """See that a new agent can have the run's variables. Returns why not, "" when it can."""
@@ -193,7 +175,7 @@ class Launches:
                 lost = False
         if not lost:
             return ""
-        kept = self._active.directory(run.run_id) / PAYLOAD
+        kept = self._pool.active.directory(run.run_id) / PAYLOAD
         if not kept.is_file():
             return "its variables were in the memory of processes that are gone"
         run.take_payload_from(FilePayload(path=str(kept), size=kept.stat().st_size))
@@ -203,14 +185,14 @@ class Launches:
 
     def _begin(self, run: PoolRun) -> None:
         state = RunState.PREPARING if self._prepares(run) else RunState.STARTING
-        self._feed(sched.RunMoved(run.run_id, state, time.monotonic()))
+        self._pool.feed(sched.RunMoved(run.run_id, state, time.monotonic()))
 
     def _prepares(self, run: PoolRun) -> bool:
         """Whether its node makes its packages ready first; it says when they are. Not once it has started."""
         environment = run.submit.environment
         if environment is None or run.state not in (RunState.QUEUED, RunState.PREPARING):
             return False
-        return self._engine.builds(run.submit.interpreter, environment)
+        return self._pool.engine.builds(run.submit.interpreter, environment)
 
 
 def _labels(lease: Lease, inventory: Inventory | None) -> tuple[str, ...]:

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from sgpu_magic.nodes.contract import Engine
-from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
-from sgpu_magic.pool.ledger import Ledger
+from sgpu_magic.pool.active_runs import PoolRun
+from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.scheduling.session_rules import named
-from sgpu_magic.pool.server import ConnectedClient, Server
+from sgpu_magic.pool.server import ConnectedClient
 from sgpu_magic.wire.client import Accepted, AskRank, AskStacks, RankAnswered, RestartRanks, Stacks
 from sgpu_magic.wire.failures import RankStack
 from sgpu_magic.wire.ids import short
@@ -34,21 +33,11 @@ class RankRequests:
     """Questions to ranks. Whatever is in the way is the answer: nobody shall wait for it.
 
     Args:
-        server: Where the clients are connected.
-        engine: Where the ranks are.
-        active: The runs that go on.
-        ledger: Knows when and why a session ended.
-        feed: Tells the scheduler, which lets no cell begin while ranks are replaced.
+        pool: What all parts work with.
     """
 
-    def __init__(
-        self, server: Server, engine: Engine, active: ActiveRuns, ledger: Ledger, feed: Callable[[sched.Stimulus], None]
-    ) -> None:
-        self._server = server
-        self._engine = engine
-        self._active = active
-        self._ledger = ledger
-        self._feed = feed
+    def __init__(self, pool: PoolParts) -> None:
+        self._pool = pool
         # never used twice: an answer that comes late is for nobody
         self._numbers = itertools.count(1)
         # who asked, and of which run's ranks
@@ -60,21 +49,21 @@ class RankRequests:
         """Ask where a run's ranks are."""
         if run.placed_at is None:
             text = f"run {short(run.run_id)} has no ranks yet: it is {run.state}."
-            self._server.refuse(client, message.request, text)
+            self._pool.server.refuse(client, message.request, text)
         else:
-            self._engine.take_stacks(self._number(client, message, run.run_id), run.run_id)
+            self._pool.engine.take_stacks(self._number(client, message, run.run_id), run.run_id)
 
     def restart(self, client: ConnectedClient, message: RestartRanks) -> None:
         """Have ranks of a session replaced, unless a cell is in the way."""
         session = self._session(message.session)
         problem = self.no_session(message.session) if session is None else self._why_not_now(session, message.ranks)
         if problem:
-            self._server.refuse(client, message.request, problem, "SessionError")
+            self._pool.server.refuse(client, message.request, problem, "SessionError")
             return
         number = self._number(client, message, message.session)
         reason = f"{_ranks(message.ranks)} of its session {'is' if len(message.ranks) == 1 else 'are'} being restarted"
-        self._feed(sched.SessionPaused(message.session, reason, time.monotonic()))
-        self._engine.restart_session_ranks(number, message.session, message.ranks)
+        self._pool.feed(sched.SessionPaused(message.session, reason, time.monotonic()))
+        self._pool.engine.restart_session_ranks(number, message.session, message.ranks)
 
     def ask(self, client: ConnectedClient, message: AskRank) -> None:
         """Ask an idle rank of a session."""
@@ -87,14 +76,14 @@ class RankRequests:
             problem = f"{named(session.spec)} has no rank {message.question.rank}."
         else:
             number = self._number(client, message, message.session)
-            self._engine.ask_rank(number, message.session, message.question)
+            self._pool.engine.ask_rank(number, message.session, message.question)
             return
         self._answer(client, message, RankAnswer(problem=problem))
 
     def no_session(self, session: str) -> str:
         """Say of a session that does not go on when and why it ended."""
         try:
-            row = self._ledger.summary(session)
+            row = self._pool.ledger.summary(session)
         except ValueError:
             row = None
         if row is None or row.kind is not RunKind.SESSION:
@@ -109,22 +98,22 @@ class RankRequests:
     def stacks_taken(self, request: int, stacks: tuple[RankStack, ...]) -> None:
         client, message, run_id = self._asked.pop(request, (None, None, ""))
         if client is not None and message is not None:
-            run = self._active.speaker(run_id)
+            run = self._pool.active.speaker(run_id)
             cell = run.spec.cell if run is not None else CellSource(body="")
-            self._server.send(client, Stacks(request=message.request, run_id=run_id, stacks=stacks, cell=cell))
+            self._pool.server.send(client, Stacks(request=message.request, run_id=run_id, stacks=stacks, cell=cell))
 
     def restarted(self, request: int, session: str, problem: str) -> None:
-        self._feed(sched.SessionPaused(session, "", time.monotonic()))
+        self._pool.feed(sched.SessionPaused(session, "", time.monotonic()))
         client, message, _ = self._asked.pop(request, (None, None, ""))
         if client is None or not isinstance(message, RestartRanks):
             return
         if problem:
-            self._server.refuse(client, message.request, problem, "SessionError")
+            self._pool.server.refuse(client, message.request, problem, "SessionError")
             return
         run = self._session(session)
         name = named(run.spec) if run is not None else f"session {short(session)}"
         text = f"{_ranks(message.ranks)} of {name} {'is' if len(message.ranks) == 1 else 'are'} new"
-        self._server.send(client, Accepted(request=message.request, run_id=session, text=text))
+        self._pool.server.send(client, Accepted(request=message.request, run_id=session, text=text))
 
     def answered(self, request: int, answer: RankAnswer) -> None:
         client, message, _ = self._asked.pop(request, (None, None, ""))
@@ -141,9 +130,9 @@ class RankRequests:
             match message:
                 case AskStacks():
                     text = f"run {short(run_id)} ended before its ranks could be asked."
-                    self._server.refuse(client, message.request, text)
+                    self._pool.server.refuse(client, message.request, text)
                 case RestartRanks():
-                    self._server.refuse(client, message.request, ended, "SessionError")
+                    self._pool.server.refuse(client, message.request, ended, "SessionError")
                 case AskRank():
                     self._answer(client, message, RankAnswer(problem=ended))
 
@@ -155,7 +144,7 @@ class RankRequests:
         return number
 
     def _session(self, run_id: str) -> PoolRun | None:
-        run = self._active.get(run_id)
+        run = self._pool.active.get(run_id)
         return run if run is not None and run.spec.kind is RunKind.SESSION and not run.ended else None
 
     def _why_not_now(self, session: PoolRun, ranks: tuple[int, ...]) -> str:
@@ -167,7 +156,7 @@ class RankRequests:
         asked = (message for _, message, run_id in self._asked.values() if run_id == session.run_id)
         if any(isinstance(message, RestartRanks) for message in asked):
             return f"ranks of {name} are being restarted already."
-        for run in self._active.going:
+        for run in self._pool.active.going:
             if run.spec.session == session.run_id and run.spec.in_session and run.placed_at and not run.ended:
                 cell = f"{short(run.run_id)} ({run.spec.name})" if run.spec.name else short(run.run_id)
                 return (
@@ -177,7 +166,7 @@ class RankRequests:
         return ""
 
     def _answer(self, client: ConnectedClient, message: AskRank, answer: RankAnswer) -> None:
-        self._server.send(client, RankAnswered(request=message.request, answer=answer))
+        self._pool.server.send(client, RankAnswered(request=message.request, answer=answer))
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
@@ -216,14 +205,12 @@ class Forwarding:
     """Passes connections on that clients forward to ports of their runs. It never looks into them.
 
     Args:
-        server: Where the clients are connected.
-        engine: Where the ranks are.
+        pool: What all parts work with.
         find: Finds the run of a prefix that goes on and is this client's; else the sentence that says why not.
     """
 
-    def __init__(self, server: Server, engine: Engine, find: Callable[[ConnectedClient, str], PoolRun | str]) -> None:
-        self._server = server
-        self._engine = engine
+    def __init__(self, pool: PoolParts, find: Callable[[ConnectedClient, str], PoolRun | str]) -> None:
+        self._pool = pool
         self._find = find
         self._number = 0
         # by the number that they have towards the nodes
@@ -237,7 +224,7 @@ class Forwarding:
         run = self._find(client, message.run)
         problem = run if isinstance(run, str) else self._why_not(client, run, message)
         if problem or isinstance(run, str):
-            self._server.send(client, StreamClosed(stream=message.stream, problem=problem))
+            self._pool.server.send(client, StreamClosed(stream=message.stream, problem=problem))
             return
         self._number += 1
         ranks_of = run.spec.session if run.spec.in_session else run.run_id
@@ -245,7 +232,7 @@ class Forwarding:
         self._streams[self._number] = forwarded
         self._by_client[client.identity, message.stream] = self._number
         order = msgspec.structs.replace(message, stream=self._number, run=ranks_of)
-        self._engine.forward(ranks_of, message.rank, order, ())
+        self._pool.engine.forward(ranks_of, message.rank, order, ())
 
     def from_client(self, client: ConnectedClient, message: StreamMessage, frames: Sequence[bytes]) -> None:
         """Pass on what a client says of one of its streams."""
@@ -276,7 +263,7 @@ class Forwarding:
         passed = msgspec.structs.replace(message, stream=forwarded.stream)
         if isinstance(passed, StreamOpened):
             passed = msgspec.structs.replace(passed, run_id=forwarded.run_id)
-        self._server.send(forwarded.client, passed, frames)
+        self._pool.server.send(forwarded.client, passed, frames)
         if not isinstance(message, StreamOpened):
             self._count_end(number, forwarded, message)
 
@@ -286,7 +273,7 @@ class Forwarding:
             if run_id in (forwarded.run_id, forwarded.ranks_of):
                 self._drop(number, forwarded)
                 text = f"run {short(run_id)} has ended"
-                self._server.send(forwarded.client, StreamClosed(stream=forwarded.stream, problem=text))
+                self._pool.server.send(forwarded.client, StreamClosed(stream=forwarded.stream, problem=text))
 
     # ------------------------------------------------------------ within
 
@@ -306,7 +293,7 @@ class Forwarding:
 
     def _to_node(self, number: int, forwarded: _Forwarded, message: StreamMessage, frames: Sequence[bytes]) -> None:
         passed = msgspec.structs.replace(message, stream=number)
-        self._engine.forward(forwarded.ranks_of, forwarded.rank, passed, frames)
+        self._pool.engine.forward(forwarded.ranks_of, forwarded.rank, passed, frames)
 
     def _count_end(self, number: int, forwarded: _Forwarded, message: StreamMessage) -> None:
         if isinstance(message, StreamEnded):

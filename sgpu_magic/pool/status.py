@@ -49,7 +49,10 @@ class FreshInventory:
         return waiting
 
     def when_fresh(self, call: Callable[[], None]) -> None:
-        """Call at once where nothing can have changed, else once the nodes have been asked again."""
+        """Call at once where nothing can have changed, else once the nodes have been asked again.
+
+        Real devices may be in use outside the pool since the last look.
+        """
         inventory = self.inventory
         if inventory is not None and (
             all(device.simulated for device in inventory.devices) or time.monotonic() - self._at < _FRESH_S

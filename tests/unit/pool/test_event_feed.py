@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import zmq
@@ -195,14 +195,14 @@ class Asking:
             refuse=lambda client, request, text, kind="": self.said.append((client, text)),
         )
         engine = SimpleNamespace(take_stacks=lambda number, run_id: self.numbers.append(number))
-        core = SimpleNamespace(settled=True, resubmittable={}, feed=lambda stimulus: None)
+        core: Any = SimpleNamespace(settled=True)
+        absent: Any = (None, None)
         ledger = Ledger(path / "ledger.sqlite3")
         runs = path / "runs"
         runs.mkdir()
         self.book = ActiveRuns(ledger, runs, server.send, reader.offer, Billing(ledger, Tariff()))
-        permissions = Permissions(cast("Server", server), self.book, ledger, dict)
-        parts: Any = (core, server, engine, self.book, ledger, permissions, None, None)
-        self.requests = Requests(*parts)
+        pool: Any = SimpleNamespace(server=server, engine=engine, active=self.book, ledger=ledger)
+        self.requests = Requests(core, pool, Permissions(pool, {}), *absent, {})
         order = launch()
         submit = Submit(
             request=0,

@@ -1,4 +1,4 @@
-"""A fault of the pool service costs at most the run, or the client's answer, that it belongs to.
+"""What all parts of the service work with, and what a fault in one costs: its run, or its answer, and no more.
 
 Whatever a client or a node says is taken in within one of these calls. A fault outside of them belongs to nobody: the
 service leaves, and the next one takes its runs over.
@@ -10,13 +10,16 @@ import contextlib
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from sgpu_magic.nodes.contract import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
+from sgpu_magic.pool.ledger import Ledger
+from sgpu_magic.pool.scheduling.scheduler import Scheduler
+from sgpu_magic.pool.scheduling.stimuli import Stimulus
 from sgpu_magic.pool.server import ConnectedClient, Server
+from sgpu_magic.pool.status import FreshInventory
 from sgpu_magic.wire.client import ClientMessage, Submit
-
-Guarded = Callable[[str, Callable[[], None]], None]
-"""Makes a call for a run, which pays for its faults."""
 
 
 class ServiceFault(Exception):
@@ -85,3 +88,28 @@ class Guard:
 
     def _words_of(self, error: Exception) -> str:
         return f"a fault in the pool service ({type(error).__name__}: {error}); {self._where}"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolParts:
+    """What all parts of one service work with.
+
+    Args:
+        server: Where the clients are connected.
+        engine: Where the ranks are.
+        ledger: All runs there ever were.
+        active: Those that go on.
+        scheduler: Who gets what.
+        stock: What the nodes have.
+        guard: Makes calls whose faults are somebody's.
+        feed: Tells the scheduler what happened, and does what it says.
+    """
+
+    server: Server
+    engine: Engine
+    ledger: Ledger
+    active: ActiveRuns
+    scheduler: Scheduler
+    stock: FreshInventory
+    guard: Guard
+    feed: Callable[[Stimulus], None]
