@@ -11,12 +11,11 @@ server             clients' messages in, events out
 remote_clients     clients of other machines, and how many connections there may be
 clients            who may connect, and who is connected
 permissions        what a client may ask for, and which run it means
-requests           what clients ask, and the answers
+requests           what clients ask, and the answers; the pool's status
 rank_requests      what clients ask of ranks, and streams to their ports
 file_requests      uploads, payloads, and files of runs
 submissions        what clients submit: checked, held, brought before the scheduler
-instructions       does what the scheduler says
-launches           orders groups of ranks, and those that failed again
+instructions       does what the scheduler says: orders groups of ranks, and those that failed again
 reports            what the nodes say of their runs
 adoption           runs that an earlier service left
 active_runs        the runs that go on, and their last words
@@ -25,7 +24,6 @@ event_feed         events on their way to clients
 billing            what is written down of the runs' meters, and the pool's budget
 ledger             every run's row; those of cells in sessions are written a moment later
 ledger_database    the ledger's file and its schema
-status             the newest inventory, and the pool's status
 kept_environments  the files that describe runs' packages
 retention          keeps the state directory within its budget
 tracker            which runs are written to MLflow

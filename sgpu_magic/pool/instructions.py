@@ -1,19 +1,34 @@
-"""Does what the scheduler says, one instruction after the other."""
+"""Does what the scheduler says, one instruction after the other, and starts groups of ranks on the leases that it gave."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import os
 import time
 
+import msgspec
+
+from sgpu_magic.files.content_store import store_name
+from sgpu_magic.nodes.contract import LeaseUnavailable
 from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.adoption import Adoption
-from sgpu_magic.pool.launches import Launches
+from sgpu_magic.pool.file_requests import needed_blobs
+from sgpu_magic.pool.kept_environments import KeptEnvironments
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.submissions import Submissions
 from sgpu_magic.pool.tracker import Tracker
-from sgpu_magic.wire.events import Noted, QueueMoved, StateChanged
+from sgpu_magic.wire.attachments import FilePayload, InlinePayload, SharedPayload, StoredPayload
+from sgpu_magic.wire.devices import Inventory, Lease
+from sgpu_magic.wire.events import AttemptFailed, Noted, QueueMoved, RunEnded, StateChanged
+from sgpu_magic.wire.files import PAYLOAD
+from sgpu_magic.wire.node import Launch
 from sgpu_magic.wire.states import FailureKind, RunState
+
+# the files of a run's environment come into its directory when its ranks have started
+_LINK_LATER_S = 0.1
+_NOT_USERS_FAULT = (FailureKind.WORKER_DIED, FailureKind.NODE_LOST)
 
 
 class Instructions:
@@ -114,3 +129,178 @@ class Instructions:
         self._pool.active.forget(run.run_id)
         if run.owner is not None:
             self._pool.server.refuse(run.owner, run.submit.request, message, error)
+
+
+class Launches:
+    """Orders groups of ranks from the engine, and tells the scheduler what became of them.
+
+    Args:
+        pool: What all parts work with.
+        kept_environments: What describes the runs' packages.
+    """
+
+    def __init__(self, pool: PoolParts, kept_environments: KeptEnvironments) -> None:
+        self._pool = pool
+        self._kept_environments = kept_environments
+        self._loop = asyncio.get_running_loop()
+
+    def launch(self, run: PoolRun, lease: Lease, inventory: Inventory | None) -> None:
+        """Start the run's group, or hand its lease back when the engine can't have the devices.
+
+        Args:
+            run: An accepted run.
+            lease: Its devices.
+            inventory: They are named as they are here.
+        """
+        try:
+            self.order(run, lease)
+        except LeaseUnavailable as error:
+            refused = sched.LeaseRefused(run.run_id, error.uuids, error.why, time.monotonic())
+            self._loop.call_soon(self._pool.feed, refused)
+            return
+        if not self._pool.engine.grants_later:
+            self.launched(run, lease, inventory)
+            self._loop.call_soon(self._pool.guard.for_run, run.run_id, functools.partial(self._begin, run))
+
+    def granted(self, run: PoolRun, lease: Lease, inventory: Inventory | None) -> None:
+        """The engine has its devices, which the scheduler had only proposed; its ranks are being started."""
+        if run.placed_at is not None:
+            # started again on the lease that it has
+            return
+        self.launched(run, lease, inventory)
+        # on the loop: the engine may say so while it is asked to launch
+        self._loop.call_soon(self._pool.feed, sched.LeaseGranted(run.run_id, lease, time.monotonic()))
+        self._loop.call_soon(self._pool.guard.for_run, run.run_id, functools.partial(self._begin, run))
+
+    def launched(self, run: PoolRun, lease: Lease, inventory: Inventory | None) -> None:
+        """Write down that its group was ordered."""
+        run.placed_at = time.monotonic()
+        spec = run.spec
+        link = functools.partial(self._kept_environments.link, spec.environment, run.run_id, spec.owner.user)
+        self._loop.call_later(_LINK_LATER_S, self._pool.guard.for_run, run.run_id, link)
+        if not run.spec.retries:
+            # what was only needed to launch, and may be secret or large
+            run.frames = ()
+        host = inventory.host if inventory is not None else ""
+        if lease.shares:
+            host = ", ".join(dict.fromkeys(share.host for share in lease.shares))
+        self._pool.active.placed(run, lease, host, _labels(lease, inventory))
+
+    def order(self, run: PoolRun, lease: Lease) -> None:
+        """Order its group from the engine, and nothing else.
+
+        Raises:
+            LeaseUnavailable: Its devices can't be had.
+        """
+        submit = run.submit
+        launch = Launch(
+            spec=run.spec,
+            interpreter=submit.interpreter,
+            context=submit.context,
+            payload=submit.payload,
+            lease=lease,
+            run_dir=str(self._pool.active.directory(run.run_id)),
+            attempt=run.attempt,
+            number=0 if run.log is None else run.log.number,
+            environment=submit.environment,
+            code=submit.code,
+            tracking=submit.tracking,
+            uploads=submit.uploads,
+            store=store_name(run.spec.owner.user) if needed_blobs(submit) else "",
+        )
+        self._pool.engine.launch(launch, run.frames)
+        run.ordered, run.processes_gone = True, False
+
+    # ------------------------------------------------------------ again
+
+    def instead_of(self, run: PoolRun, ended: RunEnded) -> AttemptFailed | None:
+        """What to tell in place of this end: that the group is started again. None when the end stands."""
+        spec, failure = run.spec, ended.failure
+        if ended.state is not RunState.FAILED or failure is None or run.attempt >= spec.retries:
+            return None
+        if run.state is RunState.CANCELLING or not (spec.retry_any or failure.kind in _NOT_USERS_FAULT):
+            return None
+        run.attempt += 1
+        run.failed = msgspec.structs.replace(failure, exception=None)
+        return AttemptFailed(attempt=run.attempt, attempts=spec.retries + 1, failure=run.failed)
+
+    def goes_on(self, run: PoolRun) -> bool:
+        """The run's ranks are gone: start them again where that is due, and say whether it was done."""
+        failure, run.failed = run.failed, None
+        if failure is None:
+            return False
+        if run.stopping_as is not None:
+            why = "it was stopped between two attempts"
+            self._pool.active.end_without_ranks(run, run.stopping_as, why, FailureKind.TIMEOUT)
+            return False
+        why = self._find_payload(run)
+        if not why and run.lost_node:
+            self._requeue(run)
+        elif not why:
+            why = self._relaunch(run)
+        if why:
+            failure = msgspec.structs.replace(failure, message=f"{failure.message}\nIt was not started again: {why}.")
+            self._pool.active.end_without_ranks(run, RunState.FAILED, failure.message, failure.kind, failure)
+        return not why
+
+    def _relaunch(self, run: PoolRun) -> str:
+        """Start the run's group again on its lease. Returns why that is not possible, "" when it is done."""
+        if self._pool.scheduler.run(run.run_id) is None or run.lease is None:
+            return "its devices were given back"
+        if run.spec.session and not self._pool.scheduler.is_open(run.spec.session):
+            return "its session has ended"
+        try:
+            self.order(run, run.lease)
+        except LeaseUnavailable as error:
+            return error.why
+        if not self._prepares(run):
+            self._pool.feed(sched.RunMoved(run.run_id, RunState.STARTING, time.monotonic()))
+        return ""
+
+    def _requeue(self, run: PoolRun) -> None:
+        """Its node was lost, and its lease is given back: it waits for another one."""
+        why, run.lost_node = run.lost_node, ""
+        run.placed_at = None
+        run.ordered = False
+        self._loop.call_soon(self._pool.feed, sched.RunRequeued(run.run_id, why, time.monotonic()))
+
+    def _find_payload(self, run: PoolRun) -> str:
+        """See that a new agent can have the run's variables. Returns why not, "" when it can."""
+        match run.submit.payload.source:
+            case InlinePayload():
+                lost = not run.frames
+            case SharedPayload(pid=pid, fd=fd):
+                lost = not os.path.exists(f"/proc/{pid}/fd/{fd}")
+            case FilePayload(path=path):
+                lost = not os.path.exists(path)
+            case StoredPayload():
+                # the store keeps it as long as the run goes on
+                lost = False
+        if not lost:
+            return ""
+        kept = self._pool.active.directory(run.run_id) / PAYLOAD
+        if not kept.is_file():
+            return "its variables were in the memory of processes that are gone"
+        run.take_payload_from(FilePayload(path=str(kept), size=kept.stat().st_size))
+        return ""
+
+    # ------------------------------------------------------------ within
+
+    def _begin(self, run: PoolRun) -> None:
+        state = RunState.PREPARING if self._prepares(run) else RunState.STARTING
+        self._pool.feed(sched.RunMoved(run.run_id, state, time.monotonic()))
+
+    def _prepares(self, run: PoolRun) -> bool:
+        """Whether its node makes its packages ready first; it says when they are. Not once it has started."""
+        environment = run.submit.environment
+        if environment is None or run.state not in (RunState.QUEUED, RunState.PREPARING):
+            return False
+        return self._pool.engine.builds(run.submit.interpreter, environment)
+
+
+def _labels(lease: Lease, inventory: Inventory | None) -> tuple[str, ...]:
+    """`A10 · 0` for each device of the lease, in rank order."""
+    devices = {device.uuid: device for device in inventory.devices} if inventory is not None else {}
+    return tuple(
+        f"{devices[uuid].type.upper()} · {devices[uuid].index}" if uuid in devices else uuid for uuid in lease.uuids
+    )

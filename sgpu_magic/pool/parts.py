@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,8 +19,11 @@ from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import Stimulus
 from sgpu_magic.pool.server import ConnectedClient, Server
-from sgpu_magic.pool.status import FreshInventory
 from sgpu_magic.wire.client import ClientMessage, Submit
+from sgpu_magic.wire.devices import Inventory
+
+# an inventory older than this is taken anew before a run is placed on real devices
+_FRESH_S = 2.0
 
 
 class ServiceFault(Exception):
@@ -88,6 +92,50 @@ class Guard:
 
     def _words_of(self, error: Exception) -> str:
         return f"a fault in the pool service ({type(error).__name__}: {error}); {self._where}"
+
+
+class FreshInventory:
+    """Of one pool.
+
+    Args:
+        take: Asks the nodes; the answer comes by `taken`.
+
+    Attributes:
+        inventory: The newest; None before the first.
+    """
+
+    def __init__(self, take: Callable[[], None]) -> None:
+        self._take = take
+        self.inventory: Inventory | None = None
+        self._at = 0.0
+        self._waiting: list[Callable[[], None]] = []
+
+    @property
+    def host(self) -> str:
+        """The machine, or the name of the cluster; "" before it is known."""
+        return self.inventory.host if self.inventory is not None else ""
+
+    def taken(self, inventory: Inventory) -> list[Callable[[], None]]:
+        """This is the newest. Returns whom it is to be told by a call."""
+        self.inventory = inventory
+        self._at = time.monotonic()
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
+    def when_fresh(self, call: Callable[[], None]) -> None:
+        """Call at once where nothing can have changed, else once the nodes have been asked again.
+
+        Real devices may be in use outside the pool since the last look.
+        """
+        inventory = self.inventory
+        if inventory is not None and (
+            all(device.simulated for device in inventory.devices) or time.monotonic() - self._at < _FRESH_S
+        ):
+            call()
+            return
+        if inventory is not None and not self._waiting:
+            self._take()
+        self._waiting.append(call)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """What the nodes report of their runs: written down, sent to followers, passed on to the scheduler, confirmed.
 
-A group that failed is started again as often as its run allows (`launches`).
+A group that failed is started again as often as its run allows (`instructions`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from sgpu_magic.pool.active_runs import PoolRun
-from sgpu_magic.pool.launches import Launches
+from sgpu_magic.pool.instructions import Launches
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.wire.events import EnvironmentMoved, Noted, PayloadReleased, RanksStarted, RunEnded

@@ -166,8 +166,8 @@ PLANTS: list[tuple[str, Callable[[Scene, str], None]]] = [
     ("active_runs:ActiveRuns.accept", starting),
     ("active_runs:ActiveRuns.placed", starting),
     ("active_runs:ActiveRuns.move", starting),
-    ("launches:Launches.order", starting),
-    ("launches:Launches._begin", starting),
+    ("instructions:Launches.order", starting),
+    ("instructions:Launches._begin", starting),
     ("tracker:Tracker.follow", starting),
     ("requests:Requests._attach", asked),
     ("requests:Requests._cancel", asked),
@@ -180,7 +180,7 @@ PLANTS: list[tuple[str, Callable[[Scene, str], None]]] = [
 ]
 _IN_SHORT = {
     "reports:Reports.run_happened",
-    "launches:Launches.order",
+    "instructions:Launches.order",
     "requests:Requests._attach",
     "reports:Reports._confirm",
 }
