@@ -1,4 +1,4 @@
-"""Does what the scheduler says, one instruction after the other, and starts groups of ranks on the leases that it gave."""
+"""Does what the scheduler says, one instruction after the other; starts groups of ranks on the leases that it gives."""
 
 from __future__ import annotations
 
