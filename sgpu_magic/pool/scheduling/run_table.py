@@ -86,9 +86,6 @@ class RunTable:
 
     # ------------------------------------------------------------ what there is
 
-    def get(self, run_id: str) -> Run | None:
-        return self.runs.get(run_id)
-
     def number(self, run_id: str) -> int:
         """The run's place in the order of submission."""
         return self._numbers[run_id]

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,16 +21,8 @@ from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
 
-
-class Runs(Protocol):
-    """The scheduler's runs."""
-
-    def get(self, run_id: str) -> Run | None: ...
-
-    def cells_of(self, session: str) -> list[Run]:
-        """Every run in the session, in order of submission."""
-        ...
-
+if TYPE_CHECKING:
+    from sgpu_magic.pool.scheduling.run_table import RunTable
 
 _RESTART_OR_KILL = "interrupt again within 5 s, or %sgpu_restart --rank {ranks}, kills {it}"
 
@@ -107,7 +99,7 @@ def named(spec: RunSpec) -> str:
     return f"session {spec.name or short(spec.run_id)}"
 
 
-def obstacle(runs: Runs, cell: Run, session: Run) -> str:
+def obstacle(table: RunTable, cell: Run, session: Run) -> str:
     """What a waiting cell of an open session waits for, "" when it may begin; asked in order of submission."""
     if session.lease is None:
         return f"its session waits for devices: {session.told[1] if session.told is not None else 'it is queued'}"
@@ -117,7 +109,7 @@ def obstacle(runs: Runs, cell: Run, session: Run) -> str:
         return session.paused
     if cell.spec.fresh:
         return ""
-    others = (other for other in runs.cells_of(cell.spec.session) if other.spec.in_session)
+    others = (other for other in table.cells_of(cell.spec.session) if other.spec.in_session)
     inside = next((other for other in others if other.lease is not None), None)
     return "" if inside is None else _busy_with(inside)
 
@@ -157,11 +149,11 @@ def waited_in_vain(cell: Run, why: str) -> str:
     return f"{why}, and the run was not to wait. Let it queue with --wait 10m."
 
 
-def quiet_until(runs: Runs, session: Run) -> float | None:
+def quiet_until(table: RunTable, session: Run) -> float | None:
     """When the session ends because nothing ran in it; None while something does, or it never ends so."""
     if session.quiet_since is None or session.spec.idle_s is None or session.state is not RunState.RUNNING:
         return None
-    if session.paused or runs.cells_of(session.run_id):
+    if session.paused or table.cells_of(session.run_id):
         return None
     return session.quiet_since + session.spec.idle_s
 
