@@ -60,7 +60,7 @@ def _run(settings: Settings, presence: PoolPresence, first_order: bytes) -> None
 
     async def serve() -> None:
         from sgpu_magic.errors import SgpuError
-        from sgpu_magic.pool.guard import ServiceFault
+        from sgpu_magic.pool.parts import ServiceFault
         from sgpu_magic.pool.service import PoolService
 
         try:

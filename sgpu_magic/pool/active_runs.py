@@ -1,23 +1,29 @@
-"""The runs that the pool holds: each one's followers, event log and ledger row, written in one place."""
+"""The runs that the pool holds: each one's followers, event log and ledger row, written in one place.
+
+A `PoolRun` is the scheduler's run, with what the service has of it besides.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from sgpu_magic.files.disk_room import disk_room, why_no_run
 from sgpu_magic.pool.billing import Billing
 from sgpu_magic.pool.event_feed import EventFeed, Offer
 from sgpu_magic.pool.ledger import Ledger
-from sgpu_magic.pool.pool_run import PoolRun
 from sgpu_magic.pool.run_log import RunLog
+from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.pool.server import ConnectedClient
-from sgpu_magic.wire.attachments import InlinePayload
-from sgpu_magic.wire.client import Accepted
+from sgpu_magic.wire.attachments import FilePayload, InlinePayload, SharedPayload
+from sgpu_magic.wire.client import Accepted, Submit
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import EventBody, Noted, PayloadReleased, RunEnded, Submitted
 from sgpu_magic.wire.failures import Failure
@@ -33,6 +39,101 @@ _CUT_SHORT = (
 _WRITE_AGAIN_S = 1.0
 
 Send = Callable[[ConnectedClient, Record, Sequence[bytes]], None]
+
+
+class PoolRun(Run):
+    """A run from its submission until its ranks are gone.
+
+    What the scheduler knows of it (`Run`) the scheduler alone changes, in answer to what it is told.
+
+    Args:
+        submit: What the client sent; the run's `spec` may change later.
+        frames: Its raw frames; emptied once launched, unless the run may have to be launched again.
+        owner: The client whose death ends it; None when that is dead or the run was detached.
+        state: Where an earlier service left it.
+
+    Attributes:
+        watchers: Clients that only follow it.
+        log: None until the run is accepted.
+        submitted_at: Monotonic time of its submission.
+        placed_at: Monotonic time of its lease; None before.
+        attempt: How often its group was started again.
+        failed: Of what the group failed that is started again as soon as its ranks are gone; None when none is.
+        ordered: Its ranks were ordered from the engine, which says when they are gone.
+        processes_gone: No process of it is left, and files of it are still on their way.
+        ended_as: The state that its last word said; None while that is to come. The scheduler hears of it next.
+        adopted: An earlier service launched it; its notebook has not come back yet.
+        lost_node: Why ranks of it were lost with their node; "" when none were, or since it waits for another.
+        payload_over: Nobody reads its payload's memory any more.
+        cut_short: Its disk took nothing for so long that output and samples of it are left out.
+    """
+
+    def __init__(
+        self, submit: Submit, frames: Sequence[bytes], owner: ConnectedClient | None, state: RunState = RunState.QUEUED
+    ) -> None:
+        super().__init__(submit.spec, state)
+        self.submit = submit
+        self.frames = frames
+        self.owner = owner
+        self.watchers: list[ConnectedClient] = []
+        self.log: RunLog | None = None
+        # an earlier service may have taken it
+        self.submitted_at = time.monotonic() - max(0.0, time.time() - self.spec.submitted_at)
+        self.placed_at: float | None = None
+        self.attempt = 0
+        self.failed: Failure | None = None
+        self.ordered = False
+        self.processes_gone = False
+        self.ended_as: RunState | None = None
+        self.adopted = False
+        self.lost_node = ""
+        self.payload_over = False
+        self.cut_short = False
+        # the payload's memory file, held here because the notebook may go; -1 when not
+        self._held_fd = -1
+
+    @property
+    def ended(self) -> bool:
+        """Its last word was said."""
+        return self.ended_as is not None
+
+    @property
+    def may_start_again(self) -> bool:
+        """Its group is started again, or may be: on the devices that it has."""
+        return self.failed is not None or (not self.ended and self.attempt < self.spec.retries)
+
+    @property
+    def followers(self) -> list[ConnectedClient]:
+        return [*self.watchers, self.owner] if self.owner is not None else self.watchers
+
+    def detach(self) -> None:
+        """It goes on when its notebook is gone; that only watches from now on."""
+        self.spec = msgspec.structs.replace(self.spec, detach=True)
+        if self.owner is not None:
+            self.watchers.append(self.owner)
+            self.owner = None
+
+    def hold_payload(self) -> None:
+        """Keep the payload's memory, which else goes with the notebook, until an agent has it.
+
+        Raises:
+            OSError: It is gone already.
+        """
+        source = self.submit.payload.source
+        if isinstance(source, SharedPayload) and self._held_fd < 0 and (self.placed_at is None or self.spec.retries):
+            self._held_fd = os.open(f"/proc/{source.pid}/fd/{source.fd}", os.O_RDONLY | os.O_CLOEXEC)
+            self.take_payload_from(SharedPayload(pid=os.getpid(), fd=self._held_fd, size=source.size))
+
+    def take_payload_from(self, source: SharedPayload | FilePayload) -> None:
+        """The payload is at another place now."""
+        payload = msgspec.structs.replace(self.submit.payload, source=source)
+        self.submit = msgspec.structs.replace(self.submit, payload=payload)
+
+    def let_payload_go(self) -> None:
+        """The agent holds it, or nobody needs it."""
+        if self._held_fd >= 0:
+            os.close(self._held_fd)
+            self._held_fd = -1
 
 
 class ActiveRuns:
@@ -64,7 +165,6 @@ class ActiveRuns:
         self._copying: dict[str, PoolRun] = {}
         # events of these are in memory only, also after their ends
         self._behind: dict[str, PoolRun] = {}
-        self._cut_short: set[str] = set()
 
     @property
     def going(self) -> list[PoolRun]:
@@ -135,8 +235,8 @@ class ActiveRuns:
             return
         if told is not None and not run.log.takes(body):
             run.log.skip(told)
-            if run.run_id not in self._cut_short:
-                self._cut_short.add(run.run_id)
+            if not run.cut_short:
+                run.cut_short = True
                 self.tell(run, Noted(text=_CUT_SHORT), at)
             return
         event = run.log.append(body, at, frames, told)
@@ -149,9 +249,13 @@ class ActiveRuns:
         if log is None or not log.unwritten or run.run_id in self._behind:
             return
         self._behind[run.run_id] = run
+        room = ""
+        with contextlib.suppress(OSError):
+            words = str(disk_room(self._runs_path))
+            room = f"{words[0].upper()}{words[1:]}."
         text = (
             f"the events of this run can't be written to {log.directory}: {log.problem}. They are kept in memory until "
-            f"the disk takes them again, and the run goes on. {_room_in_words(self._runs_path)}"
+            f"the disk takes them again, and the run goes on. {room}"
         )
         self.tell(run, Noted(text=text), time.time())
         if len(self._behind) == 1:
@@ -161,7 +265,7 @@ class ActiveRuns:
         for run in list(self._behind.values()):
             if run.log is not None and run.log.write():
                 del self._behind[run.run_id]
-                self._cut_short.discard(run.run_id)
+                run.cut_short = False
                 if not run.ended:
                     self.tell(run, Noted(text="the disk takes the events of this run again"), time.time())
                 self.on_written(run)
@@ -169,10 +273,9 @@ class ActiveRuns:
             asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, self._write_again)
 
     def move(self, run: PoolRun, state: RunState) -> None:
-        run.state = state
-        self._ledger.update(
-            run.run_id, state=state, meter=self.billing.begun(run, state, time.time(), time.monotonic())
-        )
+        """Write down a state that the scheduler moved the run to."""
+        meter = self.billing.begun(run, state, time.time(), time.monotonic())
+        self._ledger.update(run.run_id, state=state, meter=meter)
 
     def placed(self, run: PoolRun, lease: Lease, host: str, labels: tuple[str, ...]) -> None:
         """Write down which devices the run has and what they cost, and tell it."""
@@ -203,7 +306,7 @@ class ActiveRuns:
             running_s=running_s,
             total_s=total_s,
         )
-        run.ended = True
+        run.ended_as = state
         ended, meter = self.billing.ended(run, ended, clock)
         self.tell(run, ended, now)
         self._ledger.update(run.run_id, state=state, ended_at=now, failure=reason or None, meter=meter)
@@ -245,10 +348,3 @@ class ActiveRuns:
     def _close_log(self, run: PoolRun) -> None:
         if run.log is not None:
             run.log.close()
-
-
-def _room_in_words(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        text = str(disk_room(path))
-        return f"{text[0].upper()}{text[1:]}."
-    return ""

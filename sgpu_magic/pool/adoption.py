@@ -9,17 +9,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from sgpu_magic.files.run_directory import read_spec
-from sgpu_magic.nodes.contract import Engine
-from sgpu_magic.pool.active_runs import ActiveRuns
-from sgpu_magic.pool.guard import Guarded
-from sgpu_magic.pool.ledger import Ledger, Metered
-from sgpu_magic.pool.pool_run import PoolRun
-from sgpu_magic.pool.reports import Restarts
+from sgpu_magic.pool.active_runs import PoolRun
+from sgpu_magic.pool.ledger import Metered
+from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.system.processes import may_be_alive
@@ -41,39 +38,20 @@ class Adoption:
     """Takes over once, when the node has said what it holds.
 
     Args:
-        ledger: With the rows that the earlier service left unfinished.
-        active: Gets the runs that go on.
-        engine: Where they are.
-        restarts: Goes on with groups that were about to be started again.
-        feed: Tells the scheduler.
+        pool: What all parts work with.
         timeout_s: Seconds for which a notebook may take to come back to its run.
-        guarded: Makes a call for a run, which pays for its faults.
 
     Attributes:
         done: What was left is known.
         resubmittable: Runs that were only queued.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        active: ActiveRuns,
-        engine: Engine,
-        restarts: Restarts,
-        feed: Callable[[sched.Stimulus], None],
-        timeout_s: float,
-        guarded: Guarded,
-    ) -> None:
-        self._guarded = guarded
-        self._ledger = ledger
-        self._active = active
-        self._engine = engine
-        self._restarts = restarts
-        self._feed = feed
+    def __init__(self, pool: PoolParts, timeout_s: float) -> None:
+        self._pool = pool
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         # before this service accepts any
-        self._unfinished = ledger.unfinished()
+        self._unfinished = pool.ledger.unfinished()
         self._until = self._loop.time() + timeout_s
         self.done = False
         self.resubmittable: dict[str, RunSpec] = {}
@@ -82,11 +60,11 @@ class Adoption:
         self.done = True
         # a session before the cells in it
         for one in sorted(held, key=lambda one: bool(one.launch.spec.session)):
-            self._guarded(one.launch.spec.run_id, functools.partial(self._adopt, one))
+            self._pool.guard.for_run(one.launch.spec.run_id, functools.partial(self._adopt, one))
         adopted = {one.launch.spec.run_id for one in held}
         for run_id in self._unfinished:
             if run_id not in adopted:
-                self._guarded(run_id, functools.partial(self._judge, run_id))
+                self._pool.guard.for_run(run_id, functools.partial(self._judge, run_id))
         if held or self.resubmittable:
             self._look()
 
@@ -108,47 +86,49 @@ class Adoption:
             uploads=launch.uploads,
             tracking=launch.tracking,
         )
-        run = PoolRun(submit, (), None)
-        run.log = RunLog(self._active.directory(run.run_id), run.run_id)
+        log = RunLog(self._pool.active.directory(launch.spec.run_id), launch.spec.run_id)
+        ended = log.ended
+        # a group's end is not the run's before a service has heard of it: it may have to be started again
+        goes_on = RunState.RUNNING if held.state.is_final else held.state
+        run = PoolRun(submit, (), None, goes_on if ended is None else ended.state)
+        run.log = log
         launched_at = time.time() - held.started_s
         run.placed_at = now - held.started_s
         run.attempt = launch.attempt
         run.ordered = run.adopted = True
-        ended = run.log.ended
-        run.ended = ended is not None
-        # a group's end is not the run's before a service has heard of it: it may have to be started again
-        goes_on = RunState.RUNNING if held.state.is_final else held.state
-        run.state = state = goes_on if ended is None else ended.state
-        run.payload_over = run.log.payload_released
-        if run.log.failed_attempt is not None and run.log.failed_attempt.attempt > launch.attempt:
-            self._restarts.resume(run, run.log.failed_attempt)
-        self._active.add(run)
-        if not run.log.seq:
+        run.ended_as = None if ended is None else ended.state
+        run.payload_over = log.payload_released
+        if log.failed_attempt is not None and log.failed_attempt.attempt > launch.attempt:
+            # the earlier service was killed between the end of one group and the start of the next
+            run.attempt, run.failed = log.failed_attempt.attempt, log.failed_attempt.failure
+        self._pool.active.add(run)
+        if not log.seq:
             # a cell in a session is launched before anything is written of it
-            self._active.tell(run, Submitted(spec=launch.spec), launch.spec.submitted_at)
-            placed = self._active.billing.told(launch.lease, launch.spec.owner.host, ())
-            self._active.tell(run, placed, launched_at)
-        if not self._ledger.has(run.run_id):
-            self._ledger.record(launch.spec, state)
-        self._active.billing.adopted(run, launch.lease, launched_at, state, now)
+            self._pool.active.tell(run, Submitted(spec=launch.spec), launch.spec.submitted_at)
+            placed = self._pool.active.billing.told(launch.lease, launch.spec.owner.host, ())
+            self._pool.active.tell(run, placed, launched_at)
+        if not self._pool.ledger.has(run.run_id):
+            self._pool.ledger.record(launch.spec, run.state)
         # its meter may have begun with an attempt before this one
-        metered_at = now - held.started_s if run.metered_clock is None else run.metered_clock
+        metered_at, hourly = self._pool.active.billing.adopted(run, launch.lease, launched_at, now)
         if not (held.gone and run.ended):
             # else the earlier service knew that it was over, and may have given its devices to another run
             freed = held.gone and not run.may_start_again
-            self._feed(sched.RunAdopted(launch.spec, launch.lease, state, metered_at, now, freed))
+            self._pool.feed(sched.RunAdopted(run, launch.lease, metered_at, now, freed, hourly))
         if ended is None:
-            self._ledger.update(run.run_id, state=state, lease=launch.lease)
-            self._active.tell(run, Noted(text=_TAKEN_OVER), time.time())
+            self._pool.ledger.update(run.run_id, state=run.state, lease=launch.lease)
+            self._pool.active.tell(run, Noted(text=_TAKEN_OVER), time.time())
         elif run.run_id in self._unfinished:
             # the last word was kept, and the ledger not yet told
             billed = Metered(gpu_s=ended.gpu_s, cost=ended.cost)
-            self._ledger.update(run.run_id, state=state, ended_at=time.time(), failure=ended.reason, meter=billed)
-        self._engine.adopt(run.run_id, run.log.numbers)
+            self._pool.ledger.update(
+                run.run_id, state=ended.state, ended_at=time.time(), failure=ended.reason, meter=billed
+            )
+        self._pool.engine.adopt(run.run_id, log.numbers)
 
     def _judge(self, run_id: str) -> None:
-        row = self._ledger.summary(run_id)
-        spec = read_spec(self._active.directory(run_id))
+        row = self._pool.ledger.summary(run_id)
+        spec = read_spec(self._pool.active.directory(run_id))
         if row is not None and row.state is RunState.QUEUED and not row.started_at and spec is not None:
             self.resubmittable[run_id] = spec
         else:
@@ -162,10 +142,10 @@ class Adoption:
                 del self.resubmittable[run_id]
                 self._close(run_id, _NOT_AGAIN)
         waits = bool(self.resubmittable)
-        for run in self._active.going:
+        for run in self._pool.active.going:
             if run.adopted and run.owner is None and not run.spec.detach and not run.ended:
                 if over or not may_be_alive(run.spec.owner.pid, run.spec.owner.host):
-                    self._feed(sched.CancelRequested(run.run_id, OWNER_GONE, time.monotonic()))
+                    self._pool.feed(sched.CancelRequested(run.run_id, OWNER_GONE, time.monotonic()))
                 else:
                     waits = True
         if waits:
@@ -175,7 +155,7 @@ class Adoption:
         """Say the last word of a run that is gone; its logs stay."""
         now = time.time()
         state = RunState.FAILED
-        directory = self._active.directory(run_id)
+        directory = self._pool.active.directory(run_id)
         billed: Metered | None = None
         if directory.is_dir():
             log = RunLog(directory, run_id)
@@ -186,7 +166,7 @@ class Adoption:
             else:
                 failure = Failure(kind=FailureKind.NODE_LOST, message=why, at=now)
                 ended = RunEnded(state=RunState.FAILED, failure=failure)
-                row = self._ledger.summary(run_id)
+                row = self._pool.ledger.summary(run_id)
                 if row is not None and row.metered_at is not None:
                     # nobody saw when its ranks died: its meter stops with the last that was heard of it
                     gpu_s, cost = gpu_s_so_far(row, log.at), cost_so_far(row, log.at)
@@ -195,4 +175,4 @@ class Adoption:
                     ended = msgspec.structs.replace(ended, gpu_s=gpu_s, cost=cost, currency=currency)
                 log.append(ended, now)
             log.close()
-        self._ledger.update(run_id, state=state, ended_at=now, failure=why, meter=billed)
+        self._pool.ledger.update(run_id, state=state, ended_at=now, failure=why, meter=billed)

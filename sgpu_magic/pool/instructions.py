@@ -1,80 +1,60 @@
-"""Does what the scheduler says, one instruction after the other; starts groups on the leases that it gave."""
+"""Does what the scheduler says, one instruction after the other; starts groups of ranks on the leases that it gives."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import time
-from collections.abc import Callable
+
+import msgspec
 
 from sgpu_magic.files.content_store import store_name
-from sgpu_magic.nodes.contract import Engine, LeaseUnavailable
-from sgpu_magic.pool.active_runs import ActiveRuns
+from sgpu_magic.nodes.contract import LeaseUnavailable
+from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.adoption import Adoption
 from sgpu_magic.pool.file_requests import needed_blobs
-from sgpu_magic.pool.guard import Guarded
 from sgpu_magic.pool.kept_environments import KeptEnvironments
-from sgpu_magic.pool.pool_run import PoolRun
-from sgpu_magic.pool.reports import Restarts
+from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.scheduling import stimuli as sched
-from sgpu_magic.pool.scheduling.scheduler import Scheduler
-from sgpu_magic.pool.server import Server
-from sgpu_magic.pool.status import FreshInventory
 from sgpu_magic.pool.submissions import Submissions
 from sgpu_magic.pool.tracker import Tracker
+from sgpu_magic.wire.attachments import FilePayload, InlinePayload, SharedPayload, StoredPayload
 from sgpu_magic.wire.devices import Inventory, Lease
-from sgpu_magic.wire.events import Noted, QueueMoved, StateChanged
+from sgpu_magic.wire.events import AttemptFailed, Noted, QueueMoved, RunEnded, StateChanged
+from sgpu_magic.wire.files import PAYLOAD
 from sgpu_magic.wire.node import Launch
 from sgpu_magic.wire.states import FailureKind, RunState
 
 # the files of a run's environment come into its directory when its ranks have started
 _LINK_LATER_S = 0.1
+_NOT_USERS_FAULT = (FailureKind.WORKER_DIED, FailureKind.NODE_LOST)
 
 
 class Instructions:
     """Of one service.
 
     Args:
-        server: Where the clients are connected.
-        engine: Where the ranks are.
-        active: The runs.
-        launches: Starts their groups.
-        restarts: Knows which are started again.
+        pool: What all parts work with.
+        launches: Starts groups of ranks.
         adoption: Has runs that wait to be submitted again.
-        submissions: Had their packages prepared.
-        tracker: Follows them.
-        stock: What the nodes have.
-        feed: Tells the scheduler.
+        submissions: Had runs' packages prepared.
+        tracker: Follows runs.
     """
 
     def __init__(
-        self,
-        server: Server,
-        engine: Engine,
-        active: ActiveRuns,
-        launches: Launches,
-        restarts: Restarts,
-        adoption: Adoption,
-        submissions: Submissions,
-        tracker: Tracker,
-        stock: FreshInventory,
-        feed: Callable[[sched.Stimulus], None],
+        self, pool: PoolParts, launches: Launches, adoption: Adoption, submissions: Submissions, tracker: Tracker
     ) -> None:
-        self._server = server
-        self._engine = engine
-        self._active = active
+        self._pool = pool
         self._launches = launches
-        self._restarts = restarts
         self._adoption = adoption
         self._submissions = submissions
         self._tracker = tracker
-        self._stock = stock
-        self._feed = feed
         self._loop = asyncio.get_running_loop()
 
     def obey(self, instruction: sched.Instruction) -> None:
         """Do one."""
-        run = self._active.get(instruction.run_id)
+        run = self._pool.active.get(instruction.run_id)
         if run is None:
             return
         match instruction:
@@ -84,24 +64,24 @@ class Instructions:
                 if run.spec.in_session:
                     # its ranks wait for it: everything else can be done while they work
                     self._launches.order(run, lease)
-                    self._launches.launched(run, lease, self._stock.inventory)
+                    self._launches.launched(run, lease, self._pool.stock.inventory)
                 else:
-                    self._launches.launch(run, lease, self._stock.inventory)
+                    self._launches.launch(run, lease, self._pool.stock.inventory)
             case sched.TellQueue(position=position, reason=reason) if self._accept(run):
-                self._active.tell(run, QueueMoved(position=position, reason=reason), time.time())
+                self._pool.active.tell(run, QueueMoved(position=position, reason=reason), time.time())
             case sched.MoveRun(state=state, reason=reason):
-                self._active.move(run, state)
+                self._pool.active.move(run, state)
                 if state is not RunState.STARTING or not run.spec.in_session:
-                    self._active.tell(run, StateChanged(state=state, reason=reason), time.time())
+                    self._pool.active.tell(run, StateChanged(state=state, reason=reason), time.time())
             case sched.Remark(text=text):
-                self._active.tell(run, Noted(text=text), time.time())
+                self._pool.active.tell(run, Noted(text=text), time.time())
             case sched.StopRun(state=state, reason=reason):
-                self._engine.end_run(instruction.run_id, state, reason)
+                self._pool.engine.end_run(instruction.run_id, state, reason)
             case sched.EndRun(state=state, reason=reason):
                 self._submissions.unprepare(run)
                 kind = instruction.kind if state is RunState.FAILED else FailureKind.TIMEOUT
-                self._active.end_without_ranks(run, state, reason, kind)
-                self._active.forget(instruction.run_id)
+                self._pool.active.end_without_ranks(run, state, reason, kind)
+                self._pool.active.forget(instruction.run_id)
             case sched.LaunchRun() | sched.TellQueue():
                 # it could not be recorded, and was refused
                 pass
@@ -119,65 +99,49 @@ class Instructions:
             self._adoption.submitted(run.run_id)
             self._refuse(run, why, "InternalError")
         elif not run.ended:
-            self._active.end_without_ranks(run, RunState.FAILED, why, FailureKind.INTERNAL)
-        run.state = run.state if run.state.is_final else RunState.FAILED
-        self._restarts.give_up(run)
+            self._pool.active.end_without_ranks(run, RunState.FAILED, why, FailureKind.INTERNAL)
+        state = run.ended_as or RunState.FAILED
+        run.failed = None
         if run.ordered and not gone:
-            self._engine.end_run(run.run_id, run.state, why)
-            self._loop.call_soon(self._feed, sched.RunMoved(run.run_id, run.state, now, why))
+            self._pool.engine.end_run(run.run_id, state, why)
+            self._loop.call_soon(self._pool.feed, sched.RunMoved(run.run_id, state, now, why))
             return
         if not gone:
             self._submissions.unprepare(run)
-        self._active.forget(run.run_id)
-        self._loop.call_soon(self._feed, sched.RunOver(run.run_id, run.state, now))
+        self._pool.active.forget(run.run_id)
+        self._loop.call_soon(self._pool.feed, sched.RunOver(run.run_id, state, now))
 
     # ------------------------------------------------------------ within
 
     def _accept(self, run: PoolRun) -> bool:
         """Whether the run is recorded; else it was refused."""
         self._adoption.submitted(run.run_id)
-        why = self._active.accept(run)
+        why = self._pool.active.accept(run)
         if why:
             self._refuse(run, why, "PoolError")
-            self._loop.call_soon(self._feed, sched.RunOver(run.run_id, RunState.FAILED, time.monotonic()))
+            self._loop.call_soon(self._pool.feed, sched.RunOver(run.run_id, RunState.FAILED, time.monotonic()))
             return False
         self._tracker.follow(run)
         return True
 
     def _refuse(self, run: PoolRun, message: str, error: str) -> None:
         self._submissions.unprepare(run)
-        self._active.forget(run.run_id)
+        self._pool.active.forget(run.run_id)
         if run.owner is not None:
-            self._server.refuse(run.owner, run.submit.request, message, error)
+            self._pool.server.refuse(run.owner, run.submit.request, message, error)
 
 
 class Launches:
-    """Orders groups from the engine, and tells the scheduler what became of them.
+    """Orders groups of ranks from the engine, and tells the scheduler what became of them.
 
     Args:
-        engine: Where the ranks are.
-        active: The runs.
+        pool: What all parts work with.
         kept_environments: What describes the runs' packages.
-        scheduler: Knows which lease a run has.
-        feed: Tells the scheduler.
-        guarded: Makes a call for a run, which pays for its faults.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        active: ActiveRuns,
-        kept_environments: KeptEnvironments,
-        scheduler: Scheduler,
-        feed: Callable[[sched.Stimulus], None],
-        guarded: Guarded,
-    ) -> None:
-        self._guarded = guarded
-        self._engine = engine
-        self._active = active
+    def __init__(self, pool: PoolParts, kept_environments: KeptEnvironments) -> None:
+        self._pool = pool
         self._kept_environments = kept_environments
-        self._scheduler = scheduler
-        self._feed = feed
         self._loop = asyncio.get_running_loop()
 
     def launch(self, run: PoolRun, lease: Lease, inventory: Inventory | None) -> None:
@@ -192,11 +156,11 @@ class Launches:
             self.order(run, lease)
         except LeaseUnavailable as error:
             refused = sched.LeaseRefused(run.run_id, error.uuids, error.why, time.monotonic())
-            self._loop.call_soon(self._feed, refused)
+            self._loop.call_soon(self._pool.feed, refused)
             return
-        if not self._engine.grants_later:
+        if not self._pool.engine.grants_later:
             self.launched(run, lease, inventory)
-            self._loop.call_soon(self._guarded, run.run_id, functools.partial(self._begin, run))
+            self._loop.call_soon(self._pool.guard.for_run, run.run_id, functools.partial(self._begin, run))
 
     def granted(self, run: PoolRun, lease: Lease, inventory: Inventory | None) -> None:
         """The engine has its devices, which the scheduler had only proposed; its ranks are being started."""
@@ -205,22 +169,22 @@ class Launches:
             return
         self.launched(run, lease, inventory)
         # on the loop: the engine may say so while it is asked to launch
-        self._loop.call_soon(self._feed, sched.LeaseGranted(run.run_id, lease, time.monotonic()))
-        self._loop.call_soon(self._guarded, run.run_id, functools.partial(self._begin, run))
+        self._loop.call_soon(self._pool.feed, sched.LeaseGranted(run.run_id, lease, time.monotonic()))
+        self._loop.call_soon(self._pool.guard.for_run, run.run_id, functools.partial(self._begin, run))
 
     def launched(self, run: PoolRun, lease: Lease, inventory: Inventory | None) -> None:
         """Write down that its group was ordered."""
         run.placed_at = time.monotonic()
         spec = run.spec
         link = functools.partial(self._kept_environments.link, spec.environment, run.run_id, spec.owner.user)
-        self._loop.call_later(_LINK_LATER_S, self._guarded, run.run_id, link)
+        self._loop.call_later(_LINK_LATER_S, self._pool.guard.for_run, run.run_id, link)
         if not run.spec.retries:
             # what was only needed to launch, and may be secret or large
             run.frames = ()
         host = inventory.host if inventory is not None else ""
         if lease.shares:
             host = ", ".join(dict.fromkeys(share.host for share in lease.shares))
-        self._active.placed(run, lease, host, _labels(lease, inventory))
+        self._pool.active.placed(run, lease, host, _labels(lease, inventory))
 
     def order(self, run: PoolRun, lease: Lease) -> None:
         """Order its group from the engine, and nothing else.
@@ -230,55 +194,108 @@ class Launches:
         """
         submit = run.submit
         launch = Launch(
-            spec=submit.spec,
+            spec=run.spec,
             interpreter=submit.interpreter,
             context=submit.context,
             payload=submit.payload,
             lease=lease,
-            run_dir=str(self._active.directory(run.run_id)),
+            run_dir=str(self._pool.active.directory(run.run_id)),
             attempt=run.attempt,
             number=0 if run.log is None else run.log.number,
             environment=submit.environment,
             code=submit.code,
             tracking=submit.tracking,
             uploads=submit.uploads,
-            store=store_name(submit.spec.owner.user) if needed_blobs(submit) else "",
+            store=store_name(run.spec.owner.user) if needed_blobs(submit) else "",
         )
-        self._engine.launch(launch, run.frames)
+        self._pool.engine.launch(launch, run.frames)
         run.ordered, run.processes_gone = True, False
 
-    def relaunch(self, run: PoolRun) -> str:
+    # ------------------------------------------------------------ again
+
+    def instead_of(self, run: PoolRun, ended: RunEnded) -> AttemptFailed | None:
+        """What to tell in place of this end: that the group is started again. None when the end stands."""
+        spec, failure = run.spec, ended.failure
+        if ended.state is not RunState.FAILED or failure is None or run.attempt >= spec.retries:
+            return None
+        if run.state is RunState.CANCELLING or not (spec.retry_any or failure.kind in _NOT_USERS_FAULT):
+            return None
+        run.attempt += 1
+        run.failed = msgspec.structs.replace(failure, exception=None)
+        return AttemptFailed(attempt=run.attempt, attempts=spec.retries + 1, failure=run.failed)
+
+    def goes_on(self, run: PoolRun) -> bool:
+        """The run's ranks are gone: start them again where that is due, and say whether it was done."""
+        failure, run.failed = run.failed, None
+        if failure is None:
+            return False
+        if run.stopping_as is not None:
+            why = "it was stopped between two attempts"
+            self._pool.active.end_without_ranks(run, run.stopping_as, why, FailureKind.TIMEOUT)
+            return False
+        why = self._find_payload(run)
+        if not why and run.lost_node:
+            self._requeue(run)
+        elif not why:
+            why = self._relaunch(run)
+        if why:
+            failure = msgspec.structs.replace(failure, message=f"{failure.message}\nIt was not started again: {why}.")
+            self._pool.active.end_without_ranks(run, RunState.FAILED, failure.message, failure.kind, failure)
+        return not why
+
+    def _relaunch(self, run: PoolRun) -> str:
         """Start the run's group again on its lease. Returns why that is not possible, "" when it is done."""
-        scheduled = self._scheduler.run(run.run_id)
-        if scheduled is None or scheduled.lease is None:
+        if self._pool.scheduler.run(run.run_id) is None or run.lease is None:
             return "its devices were given back"
-        if run.spec.session and not self._scheduler.is_open(run.spec.session):
+        if run.spec.session and not self._pool.scheduler.is_open(run.spec.session):
             return "its session has ended"
         try:
-            self.order(run, scheduled.lease)
+            self.order(run, run.lease)
         except LeaseUnavailable as error:
             return error.why
         if not self._prepares(run):
-            self._feed(sched.RunMoved(run.run_id, RunState.STARTING, time.monotonic()))
+            self._pool.feed(sched.RunMoved(run.run_id, RunState.STARTING, time.monotonic()))
         return ""
 
-    def requeue(self, run: PoolRun, why: str) -> None:
+    def _requeue(self, run: PoolRun) -> None:
         """Its node was lost, and its lease is given back: it waits for another one."""
+        why, run.lost_node = run.lost_node, ""
         run.placed_at = None
         run.ordered = False
-        self._active.billing.paused(run, time.monotonic())
-        self._loop.call_soon(self._feed, sched.RunRequeued(run.run_id, why, time.monotonic()))
+        self._loop.call_soon(self._pool.feed, sched.RunRequeued(run.run_id, why, time.monotonic()))
+
+    def _find_payload(self, run: PoolRun) -> str:
+        """See that a new agent can have the run's variables. Returns why not, "" when it can."""
+        match run.submit.payload.source:
+            case InlinePayload():
+                lost = not run.frames
+            case SharedPayload(pid=pid, fd=fd):
+                lost = not os.path.exists(f"/proc/{pid}/fd/{fd}")
+            case FilePayload(path=path):
+                lost = not os.path.exists(path)
+            case StoredPayload():
+                # the store keeps it as long as the run goes on
+                lost = False
+        if not lost:
+            return ""
+        kept = self._pool.active.directory(run.run_id) / PAYLOAD
+        if not kept.is_file():
+            return "its variables were in the memory of processes that are gone"
+        run.take_payload_from(FilePayload(path=str(kept), size=kept.stat().st_size))
+        return ""
+
+    # ------------------------------------------------------------ within
 
     def _begin(self, run: PoolRun) -> None:
         state = RunState.PREPARING if self._prepares(run) else RunState.STARTING
-        self._feed(sched.RunMoved(run.run_id, state, time.monotonic()))
+        self._pool.feed(sched.RunMoved(run.run_id, state, time.monotonic()))
 
     def _prepares(self, run: PoolRun) -> bool:
         """Whether its node makes its packages ready first; it says when they are. Not once it has started."""
         environment = run.submit.environment
         if environment is None or run.state not in (RunState.QUEUED, RunState.PREPARING):
             return False
-        return self._engine.builds(run.submit.interpreter, environment)
+        return self._pool.engine.builds(run.submit.interpreter, environment)
 
 
 def _labels(lease: Lease, inventory: Inventory | None) -> tuple[str, ...]:

@@ -2,10 +2,16 @@
 
 It is a record, never the way of a run: a ledger that can't be written does not fail a run, it says so in
 `Ledger.problem`. The thread that opened it owns it; sqlite3 refuses any other.
+
+A cell of a few milliseconds in a session has no time for a commit of its own. Its events are on disk before anybody is
+told; its row is made from them within `_WRITE_S`, all rows of that moment in one transaction. A service that is killed
+in between leaves a run without a row: whoever takes it over, or submits it again, records it. What a full disk does not
+take waits too. Who asks is told of what waits as if it were written.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import sqlite3
@@ -28,6 +34,12 @@ _COLUMNS = (
 _NAMES = tuple(_COLUMNS.split(", "))
 FINAL = tuple(state.value for state in RunState if state.is_final)
 _PREFIX = re.compile(r"[0-9a-f]{1,8}")
+
+_WRITE_S = 0.05
+# after a failure
+_WRITE_AGAIN_S = 1.0
+# what each cell changes in its session's row
+_OF_EACH_CELL = {"idle_s", "idle_clock"}
 
 RowChanges = dict[str, Any]
 """Values (str, int, float, None) by column; columns that are not in it stay."""
@@ -58,13 +70,21 @@ class Ledger:
 
     Args:
         path: As for `LedgerDatabase`.
+        loop: In which cells of sessions are written a moment later; without one they are at once.
 
     Raises:
         PoolError: The file can't be made or opened.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._database = LedgerDatabase(path)
+        self._loop = loop
+        # rows, and changes of rows, that are not in the database
+        self._new: dict[str, RowChanges] = {}
+        self._changes: dict[str, RowChanges] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        # runs in sessions whose rows may still change: they wait
+        self._later: set[str] = set()
 
     @property
     def problem(self) -> str:
@@ -77,7 +97,14 @@ class Ledger:
         Raises:
             ValueError: Its id is none, or is in the ledger already.
         """
-        self._insert(new_row(spec, state))
+        row = _new_row(spec, state)
+        if spec.in_session and self._loop is not None:
+            self._later.add(spec.run_id)
+            self._new[spec.run_id] = row
+            self._write_in(_WRITE_S)
+        elif not self._insert(row):
+            self._new[spec.run_id] = row
+            self._write_in(_WRITE_AGAIN_S)
 
     def update(
         self,
@@ -130,8 +157,8 @@ class Ledger:
     def summaries(self, run_ids: Sequence[str]) -> list[RunSummary]:
         """The rows of these runs, in this order, without those that the ledger does not have."""
         sql = f"SELECT {_COLUMNS} FROM runs WHERE run_id IN (SELECT value FROM json_each(?))"
-        by_id = {row["run_id"]: row for row in self._rows(sql, json.dumps([*run_ids]))}
-        return [summary_of(by_id[run_id]) for run_id in run_ids if run_id in by_id]
+        found = {row.run_id: row for row in [*self._summaries(sql, json.dumps([*run_ids])), *self._unwritten()]}
+        return [found[run_id] for run_id in run_ids if run_id in found]
 
     def find(self, prefix: str) -> list[str]:
         """The ids that begin with `prefix`, newest first.
@@ -143,18 +170,19 @@ class Ledger:
             raise ValueError(f"{prefix[:40]!r} does not begin a run id: 1 to 8 hexadecimal digits do")
         # "g" sorts after every hexadecimal digit; a range uses the id's index where LIKE would not
         sql = "SELECT run_id FROM runs WHERE run_id >= ? AND run_id < ? ORDER BY seq DESC"
-        return [row[0] for row in self._database.rows(sql, (prefix, prefix + "g"))]
+        written = [row[0] for row in self._rows(sql, prefix, prefix + "g")]
+        return [run_id for run_id in reversed(self._new) if run_id.startswith(prefix)] + written
 
     def recent(self, limit: int) -> list[RunSummary]:
         """The runs submitted last, newest first."""
-        rows = self._rows(f"SELECT {_COLUMNS} FROM runs ORDER BY seq DESC LIMIT ?", max(0, limit))
-        return [summary_of(row) for row in rows]
+        written = self._summaries(f"SELECT {_COLUMNS} FROM runs ORDER BY seq DESC LIMIT ?", max(0, limit))
+        return [*self._unwritten(), *written][: max(0, limit)]
 
     def unfinished(self) -> list[str]:
         """The runs that are in no final state, oldest first: after a start, those a dead service left."""
         marks = ", ".join("?" * len(FINAL))
-        rows = self._database.rows(f"SELECT run_id FROM runs WHERE state NOT IN ({marks}) ORDER BY seq", FINAL)
-        return [row[0] for row in rows]
+        sql = f"SELECT run_id FROM runs WHERE state NOT IN ({marks}) ORDER BY seq"
+        return [row[0] for row in self._rows(sql, *FINAL)]
 
     def cells(self) -> list[str]:
         """The runs that ran in sessions, oldest first."""
@@ -167,7 +195,7 @@ class Ledger:
             ValueError: `session` is no run id.
         """
         sql = "SELECT started_at, ended_at FROM runs WHERE session = ? AND session != '' AND started_at IS NOT NULL"
-        return [(began, ended) for began, ended in self._database.rows(sql, (check_id(session),))]
+        return [(began, ended) for began, ended in self._rows(sql, check_id(session))]
 
     def clocks(self, run_id: str) -> tuple[float | None, float | None]:
         """The run's `metered_clock` and `idle_clock`, of the machine's life of then; None where there is none."""
@@ -182,16 +210,33 @@ class Ledger:
         return [(ended, cost) for ended, cost in self._database.rows(sql, (since, currency))]
 
     def has(self, run_id: str) -> bool:
-        """Whether the run was recorded.
+        """Whether the run was recorded; what waits waits on.
 
         Raises:
             ValueError: `run_id` is no run id.
         """
-        return bool(self._database.rows("SELECT 1 FROM runs WHERE run_id = ?", (check_id(run_id),)))
+        waits = check_id(run_id) in self._later or run_id in self._new
+        return waits or bool(self._database.rows("SELECT 1 FROM runs WHERE run_id = ?", (run_id,)))
 
     def close(self) -> None:
         """Write everything into the one file and close it."""
+        self.write()
+        if self._timer is not None:
+            self._timer.cancel()
         self._database.close()
+
+    def write(self) -> None:
+        """Write down what waits."""
+        if not self._new and not self._changes:
+            return
+        statements = [_insertion(row, or_not=True) for row in self._new.values()]
+        statements += [_update(run_id, changes) for run_id, changes in self._changes.items()]
+        if not self._database.write(*statements):
+            self._write_in(_WRITE_AGAIN_S)
+            return
+        self._later -= {run_id for run_id, changes in self._changes.items() if changes.get("state") in FINAL}
+        self._new.clear()
+        self._changes.clear()
 
     def checkpoint(self) -> None:
         """Bring all changes into the one file, if there are many. It waits for the disk."""
@@ -201,8 +246,20 @@ class Ledger:
         """The same from another thread, while changes are written."""
         self._database.checkpoint_beside()
 
-    def _rows(self, sql: str, *values: str | int) -> list[RowChanges]:
-        return [dict(zip(_NAMES, row, strict=True)) for row in self._database.rows(sql, values)]
+    # ------------------------------------------------------------ within
+
+    def _rows(self, sql: str, *values: str | int) -> list[Any]:
+        """Run a query, once what waits is written if that can be."""
+        self.write()
+        return self._database.rows(sql, values)
+
+    def _summaries(self, sql: str, *values: str | int) -> list[RunSummary]:
+        rows = [dict(zip(_NAMES, row, strict=True)) for row in self._rows(sql, *values)]
+        return [_summary_of(row | self._changes.get(row["run_id"], {})) for row in rows]
+
+    def _unwritten(self) -> list[RunSummary]:
+        """Runs that are not in the database, newest first."""
+        return [_summary_of(row | self._changes.get(run_id, {})) for run_id, row in reversed(self._new.items())]
 
     def _insert(self, row: RowChanges) -> bool:
         """Write a new row. False when the database does not take it.
@@ -211,16 +268,29 @@ class Ledger:
             ValueError: It is there already.
         """
         try:
-            return self._database.write(insertion(row))
+            return self._database.write(_insertion(row))
         except sqlite3.IntegrityError as error:
             raise ValueError(f"run {row['run_id']} is in the ledger already") from error
 
-    def _change(self, run_id: str, changes: RowChanges) -> bool:
-        """Write new values of a row's columns. False when the database does not take them."""
-        return not changes or self._database.write(update(run_id, changes))
+    def _change(self, run_id: str, changes: RowChanges) -> None:
+        """Write new values of a row's columns, now or later."""
+        waits = run_id in self._later or run_id in self._new or run_id in self._changes
+        waits = waits or (changes.keys() == _OF_EACH_CELL and self._loop is not None)
+        if not changes or (not waits and self._database.write(_update(run_id, changes))):
+            return
+        self._changes.setdefault(run_id, {}).update(changes)
+        self._write_in(_WRITE_S if waits else _WRITE_AGAIN_S)
+
+    def _write_in(self, seconds: float) -> None:
+        if self._timer is None and self._loop is not None:
+            self._timer = self._loop.call_later(seconds, self._write_due)
+
+    def _write_due(self) -> None:
+        self._timer = None
+        self.write()
 
 
-def new_row(spec: RunSpec, state: RunState) -> RowChanges:
+def _new_row(spec: RunSpec, state: RunState) -> RowChanges:
     """A new run's row.
 
     Raises:
@@ -242,7 +312,7 @@ def new_row(spec: RunSpec, state: RunState) -> RowChanges:
     }
 
 
-def insertion(row: RowChanges, *, or_not: bool = False) -> Statement:
+def _insertion(row: RowChanges, *, or_not: bool = False) -> Statement:
     """The statement that adds a row; `or_not`: that does nothing where the run has one."""
     return (
         f"INSERT {'OR IGNORE ' if or_not else ''}INTO runs ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})",
@@ -250,13 +320,13 @@ def insertion(row: RowChanges, *, or_not: bool = False) -> Statement:
     )
 
 
-def update(run_id: str, changes: RowChanges) -> Statement:
+def _update(run_id: str, changes: RowChanges) -> Statement:
     """The statement that changes a row."""
     columns = ", ".join(f"{column} = ?" for column in changes)
     return f"UPDATE runs SET {columns} WHERE run_id = ?", (*changes.values(), run_id)
 
 
-def summary_of(row: RowChanges) -> RunSummary:
+def _summary_of(row: RowChanges) -> RunSummary:
     """What a row says; columns that it lacks have their defaults."""
     values: dict[str, Any] = {name: value for name, value in row.items() if name in _NAMES}
     values |= {

@@ -12,10 +12,9 @@ from collections.abc import Callable, Collection, Mapping
 import msgspec
 
 from sgpu_magic.config import host_name
-from sgpu_magic.pool.active_runs import ActiveRuns
-from sgpu_magic.pool.ledger import Ledger
-from sgpu_magic.pool.pool_run import PoolRun
-from sgpu_magic.pool.server import ConnectedClient, Server
+from sgpu_magic.pool.active_runs import PoolRun
+from sgpu_magic.pool.parts import PoolParts
+from sgpu_magic.pool.server import ConnectedClient
 from sgpu_magic.wire.client import (
     AskRank,
     Attach,
@@ -44,22 +43,12 @@ class Permissions:
     """Checks what clients of other machines ask, and finds runs for all clients.
 
     Args:
-        server: Where they are connected.
-        active: The runs that go on.
-        ledger: All runs there ever were.
+        pool: What all parts work with.
         resubmittable: Runs that an earlier service lost with its queue, until their clients submit them again.
     """
 
-    def __init__(
-        self,
-        server: Server,
-        active: ActiveRuns,
-        ledger: Ledger,
-        resubmittable: Callable[[], Mapping[str, RunSpec]],
-    ) -> None:
-        self._server = server
-        self._active = active
-        self._ledger = ledger
+    def __init__(self, pool: PoolParts, resubmittable: Mapping[str, RunSpec]) -> None:
+        self._pool = pool
         self._resubmittable = resubmittable
 
     def permitted(self, client: ConnectedClient, message: ClientMessage) -> ClientMessage | None:
@@ -76,13 +65,13 @@ class Permissions:
                 return None
             case StopPool() if not client.admin:
                 text = f"user {client.user} may not stop this pool: ask who runs it, or `sgpu cancel` your runs."
-                self._server.refuse(client, message.request, text, "PoolError")
+                self._pool.server.refuse(client, message.request, text, "PoolError")
                 return None
             case RestartRanks() | AskRank():
                 if self.may_see(client, message.session):
                     return message
                 text = f"there is no session {short(message.session)} of yours in this pool."
-                self._server.refuse(client, message.request, text, "SessionError")
+                self._pool.server.refuse(client, message.request, text, "SessionError")
                 return None
             case (
                 Describe(run_id=run)
@@ -98,11 +87,11 @@ class Permissions:
 
     def user_of(self, run_id: str) -> str | None:
         """Return whose a run is, one that is over too; None where there is none."""
-        run = self._active.speaker(run_id)
+        run = self._pool.active.speaker(run_id)
         if run is not None:
             return run.spec.owner.user
         try:
-            row = self._ledger.summary(run_id)
+            row = self._pool.ledger.summary(run_id)
         except ValueError:
             return None
         return row.user if row is not None else None
@@ -126,21 +115,22 @@ class Permissions:
         Where it names none: the newest detached one that goes on, else the newest of all.
         """
         if not message.run:
-            detached = [run for run in self._active.going if run.spec.detach and client.may_see(run.spec.owner.user)]
-            going_on = [run.run_id for run in detached]
-            newest = [row.run_id for row in self._ledger.recent(1 if client.same_host else _LOOK_BACK)][::-1]
+            going_on = [run.run_id for run in self._of_prefix("", client.may_see) if run.spec.detach]
+            newest = [row.run_id for row in self._pool.ledger.recent(1 if client.same_host else _LOOK_BACK)][::-1]
             newest = [run_id for run_id in newest if self.may_see(client, run_id)]
             chosen = (going_on[-1:] or newest[-1:] or [None])[0]
             if chosen is None:
-                self._server.refuse(client, message.request, "this pool has had no run yet.", "RunUnknown")
+                self._pool.server.refuse(client, message.request, "this pool has had no run yet.", "RunUnknown")
             return chosen
-        found = {run.run_id for run in self._active.going if run.run_id.startswith(message.run)}
+        found = {run.run_id for run in self._pool.active.going if run.run_id.startswith(message.run)}
         # a run that was lost with the queue of an earlier service is not there until it is submitted again
-        found |= set(self._known(message.run)) - set(self._resubmittable())
+        found |= set(self._known(message.run)) - set(self._resubmittable)
         found = {run_id for run_id in found if self.may_see(client, run_id)}
         if len(found) == 1:
             return found.pop()
-        self._server.refuse(client, message.request, _not_one(message.run, found, "that this pool has"), "RunUnknown")
+        self._pool.server.refuse(
+            client, message.request, _not_one(message.run, found, "that this pool has"), "RunUnknown"
+        )
         return None
 
     def going(self, client: ConnectedClient, request: int, prefix: str, *, ends: bool = False) -> PoolRun | None:
@@ -149,26 +139,27 @@ class Permissions:
         Args:
             ends: It is to be ended, which an admin may do to everybody's.
         """
-        may = client.may_end if ends else client.may_see
-        found = [run for run in self._active.going if run.run_id.startswith(prefix) and may(run.spec.owner.user)]
+        found = self._of_prefix(prefix, client.may_end if ends else client.may_see)
         if len(found) == 1:
             return found[0]
         ids = [run.run_id for run in found]
-        self._server.refuse(client, request, _not_one(prefix, ids, "that is going on here"), "RunUnknown")
+        self._pool.server.refuse(client, request, _not_one(prefix, ids, "that is going on here"), "RunUnknown")
         return None
 
     def own_going(self, client: ConnectedClient, prefix: str) -> PoolRun | str:
         """The one run of that prefix that goes on and is this client's user's; else a sentence why there is none."""
-        found = [
-            run for run in self._active.going if run.run_id.startswith(prefix) and client.may_see(run.spec.owner.user)
-        ]
+        found = self._of_prefix(prefix, client.may_see)
         if len(found) == 1 and prefix:
             return found[0]
         return _not_one(prefix, [run.run_id for run in found], "of yours that is going on here")
 
+    def _of_prefix(self, prefix: str, may: Callable[[str], bool]) -> list[PoolRun]:
+        going = self._pool.active.going
+        return [run for run in going if run.run_id.startswith(prefix) and may(run.spec.owner.user)]
+
     def _known(self, prefix: str) -> list[str]:
         try:
-            return self._ledger.find(prefix)
+            return self._pool.ledger.find(prefix)
         except ValueError:
             return []
 
@@ -176,7 +167,7 @@ class Permissions:
         spec = submit.spec
         if spec.session and not self.may_see(client, spec.session):
             text = f"there is no session {short(spec.session)} of yours in this pool."
-            self._server.refuse(client, submit.request, text, "SessionError")
+            self._pool.server.refuse(client, submit.request, text, "SessionError")
             return None
         # its process is on another machine, whatever that is called
         host = spec.owner.host if spec.owner.host != host_name() else f"{spec.owner.host} (another machine)"

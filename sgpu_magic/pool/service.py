@@ -10,32 +10,30 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sgpu_magic import __version__
 from sgpu_magic.config import Settings, pool_settings
 from sgpu_magic.nodes.contract import Engine
-from sgpu_magic.pool.active_runs import ActiveRuns
+from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.adoption import Adoption
-from sgpu_magic.pool.batched_ledger import BatchedLedger
 from sgpu_magic.pool.billing import Billing, budget_of, budget_state
 from sgpu_magic.pool.file_requests import FileRequests
-from sgpu_magic.pool.guard import Guard, ServiceFault
 from sgpu_magic.pool.instructions import Instructions, Launches
 from sgpu_magic.pool.kept_environments import KeptEnvironments
+from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.lifecycle import Idleness, PoolPresence
+from sgpu_magic.pool.parts import FreshInventory, Guard, PoolParts, ServiceFault
 from sgpu_magic.pool.permissions import Permissions
-from sgpu_magic.pool.pool_run import PoolRun
 from sgpu_magic.pool.remote_clients import Listening
-from sgpu_magic.pool.reports import Reports, Restarts
-from sgpu_magic.pool.requests import Requests
+from sgpu_magic.pool.reports import Reports
+from sgpu_magic.pool.requests import Requests, pool_status
 from sgpu_magic.pool.retention import Retention
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.scheduling.costs import tariff_of
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.server import ConnectedClient, Server
-from sgpu_magic.pool.status import FreshInventory, pool_status
 from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.wire.client import ClientMessage, Goodbye, TrackRun
 from sgpu_magic.wire.devices import Inventory, Lease
@@ -43,7 +41,6 @@ from sgpu_magic.wire.failures import RankStack
 from sgpu_magic.wire.node import HeldRun, RunEvent
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, AskStatus, Hello, PoolStatus, Welcome
 from sgpu_magic.wire.rank import RankAnswer
-from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import FailureKind, RunState
 from sgpu_magic.wire.tcp_streams import StreamMessage, StreamOpened
 from sgpu_magic.wire.user_limits import read_limits
@@ -71,7 +68,7 @@ class PoolService:
         self._presence = presence
         self._engine = engine
         self._loop = asyncio.get_running_loop()
-        self._ledger = BatchedLedger(settings.state_path / "ledger.sqlite3")
+        self._ledger = Ledger(settings.state_path / "ledger.sqlite3", self._loop)
         tariff = tariff_of(settings, settings.pool or "local")
         self._budget = budget_of(settings, self._ledger, time.monotonic(), time.time())
         self._scheduler = Scheduler(
@@ -98,30 +95,27 @@ class PoolService:
         )
         where = f"its log is {settings.state_path / 'pool.log'}" if listening is None else "its operator's log has more"
         self._guard = Guard(self._server, self._active, where)
-        self._kept = KeptEnvironments(settings.state_path / "environment-files", settings.runs_path)
-        self._launches = Launches(engine, self._active, self._kept, self._scheduler, self.feed, self._guard.for_run)
-        self._restarts = Restarts(self._active, self._launches.relaunch, self._launches.requeue)
-        self._reports = Reports(self._ledger, self._active, engine, self._restarts, self._scheduler, self.feed)
-        self._adoption = Adoption(
-            self._ledger, self._active, engine, self._restarts, self.feed, settings.adopt_timeout_s, self._guard.for_run
-        )
-        permissions = Permissions(self._server, self._active, self._ledger, lambda: self.resubmittable)
-        self._files = FileRequests(settings, self._server, self._active, permissions, joins_payloads=engine.far)
-        self._requests = Requests(
-            self, self._server, engine, self._active, self._ledger, permissions, self._kept, self._files
-        )
-        self._tracker = Tracker(settings, self._active, engine, self._is_live)
-        self._instructions = Instructions(
+        parts = PoolParts(
             self._server,
             engine,
+            self._ledger,
             self._active,
-            self._launches,
-            self._restarts,
-            self._adoption,
-            self._requests.submissions,
-            self._tracker,
+            self._scheduler,
             self._stock,
+            self._guard,
             self.feed,
+        )
+        self._kept = KeptEnvironments(settings.state_path / "environment-files", settings.runs_path)
+        self._launches = Launches(parts, self._kept)
+        self._reports = Reports(parts, self._launches)
+        self._adoption = Adoption(parts, settings.adopt_timeout_s)
+        resubmittable = self._adoption.resubmittable
+        permissions = Permissions(parts, resubmittable)
+        self._files = FileRequests(settings, self._server, self._active, permissions, joins_payloads=engine.far)
+        self._requests = Requests(self, parts, permissions, self._kept, self._files, resubmittable)
+        self._tracker = Tracker(settings, self._active, engine, self._is_live)
+        self._instructions = Instructions(
+            parts, self._launches, self._adoption, self._requests.submissions, self._tracker
         )
         self._guard.end = self._instructions.end_of_fault
         self._active.on_forgotten = self._forgotten
@@ -144,9 +138,6 @@ class PoolService:
 
     def stop_soon(self) -> None:
         self._loop.call_later(_ANSWER_FIRST_S, self.stop)
-
-    def answer(self, client: ConnectedClient, message: ClientMessage, call: Callable[[], None]) -> None:
-        self._guard.for_client(client, message, call)
 
     def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A fault that belongs to no run: leave all ranks to the next service."""
@@ -184,10 +175,10 @@ class PoolService:
     def _heard(self, client: ConnectedClient, message: ClientMessage, frames: Sequence[bytes]) -> None:
         if not isinstance(message, Hello | AskStatus):
             self._idleness.touched()
-        self.answer(client, message, lambda: self._requests.heard(client, message, frames))
+        self._guard.for_client(client, message, lambda: self._requests.heard(client, message, frames))
 
     def _gone(self, client: ConnectedClient) -> None:
-        self.answer(client, Goodbye(), lambda: self._requests.client_gone(client))
+        self._guard.for_client(client, Goodbye(), lambda: self._requests.client_gone(client))
 
     def welcome(self, client: ConnectedClient) -> Welcome:
         return Welcome(
@@ -223,10 +214,6 @@ class PoolService:
     @property
     def settled(self) -> bool:
         return self._adoption.done
-
-    @property
-    def resubmittable(self) -> Mapping[str, RunSpec]:
-        return self._adoption.resubmittable
 
     # ------------------------------------------------------------ from the engine (EngineListener)
 
@@ -264,14 +251,14 @@ class PoolService:
         self._retention.schedule(soon=run is None or not run.spec.in_session)
 
     def stacks_taken(self, request: int, stacks: tuple[RankStack, ...]) -> None:
-        self._guard.for_nobody(lambda: self._requests.stacks_taken(request, stacks))
+        self._guard.for_nobody(lambda: self._requests.ranks.stacks_taken(request, stacks))
 
     def session_ranks_restarted(self, request: int, session: str, problem: str) -> None:
         self._idleness.touched()
-        self._guard.for_run(session, lambda: self._requests.sessions.restarted(request, session, problem))
+        self._guard.for_run(session, lambda: self._requests.ranks.restarted(request, session, problem))
 
     def answered(self, request: int, answer: RankAnswer) -> None:
-        self._guard.for_nobody(lambda: self._requests.sessions.answered(request, answer))
+        self._guard.for_nobody(lambda: self._requests.ranks.answered(request, answer))
 
     def forwarded(self, message: StreamOpened | StreamMessage, frames: Sequence[bytes]) -> None:
         self._guard.for_nobody(lambda: self._requests.forwarding.from_node(message, frames))
@@ -311,7 +298,7 @@ class PoolService:
             instructions = self._scheduler.handle(stimulus)
         except Exception:
             if isinstance(stimulus, sched.RunSubmitted):
-                self._scheduler.drop(stimulus.spec.run_id)
+                self._scheduler.drop(stimulus.run.run_id)
             raise
         for instruction in instructions:
             self._guard.for_run(instruction.run_id, functools.partial(self._instructions.obey, instruction))
@@ -331,10 +318,6 @@ class PoolService:
     def _is_live(self, run_id: str) -> bool:
         return self._active.speaker(run_id) is not None or run_id in self._adoption.resubmittable
 
-    def with_fresh_inventory(self, call: Callable[[], None]) -> None:
-        """Real devices may be in use outside the pool since the last look."""
-        self._stock.when_fresh(call)
-
     def _set_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
@@ -347,4 +330,4 @@ class PoolService:
 
     def _time_passed(self) -> None:
         self._deadline = None
-        self.with_fresh_inventory(lambda: self.feed(sched.TimePassed(time.monotonic())))
+        self._stock.when_fresh(lambda: self.feed(sched.TimePassed(time.monotonic())))

@@ -25,8 +25,8 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, SgpuError, UsageError
 from sgpu_magic.nodes.contract import Engine
 from sgpu_magic.pool.clients import AuthorizedClients
-from sgpu_magic.pool.guard import ServiceFault
 from sgpu_magic.pool.lifecycle import AlreadyRunning, PoolPresence
+from sgpu_magic.pool.parts import ServiceFault
 from sgpu_magic.pool.remote_clients import Listening
 from sgpu_magic.pool.service import PoolService
 from sgpu_magic.system import processes

@@ -10,19 +10,16 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import msgspec
 
 from sgpu_magic.config import SEVEN_DAYS_S
-from sgpu_magic.nodes.contract import Engine
-from sgpu_magic.pool.active_runs import ActiveRuns
+from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.file_requests import FileRequests, names_files
-from sgpu_magic.pool.ledger import Ledger
-from sgpu_magic.pool.pool_run import PoolRun
+from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.scheduling import stimuli as sched
-from sgpu_magic.pool.server import ConnectedClient, Server
-from sgpu_magic.wire.client import ClientMessage, Submit
+from sgpu_magic.pool.server import ConnectedClient
+from sgpu_magic.wire.client import Submit
 from sgpu_magic.wire.ids import is_valid_id, short
 from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
@@ -85,72 +82,47 @@ def ends_with_notebook(spec: RunSpec) -> str:
     return ""
 
 
-class Placing(Protocol):
-    """The pool service, which finds devices for runs."""
-
-    def feed(self, stimulus: sched.Stimulus) -> None: ...
-    def with_fresh_inventory(self, call: Callable[[], None]) -> None: ...
-
-    def answer(self, client: ConnectedClient, message: ClientMessage, call: Callable[[], None]) -> None:
-        """Make a call for a client's message, which pays for its faults."""
-        ...
-
-    @property
-    def resubmittable(self) -> Mapping[str, RunSpec]:
-        """Runs that an earlier service had in its queue, by their ids."""
-        ...
-
-
 class Submissions:
     """Takes runs, or refuses them.
 
     Args:
-        placing: The service.
-        server: Where the clients are connected.
-        engine: Where the ranks will be.
-        active: Gets the runs.
-        ledger: All runs there ever were.
+        pool: What all parts work with.
         no_session: Says of a session that does not go on when and why it ended.
         files: Keeps what runs need of their users' uploads.
+        resubmittable: Runs that an earlier service had in its queue, by their ids.
     """
 
     def __init__(
         self,
-        placing: Placing,
-        server: Server,
-        engine: Engine,
-        active: ActiveRuns,
-        ledger: Ledger,
+        pool: PoolParts,
         no_session: Callable[[str], str],
         files: FileRequests,
+        resubmittable: Mapping[str, RunSpec],
     ) -> None:
+        self._pool = pool
+        self._resubmittable = resubmittable
         self._files = files
-        self._placing = placing
-        self._server = server
-        self._engine = engine
-        self._active = active
-        self._ledger = ledger
         self._no_session = no_session
         self._loop = asyncio.get_running_loop()
 
     def submit(self, client: ConnectedClient, submit: Submit, frames: Sequence[bytes]) -> None:
         """Take a run and bring it before the scheduler, or tell the client why not."""
         spec = submit.spec
-        again = self._placing.resubmittable.get(spec.run_id)
+        again = self._resubmittable.get(spec.run_id)
         if again is not None and not client.may_see(again.owner.user):
             again = None
         is_valid = is_valid_id(spec.run_id)
-        if not is_valid or self._active.get(spec.run_id) or (not again and self._ledger.has(spec.run_id)):
+        if not is_valid or self._pool.active.get(spec.run_id) or (not again and self._pool.ledger.has(spec.run_id)):
             problem = "the run's id is not valid or was used before."
-        elif (not client.same_host or self._engine.far) and names_files(submit):
+        elif (not client.same_host or self._pool.engine.far) and names_files(submit):
             problem = "what it ships lies in files of the notebook's machine, which its ranks do not see."
         else:
             problem = unfit(spec) or unstartable(submit)
         if problem:
-            self._server.refuse(client, submit.request, problem)
+            self._pool.server.refuse(client, submit.request, problem)
             return
-        if not again and (problem := self._active.why_not_recorded()):
-            self._server.refuse(client, submit.request, problem, "PoolError")
+        if not again and (problem := self._pool.active.why_not_recorded()):
+            self._pool.server.refuse(client, submit.request, problem, "PoolError")
             return
         if spec.session and not self._has_session(client, submit, frames):
             return
@@ -160,16 +132,18 @@ class Submissions:
             try:
                 run.hold_payload()
             except OSError as error:
-                self._server.refuse(client, submit.request, f"the run's variables can't be read: {error.strerror}.")
+                self._pool.server.refuse(
+                    client, submit.request, f"the run's variables can't be read: {error.strerror}."
+                )
                 return
         self._files.hold(run.submit)
-        self._active.add(run)
+        self._pool.active.add(run)
         if spec.session:
             # it takes no device
-            self._placing.feed(sched.RunSubmitted(spec, time.monotonic()))
+            self._pool.feed(sched.RunSubmitted(run, time.monotonic()))
         else:
-            fed = lambda: self._placing.feed(sched.RunSubmitted(spec, time.monotonic()))  # noqa: E731
-            self._placing.with_fresh_inventory(functools.partial(self._placing.answer, client, submit, fed))
+            fed = lambda: self._pool.feed(sched.RunSubmitted(run, time.monotonic()))  # noqa: E731
+            self._pool.stock.when_fresh(functools.partial(self._pool.guard.for_client, client, submit, fed))
             self._prepare(run)
 
     def unprepare(self, run: PoolRun) -> None:
@@ -178,31 +152,31 @@ class Submissions:
         if (
             environment is not None
             and run.placed_at is None
-            and self._engine.builds(run.submit.interpreter, environment)
+            and self._pool.engine.builds(run.submit.interpreter, environment)
         ):
-            self._engine.end_run(run.run_id, RunState.CANCELLED, "")
+            self._pool.engine.end_run(run.run_id, RunState.CANCELLED, "")
 
     # ------------------------------------------------------------ within
 
     def _prepare(self, run: PoolRun) -> None:
         """A run that waits has its packages made ready meanwhile."""
         environment = run.submit.environment
-        if environment is not None and run.placed_at is None and self._active.get(run.run_id) is run:
-            self._engine.prepare(run.run_id, run.submit.interpreter, environment)
+        if environment is not None and run.placed_at is None and self._pool.active.get(run.run_id) is run:
+            self._pool.engine.prepare(run.run_id, run.submit.interpreter, environment)
 
     def _has_session(self, client: ConnectedClient, submit: Submit, frames: Sequence[bytes]) -> bool:
         """Whether the cell's session is there. Else it is looked for again, or the cell refused."""
-        session = self._active.get(submit.spec.session)
+        session = self._pool.active.get(submit.spec.session)
         if session is not None and session.log is not None:
             return True
-        if session is not None or submit.spec.session in self._placing.resubmittable:
+        if session is not None or submit.spec.session in self._resubmittable:
             # it waited in the queue of a service that was killed, and is submitted again as well
             again = functools.partial(self._look_again, client, submit, frames)
-            self._loop.call_later(_LOOK_AGAIN_S, self._placing.answer, client, submit, again)
+            self._loop.call_later(_LOOK_AGAIN_S, self._pool.guard.for_client, client, submit, again)
         else:
-            self._server.refuse(client, submit.request, self._no_session(submit.spec.session), "SessionError")
+            self._pool.server.refuse(client, submit.request, self._no_session(submit.spec.session), "SessionError")
         return False
 
     def _look_again(self, client: ConnectedClient, submit: Submit, frames: Sequence[bytes]) -> None:
-        if client in self._server.clients:
+        if client in self._pool.server.clients:
             self.submit(client, submit, frames)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
+from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import Instruction, LaunchRun, RunMoved, RunOver, RunSubmitted, Stimulus
 from sgpu_magic.wire.devices import Device, Inventory, Node, Placement
@@ -75,7 +76,7 @@ class Traffic:
 
     def submit(self, spec: RunSpec) -> Sequence[Instruction]:
         self.now += 0.01
-        return self.feed(RunSubmitted(spec, self.now))
+        return self.feed(RunSubmitted(Run(spec), self.now))
 
     def begin(self, run_id: str) -> None:
         """The run's ranks start, and work."""

@@ -19,6 +19,7 @@ from sgpu_magic.client.attachments import Attachments
 from sgpu_magic.client.interpreter import this_owner
 from sgpu_magic.packages.node.store import Store
 from sgpu_magic.pool.scheduling import stimuli as sched
+from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.devices import Inventory, Placement
@@ -215,7 +216,7 @@ def test_the_time_limit_counts_from_the_start():
         timeout_s=10.0,
     )
     scheduler = Scheduler(Inventory(host="here", cpu_slots=2))
-    assert any(isinstance(one, sched.LaunchRun) for one in scheduler.handle(sched.RunSubmitted(spec, 0.0)))
+    assert any(isinstance(one, sched.LaunchRun) for one in scheduler.handle(sched.RunSubmitted(Run(spec), 0.0)))
     scheduler.handle(sched.RunMoved(spec.run_id, RunState.PREPARING, 0.0))
     assert not any(isinstance(one, sched.StopRun) for one in scheduler.handle(sched.TimePassed(1000.0)))
     scheduler.handle(sched.RunMoved(spec.run_id, RunState.STARTING, 1000.0))

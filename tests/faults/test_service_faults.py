@@ -176,7 +176,7 @@ PLANTS: list[tuple[str, Callable[[Scene, str], None]]] = [
     ("requests:Requests._tell_status", asked),
     ("requests:Requests.client_gone", unasked),
     ("reports:Reports._confirm", leaves),
-    ("batched_ledger:BatchedLedger._write_due", leaves),
+    ("ledger:Ledger._write_due", leaves),
 ]
 _IN_SHORT = {
     "reports:Reports.run_happened",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun
+from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import (
     CancelRequested,
@@ -122,7 +122,7 @@ class Driven:
     def submit(self, *specs: RunSpec) -> None:
         for one in specs:
             self.now += 1.0
-            self.feed(RunSubmitted(one, self.now))
+            self.feed(RunSubmitted(Run(one), self.now))
 
     def begin(self, run_id: str) -> None:
         for state in (RunState.STARTING, RunState.RUNNING):
@@ -142,7 +142,7 @@ class Driven:
         self.now += seconds
         return self.feed(TimePassed(self.now))
 
-    def run(self, run_id: str) -> ScheduledRun:
+    def run(self, run_id: str) -> Run:
         found = self.scheduler.run(run_id)
         assert found is not None
         return found

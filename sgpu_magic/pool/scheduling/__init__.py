@@ -2,8 +2,8 @@
 
 scheduler          typed stimuli in, a list of instructions out
 stimuli            both kinds, as types
-run_table          the scheduler's runs, and the few ways in which one changes
-scheduled_run      what it knows of one run
+run                a run and its meter; the service's is the same object, and has more
+run_table          all of them, and the few ways in which one changes
 placement_request  what a run's request means in this pool
 capacity           what the pool has
 node_layout        what is free on each node, and how ranks are laid over nodes
@@ -11,8 +11,6 @@ placement          which devices a request gets, and what is in the way
 queue_rules        whose turn it is in each line
 fair_share         whose turn it is among users
 session_rules      cells wait for their session and for each other
-cost_rules         cost limits, and the pool's budget
-costs              prices, bills, and what was spent of a budget
-queue_words        where each waiting run stands and what it waits for
-waiting_words      what is in the way of one run, in words
+costs              prices, cost limits, and the pool's budget
+words              where each waiting run stands and what it waits for
 """

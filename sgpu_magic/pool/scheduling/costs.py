@@ -1,4 +1,8 @@
-"""What devices cost, what a run's time comes to, and what a pool's runs may cost together. Pure.
+"""What devices cost, and when runs end because of that: at `--max-cost` and at the pool's budget. Pure.
+
+- A run with `max_cost`, and every run with a price in a pool with a budget, is told at 80 % and stopped at 100 %.
+- A pool whose budget is used up takes no run that has a price; those in its queue end.
+- What runs in a session costs nothing of its own: the session is told and stopped.
 
 `wire.costs` has the rules that views share.
 """
@@ -7,15 +11,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sgpu_magic.config import Settings
-from sgpu_magic.wire.costs import Prices, billed_s, cost_of, device_count, format_money, read_prices
-from sgpu_magic.wire.device_types import CPU
+from sgpu_magic.pool.scheduling.placement_request import Refusal, Want
+from sgpu_magic.pool.scheduling.run import WARN_SHARE, Meter, Run, rough, span
+from sgpu_magic.pool.scheduling.run_table import RunTable
+from sgpu_magic.pool.scheduling.stimuli import Instruction, Remark
+from sgpu_magic.wire.costs import HOUR_S, Prices, device_count, format_money, read_prices
 from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.run import RunSpec
+from sgpu_magic.wire.states import BUDGET, COST_LIMIT, RunState
 
 _NONE = Prices()
 DAY_S = 24 * 3600.0
+# sums of many prices meet their limit but for the last digits
+_EXACT = 1 - 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +54,10 @@ class Tariff:
         """Return the price of all of a lease's devices for an hour, None without one."""
         price = self.of(lease.device_type)
         return None if price is None else price * device_count(lease)
+
+    def metered(self, meter: Meter, lease: Lease) -> Meter:
+        """Return a run's meter as it counts from now on, when the run has got this lease."""
+        return replace(meter, lease=lease, hourly=self.hourly(lease))
 
     def money(self, amount: float) -> str:
         """Return the amount in words."""
@@ -97,64 +112,139 @@ class Budget:
         left = self.spent(now) + more
         for at, cost in self._spent:
             left -= cost
-            if left < self.limit * (1 - 1e-9):
+            if left < self.limit * _EXACT:
                 return at + self.days * DAY_S
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class Bill:
-    """What a run was billed.
+class CostRules:
+    """Decides who is told and who is stopped.
 
     Args:
-        gpu_s: Seconds of devices, of all together; None on CPU slots without a price.
-        cost: Theirs; None without a price.
+        table: The scheduler's runs.
+        tariff: The pool's prices.
+        budget: The pool's, None without one.
     """
 
-    gpu_s: float | None = None
-    cost: float | None = None
+    def __init__(self, table: RunTable, tariff: Tariff, budget: Budget | None) -> None:
+        self._table = table
+        self._tariff = tariff
+        self._budget = budget if tariff else None
+
+    def refusal(self, spec: RunSpec, want: Want) -> Refusal | None:
+        """Why a run can't have the limit that it asks for; None when it can, or asks for none."""
+        if spec.max_cost is None or spec.session or self._tariff.of(want.device_type) is not None:
+            return None
+        return Refusal(
+            "UsageError",
+            f"--max-cost {spec.max_cost:g} can't be kept: this pool has no price for {want.device_type} (it has one "
+            f"for {self._tariff.priced()}). Leave --max-cost out, or set the price in the settings, such as "
+            f'SGPU_PRICES="{want.device_type}=1.20" for one device and hour, and restart the pool.',
+        )
+
+    def adopted(self, run: Run, now: float) -> None:
+        """An earlier service has told a run whose limit is near, and it is not told again."""
+        warning = run.cost_warning
+        if warning is not None and now >= warning:
+            self._table.change(run, cost_told=True)
+
+    def over_budget(self, want: Want, now: float) -> str:
+        """Why a run with a price can't begin now, "" when it can."""
+        budget = self._budget
+        if budget is None or self._tariff.of(want.device_type) is None:
+            return ""
+        live = self._table.live_cost(now)
+        spent = budget.spent(now) + live
+        if spent < budget.limit * _EXACT:
+            return ""
+        frees_at = budget.frees_at(now, live)
+        when = "when what goes on has ended" if frees_at is None else f"in {rough(frees_at - now)}"
+        return (
+            f"{self._named(budget)} is used up: the pool's runs have cost {self._tariff.money(spent)} in that time. "
+            f"There is room again {when}; until then only devices without a price are given. Raise the setting "
+            "budget and restart the pool, or wait."
+        )
+
+    def settle(self, now: float) -> list[Instruction]:
+        """Tell and stop the runs whose limits, or whose pool's, come near or are reached."""
+        if not self._tariff:
+            return []
+        out: list[Instruction] = []
+        for run in self._table.on_meter():
+            out += self._by_max_cost(run, now)
+        return out + self._by_budget(now)
+
+    def next_deadline(self, now: float) -> float | None:
+        """When `settle` has something to do, None when only events can change anything."""
+        if not self._tariff:
+            return None
+        times: list[float] = []
+        on_meter = self._table.on_meter()
+        for run in on_meter:
+            due = run.cost_limit if run.cost_told else run.cost_warning
+            if due is not None:
+                times.append(due)
+        per_s = sum(run.meter.hourly or 0.0 for run in on_meter) / HOUR_S
+        if self._budget is not None and per_s > 0:
+            spent = self._budget.spent(now) + self._table.live_cost(now)
+            share = 1.0 if all(run.budget_told for run in on_meter) else WARN_SHARE
+            times.append(now + max(0.0, share * self._budget.limit - spent) / per_s)
+        return min(times, default=None)
+
+    # ------------------------------------------------------------ within
+
+    def _by_max_cost(self, run: Run, now: float) -> list[Instruction]:
+        limit, max_cost, meter = run.cost_limit, run.spec.max_cost, run.meter
+        if limit is None or max_cost is None or meter.since is None or meter.hourly is None:
+            return []
+        if now >= limit:
+            cost = self._tariff.money(meter.stopped(now).spent)
+            reason = (
+                f"{COST_LIMIT} {self._tariff.money(max_cost)} is reached (--max-cost {max_cost:g}): {_what(run)} "
+                f"at {self._tariff.money(meter.hourly)} an hour cost {cost} in {rough(now - meter.since)}. Raise "
+                "--max-cost, or take fewer devices with --gpus or cheaper ones with --type"
+            )
+            return self._table.stop(run, RunState.TIMED_OUT, reason)
+        warning = run.cost_warning
+        if run.cost_told or warning is None or now < warning:
+            return []
+        self._table.change(run, cost_told=True)
+        text = (
+            f"80 % of its cost limit of {self._tariff.money(max_cost)} is used (--max-cost {max_cost:g}): it is "
+            f"stopped in {rough(limit - now)}"
+        )
+        return [Remark(run.run_id, text)]
+
+    def _by_budget(self, now: float) -> list[Instruction]:
+        budget = self._budget
+        if budget is None:
+            return []
+        # with what the others that were stopped a moment ago have cost
+        runs = self._table.on_meter()
+        spent = budget.spent(now) + self._table.live_cost(now)
+        out: list[Instruction] = []
+        if spent >= budget.limit * _EXACT:
+            for run in runs:
+                own = self._tariff.money(run.meter.running_cost(now))
+                reason = (
+                    f"{self._named(budget)} is used up: its runs have cost {self._tariff.money(spent)}, this one {own} "
+                    "of it. Raise the setting budget and restart the pool, or take devices without a price"
+                )
+                out += self._table.stop(run, RunState.TIMED_OUT, reason)
+        elif spent >= WARN_SHARE * budget.limit * _EXACT:
+            for run in runs:
+                if not run.budget_told:
+                    self._table.change(run, budget_told=True)
+                    text = f"80 % of {self._named(budget)} is used; runs with a price are stopped when all of it is"
+                    out.append(Remark(run.run_id, text))
+        return out
+
+    def _named(self, budget: Budget) -> str:
+        return f"{BUDGET} {self._tariff.money(budget.limit)} in {span(budget.days * 86400)}"
 
 
-NOTHING = Bill()
-
-
-class IdleMeter:
-    """For how long no cell ran in a session; seconds of any one clock.
-
-    Args:
-        since: From when on it counts.
-        seconds: What was counted before.
-    """
-
-    def __init__(self, since: float, seconds: float = 0.0) -> None:
-        self._since = since
-        self._seconds = seconds
-        self._running: set[str] = set()
-
-    def began(self, cell: str, now: float) -> None:
-        """A cell begins."""
-        self._seconds = self.seconds(now)
-        self._running.add(cell)
-
-    def ended(self, cell: str, now: float) -> None:
-        """A cell ends."""
-        if cell in self._running:
-            self._running.discard(cell)
-            self._since = now
-
-    def seconds(self, now: float) -> float:
-        """Return what was counted until now."""
-        return self._seconds if self._running else self._seconds + max(0.0, now - self._since)
-
-
-def bill(lease: Lease, hourly: float | None, seconds: float) -> Bill:
-    """Return what a lease's time comes to.
-
-    Args:
-        lease: The run's.
-        hourly: Price of all its devices for an hour, None without one.
-        seconds: On the meter.
-    """
-    if lease.device_type == CPU and hourly is None:
-        return NOTHING
-    return Bill(float(device_count(lease) * billed_s(seconds)), cost_of(hourly, seconds))
+def _what(run: Run) -> str:
+    lease = run.lease
+    if lease is None:
+        return "it"
+    return f"{lease.ranks} {lease.device_type}" + (" (simulated)" if lease.simulated else "")

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from sgpu_magic.pool.scheduling.capacity import CPU_LINE, Line
 from sgpu_magic.pool.scheduling.placement_request import Refusal, Want, amount
-from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun
+from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.wire.device_types import CPU
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.ids import short
@@ -40,13 +40,13 @@ class FairShare:
         # by user: which run has how many of what
         self._leases: dict[str, dict[str, tuple[str, int]]] = {}
 
-    def took(self, run: ScheduledRun, lease: Lease, now: float) -> None:
+    def took(self, run: Run, lease: Lease, now: float) -> None:
         """The run has a lease."""
         count, user = _count(lease), run.spec.owner.user
         self._use(lease, user).add(count, now, self._rate)
         self._leases.setdefault(user, {})[run.run_id] = (CPU if lease.cpu_slots else lease.device_type, count)
 
-    def gave_back(self, run: ScheduledRun, lease: Lease, now: float) -> None:
+    def gave_back(self, run: Run, lease: Lease, now: float) -> None:
         """The run has that lease no longer."""
         user = run.spec.owner.user
         self._use(lease, user).add(-_count(lease), now, self._rate)
@@ -81,7 +81,7 @@ class FairShare:
                 return Refusal("CapacityError", text)
         return None
 
-    def over_quota(self, run: ScheduledRun, want: Want) -> str:
+    def over_quota(self, run: Run, want: Want) -> str:
         """Why the run must wait for others of its own user, "" when it need not."""
         user = run.spec.owner.user
         for kind in quota_types(want.line.device_type) if self._limits.quotas else ():
@@ -105,11 +105,11 @@ class FairShare:
     def in_order(
         self,
         line: Line,
-        runs: Sequence[tuple[ScheduledRun, Want]],
+        runs: Sequence[tuple[Run, Want]],
         first: Iterable[str],
         now: float,
         most: int | None = None,
-    ) -> list[ScheduledRun]:
+    ) -> list[Run]:
         """Return the runs that wait in a line in the order in which they would begin if it became free.
 
         Args:
@@ -123,8 +123,8 @@ class FairShare:
             return [run for run, _ in runs[:most]]
         by_id = {run.run_id: run for run, _ in runs}
         ordered = [by_id.pop(run_id) for run_id in first if run_id in by_id]
-        groups: dict[str, list[tuple[ScheduledRun, Want]]] = {}
-        last: list[ScheduledRun] = []
+        groups: dict[str, list[tuple[Run, Want]]] = {}
+        last: list[Run] = []
         for run, want in runs:
             if run.run_id not in by_id:
                 continue

@@ -99,10 +99,6 @@ class Shelves:
                 if f"{CPU}@{node}" not in self._refused:
                     shelf.add(node, sign * count)
 
-    def forget(self) -> None:
-        """Count all anew when it is asked for."""
-        self._shelves.clear()
-
     def _of_line(self, line: Line) -> list[Shelf]:
         return [shelf for (other, _, _), shelf in self._shelves.items() if other == line]
 

@@ -53,13 +53,6 @@ class Room:
         for run_id, lease in leases.items():
             self.take(run_id, lease)
 
-    def empty(self) -> None:
-        """Count nothing as held."""
-        for counts in (self._holders, self._slots, self._asked, self._numbers, self._held):
-            counts.clear()
-        self._shelves.forget()
-        self._fit_when_empty.clear()
-
     @property
     def cpu_slots_free(self) -> int:
         return max(0, self.stock.inventory.cpu_slots - sum(sum(parts.values()) for parts in self._slots.values()))
@@ -69,20 +62,21 @@ class Room:
 
     # ------------------------------------------------------------ as leases come and go
 
-    def take(self, run_id: str, lease: Lease, number: int = 0) -> None:
+    def take(self, run_id: str, lease: Lease, number: int = 0, *, shared: bool = False) -> None:
         """Count `lease` as held.
 
         Args:
             run_id: The run's.
             lease: Its lease.
             number: Of the run, in order of submission.
+            shared: Others may hold the same devices.
 
         Raises:
             ValueError: One of its devices is held already. Where an engine gives other devices than were proposed,
                 two leases may name one until it has said so of both.
         """
         taken = [uuid for uuid in lease.uuids if uuid in self._holders]
-        if (taken and not lease.shares) or len(set(lease.uuids)) != len(lease.uuids):
+        if (taken and not lease.shares and not shared) or len(set(lease.uuids)) != len(lease.uuids):
             raise ValueError(f"lease {lease.lease_id} of run {run_id} takes devices twice: {lease.uuids}")
         self._numbers[run_id] = number
         for uuid in lease.uuids:

@@ -6,13 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sgpu_magic.pool.scheduling.capacity import CPU_LINE, Line, Stock, memory_bytes
-from sgpu_magic.pool.scheduling.costs import Tariff
 from sgpu_magic.wire.device_types import ANY, CPU
 from sgpu_magic.wire.devices import Placement
 
 PACK, STRICT_PACK, SPREAD = STRATEGIES = ("pack", "strict_pack", "spread")
 
-_NO_PRICES = Tariff()
 _GB = 1e9
 
 
@@ -71,7 +69,7 @@ def resolve(
     placement: Placement,
     stock: Stock,
     *,
-    tariff: Tariff = _NO_PRICES,
+    price: Callable[[str], float | None] | None = None,
     free: Callable[[Want], int] | None = None,
     before: Line | None = None,
 ) -> Want | Refusal:
@@ -80,7 +78,7 @@ def resolve(
     Args:
         placement: The request.
         stock: What the pool has.
-        tariff: What its devices cost, for a request that leaves the type to the pool.
+        price: Says what a device of a type costs, for a request that leaves the type to the pool; None where none do.
         free: Says how many devices a request could take now; None counts all as free.
         before: The line that it waits in already; None when it is new.
     """
@@ -91,7 +89,7 @@ def resolve(
         return Refusal("UsageError", problem)
     if asked == ANY:
         if placement.min_memory_bytes:
-            return _by_need(placement, stock, tariff, free, before)
+            return _by_need(placement, stock, price, free, before)
         return _resolve_any(placement, stock)
     if asked == CPU:
         return _on_cpu(placement, stock, CPU)
@@ -208,7 +206,11 @@ def _resolve_any(placement: Placement, stock: Stock) -> Want | Refusal:
 
 
 def _by_need(
-    placement: Placement, stock: Stock, tariff: Tariff, free: Callable[[Want], int] | None, before: Line | None
+    placement: Placement,
+    stock: Stock,
+    price: Callable[[str], float | None] | None,
+    free: Callable[[Want], int] | None,
+    before: Line | None,
 ) -> Want | Refusal:
     """The cheapest type with enough memory; of those that cost the same the one with the most free."""
     fitting = [line for line in stock.all_lines() if not _too_much(placement, stock, line)]
@@ -229,7 +231,8 @@ def _by_need(
 
     def rank(line: Line) -> tuple[float, bool, int]:
         want = _on_devices(placement, line)
-        return tariff.of(line.device_type) or 0.0, line.simulated, -(stock.counts[line] if free is None else free(want))
+        cost = (price(line.device_type) if price is not None else None) or 0.0
+        return cost, line.simulated, -(stock.counts[line] if free is None else free(want))
 
     return _on_devices(placement, min(fitting, key=rank))
 

@@ -14,22 +14,20 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from sgpu_magic.pool.scheduling import session_rules
 from sgpu_magic.pool.scheduling.capacity import Line
-from sgpu_magic.pool.scheduling.cost_rules import CostRules
-from sgpu_magic.pool.scheduling.costs import Tariff
+from sgpu_magic.pool.scheduling.costs import CostRules, Tariff
 from sgpu_magic.pool.scheduling.fair_share import FairShare
 from sgpu_magic.pool.scheduling.placement import Room
 from sgpu_magic.pool.scheduling.placement_request import Want
+from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.pool.scheduling.run_table import RunTable
-from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun
 from sgpu_magic.pool.scheduling.stimuli import Instruction, LaunchRun
-from sgpu_magic.pool.scheduling.waiting_words import Keepers, waited_in_vain
-from sgpu_magic.wire.devices import Inventory
+from sgpu_magic.pool.scheduling.words import Keepers, waited_in_vain
+from sgpu_magic.wire.devices import Inventory, Lease
 
-Waiting = list[tuple[ScheduledRun, Want]]
+Waiting = list[tuple[Run, Want]]
 
 
 @dataclass(slots=True)
@@ -83,37 +81,30 @@ class QueueRules:
         self._pass_over_s = pass_over_s
         self._leases_given = 0
         self._room = None if inventory is None else Room(inventory, {}, {})
-        # new processes hold devices of a session that nobody knows: rare, and then all is counted anew each time
-        self._irregular = False
 
     @property
     def room(self) -> Room | None:
         """What is free; None while the pool's devices are not known."""
         for run, had, has in self._table.take_lease_changes():
-            if run.spec.session:
-                continue
             if had is not None:
                 self._fair.gave_back(run, had, self._table.now)
                 if self._room is not None:
                     self._room.release(run.run_id, had)
             if has is not None:
                 self._fair.took(run, has, self._table.now)
-                if self._room is not None and not self._irregular:
-                    self._room.take(run.run_id, has, self._table.number(run.run_id))
-        if self._room is not None and (self._irregular or self._table.has_lost_session()):
-            self._irregular = self._table.has_lost_session()
-            self._room.empty()
-            self._take_all(self._room)
+                if self._room is not None:
+                    self._take(self._room, run, has)
         return self._room
 
     def seen(self, inventory: Inventory) -> bool:
         """The pool was looked at: what the engine refused may be had again. False when nothing is new."""
         room = self.room
-        if room is not None and not room.refused and not self._irregular and inventory == room.stock.inventory:
+        if room is not None and not room.refused and inventory == room.stock.inventory:
             return False
-        self._irregular = self._table.has_lost_session()
         self._room = Room(inventory, {}, {})
-        self._take_all(self._room)
+        for run in self._table.runs.values():
+            if run.held_lease is not None:
+                self._take(self._room, run, run.held_lease)
         return True
 
     def refused(self, keys: Iterable[str], why: str) -> None:
@@ -156,7 +147,7 @@ class QueueRules:
         of_lines: dict[Line, tuple[str, ...]] = {}
         nodes: dict[str, str] = {}
         for line, waiting in lines.items():
-            heads: dict[str, ScheduledRun] = {}
+            heads: dict[str, Run] = {}
             for run, want in waiting:
                 user = run.spec.owner.user
                 if (line, user) not in of_users and self._aged(run.passed_at) and room.fits_when_empty(want):
@@ -173,9 +164,8 @@ class QueueRules:
 
     # ------------------------------------------------------------ within
 
-    def _take_all(self, room: Room) -> None:
-        for run_id, lease in session_rules.held_leases(self._table.runs.values()).items():
-            room.take(run_id, lease, self._table.number(run_id))
+    def _take(self, room: Room, run: Run, lease: Lease) -> None:
+        room.take(run.run_id, lease, self._table.number(run.run_id), shared=run.orphaned)
 
     def _place(self, now: float) -> list[Instruction]:
         room = self.room
@@ -211,7 +201,7 @@ class QueueRules:
 
     def _keepers_first(self, line: _Round, room: Room, now: float, out: dict[int, list[Instruction]]) -> bool:
         """Serve the first runs of users that were passed for long. False when all that becomes free is theirs."""
-        heads: list[ScheduledRun] = []
+        heads: list[Run] = []
         for runs in line.waiting.values():
             head = next((run for run, want in reversed(runs) if not self._fair.over_quota(run, want)), None)
             if head is not None and head.overtaken_at is not None:
@@ -230,7 +220,7 @@ class QueueRules:
             line.kept.add(node)
         return True
 
-    def _long_overtaken(self, heads: Iterable[ScheduledRun], room: Room) -> Waiting:
+    def _long_overtaken(self, heads: Iterable[Run], room: Room) -> Waiting:
         aged = [run for run in heads if self._aged(run.overtaken_at)]
         aged.sort(key=lambda run: (run.overtaken_at or 0.0, self._table.number(run.run_id)))
         return [(run, run.want) for run in aged if run.want is not None and room.fits_when_empty(run.want)]
@@ -254,7 +244,7 @@ class QueueRules:
         return False
 
     def _give(
-        self, line: _Round, run: ScheduledRun, want: Want, room: Room, now: float, out: dict[int, list[Instruction]]
+        self, line: _Round, run: Run, want: Want, room: Room, now: float, out: dict[int, list[Instruction]]
     ) -> bool:
         if want in line.unfit:
             return False
@@ -268,15 +258,14 @@ class QueueRules:
         self._leases_given += 1
         number, user = self._table.number(run.run_id), run.spec.owner.user
         told = run.told if asked else None
-        hourly = self._tariff.hourly(lease)
-        self._table.put(replace(run, lease=lease, told=told, accepted=True, hourly=hourly, asked=asked))
+        meter = self._tariff.metered(run.meter, lease)
+        self._table.change(run, lease=lease, told=told, accepted=True, meter=meter, asked=asked)
         _ = self.room
         out[number] = [LaunchRun(run.run_id, lease)]
         line.given[user] = max(line.given.get(user, 0), number)
         for passed, _ in line.skipped.get(user, ()):
-            passed = self._table.runs[passed.run_id]
             if passed.passed_at is None and self._table.number(passed.run_id) < number:
-                self._table.put(replace(passed, passed_at=now))
+                self._table.change(passed, passed_at=now)
         return True
 
     def _note_overtaken(self, line: _Round, now: float) -> None:
@@ -287,11 +276,9 @@ class QueueRules:
             newest = max((number for other, number in line.given.items() if other != user), default=0)
             left = [*line.skipped.get(user, ()), *reversed(line.waiting[user])]
             left.sort(key=lambda item: self._table.number(item[0].run_id))
-            head = next(
-                (self._table.runs[run.run_id] for run, want in left if not self._fair.over_quota(run, want)), None
-            )
+            head = next((run for run, want in left if not self._fair.over_quota(run, want)), None)
             if head is not None and head.overtaken_at is None and self._table.number(head.run_id) < newest:
-                self._table.put(replace(head, overtaken_at=now))
+                self._table.change(head, overtaken_at=now)
 
     def _give_up(self, now: float) -> list[Instruction]:
         """End, or not even accept, the runs whose time in the queue is over."""
@@ -306,7 +293,7 @@ class QueueRules:
                 out += self._table.give_up(run, waited_in_vain(run, run.want, room, keepers))
         return out
 
-    def _is_over(self, run: ScheduledRun, now: float) -> bool:
+    def _is_over(self, run: Run, now: float) -> bool:
         deadline = self._table.queue_deadline(run)
         return deadline is not None and now >= deadline
 

@@ -1,44 +1,73 @@
 """The scheduler's runs, and the few ways in which one changes or goes. Pure.
 
-What is asked of them after each stimulus is kept as an index by `put` and `drop`, the only two that change the table:
-it may have a thousand runs.
+What is asked of them after each stimulus is kept as an index by `add`, `change` and `drop`, the only ones that change a
+run or the table: it may have a thousand runs.
 """
 
 from __future__ import annotations
 
 import bisect
 import heapq
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 from sgpu_magic.pool.scheduling import session_rules
 from sgpu_magic.pool.scheduling.capacity import Line
-from sgpu_magic.pool.scheduling.costs import Budget
-from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun
+from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.pool.scheduling.stimuli import EndRun, Instruction, MoveRun, RefuseRun, StopRun
-from sgpu_magic.wire.costs import cost_of
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.states import FailureKind, RunState, can_move
 
 # a run that is over holds its devices until its ranks have left; one that was not to wait waits for that
 _LEAVING_S = 1.0
 
-LeaseChange = tuple[ScheduledRun, Lease | None, Lease | None]
+LeaseChange = tuple[Run, Lease | None, Lease | None]
+
+
+class _Indexed(NamedTuple):
+    """What decides where a run is in the indexes.
+
+    Args:
+        held: The devices that nobody else may have.
+        waits: It has no lease.
+        time_limit: When its time is over.
+        kinds: Whether it is in each of `RunTable._kinds`.
+    """
+
+    held: Lease | None = None
+    waits: bool = False
+    time_limit: float | None = None
+    kinds: tuple[bool, ...] = (False,) * 4
+
+
+_NOWHERE = _Indexed()
+
+
+def _indexed(run: Run) -> _Indexed:
+    kinds = (
+        session_rules.is_session(run),
+        run.state.is_final,
+        run.meter.since is not None and bool(run.meter.hourly),
+        run.asked,
+    )
+    return _Indexed(run.held_lease, run.lease is None, run.time_limit, kinds)
 
 
 class RunTable:
-    """Every run that waits or holds a lease, in order of submission, which a replaced value keeps.
+    """Every run that waits or holds a lease, in order of submission.
 
     Args:
-        budget: Gets what each run that ends has cost; None without one.
+        spent: Called with the time and with what a run has cost up to then, when its meter stops.
 
     Attributes:
-        runs: By their ids. Changed by `put` and `drop` alone.
+        runs: By their ids. Changed by `add` and `drop` alone.
         now: The time of the stimulus that is being handled.
     """
 
-    def __init__(self, budget: Budget | None = None) -> None:
-        self._budget = budget
-        self.runs: dict[str, ScheduledRun] = {}
+    def __init__(self, spent: Callable[[float, float], None]) -> None:
+        self._spent = spent
+        self.runs: dict[str, Run] = {}
         self.now = float("-inf")
         self._numbers: dict[str, int] = {}
         self._ids: dict[int, str] = {}
@@ -50,41 +79,38 @@ class RunTable:
         self._sessions: set[str] = set()
         self._final: set[str] = set()
         self._costly: set[str] = set()
-        self._fresh: set[str] = set()
         self._asked: set[str] = set()
+        self._kinds = (self._sessions, self._final, self._costly, self._asked)
         self._limits: list[tuple[float, int]] = []
         self._lease_changes: list[LeaseChange] = []
 
     # ------------------------------------------------------------ what there is
 
-    def get(self, run_id: str) -> ScheduledRun | None:
-        return self.runs.get(run_id)
-
     def number(self, run_id: str) -> int:
         """The run's place in the order of submission."""
         return self._numbers[run_id]
 
-    def waiting(self) -> list[ScheduledRun]:
+    def waiting(self) -> list[Run]:
         """Runs that wait for devices."""
         return [self.runs[self._ids[number]] for number in self._waiting]
 
-    def waiting_cells(self) -> list[ScheduledRun]:
+    def waiting_cells(self) -> list[Run]:
         """Cells that wait for their sessions."""
         return [self.runs[self._ids[number]] for number in self._waiting_cells]
 
-    def asked(self) -> dict[Line, list[ScheduledRun]]:
+    def asked(self) -> dict[Line, list[Run]]:
         """By line, runs for which an engine asked the cluster for nodes that have not come."""
-        found: dict[Line, list[ScheduledRun]] = {}
+        found: dict[Line, list[Run]] = {}
         for run in self._in_order(self._asked):
             if run.want is not None:
                 found.setdefault(run.want.line, []).append(run)
         return found
 
-    def who_waits(self) -> list[ScheduledRun]:
+    def who_waits(self) -> list[Run]:
         """Whoever waits for anything."""
         return [*self.waiting(), *self.waiting_cells(), *self._in_order(self._asked)]
 
-    def asked_too_long(self) -> list[ScheduledRun]:
+    def asked_too_long(self) -> list[Run]:
         """Runs for which nothing came in the time that they wait."""
         runs = [run for run in self._in_order(self._asked) if run.stopping_as is None]
         return [run for run in runs if run.queue_deadline is not None and self.now >= run.queue_deadline]
@@ -93,24 +119,20 @@ class RunTable:
         """How many runs wait for anything."""
         return len(self._waiting) + len(self._waiting_cells) + len(self._asked)
 
-    def cells_of(self, session: str) -> list[ScheduledRun]:
+    def cells_of(self, session: str) -> list[Run]:
         """Every run in the session, in order of submission."""
         return [self.runs[run_id] for run_id in self._cells.get(session, ())]
 
-    def sessions(self) -> list[ScheduledRun]:
+    def sessions(self) -> list[Run]:
         return self._in_order(self._sessions)
 
-    def on_meter(self) -> list[ScheduledRun]:
+    def on_meter(self) -> list[Run]:
         """Runs that cost something every second."""
         return [run for run in self._in_order(self._costly) if run.is_on_meter]
 
     def live_cost(self, now: float) -> float:
         """What runs that have not ended have cost so far; those that are being stopped among them."""
-        return sum(run.cost(now) or 0.0 for run in self._in_order(self._costly) if not run.state.is_final)
-
-    def has_lost_session(self) -> bool:
-        """Whether new processes hold devices of a session that no service knows any more."""
-        return any(self._holder_of(self.runs[run_id].spec.session) is None for run_id in self._fresh)
+        return sum(run.meter.running_cost(now) for run in self._in_order(self._costly))
 
     def take_lease_changes(self) -> list[LeaseChange]:
         """Return which run had which lease and has which, since this was asked last."""
@@ -119,7 +141,7 @@ class RunTable:
 
     # ------------------------------------------------------------ times
 
-    def over_time(self) -> list[ScheduledRun]:
+    def over_time(self) -> list[Run]:
         """Runs whose time limit is over, in order of submission. Each is returned once."""
         due: list[int] = []
         while self._limits and self._limits[0][0] <= self.now:
@@ -137,116 +159,132 @@ class RunTable:
             heapq.heappop(self._limits)
         return None
 
-    def queue_deadline(self, run: ScheduledRun) -> float | None:
+    def queue_deadline(self, run: Run) -> float | None:
         """When a run that waits has waited long enough; None for one that does not wait, or waits for ever."""
         deadline = run.queue_deadline
         if deadline is not None and self._final:
-            return max(deadline, run.submitted_at + _LEAVING_S)
+            return max(deadline, run.queued_at + _LEAVING_S)
         return deadline
 
     # ------------------------------------------------------------ changes
 
-    def put(self, run: ScheduledRun) -> None:
-        """Add a run, or replace what is known of it."""
-        old = self.runs.get(run.run_id)
-        if old is None:
-            self._next += 1
-            self._numbers[run.run_id] = self._next
-            self._ids[self._next] = run.run_id
+    def add(self, run: Run) -> None:
+        """A run came."""
+        self._next += 1
+        self._numbers[run.run_id] = self._next
+        self._ids[self._next] = run.run_id
         self.runs[run.run_id] = run
-        self._index(run.run_id, old, run)
+        if run.spec.session:
+            self._cells.setdefault(run.spec.session, {})[run.run_id] = None
+        self._index(run, _NOWHERE, _indexed(run))
+
+    def change(self, run: Run, **changes: Any) -> None:
+        """Set what is known of a run anew. Nobody else sets any of it."""
+        before = _indexed(run)
+        for name, value in changes.items():
+            setattr(run, name, value)
+        if run.run_id in self.runs:
+            self._index(run, before, _indexed(run))
 
     def drop(self, run_id: str) -> None:
         """Forget a run; nothing happens when it is not there."""
-        old = self.runs.pop(run_id, None)
-        if old is not None:
-            self._index(run_id, old, None)
-            del self._ids[self._numbers.pop(run_id)]
+        run = self.runs.pop(run_id, None)
+        if run is None:
+            return
+        self._index(run, _indexed(run), _NOWHERE)
+        del self._ids[self._numbers.pop(run_id)]
+        cells = self._cells.get(run.spec.session, {})
+        cells.pop(run_id, None)
+        if not cells:
+            self._cells.pop(run.spec.session, None)
 
-    def move(self, run_id: str, state: RunState, reason: str = "") -> list[Instruction]:
+    def move(self, run: Run, state: RunState, reason: str = "") -> list[Instruction]:
         """The one place where a state changes. A move that the table lacks is a report that came too late."""
-        run = self.runs[run_id]
         out: list[Instruction] = []
         if not can_move(run.state, state):
             # a report may skip the start: ranks that run, or are done, have started
-            not_begun = run.metered_at is None and can_move(run.state, RunState.STARTING)
+            not_begun = run.meter.since is None and can_move(run.state, RunState.STARTING)
             if not (not_begun and can_move(RunState.STARTING, state)):
                 return out
-            out += self.move(run_id, RunState.STARTING)
-            run = self.runs[run_id]
-        begins = state is RunState.STARTING and run.metered_at is None and not run.freed
-        metered_at = self.now if begins else run.metered_at
-        self.put(replace(run, state=state, metered_at=metered_at))
-        if state.is_final and self._budget is not None and metered_at is not None:
-            cost = cost_of(run.hourly, self.now - metered_at)
-            self._budget.add(self.now, cost or 0.0)
-        return [*out, MoveRun(run_id, state, reason)]
+            out += self.move(run, RunState.STARTING)
+        begins = state is RunState.STARTING and run.meter.since is None and not run.freed
+        self.change(run, state=state, meter=replace(run.meter, since=self.now) if begins else run.meter)
+        if state.is_final:
+            self.stop_meter(run)
+        return [*out, MoveRun(run.run_id, state, reason)]
 
-    def requeue(self, run: ScheduledRun, reason: str) -> list[Instruction]:
+    def requeue(self, run: Run, reason: str) -> list[Instruction]:
         """A run whose devices are gone waits again, in its old place; its own limits go on from where they are."""
         if not can_move(run.state, RunState.QUEUED):
             return []
-        run = replace(self._off_meter(run), state=RunState.QUEUED, submitted_at=self.now)
-        self.put(replace(run, lease=None, begun=False, asked=False, hourly=None))
+        self.stop_meter(run)
+        self.change(run, state=RunState.QUEUED, queued_at=self.now, lease=None, begun=False, asked=False)
         return [MoveRun(run.run_id, RunState.QUEUED, reason)]
 
-    def free(self, run: ScheduledRun) -> list[Instruction]:
+    def free(self, run: Run) -> list[Instruction]:
         """The next run may have its devices, and it costs nothing any more."""
         if run.lease is not None and not run.freed:
-            self.put(replace(self._off_meter(run), freed=True))
+            self.stop_meter(run)
+            self.change(run, freed=True)
         return []
 
-    def stop(self, run: ScheduledRun, state: RunState, reason: str) -> list[Instruction]:
+    def stop_meter(self, run: Run) -> None:
+        """It costs nothing any more. What it has cost so far counts for its own limit and the pool's budget."""
+        cost = run.meter.billed_cost(self.now)
+        if cost:
+            self._spent(self.now, cost)
+        self.change(run, meter=run.meter.stopped(self.now))
+
+    def stop(self, run: Run, state: RunState, reason: str) -> list[Instruction]:
         """End a run that waits; tell the ranks of one that has them, once."""
         if run.lease is None:
             return self.end(run, state, reason)
         if not can_move(run.state, RunState.CANCELLING):
             return []
-        self.put(replace(run, stopping_as=state, reason=reason))
-        return [*self.move(run.run_id, RunState.CANCELLING, reason), StopRun(run.run_id, state, reason)]
+        self.change(run, stopping_as=state, reason=reason)
+        return [*self.move(run, RunState.CANCELLING, reason), StopRun(run.run_id, state, reason)]
 
     def end(
-        self, run: ScheduledRun, state: RunState, reason: str, kind: FailureKind = FailureKind.CAPACITY
+        self, run: Run, state: RunState, reason: str, kind: FailureKind = FailureKind.CAPACITY
     ) -> list[Instruction]:
         """A run without ranks is over."""
-        moves = self.move(run.run_id, state, reason)
-        run = replace(self.runs[run.run_id], reason=reason)
+        moves = self.move(run, state, reason)
+        self.change(run, reason=reason)
         return [*moves, EndRun(run.run_id, state, reason, kind), *self.remove(run)]
 
     def give_up(
-        self, run: ScheduledRun, message: str, error: str = "CapacityError", kind: FailureKind = FailureKind.CAPACITY
+        self, run: Run, message: str, error: str = "CapacityError", kind: FailureKind = FailureKind.CAPACITY
     ) -> list[Instruction]:
         """A run will not get what it waits for: it fails, or is not even accepted."""
         if run.accepted:
             return self.end(run, RunState.FAILED, message, kind)
         return self.refuse(run, error, message)
 
-    def refuse(self, run: ScheduledRun, error: str, message: str) -> list[Instruction]:
-        return [RefuseRun(run.run_id, error, message), *self.remove(replace(run, reason=message))]
+    def refuse(self, run: Run, error: str, message: str) -> list[Instruction]:
+        self.change(run, reason=message)
+        return [RefuseRun(run.run_id, error, message), *self.remove(run)]
 
-    def over(self, run: ScheduledRun, state: RunState) -> list[Instruction]:
+    def over(self, run: Run, state: RunState) -> list[Instruction]:
         """The run's own ranks are gone."""
-        moves = self.move(run.run_id, state)
-        run = self.runs[run.run_id]
+        moves = self.move(run, state)
         if session_rules.on_its_devices(self.cells_of(run.run_id)):
-            self.put(replace(run, gone=True))
+            self.change(run, gone=True)
             return moves
         moves += self.remove(run)
         session = self.runs.get(run.spec.session)
-        if session is not None:
-            still = session_rules.after_cell(self, session, self.now)
-            if still is None:
-                self.drop(session.run_id)
-            else:
-                self.put(still)
+        if session is not None and session.gone and not session_rules.on_its_devices(self.cells_of(session.run_id)):
+            # that was the last thing that held its lease
+            self.drop(session.run_id)
+        elif session is not None and session.quiet_since is not None:
+            self.change(session, quiet_since=self.now)
         return moves
 
-    def remove(self, run: ScheduledRun) -> list[Instruction]:
+    def remove(self, run: Run) -> list[Instruction]:
         """Forget the run; cells that wait for it, if it is a session, have nothing to wait for any more."""
         self.drop(run.run_id)
         return self.end_cells(run) if session_rules.is_session(run) else []
 
-    def end_cells(self, session: ScheduledRun) -> list[Instruction]:
+    def end_cells(self, session: Run) -> list[Instruction]:
         """The session ends: those of its cells that wait end here, those with processes of their own are stopped."""
         out: list[Instruction] = []
         for cell in self.cells_of(session.run_id):
@@ -263,59 +301,23 @@ class RunTable:
 
     # ------------------------------------------------------------ within
 
-    def _off_meter(self, run: ScheduledRun) -> ScheduledRun:
-        """The run with its meter stopped; what it has cost so far counts for its own limit and the pool's budget."""
-        if run.metered_at is None:
-            return run
-        metered_s = self.now - run.metered_at
-        cost = cost_of(run.hourly, metered_s) or 0.0
-        if self._budget is not None and cost:
-            self._budget.add(self.now, cost)
-        return replace(run, metered_at=None, spent=run.spent + cost, ran_s=run.ran_s + metered_s)
-
-    def _in_order(self, run_ids: set[str]) -> list[ScheduledRun]:
+    def _in_order(self, run_ids: set[str]) -> list[Run]:
         return [self.runs[run_id] for run_id in sorted(run_ids, key=self._numbers.__getitem__)]
 
-    def _holder_of(self, session: str) -> Lease | None:
-        run = self.runs.get(session)
-        return None if run is None else run.lease
-
-    def _index(self, run_id: str, old: ScheduledRun | None, new: ScheduledRun | None) -> None:
-        run = new or old
-        if run is None:
-            return
-        had, has = old.lease if old is not None else None, new.lease if new is not None else None
-        held, holds = old.held_lease if old is not None else None, new.held_lease if new is not None else None
-        if held is not holds:
-            self._lease_changes.append((run, held, holds))
-        in_session = bool(run.spec.session)
-        waited, waits = old is not None and had is None, new is not None and has is None
-        if waited != waits:
-            numbers, number = self._waiting_cells if in_session else self._waiting, self._numbers[run_id]
-            if waits:
+    def _index(self, run: Run, old: _Indexed, new: _Indexed) -> None:
+        number = self._numbers[run.run_id]
+        if old.held is not new.held:
+            self._lease_changes.append((run, old.held, new.held))
+        if old.waits != new.waits:
+            numbers = self._waiting_cells if run.spec.session else self._waiting
+            if new.waits:
                 bisect.insort(numbers, number)
             else:
                 del numbers[bisect.bisect_left(numbers, number)]
-        if in_session and (old is None or new is None):
-            cells = self._cells.setdefault(run.spec.session, {})
-            if new is not None:
-                cells[run_id] = None
-            else:
-                del cells[run_id]
-                if not cells:
-                    del self._cells[run.spec.session]
-        limit = None if new is None else new.time_limit
-        if limit is not None and (old is None or old.time_limit != limit):
-            heapq.heappush(self._limits, (limit, self._numbers[run_id]))
-        _mark(self._sessions, run_id, new is not None and session_rules.is_session(run))
-        _mark(self._asked, run_id, new is not None and new.asked)
-        _mark(self._final, run_id, new is not None and new.state.is_final)
-        _mark(self._costly, run_id, new is not None and new.metered_at is not None and bool(new.hourly))
-        _mark(self._fresh, run_id, new is not None and in_session and new.spec.fresh and has is not None)
-
-
-def _mark(members: set[str], run_id: str, is_one: bool) -> None:
-    if is_one:
-        members.add(run_id)
-    else:
-        members.discard(run_id)
+        if new.time_limit is not None and new.time_limit != old.time_limit:
+            heapq.heappush(self._limits, (new.time_limit, number))
+        for members, was_one, is_one in zip(self._kinds, old.kinds, new.kinds, strict=True):
+            if is_one and not was_one:
+                members.add(run.run_id)
+            elif was_one and not is_one:
+                members.discard(run.run_id)

@@ -4,32 +4,29 @@ Pure: no clock (every stimulus carries `now`, seconds of any one clock), no sock
 feeds it what happened and does what it says. In the style of distributed's `worker_state_machine`.
 
     - What a request means here: `placement_request`. Who gets devices first: `queue_rules` and `fair_share`. What
-      the others are told: `queue_words`.
+      the others are told: `words`.
     - `LaunchRun` gives the lease, `RunOver` frees it, or `LeaseFreed` where the run's last word comes later. The run
       stays queued until the agent's first `RunMoved`; until then the engine may hand the lease back with
       `LeaseRefused`.
     - A state changes only with a `MoveRun`, and only along `wire.states.TRANSITIONS`.
     - Cells of a session wait for it and for each other: `session_rules`.
-    - Runs end at their cost limit, and at the pool's budget: `cost_rules`.
+    - Runs end at their cost limit, and at the pool's budget: `costs`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 
 import msgspec
 
 from sgpu_magic.pool.scheduling import session_rules
 from sgpu_magic.pool.scheduling.capacity import refused_keys
-from sgpu_magic.pool.scheduling.cost_rules import CostRules
-from sgpu_magic.pool.scheduling.costs import Budget, Tariff
+from sgpu_magic.pool.scheduling.costs import Budget, CostRules, Tariff
 from sgpu_magic.pool.scheduling.fair_share import NO_LIMITS, FairShare
 from sgpu_magic.pool.scheduling.placement_request import STRICT_PACK, Refusal, Want, resolve
 from sgpu_magic.pool.scheduling.queue_rules import QueueRules
-from sgpu_magic.pool.scheduling.queue_words import QueueWords, Told
+from sgpu_magic.pool.scheduling.run import Meter, Run, span
 from sgpu_magic.pool.scheduling.run_table import RunTable
-from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun, span
 from sgpu_magic.pool.scheduling.stimuli import (
     CancelRequested,
     Instruction,
@@ -47,12 +44,12 @@ from sgpu_magic.pool.scheduling.stimuli import (
     SessionPaused,
     Stimulus,
 )
+from sgpu_magic.pool.scheduling.words import QueueWords, Told
 from sgpu_magic.wire.devices import Inventory, Lease, Placement
-from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunState
 from sgpu_magic.wire.user_limits import UserLimits
 
-NO_PRICES = Tariff()
+_NO_PRICES = Tariff()
 
 
 class Scheduler:
@@ -72,13 +69,13 @@ class Scheduler:
         inventory: Inventory | None = None,
         *,
         pass_over_s: float = 600.0,
-        tariff: Tariff = NO_PRICES,
+        tariff: Tariff = _NO_PRICES,
         budget: Budget | None = None,
         limits: UserLimits = NO_LIMITS,
         fair_half_life_s: float = 3600.0,
     ) -> None:
         self._tariff = tariff
-        self._table = RunTable(budget)
+        self._table = RunTable(budget.add if budget is not None else lambda now, cost: None)
         self._costs = CostRules(self._table, tariff, budget)
         self._fair = FairShare(limits, fair_half_life_s)
         self._queue = QueueRules(self._table, self._costs, tariff, self._fair, inventory, pass_over_s)
@@ -88,7 +85,7 @@ class Scheduler:
         self._runs = self._table.runs
 
     @property
-    def runs(self) -> tuple[ScheduledRun, ...]:
+    def runs(self) -> tuple[Run, ...]:
         """Every run that waits or holds a lease, in order of submission."""
         return tuple(self._runs.values())
 
@@ -113,7 +110,7 @@ class Scheduler:
         """Forget a run that the pool could not take."""
         self._table.drop(run_id)
 
-    def run(self, run_id: str) -> ScheduledRun | None:
+    def run(self, run_id: str) -> Run | None:
         return self._runs.get(run_id)
 
     def holder(self, uuid: str) -> str | None:
@@ -150,8 +147,8 @@ class Scheduler:
         """
         now = self._table.now = max(self._table.now, stimulus.now)
         match stimulus:
-            case RunSubmitted(spec=spec):
-                out = self._submit(spec, now)
+            case RunSubmitted(run=run):
+                out = self._submit(run, now)
             case RunAdopted():
                 out = self._adopt(stimulus)
             case InventoryChanged(inventory=inventory):
@@ -178,37 +175,39 @@ class Scheduler:
 
     # ------------------------------------------------------------ one method per stimulus
 
-    def _submit(self, spec: RunSpec, now: float) -> list[Instruction]:
+    def _submit(self, run: Run, now: float) -> list[Instruction]:
+        spec = run.spec
         if spec.run_id in self._runs:
             message = f"run {spec.run_id} was submitted before; each needs an id of its own."
             return [RefuseRun(spec.run_id, "UsageError", message)]
-        run = ScheduledRun(spec, submitted_at=now)
         if spec.session:
             refusal = session_rules.refusal(spec, self._runs.get(spec.session))
             if refusal is not None:
                 return [RefuseRun(spec.run_id, refusal.error, refusal.message)]
-            self._table.put(run)
-            return []
-        if self._queue.room is None:
-            self._table.put(run)
-            return []
-        return self._judge(run)
+        self._table.change(run, queued_at=now)
+        self._table.add(run)
+        return [] if spec.session or self._queue.room is None else self._judge(run)
 
     def _adopt(self, adopted: RunAdopted) -> list[Instruction]:
-        if adopted.spec.run_id not in self._runs:
-            run = ScheduledRun(
-                adopted.spec,
-                submitted_at=adopted.metered_at,
-                state=adopted.state,
+        run = adopted.run
+        if run.run_id not in self._runs:
+            hourly = self._tariff.hourly(adopted.lease) if adopted.hourly is None else adopted.hourly
+            metered_at = None if run.state is RunState.PREPARING else adopted.metered_at
+            self._table.change(
+                run,
+                queued_at=adopted.metered_at,
                 accepted=True,
                 lease=adopted.lease,
                 freed=adopted.freed,
+                orphaned=run.spec.fresh and run.spec.session not in self._runs,
                 begun=True,
-                metered_at=None if adopted.freed or adopted.state is RunState.PREPARING else adopted.metered_at,
-                quiet_since=adopted.now if adopted.state is RunState.RUNNING else None,
-                hourly=None if adopted.spec.session else self._tariff.hourly(adopted.lease),
+                meter=Meter(adopted.lease, None if run.spec.session else hourly, metered_at),
+                quiet_since=adopted.now if run.state is RunState.RUNNING else None,
             )
-            self._table.put(self._costs.adopted(run, adopted.now))
+            self._table.add(run)
+            self._costs.adopted(run, adopted.now)
+            if adopted.freed:
+                self._table.stop_meter(run)
         return []
 
     def _look_again(self, inventory: Inventory) -> list[Instruction]:
@@ -217,7 +216,7 @@ class Scheduler:
         self._meant.clear()
         return [instruction for run in self._table.waiting() for instruction in self._judge(run)]
 
-    def _judge(self, run: ScheduledRun) -> list[Instruction]:
+    def _judge(self, run: Run) -> list[Instruction]:
         """Give a waiting run its place in a line, a new one when the devices changed under it."""
         want = self._resolve(run)
         if isinstance(want, Refusal):
@@ -231,11 +230,11 @@ class Scheduler:
         elif run.want == want:
             return []
         if run.want is not None and run.want.line != want.line:
-            run = replace(run, passed_at=None, overtaken_at=None)
-        self._table.put(replace(run, want=want))
+            self._table.change(run, passed_at=None, overtaken_at=None)
+        self._table.change(run, want=want)
         return []
 
-    def _resolve(self, run: ScheduledRun) -> Want | Refusal:
+    def _resolve(self, run: Run) -> Want | Refusal:
         room, placement = self._queue.room, run.spec.placement
         if room is None:
             raise RuntimeError("no request means anything before the pool's devices are known")
@@ -250,8 +249,8 @@ class Scheduler:
         # where the pool chooses by memory, what is free counts, and where it waits already
         by_need = bool(placement.min_memory_bytes)
         before = None if run.want is None else run.want.line
-        free, tariff = (room.free, self._tariff) if by_need else (None, NO_PRICES)
-        meant = resolve(placement, room.stock, tariff=tariff, free=free, before=before)
+        free, price = (room.free, self._tariff.of) if by_need else (None, None)
+        meant = resolve(placement, room.stock, price=price, free=free, before=before)
         if is_session and isinstance(meant, Refusal):
             anywhere = resolve(run.spec.placement, room.stock)
             meant = meant if isinstance(anywhere, Refusal) else session_rules.too_large(anywhere, room.stock)
@@ -259,50 +258,49 @@ class Scheduler:
             self._meant[key] = meant
         return meant
 
-    def _moved(self, run: ScheduledRun, moved: RunMoved, now: float) -> list[Instruction]:
+    def _moved(self, run: Run, moved: RunMoved, now: float) -> list[Instruction]:
         if run.lease is None or moved.state is RunState.QUEUED:
             return []
         quiet_since = now if moved.state is RunState.RUNNING else run.quiet_since
         reason = run.reason or moved.reason
         if run.asked:
-            run = replace(run, asked=False, told=None)
-        self._table.put(replace(run, begun=True, quiet_since=quiet_since, reason=reason, unstopped=moved.unstopped))
-        return self._table.move(run.run_id, moved.state)
+            self._table.change(run, asked=False, told=None)
+        self._table.change(run, begun=True, quiet_since=quiet_since, reason=reason, unstopped=moved.unstopped)
+        return self._table.move(run, moved.state)
 
-    def _pause(self, session: ScheduledRun, reason: str, now: float) -> list[Instruction]:
+    def _pause(self, session: Run, reason: str, now: float) -> list[Instruction]:
         quiet_since = None if session.quiet_since is None else now
-        self._table.put(replace(session, paused=reason, quiet_since=quiet_since))
+        self._table.change(session, paused=reason, quiet_since=quiet_since)
         return []
 
-    def _over(self, run: ScheduledRun, state: RunState) -> list[Instruction]:
+    def _over(self, run: Run, state: RunState) -> list[Instruction]:
         if not state.is_final:
             raise ValueError(f"run {run.run_id} can't be over as {state!r}: a final state is needed")
         return self._table.over(run, state)
 
-    def _lease_refused(self, run: ScheduledRun, uuids: Collection[str], why: str) -> list[Instruction]:
+    def _lease_refused(self, run: Run, uuids: Collection[str], why: str) -> list[Instruction]:
         if run.lease is None or run.begun:
             return []
         room = self._queue.room
         self._queue.refused(refused_keys(run.lease, uuids, None if room is None else room.stock), why)
-        run = replace(run, lease=None, hourly=None, asked=False)
-        self._table.put(run)
+        self._table.change(run, lease=None, asked=False)
         return [] if run.stopping_as is None else self._table.end(run, run.stopping_as, "")
 
-    def _lease_granted(self, run: ScheduledRun, lease: Lease) -> list[Instruction]:
+    def _lease_granted(self, run: Run, lease: Lease) -> list[Instruction]:
         if run.lease is None or run.spec.session:
             return []
-        self._table.put(replace(run, lease=lease, asked=False, told=None, hourly=self._tariff.hourly(lease)))
+        self._table.change(run, lease=lease, asked=False, told=None, meter=self._tariff.metered(run.meter, lease))
         return []
 
-    def _requeued(self, run: ScheduledRun, why: str) -> list[Instruction]:
+    def _requeued(self, run: Run, why: str) -> list[Instruction]:
         if run.lease is None or run.spec.session:
             return []
         if run.state.is_final:
             return self._table.over(run, run.state)
         if run.stopping_as is not None:
             # nobody wants it again, and no rank is left that could say so
-            self._table.put(replace(run, lease=None))
-            return self._table.end(self._runs[run.run_id], run.stopping_as, run.reason)
+            self._table.change(run, lease=None)
+            return self._table.end(run, run.stopping_as, run.reason)
         return self._table.requeue(run, why)
 
     # ------------------------------------------------------------ what follows from every stimulus
@@ -342,7 +340,7 @@ class Scheduler:
             deadline = self._table.queue_deadline(cell)
             if not why and session.lease is not None:
                 lease = session_rules.share(session.lease, cell.spec)
-                self._table.put(replace(cell, lease=lease, told=None, accepted=True))
+                self._table.change(cell, lease=lease, told=None, accepted=True)
                 out.append(LaunchRun(cell.run_id, lease))
             elif deadline is not None and now >= deadline:
                 out += self._table.give_up(cell, session_rules.waited_in_vain(cell, why))

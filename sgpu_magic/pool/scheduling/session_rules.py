@@ -8,44 +8,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from sgpu_magic.pool.scheduling.capacity import Stock
 from sgpu_magic.pool.scheduling.placement_request import SPREAD, Refusal, Want, amount
-from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun, span
+from sgpu_magic.pool.scheduling.run import Run, span
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
 
-
-class Runs(Protocol):
-    """The scheduler's runs."""
-
-    def get(self, run_id: str) -> ScheduledRun | None: ...
-
-    def cells_of(self, session: str) -> list[ScheduledRun]:
-        """Every run in the session, in order of submission."""
-        ...
-
+if TYPE_CHECKING:
+    from sgpu_magic.pool.scheduling.run_table import RunTable
 
 _RESTART_OR_KILL = "interrupt again within 5 s, or %sgpu_restart --rank {ranks}, kills {it}"
 
 
-def is_session(run: ScheduledRun) -> bool:
+def is_session(run: Run) -> bool:
     return run.spec.kind is RunKind.SESSION
 
 
-def is_open(session: ScheduledRun) -> bool:
+def is_open(session: Run) -> bool:
     """Whether cells may still be given to it."""
     return not (session.gone or session.state.is_final or session.state is RunState.CANCELLING)
 
 
-def refusal(spec: RunSpec, session: ScheduledRun | None) -> Refusal | None:
+def refusal(spec: RunSpec, session: Run | None) -> Refusal | None:
     """Why the session will never take this cell; None when it will."""
     if session is None or not is_session(session):
         text = f"there is no session {short(spec.session)} in this pool. Begin one with %sgpu_connect."
@@ -108,7 +99,7 @@ def named(spec: RunSpec) -> str:
     return f"session {spec.name or short(spec.run_id)}"
 
 
-def obstacle(runs: Runs, cell: ScheduledRun, session: ScheduledRun) -> str:
+def obstacle(table: RunTable, cell: Run, session: Run) -> str:
     """What a waiting cell of an open session waits for, "" when it may begin; asked in order of submission."""
     if session.lease is None:
         return f"its session waits for devices: {session.told[1] if session.told is not None else 'it is queued'}"
@@ -118,12 +109,12 @@ def obstacle(runs: Runs, cell: ScheduledRun, session: ScheduledRun) -> str:
         return session.paused
     if cell.spec.fresh:
         return ""
-    others = (other for other in runs.cells_of(cell.spec.session) if other.spec.in_session)
+    others = (other for other in table.cells_of(cell.spec.session) if other.spec.in_session)
     inside = next((other for other in others if other.lease is not None), None)
     return "" if inside is None else _busy_with(inside)
 
 
-def _busy_with(cell: ScheduledRun) -> str:
+def _busy_with(cell: Run) -> str:
     run, ranks = short(cell.run_id), cell.unstopped
     if ranks:
         listed = ", ".join(map(str, ranks))
@@ -138,7 +129,7 @@ def _busy_with(cell: ScheduledRun) -> str:
     return f"run {_titled(cell)} is still running in its session"
 
 
-def _titled(run: ScheduledRun) -> str:
+def _titled(run: Run) -> str:
     return f"{short(run.run_id)} ({run.spec.name})" if run.spec.name else short(run.run_id)
 
 
@@ -151,62 +142,42 @@ def share(lease: Lease, spec: RunSpec) -> Lease:
     return msgspec.structs.replace(lease, ranks=ranks, uuids=lease.uuids[:ranks], cpu_slots=slots)
 
 
-def waited_in_vain(cell: ScheduledRun, why: str) -> str:
+def waited_in_vain(cell: Run, why: str) -> str:
     """What to tell of a cell whose time in the queue is over."""
     if cell.spec.wait_s:
         return f"it has waited for {span(cell.spec.wait_s)}: {why}. Wait longer with --wait."
     return f"{why}, and the run was not to wait. Let it queue with --wait 10m."
 
 
-def quiet_until(runs: Runs, session: ScheduledRun) -> float | None:
+def quiet_until(table: RunTable, session: Run) -> float | None:
     """When the session ends because nothing ran in it; None while something does, or it never ends so."""
     if session.quiet_since is None or session.spec.idle_s is None or session.state is not RunState.RUNNING:
         return None
-    if session.paused or runs.cells_of(session.run_id):
+    if session.paused or table.cells_of(session.run_id):
         return None
     return session.quiet_since + session.spec.idle_s
 
 
-def too_quiet(session: ScheduledRun) -> str:
+def too_quiet(session: Run) -> str:
     return f"nothing ran in it for {span(session.spec.idle_s or 0.0)} (--idle)"
 
 
-def ends_as(session: ScheduledRun) -> RunState:
+def ends_as(session: Run) -> RunState:
     """What becomes of its cells that wait: cancelled with it, else failed."""
     ending = session.stopping_as or session.state
     return RunState.CANCELLED if ending is RunState.CANCELLED else RunState.FAILED
 
 
-def end_of_cell(session: ScheduledRun) -> str:
+def end_of_cell(session: Run) -> str:
     """Why a cell of it ends."""
     return f"{named(session.spec)} ended before it could begin" + (f": {session.reason}" if session.reason else "")
 
 
-def end_of_fresh(session: ScheduledRun) -> str:
+def end_of_fresh(session: Run) -> str:
     """Why a fresh run on its devices is stopped."""
     return f"{named(session.spec)}, whose devices it has, ended" + (f": {session.reason}" if session.reason else "")
 
 
-def held_leases(runs: Iterable[ScheduledRun]) -> dict[str, Lease]:
-    """By run id, the leases that take devices: none of a cell, for its session's own does."""
-    runs = list(runs)
-    leases = {run.run_id: run.held_lease for run in runs if run.held_lease is not None and not run.spec.session}
-    for run in runs:
-        # new processes whose session no service knows any more still use their devices
-        if run.lease is not None and run.spec.session and run.spec.fresh and run.spec.session not in leases:
-            taken = {uuid for lease in leases.values() for uuid in lease.uuids}
-            if taken.isdisjoint(run.lease.uuids):
-                leases[run.run_id] = run.lease
-    return leases
-
-
-def after_cell(runs: Runs, session: ScheduledRun, now: float) -> ScheduledRun | None:
-    """The session when a cell in it is over; None when that was the last thing that held its lease."""
-    if session.gone and not on_its_devices(runs.cells_of(session.run_id)):
-        return None
-    return replace(session, quiet_since=None if session.quiet_since is None else now)
-
-
-def on_its_devices(cells: Sequence[ScheduledRun]) -> bool:
+def on_its_devices(cells: Sequence[Run]) -> bool:
     """Whether new processes use the session's devices."""
     return any(cell.spec.fresh and cell.lease is not None for cell in cells)

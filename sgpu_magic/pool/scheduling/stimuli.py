@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.wire.devices import Inventory, Lease
-from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import FailureKind, RunState
 
 # ---------------------------------------------------------------- stimuli
@@ -15,7 +15,7 @@ from sgpu_magic.wire.states import FailureKind, RunState
 class RunSubmitted:
     """A client wants this run; the answer, or the first inventory's, has a `RefuseRun` if it can't be."""
 
-    spec: RunSpec
+    run: Run
     now: float
 
 
@@ -24,17 +24,18 @@ class RunAdopted:
     """An earlier service launched this run, and its ranks still hold the lease.
 
     Args:
-        state: `STARTING` or later, as the agent has it.
+        run: In the state in which the agent has it.
         metered_at: When it was launched, on the clock of `now`.
         freed: Its devices were given back: as after `LeaseFreed`.
+        hourly: What they cost in an hour when the run was placed; None for what they cost now.
     """
 
-    spec: RunSpec
+    run: Run
     lease: Lease
-    state: RunState
     metered_at: float
     now: float
     freed: bool = False
+    hourly: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

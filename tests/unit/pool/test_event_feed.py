@@ -8,19 +8,18 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import zmq
 from launches import launch
 
-from sgpu_magic.pool.active_runs import ActiveRuns
+from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.billing import Billing
 from sgpu_magic.pool.clients import ConnectedClient
 from sgpu_magic.pool.event_feed import EventFeed
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.permissions import Permissions
-from sgpu_magic.pool.pool_run import PoolRun
 from sgpu_magic.pool.requests import Requests
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.scheduling.costs import Tariff
@@ -196,14 +195,14 @@ class Asking:
             refuse=lambda client, request, text, kind="": self.said.append((client, text)),
         )
         engine = SimpleNamespace(take_stacks=lambda number, run_id: self.numbers.append(number))
-        core = SimpleNamespace(settled=True, resubmittable={}, feed=lambda stimulus: None)
+        core: Any = SimpleNamespace(settled=True)
+        absent: Any = (None, None)
         ledger = Ledger(path / "ledger.sqlite3")
         runs = path / "runs"
         runs.mkdir()
         self.book = ActiveRuns(ledger, runs, server.send, reader.offer, Billing(ledger, Tariff()))
-        permissions = Permissions(cast("Server", server), self.book, ledger, dict)
-        parts: Any = (core, server, engine, self.book, ledger, permissions, None, None)
-        self.requests = Requests(*parts)
+        pool: Any = SimpleNamespace(server=server, engine=engine, active=self.book, ledger=ledger)
+        self.requests = Requests(core, pool, Permissions(pool, {}), *absent, {})
         order = launch()
         submit = Submit(
             request=0,
@@ -246,9 +245,9 @@ def test_an_answer_of_ranks_that_comes_late_is_for_nobody(tmp_path: Path):
         # the group was started again
         requests.heard(second.client, question, ())
         late, asked = asking.numbers
-        requests.stacks_taken(late, (RankStack(rank=0, problem="of the first group"),))
+        requests.ranks.stacks_taken(late, (RankStack(rank=0, problem="of the first group"),))
         assert len(asking.said) == 1
-        requests.stacks_taken(asked, ())
+        requests.ranks.stacks_taken(asked, ())
         client, answer = asking.said[-1]
         assert client is second.client
         assert isinstance(answer, Stacks)

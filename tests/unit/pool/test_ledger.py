@@ -18,7 +18,6 @@ import pytest
 
 from sgpu_magic.errors import PoolError
 from sgpu_magic.pool import ledger_database
-from sgpu_magic.pool.batched_ledger import BatchedLedger
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.ledger_database import MIGRATIONS, migrate
 from sgpu_magic.wire.devices import Lease, Placement
@@ -361,7 +360,7 @@ def test_a_write_that_fails_is_told_and_does_not_raise(ledger: Ledger, path: Pat
 
 def test_what_the_database_does_not_take_is_told_at_once_and_written_later(path: Path) -> None:
     async def go() -> None:
-        book = BatchedLedger(path)
+        book = Ledger(path, asyncio.get_running_loop())
         book.record(spec("0000000a"), RunState.QUEUED)
         other = sqlite3.connect(path, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
@@ -458,7 +457,7 @@ def rows_in(path: Path) -> dict[str, str]:
 
 def test_a_cell_in_a_session_is_written_a_moment_later_and_others_at_once(path: Path) -> None:
     async def use() -> None:
-        book = BatchedLedger(path)
+        book = Ledger(path, asyncio.get_running_loop())
         book.record(spec("0000000a", session="5e550000"), RunState.QUEUED)
         book.update("0000000a", state=RunState.RUNNING, started_at=2.0)
         book.update("0000000a", state=RunState.SUCCEEDED, ended_at=3.0)
@@ -486,7 +485,7 @@ def test_a_cell_in_a_session_is_written_a_moment_later_and_others_at_once(path: 
 @pytest.mark.parametrize("ask", ["summary", "find", "recent", "unfinished"])
 def test_whoever_asks_finds_what_waits_to_be_written(path: Path, ask: str) -> None:
     async def use() -> None:
-        book = BatchedLedger(path)
+        book = Ledger(path, asyncio.get_running_loop())
         book.record(spec("0000000a", session="5e550000"), RunState.QUEUED)
         found = {
             "summary": lambda: [row.run_id for row in [book.summary("0000000a")] if row is not None],
@@ -502,7 +501,7 @@ def test_whoever_asks_finds_what_waits_to_be_written(path: Path, ask: str) -> No
 
 def test_a_ledger_that_is_closed_has_written_all(path: Path) -> None:
     async def use() -> None:
-        book = BatchedLedger(path)
+        book = Ledger(path, asyncio.get_running_loop())
         for number in range(100):
             book.record(spec(f"{number:08x}", session="5e550000"), RunState.QUEUED)
             book.update(f"{number:08x}", state=RunState.SUCCEEDED)
@@ -517,7 +516,7 @@ def test_damage_found_while_cells_are_written_does_not_stop_the_pool(path: Path)
     spoil(path)
 
     async def use() -> None:
-        book = BatchedLedger(path)
+        book = Ledger(path, asyncio.get_running_loop())
         for number in range(400, 420):
             book.record(spec(f"{number:08x}", session="5e550000"), RunState.QUEUED)
         book.write()

@@ -6,7 +6,6 @@ import contextlib
 import sqlite3
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -17,11 +16,11 @@ from scheduler_requests import gpus, launched, node, running, spec, submit
 
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.pool.billing import Billing, budget_of, budget_state
+from sgpu_magic.pool.billing import Billing, IdleMeter, budget_of, budget_state
 from sgpu_magic.pool.ledger import Ledger, Metered
 from sgpu_magic.pool.ledger_database import MIGRATIONS, migrate
-from sgpu_magic.pool.scheduling.costs import DAY_S, Bill, Budget, IdleMeter, Tariff, bill, tariff_of
-from sgpu_magic.pool.scheduling.scheduled_run import rough
+from sgpu_magic.pool.scheduling.costs import DAY_S, Budget, Tariff, tariff_of
+from sgpu_magic.pool.scheduling.run import Bill, Meter, Run, bill, rough
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import (
     EndRun,
@@ -317,7 +316,7 @@ def test_a_session_keeps_its_cost_limit_and_its_cells_have_none() -> None:
     running(machine, B, now=20.0)
     found = machine.run(B)
     assert found is not None
-    assert found.hourly is None
+    assert found.meter.hourly is None
     assert remarks(machine.handle(TimePassed(40.0))).keys() == {A}
     assert stops(machine.handle(TimePassed(50.0))).keys() == {A}
 
@@ -349,7 +348,7 @@ def test_a_run_has_a_bounded_number_of_ranks() -> None:
 def test_a_run_that_was_taken_over_is_not_told_twice_and_is_stopped_in_time() -> None:
     machine = scheduler()
     lease = Lease(lease_id="1", device_type="a10", ranks=2, uuids=("GPU-a10-0", "GPU-a10-1"))
-    out = machine.handle(RunAdopted(limited(A), lease, RunState.RUNNING, metered_at=0.0, now=45.0))
+    out = machine.handle(RunAdopted(Run(limited(A), RunState.RUNNING), lease, metered_at=0.0, now=45.0))
     assert remarks(out) == {}
     assert machine.next_deadline() == pytest.approx(50.0)
     assert A in stops(machine.handle(TimePassed(50.0)))
@@ -469,29 +468,24 @@ def test_runs_of_the_version_before_the_meter_have_none(tmp_path: Path) -> None:
         assert "cells_of_sessions" in str(plan)
 
 
-@dataclass
-class MeteredRun:
-    """A run as its meter sees it."""
-
-    spec: RunSpec
-    lease: Lease | None = None
-    hourly: float | None = None
-    metered_at: float | None = None
-    metered_clock: float | None = None
-    metered_s: float = 0.0
-
-    @property
-    def run_id(self) -> str:
-        return self.spec.run_id
-
-
 LEASE = Lease(lease_id="l", device_type="a10", ranks=2, uuids=("u", "v"))
+
+
+def metered(wanted: RunSpec, hourly: float | None, since: float) -> Run:
+    """A run on the meter, as the scheduler has it."""
+    return Run(wanted, RunState.RUNNING, meter=Meter(LEASE, hourly, since))
+
+
+def adopt(billing: Billing, run: Run, launched_at: float, now: float) -> None:
+    """Let the run go on with the meter that the ledger has."""
+    since, hourly = billing.adopted(run, LEASE, launched_at, now)
+    run.meter = Meter(LEASE, hourly, since)
 
 
 @pytest.mark.parametrize("step_s", [0.0, 3600.0, -3600.0])
 def test_no_step_of_the_wall_clock_changes_what_is_billed(tmp_path: Path, step_s: float) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite3")
-    run, billing = MeteredRun(spec(A, 2)), Billing(ledger, TARIFF)
+    run, billing = metered(spec(A, 2), 72.0, 50.0), Billing(ledger, TARIFF)
     ledger.record(run.spec, RunState.QUEUED)
     ledger.update(A, meter=billing.placed(run, LEASE))
     wall = time.time()
@@ -500,8 +494,8 @@ def test_no_step_of_the_wall_clock_changes_what_is_billed(tmp_path: Path, step_s
     assert (ended.gpu_s, ended.cost) == (16.0, pytest.approx(0.16))
     # the next service finds what the ledger has, and a wall clock that was set
     ledger.update(A, meter=Metered(metered_at=wall + step_s))
-    again, later = MeteredRun(run.spec), Billing(ledger, TARIFF)
-    later.adopted(again, LEASE, wall, RunState.RUNNING, 55.0)
+    again, later = Run(run.spec, RunState.RUNNING), Billing(ledger, TARIFF)
+    adopt(later, again, wall, 55.0)
     ended, meter = later.ended(again, RunEnded(state=RunState.SUCCEEDED), 58.0)
     assert (ended.gpu_s, ended.cost) == (16.0, pytest.approx(0.16))
     assert meter is not None
@@ -511,12 +505,30 @@ def test_no_step_of_the_wall_clock_changes_what_is_billed(tmp_path: Path, step_s
 
 def test_what_was_begun_before_the_machine_was_started_anew_goes_by_the_wall_clock(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite3")
-    run, billing = MeteredRun(spec(A, 2)), Billing(ledger, TARIFF)
+    run, billing = metered(spec(A, 2), 72.0, 90_000.0), Billing(ledger, TARIFF)
     ledger.record(run.spec, RunState.QUEUED)
     ledger.update(A, meter=billing.begun(run, RunState.STARTING, time.time() - 100.0, 90_000.0))
-    again = MeteredRun(run.spec)
-    billing.adopted(again, LEASE, time.time(), RunState.RUNNING, 20.0)
-    assert again.metered_clock == pytest.approx(-80.0, abs=5.0)
+    again = Run(run.spec, RunState.RUNNING)
+    adopt(billing, again, time.time(), 20.0)
+    assert again.meter.since == pytest.approx(-80.0, abs=5.0)
+    ledger.close()
+
+
+def test_a_price_that_was_changed_is_not_that_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite3")
+    run, billing = metered(spec(A, 2), 72.0, 50.0), Billing(ledger, TARIFF)
+    ledger.record(run.spec, RunState.QUEUED)
+    ledger.update(A, meter=billing.placed(run, LEASE))
+    ledger.update(A, meter=billing.begun(run, RunState.STARTING, time.time(), 50.0))
+    again, dearer = Run(run.spec, RunState.RUNNING), Tariff(read_prices("a10=360"))
+    machine = scheduler(tariff=dearer)
+    since, hourly = Billing(ledger, dearer).adopted(again, LEASE, time.time(), 55.0)
+    machine.handle(RunAdopted(again, LEASE, since, 55.0, hourly=hourly))
+    assert again.meter.bill(58.0) == Bill(16.0, pytest.approx(0.16))
+    # its meter stands still when its devices are free, and nothing is billed twice
+    machine.handle(LeaseFreed(A, 58.0))
+    machine.handle(RunMoved(A, RunState.SUCCEEDED, 70.0))
+    assert again.meter.bill(80.0) == Bill(16.0, pytest.approx(0.16))
     ledger.close()
 
 
@@ -526,8 +538,8 @@ def test_no_step_of_the_wall_clock_changes_a_sessions_idle_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float, runs_on: bool
 ) -> None:
     ledger, true = Ledger(tmp_path / "ledger.sqlite3"), time.time
-    session = MeteredRun(msgspec.structs.replace(spec(A, 2), kind=RunKind.SESSION))
-    cell = MeteredRun(msgspec.structs.replace(spec(B, 2), session=A))
+    session = metered(msgspec.structs.replace(spec(A, 2), kind=RunKind.SESSION), 72.0, 50.0)
+    cell = metered(msgspec.structs.replace(spec(B, 2), session=A), None, 50.0)
     billing = Billing(ledger, TARIFF)
     for run in (session, cell):
         ledger.record(run.spec, RunState.QUEUED)
@@ -538,11 +550,11 @@ def test_no_step_of_the_wall_clock_changes_a_sessions_idle_time(
         billing.ended(cell, RunEnded(state=RunState.SUCCEEDED), 65.0)
         ledger.update(B, ended_at=true() + 5)
     monkeypatch.setattr(time, "time", lambda: true() + step_s)
-    session, cell = MeteredRun(session.spec), MeteredRun(cell.spec)
+    session, cell = Run(session.spec, RunState.RUNNING), Run(cell.spec, RunState.RUNNING)
     later = Billing(ledger, TARIFF)
-    later.adopted(session, LEASE, true(), RunState.RUNNING, 70.0)
+    adopt(later, session, true(), 70.0)
     if runs_on:
-        later.adopted(cell, LEASE, true(), RunState.RUNNING, 70.0)
+        adopt(later, cell, true(), 70.0)
         later.ended(cell, RunEnded(state=RunState.SUCCEEDED), 75.0)
     _, meter = later.ended(session, RunEnded(state=RunState.CANCELLED), 80.0)
     assert meter is not None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import re
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -10,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_requests import gpus, launched, node, refusal, running, spec, submit
 
-from sgpu_magic import errors
+from sgpu_magic import errors, pool
 from sgpu_magic.pool.scheduling.placement import CPU_LINE, Line, Room, Want, line_of
-from sgpu_magic.pool.scheduling.scheduled_run import span
+from sgpu_magic.pool.scheduling.run import Run, span
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import (
     CancelRequested,
@@ -96,8 +99,8 @@ def test_devices_that_are_given_back_before_the_last_word_are_the_next_runs() ->
     assert scheduler.holder("GPU-a10-0") == B
     # both are handed over to another service, the first before its last word
     another = Scheduler(node(*gpus(1)))
-    another.handle(RunAdopted(spec(B), lease[B], RunState.RUNNING, 2.0, 5.0))
-    another.handle(RunAdopted(spec(A), lease[B], RunState.RUNNING, 0.0, 5.0, freed=True))
+    another.handle(RunAdopted(Run(spec(B), RunState.RUNNING), lease[B], 2.0, 5.0))
+    another.handle(RunAdopted(Run(spec(A), RunState.RUNNING), lease[B], 0.0, 5.0, freed=True))
     assert another.holder("GPU-a10-0") == B
     another.handle(RunOver(A, RunState.SUCCEEDED, 6.0))
     assert another.holder("GPU-a10-0") == B
@@ -648,11 +651,22 @@ def test_a_run_is_over_in_a_final_state_only() -> None:
         scheduler.handle(RunOver(A, RunState.RUNNING, 1.0))
 
 
+def test_nobody_but_the_table_changes_what_the_scheduler_knows_of_a_run() -> None:
+    names = {field.name for field in dataclasses.fields(Run)} - {"spec"}
+    for path in Path(pool.__file__).parent.rglob("*.py"):
+        for found in ast.walk(ast.parse(path.read_text())):
+            if isinstance(found, ast.Attribute) and isinstance(found.ctx, ast.Store) and found.attr in names:
+                of_whom = ast.unparse(found.value)
+                assert of_whom not in ("run", "session", "cell"), (
+                    f"{path.name}:{found.lineno} sets {ast.unparse(found)}"
+                )
+
+
 def test_an_adopted_run_keeps_its_devices_and_its_time() -> None:
     scheduler = Scheduler()
     lease = Lease(lease_id="l", device_type="a10", ranks=2, uuids=("GPU-a10-0", "GPU-a10-1"))
     adopted = spec("aaaaaaaa", 2, "a10", timeout_s=100.0)
-    assert not launched(scheduler.handle(RunAdopted(adopted, lease, RunState.RUNNING, 0.0, 40.0)))
+    assert not launched(scheduler.handle(RunAdopted(Run(adopted, RunState.RUNNING), lease, 0.0, 40.0)))
     out = scheduler.handle(InventoryChanged(node(*gpus(2)), 40.0))
     out += submit(scheduler, spec("bbbbbbbb", 1, "a10"), 41.0)
     assert not launched(out)
@@ -846,7 +860,7 @@ class Pool(RuleBasedStateMachine):
         self.submitted.append(run_id)
         self.states[run_id] = RunState.QUEUED
         wanted = spec(run_id, ranks, kind, wait_s=wait_s, timeout_s=timeout_s, allow_busy=allow_busy, stand_in=stand_in)
-        self.feed(RunSubmitted(wanted, self.now))
+        self.feed(RunSubmitted(Run(wanted), self.now))
 
     @initialize(late=st.booleans())
     def first_look(self, late: bool) -> None:
@@ -930,9 +944,9 @@ class Pool(RuleBasedStateMachine):
                 if self.states[run_id] is RunState.QUEUED:
                     self.states[run_id] = RunState.STARTING
                 freed = run_id in self.freed
-                self.feed(RunAdopted(specs[run_id], lease, self.states[run_id], self.now, self.now, freed))
+                self.feed(RunAdopted(Run(specs[run_id], self.states[run_id]), lease, self.now, self.now, freed))
             else:
-                self.feed(RunSubmitted(specs[run_id], self.now))
+                self.feed(RunSubmitted(Run(specs[run_id]), self.now))
         assert self.inventory is not None
         self.feed(InventoryChanged(self.inventory, self.now))
 

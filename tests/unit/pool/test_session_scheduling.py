@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduler_requests import SESSION as S
 from scheduler_requests import cell, changed, gpus, launched, node, refusal, running, session, spec, submit
 
+from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import (
     CancelRequested,
@@ -403,8 +404,8 @@ def test_restarting_ranks_is_use() -> None:
 def test_an_adopted_session_and_its_cell_go_on() -> None:
     scheduler = Scheduler()
     lease = Lease(lease_id="l", device_type="a10", ranks=2, uuids=("GPU-a10-0", "GPU-a10-1"))
-    scheduler.handle(RunAdopted(session(2, idle_s=60.0), lease, RunState.RUNNING, 0.0, 40.0))
-    scheduler.handle(RunAdopted(cell(A), lease, RunState.RUNNING, 30.0, 40.0))
+    scheduler.handle(RunAdopted(Run(session(2, idle_s=60.0), RunState.RUNNING), lease, 0.0, 40.0))
+    scheduler.handle(RunAdopted(Run(cell(A), RunState.RUNNING), lease, 30.0, 40.0))
     scheduler.handle(InventoryChanged(node(*gpus(3)), 40.0))
     assert scheduler.holder("GPU-a10-1") == S
     assert not launched(submit(scheduler, cell(B), 41.0))
@@ -417,7 +418,7 @@ def test_new_processes_whose_session_nobody_knows_keep_their_devices() -> None:
     scheduler = Scheduler(node(*gpus(2)))
     lease = Lease(lease_id="l", device_type="a10", ranks=1, uuids=("GPU-a10-0",))
     for run_id in (A, B):
-        scheduler.handle(RunAdopted(cell(run_id, 1, fresh=True), lease, RunState.RUNNING, 0.0, 1.0))
+        scheduler.handle(RunAdopted(Run(cell(run_id, 1, fresh=True), RunState.RUNNING), lease, 0.0, 1.0))
     assert launched(submit(scheduler, spec(D)))[D].uuids == ("GPU-a10-1",)
 
 
@@ -487,7 +488,7 @@ class Sessions(RuleBasedStateMachine):
     def add(self, wanted: RunSpec) -> None:
         self.specs[wanted.run_id] = wanted
         self.states[wanted.run_id] = RunState.QUEUED
-        self.feed(RunSubmitted(wanted, self.now))
+        self.feed(RunSubmitted(Run(wanted), self.now))
 
     @initialize()
     def begin(self) -> None:
@@ -569,11 +570,13 @@ class Sessions(RuleBasedStateMachine):
             if run.run_id in self.leases:
                 if self.states[run.run_id] is RunState.QUEUED:
                     self.states[run.run_id] = RunState.STARTING
-                adopted = RunAdopted(run.spec, self.leases[run.run_id], self.states[run.run_id], self.now, self.now)
+                adopted = RunAdopted(
+                    Run(run.spec, self.states[run.run_id]), self.leases[run.run_id], self.now, self.now
+                )
                 self.feed(adopted)
         for run in kept:
             if run.run_id not in self.leases:
-                self.feed(RunSubmitted(run.spec, self.now))
+                self.feed(RunSubmitted(Run(run.spec), self.now))
         self.feed(InventoryChanged(node(*gpus(4), slots=4), self.now))
 
     @invariant()

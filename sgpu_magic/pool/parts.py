@@ -1,4 +1,4 @@
-"""A fault of the pool service costs at most the run, or the client's answer, that it belongs to.
+"""What all parts of the service work with, and what a fault in one costs: its run, or its answer, and no more.
 
 Whatever a client or a node says is taken in within one of these calls. A fault outside of them belongs to nobody: the
 service leaves, and the next one takes its runs over.
@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from sgpu_magic.pool.active_runs import ActiveRuns
-from sgpu_magic.pool.pool_run import PoolRun
+from sgpu_magic.nodes.contract import Engine
+from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
+from sgpu_magic.pool.ledger import Ledger
+from sgpu_magic.pool.scheduling.scheduler import Scheduler
+from sgpu_magic.pool.scheduling.stimuli import Stimulus
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.wire.client import ClientMessage, Submit
+from sgpu_magic.wire.devices import Inventory
 
-Guarded = Callable[[str, Callable[[], None]], None]
-"""Makes a call for a run, which pays for its faults."""
+# an inventory older than this is taken anew before a run is placed on real devices
+_FRESH_S = 2.0
 
 
 class ServiceFault(Exception):
@@ -86,3 +92,72 @@ class Guard:
 
     def _words_of(self, error: Exception) -> str:
         return f"a fault in the pool service ({type(error).__name__}: {error}); {self._where}"
+
+
+class FreshInventory:
+    """Of one pool.
+
+    Args:
+        take: Asks the nodes; the answer comes by `taken`.
+
+    Attributes:
+        inventory: The newest; None before the first.
+    """
+
+    def __init__(self, take: Callable[[], None]) -> None:
+        self._take = take
+        self.inventory: Inventory | None = None
+        self._at = 0.0
+        self._waiting: list[Callable[[], None]] = []
+
+    @property
+    def host(self) -> str:
+        """The machine, or the name of the cluster; "" before it is known."""
+        return self.inventory.host if self.inventory is not None else ""
+
+    def taken(self, inventory: Inventory) -> list[Callable[[], None]]:
+        """This is the newest. Returns whom it is to be told by a call."""
+        self.inventory = inventory
+        self._at = time.monotonic()
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
+    def when_fresh(self, call: Callable[[], None]) -> None:
+        """Call at once where nothing can have changed, else once the nodes have been asked again.
+
+        Real devices may be in use outside the pool since the last look.
+        """
+        inventory = self.inventory
+        if inventory is not None and (
+            all(device.simulated for device in inventory.devices) or time.monotonic() - self._at < _FRESH_S
+        ):
+            call()
+            return
+        if inventory is not None and not self._waiting:
+            self._take()
+        self._waiting.append(call)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolParts:
+    """What all parts of one service work with.
+
+    Args:
+        server: Where the clients are connected.
+        engine: Where the ranks are.
+        ledger: All runs there ever were.
+        active: Those that go on.
+        scheduler: Who gets what.
+        stock: What the nodes have.
+        guard: Makes calls whose faults are somebody's.
+        feed: Tells the scheduler what happened, and does what it says.
+    """
+
+    server: Server
+    engine: Engine
+    ledger: Ledger
+    active: ActiveRuns
+    scheduler: Scheduler
+    stock: FreshInventory
+    guard: Guard
+    feed: Callable[[Stimulus], None]

@@ -1,0 +1,307 @@
+"""What clients ask of ranks: where they are, what is in their namespaces, to be replaced, to be reached at a port.
+
+All of it is passed on to the engine, and the answers back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from sgpu_magic.pool.active_runs import PoolRun
+from sgpu_magic.pool.parts import PoolParts
+from sgpu_magic.pool.scheduling import stimuli as sched
+from sgpu_magic.pool.scheduling.session_rules import named
+from sgpu_magic.pool.server import ConnectedClient
+from sgpu_magic.wire.client import Accepted, AskRank, AskStacks, RankAnswered, RestartRanks, Stacks
+from sgpu_magic.wire.failures import RankStack
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.rank import RankAnswer
+from sgpu_magic.wire.run import CellSource
+from sgpu_magic.wire.states import RunKind, RunState
+from sgpu_magic.wire.tcp_streams import OpenStream, StreamClosed, StreamEnded, StreamMessage, StreamOpened
+
+_REMEDY = "Begin another with %sgpu_connect."
+_MOST_OF_CLIENT = 256
+
+
+class RankRequests:
+    """Questions to ranks. Whatever is in the way is the answer: nobody shall wait for it.
+
+    Args:
+        pool: What all parts work with.
+    """
+
+    def __init__(self, pool: PoolParts) -> None:
+        self._pool = pool
+        # never used twice: an answer that comes late is for nobody
+        self._numbers = itertools.count(1)
+        # who asked, and of which run's ranks
+        self._asked: dict[int, tuple[ConnectedClient, AskStacks | AskRank | RestartRanks, str]] = {}
+
+    # ------------------------------------------------------------ from clients
+
+    def ask_stacks(self, client: ConnectedClient, message: AskStacks, run: PoolRun) -> None:
+        """Ask where a run's ranks are."""
+        if run.placed_at is None:
+            text = f"run {short(run.run_id)} has no ranks yet: it is {run.state}."
+            self._pool.server.refuse(client, message.request, text)
+        else:
+            self._pool.engine.take_stacks(self._number(client, message, run.run_id), run.run_id)
+
+    def restart(self, client: ConnectedClient, message: RestartRanks) -> None:
+        """Have ranks of a session replaced, unless a cell is in the way."""
+        session = self._session(message.session)
+        problem = self.no_session(message.session) if session is None else self._why_not_now(session, message.ranks)
+        if problem:
+            self._pool.server.refuse(client, message.request, problem, "SessionError")
+            return
+        number = self._number(client, message, message.session)
+        reason = f"{_ranks(message.ranks)} of its session {'is' if len(message.ranks) == 1 else 'are'} being restarted"
+        self._pool.feed(sched.SessionPaused(message.session, reason, time.monotonic()))
+        self._pool.engine.restart_session_ranks(number, message.session, message.ranks)
+
+    def ask(self, client: ConnectedClient, message: AskRank) -> None:
+        """Ask an idle rank of a session."""
+        session = self._session(message.session)
+        if session is None:
+            problem = self.no_session(message.session)
+        elif session.state is not RunState.RUNNING:
+            problem = f"{named(session.spec)} is {session.state}."
+        elif not 0 <= message.question.rank < session.spec.placement.ranks:
+            problem = f"{named(session.spec)} has no rank {message.question.rank}."
+        else:
+            number = self._number(client, message, message.session)
+            self._pool.engine.ask_rank(number, message.session, message.question)
+            return
+        self._answer(client, message, RankAnswer(problem=problem))
+
+    def no_session(self, session: str) -> str:
+        """Say of a session that does not go on when and why it ended."""
+        try:
+            row = self._pool.ledger.summary(session)
+        except ValueError:
+            row = None
+        if row is None or row.kind is not RunKind.SESSION:
+            return f"there is no session {short(session)} in this pool. {_REMEDY}"
+        name = f"session {row.name or short(session)}"
+        when = "" if row.ended_at is None else time.strftime(" at %H:%M", time.localtime(row.ended_at))
+        why = f": {row.failure.strip().rstrip('.')}" if row.failure else ""
+        return f"{name} ended{when}{why}. {_REMEDY}"
+
+    # ------------------------------------------------------------ from the engine
+
+    def stacks_taken(self, request: int, stacks: tuple[RankStack, ...]) -> None:
+        client, message, run_id = self._asked.pop(request, (None, None, ""))
+        if client is not None and message is not None:
+            run = self._pool.active.speaker(run_id)
+            cell = run.spec.cell if run is not None else CellSource(body="")
+            self._pool.server.send(client, Stacks(request=message.request, run_id=run_id, stacks=stacks, cell=cell))
+
+    def restarted(self, request: int, session: str, problem: str) -> None:
+        self._pool.feed(sched.SessionPaused(session, "", time.monotonic()))
+        client, message, _ = self._asked.pop(request, (None, None, ""))
+        if client is None or not isinstance(message, RestartRanks):
+            return
+        if problem:
+            self._pool.server.refuse(client, message.request, problem, "SessionError")
+            return
+        run = self._session(session)
+        name = named(run.spec) if run is not None else f"session {short(session)}"
+        text = f"{_ranks(message.ranks)} of {name} {'is' if len(message.ranks) == 1 else 'are'} new"
+        self._pool.server.send(client, Accepted(request=message.request, run_id=session, text=text))
+
+    def answered(self, request: int, answer: RankAnswer) -> None:
+        client, message, _ = self._asked.pop(request, (None, None, ""))
+        if client is not None and isinstance(message, AskRank):
+            self._answer(client, message, answer)
+
+    def run_gone(self, run_id: str) -> None:
+        """Nobody will answer for its ranks any more."""
+        ended = f"session {short(run_id)} ended before it could answer. {_REMEDY}"
+        for number, (client, message, asked_run) in list(self._asked.items()):
+            if asked_run != run_id:
+                continue
+            del self._asked[number]
+            match message:
+                case AskStacks():
+                    text = f"run {short(run_id)} ended before its ranks could be asked."
+                    self._pool.server.refuse(client, message.request, text)
+                case RestartRanks():
+                    self._pool.server.refuse(client, message.request, ended, "SessionError")
+                case AskRank():
+                    self._answer(client, message, RankAnswer(problem=ended))
+
+    # ------------------------------------------------------------ within
+
+    def _number(self, client: ConnectedClient, message: AskStacks | AskRank | RestartRanks, run_id: str) -> int:
+        number = next(self._numbers)
+        self._asked[number] = client, message, run_id
+        return number
+
+    def _session(self, run_id: str) -> PoolRun | None:
+        run = self._pool.active.get(run_id)
+        return run if run is not None and run.spec.kind is RunKind.SESSION and not run.ended else None
+
+    def _why_not_now(self, session: PoolRun, ranks: tuple[int, ...]) -> str:
+        name, last = named(session.spec), session.spec.placement.ranks - 1
+        if session.state is not RunState.RUNNING:
+            return f"{name} is {session.state}; its ranks can be restarted while it is running."
+        if strange := [rank for rank in ranks if not 0 <= rank <= last]:
+            return f"{name} has ranks 0 to {last}, not {', '.join(map(str, strange))}."
+        asked = (message for _, message, run_id in self._asked.values() if run_id == session.run_id)
+        if any(isinstance(message, RestartRanks) for message in asked):
+            return f"ranks of {name} are being restarted already."
+        for run in self._pool.active.going:
+            if run.spec.session == session.run_id and run.spec.in_session and run.placed_at and not run.ended:
+                cell = f"{short(run.run_id)} ({run.spec.name})" if run.spec.name else short(run.run_id)
+                return (
+                    f"run {cell} is running in {name}. Cancel it first: interrupt its cell, or "
+                    f"`sgpu cancel {short(run.run_id)}`. Then restart the ranks."
+                )
+        return ""
+
+    def _answer(self, client: ConnectedClient, message: AskRank, answer: RankAnswer) -> None:
+        self._pool.server.send(client, RankAnswered(request=message.request, answer=answer))
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    if not ranks:
+        return "all ranks"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+# ---------------------------------------------------------------- streams
+
+
+@dataclass(slots=True, eq=False)
+class _Forwarded:
+    """A stream that is open, or being opened.
+
+    Args:
+        client: Whose.
+        stream: Its number there.
+        run_id: Of the run that it leads to.
+        ranks_of: Whose ranks that has: a cell in a session runs in the session's.
+        rank: On whose node.
+        watches: It only waits for the run's end.
+        ended: How many of its directions have ended.
+    """
+
+    client: ConnectedClient
+    stream: int
+    run_id: str
+    ranks_of: str
+    rank: int
+    watches: bool
+    ended: int = 0
+
+
+class Forwarding:
+    """Passes connections on that clients forward to ports of their runs. It never looks into them.
+
+    Args:
+        pool: What all parts work with.
+        find: Finds the run of a prefix that goes on and is this client's; else the sentence that says why not.
+    """
+
+    def __init__(self, pool: PoolParts, find: Callable[[ConnectedClient, str], PoolRun | str]) -> None:
+        self._pool = pool
+        self._find = find
+        self._number = 0
+        # by the number that they have towards the nodes
+        self._streams: dict[int, _Forwarded] = {}
+        self._by_client: dict[tuple[bytes, int], int] = {}
+
+    # ------------------------------------------------------------ from clients
+
+    def opens(self, client: ConnectedClient, message: OpenStream) -> None:
+        """Have a stream opened, unless the run is none of the client's or has no such rank."""
+        run = self._find(client, message.run)
+        problem = run if isinstance(run, str) else self._why_not(client, run, message)
+        if problem or isinstance(run, str):
+            self._pool.server.send(client, StreamClosed(stream=message.stream, problem=problem))
+            return
+        self._number += 1
+        ranks_of = run.spec.session if run.spec.in_session else run.run_id
+        forwarded = _Forwarded(client, message.stream, run.run_id, ranks_of, message.rank, message.watches)
+        self._streams[self._number] = forwarded
+        self._by_client[client.identity, message.stream] = self._number
+        order = msgspec.structs.replace(message, stream=self._number, run=ranks_of)
+        self._pool.engine.forward(ranks_of, message.rank, order, ())
+
+    def from_client(self, client: ConnectedClient, message: StreamMessage, frames: Sequence[bytes]) -> None:
+        """Pass on what a client says of one of its streams."""
+        number = self._by_client.get((client.identity, message.stream))
+        if number is None:
+            return
+        forwarded = self._streams[number]
+        if not forwarded.watches:
+            self._to_node(number, forwarded, message, frames)
+        self._count_end(number, forwarded, message)
+
+    def client_gone(self, client: ConnectedClient) -> None:
+        """Its streams end at their other end too."""
+        for number, forwarded in list(self._streams.items()):
+            if forwarded.client is client:
+                self._drop(number, forwarded)
+                if not forwarded.watches:
+                    self._to_node(number, forwarded, StreamClosed(stream=number, problem="its client is gone"), ())
+
+    # ------------------------------------------------------------ from the engine
+
+    def from_node(self, message: StreamOpened | StreamMessage, frames: Sequence[bytes]) -> None:
+        """Pass on what a node says of a stream."""
+        forwarded = self._streams.get(message.stream)
+        if forwarded is None:
+            return
+        number = message.stream
+        passed = msgspec.structs.replace(message, stream=forwarded.stream)
+        if isinstance(passed, StreamOpened):
+            passed = msgspec.structs.replace(passed, run_id=forwarded.run_id)
+        self._pool.server.send(forwarded.client, passed, frames)
+        if not isinstance(message, StreamOpened):
+            self._count_end(number, forwarded, message)
+
+    def run_gone(self, run_id: str) -> None:
+        """Its ranks are gone, and what listened there."""
+        for number, forwarded in list(self._streams.items()):
+            if run_id in (forwarded.run_id, forwarded.ranks_of):
+                self._drop(number, forwarded)
+                text = f"run {short(run_id)} has ended"
+                self._pool.server.send(forwarded.client, StreamClosed(stream=forwarded.stream, problem=text))
+
+    # ------------------------------------------------------------ within
+
+    def _why_not(self, client: ConnectedClient, run: PoolRun, message: OpenStream) -> str:
+        ranks = run.spec.placement.ranks
+        if not 0 <= message.rank < ranks:
+            return f"run {short(run.run_id)} has no rank {message.rank}: it has {ranks}."
+        if run.placed_at is None or run.state in (RunState.QUEUED, RunState.PREPARING):
+            return f"run {short(run.run_id)} has no ranks yet: it is {run.state}."
+        if run.ended:
+            return f"run {short(run.run_id)} has ended."
+        if (client.identity, message.stream) in self._by_client:
+            return f"the stream {message.stream} is open already."
+        if sum(forwarded.client is client for forwarded in self._streams.values()) >= _MOST_OF_CLIENT:
+            return f"this client has {_MOST_OF_CLIENT} connections open, which is the most."
+        return ""
+
+    def _to_node(self, number: int, forwarded: _Forwarded, message: StreamMessage, frames: Sequence[bytes]) -> None:
+        passed = msgspec.structs.replace(message, stream=number)
+        self._pool.engine.forward(forwarded.ranks_of, forwarded.rank, passed, frames)
+
+    def _count_end(self, number: int, forwarded: _Forwarded, message: StreamMessage) -> None:
+        if isinstance(message, StreamEnded):
+            forwarded.ended += 1
+        # after both ends only words about what was taken are under way
+        if isinstance(message, StreamClosed) or forwarded.ended == 2:
+            self._drop(number, forwarded)
+
+    def _drop(self, number: int, forwarded: _Forwarded) -> None:
+        self._streams.pop(number, None)
+        self._by_client.pop((forwarded.client.identity, forwarded.stream), None)
