@@ -4,18 +4,35 @@ from __future__ import annotations
 
 import argparse
 import threading
+from collections.abc import Iterable
 from typing import TextIO
 
 from sgpu_magic.client.files_of_run import recorded_directory
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
+from sgpu_magic.options.argparse_form import read_replay
+from sgpu_magic.options.asked import ReplayOptions
 from sgpu_magic.runs.follow import run_loop
-from sgpu_magic.runs.option_values import device_type, optional_s
-from sgpu_magic.runs.replay.launching import ReplayOptions, prepare_replay
+from sgpu_magic.runs.replay.launching import prepare_replay
 from sgpu_magic.runs.replay.recorded import read_recorded
 from sgpu_magic.runs.submit.submit import let_go, submit
 from sgpu_magic.runs.workplace import close_workplace, workplace
 from sgpu_magic.wire.states import RunState
+
+
+def variables(_: str, given: Iterable[str]) -> dict[str, str]:
+    """Read `--env`.
+
+    Raises:
+        UsageError: It means nothing.
+    """
+    found: dict[str, str] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise UsageError("--env takes KEY=VALUE.")
+        found[name] = value
+    return found
 
 
 def options_from(values: argparse.Namespace) -> ReplayOptions:
@@ -24,22 +41,7 @@ def options_from(values: argparse.Namespace) -> ReplayOptions:
     Raises:
         UsageError: A value means nothing.
     """
-    variables: dict[str, str] = {}
-    for text in values.env:
-        name, equals, value = text.partition("=")
-        if not equals or not name.isidentifier():
-            raise UsageError("--env takes KEY=VALUE.")
-        variables[name] = value
-    return ReplayOptions(
-        ranks=values.gpus,
-        device_type=device_type("--type", values.type),
-        variables=variables,
-        here=values.here,
-        timeout_s=optional_s("--timeout", values.timeout),
-        detach=values.detach,
-        name=values.name,
-        ui="text",
-    )
+    return read_replay(values, "text", env=variables)
 
 
 def replay(settings: Settings, run: str, options: ReplayOptions, out: TextIO) -> bool:

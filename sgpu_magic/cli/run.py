@@ -14,14 +14,14 @@ import msgspec
 from sgpu_magic.cli import jobs
 from sgpu_magic.cli.headless import formats
 from sgpu_magic.cli.headless.executed_copy import copy_of
-from sgpu_magic.cli.headless.job import Job, Options, job_from
-from sgpu_magic.cli.headless.job_file import EXTRA, read_mapping, read_yaml
+from sgpu_magic.cli.headless.job import Job, job_from
 from sgpu_magic.cli.headless.outcome import ExitCode
 from sgpu_magic.cli.headless.parameters import read_pair, typed
 from sgpu_magic.cli.parser import script_arguments
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.runs.option_values import key_values
+from sgpu_magic.options.job_form import EXTRA, JobFile, read_mapping, read_yaml
+from sgpu_magic.options.values import key_values
 from sgpu_magic.views.units import format_seconds
 from sgpu_magic.wire.ids import new_id, short
 
@@ -70,8 +70,8 @@ def run(settings: Settings, values: argparse.Namespace, out: TextIO, err: TextIO
     return code
 
 
-def options_from(values: argparse.Namespace) -> Options:
-    """Read the command's options.
+def options_from(values: argparse.Namespace) -> dict[str, Any]:
+    """Return what the command's line says, by a job file's keys.
 
     Raises:
         UsageError: A value means nothing.
@@ -87,24 +87,9 @@ def options_from(values: argparse.Namespace) -> Options:
     for text in values.raw_parameter:
         name, value = read_pair("-r", text)
         parameters[name] = value
-    return Options(
-        gpus=values.gpus,
-        type=values.type,
-        pool=values.pool,
-        nodes=values.nodes,
-        placement=values.placement,
-        min_memory=values.min_memory,
-        env_version=values.env_version,
-        max_cost=values.max_cost,
-        parameters=parameters,
-        variables=key_values(values.env),
-        timeout=values.timeout,
-        retries=values.retries,
-        kernel=values.kernel,
-        cells=values.cells,
-        output=values.output,
-        upload=tuple(values.upload),
-    )
+    given = {key: value for key, value in vars(values).items() if key in JobFile.__struct_fields__}
+    said = {key: value for key, value in given.items() if value not in (None, "", [])}
+    return said | {"parameters": parameters, "env": key_values(values.env)}
 
 
 def _yaml_mapping(text: str) -> dict[str, object]:

@@ -13,6 +13,7 @@ from typing import Any, cast
 import msgspec
 
 from sgpu_magic.errors import SgpuError, UsageError
+from sgpu_magic.options.asked import SessionOptions
 from sgpu_magic.packages import snapshot
 from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.packages.snapshot import versions
@@ -34,7 +35,7 @@ from sgpu_magic.runs.choice import default_choice
 from sgpu_magic.runs.choice.keeper import words_of
 from sgpu_magic.runs.choice.schema import Choice, KeptChoice
 from sgpu_magic.runs.sessions import registry
-from sgpu_magic.runs.sessions.connecting import Ask, begin
+from sgpu_magic.runs.sessions.connecting import begin
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.workplace import Workplace
 
@@ -191,14 +192,14 @@ class KernelActions:
     def _connect(self, before: Session | None) -> str:
         if before is not None:
             # one that can't be had is refused before the other has gone
-            default_choice.with_choice(self._place, Ask(), default_choice.MAGIC_WAYS)
+            default_choice.with_choice(self._place, SessionOptions(), default_choice.MAGIC_WAYS)
             end(before, "the panel has connected another in its place", wait_s=_END_S)
             if not before.has_ended:
                 raise Impossible(
                     f"Session {before.name} is asked to end and has not yet, so no other was connected. Connect again "
                     "when it has."
                 )
-        ask = default_choice.with_choice(self._place, Ask(), default_choice.MAGIC_WAYS)
+        ask = default_choice.with_choice(self._place, SessionOptions(), default_choice.MAGIC_WAYS)
         session = begin(self._place, ask, "none", of_cell=False)
         return f"%%distributed cells run in session {session.name} from now on."
 

@@ -10,6 +10,7 @@ from sgpu_magic.client.pool_choosing import KINDS
 from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, SgpuError
+from sgpu_magic.options.asked import DEFAULT_NAME, Devices
 from sgpu_magic.packages import bases, snapshot
 from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.packages.snapshot import versions
@@ -19,9 +20,7 @@ from sgpu_magic.runs.choice.keeper import Held, label_of, normal, problem_of
 from sgpu_magic.runs.choice.packages import base_of, base_versions, env_version_of, missing, problem_of_base
 from sgpu_magic.runs.choice.schema import Choice
 from sgpu_magic.runs.sessions import registry
-from sgpu_magic.runs.sessions.connecting import DEFAULT_NAME
 from sgpu_magic.runs.sessions.session import Session
-from sgpu_magic.runs.submit.placing import Devices
 from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.views.units import count_of
 from sgpu_magic.wire.device_types import CPU

@@ -1,7 +1,6 @@
 """`sgpu run`: a notebook executed without a front end, from a shell, cron, Airflow or CI.
 
 job            what is to be run: the command's options and a job file's keys, checked
-job_file       job.yaml, job.json, job.toml; `GPU_8xH100`
 formats        a notebook from its file: .ipynb, Databricks source, percent, jupytext's; what is a script
 parameters     typed values, and the cell that sets them
 cells          where the notebook's cells run, and what is put before them

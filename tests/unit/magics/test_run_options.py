@@ -13,12 +13,11 @@ import pytest
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.functions.options import checked
 from sgpu_magic.magics import session_magics
-from sgpu_magic.magics.arguments import parse, parser
-from sgpu_magic.magics.parsing import Parser
+from sgpu_magic.options.argparse_form import Parser, parse, parser
+from sgpu_magic.options.asked import Wishes
+from sgpu_magic.options.python_form import checked
 from sgpu_magic.payload.call import RankValue
-from sgpu_magic.runs.package_options import Wishes
 from sgpu_magic.runs.submit.pack_call import arguments
 from sgpu_magic.runs.submit.redact import scalars
 
