@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import os
 import re
 import stat
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,8 +17,9 @@ from typing import BinaryIO, TextIO
 
 import msgspec
 
+from sgpu_magic.cli.arguments import Parser, note
 from sgpu_magic.client.files_of_run import FilesOfRun, files_of
-from sgpu_magic.config import Settings
+from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import RunFileUnknown, UsageError
 from sgpu_magic.files.safe_paths import BadName, list_below, open_below, parts_of, replace_below
 from sgpu_magic.system.byte_sizes import format_bytes
@@ -266,3 +269,22 @@ def _umask() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
+
+
+def _options(parser: Parser) -> None:
+    parser.add_argument(
+        "source", metavar="RUN[/RANK]:PATH", help="in the ranks' working directory or the run's directory"
+    )
+    parser.add_argument(
+        "target", metavar="TARGET", nargs="?", default="", help="a folder, a file, or - (default: only list)"
+    )
+    parser.does(_do)
+
+
+def _do(options: argparse.Namespace) -> int:
+    # beside a file that goes to standard output names and sizes are in the way
+    listed = sys.stderr if options.target == "-" else sys.stdout
+    return copy(load_settings(), options.source, options.target, listed, sys.stdout.buffer, note)
+
+
+COMMANDS = {"cp": _options}

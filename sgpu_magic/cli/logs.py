@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import codecs
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from sgpu_magic.cli.arguments import Parser, note, rank
 from sgpu_magic.client.files_of_run import FilesOfRun, files_of
-from sgpu_magic.config import Settings
+from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import RunFileUnknown, UsageError
 from sgpu_magic.views import ansi
 from sgpu_magic.wire.ids import short
@@ -182,3 +185,18 @@ def _why_none(run_id: str, row: RunSummary | None) -> str:
 
 def _has_colours(out: TextIO) -> bool:
     return out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _options(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("--rank", type=rank, metavar="N", help="of this rank only")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until the run is over")
+    parser.does(_do)
+
+
+def _do(options: argparse.Namespace) -> int:
+    show(load_settings(), options.run, rank=options.rank, follow=options.follow, out=sys.stdout, note=note)
+    return 0
+
+
+COMMANDS = {"logs": _options}

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import threading
 from collections.abc import Iterable
 from typing import TextIO
 
+from sgpu_magic.cli.arguments import Parser, positive
 from sgpu_magic.client.files_of_run import recorded_directory
-from sgpu_magic.config import Settings
+from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.options.argparse_form import read_replay
+from sgpu_magic.options.argparse_form import add_replay, read_replay
 from sgpu_magic.options.asked import ReplayOptions
 from sgpu_magic.runs.follow import run_loop
 from sgpu_magic.runs.replay.launching import prepare_replay
@@ -86,3 +88,22 @@ def replay(settings: Settings, run: str, options: ReplayOptions, out: TextIO) ->
         return ended is not None and ended.state is RunState.SUCCEEDED
     finally:
         close_workplace()
+
+
+def _options(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN")
+    own = {
+        "gpus": {"type": positive, "help": "ranks (default: as many as it had)"},
+        "env": {"help": "set a variable on the ranks"},
+        "here": {"help": "with this Python's packages, whatever it had"},
+        "detach": {"help": "return at once; the run goes on by itself"},
+    }
+    add_replay(parser, own)
+    parser.does(_do)
+
+
+def _do(options: argparse.Namespace) -> int:
+    return 0 if replay(load_settings(), options.run, options_from(options), sys.stdout) else 1
+
+
+COMMANDS = {"replay": _options}

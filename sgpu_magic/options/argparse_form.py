@@ -224,14 +224,13 @@ def read_session(found: argparse.Namespace) -> tuple[SessionOptions, str]:
 
 def add_replay(made: argparse.ArgumentParser, own: Mapping[str, Mapping[str, Any]] | None = None) -> None:
     """Add what a replay may differ in; `own` as in `add_options`."""
-    differs = {
+    differs: dict[str, Mapping[str, Any]] = {
         "gpus": {"help": "ranks (default: as many as it had)"},
         "type": {"help": "a10, h100, ..., cpu, any (default: what it asked for)"},
         "timeout": {"help": "longest running time (default: its own)"},
         "name": {"help": "the run's name (default: its own)"},
     }
-    for name in table.REPLAY:
-        add_option(made, name, **differs.get(name, {}), **(own or {}).get(name, {}))
+    add_options(made, table.REPLAY, differs | dict(own or {}))
 
 
 def read_replay(found: argparse.Namespace, ui: str, **readers: Reader) -> ReplayOptions:

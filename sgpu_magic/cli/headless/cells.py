@@ -11,8 +11,7 @@ import shlex
 from typing import Any
 
 from sgpu_magic.cli.headless.formats import submits_runs
-from sgpu_magic.cli.headless.job import Job
-from sgpu_magic.cli.headless.parameters import INJECTED_TAG, TAG, declared, has_tag, source_of
+from sgpu_magic.cli.headless.job import INJECTED_TAG, TAG, Job, declared, has_tag, source_of
 from sgpu_magic.options.defaults import as_words
 
 SETUP_TAG = "injected-sgpu"

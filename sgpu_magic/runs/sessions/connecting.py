@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.options.asked import SessionOptions, Wishes
+from sgpu_magic.options.asked import Devices, SessionOptions, Wishes
 from sgpu_magic.options.python_form import EnvVersion, of_session
 from sgpu_magic.options.values import Upload
 from sgpu_magic.packages.snapshot import take_snapshot
@@ -146,15 +146,23 @@ def _begun(place: Workplace, ask: SessionOptions, ui: str, of_cell: bool) -> Ses
     return session
 
 
+def has_devices(session: Session, devices: Devices, pool: str) -> bool:
+    """Whether a session has the devices that are asked for, in the pool that is named; "" is any."""
+    placement = session.spec.placement
+    return (
+        devices.ranks in (None, session.ranks)
+        and devices.device_type in (None, placement.device_type, session.device_type)
+        and devices.min_memory_bytes in (0, placement.min_memory_bytes)
+        and devices.nodes in (0, placement.nodes)
+        and pool in ("", session.pool.name)
+    )
+
+
 def is_same(session: Session, ask: SessionOptions) -> bool:
     """Whether a session is what is asked for."""
     spec = session.spec
     return (
-        ask.devices.ranks in (None, session.ranks)
-        and ask.devices.device_type in (None, spec.placement.device_type, session.device_type)
-        and ask.devices.min_memory_bytes in (0, spec.placement.min_memory_bytes)
-        and ask.devices.nodes in (0, spec.placement.nodes)
-        and ask.pool in ("", session.pool.name)
+        has_devices(session, ask.devices, ask.pool)
         and ask.idle_s in (None, spec.idle_s or 0)
         and all(session.variables.get(name) == value for name, value in ask.variables.items())
         and ask.wishes in (Wishes(), session.wishes)
