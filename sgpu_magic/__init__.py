@@ -16,6 +16,7 @@ cli/        the `sgpu` command
 server/     the Jupyter server's half
 panel/      the environment panel
 functions/  the Python names above, and those of serverless_gpu
+options/    every option once, and what each form of it says
 runs/       a run as the process that has submitted it sees it: submitted, followed, delivered
 views/      what a person sees of a run
 client/     the links to pools, and files to and from them

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import os
 import re
 import stat
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
 import msgspec
 
+from sgpu_magic.cli.arguments import Parser, note
 from sgpu_magic.client.files_of_run import FilesOfRun, files_of
-from sgpu_magic.config import Settings
+from sgpu_magic.config import load_settings
 from sgpu_magic.errors import RunFileUnknown, UsageError
 from sgpu_magic.files.safe_paths import BadName, list_below, open_below, parts_of, replace_below
 from sgpu_magic.system.byte_sizes import format_bytes
@@ -51,35 +54,25 @@ class _Wanted:
     name: str
 
 
-def copy(settings: Settings, source: str, target: str, out: TextIO, data: BinaryIO, note: Callable[[str], None]) -> int:
-    """Copy what an address names, or list it.
-
-    Args:
-        settings: Where runs of this machine lie.
-        source: The address.
-        target: A folder or a file's name; `-` is standard output; "" lists only.
-        out: Takes the names and sizes.
-        data: Takes a file's bytes, for `-`.
-        note: Takes sentences about the run.
-
-    Returns:
-        0.
+def copy(options: argparse.Namespace) -> int:
+    """Copy what an address names, or list it: to a folder, under a file's name, or to standard output.
 
     Raises:
         UsageError: There is no such run or file, or it can't be written here.
         PoolError: The pool can't be asked.
     """
+    source, target = options.source, options.target
     address = read_address(source)
-    with files_of(settings, address.run) as files:
+    with files_of(load_settings(), address.run) as files:
         wanted = _find(files, address)
         if not target:
             for each in wanted:
-                print(f"{format_bytes(each.file.size):>9}  {each.file.name}", file=out)
+                sys.stdout.write(f"{format_bytes(each.file.size):>9}  {each.file.name}\n")
         elif target == "-":
-            _to_stream(files, wanted, source, data)
+            _to_stream(files, wanted, source, sys.stdout.buffer)
         else:
             try:
-                _to_disk(files, wanted, Path(os.path.expanduser(target)), out)
+                _to_disk(files, wanted, Path(os.path.expanduser(target)), sys.stdout)
             except OSError as error:
                 raise UsageError(
                     f"{error.filename or target} can't be written here: {error.strerror or error}. Run the command "
@@ -266,3 +259,16 @@ def _umask() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
+
+
+def _options(parser: Parser) -> None:
+    parser.add_argument(
+        "source", metavar="RUN[/RANK]:PATH", help="in the ranks' working directory or the run's directory"
+    )
+    parser.add_argument(
+        "target", metavar="TARGET", nargs="?", default="", help="a folder, a file, or - (default: only list)"
+    )
+    parser.does(copy)
+
+
+COMMANDS = {"cp": _options}

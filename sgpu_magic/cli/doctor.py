@@ -5,13 +5,39 @@ It starts no pool and changes nothing. Each check says what it found in one line
 
 from __future__ import annotations
 
+import difflib
+import importlib.metadata
+import os
+import stat
+import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
 from typing import TextIO
 
-from sgpu_magic.cli import machine_checks, place_checks, python_checks
-from sgpu_magic.cli.finding import Finding, Level, warning
+from packaging.version import InvalidVersion, Version
+from platformdirs import user_config_path
+
+from sgpu_magic import __version__
+from sgpu_magic.cli import machine_checks, python_checks
+from sgpu_magic.cli.arguments import Parser
+from sgpu_magic.cli.machine_checks import Finding, Level, ok, problem, warning
+from sgpu_magic.client.keys import own_key_path
+from sgpu_magic.client.local_pool import find_pool
+from sgpu_magic.client.pool import Pool
+from sgpu_magic.client.pool_choosing import has_words
+from sgpu_magic.client.pools import Asked, Pools
+from sgpu_magic.client.pools_file import pools_path, read_pools
+from sgpu_magic.config import Settings, load_settings
+from sgpu_magic.errors import PoolError, UsageError
+from sgpu_magic.files.disk_room import disk_room
+from sgpu_magic.files.disk_room import remedy as remedy_for_disk
+from sgpu_magic.system.byte_sizes import format_bytes
+from sgpu_magic.system.secure_sockets import read_key_pair
 from sgpu_magic.views import ansi
 from sgpu_magic.views.units import count_of
+from sgpu_magic.wire.pool_status import MAX_SOCKET_PATH_BYTES, PROTOCOL_VERSION, address_file, socket_file
 
 _NAME_WIDTH = 20
 _LEVEL_WIDTH = 7
@@ -48,16 +74,16 @@ def findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield from _guarded("ipykernel", python_checks.ipykernel_version)
     yield from python_checks.group(facts)
     yield from _guarded("hostname", machine_checks.hostname)
-    settings, found = place_checks.settings_file(environ)
+    settings, found = settings_file(environ)
     yield from found
-    yield from place_checks.variables(environ)
-    yield from _guarded("gpu", lambda: machine_checks.gpus(facts, settings.simulate))
+    yield from variables(environ)
+    yield from _guarded("gpu", lambda: python_checks.gpus(facts, settings.simulate))
     yield from machine_checks.visible_devices(environ)
-    yield from _guarded("state directory", lambda: place_checks.state_directory(settings))
-    yield from _guarded("runtime directory", lambda: place_checks.runtime_directory(settings))
-    yield from _guarded("pool", lambda: place_checks.pool(settings))
-    yield from _guarded("pools", lambda: place_checks.listed_pools(settings))
-    yield from _guarded("ray", place_checks.ray_version)
+    yield from _guarded("state directory", lambda: state_directory(settings))
+    yield from _guarded("runtime directory", lambda: runtime_directory(settings))
+    yield from _guarded("pool", lambda: pool(settings))
+    yield from _guarded("pools", lambda: listed_pools(settings))
+    yield from _guarded("ray", ray_version)
     yield from _guarded("memory files", machine_checks.memory_files)
     yield from _guarded("process control", machine_checks.process_control)
     yield from _guarded("limits", machine_checks.limits)
@@ -76,3 +102,230 @@ def _guarded(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Find
         yield from check()
     except OSError as error:
         yield warning(name, f"could not be looked at: {error}", "See what the system says about it.")
+
+
+# ---------------------------------------------------------------- settings, directories, pools
+
+# SGPU_RUN_ID marks a run's processes, SGPU_JOB the notebook of `sgpu run`
+_OTHER_VARIABLES = ("SGPU_CONFIG", "SGPU_JOB", "SGPU_RUN_ID")
+_NETWORK_TYPES = frozenset(
+    ("nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p")
+)
+_LITTLE_BYTES = 1_000_000_000
+_HARDLY_ANY_BYTES = 50_000_000
+
+
+def settings_file(environ: Mapping[str, str]) -> tuple[Settings, list[Finding]]:
+    """Return the settings, and what is wrong with `config.toml` or a variable's value.
+
+    Settings that can't be read stand at their defaults, except for the directories.
+    """
+    try:
+        settings = load_settings(environ)
+    except UsageError as error:
+        what, _, remedy = error.message.rpartition(". ")
+        found = problem("settings", what or error.message, remedy if what else "Mend it.")
+        state_dir, runtime_dir = environ.get("SGPU_STATE_DIR", ""), environ.get("SGPU_RUNTIME_DIR", "")
+        return Settings(state_dir=state_dir, runtime_dir=runtime_dir), [found]
+    path = Path(environ.get("SGPU_CONFIG") or user_config_path("sgpu-magic", appauthor=False) / "config.toml")
+    if path.is_file():
+        return settings, [ok("settings", str(path))]
+    if environ.get("SGPU_CONFIG"):
+        text = f"SGPU_CONFIG names {path}, which is not there: the defaults apply"
+        return settings, [warning("settings", text, "Unset it, or write the file.")]
+    return settings, [ok("settings", "the defaults (there is no config.toml)")]
+
+
+def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """`SGPU_*` variables that nothing reads."""
+    known = [*(f"SGPU_{field.name.upper()}" for field in fields(Settings)), *_OTHER_VARIABLES]
+    for name in sorted(environ):
+        if name.startswith("SGPU_") and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            remedy = f"Is {near[0]} meant?" if near else f"There are: {', '.join(sorted(known))}."
+            yield warning("variables", f"{name} means nothing here", remedy)
+
+
+def state_directory(settings: Settings) -> Iterator[Finding]:
+    """Whose it is, whether it can be written, where it lies, how much room it has."""
+    path = settings.state_path
+    base = _nearest(path)
+    remedy = "Make it yours and writable, or set SGPU_STATE_DIR to a directory on a local disk that is."
+    if why := _not_usable(path):
+        yield problem("state directory", f"{path} {why}", remedy)
+        return
+    room = disk_room(base)
+    if not room.takes_a_run:
+        yield problem("disk", f"no run can be recorded in {path}: {room}", remedy_for_disk(settings.runs_path))
+        return
+    if why := _not_writable(base):
+        yield problem("state directory", f"{path} {why}", remedy)
+        return
+    kind = room.kind
+    if kind in _NETWORK_TYPES or kind.startswith("fuse."):
+        yield warning(
+            "state directory",
+            f"{path} is on a network file system ({kind}): the ledger's locks may fail, logs are slow",
+            "Set SGPU_STATE_DIR to a directory on a local disk.",
+        )
+    else:
+        yield ok("state directory", f"{path}" + (f" ({kind})" if kind else ""))
+    if room.free_bytes < _LITTLE_BYTES:
+        text = f"{format_bytes(room.free_bytes)} free for logs and payloads"
+        say = problem if room.free_bytes < _HARDLY_ANY_BYTES else warning
+        yield say("disk", text, f"Free space there; old runs in {settings.runs_path} can be removed.")
+    else:
+        yield ok("disk", f"{format_bytes(room.free_bytes)} free for logs and payloads")
+    if aside := sorted(path.glob("ledger.sqlite3.*-[0-9]*")):
+        yield warning("ledger", f"{aside[-1]} could not be used and was moved aside", "Remove it when nobody needs it.")
+
+
+def runtime_directory(settings: Settings) -> Iterator[Finding]:
+    """The length of the socket's path, whose the directory is, who may enter it."""
+    name, path = "runtime directory", settings.runtime_path
+    size = len(os.fsencode(socket_file(path)))
+    if size > MAX_SOCKET_PATH_BYTES:
+        yield problem(
+            name,
+            f"{path} is too long: the socket in it has a path of {size} bytes, not {MAX_SOCKET_PATH_BYTES}",
+            "Set SGPU_RUNTIME_DIR to a shorter directory.",
+        )
+        return
+    why = _not_usable(path) or _not_writable(_nearest(path))
+    if why:
+        remedy = "Remove it, or set SGPU_RUNTIME_DIR to a directory that is yours."
+        yield problem(name, f"{path} {why}", remedy)
+    elif path.exists() and (mode := stat.S_IMODE(path.stat().st_mode)) != 0o700:
+        text = f"{path} has mode {mode:04o}, so others may look into it; the next pool makes it 0700"
+        yield warning(name, text, f"`chmod 700 {path}`.")
+    else:
+        yield ok(name, f"{path}")
+
+
+def pool(settings: Settings) -> Iterator[Finding]:
+    """Whether a pool lives, answers and is of this version; what a dead one left."""
+    address = find_pool(settings)
+    if address is None:
+        runtime = settings.runtime_path
+        left = [str(file) for file in (address_file(runtime), socket_file(runtime)) if file.exists()]
+        if left:
+            text = f"none runs, but one that was killed left {' and '.join(left)}"
+            yield warning("pool", text, "Nothing to do: the next pool clears that away.")
+        else:
+            yield ok("pool", "none runs; the first %%distributed cell starts one")
+        return
+    client = Pool(settings)
+    try:
+        status = client.status(recent=0, start=False)
+    except PoolError as error:
+        what, _, remedy = error.message.partition(". ")
+        yield problem("pool", what, remedy or "`sgpu pool stop --force` ends it; the next run starts a new one.")
+        return
+    finally:
+        client.close()
+    if status is None:
+        yield ok("pool", "it has just ended")
+        return
+    text = f"process {status.pid}, sgpu-magic {status.package_version}, protocol {PROTOCOL_VERSION}"
+    if status.package_version != __version__:
+        remedy = "`sgpu pool stop` when it is idle; the next run starts one of this version."
+        yield warning("pool", f"{text}, but here is sgpu-magic {__version__}", remedy)
+    else:
+        # this command is one of them
+        yield ok("pool", f"{text}, {count_of(max(0, status.clients - 1), 'client')}")
+
+
+def _nearest(path: Path) -> Path:
+    """The path itself, or the first directory above it that exists."""
+    while not os.path.lexists(path) and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _not_usable(path: Path) -> str:
+    if not os.path.lexists(path):
+        return ""
+    status = os.lstat(path)
+    if stat.S_ISLNK(status.st_mode):
+        return "is a link, and nothing private is kept behind one"
+    if not stat.S_ISDIR(status.st_mode):
+        return "is not a directory"
+    return "belongs to another user" if status.st_uid != os.getuid() else ""
+
+
+def _not_writable(directory: Path) -> str:
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            return ""
+    except OSError as error:
+        return f"can't be written: {error.strerror}"
+
+
+# label selectors of placement groups
+_OLDEST_RAY = Version("2.50")
+
+
+def listed_pools(settings: Settings) -> Iterator[Finding]:
+    """The list and the key where there is a list, and what each pool of it says; takes 2 s at most."""
+    try:
+        entries = read_pools()
+    except UsageError as error:
+        what, _, remedy = error.message.rpartition(". ")
+        yield problem("pools", what or error.message, remedy if what else f"Mend {pools_path()}.")
+        return
+    if not entries:
+        return
+    yield from _key()
+    pools = Pools(settings)
+    try:
+        for answer in pools.asked(entries, local=False, again=True):
+            yield _said(answer)
+    finally:
+        pools.close()
+
+
+def ray_version() -> Iterator[Finding]:
+    """Whether the Ray that is installed is one that pools can be on; nothing where there is none."""
+    try:
+        found = Version(importlib.metadata.version("ray"))
+    except (importlib.metadata.PackageNotFoundError, InvalidVersion):
+        return
+    if found < _OLDEST_RAY:
+        remedy = 'Only `sgpu pool serve --engine ray` and `@ray_launch` need it: pip install -U "sgpu-magic[ray]"'
+        yield warning("ray", f"{found} is older than {_OLDEST_RAY}, which pools on Ray need", remedy)
+    else:
+        yield ok("ray", str(found))
+
+
+def _key() -> Iterator[Finding]:
+    path = own_key_path()
+    try:
+        read_key_pair(path)
+    except FileNotFoundError:
+        remedy = "`sgpu pool keygen` makes one; send its public half to who runs the pools."
+        yield problem("key", f"there is none ({path}), and pools of other machines admit listed keys only", remedy)
+    except UsageError as error:
+        what, _, remedy = error.message.rpartition(". ")
+        yield problem("key", what or error.message, remedy if what else "`sgpu pool keygen` makes another one.")
+    else:
+        yield ok("key", str(path))
+
+
+def _said(answer: Asked) -> Finding:
+    name = f"pool {answer.name}"[:20]
+    status = answer.status
+    if status is None:
+        what, _, remedy = answer.problem.partition(". ")
+        return problem(name, what.rstrip("."), remedy or "See whether it runs, and whether its address is right.")
+    text = f"{answer.entry.address if answer.entry else ''} has {has_words(status)}"
+    if status.package_version != __version__:
+        remedy = "They understand each other as long as nothing is refused; the same version on both sides is best."
+        return warning(name, f"{text}, but is sgpu-magic {status.package_version} and here is {__version__}", remedy)
+    return ok(name, text)
+
+
+def _options(parser: Parser) -> None:
+    parser.does(lambda _: 0 if run(os.environ, sys.stdout) else 1)
+
+
+COMMANDS = {"doctor": _options}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgpu_magic.config import Settings
+from sgpu_magic.cli.arguments import Parser
+from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.packages import named_environments
 from sgpu_magic.packages.named_environments import BASE_NAMES, BaseList, base_list
@@ -194,3 +196,32 @@ def _with_versions(libraries: Mapping[str, str]) -> str:
 
 def _indented(lines: list[str]) -> list[str]:
     return [f"  {line}" for line in lines]
+
+
+def _options(parser: Parser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    made = actions.add_parser("list", help="those that there are, with their size and last use")
+    made.does(lambda _: listing(load_settings()))
+    made = actions.add_parser("export", help="write a base's requirements file")
+    made.add_argument("name", metavar="4|ai-4")
+    made.add_argument("directory", metavar="DIR", nargs="?", default=".", help="where to (default: here)")
+    made.does(lambda options: export(options.name, options.directory))
+    made = actions.add_parser("remove", help="remove a saved or built environment")
+    made.add_argument("name", metavar="NAME", help="its name, or the first digits of a built one's")
+    made.does(lambda options: remove(load_settings(), options.name))
+    made = actions.add_parser("prune", help="remove built environments that no run uses")
+    made.add_argument("--days", type=_days, default=0.0, metavar="N", help="only if not used for N days (default: 0)")
+    made.does(lambda options: prune(load_settings(), options.days))
+
+
+def _days(text: str) -> float:
+    try:
+        days = float(text)
+    except ValueError:
+        days = -1.0
+    if not 0 <= days < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of days")
+    return days
+
+
+COMMANDS = {"env": _options}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import shutil
@@ -15,7 +16,8 @@ from typing import TextIO
 
 import msgspec
 
-from sgpu_magic.config import Settings, private_dir
+from sgpu_magic.cli.arguments import Parser, positive
+from sgpu_magic.config import Settings, load_settings, private_dir
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.views.tables import aligned
@@ -223,3 +225,23 @@ def start_detached(settings: Settings, record: JobRecord, arguments: Sequence[st
     started = msgspec.structs.replace(record, pid=process.pid, process_start=process_start(process.pid), detached=True)
     write(settings, started)
     return started
+
+
+def _options(parser: Parser) -> None:
+    parser.add_argument("-n", dest="number", type=positive, default=20, metavar="N", help="how many (20)")
+    parser.does(lambda options: listing(load_settings(), options.number))
+    actions = parser.add_subparsers(dest="action", metavar="ACTION")
+    made = actions.add_parser("log", help="print what a detached one has said")
+    made.add_argument("job", metavar="JOB")
+    made.does(_log)
+    made = actions.add_parser("stop", help="end one, and its runs")
+    made.add_argument("job", metavar="JOB")
+    made.does(lambda options: stop(load_settings(), options.job))
+
+
+def _log(options: argparse.Namespace) -> int:
+    show_log(load_settings(), options.job, sys.stdout)
+    return 0
+
+
+COMMANDS = {"jobs": _options}

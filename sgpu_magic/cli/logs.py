@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import codecs
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from sgpu_magic.cli.arguments import Parser, note, rank
 from sgpu_magic.client.files_of_run import FilesOfRun, files_of
-from sgpu_magic.config import Settings
+from sgpu_magic.config import load_settings
 from sgpu_magic.errors import RunFileUnknown, UsageError
 from sgpu_magic.views import ansi
 from sgpu_magic.wire.ids import short
@@ -23,27 +26,18 @@ _LONGEST_LINE_CHARS = 1 << 20
 _POLL_S = 0.1
 
 
-def show(
-    settings: Settings, run: str, *, rank: int | None, follow: bool, out: TextIO, note: Callable[[str], None]
-) -> None:
-    """Write the logs of a run to `out`.
-
-    Args:
-        settings: Where it lies, if not in a pool of another machine.
-        run: The first digits of its id.
-        rank: One rank only; None for all, each line with its rank in front when there are several.
-        follow: Go on until the run is over.
-        out: Where to.
-        note: Takes sentences about the run that are no output of it.
+def show(options: argparse.Namespace) -> int:
+    """Write the logs of a run, of one rank or of all, each line with its rank in front when there are several.
 
     Raises:
         UsageError: There is no such run, or no such rank in it.
     """
-    with files_of(settings, run) as files:
-        _show(files, rank, follow, out, note)
+    with files_of(load_settings(), options.run) as files:
+        _show(files, options.rank, options.follow, sys.stdout)
+    return 0
 
 
-def _show(files: FilesOfRun, rank: int | None, follow: bool, out: TextIO, note: Callable[[str], None]) -> None:
+def _show(files: FilesOfRun, rank: int | None, follow: bool, out: TextIO) -> None:
     run_id, row = files.run_id, files.row()
     if files.mirror is not None:
         # of another user's run the pool says so; one without a directory has only not started
@@ -182,3 +176,13 @@ def _why_none(run_id: str, row: RunSummary | None) -> str:
 
 def _has_colours(out: TextIO) -> bool:
     return out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _options(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("--rank", type=rank, metavar="N", help="of this rank only")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until the run is over")
+    parser.does(show)
+
+
+COMMANDS = {"logs": _options}

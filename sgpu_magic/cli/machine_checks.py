@@ -1,9 +1,10 @@
-"""What the system offers: names, GPUs, memory files, process control, limits."""
+"""What one check of `sgpu doctor` says; what the system offers: names, memory files, process control, limits."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import enum
 import os
 import resource
 import shutil
@@ -11,14 +12,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from sgpu_magic.agent.watch.inventory import take_inventory
-from sgpu_magic.cli.finding import Finding, ok, problem, warning
-from sgpu_magic.cli.python_checks import ProbeFacts
 from sgpu_magic.config import is_linux
 from sgpu_magic.system.byte_sizes import format_bytes
-from sgpu_magic.views.units import count_of, format_seconds
+from sgpu_magic.views.units import format_seconds
 
 _SLOW_LOOKUP_S = 1.0
 _LOOKUP_DEADLINE_S = 10.0
@@ -30,6 +29,44 @@ _FILES_LEAST = 256
 _TASKS_FOR_64 = 512
 _TASKS_LEAST = 64
 _PR_GET_CHILD_SUBREAPER = 37
+
+
+class Level(enum.StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the doctor.
+
+    Args:
+        level: A problem keeps runs from working, a warning may.
+        name: What was looked at.
+        text: What was found.
+        remedy: What to do about it; "" when nothing has to be done.
+    """
+
+    level: Level
+    name: str
+    text: str
+    remedy: str = ""
+
+
+def ok(name: str, text: str) -> Finding:
+    return Finding(Level.OK, name, text)
+
+
+def warning(name: str, text: str, remedy: str) -> Finding:
+    return Finding(Level.WARNING, name, text, remedy)
+
+
+def problem(name: str, text: str, remedy: str) -> Finding:
+    return Finding(Level.PROBLEM, name, text, remedy)
+
+
+# ---------------------------------------------------------------- checks
 
 
 def hostname() -> Iterator[Finding]:
@@ -59,56 +96,6 @@ def hostname() -> Iterator[Finding]:
         yield warning("hostname", f"{name}: the look-up took {format_seconds(seconds[0])}", remedy)
     else:
         yield ok("hostname", f"{name}, looked up in {format_seconds(seconds[0])}")
-
-
-def gpus(facts: ProbeFacts, simulate: str) -> Iterator[Finding]:
-    """The driver's devices, and whether this torch can use them."""
-    inventory = take_inventory(simulate="", cpu_slots=0)
-    real = inventory.devices
-    if inventory.problem:
-        what, _, remedy = inventory.problem.partition("; ")
-        yield problem("gpu", what, remedy[:1].upper() + remedy[1:] if remedy else "See what `nvidia-smi` says.")
-    elif not real:
-        yield ok("gpu", "no GPU on this machine: ranks run on CPU with gloo")
-    if real:
-        names = ", ".join(sorted({device.name or device.type for device in real}))
-        yield ok("gpu", f"{count_of(len(real), 'device')}: {names}")
-        for device in real:
-            if device.outside_use:
-                yield warning(
-                    "gpu",
-                    f"{device.type.upper()} {device.index} is in use outside the pool: {device.outside_use}",
-                    "It is leased only with --allow-busy.",
-                )
-        yield from _gpu_torch(facts)
-    if simulate:
-        yield ok("gpu", f"simulated devices stand in place of real ones: {simulate}")
-
-
-def _gpu_torch(facts: ProbeFacts) -> Iterator[Finding]:
-    if not facts.torch:
-        return
-    if not facts.gpu_build:
-        yield problem(
-            "torch and gpu",
-            f"torch {facts.torch} was built without CUDA, so no cell can use the GPUs here",
-            "Install a build with CUDA: the installation page of PyTorch gives the command.",
-        )
-    elif facts.gpus == 0:
-        yield problem(
-            "torch and gpu",
-            f"torch {facts.torch} (CUDA {facts.gpu_build}) can use none of the GPUs that the driver lists",
-            "Update the NVIDIA driver, or install a torch for an older CUDA; "
-            '`python -c "import torch; torch.cuda.init()"` says why.',
-        )
-    elif not facts.nccl:
-        yield warning(
-            "torch and gpu",
-            "this torch has no NCCL: GPU tensors go over gloo, slowly",
-            "Install a build with NCCL.",
-        )
-    else:
-        yield ok("torch and gpu", f"built for CUDA {facts.gpu_build}, with NCCL")
 
 
 def visible_devices(environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import TextIO
 
-from sgpu_magic.cli import parser
-from sgpu_magic.config import load_settings
+from sgpu_magic import __version__
+from sgpu_magic.cli.arguments import Parser, plain_words
 from sgpu_magic.errors import SgpuError, UsageError
 
 _OK, _FAILED, _USAGE = 0, 1, 2
@@ -28,9 +28,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             reconfigure(errors="replace")
     try:
         words = list(sys.argv[1:] if arguments is None else arguments)
-        options = parser.command_parser().parse_args(parser.plain_words(words))
+        parser = command_parser(words)
+        options = parser.parse_args(plain_words(words))
         options.words = words
-        code = _run(options)
+        if options.command is None:
+            parser.print_help(sys.stderr)
+            return _USAGE
+        done: str | int = options.do(options)
+        if isinstance(done, str):
+            print(done)
+        code = _OK if isinstance(done, str) else done
         sys.stdout.flush()
     except BrokenPipeError:
         # `sgpu logs 7f3a | head`; the interpreter's own last flush must find somebody too
@@ -44,130 +51,57 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _run(options: argparse.Namespace) -> int:
-    match options.command:
-        case "pool":
-            from sgpu_magic.cli import pools
+def command_parser(words: Sequence[str]) -> Parser:
+    """Return the parser of the whole command, with the options of the one that the words name.
 
-            settings = load_settings()
-            if options.action in ("add", "list", "remove"):
-                print(pools.run(settings, options))
-            elif options.action in ("serve", "deploy", "undeploy", "keygen", "authorize", "revoke"):
-                from sgpu_magic.cli import serving
-
-                print(serving.run(settings, options))
-            elif options.action == "status":
-                print(pools.status(settings, options.pool))
-            else:
-                print(pools.stop(settings, force=options.force))
-        case "runs":
-            from sgpu_magic.cli import runs
-
-            table, note = runs.recent(load_settings(), None if options.all else options.number, options.pool)
-            print(table)
-            if note:
-                _note(note)
-        case "logs":
-            from sgpu_magic.cli import logs
-
-            logs.show(
-                load_settings(),
-                options.run,
-                rank=options.rank,
-                follow=options.follow,
-                out=sys.stdout,
-                note=_note,
-            )
-        case "cancel":
-            from sgpu_magic.cli import runs
-
-            print(runs.cancel(load_settings(), options.run))
-        case "detach":
-            from sgpu_magic.cli import runs
-
-            print(runs.detach(load_settings(), options.run))
-        case "stacks":
-            from sgpu_magic.cli import runs
-
-            print(runs.stacks(load_settings(), options.run))
-        case "cp":
-            from sgpu_magic.cli import copying
-
-            return copying.copy(
-                load_settings(), options.source, options.target, _listing_out(options.target), sys.stdout.buffer, _note
-            )
-        case "port-forward":
-            from sgpu_magic.cli import port_forward, runs
-
-            with runs.pool_of(load_settings(), options.run, "whose ports could be reached") as pool:
-                return port_forward.forward(pool, options.run, options.ports, options.rank, sys.stdout, _note)
-        case "run":
-            from sgpu_magic.cli import run
-
-            return run.run(load_settings(), options, sys.stdout, sys.stderr)
-        case "jobs":
-            from sgpu_magic.cli import jobs
-
-            settings = load_settings()
-            match options.action:
-                case "log":
-                    jobs.show_log(settings, options.job, sys.stdout)
-                case "stop":
-                    print(jobs.stop(settings, options.job))
-                case _:
-                    print(jobs.listing(settings, options.number))
-        case "replay":
-            from sgpu_magic.cli import replay
-
-            done = replay.replay(load_settings(), options.run, replay.options_from(options), sys.stdout)
-            return _OK if done else _FAILED
-        case "sync":
-            from sgpu_magic.cli import sync
-
-            text, complete = sync.sync(load_settings(), options.run, only_list=options.list)
-            print(text)
-            return _OK if complete else _FAILED
-        case "env":
-            from sgpu_magic.cli import environments
-
-            settings = load_settings()
-            match options.action:
-                case "list":
-                    print(environments.listing(settings))
-                case "export":
-                    print(environments.export(options.name, options.directory))
-                case "remove":
-                    print(environments.remove(settings, options.name))
-                case _:
-                    print(environments.prune(settings, options.days))
-        case "usage":
-            from sgpu_magic.cli import usage
-            from sgpu_magic.client.usage import read_usage
-
-            print(usage.FORMATS[options.format](read_usage(load_settings(), options.since, options.by)))
-        case "types":
-            from sgpu_magic.cli import pools
-
-            print(pools.types(load_settings(), options.pool))
-        case "help":
-            from sgpu_magic.views import help as help_pages
-
-            print(help_pages.plain(help_pages.page(options.topic)))
-        case "doctor":
-            from sgpu_magic.cli import doctor
-
-            return _OK if doctor.run(os.environ, sys.stdout) else _FAILED
-        case _:
-            parser.command_parser().print_help(sys.stderr)
-            return _USAGE
-    return _OK
+    Only that one's module is loaded. It has under `COMMANDS` by command what adds its options, and with them as `do`
+    what carries it out: it is given the options, and returns an exit code, or what is printed.
+    """
+    parser = Parser(
+        prog="sgpu",
+        description="The pool behind %%distributed, its runs, and this machine's set-up.",
+        epilog="RUN is a run's id or its first digits, as `sgpu runs` lists them.",
+    )
+    parser.add_argument("--version", action="version", version=f"sgpu-magic {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    asked = next((word for word in words if not word.startswith("-")), "")
+    for name, (module, about) in _COMMANDS.items():
+        made = commands.add_parser(name, help=about)
+        if name == asked:
+            importlib.import_module(f"sgpu_magic.cli.{module}").COMMANDS[name](made)
+    return parser
 
 
-def _listing_out(target: str) -> TextIO:
-    """Where names and sizes are printed: beside a file that goes to standard output they are in the way."""
-    return sys.stderr if target == "-" else sys.stdout
+_COMMANDS = {
+    "pool": ("pools", "show or stop this machine's pool"),
+    "types": ("pools", "what the pools have: memory, nodes, price"),
+    "runs": ("runs", "list the newest runs"),
+    "logs": ("logs", "print what a run's ranks printed"),
+    "cancel": ("runs", "stop a run"),
+    "detach": ("runs", "let a run go on without its notebook"),
+    "stacks": ("runs", "show where every rank of a run is"),
+    "run": ("run", "execute a notebook, script or job file"),
+    "jobs": ("jobs", "list what `sgpu run` executes"),
+    "cp": ("copying", "bring files of a run to this machine"),
+    "port-forward": ("runs", "reach a dashboard or TensorBoard in a run"),
+    "replay": ("replay", "launch a run again from its directory"),
+    "sync": ("sync", "send to MLflow what a dead server left unsent"),
+    "env": ("environments", "base, saved and built environments"),
+    "usage": ("usage", "what runs used and cost"),
+    "help": ("main", "show the page about an error, or list them all"),
+    "doctor": ("doctor", "say what is wrong with this machine's set-up"),
+}
 
 
-def _note(text: str) -> None:
-    sys.stdout.flush()
-    print(f"sgpu: {text}", file=sys.stderr)
+def _help_options(parser: Parser) -> None:
+    parser.add_argument("topic", metavar="TOPIC", nargs="?", default="", help="as an error names it (default: list)")
+    parser.does(_help)
+
+
+def _help(options: argparse.Namespace) -> str:
+    from sgpu_magic.views import help as help_pages
+
+    return help_pages.plain(help_pages.page(options.topic))
+
+
+COMMANDS = {"help": _help_options}

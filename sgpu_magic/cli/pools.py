@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from typing import Any
 
+from sgpu_magic.cli.arguments import Parser
 from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pool_choosing import Money, counts, has_words
 from sgpu_magic.client.pools import PATIENCE_S, Asked, Pools
 from sgpu_magic.client.pools_edits import add_pool, remove_pool
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry, new_entry, pools_path, read_pools
-from sgpu_magic.config import Settings, host_name
+from sgpu_magic.config import Settings, host_name, load_settings
 from sgpu_magic.errors import PoolError, SgpuError
 from sgpu_magic.runs import pools_status
 from sgpu_magic.system.byte_sizes import format_bytes
@@ -24,25 +26,6 @@ from sgpu_magic.wire.pool_status import PoolStatus
 # the first link takes a handshake and may take a look at why there is none
 _CHECK_S = 10.0
 _NOT_RUNNING = "not running"
-
-
-def run(settings: Settings, options: argparse.Namespace) -> str:
-    """Carry out `sgpu pool add`, `list` or `remove` and return what is to be printed."""
-    match options.action:
-        case "add":
-            entry = new_entry(
-                options.name,
-                options.address,
-                options.key,
-                reserved=options.reserved,
-                types=options.types,
-                prices=options.prices,
-            )
-            return add(settings, entry, check=not options.no_check, replace=options.replace)
-        case "remove":
-            return remove(options.name)
-        case _:
-            return listing(settings)
 
 
 def add(settings: Settings, entry: PoolEntry, *, check: bool, replace: bool = False) -> str:
@@ -245,3 +228,94 @@ def stop(settings: Settings, *, force: bool) -> str:
         return f"no local pool is running on {host_name()}"
     Pool(settings).stop(force=force)
     return f"the local pool (process {address.pid}) is stopped"
+
+
+def _pool_options(parser: Parser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    made = actions.add_parser("status", help="devices, queue and runs; starts no pool")
+    made.add_argument("--pool", default="", metavar="NAME", help="of this pool only (default: all that are listed)")
+    made.does(lambda options: status(load_settings(), options.pool))
+    made = actions.add_parser("add", help="list a pool of another machine, for --pool")
+    made.add_argument("name", metavar="NAME", help="as --pool is to take it")
+    made.add_argument("address", metavar="tcp://HOST:PORT", help="where it listens")
+    made.add_argument("--key", required=True, metavar="KEY", help="its public key, which `sgpu pool serve` prints")
+    made.add_argument("--reserved", action="store_true", help="its devices are paid for in any case: it comes first")
+    made.add_argument("--types", default="", metavar="a10,h100", help="what it has (default: it is asked each time)")
+    made.add_argument("--prices", default="", metavar="a10=1.20", help="of one device for an hour")
+    made.add_argument("--replace", action="store_true", help="in place of one of that name")
+    made.add_argument("--no-check", action="store_true", help="write it down although it may not be reached")
+    made.does(_add)
+    made = actions.add_parser("list", help="the pools that --pool takes, and how they are now")
+    made.does(lambda _: listing(load_settings()))
+    made = actions.add_parser("remove", help="list a pool no more; its runs go on")
+    made.add_argument("name", metavar="NAME")
+    made.does(lambda options: remove(options.name))
+    _serving_options(actions)
+    made = actions.add_parser("stop", help="end the pool; the next run starts one")
+    made.add_argument("--force", action="store_true", help="also when runs are going on: they end too")
+    made.does(lambda options: stop(load_settings(), force=options.force))
+
+
+def _add(options: argparse.Namespace) -> str:
+    entry = new_entry(
+        options.name,
+        options.address,
+        options.key,
+        reserved=options.reserved,
+        types=options.types,
+        prices=options.prices,
+    )
+    return add(load_settings(), entry, check=not options.no_check, replace=options.replace)
+
+
+def _serving_options(actions: Any) -> None:
+    serve = actions.add_parser("serve", help="be a pool for other machines, in the foreground")
+    serve.add_argument("--engine", choices=("local", "ray"), default="local", help="where ranks run (local)")
+    serve.add_argument("--listen", required=True, metavar="tcp://0.0.0.0:PORT", help="where clients come in")
+    _add_name(serve)
+    serve.add_argument("--same-files", action="store_true", help="nodes see the clients' files and Pythons: build none")
+    deploy = actions.add_parser("deploy", help="start such a pool on a Ray cluster, as a job of it")
+    _add_ray(deploy)
+    deploy.add_argument(
+        "--listen", default="tcp://0.0.0.0:8700", metavar="tcp://0.0.0.0:PORT", help="where clients come in (port 8700)"
+    )
+    _add_name(deploy)
+    deploy.add_argument("job", nargs="*", metavar="-- OPTIONS", help="of the job, as `ray job submit` has them")
+    undeploy = actions.add_parser("undeploy", help="end a pool that was deployed")
+    _add_ray(undeploy)
+    _add_name(undeploy)
+    keygen = actions.add_parser("keygen", help="make the key by which pools know you")
+    keygen.add_argument("--force", action="store_true", help="in place of the one that there is")
+    authorize = actions.add_parser("authorize", help="let a user into a pool that is served here")
+    authorize.add_argument("who", metavar="WHO", help="the user's name, shown with their runs")
+    authorize.add_argument("key", metavar="KEY", help="their public key, which `sgpu pool keygen` prints")
+    authorize.add_argument("--admin", action="store_true", help="they may end everybody's runs and stop the pool")
+    _add_name(authorize)
+    revoke = actions.add_parser("revoke", help="let a user in no longer")
+    revoke.add_argument("who", metavar="WHO")
+    _add_name(revoke)
+    for made in (serve, deploy, undeploy, keygen, authorize, revoke):
+        made.does(_serving)
+
+
+def _serving(options: argparse.Namespace) -> str:
+    # what a pool service is made of is only loaded where there is to be one
+    from sgpu_magic.cli import serving
+
+    return serving.run(load_settings(), options)
+
+
+def _add_ray(parser: Any) -> None:
+    parser.add_argument("--ray", required=True, metavar="http://HEAD:8265", help="Ray's dashboard")
+
+
+def _add_name(parser: Any) -> None:
+    parser.add_argument("--name", default="team", metavar="NAME", help="the served pool's name (team)")
+
+
+def _types_options(parser: Parser) -> None:
+    parser.add_argument("--pool", default="", metavar="NAME", help="of this pool only (default: all)")
+    parser.does(lambda options: types(load_settings(), options.pool))
+
+
+COMMANDS = {"pool": _pool_options, "types": _types_options}

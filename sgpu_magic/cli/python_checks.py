@@ -1,4 +1,4 @@
-"""This Python and its packages, and a real group of two ranks that reduces a tensor over loopback.
+"""This Python and its packages, its GPUs, and a real group of two ranks that reduces a tensor over loopback.
 
 Everything heavy happens in two processes of their own, as it does in ranks: this one imports no torch.
 """
@@ -16,11 +16,12 @@ from importlib import metadata
 
 import msgspec
 
-from sgpu_magic.cli.finding import Finding, ok, problem, warning
+from sgpu_magic.agent.watch.inventory import take_inventory
+from sgpu_magic.cli.machine_checks import Finding, ok, problem, warning
 from sgpu_magic.packages.cuda import driver_version
 from sgpu_magic.packages.mismatches import find_mismatches, packages_of
 from sgpu_magic.packages.snapshot import take_snapshot
-from sgpu_magic.views.units import format_seconds
+from sgpu_magic.views.units import count_of, format_seconds
 
 _OLDEST_PYTHON = (3, 11)
 _OLDEST_TORCH = (2, 6)
@@ -247,6 +248,56 @@ def group(facts: ProbeFacts) -> Iterator[Finding]:
             yield warning(name, text, remedy)
         else:
             yield ok(name, text)
+
+
+def gpus(facts: ProbeFacts, simulate: str) -> Iterator[Finding]:
+    """The driver's devices, and whether this torch can use them."""
+    inventory = take_inventory(simulate="", cpu_slots=0)
+    real = inventory.devices
+    if inventory.problem:
+        what, _, remedy = inventory.problem.partition("; ")
+        yield problem("gpu", what, remedy[:1].upper() + remedy[1:] if remedy else "See what `nvidia-smi` says.")
+    elif not real:
+        yield ok("gpu", "no GPU on this machine: ranks run on CPU with gloo")
+    if real:
+        names = ", ".join(sorted({device.name or device.type for device in real}))
+        yield ok("gpu", f"{count_of(len(real), 'device')}: {names}")
+        for device in real:
+            if device.outside_use:
+                yield warning(
+                    "gpu",
+                    f"{device.type.upper()} {device.index} is in use outside the pool: {device.outside_use}",
+                    "It is leased only with --allow-busy.",
+                )
+        yield from _gpu_torch(facts)
+    if simulate:
+        yield ok("gpu", f"simulated devices stand in place of real ones: {simulate}")
+
+
+def _gpu_torch(facts: ProbeFacts) -> Iterator[Finding]:
+    if not facts.torch:
+        return
+    if not facts.gpu_build:
+        yield problem(
+            "torch and gpu",
+            f"torch {facts.torch} was built without CUDA, so no cell can use the GPUs here",
+            "Install a build with CUDA: the installation page of PyTorch gives the command.",
+        )
+    elif facts.gpus == 0:
+        yield problem(
+            "torch and gpu",
+            f"torch {facts.torch} (CUDA {facts.gpu_build}) can use none of the GPUs that the driver lists",
+            "Update the NVIDIA driver, or install a torch for an older CUDA; "
+            '`python -c "import torch; torch.cuda.init()"` says why.',
+        )
+    elif not facts.nccl:
+        yield warning(
+            "torch and gpu",
+            "this torch has no NCCL: GPU tensors go over gloo, slowly",
+            "Install a build with NCCL.",
+        )
+    else:
+        yield ok("torch and gpu", f"built for CUDA {facts.gpu_build}, with NCCL")
 
 
 def _numbers(version: str) -> tuple[int, int]:

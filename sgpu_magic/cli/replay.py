@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import threading
+from collections.abc import Iterable
 from typing import TextIO
 
+from sgpu_magic.cli.arguments import Parser, positive
 from sgpu_magic.client.files_of_run import recorded_directory
-from sgpu_magic.config import Settings
+from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import UsageError
+from sgpu_magic.options.argparse_form import add_replay, read_replay
+from sgpu_magic.options.asked import ReplayOptions
 from sgpu_magic.runs.follow import run_loop
-from sgpu_magic.runs.option_values import device_type, optional_s
-from sgpu_magic.runs.replay.launching import ReplayOptions, prepare_replay
+from sgpu_magic.runs.replay.launching import prepare_replay
 from sgpu_magic.runs.replay.recorded import read_recorded
 from sgpu_magic.runs.submit.submit import let_go, submit
 from sgpu_magic.runs.workplace import close_workplace, workplace
 from sgpu_magic.wire.states import RunState
+
+
+def variables(_: str, given: Iterable[str]) -> dict[str, str]:
+    """Read `--env`.
+
+    Raises:
+        UsageError: It means nothing.
+    """
+    found: dict[str, str] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise UsageError("--env takes KEY=VALUE.")
+        found[name] = value
+    return found
 
 
 def options_from(values: argparse.Namespace) -> ReplayOptions:
@@ -24,22 +43,7 @@ def options_from(values: argparse.Namespace) -> ReplayOptions:
     Raises:
         UsageError: A value means nothing.
     """
-    variables: dict[str, str] = {}
-    for text in values.env:
-        name, equals, value = text.partition("=")
-        if not equals or not name.isidentifier():
-            raise UsageError("--env takes KEY=VALUE.")
-        variables[name] = value
-    return ReplayOptions(
-        ranks=values.gpus,
-        device_type=device_type("--type", values.type),
-        variables=variables,
-        here=values.here,
-        timeout_s=optional_s("--timeout", values.timeout),
-        detach=values.detach,
-        name=values.name,
-        ui="text",
-    )
+    return read_replay(values, "text", env=variables)
 
 
 def replay(settings: Settings, run: str, options: ReplayOptions, out: TextIO) -> bool:
@@ -84,3 +88,22 @@ def replay(settings: Settings, run: str, options: ReplayOptions, out: TextIO) ->
         return ended is not None and ended.state is RunState.SUCCEEDED
     finally:
         close_workplace()
+
+
+def _options(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN")
+    own = {
+        "gpus": {"type": positive, "help": "ranks (default: as many as it had)"},
+        "env": {"help": "set a variable on the ranks"},
+        "here": {"help": "with this Python's packages, whatever it had"},
+        "detach": {"help": "return at once; the run goes on by itself"},
+    }
+    add_replay(parser, own)
+    parser.does(_do)
+
+
+def _do(options: argparse.Namespace) -> int:
+    return 0 if replay(load_settings(), options.run, options_from(options), sys.stdout) else 1
+
+
+COMMANDS = {"replay": _options}

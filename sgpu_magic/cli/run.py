@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,16 +13,15 @@ from typing import Any, TextIO
 import msgspec
 
 from sgpu_magic.cli import jobs
+from sgpu_magic.cli.arguments import Parser, positive, script_arguments
 from sgpu_magic.cli.headless import formats
-from sgpu_magic.cli.headless.executed_copy import copy_of
-from sgpu_magic.cli.headless.job import Job, Options, job_from
-from sgpu_magic.cli.headless.job_file import EXTRA, read_mapping, read_yaml
-from sgpu_magic.cli.headless.outcome import ExitCode
-from sgpu_magic.cli.headless.parameters import read_pair, typed
-from sgpu_magic.cli.parser import script_arguments
-from sgpu_magic.config import Settings
+from sgpu_magic.cli.headless.job import Job, job_from, read_pair, typed
+from sgpu_magic.cli.headless.outcome import ExitCode, copy_of
+from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.runs.option_values import key_values
+from sgpu_magic.options.argparse_form import add_option
+from sgpu_magic.options.job_form import EXTRA, JobFile, read_mapping, read_yaml
+from sgpu_magic.options.values import STRATEGIES, key_values
 from sgpu_magic.views.units import format_seconds
 from sgpu_magic.wire.ids import new_id, short
 
@@ -70,8 +70,8 @@ def run(settings: Settings, values: argparse.Namespace, out: TextIO, err: TextIO
     return code
 
 
-def options_from(values: argparse.Namespace) -> Options:
-    """Read the command's options.
+def options_from(values: argparse.Namespace) -> dict[str, Any]:
+    """Return what the command's line says, by a job file's keys.
 
     Raises:
         UsageError: A value means nothing.
@@ -87,24 +87,9 @@ def options_from(values: argparse.Namespace) -> Options:
     for text in values.raw_parameter:
         name, value = read_pair("-r", text)
         parameters[name] = value
-    return Options(
-        gpus=values.gpus,
-        type=values.type,
-        pool=values.pool,
-        nodes=values.nodes,
-        placement=values.placement,
-        min_memory=values.min_memory,
-        env_version=values.env_version,
-        max_cost=values.max_cost,
-        parameters=parameters,
-        variables=key_values(values.env),
-        timeout=values.timeout,
-        retries=values.retries,
-        kernel=values.kernel,
-        cells=values.cells,
-        output=values.output,
-        upload=tuple(values.upload),
-    )
+    given = {key: value for key, value in vars(values).items() if key in JobFile.__struct_fields__}
+    said = {key: value for key, value in given.items() if value not in (None, "", [])}
+    return said | {"parameters": parameters, "env": key_values(values.env)}
 
 
 def _yaml_mapping(text: str) -> dict[str, object]:
@@ -191,3 +176,76 @@ def _detach(settings: Settings, record: jobs.JobRecord, words: Sequence[str], ou
         file=out,
     )
     return ExitCode.OK
+
+
+_RUN_ABOUT = """Execute a notebook to its end and keep the executed copy.
+
+TARGET is a notebook, a script (.py), or a job file (.yaml, .json, .toml) that names one. A notebook is an .ipynb file,
+or a .py file in Databricks' source form or with percent cells (# %%); with jupytext any text form of its (.md, .Rmd).
+
+what runs where:
+  The notebook's kernel runs on this machine. Its %%distributed cells, sessions and @distributed functions run on
+  the pool; what they do not say themselves is taken from --pool, --gpus, --type and so on.
+  A notebook that has none of these, run with --gpus or --type, runs on the pool as a whole: a session of that many
+  ranks is connected, and every cell runs on all of them (as after %sgpu_auto on). --cells ranks or here says it
+  explicitly. A script runs on all ranks; what stands behind -- are its arguments (a .py file with percent cells that
+  is given arguments runs as a script). A script with @distributed functions runs once, and they on the ranks.
+  What a script prints goes to standard output as it comes; it leaves an executed copy only with --output.
+"""
+_CODES = """exit codes:
+  0    every cell ran
+  1    a cell failed: the notebook's own error, or its kernel died
+  2    the command, the job file or an option in a cell can't be meant
+  3    the pool, a node, the room on it or its environment failed: worth a retry
+  124  the time (--timeout, or a run's own) was over
+  130  interrupted;  143  terminated: the notebook's runs were ended first
+"""
+
+
+def _options(parser: Parser) -> None:
+    parser.description, parser.epilog = _RUN_ABOUT, _CODES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("target", metavar="TARGET")
+    add_option(parser, "pool", metavar=None, help="the pool (default: the setting)")
+    add_option(parser, "gpus", type=positive, help="ranks, one per GPU")
+    add_option(parser, "type", help="a10, h100, ..., cpu, any")
+    add_option(parser, "nodes", type=positive, help="nodes, each with as many of the ranks")
+    add_option(parser, "placement", metavar=None, choices=STRATEGIES, help="how ranks lie on nodes (pack)")
+    add_option(parser, "min-memory", help="least memory of each device")
+    add_option(parser, "env-version", metavar="4|ai-4|FILE|NAME", help="the ranks' packages")
+    add_option(parser, "max-cost", help="stop each run before it costs more")
+    add("-p", "--parameters", dest="parameter", action="append", default=[], metavar="NAME=VALUE",
+        help="a parameter: a number, True, False, None, else a text; also as -p NAME VALUE")  # fmt: skip
+    add("-r", "--raw", dest="raw_parameter", action="append", default=[], metavar="NAME=VALUE",
+        help="a parameter that is a text whatever it looks like")  # fmt: skip
+    add(
+        "-y",
+        dest="parameters_yaml",
+        action="append",
+        default=[],
+        metavar="YAML",
+        help="parameters as YAML or JSON text",
+    )
+    add("-f", "--parameters-file", action="append", default=[], metavar="FILE", help="parameters in YAML, JSON or TOML")
+    add_option(parser, "env", help="a variable of the notebook and its ranks")
+    add_option(parser, "upload", help="a folder or file that the ranks find")
+    add(
+        "-o",
+        "--output",
+        default="",
+        metavar="COPY",
+        help="the executed copy (default: NAME.DATE-TIME.ipynb beside it; none of a script)",
+    )
+    add_option(parser, "timeout", help="longest time for all of it (default: none)")
+    add_option(parser, "retries", type=int, help="run it again after code 3, up to N times (default: 0)")
+    add("--kernel", default="", metavar="NAME", help="the Jupyter kernel (default: the notebook's)")
+    add("--cells", default="", choices=("auto", "ranks", "here"), help="where plain cells run (auto)")
+    add("-v", "--verbose", action="store_true", help="also print what a notebook's cells print")
+    add_option(parser, "detach", help="return at once; it goes on without this terminal")
+    add("--job-id", default="", help=argparse.SUPPRESS)
+    add("--copy", default="", help=argparse.SUPPRESS)
+    parser.does(lambda options: run(load_settings(), options, sys.stdout, sys.stderr))
+
+
+COMMANDS = {"run": _options}

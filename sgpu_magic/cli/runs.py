@@ -1,17 +1,25 @@
-"""`sgpu runs`, `cancel`, `detach` and `stacks`, and how a run is named: by the first digits of its id."""
+"""`sgpu runs`, `cancel`, `detach`, `stacks` and `port-forward`, which name a run by the first digits of its id."""
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import signal
+import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from sgpu_magic.cli.arguments import Parser, note, positive, rank
 from sgpu_magic.client import ledger_file
 from sgpu_magic.client.find_run import check_prefix, pool_of
+from sgpu_magic.client.forwarding import LOOPBACK, Forwarder
+from sgpu_magic.client.link import PoolLink
+from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pools import Asked, Pools
 from sgpu_magic.client.pools_file import LOCAL
-from sgpu_magic.config import Settings
-from sgpu_magic.errors import PoolError
+from sgpu_magic.config import Settings, load_settings
+from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.views.stacks import stacks_text
 from sgpu_magic.views.tables import aligned
 from sgpu_magic.views.units import TIMES, format_clock
@@ -22,6 +30,8 @@ from sgpu_magic.wire.states import RunKind
 
 _MAX_FAILURE = 100
 _ALL = 1_000_000_000
+_RECENT = 20
+_MOST_PORT = 65535
 
 
 def recent(settings: Settings, limit: int | None, name: str = "") -> tuple[str, str]:
@@ -176,3 +186,117 @@ def _remark(run: RunSummary) -> str:
     in_session = f"in session {short(run.session)}" if run.session else ""
     text = run.failure.strip().partition("\n")[0] or run.waiting_for or in_session
     return text if len(text) <= _MAX_FAILURE else text[:_MAX_FAILURE] + " ..."
+
+
+def _list_options(parser: Parser) -> None:
+    parser.add_argument("--pool", default="", metavar="NAME", help="of this pool only (default: all)")
+    how_many = parser.add_mutually_exclusive_group()
+    how_many.add_argument("-n", dest="number", type=positive, default=_RECENT, metavar="N", help="how many (20)")
+    how_many.add_argument("--all", action="store_true", help="all of them")
+    parser.does(_list)
+
+
+def _list(options: argparse.Namespace) -> int:
+    table, where = recent(load_settings(), None if options.all else options.number, options.pool)
+    sys.stdout.write(f"{table}\n")
+    if where:
+        note(where)
+    return 0
+
+
+def _of_one(do: Callable[[Settings, str], str]) -> Callable[[Parser], None]:
+    """Return what adds the options of a command that takes a run."""
+
+    def add(parser: Parser) -> None:
+        parser.add_argument("run", metavar="RUN")
+        parser.does(lambda options: do(load_settings(), options.run))
+
+    return add
+
+
+# ---------------------------------------------------------------- ports
+
+
+def forward(pool: Pool, run: str, ports: str, rank: int) -> int:
+    """Forward a port until the run ends or the command is interrupted.
+
+    Args:
+        pool: The run's.
+        run: The first digits of its id.
+        ports: `[LOCAL:]PORT`.
+        rank: On whose node.
+
+    Returns:
+        0: the run ended, or the command was interrupted. 1: the pool ended.
+
+    Raises:
+        UsageError: The ports can't be meant, or there is no such run of this user.
+        PoolError: No pool runs, or it does not answer.
+    """
+    local, remote = read_ports(ports)
+    return asyncio.run(_forward(pool.link(), check_prefix(run), rank, (local, remote)))
+
+
+async def _forward(link: PoolLink, run: str, rank: int, ports: tuple[int | None, int]) -> int:
+    local, remote = ports
+    forwarder = Forwarder(link, run, rank, remote, note)
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    try:
+        run_id, here, problem = await forwarder.begin(local)
+        sys.stdout.write(f"http://{LOOPBACK}:{here} leads to port {remote} of rank {rank} of run {short(run_id)}\n")
+        sys.stdout.flush()
+        if problem:
+            note(f"{problem} yet; connections are made as soon as something does.")
+        serving = loop.create_task(forwarder.serve())
+        waiting = loop.create_task(stopped.wait())
+        await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if not serving.done():
+            serving.cancel()
+            return 0
+        note(f"{serving.result().rstrip('.')}: port {here} is free again.")
+        return 1 if link.lost.is_set() else 0
+    finally:
+        await forwarder.close()
+
+
+def read_ports(text: str) -> tuple[int | None, int]:
+    """Read `[LOCAL:]PORT`; the port here is None when it is left out, 0 for any that is free.
+
+    Raises:
+        UsageError: These are no ports.
+    """
+    local, colon, remote = text.rpartition(":")
+    if not _is_port(remote, least=1) or (colon and not _is_port(local, least=0)):
+        raise UsageError(
+            f"{text!r} are no ports: write the port in the run, as in 8265, or LOCAL:PORT, as in 9000:8265."
+        )
+    return (int(local) if colon else None), int(remote)
+
+
+def _is_port(text: str, least: int) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 5 and least <= int(text) <= _MOST_PORT
+
+
+def _forward_options(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("ports", metavar="[LOCAL:]PORT", help="the port in the run, and the one here if it differs")
+    parser.add_argument("--rank", type=rank, default=0, metavar="N", help="on the node of this rank (0)")
+    parser.does(_do_forward)
+
+
+def _do_forward(options: argparse.Namespace) -> int:
+    with pool_of(load_settings(), options.run, "whose ports could be reached") as pool:
+        return forward(pool, options.run, options.ports, options.rank)
+
+
+COMMANDS = {
+    "runs": _list_options,
+    "cancel": _of_one(cancel),
+    "detach": _of_one(detach),
+    "stacks": _of_one(stacks),
+    "port-forward": _forward_options,
+}

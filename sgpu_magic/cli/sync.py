@@ -6,6 +6,7 @@ One process for each store sends, with the variables of this shell. User name, p
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -14,10 +15,11 @@ from pathlib import Path
 
 import msgspec
 
+from sgpu_magic.cli.arguments import Parser
 from sgpu_magic.client import ledger_file
 from sgpu_magic.client.find_run import find_directory
 from sgpu_magic.client.local_pool import find_pool
-from sgpu_magic.config import Settings
+from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.tracking import progress
@@ -130,3 +132,18 @@ def _table(left: Sequence[Left], going: Collection[str]) -> str:
         name = run_name(spec) if spec is not None else ""
         rows.append((short(directory.name), name, found.uri or _DEFAULT, why[:200]))
     return "\n".join(aligned(rows))
+
+
+def _options(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", nargs="?", default="", help="of this run only")
+    parser.add_argument("--list", action="store_true", help="only say what is unsent")
+    parser.does(_do)
+
+
+def _do(options: argparse.Namespace) -> int:
+    text, complete = sync(load_settings(), options.run, only_list=options.list)
+    sys.stdout.write(f"{text}\n")
+    return 0 if complete else 1
+
+
+COMMANDS = {"sync": _options}

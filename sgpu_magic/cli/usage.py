@@ -8,7 +8,9 @@ import json
 import time
 from collections.abc import Callable, Mapping
 
-from sgpu_magic.client.usage import Usage, Use
+from sgpu_magic.cli.arguments import Parser
+from sgpu_magic.client.usage import Usage, Use, read_usage
+from sgpu_magic.config import load_settings
 from sgpu_magic.views.tables import aligned
 from sgpu_magic.wire.costs import HOUR_S, format_money
 
@@ -138,3 +140,14 @@ def _date(at: float) -> str:
 
 
 FORMATS: Mapping[str, Callable[[Usage], str]] = {"table": table, "csv": comma_separated, "json": as_json}
+
+
+def _options(parser: Parser) -> None:
+    parser.add_argument("--since", default="7d", metavar="7d", help="how far back: 12h, 7d, 4w (7d)")
+    groups = ("day", "user", "session", "notebook", "type")
+    parser.add_argument("--by", choices=groups, default="day", help="what the rows are (day)")
+    parser.add_argument("--format", choices=tuple(FORMATS), default="table", help="(table)")
+    parser.does(lambda it: FORMATS[it.format](read_usage(load_settings(), it.since, it.by)))
+
+
+COMMANDS = {"usage": _options}

@@ -1,6 +1,5 @@
 """The same from Python: `@distributed`, `@ray_launch`, the handle of a run, a sweep over items.
 
-options     what `@distributed` takes, checked
 decorator   `@distributed` and `@ray_launch`, and what stands in a function's place
 launch      a call becomes a run that a pool has taken
 handle      `Run`: a run that goes on while the program does something else

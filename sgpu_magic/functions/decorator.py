@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, cast, overload
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.functions.options import CallOptions, Options, checked
 from sgpu_magic.functions.tracebacks import frames_left_out
+from sgpu_magic.options.asked import CallOptions
+from sgpu_magic.options.python_form import Options, checked
 
 if TYPE_CHECKING:
     from sgpu_magic.functions.handle import Run

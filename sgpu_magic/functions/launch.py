@@ -14,11 +14,10 @@ from msgspec.structs import replace
 
 from sgpu_magic.errors import CapacityError, RunCancelled, UsageError
 from sgpu_magic.functions.handle import Run
-from sgpu_magic.functions.options import CallOptions
+from sgpu_magic.options.asked import CallOptions, refuse_in_session
+from sgpu_magic.options.table import in_pythons_words
 from sgpu_magic.runs.choice.default_choice import PYTHON_WAYS, with_choice
 from sgpu_magic.runs.notebook import owner
-from sgpu_magic.runs.option_values import in_pythons_words
-from sgpu_magic.runs.package_options import refuse_in_session
 from sgpu_magic.runs.sessions import Session, registry, run_in
 from sgpu_magic.runs.sessions.cells import Prepared, prepare_call
 from sgpu_magic.runs.submit import pack_call

@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from IPython.core.interactiveshell import InteractiveShell
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.magics.arguments import NO_SESSION, CellOptions
+from sgpu_magic.options.argparse_form import NO_SESSION
+from sgpu_magic.options.asked import CellOptions, refuse_in_session
 from sgpu_magic.payload.names import CellNames
 from sgpu_magic.payload.namespace import cell_sources, collect, submodules_read
 from sgpu_magic.payload.pack import new_key, pack_namespace
 from sgpu_magic.runs.notebook import cell_number, cell_numbers, future_flags, owner
-from sgpu_magic.runs.package_options import refuse_in_session
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.cells import RANK_NAMES, SessionCell
 from sgpu_magic.runs.sessions.session import Session

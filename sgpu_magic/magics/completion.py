@@ -18,15 +18,12 @@ from sgpu_magic.client.pools_file import LOCAL, read_pools
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.magics import environment_magic, session_magics
-from sgpu_magic.magics.arguments import NO_SESSION, RAY, RETRY_CHOICES, parser
-from sgpu_magic.magics.parsing import Parser
+from sgpu_magic.options.argparse_form import NO_SESSION, RAY, Parser, parser
+from sgpu_magic.options.table import OPTIONS
 from sgpu_magic.packages import named_environments
 from sgpu_magic.packages.named_environments import BASE_NAMES
-from sgpu_magic.runs.option_values import STRATEGIES, UI_CHOICES
-from sgpu_magic.runs.package_options import TORCH_CHOICES
 from sgpu_magic.runs.sessions import registry, run_in
 from sgpu_magic.views import help as help_pages
-from sgpu_magic.wire.device_types import KNOWN_TYPES
 from sgpu_magic.wire.ids import is_valid_id, short
 
 _CELL = re.compile(r"\s*%%?(?P<magic>distributed|rank|ray_launch)\s")
@@ -34,13 +31,7 @@ _LINE = re.compile(r"\s*(?:[\w,\s]+=\s*)?%?(?P<magic>sgpu_(?:connect|disconnect|
 _TAKES_RUN = re.compile(r"\s*%?sgpu_(?:attach|detach|stacks|status)\s+(?P<word>[\w.-]*)$")
 _TAKES_TOPIC = re.compile(r"\s*%?sgpu_help\s+(?P<word>[\w-]*)$")
 _MAX_RUNS = 50
-_VALUES = {
-    "--type": ("any", "cpu", *KNOWN_TYPES),
-    "--ui": UI_CHOICES,
-    "--retry-on": RETRY_CHOICES,
-    "--torch": TORCH_CHOICES,
-    "--placement": STRATEGIES,
-}
+_VALUES = {f"--{name}": found for name, option in OPTIONS.items() if (found := option.choices or option.offered)}
 _NAMES = ("--in", "--out", "--exclude")
 _PARSERS: dict[str, Callable[[], Parser]] = {
     "distributed": parser,

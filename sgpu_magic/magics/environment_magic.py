@@ -11,7 +11,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_magic, magics_class
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.magics.parsing import Parser
+from sgpu_magic.options.argparse_form import Parser
 from sgpu_magic.panel.kernel_endpoint import KernelEndpoint
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.choice import default_choice

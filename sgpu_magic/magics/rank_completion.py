@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgpu_magic.errors import SgpuError
-from sgpu_magic.magics import arguments
 from sgpu_magic.magics.cell_hooks import AutoMode
+from sgpu_magic.options import argparse_form
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.wire.rank import RankAnswer, RankQuestion
@@ -110,10 +110,10 @@ class RankQuestions:
         if cursor < found.end():
             return None
         try:
-            options = arguments.parse(found[2] or "", found[1])
+            options = argparse_form.parse(found[2] or "", found[1])
         except SgpuError:
             return None
-        if options.session == arguments.NO_SESSION or options.fresh:
+        if options is None or options.session == argparse_form.NO_SESSION or options.fresh:
             return None
         if options.session and options.session != session.name:
             named = registry.find(options.session)

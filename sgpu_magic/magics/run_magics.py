@@ -13,14 +13,15 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import RunCancelled, UsageError
-from sgpu_magic.magics import arguments, cell
+from sgpu_magic.magics import cell
 from sgpu_magic.magics.cell import session_for
 from sgpu_magic.magics.cell_hooks import AutoMode, Warmth
-from sgpu_magic.magics.parsing import Parser, add_ui, add_variables, rank_count
 from sgpu_magic.magics.status import StatusBoard
+from sgpu_magic.options import argparse_form
+from sgpu_magic.options.argparse_form import RAY, Parser, add_option, add_replay, read_replay
+from sgpu_magic.options.asked import CellOptions
 from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, with_choice
 from sgpu_magic.runs.follow import run_loop
-from sgpu_magic.runs.option_values import device_type, key_values, optional_s
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.cells import SessionCell
 from sgpu_magic.runs.sessions.session import Session
@@ -65,7 +66,7 @@ class DistributedMagics(Magics):
     @cell_magic
     def ray_launch(self, line: str, cell_body: str) -> RunResult | None:
         """Run this cell as the driver of a Ray cluster of its own. `%%ray_launch -h` shows the options."""
-        return self._run(arguments.RAY, line, cell_body)
+        return self._run(RAY, line, cell_body)
 
     @cell_magic
     def sgpu_auto_cell(self, line: str, cell_body: str) -> RunResult:
@@ -75,9 +76,9 @@ class DistributedMagics(Magics):
         return session.run_cell(SessionCell(body=cell_body, auto=True))
 
     def _run(self, magic: str, line: str, cell_body: str) -> RunResult | None:
-        options = arguments.parse(line, magic)
-        if options.help:
-            print(arguments.parser(magic).format_help())  # noqa: T201  help is output
+        options = argparse_form.parse(line, magic)
+        if options is None:
+            print(argparse_form.parser(magic).format_help())  # noqa: T201  help is output
             return None
         self.place.wanted_pool(options.pool)
         if not cell.has_code(cell_body):
@@ -88,13 +89,13 @@ class DistributedMagics(Magics):
         self.place.notices.clear()
         if session is not None and not options.fresh:
             return session.run_cell(cell.for_session(magic_line, cell_body, options, session), options.ui)
-        return self._run_fresh(magic_line, cell_body, options, session, ray=magic == arguments.RAY)
+        return self._run_fresh(magic_line, cell_body, options, session, ray=magic == RAY)
 
     def _run_fresh(
         self,
         magic_line: str,
         cell_body: str,
-        options: arguments.CellOptions,
+        options: CellOptions,
         session: Session | None,
         *,
         ray: bool,
@@ -126,19 +127,10 @@ class DistributedMagics(Magics):
             made.error("which run? Give the first digits of its id, as %sgpu_status lists them")
         # only a replay needs them
         from sgpu_magic.client.files_of_run import recorded_directory
-        from sgpu_magic.runs.replay.launching import ReplayOptions, prepare_replay
+        from sgpu_magic.runs.replay.launching import prepare_replay
         from sgpu_magic.runs.replay.recorded import read_recorded
 
-        options = ReplayOptions(
-            ranks=values.gpus,
-            device_type=device_type("--type", values.type),
-            variables=key_values(values.env),
-            here=values.here,
-            timeout_s=optional_s("--timeout", values.timeout),
-            name=values.name,
-            detach=values.detach,
-            ui=values.ui,
-        )
+        options = read_replay(values, values.ui)
         place = self.place
         place.notices.clear()
         try:
@@ -227,7 +219,7 @@ class DistributedMagics(Magics):
         if sessions:
             made.add_argument("--pool", default="", metavar="NAME", help="of this pool only (default: all)")
         if ui:
-            add_ui(made)
+            add_option(made, "ui")
         made.offer_help()
         values = made.asked(line)
         if values is None:
@@ -260,15 +252,8 @@ def replay_parser() -> Parser:
         "The packages are this notebook's when they are the run's, else the run's own Python where it is still as it "
         "was, else they are installed from what was recorded. Values of --env are never recorded: set them here.",
     )
-    add = made.add_argument
-    add("run", nargs="?", default="", metavar="RUN", help="the first digits of its id")
-    add("-n", "--gpus", type=rank_count, metavar="N", help="ranks (default: as many as it had)")
-    add("--type", metavar="TYPE", help="a10, h100, ..., cpu, any (default: what it asked for)")
-    add_variables(made)
-    add("--here", action="store_true", help="with this notebook's packages, whatever it had")
-    add("--timeout", metavar="90s|30m|2h", help="longest running time (default: its own)")
-    add("--detach", action="store_true", help="return at once; the run goes on without this notebook")
-    add("--name", default="", help="the run's name (default: its own)")
-    add_ui(made)
+    made.add_argument("run", nargs="?", default="", metavar="RUN", help="the first digits of its id")
+    add_replay(made)
+    add_option(made, "ui")
     made.offer_help()
     return made

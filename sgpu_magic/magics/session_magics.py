@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from typing import TypeVar
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -14,31 +13,18 @@ from IPython.core.magic import Magics, line_magic, magics_class
 
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.magics.cell_hooks import AutoMode
-from sgpu_magic.magics.parsing import (
-    Parser,
-    add_devices,
-    add_place,
-    add_session,
-    add_ui,
-    add_variables,
-    add_wishes,
-    names,
-    read_devices,
-    read_wishes,
-)
+from sgpu_magic.options.argparse_form import Parser, add_option, add_session, read_session
+from sgpu_magic.options.asked import SessionOptions
+from sgpu_magic.options.values import names, outputs_from, parse_ranks
 from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, with_choice
-from sgpu_magic.runs.option_values import key_values, optional_s, parse_ranks, timeout_s
-from sgpu_magic.runs.package_options import max_cost_from
 from sgpu_magic.runs.sessions import registry, run_in
 from sgpu_magic.runs.sessions.cells import prepare_push
-from sgpu_magic.runs.sessions.connecting import DEFAULT_NAME, Ask, begin, is_same
+from sgpu_magic.runs.sessions.connecting import begin, is_same
 from sgpu_magic.runs.sessions.lifetime import current_cell
 from sgpu_magic.runs.sessions.session import Session
-from sgpu_magic.runs.submit.cell_source import outputs_from
 from sgpu_magic.runs.workplace import workplace
 
 T = TypeVar("T")
-_NAME = re.compile(r"[^\W\d][\w.-]*")
 
 
 @magics_class
@@ -158,45 +144,19 @@ def connect_parser() -> Parser:
         "process groups and imports stay. %sgpu_disconnect ends it.",
         "The magic returns at once; its value is the session: s = %sgpu_connect --gpus 4.",
     )
-    add = made.add_argument
-    add_devices(made)
-    add("--name", default=DEFAULT_NAME, metavar="S", help=f"the session's name (default: {DEFAULT_NAME})")
-    add("--idle", metavar="60m", help="end it after so long without a cell, 0: never (default: 60m)")
-    add("--wait", metavar="10m|0", help="longest time in the queue, 0: now or fail (default: as long as it takes)")
-    add("--timeout", metavar="8h", help="longest time that it may last (default and most: 7d)")
-    add_variables(made)
-    add_wishes(made)
-    add("--profile", action="store_true", help=argparse.SUPPRESS)
-    add_place(made)
+    add_session(made)
     made.offer_help()
     return made
 
 
-def read_connect(line: str) -> tuple[Ask, str] | None:
+def read_connect(line: str) -> tuple[SessionOptions, str] | None:
     """Read the line of `%sgpu_connect`: what is asked for, and how it is shown; None when it asked for help.
 
     Raises:
         UsageError: An option is unknown or its value means nothing.
     """
-    values = connect_parser().asked(line)
-    if values is None:
-        return None
-    if _NAME.fullmatch(values.name) is None or values.name == "none":
-        raise UsageError(f"--name {values.name!r}: a session's name begins with a letter and has no space in it.")
-    if values.profile:
-        raise UsageError("--profile keeps a trace of one cell, not of a session: put it on the %%distributed line.")
-    ask = Ask(
-        devices=read_devices(values),
-        name=values.name,
-        idle_s=optional_s("--idle", values.idle),
-        wait_s=optional_s("--wait", values.wait),
-        timeout_s=timeout_s("--timeout", values.timeout),
-        variables=key_values(values.env),
-        wishes=read_wishes(values),
-        max_cost=max_cost_from("--max-cost", values.max_cost),
-        pool=values.pool,
-    )
-    return ask, values.ui
+    found = connect_parser().asked(line)
+    return None if found is None else read_session(found)
 
 
 def disconnect_parser() -> Parser:
@@ -228,9 +188,9 @@ def push_parser() -> Parser:
 
 
 def _add_ranks(made: Parser) -> None:
-    made.add_argument("--ranks", metavar="0,2-3", help="these ranks only (default: all)")
-    add_session(made)
-    add_ui(made)
+    add_option(made, "ranks", help="these ranks only (default: all)")
+    add_option(made, "session", metavar="NAME")
+    add_option(made, "ui")
     made.offer_help()
 
 
@@ -255,7 +215,7 @@ def restart_parser() -> Parser:
         "cells had set there is lost, and said.",
     )
     made.add_argument("--rank", "--ranks", dest="ranks", metavar="1,2", help="which (default: all)")
-    add_session(made)
+    add_option(made, "session", metavar="NAME")
     made.offer_help()
     return made
 

@@ -16,10 +16,8 @@ Of a notebook's kernel:
 
 kernel_state     a kernel -> what is drawn of it, also as text
 plan             what applying a choice would do
-installing       packages in the kernel's own environment
 kernel_actions   answers questions: plans, applies, connects; `%sgpu_env --accept`
-kernel_endpoint  where questions reach the kernel; loads `kernel_actions` with the first
-lanes            the threads that answer
+kernel_endpoint  where questions reach the kernel, and the threads that answer
 panel_view       the panel below a cell
 
 The Jupyter server imports the first half. The choice itself is `runs/choice`, below all that submits.

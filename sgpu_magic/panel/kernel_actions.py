@@ -8,15 +8,16 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any, cast
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from sgpu_magic.errors import SgpuError, UsageError
+from sgpu_magic.options.asked import SessionOptions
 from sgpu_magic.packages import snapshot
 from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.packages.snapshot import versions
-from sgpu_magic.panel.installing import install
 from sgpu_magic.panel.kernel_state import KernelPictures
 from sgpu_magic.panel.messages import (
     AskApply,
@@ -29,14 +30,17 @@ from sgpu_magic.panel.messages import (
     PanelRefusal,
     PlanAnswer,
 )
-from sgpu_magic.panel.plan import Impossible, Plan, living, plan, sentence
+from sgpu_magic.panel.plan import Plan, living, plan, sentence
 from sgpu_magic.runs.choice import default_choice
 from sgpu_magic.runs.choice.keeper import words_of
+from sgpu_magic.runs.choice.packages import install
 from sgpu_magic.runs.choice.schema import Choice, KeptChoice
 from sgpu_magic.runs.sessions import registry
-from sgpu_magic.runs.sessions.connecting import Ask, begin
+from sgpu_magic.runs.sessions.connecting import begin
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.workplace import Workplace
+
+T = TypeVar("T")
 
 ANSWER_S = 45.0
 """An answer that takes longer says that packages are still being installed."""
@@ -55,7 +59,7 @@ class KernelActions:
         self._place = place
         self._pictures = KernelPictures(place)
         self._lock = threading.Lock()
-        self._job: Job | None = None
+        self._job: Future[tuple[KeptChoice, str]] | None = None
         self._applying = threading.Lock()
         # held while a session is ended or begun here
         self._connecting = threading.Lock()
@@ -79,9 +83,8 @@ class KernelActions:
             reply = self.answer(question, knows_metadata=knows_metadata)
         except msgspec.ValidationError as error:
             reply = PanelRefusal(n=number, text=f"This is no question that can be answered: {error}.")
-        except (SgpuError, Impossible) as error:
-            text = error.message if isinstance(error, SgpuError) else str(error)
-            reply = PanelRefusal(n=number, text=sentence(text))
+        except SgpuError as error:
+            reply = PanelRefusal(n=number, text=sentence(error.message))
         except Exception as error:  # noqa: BLE001  a thread's top, and a front end that waits
             traceback.print_exc(file=sys.__stderr__)
             reply = PanelRefusal(n=number, text=f"This can't be answered: {type(error).__name__}: {error}")
@@ -92,7 +95,6 @@ class KernelActions:
 
         Raises:
             SgpuError: It can't be done.
-            Impossible: The same.
             OSError: Something can't be written.
         """
         match question:
@@ -120,7 +122,7 @@ class KernelActions:
     def _state(self, number: int, kept: KeptChoice | None = None, said: str = "") -> KernelAnswer:
         held = default_choice.keeper(self._place).now()
         with self._lock:
-            installing = self._job is not None and self._job.is_alive
+            installing = self._job is not None and not self._job.done()
         picture = self._pictures.picture(held)
         return KernelAnswer(n=number, picture=picture, kept=kept, said=said, installing=installing)
 
@@ -128,10 +130,11 @@ class KernelActions:
         """What a job has failed with that nobody was told yet; told once."""
         with self._lock:
             job = self._job
-            if job is None or job.is_alive:
+            if job is None or not job.done():
                 return ""
             self._job = None
-            return job.failure
+        error = job.exception()
+        return "" if error is None else _words_of(error)
 
     # ------------------------------------------------------------ doing
 
@@ -140,7 +143,7 @@ class KernelActions:
             return PanelRefusal(n=question.n, text=_BUSY)
         try:
             with self._lock:
-                if self._job is not None and self._job.is_alive:
+                if self._job is not None and not self._job.done():
                     return PanelRefusal(n=question.n, text=_BUSY)
             return self._applied(question)
         finally:
@@ -157,15 +160,15 @@ class KernelActions:
         if not (planned.added or planned.removed):
             kept, said = self._carry_out(planned, question.choice)
             return self._state(question.n, kept, said)
-        job = Job(lambda: self._carry_out(planned, question.choice))
+        job = _in_background(lambda: self._carry_out(planned, question.choice))
         with self._lock:
             self._job = job
-        if not job.wait(ANSWER_S):
+        if not wait((job,), ANSWER_S).done:
             return self._state(question.n, said="Packages are being installed.")
         failed = self._failure()
         if failed:
             return PanelRefusal(n=question.n, text=failed)
-        kept, said = job.result
+        kept, said = job.result()
         return self._state(question.n, kept, said)
 
     def _carry_out(self, planned: Plan, choice: Choice) -> tuple[KeptChoice, str]:
@@ -173,7 +176,6 @@ class KernelActions:
 
         Raises:
             SgpuError: It can't be done.
-            Impossible: The same.
             OSError: The key can't be written.
         """
         said: list[str] = []
@@ -191,14 +193,14 @@ class KernelActions:
     def _connect(self, before: Session | None) -> str:
         if before is not None:
             # one that can't be had is refused before the other has gone
-            default_choice.with_choice(self._place, Ask(), default_choice.MAGIC_WAYS)
+            default_choice.with_choice(self._place, SessionOptions(), default_choice.MAGIC_WAYS)
             end(before, "the panel has connected another in its place", wait_s=_END_S)
             if not before.has_ended:
-                raise Impossible(
+                raise UsageError(
                     f"Session {before.name} is asked to end and has not yet, so no other was connected. Connect again "
                     "when it has."
                 )
-        ask = default_choice.with_choice(self._place, Ask(), default_choice.MAGIC_WAYS)
+        ask = default_choice.with_choice(self._place, SessionOptions(), default_choice.MAGIC_WAYS)
         session = begin(self._place, ask, "none", of_cell=False)
         return f"%%distributed cells run in session {session.name} from now on."
 
@@ -213,51 +215,26 @@ class KernelActions:
         return self._state(question.n, said=f"Session {session.name} {ended}.")
 
 
-class Job:
-    """Something that takes long, in a thread of its own.
+def _in_background(work: Callable[[], T]) -> Future[T]:
+    """Do something that takes long, in a thread of its own."""
+    outcome: Future[T] = Future()
 
-    Args:
-        work: Does it.
-    """
-
-    def __init__(self, work: Callable[[], tuple[KeptChoice, str]]) -> None:
-        self._work = work
-        self._over = threading.Event()
-        self._result: tuple[KeptChoice, str] | None = None
-        self.failure = ""
-        threading.Thread(target=self._run, name="sgpu-panel-installs", daemon=True).start()
-
-    @property
-    def is_alive(self) -> bool:
-        return not self._over.is_set()
-
-    @property
-    def result(self) -> tuple[KeptChoice, str]:
-        """What the work has returned.
-
-        Raises:
-            Impossible: It has failed.
-        """
-        if self._result is None:
-            raise Impossible(self.failure)
-        return self._result
-
-    def wait(self, seconds: float) -> bool:
-        """Wait until it is over; False when it is not after so long."""
-        return self._over.wait(seconds)
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._result = self._work()
-        except SgpuError as error:
-            self.failure = sentence(error.message)
-        except (Impossible, OSError) as error:
-            self.failure = str(error)
+            outcome.set_result(work())
         except Exception as error:  # noqa: BLE001  a thread's top; who asks next is told
-            traceback.print_exc(file=sys.__stderr__)
-            self.failure = f"This could not be done: {type(error).__name__}: {error}"
-        finally:
-            self._over.set()
+            if not isinstance(error, SgpuError | OSError):
+                traceback.print_exc(file=sys.__stderr__)
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="sgpu-panel-installs", daemon=True).start()
+    return outcome
+
+
+def _words_of(error: BaseException) -> str:
+    if isinstance(error, SgpuError):
+        return sentence(error.message)
+    return str(error) if isinstance(error, OSError) else f"This could not be done: {type(error).__name__}: {error}"
 
 
 def accept(place: Workplace, choice: Choice) -> KeptChoice:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
-from sgpu_magic.panel.lanes import Lane
 from sgpu_magic.runs.notebook import kernel_id, notebook_name
 from sgpu_magic.runs.workplace import Workplace
 
@@ -26,6 +26,7 @@ PANEL = "panel"
 """As `messages.PANEL`, which is not loaded before the first question."""
 
 _DEEDS = 3
+_JOIN_S = 2.0
 
 
 class KernelEndpoint:
@@ -94,7 +95,8 @@ class KernelEndpoint:
         shell, channels = self._place.shell, live_views.channels
         comms = "subshell" if channels.serve_comms else "blocking"
         widget = PanelWidget(notebook=notebook_name(shell), kernel=kernel_id(shell), comms=comms)
-        self._views.append(PanelView(widget, channels, self, self._watchers))
+        lanes = Lane("sgpu-panel-orders"), Lane("sgpu-panel-told")
+        self._views.append(PanelView(widget, channels, self, self._watchers, *lanes))
         return widget.view_bundle
 
     def close(self) -> None:
@@ -109,6 +111,56 @@ class KernelEndpoint:
             lane.close()
         if self._actions is not None:
             self._actions.close()
+
+
+class Lane:
+    """Does work one after the other, in a thread of its own that is there only while there is some.
+
+    Args:
+        name: The thread's.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is done, and nothing waits."""
+        with self._lock:
+            return self._thread is None
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Have it done; it must not raise."""
+        with self._lock:
+            if self._closed:
+                return
+            self._waiting.append(work)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """Do nothing more; what is being done is waited for a moment."""
+        with self._lock:
+            self._closed = True
+            self._waiting.clear()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_JOIN_S)
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    # in one step: who has work from now on starts the next thread
+                    self._thread = None
+                    return
+                work = self._waiting.popleft()
+            work()
 
 
 def _kind_of(content: object) -> str:

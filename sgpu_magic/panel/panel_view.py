@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import traitlets
 
-from sgpu_magic.panel.lanes import Lane
 from sgpu_magic.panel.messages import PanelOrder, Rest, Said, Told, Watch
 from sgpu_magic.panel.orders import Page
 from sgpu_magic.panel.watch import Watchers
 from sgpu_magic.views.live.widgets import KeyedWidget
 
 if TYPE_CHECKING:
-    from sgpu_magic.panel.kernel_endpoint import KernelEndpoint, Send
+    from sgpu_magic.panel.kernel_endpoint import KernelEndpoint, Lane, Send
     from sgpu_magic.views.live.comm import Channels
 
 PATIENCE_S = 90.0
@@ -38,14 +37,18 @@ class PanelView:
         channels: Bring its messages.
         endpoint: Has its questions answered.
         watchers: The kernel's.
+        orders: Obeys its page.
+        told: Tells it.
     """
 
-    def __init__(self, widget: Any, channels: Channels, endpoint: KernelEndpoint, watchers: Watchers) -> None:
+    def __init__(
+        self, widget: Any, channels: Channels, endpoint: KernelEndpoint, watchers: Watchers, orders: Lane, told: Lane
+    ) -> None:
         self._widget = widget
         self._channels = channels
         self._endpoint = endpoint
         self._page = Page(watchers, self._tell)
-        self._orders, self._told = Lane("sgpu-panel-orders"), Lane("sgpu-panel-told")
+        self._orders, self._told = orders, told
         self._lock = threading.Lock()
         self._heard_at = time.monotonic()
         self._timer: threading.Timer | None = None

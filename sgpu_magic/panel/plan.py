@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from sgpu_magic.client.pool_choosing import KINDS
 from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.config import Settings
-from sgpu_magic.errors import PoolError, SgpuError
+from sgpu_magic.errors import PoolError, SgpuError, UsageError
+from sgpu_magic.options.asked import DEFAULT_NAME, Devices
 from sgpu_magic.packages import bases, snapshot
 from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.packages.snapshot import versions
-from sgpu_magic.panel.installing import would_install
 from sgpu_magic.panel.schema import PlanPicture
 from sgpu_magic.runs.choice.keeper import Held, label_of, normal, problem_of
-from sgpu_magic.runs.choice.packages import base_of, base_versions, env_version_of, missing, problem_of_base
+from sgpu_magic.runs.choice.packages import (
+    base_of,
+    base_versions,
+    env_version_of,
+    missing,
+    problem_of_base,
+    would_install,
+)
 from sgpu_magic.runs.choice.schema import Choice
 from sgpu_magic.runs.sessions import registry
-from sgpu_magic.runs.sessions.connecting import DEFAULT_NAME
+from sgpu_magic.runs.sessions.connecting import has_devices
 from sgpu_magic.runs.sessions.session import Session
-from sgpu_magic.runs.submit.placing import Devices
 from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.views.units import count_of
 from sgpu_magic.wire.device_types import CPU
@@ -60,10 +67,6 @@ class _Words:
     loses: bool = False
 
 
-class Impossible(Exception):
-    """It can't be applied; the message is a sentence."""
-
-
 def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve: bool = True) -> Plan:
     """Say what applying a choice would do. Takes 2 s at most beside a pool's answer, and changes nothing.
 
@@ -87,10 +90,9 @@ def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve
             if connect:
                 _check_one_type(choice, status)
         added, removed = _packages(place.pool.settings, choice, words, resolve=resolve)
-    except (Impossible, SgpuError) as error:
-        text = error.message if isinstance(error, SgpuError) else str(error)
+    except SgpuError as error:
         said, button = tuple(words.sentences), _button(connect, known)
-        return Plan(PlanPicture(sentences=said, loses=False, problem=sentence(text), button=button))
+        return Plan(PlanPicture(sentences=said, loses=False, problem=sentence(error.message), button=button))
     current = living(DEFAULT_NAME)
     changed = bool(added or removed)
     restarts: Session | None = None
@@ -128,10 +130,7 @@ def fits(session: Session, choice: Choice) -> bool:
     """Whether a session is what a choice asks for."""
     if session.run_state is RunState.CANCELLING:
         return False
-    kinds = ("", session.placement.device_type, session.device_type)
-    if choice.gpus not in (0, session.ranks) or choice.type not in kinds:
-        return False
-    if choice.pool and choice.pool != session.pool.name:
+    if not has_devices(session, Devices(choice.gpus or None, choice.type or None), choice.pool):
         return False
     if not choice.env_version:
         return _has_own_packages(session)
@@ -157,7 +156,7 @@ def _status(place: Workplace, choice: Choice, words: _Words, *, connect: bool) -
         pool = place.pools.named(name or LOCAL)
     if pool is not place.pools.local:
         if connect and not choice.gpus:
-            raise Impossible(f"The pool {pool.name} is shared with others: choose how many devices.")
+            raise UsageError(f"The pool {pool.name} is shared with others: choose how many devices.")
         return pool.status(1, timeout_s=PATIENCE_S)
     try:
         return pool.status(recent=1, start=False)
@@ -172,7 +171,7 @@ def _status(place: Workplace, choice: Choice, words: _Words, *, connect: bool) -
 def _check_pool(place: Workplace, name: str) -> None:
     known = place.pools.names()
     if name and name not in known:
-        raise Impossible(f"There is no pool named {name!r}. You have: {', '.join(known)}.")
+        raise UsageError(f"There is no pool named {name!r}. You have: {', '.join(known)}.")
 
 
 def _check_devices(choice: Choice, status: PoolStatus, *, stands_in: bool) -> None:
@@ -181,18 +180,18 @@ def _check_devices(choice: Choice, status: PoolStatus, *, stands_in: bool) -> No
     types = _totals(status)
     if choice.type == CPU or (not choice.type and not types):
         if choice.gpus > inventory.cpu_slots:
-            raise Impossible(f"The pool has {inventory.cpu_slots} CPU slots, and {choice.gpus} are asked for.")
+            raise UsageError(f"The pool has {inventory.cpu_slots} CPU slots, and {choice.gpus} are asked for.")
         return
     if choice.type and choice.type not in types:
         if stands_in:
             return
         has = ", ".join(f"{count} {label_of(name)}" for name, count in types.items()) or "no GPUs"
         has += f", and {inventory.cpu_slots} CPU slots"
-        raise Impossible(f"The pool has no {label_of(choice.type)}. It has: {has}.")
+        raise UsageError(f"The pool has no {label_of(choice.type)}. It has: {has}.")
     most = types[choice.type] if choice.type else max(types.values())
     if choice.gpus > most and not stands_in:
         of = f" {label_of(choice.type)}" if choice.type else " of one type"
-        raise Impossible(f"The pool has {most}{of}, and {choice.gpus} are asked for.")
+        raise UsageError(f"The pool has {most}{of}, and {choice.gpus} are asked for.")
 
 
 def _check_one_type(choice: Choice, status: PoolStatus) -> None:
@@ -200,14 +199,11 @@ def _check_one_type(choice: Choice, status: PoolStatus) -> None:
     types = _totals(status)
     if not choice.type and not choice.gpus and len(types) > 1:
         has = ", ".join(f"{count} {label_of(name)}" for name, count in types.items())
-        raise Impossible(f"The pool has several types ({has}): choose one, and how many.")
+        raise UsageError(f"The pool has several types ({has}): choose one, and how many.")
 
 
 def _totals(status: PoolStatus) -> dict[str, int]:
-    types: dict[str, int] = {}
-    for device in status.inventory.devices:
-        types[device.type] = types.get(device.type, 0) + 1
-    return types
+    return Counter(device.type for device in status.inventory.devices)
 
 
 def _waiting(choice: Choice, status: PoolStatus | None, restarts: Session | None, words: _Words) -> None:
@@ -314,7 +310,7 @@ def _for_ranks(settings: Settings, choice: Choice, words: _Words) -> None:
     """Packages that are installed where the ranks run."""
     problem = problem_of_base(settings, choice.env_version)
     if problem:
-        raise Impossible(problem)
+        raise UsageError(problem)
     found = bases.chosen(settings, choice.env_version)
     if not (choice.dependencies or choice.removed) and found is not None:
         digest, count = found.environment.digest, found.environment.packages
@@ -324,7 +320,7 @@ def _for_ranks(settings: Settings, choice: Choice, words: _Words) -> None:
     there = base_versions(base_of(settings, choice.env_version))
     unknown = [name for name in choice.removed if normalised(name) not in there]
     if unknown:
-        raise Impossible(f"{choice.env_version} has no {_listed(unknown)} that could be left out.")
+        raise UsageError(f"{choice.env_version} has no {_listed(unknown)} that could be left out.")
     count = len(there) - len(choice.removed) + len(missing(choice.dependencies, {}))
     words.sentences.append(
         f"About {_many(count)} will be installed where the ranks run, when they start, unless they are there already."

@@ -2,9 +2,6 @@
 
 workplace           this process's pools, views and settings, one for its magics and its Python functions
 notebook            what the kernel knows of its notebook and of the cell that runs
-option_values       values of options as people write them
-package_options     options about packages, tracking and cost
-job_defaults        what `sgpu run` gives the runs of its notebook
 packages            this process's packages, reported to the pool
 environment_locks   lock files of environments
 environment_report  what `%sgpu_env` shows

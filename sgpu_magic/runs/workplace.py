@@ -13,13 +13,15 @@ from sgpu_magic.client.pools import Pools
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.client.run import Run
 from sgpu_magic.config import Settings, load_settings
-from sgpu_magic.runs import job_defaults, packages
+from sgpu_magic.options import defaults
+from sgpu_magic.options.asked import Devices
+from sgpu_magic.runs import packages
 from sgpu_magic.runs.follow import run_loop
 from sgpu_magic.runs.follow.background import Follower, RunWindows
 from sgpu_magic.runs.follow.restart import watch_restarts
 from sgpu_magic.runs.notices import NoticeBoard, SendingBoard
 from sgpu_magic.runs.submit import placing
-from sgpu_magic.runs.submit.placing import Devices, Found
+from sgpu_magic.runs.submit.placing import Found
 from sgpu_magic.runs.submit.submit import Submission, let_go
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.live_views import Buttons, LiveViews
@@ -124,7 +126,7 @@ class Workplace:
         view = RunView(run.spec, self.current_settings().output_limit, pool=run.pool, error_follows=error_follows)
         view.directory = "" if run.mirror is not None else str(run.directory)
         if ui == "auto":
-            ui = job_defaults.of_process().ui or ui
+            ui = defaults.of_process().ui or ui
         publisher = self.live_views.publisher_for(ui, view, sys.stdout, self._buttons(run))
         return run_loop.Followed(run, view, publisher, self.pool_of(run))
 

@@ -12,8 +12,8 @@ from lazy_modules import nbformat
 
 import sgpu_magic
 from sgpu_magic import Run
-from sgpu_magic.functions.options import Options, SharedOptions
 from sgpu_magic.functions.sweep import Sweep
+from sgpu_magic.options.python_form import Options, SharedOptions
 
 pytestmark = pytest.mark.slow
 

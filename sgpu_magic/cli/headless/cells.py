@@ -11,8 +11,8 @@ import shlex
 from typing import Any
 
 from sgpu_magic.cli.headless.formats import submits_runs
-from sgpu_magic.cli.headless.job import Job
-from sgpu_magic.cli.headless.parameters import INJECTED_TAG, TAG, declared, has_tag, source_of
+from sgpu_magic.cli.headless.job import INJECTED_TAG, TAG, Job, declared, has_tag, source_of
+from sgpu_magic.options.defaults import as_words
 
 SETUP_TAG = "injected-sgpu"
 
@@ -104,24 +104,8 @@ def _setup(sources: list[str], job: Job) -> str:
 
 def _connect_line(job: Job) -> str:
     """What connects to the ranks: so that the copy tells what it ran on, and can be run again by hand."""
-    given = job.defaults
     # as long as the notebook runs, whatever its cells here take
-    words = ["%sgpu_connect", "--idle", "0"]
-    if given.gpus:
-        words += ["--gpus", str(given.gpus)]
-    if given.type:
-        words += ["--type", given.type]
-    if given.nodes:
-        words += ["--nodes", str(given.nodes)]
-    if given.placement:
-        words += ["--placement", given.placement]
-    if given.min_memory:
-        words += ["--min-memory", given.min_memory]
-    if given.env_version:
-        words += ["--env-version", given.env_version]
-    if given.max_cost is not None:
-        words += ["--max-cost", f"{given.max_cost:g}"]
-    return shlex.join(words)
+    return shlex.join(["%sgpu_connect", "--idle", "0", *as_words(job.defaults)])
 
 
 def _with_parameters(cells: list[Any], job: Job) -> tuple[list[Any], list[str]]:

@@ -22,10 +22,9 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
 from sgpu_magic.cli.headless import cells, formats
-from sgpu_magic.cli.headless.executed_copy import ExecutedCopy
 from sgpu_magic.cli.headless.job import Job
-from sgpu_magic.cli.headless.outcome import ExitCode, code_of, text_of, title_of, traceback_of
-from sgpu_magic.runs.job_defaults import VARIABLE, as_variable
+from sgpu_magic.cli.headless.outcome import ExecutedCopy, ExitCode, code_of, text_of, title_of, traceback_of
+from sgpu_magic.options.defaults import VARIABLE, as_variable
 from sgpu_magic.views import ansi
 from sgpu_magic.views.units import format_seconds
 

@@ -1,26 +1,37 @@
-"""What is to be run: a notebook or script, where, with which parameters, and where the executed copy goes."""
+"""What is to be run: a notebook or script, where, with which parameters, and where the executed copy goes.
+
+Parameters are as papermill has them: typed values, and a cell after the one tagged `parameters` that sets them.
+Source: papermill's documentation, "Parameterize" and "Command line interface".
+"""
 
 from __future__ import annotations
 
+import ast
 import difflib
 import json
+import keyword
+import math
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 from sgpu_magic.cli.headless.formats import SUFFIXES, Form, form_of
-from sgpu_magic.cli.headless.job_file import JobFile, read_accelerator, read_job_file
-from sgpu_magic.cli.headless.parameters import check_values
 from sgpu_magic.errors import UsageError
-from sgpu_magic.runs.job_defaults import JobDefaults
-from sgpu_magic.runs.option_values import MOST_RANKS, STRATEGIES, check_spread, device_type, duration_s, memory_bytes
-from sgpu_magic.runs.package_options import max_cost_from
+from sgpu_magic.options.defaults import JobDefaults
+from sgpu_magic.options.job_form import JobFile, defaults_of, job_timeout_s, read_job_file, with_line
+from sgpu_magic.options.table import MOST_RETRIES
 
 CELLS = ("auto", "ranks", "here")
-_MOST_RETRIES = 100
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+TAG = "parameters"
+INJECTED_TAG = "injected-parameters"
+
+_WORDS: dict[str, object] = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
+_NUMBER = re.compile(r"[+-]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][+-]?\d+)?|[+-]?inf|nan")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,34 +71,12 @@ class Job:
         return self.form is Form.SCRIPT
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What the command's line says; None or empty where it says nothing. As `job_file.JobFile`."""
-
-    gpus: int | None = None
-    type: str | None = None
-    pool: str = ""
-    nodes: int | None = None
-    placement: str = ""
-    min_memory: str = ""
-    env_version: str = ""
-    max_cost: str | None = None
-    parameters: Mapping[str, object] = field(default_factory=dict[str, object])
-    variables: Mapping[str, str] = field(default_factory=dict[str, str])
-    timeout: str | None = None
-    retries: int | None = None
-    kernel: str = ""
-    cells: str = ""
-    output: str = ""
-    upload: tuple[str, ...] = ()
-
-
-def job_from(target: str, options: Options, arguments: tuple[str, ...] = ()) -> Job:
+def job_from(target: str, line: Mapping[str, Any], arguments: tuple[str, ...] = ()) -> Job:
     """Read what is to be run.
 
     Args:
         target: A notebook, a script, or a job file that names one.
-        options: They win over the job file's keys, each by itself.
+        line: What the command's line says, by the job file's keys; it wins, each key by itself.
         arguments: A script's own.
 
     Raises:
@@ -95,119 +84,53 @@ def job_from(target: str, options: Options, arguments: tuple[str, ...] = ()) -> 
     """
     path = Path(target)
     if path.suffix.lower() in SUFFIXES:
-        return _job(_existing(path), JobFile(), options, Path(), "the command", arguments)
+        return _job(_existing(path), with_line(JobFile(), line), "the command", arguments)
     file = read_job_file(path)
     if not file.notebook:
         raise UsageError(f"{path} names no notebook: add `notebook: NAME.ipynb`.")
-    folder = path.parent
-    source = folder / os.path.expanduser(file.notebook)
+    source = path.parent / os.path.expanduser(file.notebook)
     if source.suffix.lower() not in SUFFIXES:
         raise UsageError(
             f"{path}: {file.notebook!r} is no notebook and no script; their names end in {', '.join(SUFFIXES)}."
         )
-    return _job(_existing(source), file, options, folder, str(path), arguments)
+    return _job(_existing(source), with_line(file, line), str(path), arguments)
 
 
-def _job(source: Path, file: JobFile, options: Options, folder: Path, where: str, arguments: tuple[str, ...]) -> Job:
-    parameters = {**file.parameters, **options.parameters}
-    check_values(where, parameters)
+def _job(source: Path, file: JobFile, where: str, arguments: tuple[str, ...]) -> Job:
+    check_values(where, file.parameters)
     form = form_of(source)
     if form is Form.PERCENT and arguments:
         # cells of an editor in a program that takes arguments
         form = Form.SCRIPT
-    if form is Form.SCRIPT and parameters:
+    if form is Form.SCRIPT and file.parameters:
         raise UsageError(
             f"{source} is a script, and parameters are a notebook's. Give it arguments of its own: `sgpu run "
             f"{source.name} -- --lr 0.1`."
         )
     if form is not Form.SCRIPT and arguments:
         raise UsageError(f"{source} is a notebook and takes no arguments. Give it parameters: -p NAME=VALUE.")
-    cells = options.cells or file.cells or "auto"
+    cells = file.cells or CELLS[0]
     if cells not in CELLS:
         raise UsageError(f"{where}: cells is {cells!r}; it can be {', '.join(CELLS)}.")
-    retries = file.retries if options.retries is None else options.retries
-    if not 0 <= retries <= _MOST_RETRIES:
-        raise UsageError(f"{where}: retries is {retries}; 0 to {_MOST_RETRIES} is possible.")
-    variables = {**{name: _text(value) for name, value in file.env.items()}, **options.variables}
-    for name in variables:
+    if not 0 <= file.retries <= MOST_RETRIES:
+        raise UsageError(f"{where}: retries is {file.retries}; 0 to {MOST_RETRIES} is possible.")
+    for name in file.env:
         if _VARIABLE.fullmatch(name) is None:
             raise UsageError(f"{where}: {name!r} is no name of an environment variable.")
-    output = options.output or (str(folder / os.path.expanduser(file.output)) if file.output else "")
     return Job(
         source=source,
         form=form,
         arguments=arguments,
-        output=Path(output).absolute() if output else None,
-        parameters=parameters,
-        defaults=_defaults(file, options, folder, where),
-        pool=options.pool or file.pool,
-        variables=variables,
-        timeout_s=_timeout_s(file, options, where),
-        retries=retries,
-        kernel=options.kernel or file.kernel,
+        output=Path(file.output).absolute() if file.output else None,
+        parameters=file.parameters,
+        defaults=defaults_of(file, where),
+        pool=file.pool,
+        variables={name: _text(value) for name, value in file.env.items()},
+        timeout_s=job_timeout_s(file, where),
+        retries=file.retries,
+        kernel=file.kernel,
         cells=cells,
     )
-
-
-def _defaults(file: JobFile, options: Options, folder: Path, where: str) -> JobDefaults:
-    gpus, kind = file.gpus, file.type
-    if file.hardware_accelerator:
-        if gpus is not None or kind is not None:
-            raise UsageError(f"{where}: hardware_accelerator says how many of which type: leave gpus and type out.")
-        gpus, kind = read_accelerator(file.hardware_accelerator, f"{where}: hardware_accelerator")
-    if options.gpus is not None:
-        gpus = options.gpus
-    if options.type is not None:
-        kind = options.type
-    if gpus is not None and not 1 <= gpus <= MOST_RANKS:
-        raise UsageError(f"{where}: gpus is {gpus}; 1 to {MOST_RANKS} is possible.")
-    nodes = file.nodes if options.nodes is None else options.nodes
-    if nodes is not None and not 1 <= nodes <= MOST_RANKS:
-        raise UsageError(f"{where}: nodes is {nodes}; 1 to {MOST_RANKS} is possible.")
-    placement = options.placement or file.placement
-    if placement and placement not in STRATEGIES:
-        raise UsageError(f"{where}: placement is {placement!r}; it can be {', '.join(STRATEGIES)}.")
-    if file.environment != "" and file.env_version != "":
-        raise UsageError(f"{where}: environment and env_version are the same: leave one of them out.")
-    min_memory = options.min_memory or str(file.min_memory)
-    memory_bytes(f"{where}: min_memory", min_memory)
-    check_spread(gpus, nodes or 0, placement)
-    env_version = options.env_version or str(file.environment or file.env_version)
-    if not options.env_version and env_version and (folder / env_version).is_file():
-        env_version = str((folder / env_version).absolute())
-    uploads = (file.upload,) if isinstance(file.upload, str) else tuple(file.upload)
-    return JobDefaults(
-        gpus=gpus or 0,
-        type=device_type(f"{where}: type", kind or None) or "",
-        env_version=env_version,
-        max_cost=max_cost_from(f"{where}: max_cost", options.max_cost or file.max_cost),
-        nodes=nodes or 0,
-        placement=placement,
-        min_memory=min_memory,
-        upload=_uploads(options.upload, Path(), where) or _uploads(uploads, folder, where),
-    )
-
-
-def _uploads(paths: tuple[str, ...], folder: Path, where: str) -> tuple[str, ...]:
-    """Return them as the notebook's kernel finds them, which stands elsewhere."""
-    found = tuple(os.path.abspath(folder / os.path.expanduser(path)) for path in paths if path)
-    for path in found:
-        if not os.path.exists(path):
-            raise UsageError(f"{where}: upload: {path} is not there.")
-    return found
-
-
-def _timeout_s(file: JobFile, options: Options, where: str) -> float | None:
-    if options.timeout is None and file.timeout is not None and file.timeout_s is not None:
-        raise UsageError(f"{where}: timeout and timeout_s are the same: leave one of them out.")
-    given = options.timeout if options.timeout is not None else file.timeout
-    given = file.timeout_s if given is None else given
-    if given is None:
-        return None
-    seconds = duration_s(f"{where}: timeout", given)
-    if seconds <= 0:
-        raise UsageError(f"{where}: a timeout of {given} leaves no time to run.")
-    return seconds
 
 
 def _existing(path: Path) -> Path:
@@ -220,3 +143,103 @@ def _existing(path: Path) -> Path:
 
 def _text(value: str | int | float | bool) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+# ---------------------------------------------------------------- parameters
+
+
+def typed(text: str) -> object:
+    """Return a value as a person means it on a command line: a number, a truth, nothing, else the text."""
+    if text in _WORDS:
+        return _WORDS[text]
+    if _NUMBER.fullmatch(text) is None:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def read_pair(option: str, text: str) -> tuple[str, str]:
+    """Read `NAME=VALUE`.
+
+    Raises:
+        UsageError: There is no name, or no sign.
+    """
+    name, equals, value = text.partition("=")
+    name = name.strip()
+    if not equals:
+        raise UsageError(f"{option} takes NAME=VALUE or NAME VALUE, as in {option} lr=0.1.")
+    check_name(option, name)
+    return name, value
+
+
+def check_name(option: str, name: str) -> None:
+    """Raise UsageError when Python can't have a variable of that name."""
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise UsageError(f"{option}: {name!r} is no name that a notebook's variable can have.")
+
+
+def check_values(where: str, values: Mapping[str, object]) -> None:
+    """Raise UsageError when a value can't be written into a cell: what JSON has can."""
+    for name, value in values.items():
+        check_name(where, name)
+        if not _is_plain(value):
+            kind = type(value).__name__
+            raise UsageError(
+                f"{where}: {name} is a {kind}; a parameter is a number, a text, true, false, nothing, or a list or "
+                "mapping of these. Write it as a text, and read that in the notebook."
+            )
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list):
+        return all(_is_plain(item) for item in cast("list[object]", value))
+    if isinstance(value, dict):
+        return all(
+            isinstance(key, str) and _is_plain(item) for key, item in cast("dict[object, object]", value).items()
+        )
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def source_of(values: Mapping[str, object]) -> str:
+    """Return the Python that sets them."""
+    return "\n".join(["# Parameters", *(f"{name} = {_literal(value)}" for name, value in values.items())])
+
+
+def _literal(value: object) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    if isinstance(value, list):
+        return f"[{', '.join(_literal(item) for item in cast('list[object]', value))}]"
+    if isinstance(value, dict):
+        items = cast("dict[str, object]", value).items()
+        return "{" + ", ".join(f"{key!r}: {_literal(item)}" for key, item in items) + "}"
+    return repr(value)
+
+
+def has_tag(cell: Any, tag: str) -> bool:
+    """Whether a notebook's cell has it."""
+    tags: Any = cell.get("metadata", {}).get("tags", [])
+    return isinstance(tags, list) and tag in tags
+
+
+def declared(source: str) -> set[str] | None:
+    """Return the names that a `parameters` cell sets; None when it is no plain Python."""
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        return None
+    names: set[str] = set()
+    for statement in body:
+        targets: list[ast.expr] = []
+        if isinstance(statement, ast.Assign):
+            targets = list(statement.targets)
+        elif isinstance(statement, ast.AnnAssign):
+            targets = [statement.target]
+        names |= {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+    return names

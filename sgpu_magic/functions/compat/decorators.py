@@ -16,7 +16,8 @@ from sgpu_magic.client.pools_file import LOCAL, pools_path, read_pools
 from sgpu_magic.config import load_settings
 from sgpu_magic.functions import decorator
 from sgpu_magic.functions.decorator import DistributedFunction, Launcher, RayLauncher
-from sgpu_magic.functions.options import CallOptions, Options, checked
+from sgpu_magic.options.asked import CallOptions
+from sgpu_magic.options.python_form import Options, checked
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -8,18 +8,16 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TypeVar
 
 from sgpu_magic.client.pools_file import LOCAL, default_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.runs import job_defaults
+from sgpu_magic.options import defaults
+from sgpu_magic.options.asked import Asked
 from sgpu_magic.runs.choice.keeper import ChoiceKeeper, Held, words_of
 from sgpu_magic.runs.choice.schema import Choice
 from sgpu_magic.runs.notebook import notebook_path
-from sgpu_magic.runs.option_values import memory_bytes, strategy_of
-from sgpu_magic.runs.package_options import Wishes
-from sgpu_magic.runs.submit.placing import Devices
 from sgpu_magic.runs.workplace import Workplace
 
 _OWN_PACKAGES = ("", "none")
@@ -44,7 +42,7 @@ def keeper(place: Workplace) -> ChoiceKeeper:
         if _kept is None or _kept[0] is not place:
             shell = place.shell
             notebook = (lambda: notebook_path(shell)) if shell is not None else str
-            _kept = (place, ChoiceKeeper(place.settings.state_path, notebook, any_notebook=job_defaults.is_job()))
+            _kept = (place, ChoiceKeeper(place.settings.state_path, notebook, any_notebook=defaults.is_job()))
         return _kept[1]
 
 
@@ -56,20 +54,7 @@ def forget(place: Workplace) -> None:
             _kept = None
 
 
-class Asking(Protocol):
-    """Options that the choice fills in: a dataclass with these fields, left out where they are None or ""."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def devices(self) -> Devices: ...
-    @property
-    def wishes(self) -> Wishes: ...
-    @property
-    def pool(self) -> str: ...
-
-
-A = TypeVar("A", bound=Asking)
+A = TypeVar("A", bound=Asked)
 
 
 def with_choice(place: Workplace, asked: A, ways: str) -> A:
@@ -85,7 +70,7 @@ def with_choice(place: Workplace, asked: A, ways: str) -> A:
             what is not there.
         EnvironmentFailed: Its packages are for another Python.
     """
-    asked = _with_job(asked)
+    asked = defaults.with_job(asked)
     held = keeper(place).now()
     choice = held.choice
     if choice is None:
@@ -113,27 +98,6 @@ def with_choice(place: Workplace, asked: A, ways: str) -> A:
         devices, ranks=devices.ranks or ranks or None, device_type=devices.device_type or device_type or None
     )
     return replace(asked, devices=devices, wishes=wishes, pool=asked.pool or pool)
-
-
-def _with_job(asked: A) -> A:
-    """The same with what `sgpu run` gives where nothing was asked for."""
-    job = job_defaults.of_process()
-    wishes, devices = asked.wishes, asked.devices
-    if job.env_version and not wishes.env_version:
-        wishes = replace(wishes, env_version=job.env_version)
-    # a number of ranks and the nodes that they fill belong together, and so do a type and its memory
-    if job.nodes and not devices.nodes and (devices.ranks is None or not job.gpus):
-        devices = replace(devices, nodes=job.nodes)
-    if job.gpus and devices.ranks is None:
-        devices = replace(devices, ranks=job.gpus)
-    if devices.device_type is None and not devices.min_memory_bytes:
-        memory = memory_bytes("--min-memory", job.min_memory)
-        devices = replace(devices, device_type=job.type or None, min_memory_bytes=memory)
-    if job.placement and not devices.strategy:
-        devices = replace(devices, strategy=strategy_of("--placement", job.placement))
-    if devices == asked.devices and wishes is asked.wishes:
-        return asked
-    return replace(asked, devices=devices, wishes=wishes)
 
 
 def pool_name(place: Workplace) -> str:

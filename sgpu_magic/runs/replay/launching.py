@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -11,8 +10,8 @@ import msgspec
 from sgpu_magic.client.attachments import Stand
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
+from sgpu_magic.options.asked import ReplayOptions, Wishes
 from sgpu_magic.runs.notebook import owner
-from sgpu_magic.runs.package_options import Wishes
 from sgpu_magic.runs.replay import circumstances
 from sgpu_magic.runs.replay.circumstances import differences
 from sgpu_magic.runs.replay.recorded import Recorded
@@ -20,31 +19,6 @@ from sgpu_magic.runs.submit.submit import Submission
 from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.wire.ids import new_id, short
 from sgpu_magic.wire.run import RunSpec
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayOptions:
-    """What may differ from the run on purpose.
-
-    Args:
-        ranks: `--gpus`; None is as many as the run had.
-        device_type: `--type`, canonical; None is what the run asked for.
-        variables: `--env`.
-        here: `--here`: this Python and its packages, whatever the run had.
-        timeout_s: `--timeout` in seconds; None is the run's.
-        detach: `--detach`.
-        name: `--name`; "" is the run's.
-        ui: `--ui`.
-    """
-
-    ranks: int | None = None
-    device_type: str | None = None
-    variables: dict[str, str] = field(default_factory=dict[str, str])
-    here: bool = False
-    timeout_s: float | None = None
-    detach: bool = False
-    name: str = ""
-    ui: str = "auto"
 
 
 def prepare_replay(place: Workplace, recorded: Recorded, options: ReplayOptions) -> Submission:

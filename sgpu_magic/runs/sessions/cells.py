@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sgpu_magic.config import SEVEN_DAYS_S
+from sgpu_magic.options.asked import Wishes
 from sgpu_magic.payload.digest import Fingerprint
 from sgpu_magic.payload.namespace import cell_sources, collect, submodules_read
 from sgpu_magic.payload.pack import Packed, new_key, pack_namespace
 from sgpu_magic.runs.notebook import cell_number, cell_numbers, future_flags, owner
-from sgpu_magic.runs.package_options import Wishes
 from sgpu_magic.runs.sessions.namespace_sync import Effects, Plan
 from sgpu_magic.runs.submit import pack_call
 from sgpu_magic.runs.submit.cell_source import heavy_names, name_of, read_cell, transform_of, words_in

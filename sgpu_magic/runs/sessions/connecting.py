@@ -5,63 +5,25 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
-from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
+from sgpu_magic.options.asked import Devices, SessionOptions, Wishes
+from sgpu_magic.options.python_form import EnvVersion, of_session
+from sgpu_magic.options.values import Upload
 from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.payload.pack import new_key, pack_namespace
 from sgpu_magic.runs.choice.default_choice import PYTHON_WAYS, with_choice
 from sgpu_magic.runs.notebook import owner
-from sgpu_magic.runs.option_values import (
-    device_type,
-    memory_bytes,
-    node_count,
-    optional_s,
-    rank_count,
-    strategy_of,
-    timeout_s,
-)
-from sgpu_magic.runs.package_options import EnvVersion, Upload, Wishes, max_cost_from, wishes_from
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.session import Session
-from sgpu_magic.runs.submit.placing import Devices
 from sgpu_magic.runs.submit.submit import Submission, submit
 from sgpu_magic.runs.workplace import Workplace, workplace
 from sgpu_magic.wire.ids import new_id
 from sgpu_magic.wire.run import CellSource, RunSpec, Shipped
 from sgpu_magic.wire.states import RunKind
 
-DEFAULT_NAME = "main"
 # a cell and the panel may connect at the same time, and there is one session of a name
 _beginning = threading.Lock()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """What is asked for.
-
-    Args:
-        devices: How many of which; what is left out is the pool's choice.
-        name: The session's.
-        idle_s: It ends after so many seconds without a cell, 0 never; None is the setting `session_idle_s`.
-        wait_s: Longest time in the queue in seconds; None is as long as it takes.
-        timeout_s: Longest time that it may last in seconds.
-        variables: Set on its ranks.
-        wishes: About packages and tracking.
-        max_cost: What it may cost in the currency of the settings; None is no limit.
-        pool: The pool, or a kind of pools; "" leaves that to the settings.
-    """
-
-    devices: Devices = field(default_factory=Devices)
-    name: str = DEFAULT_NAME
-    idle_s: float | None = None
-    wait_s: float | None = None
-    timeout_s: float = SEVEN_DAYS_S
-    variables: Mapping[str, str] = field(default_factory=dict[str, str])
-    wishes: Wishes = field(default_factory=Wishes)
-    max_cost: float | None = None
-    pool: str = ""
 
 
 def connect(
@@ -123,30 +85,13 @@ def connect(
         CapacityError: The pool can't give the devices.
         PoolError: The pool can't be reached.
     """
-    ask = Ask(
-        devices=Devices(
-            rank_count("gpus", gpus),
-            device_type("gpu_type", gpu_type),
-            memory_bytes("min_memory", min_memory),
-            node_count("nodes", nodes),
-            strategy_of("placement", placement),
-            allow_busy,
-        ),
-        name=name or DEFAULT_NAME,
-        idle_s=optional_s("idle", idle),
-        wait_s=optional_s("wait", wait),
-        timeout_s=timeout_s("timeout", timeout),
-        variables=dict(env or {}),
-        wishes=wishes_from(env_version, torch, allow_build, track, upload),
-        max_cost=max_cost_from("max_cost", max_cost),
-        pool=pool,
-    )
+    ask = of_session(locals())
     place = workplace()
     place.wanted_pool(pool)
     return begin(place, with_choice(place, ask, PYTHON_WAYS), ui)
 
 
-def begin(place: Workplace, ask: Ask, ui: str, *, of_cell: bool = True) -> Session:
+def begin(place: Workplace, ask: SessionOptions, ui: str, *, of_cell: bool = True) -> Session:
     """Submit a session and make it the current one. May be called by any thread; two do not get in each other's way.
 
     Args:
@@ -162,7 +107,7 @@ def begin(place: Workplace, ask: Ask, ui: str, *, of_cell: bool = True) -> Sessi
         return _begun(place, ask, ui, of_cell)
 
 
-def _begun(place: Workplace, ask: Ask, ui: str, of_cell: bool) -> Session:
+def _begun(place: Workplace, ask: SessionOptions, ui: str, of_cell: bool) -> Session:
     known = registry.find(ask.name)
     if known is not None:
         raise UsageError(
@@ -201,15 +146,23 @@ def _begun(place: Workplace, ask: Ask, ui: str, of_cell: bool) -> Session:
     return session
 
 
-def is_same(session: Session, ask: Ask) -> bool:
+def has_devices(session: Session, devices: Devices, pool: str) -> bool:
+    """Whether a session has the devices that are asked for, in the pool that is named; "" is any."""
+    placement = session.spec.placement
+    return (
+        devices.ranks in (None, session.ranks)
+        and devices.device_type in (None, placement.device_type, session.device_type)
+        and devices.min_memory_bytes in (0, placement.min_memory_bytes)
+        and devices.nodes in (0, placement.nodes)
+        and pool in ("", session.pool.name)
+    )
+
+
+def is_same(session: Session, ask: SessionOptions) -> bool:
     """Whether a session is what is asked for."""
     spec = session.spec
     return (
-        ask.devices.ranks in (None, session.ranks)
-        and ask.devices.device_type in (None, spec.placement.device_type, session.device_type)
-        and ask.devices.min_memory_bytes in (0, spec.placement.min_memory_bytes)
-        and ask.devices.nodes in (0, spec.placement.nodes)
-        and ask.pool in ("", session.pool.name)
+        has_devices(session, ask.devices, ask.pool)
         and ask.idle_s in (None, spec.idle_s or 0)
         and all(session.variables.get(name) == value for name, value in ask.variables.items())
         and ask.wishes in (Wishes(), session.wishes)

@@ -14,10 +14,10 @@ import msgspec
 
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.errors import SessionError
+from sgpu_magic.options.values import format_ranks, optional_s
 from sgpu_magic.runs.follow import run_loop
 from sgpu_magic.runs.follow.background import Background
 from sgpu_magic.runs.notebook import cell_number
-from sgpu_magic.runs.option_values import format_ranks, optional_s
 from sgpu_magic.runs.submit.placing import Found
 from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.views.run_notes import SessionState

@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 
+from sgpu_magic.options.values import format_ranks
 from sgpu_magic.payload.digest import Fingerprint
 from sgpu_magic.payload.namespace import is_ipythons
-from sgpu_magic.runs.option_values import format_ranks
 
 # the notebook had no such name
 _ABSENT = b""

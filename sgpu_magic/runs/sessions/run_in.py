@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.client.run import Run
 from sgpu_magic.errors import RunCancelled, SessionError
+from sgpu_magic.options.values import format_ranks
 from sgpu_magic.runs.follow import run_loop
-from sgpu_magic.runs.option_values import format_ranks
 from sgpu_magic.runs.sessions.cells import Prepared, prepare_push
 from sgpu_magic.runs.submit.submit import let_go, submit
 from sgpu_magic.views.fold import RunView

@@ -11,16 +11,15 @@ from typing import Any
 
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import SerializationError, UsageError
+from sgpu_magic.options.asked import Wishes
+from sgpu_magic.options.values import format_ranks, outputs_from, ranks_from, timeout_s
 from sgpu_magic.packages.distributions import Snapshot
 from sgpu_magic.runs.follow import run_loop
 from sgpu_magic.runs.follow.stop import Interrupts
-from sgpu_magic.runs.option_values import format_ranks, ranks_from, timeout_s
-from sgpu_magic.runs.package_options import Wishes
 from sgpu_magic.runs.sessions import cells, run_in
 from sgpu_magic.runs.sessions.lifetime import Lifetime
 from sgpu_magic.runs.sessions.namespace_sync import Shipping
 from sgpu_magic.runs.sessions.run_in import names_on, push
-from sgpu_magic.runs.submit.cell_source import outputs_from
 from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.wire.run import OutputName
 

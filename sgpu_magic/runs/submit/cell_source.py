@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import keyword
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from sgpu_magic.errors import CellSyntaxError, UsageError
+from sgpu_magic.errors import CellSyntaxError
 from sgpu_magic.payload.names import CellNames, names_in
-from sgpu_magic.wire.run import OutputName
 
 _DEFINITION = re.compile(r"^(?:async\s+)?(?:def|class)\s+(\w+)", re.MULTILINE)
 _WORD = re.compile(r"[^\W\d]\w*")
@@ -49,36 +47,6 @@ def words_in(body: str) -> list[str]:
 def heavy_names(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     """Return the names, with their bytes, that are worth a word."""
     return tuple((name, size) for name, size in sizes.items() if size > _HEAVY_BYTES)
-
-
-def check_name(option: str, name: str) -> None:
-    """Raise UsageError for what is no variable's name; `option` says where it stands."""
-    if not name.isidentifier() or keyword.iskeyword(name):
-        raise UsageError(
-            f"{option} {name!r}: that is not a variable's name. Write names with commas between: {option} a,b"
-        )
-
-
-def outputs_from(names: str | Iterable[str], option: str = "") -> tuple[OutputName, ...]:
-    """Read names to bring back: `"a"`, `"a,b:all"` or `["a", "b:all"]`.
-
-    Args:
-        names: The names.
-        option: Where they stand; "" in a call from Python.
-
-    Raises:
-        UsageError: One is no name.
-    """
-    found: dict[str, OutputName] = {}
-    for value in [names] if isinstance(names, str) else names:
-        for item in filter(None, map(str.strip, value.split(","))):
-            name, colon, which = item.partition(":")
-            check_name(option or "the name to bring back", name)
-            if colon and which != "all":
-                where = f"{option} {item}".strip()
-                raise UsageError(f"{where}: after the colon only `all` is possible, for a list of every rank's value.")
-            found[name] = OutputName(name, bool(colon))
-    return tuple(found.values())
 
 
 def _does_not_compile(error: SyntaxError, source: str, number: int | None) -> CellSyntaxError:

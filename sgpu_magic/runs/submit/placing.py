@@ -19,7 +19,8 @@ from sgpu_magic.client.pools import PATIENCE_S, Asked, Pools
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.runs.option_values import STRATEGIES, check_spread
+from sgpu_magic.options.asked import Devices
+from sgpu_magic.options.values import STRATEGIES, check_spread
 from sgpu_magic.wire.costs import read_prices
 from sgpu_magic.wire.devices import Placement
 
@@ -28,27 +29,6 @@ CPU_RANKS = 2
 
 # a pool is asked for the runs that hold its devices
 _HOLDERS = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Devices:
-    """What a run asks for of devices.
-
-    Args:
-        ranks: None when left out.
-        device_type: Canonical; None when left out.
-        min_memory_bytes: Of each device; 0 when it does not matter.
-        nodes: Nodes that the ranks are spread over evenly; 0 leaves it to the pool.
-        strategy: `pack`, `strict_pack` or `spread`; "" when left out, which is `pack`.
-        allow_busy: Also devices that others use.
-    """
-
-    ranks: int | None = None
-    device_type: str | None = None
-    min_memory_bytes: int = 0
-    nodes: int = 0
-    strategy: str = ""
-    allow_busy: bool = False
 
 
 @dataclass(frozen=True, slots=True)

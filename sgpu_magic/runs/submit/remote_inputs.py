@@ -22,9 +22,9 @@ from sgpu_magic.wire.run import CellSource, RunSpec
 from sgpu_magic.wire.states import RunKind
 
 if TYPE_CHECKING:
+    from sgpu_magic.options.asked import Wishes
     from sgpu_magic.packages.bundle import Bundles
     from sgpu_magic.packages.local_code import LocalCode
-    from sgpu_magic.runs.package_options import Wishes
     from sgpu_magic.runs.submit.submit import Submission
 
 

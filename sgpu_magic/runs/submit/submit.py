@@ -11,9 +11,10 @@ from sgpu_magic.client.attachments import Attachments, Stand
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.run import Run
 from sgpu_magic.errors import RunCancelled, UsageError
+from sgpu_magic.options import defaults
+from sgpu_magic.options.asked import Wishes
 from sgpu_magic.payload.pack import Packed
-from sgpu_magic.runs import git_state, job_defaults, packages
-from sgpu_magic.runs.package_options import Wishes
+from sgpu_magic.runs import git_state, packages
 from sgpu_magic.runs.submit import mlflow_target, remote_inputs
 from sgpu_magic.runs.submit.remote_inputs import working_directory
 from sgpu_magic.wire.attachments import Upload
@@ -70,7 +71,7 @@ def submit(pool: Pool, submission: Submission) -> Run:
     try:
         settings = pool.settings
         luggage = remote_inputs.pack_up(pool, settings, submission)
-        spec, tracking = mlflow_target.place_of(settings, job_defaults.limited(printable(luggage.spec)), submission)
+        spec, tracking = mlflow_target.place_of(settings, defaults.limited(printable(luggage.spec)), submission)
         along = Attachments(
             luggage.environment,
             luggage.code,
@@ -128,7 +129,7 @@ def uploads_of(submission: Submission) -> tuple[Upload, ...]:
     if spec.kind in _MOVE_NAMES:
         return ()
     if not wished and not spec.session:
-        wished = job_defaults.of_process().upload
+        wished = defaults.of_process().upload
     cwd = Path(submission.stand.cwd) if submission.stand is not None else Path(working_directory())
     return tuple(_upload(text, cwd) for text in dict.fromkeys(wished))
 

@@ -16,8 +16,8 @@ from listed_pools import list_nowhere, list_pools, listed
 from process_table import wait_gone
 from served_pools import served_pool
 
-from sgpu_magic.cli import place_checks, python_checks
-from sgpu_magic.cli.finding import Finding, Level
+from sgpu_magic.cli import doctor, python_checks
+from sgpu_magic.cli.machine_checks import Finding, Level
 from sgpu_magic.cli.python_checks import ProbeFacts
 from sgpu_magic.config import load_settings
 from sgpu_magic.files.disk_room import mount_of
@@ -238,7 +238,7 @@ def test_the_state_directory_of_another_user(bare_home: Home):
     os.chown(bare_home.state, 12345, 12345)
     from sgpu_magic.config import Settings
 
-    (found,) = place_checks.state_directory(Settings(state_dir=str(bare_home.state)))
+    (found,) = doctor.state_directory(Settings(state_dir=str(bare_home.state)))
     assert (found.level, "another user" in found.text) == (Level.PROBLEM, True)
 
 
@@ -247,7 +247,7 @@ def test_the_state_directory_of_another_user(bare_home: Home):
 
 def said_of_pools(home: Home) -> dict[str, Finding]:
     """What the doctor finds of the list, the key and the pools of a home, by name."""
-    return {found.name: found for found in place_checks.listed_pools(load_settings(home.environ))}
+    return {found.name: found for found in doctor.listed_pools(load_settings(home.environ))}
 
 
 @pytest.fixture
@@ -274,7 +274,7 @@ def test_listed_pools_are_looked_at(user_home: Home, monkeypatch: pytest.MonkeyP
         assert found["pool gone"].level is Level.PROBLEM
         assert found["pool gone"].text.startswith("the pool gone can't be reached: nothing answers at")
         assert "firewall" in found["pool gone"].remedy
-        monkeypatch.setattr(place_checks, "__version__", "0.0.9")
+        monkeypatch.setattr(doctor, "__version__", "0.0.9")
         assert said_of_pools(user_home)["pool team"].level is Level.WARNING
         assert "and here is 0.0.9" in said_of_pools(user_home)["pool team"].text
         # a key that was made anew is let in nowhere
@@ -309,6 +309,6 @@ def test_a_ray_that_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     there.mkdir()
     (there / "METADATA").write_text(f"Metadata-Version: 2.1\nName: ray\nVersion: {version}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    (found,) = place_checks.ray_version()
+    (found,) = doctor.ray_version()
     assert (found.name, found.level) == ("ray", level)
     assert version in found.text

@@ -18,7 +18,8 @@ from sgpu_magic.client.pool_choosing import (
 from sgpu_magic.client.pools import Asked
 from sgpu_magic.client.pools_file import PoolEntry
 from sgpu_magic.errors import CapacityError, UsageError
-from sgpu_magic.runs.option_values import check_spread, in_pythons_words, memory_bytes, node_count, strategy_of
+from sgpu_magic.options.table import in_pythons_words
+from sgpu_magic.options.values import check_spread, memory_bytes, node_count, strategy_of
 from sgpu_magic.wire.costs import read_prices
 from sgpu_magic.wire.devices import Device, Inventory
 from sgpu_magic.wire.ids import new_id

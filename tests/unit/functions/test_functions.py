@@ -22,7 +22,7 @@ import sgpu_magic
 from sgpu_magic import Run, distributed
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
-from sgpu_magic.functions.options import checked
+from sgpu_magic.options.python_form import checked
 from sgpu_magic.payload import unpack
 from sgpu_magic.payload.call import FunctionCall, RankValue, name_of
 from sgpu_magic.payload.pack import pack_object

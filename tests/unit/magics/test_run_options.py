@@ -1,4 +1,4 @@
-"""Options about packages, tracking and cost as they are read, and what counts as a run's parameter."""
+"""Help of magics, settings that follow the environment, and what counts as a run's parameter."""
 
 from __future__ import annotations
 
@@ -13,43 +13,11 @@ import pytest
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.functions.options import checked
 from sgpu_magic.magics import session_magics
-from sgpu_magic.magics.arguments import parse, parser
-from sgpu_magic.magics.parsing import Parser
+from sgpu_magic.options.argparse_form import Parser
 from sgpu_magic.payload.call import RankValue
-from sgpu_magic.runs.package_options import Wishes
 from sgpu_magic.runs.submit.pack_call import arguments
 from sgpu_magic.runs.submit.redact import scalars
-
-ALL = "--env-version ai-4 --torch mine --allow-build --no-track --max-cost 5"
-ASKED = Wishes(env_version="ai-4", torch_mine=True, allow_build=True, track=False)
-
-
-def test_a_cells_line_is_read():
-    options = parse(f"--gpus 2 {ALL} --profile")
-    assert (options.wishes, options.max_cost, options.profile) == (ASKED, 5.0, True)
-    options = parse("--gpus 2")
-    assert (options.wishes, options.max_cost, options.profile) == (Wishes(), None, False)
-    assert parse("--env-version 'my files/r.txt'").wishes.env_version == "my files/r.txt"
-    assert parse("0 --profile --no-track", "%%rank").profile
-
-
-def test_a_sessions_line_is_read():
-    options = session_magics.read_connect(ALL)
-    assert options is not None
-    assert (options[0].wishes, options[0].max_cost) == (ASKED, 5.0)
-    with pytest.raises(UsageError, match="--profile keeps a trace of one cell"):
-        session_magics.read_connect("--profile")
-
-
-def test_python_options_mean_the_same():
-    options = checked(env_version="ai-4", torch="mine", allow_build=True, track=False, max_cost=5, profile=True)
-    assert (options.wishes, options.max_cost, options.profile) == (ASKED, 5.0, True)
-    assert checked().wishes == Wishes()
-    assert checked(torch="node", track=True).wishes == Wishes(track=True)
-    assert checked(env_version=4).wishes.env_version == "4"
-    assert checked(env_version=Path("r.txt")).wishes.env_version == "r.txt"
 
 
 @pytest.mark.parametrize(
@@ -96,20 +64,6 @@ def test_settings_of_runs_follow_the_environment(monkeypatch: pytest.MonkeyPatch
     assert pool.settings.track == "off"
     monkeypatch.setenv("SGPU_TRACK", "on")
     assert pool.settings.track == "all"
-
-
-@pytest.mark.parametrize("cost", ["0", "-1", "nan", "inf", "much", ""])
-def test_what_is_no_cost_is_refused(cost: str):
-    with pytest.raises(UsageError, match="amount above 0"):
-        parse(f"--max-cost '{cost}'")
-
-
-def test_help_tells_of_each():
-    text = parser().format_help()
-    for option in (*ALL.split()[::2], "--profile"):
-        if option.startswith("--"):
-            assert option in text
-    assert "--profile" not in session_magics.connect_parser().format_help()
 
 
 class Size(enum.IntEnum):

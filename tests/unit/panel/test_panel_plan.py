@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from sgpu_magic.config import Settings
-from sgpu_magic.panel import installing
 from sgpu_magic.panel.plan import Plan, plan
+from sgpu_magic.runs.choice import packages as chosen_packages
 from sgpu_magic.runs.choice.keeper import Held
 from sgpu_magic.runs.choice.schema import Choice
 from sgpu_magic.wire.devices import Device, Inventory
@@ -198,8 +198,8 @@ def test_a_slow_index_does_not_keep_anybody_waiting(place: Place, monkeypatch: p
 def test_an_index_that_does_not_answer_is_given_up(tmp_path: Path):
     # no such address; uv tries several times
     settings = Settings(state_dir=str(tmp_path), index_url="http://127.0.0.1:9/simple")
-    with pytest.raises((TimeoutError, installing.EnvironmentFailed)):
-        installing.would_install(settings, ("there-is-no-such-thing",), 0.5)
+    with pytest.raises((TimeoutError, chosen_packages.EnvironmentFailed)):
+        chosen_packages.would_install(settings, ("there-is-no-such-thing",), 0.5)
 
 
 def test_packages_of_a_base_come_where_the_ranks_run(place: Place, tmp_path: Path):

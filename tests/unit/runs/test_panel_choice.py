@@ -22,8 +22,10 @@ from hypothesis import strategies as st
 
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import EnvironmentFailed, UsageError
+from sgpu_magic.options import defaults
+from sgpu_magic.options.asked import Devices, Wishes
+from sgpu_magic.options.defaults import JobDefaults
 from sgpu_magic.packages.requirement_files import read_file
-from sgpu_magic.runs import job_defaults
 from sgpu_magic.runs.choice import default_choice
 from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, PYTHON_WAYS, held_words, with_choice
 from sgpu_magic.runs.choice.keeper import (
@@ -42,9 +44,6 @@ from sgpu_magic.runs.choice.keeper import (
 from sgpu_magic.runs.choice.known_notebooks import NOTEBOOKS_FILE
 from sgpu_magic.runs.choice.packages import env_version_of, missing, problem_of_requirement
 from sgpu_magic.runs.choice.schema import Choice, KeptChoice
-from sgpu_magic.runs.job_defaults import JobDefaults
-from sgpu_magic.runs.package_options import Wishes
-from sgpu_magic.runs.submit.placing import Devices
 
 KEY = bytes(range(32))
 GB = 10**9
@@ -368,7 +367,7 @@ def test_a_job_is_asked_nothing_about_its_users_own_choice(tmp_path: Path, monke
     """`sgpu run` names the notebook, wherever it was checked out to, and nobody is there to be asked."""
     metadata = chosen_in(tmp_path / "mine.ipynb", tmp_path / "state", Choice(gpus=8))
     notebook(tmp_path / "checkout.ipynb", metadata)
-    monkeypatch.setenv(job_defaults.VARIABLE, job_defaults.as_variable(JobDefaults()))
+    monkeypatch.setenv(defaults.VARIABLE, defaults.as_variable(JobDefaults()))
     place = Place(tmp_path / "state")
     place.shell = SimpleNamespace(user_ns={"__vsc_ipynb_file__": str(tmp_path / "checkout.ipynb")})  # type: ignore[assignment]
     assert asked(place).devices.ranks == 8
@@ -464,7 +463,7 @@ def test_who_asks_for_memory_leaves_the_type_open(tmp_path: Path):
 def test_a_jobs_devices_are_for_cells_that_say_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: JobDefaults, cell: Devices, expected: Devices
 ):
-    monkeypatch.setenv(job_defaults.VARIABLE, job_defaults.as_variable(job))
+    monkeypatch.setenv(defaults.VARIABLE, defaults.as_variable(job))
     assert asked(Place(tmp_path), Asked(cell, Wishes())).devices == expected
 
 

@@ -11,11 +11,11 @@ import pytest
 from lazy_modules import torch
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.magics.arguments import parse
 from sgpu_magic.magics.cell_hooks import stays_here
+from sgpu_magic.options.argparse_form import parse
+from sgpu_magic.options.values import format_ranks, parse_ranks, ranks_from
 from sgpu_magic.payload.digest import WHOLE_BYTES, Fingerprint
 from sgpu_magic.payload.names import names_bound, names_in
-from sgpu_magic.runs.option_values import format_ranks, parse_ranks, ranks_from
 from sgpu_magic.runs.sessions.namespace_sync import Effects, Plan, Shipping
 
 ALL = (0, 1, 2, 3)

@@ -17,12 +17,12 @@ from waiting import eventually
 
 from sgpu_magic.client.result import mlflow_run_id
 from sgpu_magic.config import Settings
+from sgpu_magic.options.asked import Wishes
 from sgpu_magic.payload import pack
 from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.runs.git_state import GitStates, Tags, git_state, git_tags
-from sgpu_magic.runs.package_options import Wishes
 from sgpu_magic.runs.submit.mlflow_target import place_of
 from sgpu_magic.runs.submit.submit import Submission
 from sgpu_magic.tracking import progress

@@ -7,11 +7,18 @@ from __future__ import annotations
 
 import functools
 import os
+from dataclasses import replace
+from typing import TypeVar
 
 import msgspec
 
 from sgpu_magic.errors import UsageError
+from sgpu_magic.options.asked import Asked
+from sgpu_magic.options.table import DEVICES
+from sgpu_magic.options.values import memory_bytes, strategy_of
 from sgpu_magic.wire.run import RunSpec
+
+A = TypeVar("A", bound=Asked)
 
 VARIABLE = "SGPU_JOB"
 """The environment variable that has them, as JSON. For `sgpu run` alone: a setting would count everywhere."""
@@ -68,6 +75,37 @@ def limited(spec: RunSpec) -> RunSpec:
     if most is None or spec.max_cost is not None or spec.session:
         return spec
     return msgspec.structs.replace(spec, max_cost=most)
+
+
+def with_job(asked: A) -> A:
+    """Return what is asked for, with what `sgpu run` gives where nothing was."""
+    job = of_process()
+    wishes, devices = asked.wishes, asked.devices
+    if job.env_version and not wishes.env_version:
+        wishes = replace(wishes, env_version=job.env_version)
+    # a number of ranks and the nodes that they fill belong together, and so do a type and its memory
+    if job.nodes and not devices.nodes and (devices.ranks is None or not job.gpus):
+        devices = replace(devices, nodes=job.nodes)
+    if job.gpus and devices.ranks is None:
+        devices = replace(devices, ranks=job.gpus)
+    if devices.device_type is None and not devices.min_memory_bytes:
+        memory = memory_bytes("--min-memory", job.min_memory)
+        devices = replace(devices, device_type=job.type or None, min_memory_bytes=memory)
+    if job.placement and not devices.strategy:
+        devices = replace(devices, strategy=strategy_of("--placement", job.placement))
+    if devices == asked.devices and wishes is asked.wishes:
+        return asked
+    return replace(asked, devices=devices, wishes=wishes)
+
+
+def as_words(given: JobDefaults) -> list[str]:
+    """Return what is given as the options of a line."""
+    words: list[str] = []
+    for name in (*DEVICES, "env-version", "max-cost"):
+        value = getattr(given, name.replace("-", "_"))
+        if value not in (0, "", None):
+            words += [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
+    return words
 
 
 @functools.lru_cache(4)

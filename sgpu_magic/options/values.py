@@ -1,16 +1,25 @@
-"""Values of options as people write them: durations, devices, variables, lists of ranks."""
+"""Values of options as people write them: durations, devices, names, variables, amounts, lists of ranks."""
 
 from __future__ import annotations
 
+import enum
+import keyword
+import math
+import os
 import re
 from collections.abc import Iterable
 
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
 from sgpu_magic.wire.device_types import canonical_type
+from sgpu_magic.wire.run import OutputName
+
+Upload = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+"""A folder or file, or several."""
+
+TORCH_CHOICES = ("node", "mine")
 
 # ---------------------------------------------------------------- durations
-
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|d)?")
 _SECONDS = {None: 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -60,23 +69,6 @@ STRATEGIES = ("pack", "strict_pack", "spread")
 MOST_RANKS = 4096
 """Ranks and nodes of a run, and the number that no rank has."""
 
-UI_CHOICES = ("auto", "widget", "text", "none")
-"""How a run may be shown."""
-
-_PYTHONS = (
-    ("--gpus N --type TYPE", "gpus=N, gpu_type=TYPE"),
-    ("--gpus ", "gpus="),
-    ("--gpus", "gpus"),
-    ("--type ", "gpu_type="),
-    ("--type", "gpu_type"),
-    ("--min-memory ", "min_memory="),
-    ("--min-memory", "min_memory"),
-    ("--nodes ", "nodes="),
-    ("--nodes", "nodes"),
-    ("--placement ", "placement="),
-    ("--placement", "placement"),
-    ("--pool", "pool"),
-)
 _MEMORY = re.compile(r"(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[kMGT]i?)?B?", re.IGNORECASE)
 _MEMORY_UNITS = {
     "": 1,
@@ -125,14 +117,20 @@ def rank_count(option: str, value: object) -> int | None:
     return value
 
 
-def device_type(option: str, value: str | None) -> str | None:
+def device_type(option: str, value: object) -> str | None:
     """Return a type of devices in its one spelling; None is the pool's choice.
+
+    Args:
+        option: What it was given for.
+        value: A text, or an enum's member whose value is one.
 
     Raises:
         UsageError: There is no such type.
     """
+    if isinstance(value, enum.Enum):
+        value = value.value
     try:
-        return None if value is None else canonical_type(value)
+        return None if value is None else canonical_type(str(value))
     except ValueError as error:
         raise UsageError(f"{option}: {error}") from None
 
@@ -166,29 +164,6 @@ def strategy_of(option: str, value: str | None) -> str:
     return asked
 
 
-def key_values(values: Iterable[str]) -> dict[str, str]:
-    """Read the `KEY=VALUE` of each `--env`.
-
-    Raises:
-        UsageError: One has no name.
-    """
-    found: dict[str, str] = {}
-    for value in values:
-        name, equals, text = value.partition("=")
-        if not equals or not name:
-            # the value may be a secret that was put in the name's place: it is not repeated
-            raise UsageError("--env takes KEY=VALUE, with a name before the sign.")
-        found[name] = text
-    return found
-
-
-def in_pythons_words(text: str) -> str:
-    """Return what is said of the magics' options as it is said of Python's."""
-    for option, word in _PYTHONS:
-        text = text.replace(option, word)
-    return text
-
-
 def check_spread(ranks: int | None, nodes: int, strategy: str) -> None:
     """Check that ranks can be spread over nodes evenly.
 
@@ -215,6 +190,101 @@ def check_spread(ranks: int | None, nodes: int, strategy: str) -> None:
             f"{ranks} ranks can't be spread evenly over {nodes} nodes. Ask for a multiple of {nodes}, such as "
             f"--gpus {near}, or leave --nodes out."
         )
+
+
+# ---------------------------------------------------------------- names, variables, paths, amounts
+
+
+def check_name(option: str, name: str) -> None:
+    """Raise UsageError for what is no variable's name; `option` says where it stands."""
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise UsageError(
+            f"{option} {name!r}: that is not a variable's name. Write names with commas between: {option} a,b"
+        )
+
+
+def names(option: str, values: Iterable[str]) -> tuple[str, ...]:
+    """Read names with commas between."""
+    found = [name.strip() for value in values for name in value.split(",") if name.strip()]
+    for name in found:
+        check_name(option, name)
+    return tuple(dict.fromkeys(found))
+
+
+def outputs_from(names: str | Iterable[str], option: str = "") -> tuple[OutputName, ...]:
+    """Read names to bring back: `"a"`, `"a,b:all"` or `["a", "b:all"]`.
+
+    Args:
+        names: The names.
+        option: Where they stand; "" in a call from Python.
+
+    Raises:
+        UsageError: One is no name.
+    """
+    found: dict[str, OutputName] = {}
+    for value in [names] if isinstance(names, str) else names:
+        for item in filter(None, map(str.strip, value.split(","))):
+            name, colon, which = item.partition(":")
+            check_name(option or "the name to bring back", name)
+            if colon and which != "all":
+                where = f"{option} {item}".strip()
+                raise UsageError(f"{where}: after the colon only `all` is possible, for a list of every rank's value.")
+            found[name] = OutputName(name, bool(colon))
+    return tuple(found.values())
+
+
+def key_values(values: Iterable[str]) -> dict[str, str]:
+    """Read the `KEY=VALUE` of each `--env`.
+
+    Raises:
+        UsageError: One has no name.
+    """
+    found: dict[str, str] = {}
+    for value in values:
+        name, equals, text = value.partition("=")
+        if not equals or not name:
+            # the value may be a secret that was put in the name's place: it is not repeated
+            raise UsageError("--env takes KEY=VALUE, with a name before the sign.")
+        found[name] = text
+    return found
+
+
+def paths(upload: Upload) -> tuple[str, ...]:
+    """Return what is uploaded."""
+    # a folder that is named by a path object is one, whatever it can be iterated for
+    several = (upload,) if isinstance(upload, str | os.PathLike) else upload
+    return tuple(os.fspath(path) for path in several)
+
+
+def is_torch_mine(value: str) -> bool:
+    """Read which torch the ranks get.
+
+    Raises:
+        UsageError: It is no choice.
+    """
+    if value not in TORCH_CHOICES:
+        raise UsageError(
+            f"torch={value!r} is not possible: `node` uses the torch of the machine that the ranks run on, `mine` "
+            "installs the notebook's own there."
+        )
+    return value == "mine"
+
+
+def cost_limit(option: str, value: str | float | None) -> float | None:
+    """Read the most that a run may cost, in the currency of the settings; None when it is left out.
+
+    Raises:
+        UsageError: It is no amount.
+    """
+    if value is None:
+        return None
+    try:
+        cost = float(value)
+    except ValueError:
+        cost = math.nan
+    if isinstance(value, bool) or not 0 < cost < math.inf:
+        raise UsageError(f"{option} is {value!r}; give an amount above 0 in the currency of the prices, such as 5.")
+    return cost
 
 
 # ---------------------------------------------------------------- lists of ranks

@@ -1,18 +1,33 @@
-"""Job files: `job.yaml`, `job.json` and `job.toml` of one shape, and Databricks' names of what a job runs on."""
+"""Job files: `job.yaml`, `job.json` and `job.toml` of one shape, and Databricks' names of what a job runs on.
+
+The line of `sgpu run` has the same options; each that it has wins over the file's.
+"""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import json
+import os
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from sgpu_magic.errors import UsageError
+from sgpu_magic.options.defaults import JobDefaults
+from sgpu_magic.options.values import (
+    MOST_RANKS,
+    STRATEGIES,
+    check_spread,
+    cost_limit,
+    device_type,
+    duration_s,
+    memory_bytes,
+)
 from sgpu_magic.wire.device_types import canonical_type
 
 EXTRA = "Install what it needs: `pip install 'sgpu-magic[run]'`."
@@ -75,17 +90,103 @@ def read_job_file(path: Path) -> JobFile:
     Raises:
         UsageError: It can't be read, has a key that means nothing, or a value of the wrong kind.
     """
-    values = read_mapping(path)
+    found = read_mapping(path)
     known = JobFile.__struct_fields__
-    for key in values:
+    for key in found:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             meant = f"is {near[0]!r} meant?" if near else f"there are: {', '.join(known)}."
             raise UsageError(f"{path} has the key {key!r}, which means nothing in a job file; {meant}")
     try:
-        return msgspec.convert(values, JobFile)
+        file = msgspec.convert(found, JobFile)
     except msgspec.ValidationError as error:
         raise UsageError(f"{path} can't be used: {str(error).replace('$.', '').replace('$', 'the file')}.") from None
+    return _in_one_way(file, path)
+
+
+def _in_one_way(file: JobFile, path: Path) -> JobFile:
+    """Return a file without second names, with paths that do not depend on its folder."""
+    folder, gpus, kind = path.parent, file.gpus, file.type
+    if file.hardware_accelerator:
+        if gpus is not None or kind is not None:
+            raise UsageError(f"{path}: hardware_accelerator says how many of which type: leave gpus and type out.")
+        gpus, kind = read_accelerator(file.hardware_accelerator, f"{path}: hardware_accelerator")
+    if file.environment != "" and file.env_version != "":
+        raise UsageError(f"{path}: environment and env_version are the same: leave one of them out.")
+    env_version = str(file.environment or file.env_version)
+    if env_version and (folder / env_version).is_file():
+        env_version = str((folder / env_version).absolute())
+    uploads = (file.upload,) if isinstance(file.upload, str) else file.upload
+    return msgspec.structs.replace(
+        file,
+        gpus=gpus,
+        type=kind,
+        env_version=env_version,
+        output=str(folder / os.path.expanduser(file.output)) if file.output else "",
+        upload=[str(folder / os.path.expanduser(path)) for path in uploads if path],
+    )
+
+
+def with_line(file: JobFile, line: Mapping[str, Any]) -> JobFile:
+    """Return a job file with what a line says besides, by the file's keys.
+
+    Parameters and variables are added one by one; all else takes the place of the file's.
+    """
+    added = {key: {**getattr(file, key), **line.get(key, {})} for key in ("parameters", "env")}
+    timeout_s = None if "timeout" in line else file.timeout_s
+    return msgspec.structs.replace(file, **{**line, **added, "timeout_s": timeout_s})
+
+
+def defaults_of(file: JobFile, where: str) -> JobDefaults:
+    """Return what the cells are given that say nothing.
+
+    Args:
+        file: With the line's options.
+        where: What a refusal begins with.
+
+    Raises:
+        UsageError: Something can't be meant.
+    """
+    for key, count in (("gpus", file.gpus), ("nodes", file.nodes)):
+        if count is not None and not 1 <= count <= MOST_RANKS:
+            raise UsageError(f"{where}: {key} is {count}; 1 to {MOST_RANKS} is possible.")
+    if file.placement and file.placement not in STRATEGIES:
+        raise UsageError(f"{where}: placement is {file.placement!r}; it can be {', '.join(STRATEGIES)}.")
+    min_memory = str(file.min_memory)
+    memory_bytes(f"{where}: min_memory", min_memory)
+    check_spread(file.gpus, file.nodes or 0, file.placement)
+    # the notebook's kernel stands elsewhere
+    uploads = tuple(os.path.abspath(os.path.expanduser(path)) for path in file.upload)
+    for path in uploads:
+        if not os.path.exists(path):
+            raise UsageError(f"{where}: upload: {path} is not there.")
+    return JobDefaults(
+        gpus=file.gpus or 0,
+        type=device_type(f"{where}: type", file.type or None) or "",
+        env_version=str(file.env_version),
+        max_cost=cost_limit(f"{where}: max_cost", file.max_cost),
+        nodes=file.nodes or 0,
+        placement=file.placement,
+        min_memory=min_memory,
+        upload=uploads,
+    )
+
+
+def job_timeout_s(file: JobFile, where: str) -> float | None:
+    """Return the longest time for all of it in seconds, None for no limit; arguments as in `defaults_of`.
+
+    Raises:
+        UsageError: It leaves no time, or is there twice.
+    """
+    if file.timeout is not None and file.timeout_s is not None:
+        raise UsageError(f"{where}: timeout and timeout_s are the same: leave one of them out.")
+    given = file.timeout_s if file.timeout is None else file.timeout
+    if given is None:
+        return None
+    seconds = duration_s(f"{where}: timeout", given)
+    if seconds <= 0:
+        raise UsageError(f"{where}: a timeout of {given} leaves no time to run.")
+    return seconds
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

@@ -1,0 +1,247 @@
+"""Options on a line: of a magic, whose errors are usage errors, and of the `sgpu` command."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+from sgpu_magic.errors import UsageError
+from sgpu_magic.options import table, values
+from sgpu_magic.options.asked import CellOptions, ReplayOptions, SessionOptions
+from sgpu_magic.options.table import OF_RANKS_THAT_STAY, OPTIONS, Reader
+
+RAY = "%%ray_launch"
+NO_SESSION = "none"
+"""`--session none`: outside of every session."""
+
+_IN_CELL = "In the cell: rank, local_rank, world_size, device; the process group is initialised.\n"
+_IN_DRIVER = "In the cell: RAY_ADDRESS is set; the cluster has the lease's GPUs.\n"
+_VALUE = "The cell's value is a result: .values by rank, .lines, .logs(rank), .directory."
+_FIRST_WORD = re.compile(r"\s*([\d,\s-]*\d)(?=\s|$)(.*)", re.DOTALL)
+_SESSION_NAME = re.compile(r"[^\W\d][\w.-]*")
+_ABOUT = {
+    "%%distributed": "Run the cell on N ranks of a pool, with the notebook's variables, and bring back what it prints, "
+    "shows, returns and raises. While a session is connected (%sgpu_connect) it runs in the session's ranks, and what "
+    "it leaves there stays.",
+    "%%rank": "Run the cell on some ranks of the connected session: %%rank 0, %%rank 0,2-3. The same as %%distributed "
+    "--ranks, with its further options.",
+    RAY: "Run the cell as the driver of a Ray cluster that is made for it on N devices of a pool: ray.init() in the "
+    "cell finds it, and it ends with the cell. Rank 0 runs the cell, with the notebook's variables; the other ranks "
+    "hold their devices.",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """A magic's options; its help is the magic's help."""
+
+    def __init__(self, prog: str, description: str = "", epilog: str = "") -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=epilog,
+            add_help=False,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: {message}. `{self.prog} -h` shows the options.")
+
+    def offer_help(self) -> None:
+        self.add_argument("-h", "--help", action="store_true", help="show this")
+
+    def read(self, line: str) -> argparse.Namespace:
+        """Read the magic's line.
+
+        Raises:
+            UsageError: An option is unknown or its value means nothing.
+        """
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise UsageError(f"{self.prog}: the line can't be read: {error}. Close the quotes.") from None
+        return self.parse_args(words)
+
+    def asked(self, line: str) -> argparse.Namespace | None:
+        """Read the magic's line as `read` does; None when it asks for help, which is printed."""
+        found = self.read(line)
+        if not found.help:
+            return found
+        print(self.format_help())  # noqa: T201  help is output
+        return None
+
+
+def add_option(parser: argparse.ArgumentParser, name: str, **own: Any) -> None:
+    """Add one of the table's options.
+
+    Args:
+        parser: The line's.
+        name: The option's.
+        own: argparse's arguments that are others on this line.
+    """
+    option = OPTIONS[name]
+    parser.add_argument(*filter(None, [option.short]), f"--{name}", **option.arguments() | own)
+
+
+def add_options(
+    parser: argparse.ArgumentParser, names: Iterable[str], own: Mapping[str, Mapping[str, Any]] | None = None
+) -> None:
+    """Add several; `own` has by option what `add_option` takes."""
+    for name in names:
+        add_option(parser, name, **(own or {}).get(name, {}))
+
+
+def fields(
+    found: argparse.Namespace, names: Iterable[str], readers: Mapping[str, Reader] | None = None
+) -> dict[str, Any]:
+    """Return the fields of one of `asked`'s records.
+
+    Args:
+        found: A line's values.
+        names: The options that it may have.
+        readers: In place of the table's.
+
+    Raises:
+        UsageError: A value means nothing.
+    """
+    given = {name: getattr(found, name.replace("-", "_")) for name in names}
+    return table.read(given, lambda name: f"--{name}", readers or {})
+
+
+# ---------------------------------------------------------------- cells
+
+
+@functools.cache
+def parser(prog: str = "%%distributed") -> Parser:
+    """Return the parser of a magic that runs a cell."""
+    made = Parser(prog, _ABOUT[prog], (_IN_DRIVER if prog == RAY else _IN_CELL) + _VALUE)
+    if prog == "%%rank":
+        made.add_argument("list", nargs="?", metavar="RANKS", help="the ranks: 0,2-3")
+    for name in table.CELL:
+        if prog == RAY and name in OF_RANKS_THAT_STAY:
+            made.add_argument(f"--{name}", nargs="?", const=True, help=argparse.SUPPRESS)
+        else:
+            add_option(made, name)
+    made.offer_help()
+    return made
+
+
+def parse(line: str, prog: str = "%%distributed") -> CellOptions | None:
+    """Read the magic's line; None when it asks for help.
+
+    Args:
+        line: What stands behind it.
+        prog: `%%distributed`, `%%rank` or `%%ray_launch`.
+
+    Raises:
+        UsageError: An option is unknown or its value means nothing.
+    """
+    found = parser(prog).read(_ranks_in_one_word(line) if prog == "%%rank" else line)
+    if found.help:
+        return None
+    names: Iterable[str] = table.CELL
+    if prog == RAY:
+        _check_for_ray(found)
+        names = [name for name in names if name not in OF_RANKS_THAT_STAY]
+    if found.retry_on is not None and found.retries is None:
+        raise UsageError("--retry-on says when to start again, but not how often: add --retries N.")
+    readers: dict[str, Reader] = {}
+    if prog == "%%rank":
+        if found.list is None or found.ranks is not None:
+            raise UsageError("%%rank takes the ranks as its first word, and no --ranks: %%rank 0, or %%rank 0,2-3.")
+        if found.fresh:
+            raise UsageError("%%rank runs in ranks that stay, and --fresh starts new ones. Leave one of them out.")
+        found.ranks = found.list
+        readers["ranks"] = lambda _, given: values.parse_ranks(prog, given)
+    if found.ranks is not None and found.fresh:
+        raise UsageError("--ranks names ranks that stay, and --fresh starts new ones. Leave one of them out.")
+    asked = fields(found, names, readers)
+    if prog == RAY:
+        asked["session"] = NO_SESSION
+    options = CellOptions(**asked)
+    table.check_devices(options.devices)
+    return options
+
+
+def _check_for_ray(found: argparse.Namespace) -> None:
+    """Say of what `%%ray_launch` does not take why it does not, and fill in what it means instead.
+
+    Raises:
+        UsageError: It was asked for.
+    """
+    for name in OF_RANKS_THAT_STAY:
+        if getattr(found, name) is not None:
+            raise UsageError(
+                f"{RAY} has no --{name}: its Ray cluster is started on new ranks, never in a session's, and only rank "
+                f"0 runs the cell. Leave --{name} out; the connected session stays as it is."
+            )
+    for output in values.outputs_from(found.out, "--out"):
+        if output.all_ranks:
+            raise UsageError(
+                f"--out {output.name}:all brings every rank's value back, and with {RAY} only rank 0 runs the cell. "
+                "Leave :all out; what Ray's tasks return comes with ray.get."
+            )
+
+
+def _ranks_in_one_word(line: str) -> str:
+    """People write `0, 2`: ranks are one word."""
+    found = _FIRST_WORD.match(line)
+    return re.sub(r"\s", "", found[1]) + found[2] if found is not None else line
+
+
+# ---------------------------------------------------------------- sessions and replays
+
+
+def add_session(made: Parser) -> None:
+    """Add the options of `%sgpu_connect`."""
+    own = {
+        "name": {"metavar": "S", "default": "main", "help": "the session's name (default: main)"},
+        "wait": {"help": "longest time in the queue, 0: now or fail (default: as long as it takes)"},
+        "timeout": {"metavar": "8h", "help": "longest time that it may last (default and most: 7d)"},
+    }
+    add_options(made, table.SESSION, own)
+    add_option(made, "profile", help=argparse.SUPPRESS)
+
+
+def read_session(found: argparse.Namespace) -> tuple[SessionOptions, str]:
+    """Read them: what is asked for, and how it is shown.
+
+    Raises:
+        UsageError: A value means nothing.
+    """
+    if _SESSION_NAME.fullmatch(found.name) is None or found.name == NO_SESSION:
+        raise UsageError(f"--name {found.name!r}: a session's name begins with a letter and has no space in it.")
+    if found.profile:
+        raise UsageError("--profile keeps a trace of one cell, not of a session: put it on the %%distributed line.")
+    options = SessionOptions(**fields(found, [name for name in table.SESSION if name != "ui"]))
+    table.check_devices(options.devices)
+    return options, found.ui
+
+
+def add_replay(made: argparse.ArgumentParser, own: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    """Add what a replay may differ in; `own` as in `add_options`."""
+    differs: dict[str, Mapping[str, Any]] = {
+        "gpus": {"help": "ranks (default: as many as it had)"},
+        "type": {"help": "a10, h100, ..., cpu, any (default: what it asked for)"},
+        "timeout": {"help": "longest running time (default: its own)"},
+        "name": {"help": "the run's name (default: its own)"},
+    }
+    add_options(made, table.REPLAY, differs | dict(own or {}))
+
+
+def read_replay(found: argparse.Namespace, ui: str, **readers: Reader) -> ReplayOptions:
+    """Read it.
+
+    Args:
+        found: A line's values.
+        ui: How the run is shown.
+        readers: By option, in place of the table's.
+
+    Raises:
+        UsageError: A value means nothing.
+    """
+    return ReplayOptions(**fields(found, table.REPLAY, {"timeout": values.duration_s, **readers}), ui=ui)

@@ -1,0 +1,265 @@
+"""The options of runs and sessions, each once: how it is written, how it is read, what it asks for, its help.
+
+A form is a sequence of their names in the order of its help.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sgpu_magic.options import values
+from sgpu_magic.options.asked import Devices, Wishes
+from sgpu_magic.options.values import MOST_RANKS, STRATEGIES, TORCH_CHOICES
+from sgpu_magic.wire.device_types import KNOWN_TYPES
+
+UI_CHOICES = ("auto", "widget", "text", "none")
+"""How a run may be shown."""
+
+RETRY_CHOICES = ("failure", "any")
+MOST_RETRIES = 100
+
+Reader = Callable[[str, Any], Any]
+"""Is given an option as it was written, such as `--timeout`, and its value; raises a UsageError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option.
+
+    Args:
+        asks: The field of `asked`'s records that it fills in; `devices.` and `wishes.` stand before those of theirs.
+        help: Its sentence in a magic's help.
+        metavar: Its value there; None for its name in capitals.
+        short: A short form.
+        type: Reads the word of a line, as argparse has it.
+        read: From what was given to what is asked for; None takes it as it is.
+        choices: All that it can be.
+        offered: What a completer offers beside `choices`.
+        switch: It has no value.
+        repeats: It may be given several times.
+        default: On a line.
+        python: Its name in Python, where that is another.
+    """
+
+    asks: str
+    help: str
+    metavar: str | None = None
+    short: str = ""
+    type: Callable[[str], object] | None = None
+    read: Reader | None = None
+    choices: tuple[str, ...] | None = None
+    offered: tuple[str, ...] = ()
+    switch: bool = False
+    repeats: bool = False
+    default: str | None = None
+    python: str = ""
+
+    def arguments(self) -> dict[str, Any]:
+        """Return how argparse has it."""
+        if self.switch:
+            return {"action": "store_true", "help": self.help}
+        found: dict[str, Any] = {"help": self.help, "metavar": self.metavar}
+        if self.repeats:
+            return found | {"action": "append", "default": []}
+        return found | {"type": self.type, "choices": self.choices, "default": self.default}
+
+
+def _count(least: int, most: int, what: str) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of {what}; {least} to {most} is possible")
+        return int(text)
+
+    return read
+
+
+OPTIONS: Mapping[str, Option] = {
+    "gpus": Option(
+        "devices.ranks",
+        "ranks, one per GPU (default: 2 on CPU, else all GPUs)",
+        "N",
+        short="-n",
+        type=_count(1, MOST_RANKS, "ranks"),
+        read=values.rank_count,
+    ),
+    "type": Option(
+        "devices.device_type",
+        "a10, a100, h100, ..., cpu, any (default: what the pool has)",
+        "TYPE",
+        read=values.device_type,
+        offered=("any", "cpu", *KNOWN_TYPES),
+        python="gpu_type",
+    ),
+    "min-memory": Option(
+        "devices.min_memory_bytes",
+        "of each device; without --type: the cheapest type that has it",
+        "40GB",
+        read=values.memory_bytes,
+    ),
+    "nodes": Option(
+        "devices.nodes",
+        "spread the ranks evenly over N nodes (default: the pool's choice)",
+        "N",
+        read=values.node_count,
+    ),
+    "placement": Option(
+        "devices.strategy",
+        "on as few nodes as can be, on one, on many (default: pack)",
+        "|".join(STRATEGIES),
+        read=values.strategy_of,
+        offered=STRATEGIES,
+    ),
+    "allow-busy": Option("devices.allow_busy", "also take GPUs that other programs use", switch=True),
+    "out": Option(
+        "outputs",
+        "bring rank 0's A and every rank's B back",
+        "A,B:all",
+        read=lambda option, given: values.outputs_from(given, option),
+        repeats=True,
+    ),
+    "in": Option("extra", "also ship names that only eval uses", "NAMES", read=values.names, repeats=True),
+    "exclude": Option("exclude", "names to leave in the notebook", "NAMES", read=values.names, repeats=True),
+    "env": Option(
+        "variables",
+        "set a variable on the ranks (repeatable)",
+        "KEY=VALUE",
+        read=lambda _, given: values.key_values(given),
+        repeats=True,
+    ),
+    "timeout": Option("timeout_s", "longest running time (default and most: 7d)", "90s|30m|2h", read=values.timeout_s),
+    "wait": Option(
+        "wait_s",
+        "longest time in the queue, 0: run now or fail (default: as long as it takes)",
+        "10m|0",
+        read=values.duration_s,
+    ),
+    "grace": Option(
+        "grace_s",
+        "time between TERM and KILL when it is stopped (default: 5s; 0s after a failure)",
+        "60s",
+        read=values.duration_s,
+    ),
+    "idle": Option(
+        "idle_s", "end it after so long without a cell, 0: never (default: 60m)", "60m", read=values.duration_s
+    ),
+    "retries": Option(
+        "retries",
+        "start the ranks again up to N times when a worker or node fails (default: 0)",
+        "N",
+        type=_count(0, MOST_RETRIES, "retries"),
+    ),
+    "retry-on": Option(
+        "retry_any",
+        "any: also after an error of the cell itself (default: failure)",
+        read=lambda _, given: given == "any",
+        choices=RETRY_CHOICES,
+    ),
+    "detach": Option("detach", "return at once; the run goes on without this notebook", switch=True),
+    "ranks": Option("only", "in a session: these ranks only (default: all)", "0,2-3", read=values.parse_ranks),
+    "fresh": Option("fresh", "in a session: new processes on its devices, beside its ranks", switch=True),
+    "reload": Option("reload", "in a session: load edited local modules anew first", switch=True),
+    "session": Option("session", "the session (default: the one connected last)", "NAME|none", default=""),
+    "profile": Option("profile", "keep a trace of torch's profiler from every rank", switch=True),
+    "env-version": Option(
+        "wishes.env_version",
+        "the ranks' packages: of a base environment, a requirements or pylock file, or one that %%sgpu_env has saved; "
+        "none: the notebook's own (default: the setting env_version, else none)",
+        "4|ai-4|none|FILE|NAME",
+        read=lambda _, given: str(given).strip(),
+    ),
+    "torch": Option(
+        "wishes.torch_mine",
+        "where packages are installed for the run, mine: also the notebook's torch (default: node, its own)",
+        read=lambda _, given: values.is_torch_mine(given),
+        choices=TORCH_CHOICES,
+    ),
+    "allow-build": Option(
+        "wishes.allow_build", "packages without a wheel may be built from source for the run", switch=True
+    ),
+    "upload": Option(
+        "wishes.uploads",
+        "a folder or file that the ranks find there too: sgpu_magic.runtime.upload_path(PATH) (repeatable)",
+        "PATH",
+        read=lambda _, given: values.paths(given),
+        repeats=True,
+    ),
+    "no-track": Option(
+        "wishes.track",
+        "do not make it an MLflow run",
+        read=lambda _, given: False if given else None,
+        switch=True,
+        python="track",
+    ),
+    "max-cost": Option(
+        "max_cost", "stop it before it costs more, by the prices of the settings", "5", read=values.cost_limit
+    ),
+    "name": Option("name", "the run's name (default: the function or cell)", default=""),
+    "pool": Option(
+        "pool",
+        "the pool (default: the setting pool, else a reserved one that has the type, on-demand, local)",
+        "NAME|reserved|on-demand",
+        default="",
+    ),
+    "ui": Option("ui", "how to show it (default: auto)", choices=UI_CHOICES, default="auto"),
+    "here": Option("here", "with this notebook's packages, whatever it had", switch=True),
+}
+
+DEVICES = ("gpus", "type", "min-memory", "nodes", "placement")
+PACKAGES = ("env-version", "torch", "allow-build", "upload", "no-track", "max-cost")
+PLACE = ("pool", "ui", "allow-busy")
+OF_RANKS_THAT_STAY = ("ranks", "fresh", "reload", "session", "profile")
+"""What only ranks that execute the cell themselves can do."""
+
+_RUN = ("exclude", "env", "timeout", "wait", "grace", "retries", "retry-on")
+CELL = (*DEVICES, "out", "in", *_RUN, "detach", *OF_RANKS_THAT_STAY, *PACKAGES, "name", *PLACE)
+CALL = (*DEVICES, *_RUN, *PACKAGES, "profile", "name", *PLACE)
+SESSION = (*DEVICES, "name", "idle", "wait", "timeout", "env", *PACKAGES, *PLACE)
+REPLAY = ("gpus", "type", "env", "here", "timeout", "detach", "name")
+
+
+def read(given: Mapping[str, Any], spelled: Callable[[str], str], readers: Mapping[str, Reader]) -> dict[str, Any]:
+    """Return the fields of one of `asked`'s records.
+
+    Args:
+        given: By option what was written; None where it was left out.
+        spelled: How an option is written, for messages.
+        readers: In place of the table's.
+
+    Raises:
+        UsageError: A value means nothing.
+    """
+    parts: dict[str, dict[str, Any]] = {"": {}, "devices": {}, "wishes": {}}
+    for name, value in given.items():
+        if value is None:
+            continue
+        option = OPTIONS[name]
+        reader = readers.get(name, option.read)
+        part, _, field = option.asks.rpartition(".")
+        parts[part][field] = value if reader is None else reader(spelled(name), value)
+    return {**parts[""], "devices": Devices(**parts["devices"]), "wishes": Wishes(**parts["wishes"])}
+
+
+def check_devices(devices: Devices) -> None:
+    """Check that ranks can be spread as is asked for, as far as that was said.
+
+    Raises:
+        UsageError: They can't.
+    """
+    if devices.ranks is not None or devices.strategy == "strict_pack":
+        values.check_spread(devices.ranks, devices.nodes, devices.strategy)
+
+
+def in_python(name: str) -> str:
+    """Return an option's name in Python."""
+    return OPTIONS[name].python or name.replace("-", "_")
+
+
+def in_pythons_words(text: str) -> str:
+    """Return what is said of devices and pools in a magic's words as it is said in Python's."""
+    text = text.replace("--gpus N --type TYPE", "gpus=N, gpu_type=TYPE")
+    for name in DEVICES:
+        text = text.replace(f"--{name} ", f"{in_python(name)}=").replace(f"--{name}", in_python(name))
+    return text.replace("--pool", "pool")

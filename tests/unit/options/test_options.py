@@ -1,0 +1,108 @@
+"""The table of options, and its forms: a line's, Python's, a job file's and the command's."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+
+import pytest
+
+from sgpu_magic.cli.main import command_parser
+from sgpu_magic.errors import UsageError
+from sgpu_magic.magics import session_magics
+from sgpu_magic.options import asked, table
+from sgpu_magic.options.argparse_form import parse, parser
+from sgpu_magic.options.asked import Devices, Wishes
+from sgpu_magic.options.defaults import JobDefaults, as_words
+from sgpu_magic.options.job_form import JobFile, defaults_of, with_line
+from sgpu_magic.options.python_form import Options, checked
+from sgpu_magic.options.table import OPTIONS, in_python
+from sgpu_magic.runs.sessions import connect
+
+ALL = "--env-version ai-4 --torch mine --allow-build --no-track --max-cost 5"
+ASKED = Wishes(env_version="ai-4", torch_mine=True, allow_build=True, track=False)
+
+
+def fields_of(record: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(record)}
+
+
+@pytest.mark.parametrize(
+    ("form", "record"),
+    [
+        (table.CELL, asked.CellOptions),
+        (table.CALL, asked.CallOptions),
+        ([name for name in table.SESSION if name != "ui"], asked.SessionOptions),
+        (table.REPLAY, asked.ReplayOptions),
+    ],
+    ids=["cell", "call", "session", "replay"],
+)
+def test_each_option_of_a_form_asks_for_something(form: tuple[str, ...], record: type):
+    assert len(set(form)) == len(form)
+    known = fields_of(record) | {f"devices.{name}" for name in fields_of(Devices)}
+    known |= {f"wishes.{name}" for name in fields_of(Wishes)}
+    assert {OPTIONS[name].asks for name in form} <= known
+
+
+def test_python_has_the_same_options():
+    beside = {"num_gpus", "remote", "retry_any", "session"}
+    assert {in_python(name) for name in table.CALL} == Options.__annotations__.keys() - beside
+    assert {in_python(name) for name in table.SESSION} == inspect.signature(connect).parameters.keys()
+
+
+def test_a_job_files_keys_are_options_of_the_command():
+    line = vars(command_parser(["run"]).parse_args(["run", "n.ipynb"]))
+    # the file's other names for the same, and those whose plural a line gives one by one
+    beside = {"notebook", "hardware_accelerator", "environment", "timeout_s", "parameters"}
+    assert set(JobFile.__struct_fields__) - beside <= line.keys()
+    assert {name.replace("-", "_") for name in (*table.DEVICES, "env-version", "max-cost")} <= line.keys()
+
+
+def test_what_a_job_gives_is_a_line_that_is_read_as_the_same():
+    file = with_line(JobFile(gpus=2, type="a10"), {"gpus": 4, "nodes": 2, "min_memory": "40GB", "max_cost": "2.5"})
+    given = defaults_of(file, "the command")
+    assert given == JobDefaults(gpus=4, type="a10", nodes=2, min_memory="40GB", max_cost=2.5)
+    options = parse(" ".join(as_words(given)))
+    assert options is not None
+    assert (options.devices, options.max_cost) == (Devices(4, "a10", 40 * 10**9, 2), 2.5)
+
+
+def test_a_cells_line_is_read():
+    options = parse(f"--gpus 2 {ALL} --profile")
+    assert (options.wishes, options.max_cost, options.profile) == (ASKED, 5.0, True)
+    options = parse("--gpus 2")
+    assert (options.wishes, options.max_cost, options.profile) == (Wishes(), None, False)
+    assert parse("--env-version 'my files/r.txt'").wishes.env_version == "my files/r.txt"
+    assert parse("0 --profile --no-track", "%%rank").profile
+
+
+def test_a_sessions_line_is_read():
+    options = session_magics.read_connect(ALL)
+    assert options is not None
+    assert (options[0].wishes, options[0].max_cost) == (ASKED, 5.0)
+    with pytest.raises(UsageError, match="--profile keeps a trace of one cell"):
+        session_magics.read_connect("--profile")
+
+
+def test_python_options_mean_the_same():
+    options = checked(env_version="ai-4", torch="mine", allow_build=True, track=False, max_cost=5, profile=True)
+    assert (options.wishes, options.max_cost, options.profile) == (ASKED, 5.0, True)
+    assert checked().wishes == Wishes()
+    assert checked(torch="node", track=True).wishes == Wishes(track=True)
+    assert checked(env_version=4).wishes.env_version == "4"
+    assert checked(env_version=Path("r.txt")).wishes.env_version == "r.txt"
+
+
+@pytest.mark.parametrize("cost", ["0", "-1", "nan", "inf", "much", ""])
+def test_what_is_no_cost_is_refused(cost: str):
+    with pytest.raises(UsageError, match="amount above 0"):
+        parse(f"--max-cost '{cost}'")
+
+
+def test_help_tells_of_each():
+    text = parser().format_help()
+    for option in (*ALL.split()[::2], "--profile"):
+        if option.startswith("--"):
+            assert option in text
+    assert "--profile" not in session_magics.connect_parser().format_help()
