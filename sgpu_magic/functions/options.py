@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, TypedDict, TypeGuard, Unpack
 
@@ -22,8 +22,9 @@ from sgpu_magic.runs.option_values import (
     rank_count,
     strategy_of,
 )
-from sgpu_magic.runs.package_options import EnvVersion, Upload, Wishes, max_cost_from, wishes_from
+from sgpu_magic.runs.package_options import EnvVersion, Upload, max_cost_from, wishes_from
 from sgpu_magic.runs.submit.placing import Devices
+from sgpu_magic.runs.submit.spec import RunOptions
 
 if TYPE_CHECKING:
     from sgpu_magic.runs.sessions import Session
@@ -109,53 +110,15 @@ class Options(SharedOptions, total=False):
     session: Session | None
 
 
-@dataclass(frozen=True, slots=True)
-class CallOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOptions(RunOptions):
     """The same, checked and in the protocol's words.
 
     Args:
-        devices: How many of which; None and 0 where that was left out.
-        timeout_s: Longest running time in seconds.
-        wait_s: Longest time in the queue in seconds; None is as long as it takes.
-        grace_s: Seconds between TERM and KILL; None is the pool's default.
-        retries: How often its group is started again.
-        retry_any: Also after an error of the function.
-        variables: Set on the ranks.
-        name: "" is the function's.
-        exclude: Names that stay here.
-        pool: The pool, or a kind of pools; "" is the default, `local` is meant by `remote=False` too.
-        ui: How it is shown.
         session: Its ranks are used; None is a lease of its own.
-        wishes: About packages and tracking.
-        profile: Keep a trace of torch's profiler.
-        max_cost: What it may cost; None is no limit.
-        ray: The function is the driver of a Ray cluster of the run's own, and runs in rank 0 alone.
     """
 
-    devices: Devices = field(default_factory=Devices)
-    timeout_s: float = SEVEN_DAYS_S
-    wait_s: float | None = None
-    grace_s: float | None = None
-    retries: int = 0
-    retry_any: bool = False
-    variables: Mapping[str, str] | None = None
-    name: str = ""
-    exclude: tuple[str, ...] = ()
-    pool: str = ""
-    ui: str = "auto"
     session: Session | None = None
-    wishes: Wishes = field(default_factory=Wishes)
-    profile: bool = False
-    max_cost: float | None = None
-    ray: bool = False
-
-    @property
-    def ranks(self) -> int | None:
-        return self.devices.ranks
-
-    @property
-    def device_type(self) -> str | None:
-        return self.devices.device_type
 
 
 def checked(**options: Unpack[Options]) -> CallOptions:

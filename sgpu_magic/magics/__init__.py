@@ -2,7 +2,6 @@
 
 parsing            how lines are read, and the options that several magics share
 arguments          the options of `%%distributed`, `%%rank` and `%%ray_launch`
-cell               the session that a cell runs in, and what of it is submitted
 run_magics         the magics that run cells and look at runs
 status             `%sgpu_status`, kept up to date
 session_magics     those of sessions, with their options

@@ -19,10 +19,9 @@ from sgpu_magic.magics.parsing import (
     read_wishes,
 )
 from sgpu_magic.runs.option_values import key_values, optional_s, parse_ranks, timeout_s
-from sgpu_magic.runs.package_options import Wishes, max_cost_from
+from sgpu_magic.runs.package_options import max_cost_from
 from sgpu_magic.runs.submit.cell_source import outputs_from
-from sgpu_magic.runs.submit.placing import Devices
-from sgpu_magic.wire.run import OutputName
+from sgpu_magic.runs.submit.spec import RunOptions
 
 RAY = "%%ray_launch"
 RETRY_CHOICES = ("failure", "any")
@@ -38,65 +37,17 @@ _VALUE = "The cell's value is a result: .values by rank, .lines, .logs(rank), .d
 _FIRST_WORD = re.compile(r"\s*([\d,\s-]*\d)(?=\s|$)(.*)", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class CellOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellOptions(RunOptions):
     """What stands behind `%%distributed`.
 
     Args:
-        devices: `--gpus`, `--type`, `--min-memory`, `--nodes`, `--placement`, `--allow-busy`.
-        outputs: `--out`.
-        extra: `--in`.
-        exclude: `--exclude`.
-        variables: `--env`.
-        timeout_s: `--timeout` in seconds.
-        wait_s: `--wait` in seconds; None queues for as long as it takes.
-        name: `--name`.
-        pool: `--pool`.
-        ui: `--ui`.
-        grace_s: `--grace` in seconds; None is the pool's default.
-        retries: `--retries`.
-        retry_any: `--retry-on any`.
-        detach: `--detach`.
-        only: `--ranks`, ascending; empty when left out.
-        fresh: `--fresh`.
-        reload: `--reload`.
         session: `--session`; "" when left out.
-        wishes: `--env-version`, `--torch`, `--allow-build`, `--no-track`.
-        profile: `--profile`.
-        max_cost: `--max-cost`; None when left out.
         help: `-h`.
     """
 
-    devices: Devices
-    outputs: tuple[OutputName, ...]
-    extra: tuple[str, ...]
-    exclude: tuple[str, ...]
-    variables: dict[str, str]
-    timeout_s: float
-    wait_s: float | None
-    name: str
-    pool: str
-    ui: str
-    grace_s: float | None
-    retries: int
-    retry_any: bool
-    detach: bool
-    only: tuple[int, ...]
-    fresh: bool
-    reload: bool
-    session: str
-    wishes: Wishes
-    profile: bool
-    max_cost: float | None
-    help: bool
-
-    @property
-    def ranks(self) -> int | None:
-        return self.devices.ranks
-
-    @property
-    def device_type(self) -> str | None:
-        return self.devices.device_type
+    session: str = ""
+    help: bool = False
 
 
 @functools.cache
@@ -203,6 +154,7 @@ def parse(line: str, prog: str = "%%distributed") -> CellOptions:
         wishes=read_wishes(values),
         profile=values.profile,
         max_cost=max_cost_from("--max-cost", values.max_cost),
+        ray=prog == RAY,
         help=values.help,
     )
 

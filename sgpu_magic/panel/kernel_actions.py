@@ -34,8 +34,8 @@ from sgpu_magic.runs.choice import default_choice
 from sgpu_magic.runs.choice.keeper import words_of
 from sgpu_magic.runs.choice.schema import Choice, KeptChoice
 from sgpu_magic.runs.sessions import registry
-from sgpu_magic.runs.sessions.connecting import Ask, begin
 from sgpu_magic.runs.sessions.session import Session
+from sgpu_magic.runs.submit.spec import RunOptions
 from sgpu_magic.runs.workplace import Workplace
 
 ANSWER_S = 45.0
@@ -191,15 +191,15 @@ class KernelActions:
     def _connect(self, before: Session | None) -> str:
         if before is not None:
             # one that can't be had is refused before the other has gone
-            default_choice.with_choice(self._place, Ask(), default_choice.MAGIC_WAYS)
+            default_choice.with_choice(self._place, RunOptions(), default_choice.MAGIC_WAYS)
             end(before, "the panel has connected another in its place", wait_s=_END_S)
             if not before.has_ended:
                 raise Impossible(
                     f"Session {before.name} is asked to end and has not yet, so no other was connected. Connect again "
                     "when it has."
                 )
-        ask = default_choice.with_choice(self._place, Ask(), default_choice.MAGIC_WAYS)
-        session = begin(self._place, ask, "none", of_cell=False)
+        ask = default_choice.with_choice(self._place, RunOptions(), default_choice.MAGIC_WAYS)
+        session = registry.begin(self._place, ask, "none", of_cell=False)
         return f"%%distributed cells run in session {session.name} from now on."
 
     def _disconnect(self, question: AskDisconnect) -> KernelReply:

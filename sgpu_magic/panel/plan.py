@@ -19,7 +19,6 @@ from sgpu_magic.runs.choice.keeper import Held, label_of, normal, problem_of
 from sgpu_magic.runs.choice.packages import base_of, base_versions, env_version_of, missing, problem_of_base
 from sgpu_magic.runs.choice.schema import Choice
 from sgpu_magic.runs.sessions import registry
-from sgpu_magic.runs.sessions.connecting import DEFAULT_NAME
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.submit.placing import Devices
 from sgpu_magic.runs.workplace import Workplace
@@ -91,7 +90,7 @@ def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve
         text = error.message if isinstance(error, SgpuError) else str(error)
         said, button = tuple(words.sentences), _button(connect, known)
         return Plan(PlanPicture(sentences=said, loses=False, problem=sentence(text), button=button))
-    current = living(DEFAULT_NAME)
+    current = living(registry.DEFAULT_NAME)
     changed = bool(added or removed)
     restarts: Session | None = None
     if connect:

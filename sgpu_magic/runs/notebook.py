@@ -25,8 +25,13 @@ def owner(shell: Any, *, of_cell: bool = True) -> Owner:
     return this_owner(notebook_name(shell), kernel_id(shell), cell_id(shell) if of_cell else "")
 
 
-def cell_number(shell: Any) -> int:
-    """The number of the cell that is running: newer IPythons count up before a cell runs, older ones after it."""
+def cell_number(shell: Any) -> int | None:
+    """The number of the cell that is running, None without a shell.
+
+    Newer IPythons count up before a cell runs, older ones after it.
+    """
+    if shell is None:
+        return None
     running = getattr(shell.displayhook, "exec_result", None)
     return getattr(running, "execution_count", None) or shell.execution_count
 

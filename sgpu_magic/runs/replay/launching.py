@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -11,14 +11,14 @@ import msgspec
 from sgpu_magic.client.attachments import Stand
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
-from sgpu_magic.runs.notebook import owner
 from sgpu_magic.runs.package_options import Wishes
 from sgpu_magic.runs.replay import circumstances
 from sgpu_magic.runs.replay.circumstances import differences
 from sgpu_magic.runs.replay.recorded import Recorded
-from sgpu_magic.runs.submit.submit import Submission
+from sgpu_magic.runs.submit.placing import Found
+from sgpu_magic.runs.submit.spec import PackedCode, RunOptions, Submission, describe
 from sgpu_magic.runs.workplace import Workplace
-from sgpu_magic.wire.ids import new_id, short
+from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.run import RunSpec
 
 
@@ -76,50 +76,43 @@ def prepare_replay(place: Workplace, recorded: Recorded, options: ReplayOptions)
     if spec.session:
         notes.append("it ran in a session: what earlier cells had set on its ranks is not here")
     notes += filter(None, [kept_settings])
-    again = _spec_again(place, spec, options, tuple(notes))
-    if chosen.interpreter is not None:
-        again = msgspec.structs.replace(again, environment=chosen.digest)
-    environ = {**os.environ, **options.variables}
-    return Submission(
-        again,
+    placement = msgspec.structs.replace(
+        spec.placement,
+        ranks=options.ranks or len(spec.rank_numbers),
+        device_type=options.device_type or spec.placement.device_type,
+        stand_in=place.current_settings().stand_in == "cpu",
+    )
+    code = PackedCode(
+        spec.kind,
+        spec.name,
+        spec.cell,
         recorded.packed,
         recorded.key,
-        environ,
-        wishes=Wishes(env_version=chosen.env_version, allow_build=True) if chosen.env_version else Wishes(),
-        given=frozenset({*spec.env_names, *options.variables}),
-        interpreter=chosen.interpreter,
-        stand=Stand(cwd, circumstances.path_of(recorded, chosen)),
+        spec.outputs,
+        msgspec.structs.replace(spec.shipped, seconds=0.0, notes=()),
+        spec.parameters,
     )
-
-
-def _spec_again(place: Workplace, spec: RunSpec, options: ReplayOptions, notes: tuple[str, ...]) -> RunSpec:
-    ranks = options.ranks or len(spec.rank_numbers)
-    device_type = options.device_type or spec.placement.device_type
-    shipped = msgspec.structs.replace(spec.shipped, seconds=0.0, notes=notes)
-    return RunSpec(
-        run_id=new_id(),
-        name=options.name or spec.name,
-        cell=spec.cell,
-        placement=msgspec.structs.replace(
-            spec.placement,
-            ranks=ranks,
-            device_type=device_type,
-            stand_in=place.current_settings().stand_in == "cpu",
-        ),
-        outputs=spec.outputs,
-        owner=owner(place.shell),
+    given = {name: os.environ.get(name, "") for name in spec.env_names}
+    asked = RunOptions(
+        name=options.name,
+        variables={**given, **options.variables},
         timeout_s=options.timeout_s or spec.timeout_s or SEVEN_DAYS_S,
         grace_s=spec.grace_s,
         retries=spec.retries,
         retry_any=spec.retry_any,
         detach=options.detach,
-        env_names=tuple({*spec.env_names, *options.variables}),
-        shipped=shipped,
-        kind=spec.kind,
-        parameters=spec.parameters,
-        max_cost=spec.max_cost,
+        wishes=Wishes(env_version=chosen.env_version, allow_build=True) if chosen.env_version else Wishes(),
         profile=spec.profile,
-        replay_of=spec.run_id,
+        max_cost=spec.max_cost,
+    )
+    submission = describe(place, code, asked, Found(place.pool, placement, tuple(notes)))
+    # the packages of a Python that is not this process's are known already
+    environment = chosen.digest if chosen.interpreter is not None else ""
+    return replace(
+        submission,
+        spec=msgspec.structs.replace(submission.spec, environment=environment, replay_of=spec.run_id),
+        interpreter=chosen.interpreter,
+        stand=Stand(cwd, circumstances.path_of(recorded, chosen)),
     )
 
 

@@ -159,7 +159,7 @@ class Lifetime:
     def _ipython_display_(self) -> None:
         """Show nothing where its view stands below the cell already; else it is drawn like any value."""
         shown, self.shown_in = self.shown_in, None
-        if shown is None or shown != current_cell(self.place):
+        if shown is None or shown != cell_number(self.place.shell):
             raise NotImplementedError
 
     def _repr_html_(self) -> str:
@@ -291,8 +291,3 @@ class Lifetime:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._until(lambda: self.has_ended), _CLOSE_PATIENCE_S)
         await asyncio.get_running_loop().run_in_executor(None, self._release)
-
-
-def current_cell(place: Workplace) -> object:
-    """Something that tells the cell that runs now from others; None outside of a notebook."""
-    return cell_number(place.shell) if place.shell is not None else None

@@ -11,19 +11,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from sgpu_magic.config import Settings
 from sgpu_magic.runs.submit.remote_inputs import working_directory
+from sgpu_magic.runs.submit.spec import Submission
 from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunKind
 from sgpu_magic.wire.tracking import STORE_VARIABLES, Tracking, absolute_uri
-
-if TYPE_CHECKING:
-    from sgpu_magic.runs.submit.submit import Submission
-
 
 # they move names between the notebook and a session's ranks
 _NO_RUNS = (RunKind.PUSH, RunKind.PULL)

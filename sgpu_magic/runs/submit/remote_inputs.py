@@ -16,7 +16,7 @@ from sgpu_magic.config import Settings
 from sgpu_magic.packages import known_mismatches
 from sgpu_magic.packages.variables import travelling
 from sgpu_magic.runs import packages
-from sgpu_magic.runs.submit.redact import without_secrets
+from sgpu_magic.runs.submit.spec import Submission, without_secrets
 from sgpu_magic.wire.attachments import CodeBundle, Environment
 from sgpu_magic.wire.run import CellSource, RunSpec
 from sgpu_magic.wire.states import RunKind
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from sgpu_magic.packages.bundle import Bundles
     from sgpu_magic.packages.local_code import LocalCode
     from sgpu_magic.runs.package_options import Wishes
-    from sgpu_magic.runs.submit.submit import Submission
 
 
 _OWN_PACKAGES = ("", "none")

@@ -1,54 +1,25 @@
-"""What is submitted, and the handing over, with the folders and files of `--upload`."""
+"""A run is handed over to its pool, with the folders and files of `--upload`."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from sgpu_magic.client.attachments import Attachments, Stand
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.run import Run
 from sgpu_magic.errors import RunCancelled, UsageError
-from sgpu_magic.payload.pack import Packed
 from sgpu_magic.runs import git_state, job_defaults, packages
-from sgpu_magic.runs.package_options import Wishes
 from sgpu_magic.runs.submit import mlflow_target, remote_inputs
 from sgpu_magic.runs.submit.remote_inputs import working_directory
+from sgpu_magic.runs.submit.spec import Submission
 from sgpu_magic.wire.attachments import Upload
 from sgpu_magic.wire.client import Describe, TrackRun
 from sgpu_magic.wire.codec import printable
 from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.run import Interpreter, RunSpec
 from sgpu_magic.wire.states import RunKind
 
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """A run ready to be submitted.
-
-    Args:
-        spec: All of it that may be written down.
-        packed: What is shipped.
-        key: The run's HMAC key.
-        environ: The ranks' environment.
-        wishes: About packages and tracking.
-        given: Names of the variables that the user set for this run or session (`--env`): they travel anywhere.
-        interpreter: The ranks' Python; None is this process's.
-        stand: Where the ranks stand; None is where this process does.
-        pool: The name of the pool that it goes to.
-    """
-
-    spec: RunSpec
-    packed: Packed
-    key: bytes
-    environ: dict[str, str]
-    wishes: Wishes = field(default_factory=Wishes)
-    given: frozenset[str] = frozenset()
-    interpreter: Interpreter | None = None
-    stand: Stand | None = None
-    pool: str = "local"
+_MOVE_NAMES = (RunKind.PUSH, RunKind.PULL)
 
 
 def submit(pool: Pool, submission: Submission) -> Run:
@@ -110,12 +81,6 @@ def let_go(pool: Pool, run: Run) -> None:
     else:
         pool.run_over(run.run_id)
     run.close()
-
-
-if TYPE_CHECKING:
-    pass
-
-_MOVE_NAMES = (RunKind.PUSH, RunKind.PULL)
 
 
 def uploads_of(submission: Submission) -> tuple[Upload, ...]:

@@ -20,7 +20,7 @@ from sgpu_magic.magics.parsing import Parser
 from sgpu_magic.payload.call import RankValue
 from sgpu_magic.runs.package_options import Wishes
 from sgpu_magic.runs.submit.pack_call import arguments
-from sgpu_magic.runs.submit.redact import scalars
+from sgpu_magic.runs.submit.spec import scalars
 
 ALL = "--env-version ai-4 --torch mine --allow-build --no-track --max-cost 5"
 ASKED = Wishes(env_version="ai-4", torch_mine=True, allow_build=True, track=False)
@@ -38,7 +38,7 @@ def test_a_cells_line_is_read():
 def test_a_sessions_line_is_read():
     options = session_magics.read_connect(ALL)
     assert options is not None
-    assert (options[0].wishes, options[0].max_cost) == (ASKED, 5.0)
+    assert (options.wishes, options.max_cost) == (ASKED, 5.0)
     with pytest.raises(UsageError, match="--profile keeps a trace of one cell"):
         session_magics.read_connect("--profile")
 

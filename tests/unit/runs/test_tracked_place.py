@@ -24,7 +24,7 @@ from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.runs.git_state import GitStates, Tags, git_state, git_tags
 from sgpu_magic.runs.package_options import Wishes
 from sgpu_magic.runs.submit.mlflow_target import place_of
-from sgpu_magic.runs.submit.submit import Submission
+from sgpu_magic.runs.submit.spec import Submission
 from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.progress import Progress
 from sgpu_magic.wire.client import Submit
