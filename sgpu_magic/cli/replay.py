@@ -9,7 +9,7 @@ from typing import TextIO
 from sgpu_magic.client.files_of_run import recorded_directory
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.runs.follow import run_loop
+from sgpu_magic.runs.follow import outcome
 from sgpu_magic.runs.option_values import device_type, optional_s
 from sgpu_magic.runs.replay.launching import ReplayOptions, prepare_replay
 from sgpu_magic.runs.replay.recorded import read_recorded
@@ -68,16 +68,16 @@ def replay(settings: Settings, run: str, options: ReplayOptions, out: TextIO) ->
         if options.detach:
             for note in started.spec.shipped.notes:
                 print(note, file=out)
-            print(run_loop.goes_on(started.spec), file=out)
+            print(outcome.goes_on(started.spec), file=out)
             place.pool.run_left(started.run_id)
             started.close()
             return True
         followed = place.followed(started, options.ui, error_follows=False)
         try:
-            run_loop.show(followed, RunState.QUEUED, threading.Event())
+            outcome.show(followed, RunState.QUEUED, threading.Event())
         except KeyboardInterrupt:
             started.cancel("`sgpu replay` was interrupted")
-            run_loop.show(followed, RunState.QUEUED, threading.Event())
+            outcome.show(followed, RunState.QUEUED, threading.Event())
         finally:
             let_go(place.pool, started)
         ended = followed.view.ended

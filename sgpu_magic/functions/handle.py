@@ -16,8 +16,7 @@ from sgpu_magic.client.result import mlflow_run_id
 from sgpu_magic.client.run import Run as PoolRun
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.functions.tracebacks import frames_left_out
-from sgpu_magic.runs.follow import run_loop
-from sgpu_magic.runs.follow.outcome import deliver
+from sgpu_magic.runs.follow import outcome, run_loop
 from sgpu_magic.runs.follow.run_loop import Ending, Followed
 from sgpu_magic.runs.submit.submit import let_go
 from sgpu_magic.runs.workplace import Workplace, workplace
@@ -210,10 +209,10 @@ class Run(Future[list[R]], Generic[R]):
             place.windows.open(followed, state, live=place.live_views.is_watched and ui != "text")
             return
         try:
-            run_loop.show(followed, state, threading.Event())
+            outcome.show(followed, state, threading.Event())
         except KeyboardInterrupt:
             # only the watching is over
-            run_loop.replay(followed, RunState.RUNNING)
+            outcome.replay(followed, RunState.RUNNING)
         finally:
             run.close()
 
@@ -268,7 +267,7 @@ class Run(Future[list[R]], Generic[R]):
         error: BaseException | None = None
         values: list[object] = []
         try:
-            values = deliver(run, self._followed.view, *ending, place.namespace).values
+            values = outcome.deliver(run, self._followed.view, *ending, place.namespace).values
         except BaseException as raised:  # noqa: BLE001  whatever it is, it belongs to who asks for the result
             error = raised
         try:

@@ -19,7 +19,7 @@ from sgpu_magic.magics.cell_hooks import AutoMode, Warmth
 from sgpu_magic.magics.parsing import Parser, add_ui, add_variables, rank_count
 from sgpu_magic.magics.status import StatusBoard
 from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, with_choice
-from sgpu_magic.runs.follow import run_loop
+from sgpu_magic.runs.follow import outcome
 from sgpu_magic.runs.option_values import device_type, key_values, optional_s
 from sgpu_magic.runs.sessions import fit, registry
 from sgpu_magic.runs.sessions.session import Session
@@ -164,7 +164,7 @@ class DistributedMagics(Magics):
             raise RunCancelled("interrupted before the pool had answered; its runs go on.") from None
         try:
             followed = self.place.followed(run, options.ui)
-            return run_loop.watch(followed, state, self._shell.user_ns)
+            return outcome.watch(followed, state, self._shell.user_ns)
         finally:
             run.close()
 

@@ -15,10 +15,10 @@ from sgpu_magic.client.result import RunResult
 from sgpu_magic.client.run import Run
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.runs import job_defaults, packages
-from sgpu_magic.runs.follow import run_loop
+from sgpu_magic.runs.follow import outcome
 from sgpu_magic.runs.follow.background import Follower, RunWindows
-from sgpu_magic.runs.follow.restart import watch_restarts
-from sgpu_magic.runs.follow.stop import Interrupts
+from sgpu_magic.runs.follow.run_loop import Followed
+from sgpu_magic.runs.follow.stop import Interrupts, watch_restarts
 from sgpu_magic.runs.notices import NoticeBoard, SendingBoard
 from sgpu_magic.runs.submit import placing
 from sgpu_magic.runs.submit.placing import Devices, Found
@@ -116,7 +116,7 @@ class Workplace:
         """Follow a run of any pool; as `Pool.attach`."""
         return self.pool_with(run).attach(run)
 
-    def followed(self, run: Run, ui: str = "auto", *, error_follows: bool = True) -> run_loop.Followed:
+    def followed(self, run: Run, ui: str = "auto", *, error_follows: bool = True) -> Followed:
         """Return a run with its view, and where that is shown.
 
         Args:
@@ -128,7 +128,7 @@ class Workplace:
         if ui == "auto":
             ui = job_defaults.of_process().ui or ui
         publisher = self.live_views.publisher_for(ui, view, sys.stdout, self._buttons(run))
-        return run_loop.Followed(run, view, publisher, self.pool_of(run))
+        return Followed(run, view, publisher, self.pool_of(run))
 
     def bring_back(
         self,
@@ -154,25 +154,25 @@ class Workplace:
             None when it was detached.
 
         Raises:
-            Exception: As `run_loop.bring_back`.
+            Exception: As `outcome.bring_back`.
         """
         try:
             # inside, for a place to show it is made here: an interrupt now must not leave a run that nobody follows
             followed = self.followed(run, ui)
             try:
                 if detach:
-                    run_loop.leave(followed)
+                    outcome.leave(followed)
                     return None
-                return run_loop.bring_back(followed, self.namespace, self.restarts, interrupts, into)
+                return outcome.bring_back(followed, self.namespace, self.restarts, interrupts, into)
             finally:
                 if over is not None:
                     over(followed.view)
         finally:
             let_go(self.pool_of(run), run)
 
-    def unseen(self, run: Run) -> run_loop.Followed:
+    def unseen(self, run: Run) -> Followed:
         """Return a run with its view, shown nowhere."""
-        return run_loop.Followed(run, _view(run, self.settings), SilentPublisher(), self.pool_of(run))
+        return Followed(run, _view(run, self.settings), SilentPublisher(), self.pool_of(run))
 
     def _buttons(self, run: Run) -> Buttons:
         """What the buttons of a run's view do; they are pressed in other threads than the cell's."""

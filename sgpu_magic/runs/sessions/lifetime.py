@@ -14,8 +14,9 @@ import msgspec
 
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.errors import SessionError
-from sgpu_magic.runs.follow import run_loop
+from sgpu_magic.runs.follow import outcome
 from sgpu_magic.runs.follow.background import Background
+from sgpu_magic.runs.follow.run_loop import Followed
 from sgpu_magic.runs.notebook import cell_number
 from sgpu_magic.runs.option_values import format_ranks, optional_s
 from sgpu_magic.runs.submit.placing import Found
@@ -45,7 +46,7 @@ class Lifetime:
         variables: Set on its ranks beside this process's environment.
     """
 
-    def __init__(self, place: Workplace, followed: run_loop.Followed, variables: Mapping[str, str]) -> None:
+    def __init__(self, place: Workplace, followed: Followed, variables: Mapping[str, str]) -> None:
         spec = followed.run.spec
         self.place = place
         self.name = spec.name
@@ -60,7 +61,7 @@ class Lifetime:
         self._moved = threading.Condition()
         self._waiters: list[Callable[[], None]] = []
         followed = replace(followed, heard=self._heard)
-        self._follower = Background("sgpu-session", lambda stopped: run_loop.show(followed, RunState.QUEUED, stopped))
+        self._follower = Background("sgpu-session", lambda stopped: outcome.show(followed, RunState.QUEUED, stopped))
 
     # ------------------------------------------------------------ what it is
 

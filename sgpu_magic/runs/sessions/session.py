@@ -11,7 +11,7 @@ from typing import Any
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import SerializationError, UsageError
 from sgpu_magic.packages.distributions import Snapshot
-from sgpu_magic.runs.follow import run_loop
+from sgpu_magic.runs.follow.run_loop import Followed
 from sgpu_magic.runs.follow.stop import Interrupts
 from sgpu_magic.runs.option_values import format_ranks, ranks_from, timeout_s
 from sgpu_magic.runs.package_options import Wishes
@@ -50,7 +50,7 @@ class Session(Lifetime):
     def __init__(
         self,
         place: Workplace,
-        followed: run_loop.Followed,
+        followed: Followed,
         variables: Mapping[str, str],
         wishes: Wishes,
         packages: Snapshot,
