@@ -11,8 +11,8 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.runs.follow import outcome
 from sgpu_magic.runs.option_values import device_type, optional_s
-from sgpu_magic.runs.replay.launching import ReplayOptions, prepare_replay
-from sgpu_magic.runs.replay.recorded import read_recorded
+from sgpu_magic.runs.replay.recorded import ReplayOptions, prepare_replay, read_recorded
+from sgpu_magic.runs.submit.placing import Devices
 from sgpu_magic.runs.submit.submit import let_go, submit
 from sgpu_magic.runs.workplace import close_workplace, workplace
 from sgpu_magic.wire.states import RunState
@@ -31,11 +31,10 @@ def options_from(values: argparse.Namespace) -> ReplayOptions:
             raise UsageError("--env takes KEY=VALUE.")
         variables[name] = value
     return ReplayOptions(
-        ranks=values.gpus,
-        device_type=device_type("--type", values.type),
+        devices=Devices(values.gpus, device_type("--type", values.type)),
         variables=variables,
         here=values.here,
-        timeout_s=optional_s("--timeout", values.timeout),
+        timeout_s=optional_s("--timeout", values.timeout) or 0.0,
         detach=values.detach,
         name=values.name,
         ui="text",

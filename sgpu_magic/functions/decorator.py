@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Self, TypeVa
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.functions.options import CallOptions, Options, checked
-from sgpu_magic.functions.tracebacks import frames_left_out
 
 if TYPE_CHECKING:
     from sgpu_magic.functions.handle import Run
@@ -133,11 +132,11 @@ class Launcher(Generic[P, R, T]):
             Exception: What the culprit rank raised, by its own type where that exists here; it has `rank`, `run_id`
                 and `remote_traceback`.
         """
-        from sgpu_magic.functions import launch
+        from sgpu_magic.functions import handle, launch
 
         if self._run_async:
             return cast("T", self.submit(*args, **kwargs))
-        with frames_left_out:
+        with handle.frames_left_out:
             return cast("T", launch.run_here(self._function, args, kwargs, self._options))
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run[R]:
@@ -150,9 +149,9 @@ class Launcher(Generic[P, R, T]):
             SerializationError: The function or an argument can't be pickled.
             CapacityError: The pool can't place the run.
         """
-        from sgpu_magic.functions import launch
+        from sgpu_magic.functions import handle, launch
 
-        with frames_left_out:
+        with handle.frames_left_out:
             return launch.start(self._function, args, kwargs, self._options)
 
     def __repr__(self) -> str:
@@ -262,7 +261,9 @@ class RayLauncher(Launcher[P, R, R]):
             Exception: What the function raised. Of an error in a Ray task or actor it is the error itself, with the
                 task's own lines.
         """
-        with frames_left_out:
+        from sgpu_magic.functions import handle
+
+        with handle.frames_left_out:
             (value,) = cast("list[R]", super().__call__(*args, **kwargs))
             return value
 

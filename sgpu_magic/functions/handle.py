@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Generic, TypeVar, cast
 
 from sgpu_magic.client.result import mlflow_run_id
 from sgpu_magic.client.run import Run as PoolRun
 from sgpu_magic.errors import RunCancelled, UsageError
-from sgpu_magic.functions.tracebacks import frames_left_out
 from sgpu_magic.runs.follow import outcome, run_loop
 from sgpu_magic.runs.follow.run_loop import Ending, Followed
 from sgpu_magic.runs.submit.submit import let_go
@@ -28,6 +28,22 @@ from sgpu_magic.wire.states import RunState
 R = TypeVar("R")
 _RUN = re.compile(r"[0-9a-f]{1,8}")
 _EVENT_S = 0.25
+
+
+class FramesLeftOut:
+    """Around a call into this package: what it raises begins with the caller's frame, however often it is raised."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            error.__traceback__ = None
+
+
+frames_left_out = FramesLeftOut()
 
 
 class Run(Future[list[R]], Generic[R]):

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, Unpack, cast, overload
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.functions.handle import Run
+from sgpu_magic.functions.handle import Run, frames_left_out
 from sgpu_magic.functions.options import SharedOptions, checked
 from sgpu_magic.functions.sweeping import Sweeping, Task
-from sgpu_magic.functions.tracebacks import frames_left_out
 from sgpu_magic.runs.option_values import rank_count
 from sgpu_magic.runs.workplace import workplace
 

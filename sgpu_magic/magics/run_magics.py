@@ -24,6 +24,7 @@ from sgpu_magic.runs.option_values import device_type, key_values, optional_s
 from sgpu_magic.runs.sessions import fit, registry
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.submit.cell_source import check_outputs, has_code, pack_cell, read_cell
+from sgpu_magic.runs.submit.placing import Devices
 from sgpu_magic.runs.submit.spec import RunOptions, describe
 from sgpu_magic.runs.submit.submit import submit
 from sgpu_magic.runs.workplace import close_workplace, workplace
@@ -127,15 +128,13 @@ class DistributedMagics(Magics):
             made.error("which run? Give the first digits of its id, as %sgpu_status lists them")
         # only a replay needs them
         from sgpu_magic.client.files_of_run import recorded_directory
-        from sgpu_magic.runs.replay.launching import ReplayOptions, prepare_replay
-        from sgpu_magic.runs.replay.recorded import read_recorded
+        from sgpu_magic.runs.replay.recorded import ReplayOptions, prepare_replay, read_recorded
 
         options = ReplayOptions(
-            ranks=values.gpus,
-            device_type=device_type("--type", values.type),
+            devices=Devices(values.gpus, device_type("--type", values.type)),
             variables=key_values(values.env),
             here=values.here,
-            timeout_s=optional_s("--timeout", values.timeout),
+            timeout_s=optional_s("--timeout", values.timeout) or 0.0,
             name=values.name,
             detach=values.detach,
             ui=values.ui,

@@ -19,7 +19,7 @@ from sgpu_magic.runs.follow import outcome
 from sgpu_magic.runs.follow.background import Follower, RunWindows
 from sgpu_magic.runs.follow.run_loop import Followed
 from sgpu_magic.runs.follow.stop import Interrupts, watch_restarts
-from sgpu_magic.runs.notices import NoticeBoard, SendingBoard
+from sgpu_magic.runs.notebook import NoticeBoard, SendingBoard
 from sgpu_magic.runs.submit import placing
 from sgpu_magic.runs.submit.placing import Devices, Found
 from sgpu_magic.runs.submit.spec import Submission

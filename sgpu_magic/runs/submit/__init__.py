@@ -5,6 +5,6 @@ pack_call      a function and its arguments, checked and packed
 spec           what was packed and asked for becomes the run's spec, with no secret in it
 placing        the pool that a run goes to, and what it asks for there
 remote_inputs  packages, code and variables that a run needs at its pool
-mlflow_target  where a run is tracked
+mlflow_target  where a run is tracked, and the git repository that it comes from
 submit         the handing over
 """

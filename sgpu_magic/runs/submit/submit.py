@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
-from sgpu_magic.client.attachments import Attachments, Stand
+from sgpu_magic.client.attachments import Stand
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.run import Run
 from sgpu_magic.errors import RunCancelled, UsageError
-from sgpu_magic.runs import git_state, job_defaults, packages
+from sgpu_magic.runs import job_defaults, packages
+from sgpu_magic.runs.notebook import working_directory
 from sgpu_magic.runs.submit import mlflow_target, remote_inputs
-from sgpu_magic.runs.submit.remote_inputs import working_directory
 from sgpu_magic.runs.submit.spec import Submission
 from sgpu_magic.wire.attachments import Upload
 from sgpu_magic.wire.client import Describe, TrackRun
 from sgpu_magic.wire.codec import printable
 from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.states import RunKind
-
-_MOVE_NAMES = (RunKind.PUSH, RunKind.PULL)
 
 
 def submit(pool: Pool, submission: Submission) -> Run:
@@ -40,22 +38,13 @@ def submit(pool: Pool, submission: Submission) -> Run:
         )
     try:
         settings = pool.settings
-        luggage = remote_inputs.pack_up(pool, settings, submission)
-        spec, tracking = mlflow_target.place_of(settings, job_defaults.limited(printable(luggage.spec)), submission)
-        along = Attachments(
-            luggage.environment,
-            luggage.code,
-            tracking,
-            submission.interpreter,
-            submission.stand,
-            luggage.elsewhere,
-            luggage.cell,
-            uploads_of(submission),
-        )
-        run = pool.submit(spec, submission.packed, submission.key, luggage.environ, along)
+        spec, environ, along = remote_inputs.inputs_of(pool, settings, submission)
+        spec, tracking = mlflow_target.place_of(settings, job_defaults.limited(printable(spec)), submission)
+        along = replace(along, tracking=tracking, uploads=uploads_of(submission))
+        run = pool.submit(spec, submission.packed, submission.key, environ, along)
     except KeyboardInterrupt:
         raise RunCancelled("interrupted before the pool had taken the run; nothing was started.") from None
-    packages.of(pool).taken(spec.environment, luggage.environment)
+    packages.of(pool).taken(spec.environment, along.environment)
     if tracking is not None:
         run.ask_tracked = lambda: pool.tell(TrackRun(run_id=run.run_id, tracking=tracking))
         _describe(pool, run, submission.stand)
@@ -68,7 +57,7 @@ def _describe(pool: Pool, run: Run, stand: Stand | None) -> None:
         directory = stand.cwd if stand is not None else os.getcwd()
     except OSError:
         return
-    git_state.states.tell(directory, lambda tags: pool.tell(Describe(run_id=run.run_id, tags=tags)))
+    mlflow_target.states.tell(directory, lambda tags: pool.tell(Describe(run_id=run.run_id, tags=tags)))
 
 
 def let_go(pool: Pool, run: Run) -> None:
@@ -90,7 +79,7 @@ def uploads_of(submission: Submission) -> tuple[Upload, ...]:
         UsageError: One is not there.
     """
     spec, wished = submission.spec, submission.wishes.uploads
-    if spec.kind in _MOVE_NAMES:
+    if spec.kind in mlflow_target.MOVE_NAMES:
         return ()
     if not wished and not spec.session:
         wished = job_defaults.of_process().upload
