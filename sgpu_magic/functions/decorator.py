@@ -56,7 +56,7 @@ class DistributedFunction(Generic[P, R, T]):
     @property
     def distributed(self) -> Launcher[P, R, T]:
         """Runs the function on every rank: `train.distributed(...)`, or `train.distributed.submit(...)`."""
-        return Launcher(self.__sgpu_function__, self._options, run_async=self._run_async)
+        return Launcher(self.__sgpu_function__, self._options_now(), run_async=self._run_async)
 
     def options(self, **changes: Unpack[Options]) -> Self:
         """Return the same function with other options, which are those of `@distributed`.
@@ -97,6 +97,10 @@ class DistributedFunction(Generic[P, R, T]):
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self._given.items() if name != "env")
         return f"<{self._decorator} {getattr(self, '__qualname__', self.__sgpu_function__)}({given})>"
+
+    def _options_now(self) -> CallOptions:
+        """The options as they count for a run that is started now."""
+        return self._options
 
     @staticmethod
     def _checked(options: Options) -> CallOptions:
@@ -233,7 +237,7 @@ class RayFunction(DistributedFunction[P, R, R]):
     @property
     def distributed(self) -> RayLauncher[P, R]:
         """Runs the function with a Ray cluster: `tune.distributed(...)`, or `tune.distributed.submit(...)`."""
-        return RayLauncher(self.__sgpu_function__, self._options)
+        return RayLauncher(self.__sgpu_function__, self._options_now())
 
     @staticmethod
     def _checked(options: Options) -> CallOptions:

@@ -220,10 +220,10 @@ class Run(Future[list[R]], Generic[R]):
         """
         place = self._place
         run, state = place.pool_of(self._followed.run).attach(self.run_id)
-        followed = place.followed(run, ui, error_follows=False)
         if place.is_notebook:
-            place.windows.open(followed, state, live=place.live_views.is_watched and ui != "text")
+            place.open_view(run, state, ui)
             return
+        followed = place.followed(run, ui, error_follows=False)
         try:
             outcome.show(followed, state, threading.Event())
         except KeyboardInterrupt:

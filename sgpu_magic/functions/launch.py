@@ -15,7 +15,7 @@ from typing import Any
 from sgpu_magic.errors import CapacityError, RunCancelled, UsageError
 from sgpu_magic.functions.handle import Run
 from sgpu_magic.functions.options import CallOptions
-from sgpu_magic.runs.choice.default_choice import PYTHON_WAYS, with_choice
+from sgpu_magic.runs.choice.default_choice import PYTHON_WAYS, placed
 from sgpu_magic.runs.option_values import in_pythons_words
 from sgpu_magic.runs.sessions import fit, run_in
 from sgpu_magic.runs.submit.pack_call import pack_call
@@ -106,9 +106,8 @@ def prepare(
     session = fit.lending(options) if beside_sessions and not options.ray else None
     if session is not None:
         return describe(place, code, replace(options, fresh=True), session.lends(options.ranks), session)
-    options = with_choice(place, options, PYTHON_WAYS)
     with _in_pythons_words():
-        found = place.find(place.wanted_pool(options.pool), options.devices)
+        options, found = placed(place, options, PYTHON_WAYS)
     return describe(place, code, options, found)
 
 

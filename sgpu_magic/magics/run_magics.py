@@ -18,7 +18,7 @@ from sgpu_magic.magics import arguments
 from sgpu_magic.magics.cell_hooks import AutoMode, Warmth
 from sgpu_magic.magics.parsing import Parser, add_ui, add_variables, rank_count
 from sgpu_magic.magics.status import StatusBoard
-from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, with_choice
+from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, placed
 from sgpu_magic.runs.follow import outcome
 from sgpu_magic.runs.option_values import device_type, key_values, optional_s
 from sgpu_magic.runs.sessions import fit, registry
@@ -102,8 +102,7 @@ class DistributedMagics(Magics):
         if session is not None:
             found = session.checked().lends(options.ranks)
         else:
-            options = with_choice(self.place, options, MAGIC_WAYS)
-            found = self.place.find(self.place.wanted_pool(options.pool), options.devices)
+            options, found = placed(self.place, options, MAGIC_WAYS)
         try:
             cell = read_cell(self.place, magic_line, cell_body, options)
             check_outputs(cell, options.outputs)
@@ -194,8 +193,7 @@ class DistributedMagics(Magics):
             return
         if options.run:
             run, state = self.place.attach(options.run)
-            followed = self.place.followed(run, options.ui, error_follows=False)
-            self.place.windows.open(followed, state, live=self.place.live_views.is_watched and options.ui != "text")
+            self.place.open_view(run, state, options.ui)
         elif self.place.is_notebook:
             self._board.show(self.place.live_views.is_watched, options.pool)
         else:

@@ -26,7 +26,6 @@ from sgpu_magic.magics.parsing import (
     read_devices,
     read_wishes,
 )
-from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, with_choice
 from sgpu_magic.runs.notebook import cell_number
 from sgpu_magic.runs.option_values import key_values, optional_s, parse_ranks, timeout_s
 from sgpu_magic.runs.package_options import max_cost_from
@@ -71,7 +70,7 @@ class SessionMagics(Magics):
             print(f"session {known.name} is connected already ({known.state}); nothing was changed.")  # noqa: T201
             known.shown_in = cell_number(self.place.shell)
             return known
-        options, ui = with_choice(self.place, options, MAGIC_WAYS), options.ui
+        ui = options.ui
         self.place.notices.clear()
         is_drawn = self.place.is_notebook and self.place.live_views.is_watched and ui != "text"
         try:

@@ -15,9 +15,9 @@ from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.packages.snapshot import versions
 from sgpu_magic.panel.installing import would_install
 from sgpu_magic.panel.schema import PlanPicture
-from sgpu_magic.runs.choice.keeper import Held, label_of, normal, problem_of
+from sgpu_magic.runs.choice.keeper import Held
 from sgpu_magic.runs.choice.packages import base_of, base_versions, env_version_of, missing, problem_of_base
-from sgpu_magic.runs.choice.schema import Choice
+from sgpu_magic.runs.choice.schema import Choice, label_of, normal, problem_of
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.submit.placing import Devices

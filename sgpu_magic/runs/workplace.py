@@ -170,6 +170,11 @@ class Workplace:
         finally:
             let_go(self.pool_of(run), run)
 
+    def open_view(self, run: Run, state: RunState, ui: str) -> None:
+        """Show a run that was attached to; the cell does not wait for its end."""
+        followed = self.followed(run, ui, error_follows=False)
+        self.windows.open(followed, state, live=self.live_views.is_watched and ui != "text")
+
     def unseen(self, run: Run) -> Followed:
         """Return a run with its view, shown nowhere."""
         return Followed(run, _view(run, self.settings), SilentPublisher(), self.pool_of(run))

@@ -8,19 +8,21 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TypeVar
 
 from sgpu_magic.client.pools_file import LOCAL, default_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.runs import job_defaults
-from sgpu_magic.runs.choice.keeper import ChoiceKeeper, Held, words_of
-from sgpu_magic.runs.choice.schema import Choice
+from sgpu_magic.runs.choice.keeper import ChoiceKeeper, Held
+from sgpu_magic.runs.choice.schema import Choice, words_of
 from sgpu_magic.runs.notebook import notebook_path
 from sgpu_magic.runs.option_values import memory_bytes, strategy_of
-from sgpu_magic.runs.package_options import Wishes
-from sgpu_magic.runs.submit.placing import Devices
+from sgpu_magic.runs.submit.placing import Found
+from sgpu_magic.runs.submit.spec import RunOptions
 from sgpu_magic.runs.workplace import Workplace
+
+R = TypeVar("R", bound=RunOptions)
 
 _OWN_PACKAGES = ("", "none")
 
@@ -56,23 +58,7 @@ def forget(place: Workplace) -> None:
             _kept = None
 
 
-class Asking(Protocol):
-    """Options that the choice fills in: a dataclass with these fields, left out where they are None or ""."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def devices(self) -> Devices: ...
-    @property
-    def wishes(self) -> Wishes: ...
-    @property
-    def pool(self) -> str: ...
-
-
-A = TypeVar("A", bound=Asking)
-
-
-def with_choice(place: Workplace, asked: A, ways: str) -> A:
+def with_choice(place: Workplace, asked: R, ways: str) -> R:
     """Return options with what the notebook's choice says where they say nothing.
 
     Args:
@@ -115,7 +101,22 @@ def with_choice(place: Workplace, asked: A, ways: str) -> A:
     return replace(asked, devices=devices, wishes=wishes, pool=asked.pool or pool)
 
 
-def _with_job(asked: A) -> A:
+def placed(place: Workplace, asked: R, ways: str) -> tuple[R, Found]:
+    """Return options with what the notebook's choice says where they say nothing, and where they lead.
+
+    Args:
+        place: This process's.
+        asked: The options of a cell, a call or a session.
+        ways: As of `with_choice`.
+
+    Raises:
+        SgpuError: As `with_choice` and `placing.find_place`.
+    """
+    asked = with_choice(place, asked, ways)
+    return asked, place.find(place.wanted_pool(asked.pool), asked.devices)
+
+
+def _with_job(asked: R) -> R:
     """The same with what `sgpu run` gives where nothing was asked for."""
     job = job_defaults.of_process()
     wishes, devices = asked.wishes, asked.devices

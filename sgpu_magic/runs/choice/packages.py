@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from packaging.requirements import InvalidRequirement, Requirement
 
@@ -18,7 +19,9 @@ from sgpu_magic.packages.distributions import distribution_name, environment_dig
 from sgpu_magic.packages.named_environments import BASE_NAMES, base_list
 from sgpu_magic.packages.requirement_files import name_of, read_file, version_of
 from sgpu_magic.packages.secrets import without_url_credentials
-from sgpu_magic.runs.choice.schema import Choice
+
+if TYPE_CHECKING:
+    from sgpu_magic.runs.choice.schema import Choice
 
 FOLDER = "chosen-environments"
 

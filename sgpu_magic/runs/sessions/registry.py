@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from sgpu_magic.errors import SessionError, UsageError
 from sgpu_magic.packages.snapshot import take_snapshot
-from sgpu_magic.runs.choice.default_choice import PYTHON_WAYS, with_choice
+from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, PYTHON_WAYS, placed
 from sgpu_magic.runs.option_values import (
     device_type,
     memory_bytes,
@@ -118,16 +118,17 @@ def connect(
     )
     place = workplace()
     place.wanted_pool(pool)
-    return begin(place, with_choice(place, options, PYTHON_WAYS), ui)
+    return begin(place, options, ui, PYTHON_WAYS)
 
 
-def begin(place: Workplace, options: RunOptions, ui: str, *, of_cell: bool = True) -> Session:
+def begin(place: Workplace, options: RunOptions, ui: str, ways: str = MAGIC_WAYS, *, of_cell: bool = True) -> Session:
     """Submit a session and make it the current one. May be called by any thread; two do not get in each other's way.
 
     Args:
         place: This process's runs.
-        options: What is asked for.
+        options: What is asked for; the notebook's choice fills in what they leave open.
         ui: How the session itself is shown.
+        ways: As of `with_choice`.
         of_cell: The cell that is running asks for it.
 
     Raises:
@@ -141,7 +142,7 @@ def begin(place: Workplace, options: RunOptions, ui: str, *, of_cell: bool = Tru
                 f"session {name} is connected already ({known.ranks} ranks). End it first (`%sgpu_disconnect {name}`, "
                 "or close()), or give the new one another name."
             )
-        found = place.find(place.wanted_pool(options.pool), options.devices)
+        options, found = placed(place, options, ways)
         if options.idle_s is None:
             options = replace(options, idle_s=place.current_settings().session_idle_s)
         code = nothing_packed(place, RunKind.SESSION, name)
