@@ -15,6 +15,7 @@ from sgpu_magic.client.attachments import Attachments
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.config import Settings
 from sgpu_magic.packages import known_mismatches
+from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.packages.variables import travelling
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.notebook import working_directory
@@ -84,7 +85,6 @@ def inputs_of(pool: Pool, settings: Settings, submission: Submission) -> Inputs:
                 _local_code(submission, cell or spec.cell, environment)
             along = replace(along, environment=environment)
             spec = _with_environment(spec, environment, notes)
-            packages.of(pool).keep(environment)
         else:
             spec = msgspec.structs.replace(spec, environment=packages.of(pool).digest_for(spec.run_id))
             spec = _noted(spec, (*_without_effect(submission.wishes), *known_mismatches.news()))
@@ -105,7 +105,6 @@ def _for_elsewhere(pool: Pool, settings: Settings, submission: Submission, spec:
             wished, projects = _own(pool, submission)
         environment, notes = wished
         spec = _with_environment(spec, environment, notes)
-        packages.of(pool).keep(environment)
     variables = travelling(submission.environ, given=submission.given, chosen=settings.variables)
     code = _local_code(submission, along.cell or spec.cell, environment, known.modules, projects)
     if spec.in_session or spec.kind is RunKind.SESSION:
@@ -153,9 +152,9 @@ def _own(pool: Pool, submission: Submission) -> tuple[tuple[Environment, tuple[s
     """The notebook's own packages, and the directories of projects of which wheels were made."""
     from sgpu_magic.packages.order import check_before_travel
 
-    wishes, own = submission.wishes, packages.of(pool)
-    ordered = own.environment(torch_mine=wishes.torch_mine, allow_build=wishes.allow_build)
-    snapshot = own.snapshot()
+    wishes = submission.wishes
+    ordered = packages.of(pool).environment(torch_mine=wishes.torch_mine, allow_build=wishes.allow_build)
+    snapshot = take_snapshot()
     driver = _driver(pool) if wishes.torch_mine else ""
     notes = (*ordered.notes, *check_before_travel(ordered.environment, snapshot, driver=driver))
     wheels = {wheel.file.partition("-")[0].replace("_", "-").lower() for wheel in ordered.environment.wheels}
