@@ -1,8 +1,8 @@
 """Imports go one way, heavy packages have one owner each, and `import sgpu_magic` costs next to nothing.
 
 The contracts of import-linter in pyproject.toml hold who may import whom. What they can't say is here: what an
-import really loads, that no two modules import each other (their contract for that takes folders, not modules), that one
-place describes a run, and a rule about single modules of two rooms.
+import really loads, that no two modules import each other (their contract for that takes folders, not modules), that
+one place describes a run, and a rule about single modules of two rooms.
 """
 
 from __future__ import annotations
