@@ -14,9 +14,8 @@ from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.options.argparse_form import add_replay, read_replay
 from sgpu_magic.options.asked import ReplayOptions
-from sgpu_magic.runs.follow import run_loop
-from sgpu_magic.runs.replay.launching import prepare_replay
-from sgpu_magic.runs.replay.recorded import read_recorded
+from sgpu_magic.runs.follow import outcome
+from sgpu_magic.runs.replay.recorded import prepare_replay, read_recorded
 from sgpu_magic.runs.submit.submit import let_go, submit
 from sgpu_magic.runs.workplace import close_workplace, workplace
 from sgpu_magic.wire.states import RunState
@@ -72,16 +71,16 @@ def replay(settings: Settings, run: str, options: ReplayOptions, out: TextIO) ->
         if options.detach:
             for note in started.spec.shipped.notes:
                 print(note, file=out)
-            print(run_loop.goes_on(started.spec), file=out)
+            print(outcome.goes_on(started.spec), file=out)
             place.pool.run_left(started.run_id)
             started.close()
             return True
         followed = place.followed(started, options.ui, error_follows=False)
         try:
-            run_loop.show(followed, RunState.QUEUED, threading.Event())
+            outcome.show(followed, RunState.QUEUED, threading.Event())
         except KeyboardInterrupt:
             started.cancel("`sgpu replay` was interrupted")
-            run_loop.show(followed, RunState.QUEUED, threading.Event())
+            outcome.show(followed, RunState.QUEUED, threading.Event())
         finally:
             let_go(place.pool, started)
         ended = followed.view.ended

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, cast, overload
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.functions.tracebacks import frames_left_out
 from sgpu_magic.options.asked import CallOptions
 from sgpu_magic.options.python_form import Options, checked
 
@@ -58,7 +57,7 @@ class DistributedFunction(Generic[P, R, T]):
     @property
     def distributed(self) -> Launcher[P, R, T]:
         """Runs the function on every rank: `train.distributed(...)`, or `train.distributed.submit(...)`."""
-        return Launcher(self.__sgpu_function__, self._options, run_async=self._run_async)
+        return Launcher(self.__sgpu_function__, self._options_now(), run_async=self._run_async)
 
     def options(self, **changes: Unpack[Options]) -> Self:
         """Return the same function with other options, which are those of `@distributed`.
@@ -100,6 +99,10 @@ class DistributedFunction(Generic[P, R, T]):
         given = ", ".join(f"{name}={value!r}" for name, value in self._given.items() if name != "env")
         return f"<{self._decorator} {getattr(self, '__qualname__', self.__sgpu_function__)}({given})>"
 
+    def _options_now(self) -> CallOptions:
+        """The options as they count for a run that is started now."""
+        return self._options
+
     @staticmethod
     def _checked(options: Options) -> CallOptions:
         return checked(**options)
@@ -134,11 +137,11 @@ class Launcher(Generic[P, R, T]):
             Exception: What the culprit rank raised, by its own type where that exists here; it has `rank`, `run_id`
                 and `remote_traceback`.
         """
-        from sgpu_magic.functions import launch
+        from sgpu_magic.functions import handle, launch
 
         if self._run_async:
             return cast("T", self.submit(*args, **kwargs))
-        with frames_left_out:
+        with handle.frames_left_out:
             return cast("T", launch.run_here(self._function, args, kwargs, self._options))
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run[R]:
@@ -151,9 +154,9 @@ class Launcher(Generic[P, R, T]):
             SerializationError: The function or an argument can't be pickled.
             CapacityError: The pool can't place the run.
         """
-        from sgpu_magic.functions import launch
+        from sgpu_magic.functions import handle, launch
 
-        with frames_left_out:
+        with handle.frames_left_out:
             return launch.start(self._function, args, kwargs, self._options)
 
     def __repr__(self) -> str:
@@ -235,7 +238,7 @@ class RayFunction(DistributedFunction[P, R, R]):
     @property
     def distributed(self) -> RayLauncher[P, R]:
         """Runs the function with a Ray cluster: `tune.distributed(...)`, or `tune.distributed.submit(...)`."""
-        return RayLauncher(self.__sgpu_function__, self._options)
+        return RayLauncher(self.__sgpu_function__, self._options_now())
 
     @staticmethod
     def _checked(options: Options) -> CallOptions:
@@ -263,7 +266,9 @@ class RayLauncher(Launcher[P, R, R]):
             Exception: What the function raised. Of an error in a Ray task or actor it is the error itself, with the
                 task's own lines.
         """
-        with frames_left_out:
+        from sgpu_magic.functions import handle
+
+        with handle.frames_left_out:
             (value,) = cast("list[R]", super().__call__(*args, **kwargs))
             return value
 

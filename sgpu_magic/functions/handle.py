@@ -10,14 +10,13 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Generic, TypeVar, cast
 
 from sgpu_magic.client.result import mlflow_run_id
 from sgpu_magic.client.run import Run as PoolRun
 from sgpu_magic.errors import RunCancelled, UsageError
-from sgpu_magic.functions.tracebacks import frames_left_out
-from sgpu_magic.runs.follow import run_loop
-from sgpu_magic.runs.follow.outcome import deliver
+from sgpu_magic.runs.follow import outcome, run_loop
 from sgpu_magic.runs.follow.run_loop import Ending, Followed
 from sgpu_magic.runs.submit.submit import let_go
 from sgpu_magic.runs.workplace import Workplace, workplace
@@ -29,6 +28,22 @@ from sgpu_magic.wire.states import RunState
 R = TypeVar("R")
 _RUN = re.compile(r"[0-9a-f]{1,8}")
 _EVENT_S = 0.25
+
+
+class FramesLeftOut:
+    """Around a call into this package: what it raises begins with the caller's frame, however often it is raised."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            error.__traceback__ = None
+
+
+frames_left_out = FramesLeftOut()
 
 
 class Run(Future[list[R]], Generic[R]):
@@ -205,15 +220,15 @@ class Run(Future[list[R]], Generic[R]):
         """
         place = self._place
         run, state = place.pool_of(self._followed.run).attach(self.run_id)
-        followed = place.followed(run, ui, error_follows=False)
         if place.is_notebook:
-            place.windows.open(followed, state, live=place.live_views.is_watched and ui != "text")
+            place.open_view(run, state, ui)
             return
+        followed = place.followed(run, ui, error_follows=False)
         try:
-            run_loop.show(followed, state, threading.Event())
+            outcome.show(followed, state, threading.Event())
         except KeyboardInterrupt:
             # only the watching is over
-            run_loop.replay(followed, RunState.RUNNING)
+            outcome.replay(followed, RunState.RUNNING)
         finally:
             run.close()
 
@@ -268,7 +283,7 @@ class Run(Future[list[R]], Generic[R]):
         error: BaseException | None = None
         values: list[object] = []
         try:
-            values = deliver(run, self._followed.view, *ending, place.namespace).values
+            values = outcome.deliver(run, self._followed.view, *ending, place.namespace).values
         except BaseException as raised:  # noqa: BLE001  whatever it is, it belongs to who asks for the result
             error = raised
         try:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, cast
 
 from sgpu_magic.client.pool_choosing import KINDS
@@ -146,15 +146,8 @@ class Sweeping(Generic[T, R]):
 
     def _start(self, task: Task[T, R]) -> Task[T, R]:
         try:
-            submission = launch.prepare(
-                self._place,
-                self._function,
-                (task.item,),
-                {},
-                self._options,
-                name=f"{self._name}[{task.index}]",
-                beside_sessions=False,
-            )
+            options = replace(self._options, name=f"{self._name}[{task.index}]")
+            submission = launch.prepare(self._place, self._function, (task.item,), {}, options, beside_sessions=False)
         except SerializationError as error:
             if not self._done and not self._out:
                 raise

@@ -1,11 +1,10 @@
 """`%%distributed`, `%sgpu_connect` and their like: parse, submit, show; nothing else.
 
-cell               the session that a cell runs in, and what of it is submitted
 run_magics         the magics that run cells and look at runs
 status             `%sgpu_status`, kept up to date
 session_magics     those of sessions, with their options
 environment_magic  `%sgpu_env`
-cell_hooks         around cells: `%sgpu_auto`, names bound anew, ranks kept warm, exception groups
+cell_hooks         around plain cells: `%sgpu_auto`, names bound anew, ranks kept warm
 completion         options, types and runs in the front end's completer
 rank_completion    completion and `obj?` answered by a rank
 """
@@ -15,10 +14,11 @@ rank_completion    completion and `obj?` answered by a rank
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import ExitStack
 
 from IPython.core.inputtransformer2 import cell_magic
 from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.magic import Magics
 
 from sgpu_magic.magics import completion
 from sgpu_magic.magics.cell_hooks import Assignments, AutoMode, draw_groups, draw_no_groups
@@ -33,43 +33,57 @@ from sgpu_magic.runs.choice import default_choice
 _OURS = ("%%distributed", "%%rank", "%%ray_launch")
 
 
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """What one shell has of us."""
-
-    magics: DistributedMagics
-    auto: AutoMode
-    assignments: Assignments
-    questions: RankQuestions | None
-    door: KernelEndpoint
-
-
-_loaded: dict[int, _Loaded] = {}
+# by the shell's id: what undoes that it was loaded
+_loaded: dict[int, ExitStack] = {}
 
 
 def load(shell: InteractiveShell) -> None:
     """Register the magics and warm the pool in the background."""
     if id(shell) in _loaded:
         return
+    undo = ExitStack()
     cleanup = shell.input_transformers_cleanup
     cleanup.insert(cleanup.index(cell_magic) if cell_magic in cleanup else 0, _help_without_body)
+    undo.callback(lambda: _help_without_body in cleanup and cleanup.remove(_help_without_body))
     auto = AutoMode(shell)
     magics = DistributedMagics(shell, auto)
-    shell.register_magics(magics)
-    shell.register_magics(SessionMagics(shell, auto))
+    undo.callback(magics.close)
+    undo.callback(default_choice.forget, magics.place)
     door = KernelEndpoint(magics.place)
-    shell.register_magics(EnvironmentMagics(shell, door))
-    completion.install(shell)
+    undo.callback(door.close)
+    for each in (magics, SessionMagics(shell, auto), EnvironmentMagics(shell, door)):
+        shell.register_magics(each)
+        undo.callback(_unregister, shell, each)
     draw_groups(shell)
-    assignments = Assignments(shell, auto)
+    undo.callback(draw_no_groups, shell)
+    undo.callback(Assignments(shell, auto).remove)
     shell.events.register("post_run_cell", magics.warmth.after_cell)
+    undo.callback(shell.events.unregister, "post_run_cell", magics.warmth.after_cell)
+    # before the sessions end: nobody is to be told that it is off
+    undo.callback(auto.remove)
     kernel = getattr(shell, "kernel", None)
-    questions = RankQuestions(kernel, auto) if hasattr(kernel, "do_inspect") else None
-    _loaded[id(shell)] = _Loaded(magics, auto, assignments, questions, door)
+    if hasattr(kernel, "do_inspect"):
+        undo.callback(RankQuestions(kernel, auto).remove)
+    completion.install(shell)
+    undo.callback(completion.remove, shell)
+    _loaded[id(shell)] = undo
     if default_choice.pool_name(magics.place) == magics.pool.name:
         # where all runs go elsewhere none of these processes is needed
         magics.pool.warm_in_background()
     packages.of(magics.pool).begin()
+
+
+def unload(shell: InteractiveShell) -> None:
+    """Take the magics away, end the sessions and close the link to the pool; the pool goes on for others."""
+    undo = _loaded.pop(id(shell), None)
+    if undo is not None:
+        undo.close()
+
+
+def _unregister(shell: InteractiveShell, owner: Magics) -> None:
+    for kind, names in owner.magics.items():
+        for name in names:
+            shell.magics_manager.magics[kind].pop(name, None)
 
 
 def _help_without_body(lines: list[str]) -> list[str]:
@@ -78,26 +92,3 @@ def _help_without_body(lines: list[str]) -> list[str]:
     if asks and not any(line.strip() for line in lines[1:]):
         return [lines[0].rstrip("\n") + "\n", "pass\n"]
     return lines
-
-
-def unload(shell: InteractiveShell) -> None:
-    """Take the magics away, end the sessions and close the link to the pool; the pool goes on for others."""
-    loaded = _loaded.pop(id(shell), None)
-    if loaded is None:
-        return
-    completion.remove(shell)
-    draw_no_groups(shell)
-    if loaded.questions is not None:
-        loaded.questions.remove()
-    loaded.auto.remove()
-    shell.events.unregister("post_run_cell", loaded.magics.warmth.after_cell)
-    loaded.assignments.remove()
-    if _help_without_body in shell.input_transformers_cleanup:
-        shell.input_transformers_cleanup.remove(_help_without_body)
-    for owner in (DistributedMagics, SessionMagics, EnvironmentMagics):
-        for kind, names in owner.magics.items():
-            for name in names:
-                shell.magics_manager.magics[kind].pop(name, None)
-    loaded.door.close()
-    default_choice.forget(loaded.magics.place)
-    loaded.magics.close()

@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import replace
 
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import RunCancelled, UsageError
-from sgpu_magic.magics import cell
-from sgpu_magic.magics.cell import session_for
 from sgpu_magic.magics.cell_hooks import AutoMode, Warmth
 from sgpu_magic.magics.status import StatusBoard
 from sgpu_magic.options import argparse_form
-from sgpu_magic.options.argparse_form import RAY, Parser, add_option, add_replay, read_replay
-from sgpu_magic.options.asked import CellOptions
-from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, with_choice
-from sgpu_magic.runs.follow import run_loop
-from sgpu_magic.runs.sessions import registry
-from sgpu_magic.runs.sessions.cells import SessionCell
+from sgpu_magic.options.argparse_form import NO_SESSION, RAY, Parser, add_option, add_replay, read_replay
+from sgpu_magic.options.asked import RunOptions
+from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, placed
+from sgpu_magic.runs.follow import outcome
+from sgpu_magic.runs.sessions import fit, registry
 from sgpu_magic.runs.sessions.session import Session
+from sgpu_magic.runs.submit.cell_source import check_outputs, has_code, pack_cell, read_cell
+from sgpu_magic.runs.submit.spec import describe
 from sgpu_magic.runs.submit.submit import submit
 from sgpu_magic.runs.workplace import close_workplace, workplace
 from sgpu_magic.views import help as help_pages
@@ -73,7 +73,7 @@ class DistributedMagics(Magics):
         """What `%sgpu_auto` makes of a plain cell."""
         session = registry.chosen()
         self.place.notices.clear()
-        return session.run_cell(SessionCell(body=cell_body, auto=True))
+        return session.run_cell("", cell_body, RunOptions(auto=True))
 
     def _run(self, magic: str, line: str, cell_body: str) -> RunResult | None:
         options = argparse_form.parse(line, magic)
@@ -81,32 +81,31 @@ class DistributedMagics(Magics):
             print(argparse_form.parser(magic).format_help())  # noqa: T201  help is output
             return None
         self.place.wanted_pool(options.pool)
-        if not cell.has_code(cell_body):
+        if not has_code(cell_body):
             print("the cell is empty: no rank was started.")  # noqa: T201
             return None
         magic_line = f"{magic} {line}".strip()
-        session = session_for(options, magic)
+        session: Session | None = None
+        if options.session != NO_SESSION:
+            session = registry.named(options.session) if options.session else registry.current()
+        fit.check_cell(session, options, magic)
         self.place.notices.clear()
-        if session is not None and not options.fresh:
-            return session.run_cell(cell.for_session(magic_line, cell_body, options, session), options.ui)
-        return self._run_fresh(magic_line, cell_body, options, session, ray=magic == RAY)
+        if session is None or options.fresh:
+            return self._run_fresh(magic_line, cell_body, options, session)
+        return session.run_cell(magic_line, cell_body, replace(options, only=session.only(options.only or None)))
 
     def _run_fresh(
-        self,
-        magic_line: str,
-        cell_body: str,
-        options: CellOptions,
-        session: Session | None,
-        *,
-        ray: bool,
+        self, magic_line: str, cell_body: str, options: RunOptions, session: Session | None
     ) -> RunResult | None:
+        """Run a cell on new ranks, of a lease of its own or of a session's."""
         if session is not None:
             found = session.checked().lends(options.ranks)
         else:
-            options = with_choice(self.place, options, MAGIC_WAYS)
-            found = self.place.find(self.place.wanted_pool(options.pool), options.devices)
+            options, found = placed(self.place, options, MAGIC_WAYS)
         try:
-            submission = cell.prepare(magic_line, cell_body, options, self._shell, found, session, ray=ray)
+            cell = read_cell(self.place, magic_line, cell_body, options)
+            check_outputs(cell, options.outputs)
+            submission = describe(self.place, pack_cell(self.place, cell, options), options, found, session)
         except KeyboardInterrupt:
             raise RunCancelled(_NOT_SUBMITTED) from None
         run = submit(found.pool, submission)
@@ -127,8 +126,7 @@ class DistributedMagics(Magics):
             made.error("which run? Give the first digits of its id, as %sgpu_status lists them")
         # only a replay needs them
         from sgpu_magic.client.files_of_run import recorded_directory
-        from sgpu_magic.runs.replay.launching import prepare_replay
-        from sgpu_magic.runs.replay.recorded import read_recorded
+        from sgpu_magic.runs.replay.recorded import prepare_replay, read_recorded
 
         options = read_replay(values, values.ui)
         place = self.place
@@ -155,7 +153,7 @@ class DistributedMagics(Magics):
             raise RunCancelled("interrupted before the pool had answered; its runs go on.") from None
         try:
             followed = self.place.followed(run, options.ui)
-            return run_loop.watch(followed, state, self._shell.user_ns)
+            return outcome.watch(followed, state, self._shell.user_ns)
         finally:
             run.close()
 
@@ -186,8 +184,7 @@ class DistributedMagics(Magics):
             return
         if options.run:
             run, state = self.place.attach(options.run)
-            followed = self.place.followed(run, options.ui, error_follows=False)
-            self.place.windows.open(followed, state, live=self.place.live_views.is_watched and options.ui != "text")
+            self.place.open_view(run, state, options.ui)
         elif self.place.is_notebook:
             self._board.show(self.place.live_views.is_watched, options.pool)
         else:

@@ -16,11 +16,11 @@ from sgpu_magic.magics.cell_hooks import AutoMode
 from sgpu_magic.options.argparse_form import Parser, add_option, add_session, read_session
 from sgpu_magic.options.asked import SessionOptions
 from sgpu_magic.options.values import names, outputs_from, parse_ranks
-from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, with_choice
+from sgpu_magic.runs.notebook import cell_number
 from sgpu_magic.runs.sessions import registry, run_in
-from sgpu_magic.runs.sessions.cells import prepare_push
-from sgpu_magic.runs.sessions.connecting import begin, is_same
-from sgpu_magic.runs.sessions.lifetime import current_cell
+from sgpu_magic.runs.sessions.fit import is_same
+from sgpu_magic.runs.sessions.registry import begin
+from sgpu_magic.runs.sessions.run_in import prepare_push
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.workplace import workplace
 
@@ -42,25 +42,24 @@ class SessionMagics(Magics):
         options = read_connect(line)
         if options is None:
             return None
-        ask, ui = options
-        self.place.wanted_pool(ask.pool)
-        known = registry.find(ask.name)
+        self.place.wanted_pool(options.pool)
+        known = registry.find(options.name)
         if known is not None:
-            if not is_same(known, ask):
+            if not is_same(known, options):
                 raise UsageError(
                     f"session {known.name} is connected already, and has {known.ranks} ranks on {known.device_type}: "
                     f"that is not what is asked for. End it with %sgpu_disconnect {known.name} first, or give the new "
                     "one another --name."
                 )
-            registry.make_current(known)
+            registry.add(known)
             print(f"session {known.name} is connected already ({known.state}); nothing was changed.")  # noqa: T201
-            known.shown_in = current_cell(self.place)
+            known.shown_in = cell_number(self.place.shell)
             return known
-        ask = with_choice(self.place, ask, MAGIC_WAYS)
+        ui = options.ui
         self.place.notices.clear()
         is_drawn = self.place.is_notebook and self.place.live_views.is_watched and ui != "text"
         try:
-            session = begin(self.place, ask, ui if is_drawn else "none")
+            session = begin(self.place, options, ui if is_drawn else "none")
         except KeyboardInterrupt:
             raise RunCancelled("interrupted before the session was submitted; nothing was started.") from None
         if not is_drawn and ui != "none":
@@ -70,7 +69,7 @@ class SessionMagics(Magics):
                 f"session {session.name}: connecting {ranks}{kind} · %%distributed cells run in it from now on, and "
                 f"%sgpu_disconnect ends it · run {session.run_id[:8]}"
             )
-        session.shown_in = current_cell(self.place)
+        session.shown_in = cell_number(self.place.shell)
         return session
 
     @line_magic
@@ -149,8 +148,8 @@ def connect_parser() -> Parser:
     return made
 
 
-def read_connect(line: str) -> tuple[SessionOptions, str] | None:
-    """Read the line of `%sgpu_connect`: what is asked for, and how it is shown; None when it asked for help.
+def read_connect(line: str) -> SessionOptions | None:
+    """Read the line of `%sgpu_connect`; None when it asked for help.
 
     Raises:
         UsageError: An option is unknown or its value means nothing.

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 import threading
 import time
@@ -45,21 +46,19 @@ class StatusBoard:
             SgpuError: The only pool can't be reached, or there is none of that name.
         """
         self.close()
-        answers = pools_status.ask(self._pools, name, start=True)
-        if all(answer.status is None and not answer.problem for answer in answers):
+        answers = self._asked(name)
+        if not answers:
             return
         display_id = f"sgpu-status-{secrets.token_hex(4)}"
         shown = _drawn(self._pools, answers)
         _publish(shown, display_id, update=False)
         if live:
-            watch = _StatusWatch(self._pools, name, display_id, answers, shown, self._idle_s)
-            self._background = Background("sgpu-status", watch.work)
+            watch = functools.partial(self._watch, name, display_id, answers, shown)
+            self._background = Background("sgpu-status", watch)
 
     def text(self, name: str = "") -> str:
         """Return the pools as text, "" when none says anything; arguments and errors as of `show`."""
-        answers = pools_status.ask(self._pools, name, start=True)
-        if all(answer.status is None and not answer.problem for answer in answers):
-            return ""
+        answers = self._asked(name)
         return pools_status.text_of(answers, _notices(self._pools, answers))
 
     def close(self) -> None:
@@ -68,38 +67,39 @@ class StatusBoard:
         if background is not None:
             background.stop()
 
+    def _asked(self, name: str) -> list[Asked]:
+        """Ask the pools; nothing when none of them says anything."""
+        answers = pools_status.ask(self._pools, name, start=True)
+        return answers if any(answer.status is not None or answer.problem for answer in answers) else []
 
-class _StatusWatch:
-    """Asks once a second and publishes what differs."""
-
-    def __init__(
-        self, pools: Pools, name: str, display_id: str, answers: list[Asked], shown: dict[str, str], idle_s: float
+    def _watch(
+        self, name: str, display_id: str, last: list[Asked], shown: dict[str, str], stopped: threading.Event
     ) -> None:
-        self._pools = pools
-        self._name = name
-        self._display_id = display_id
-        self._last = answers
-        self._shown = shown
-        self._idle_s = idle_s
+        """Ask once a second and publish what differs."""
 
-    def work(self, stopped: threading.Event) -> None:
+        def update(drawn: dict[str, str]) -> None:
+            nonlocal shown
+            if drawn != shown:
+                shown = drawn
+                _publish(drawn, display_id, update=True)
+
         busy_at = time.monotonic()
         pause_s = INTERVAL_S
         while not stopped.wait(pause_s):
             asked_at = time.monotonic()
             try:
-                answers = pools_status.ask(self._pools, self._name, start=False)
+                answers = pools_status.ask(self._pools, name, start=False)
             except SgpuError:
                 # of another version by now, or it died while it was asked
-                answers = [Asked(self._last[0].name, self._last[0].entry)]
+                answers = [Asked(last[0].name, last[0].entry)]
             if stopped.is_set():
                 return
             if len(answers) == 1 and answers[0].status is None:
-                notices = {answers[0].name: _POOL_ENDED if answers[0].entry is None else "it can't be reached now"}
-                self._update(_drawn(self._pools, self._last, notices))
+                gone = _POOL_ENDED if answers[0].entry is None else "it can't be reached now"
+                update(_drawn(self._pools, last, {answers[0].name: gone}))
                 return
-            self._last = answers
-            self._update(_drawn(self._pools, answers))
+            last = answers
+            update(_drawn(self._pools, answers))
             now = time.monotonic()
             pause_s = max(INTERVAL_S, _REST * (now - asked_at))
             rows = [run for answer in answers if answer.status is not None for run in answer.status.runs]
@@ -107,11 +107,6 @@ class _StatusWatch:
                 busy_at = now
             elif now - busy_at >= self._idle_s:
                 return
-
-    def _update(self, drawn: dict[str, str]) -> None:
-        if drawn != self._shown:
-            self._shown = drawn
-            _publish(drawn, self._display_id, update=True)
 
 
 def _drawn(pools: Pools, answers: Sequence[Asked], notices: Mapping[str, str] | None = None) -> dict[str, str]:

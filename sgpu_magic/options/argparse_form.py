@@ -161,7 +161,7 @@ def parse(line: str, prog: str = "%%distributed") -> CellOptions | None:
         raise UsageError("--ranks names ranks that stay, and --fresh starts new ones. Leave one of them out.")
     asked = fields(found, names, readers)
     if prog == RAY:
-        asked["session"] = NO_SESSION
+        asked |= {"session": NO_SESSION, "ray": True}
     options = CellOptions(**asked)
     table.check_devices(options.devices)
     return options
@@ -207,8 +207,8 @@ def add_session(made: Parser) -> None:
     add_option(made, "profile", help=argparse.SUPPRESS)
 
 
-def read_session(found: argparse.Namespace) -> tuple[SessionOptions, str]:
-    """Read them: what is asked for, and how it is shown.
+def read_session(found: argparse.Namespace) -> SessionOptions:
+    """Read them.
 
     Raises:
         UsageError: A value means nothing.
@@ -217,9 +217,9 @@ def read_session(found: argparse.Namespace) -> tuple[SessionOptions, str]:
         raise UsageError(f"--name {found.name!r}: a session's name begins with a letter and has no space in it.")
     if found.profile:
         raise UsageError("--profile keeps a trace of one cell, not of a session: put it on the %%distributed line.")
-    options = SessionOptions(**fields(found, [name for name in table.SESSION if name != "ui"]))
+    options = SessionOptions(**fields(found, table.SESSION))
     table.check_devices(options.devices)
-    return options, found.ui
+    return options
 
 
 def add_replay(made: argparse.ArgumentParser, own: Mapping[str, Mapping[str, Any]] | None = None) -> None:

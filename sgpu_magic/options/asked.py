@@ -59,28 +59,58 @@ class Wishes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What is asked for of a cell, a call or a session.
+class RunOptions:
+    """What a cell, a call or a session asks for; what was left out has its default.
 
     Args:
         devices: How many of which; what is left out is the pool's choice.
-        wishes: About packages, tracking and uploads.
+        name: What to call it; "" is found in the code.
+        outputs: Names to bring back.
+        extra: Names to ship that only `eval` reads.
+        exclude: Names that stay in the notebook.
         variables: Set on the ranks.
         timeout_s: Longest running time in seconds.
         wait_s: Longest time in the queue in seconds; None is as long as it takes.
-        name: The run's; "" is that of the function or cell.
-        pool: The pool, or a kind of pools; "" leaves that to the settings.
+        grace_s: Seconds between TERM and KILL; None is the pool's default.
+        retries: How often its group is started again.
+        retry_any: Also after an error of the user's code.
+        detach: It goes on without its notebook.
+        only: The ranks of a session that take part, ascending; empty means all.
+        fresh: In new processes on a session's devices.
+        reload: Load edited local modules anew on a session's ranks first.
+        auto: Sent by `%sgpu_auto`.
+        wishes: About packages and tracking.
+        profile: Each rank keeps a trace of torch's profiler.
         max_cost: What it may cost in the currency of the settings; None is no limit.
+        ray: It is the driver of a Ray cluster of the run's own, and runs in rank 0 alone.
+        idle_s: A session ends after so many seconds without a cell, 0 never; None is the setting `session_idle_s`.
+        pool: The pool, or a kind of pools; "" leaves that to the notebook's choice and the settings.
+        ui: How it is shown.
     """
 
     devices: Devices = field(default_factory=Devices)
-    wishes: Wishes = field(default_factory=Wishes)
+    name: str = ""
+    outputs: tuple[OutputName, ...] = ()
+    extra: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict[str, str])
     timeout_s: float = SEVEN_DAYS_S
     wait_s: float | None = None
-    name: str = ""
-    pool: str = ""
+    grace_s: float | None = None
+    retries: int = 0
+    retry_any: bool = False
+    detach: bool = False
+    only: tuple[int, ...] = ()
+    fresh: bool = False
+    reload: bool = False
+    auto: bool = False
+    wishes: Wishes = field(default_factory=Wishes)
+    profile: bool = False
     max_cost: float | None = None
+    ray: bool = False
+    idle_s: float | None = None
+    pool: str = ""
+    ui: str = "auto"
 
     @property
     def ranks(self) -> int | None:
@@ -92,89 +122,45 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionOptions(Asked):
-    """A session's.
-
-    Args:
-        idle_s: It ends after so many seconds without a cell, 0 never; None is the setting `session_idle_s`.
-    """
+class SessionOptions(RunOptions):
+    """A session's."""
 
     name: str = DEFAULT_NAME
-    idle_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _RunOptions(Asked):
-    """A cell's or a call's.
-
-    Args:
-        grace_s: Seconds between TERM and KILL; None is the pool's default.
-        retries: How often its group is started again.
-        retry_any: Also after an error of its own.
-        exclude: Names that stay in the notebook.
-        ui: How it is shown.
-        profile: Keep a trace of torch's profiler.
-    """
-
-    grace_s: float | None = None
-    retries: int = 0
-    retry_any: bool = False
-    exclude: tuple[str, ...] = ()
-    ui: str = "auto"
-    profile: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CellOptions(_RunOptions):
+class CellOptions(RunOptions):
     """A cell's.
 
     Args:
-        outputs: `--out`.
-        extra: `--in`.
-        detach: `--detach`.
-        only: `--ranks`, ascending; empty when left out.
-        fresh: `--fresh`.
-        reload: `--reload`.
         session: `--session`; "" when left out.
     """
 
-    outputs: tuple[OutputName, ...] = ()
-    extra: tuple[str, ...] = ()
-    detach: bool = False
-    only: tuple[int, ...] = ()
-    fresh: bool = False
-    reload: bool = False
     session: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallOptions(_RunOptions):
+class CallOptions(RunOptions):
     """A function's.
 
     Args:
         session: Its ranks are used; None is a lease of its own.
-        ray: The function is the driver of a Ray cluster of the run's own, and runs in rank 0 alone.
     """
 
     session: Session | None = None
-    ray: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayOptions(Asked):
+class ReplayOptions(RunOptions):
     """What may differ from the recorded run on purpose; what is left out is the run's.
 
     Args:
         timeout_s: 0 is the run's.
         here: `--here`: this Python and its packages, whatever the run had.
-        detach: `--detach`.
-        ui: `--ui`.
     """
 
     timeout_s: float = 0.0
     here: bool = False
-    detach: bool = False
-    ui: str = "auto"
 
 
 def refuse_in_session(session: str, wishes: Wishes, max_cost: float | None, ways: str) -> None:

@@ -13,12 +13,12 @@ from typing import TypeVar
 import msgspec
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.options.asked import Asked
+from sgpu_magic.options.asked import RunOptions
 from sgpu_magic.options.table import DEVICES
 from sgpu_magic.options.values import memory_bytes, strategy_of
 from sgpu_magic.wire.run import RunSpec
 
-A = TypeVar("A", bound=Asked)
+A = TypeVar("A", bound=RunOptions)
 
 VARIABLE = "SGPU_JOB"
 """The environment variable that has them, as JSON. For `sgpu run` alone: a setting would count everywhere."""

@@ -32,11 +32,9 @@ from sgpu_magic.panel.messages import (
 )
 from sgpu_magic.panel.plan import Plan, living, plan, sentence
 from sgpu_magic.runs.choice import default_choice
-from sgpu_magic.runs.choice.keeper import words_of
 from sgpu_magic.runs.choice.packages import install
-from sgpu_magic.runs.choice.schema import Choice, KeptChoice
+from sgpu_magic.runs.choice.schema import Choice, KeptChoice, words_of
 from sgpu_magic.runs.sessions import registry
-from sgpu_magic.runs.sessions.connecting import begin
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.workplace import Workplace
 
@@ -200,8 +198,7 @@ class KernelActions:
                     f"Session {before.name} is asked to end and has not yet, so no other was connected. Connect again "
                     "when it has."
                 )
-        ask = default_choice.with_choice(self._place, SessionOptions(), default_choice.MAGIC_WAYS)
-        session = begin(self._place, ask, "none", of_cell=False)
+        session = registry.begin(self._place, SessionOptions(), "none", of_cell=False)
         return f"%%distributed cells run in session {session.name} from now on."
 
     def _disconnect(self, question: AskDisconnect) -> KernelReply:

@@ -16,7 +16,7 @@ from sgpu_magic.packages import bases, snapshot
 from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.packages.snapshot import versions
 from sgpu_magic.panel.schema import PlanPicture
-from sgpu_magic.runs.choice.keeper import Held, label_of, normal, problem_of
+from sgpu_magic.runs.choice.keeper import Held
 from sgpu_magic.runs.choice.packages import (
     base_of,
     base_versions,
@@ -25,9 +25,9 @@ from sgpu_magic.runs.choice.packages import (
     problem_of_base,
     would_install,
 )
-from sgpu_magic.runs.choice.schema import Choice
+from sgpu_magic.runs.choice.schema import Choice, label_of, normal, problem_of
 from sgpu_magic.runs.sessions import registry
-from sgpu_magic.runs.sessions.connecting import has_devices
+from sgpu_magic.runs.sessions.fit import has_devices
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.views.units import count_of

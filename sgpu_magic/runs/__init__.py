@@ -1,12 +1,10 @@
 """A run as the process that has submitted it sees it: submitted, followed to its end, delivered. No magics here.
 
 workplace           this process's pools, views and settings, one for its magics and its Python functions
-notebook            what the kernel knows of its notebook and of the cell that runs
+notebook            what the kernel knows of its notebook and cell, and sentences below the cell that ran last
 packages            this process's packages, reported to the pool
 environment_locks   lock files of environments
 environment_report  what `%sgpu_env` shows
-git_state           the git repository that a run is submitted from
-notices             sentences below the cell that ran last
 pools_status        several pools in one view
 submit/             a cell or call on its way to a pool
 follow/             a run's events to its end, and its results

@@ -1,15 +1,23 @@
-"""What a notebook's kernel knows of the cell that runs in it."""
+"""What a kernel knows of its notebook and of the cell that runs in it, and sentences below the cell that ran last."""
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
+import sys
+import threading
+import time
+from html import escape
 from typing import Any
 
 from sgpu_magic.client.interpreter import this_owner
 from sgpu_magic.payload.names import FUTURE_FLAGS
+from sgpu_magic.views.html_style import SANS, SOFT
 from sgpu_magic.wire.run import Owner
 
+# a terminal or a log keeps every line
+_LINE_EVERY_S = 10.0
 _KERNEL_FILE = re.compile(r"kernel-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\.json")
 
 
@@ -25,8 +33,13 @@ def owner(shell: Any, *, of_cell: bool = True) -> Owner:
     return this_owner(notebook_name(shell), kernel_id(shell), cell_id(shell) if of_cell else "")
 
 
-def cell_number(shell: Any) -> int:
-    """The number of the cell that is running: newer IPythons count up before a cell runs, older ones after it."""
+def cell_number(shell: Any) -> int | None:
+    """The number of the cell that is running, None without a shell.
+
+    Newer IPythons count up before a cell runs, older ones after it.
+    """
+    if shell is None:
+        return None
     running = getattr(shell.displayhook, "exec_result", None)
     return getattr(running, "execution_count", None) or shell.execution_count
 
@@ -63,3 +76,73 @@ def cell_id(shell: Any) -> str:
     get_parent: Any = getattr(shell, "get_parent", dict)
     message: dict[str, Any] = get_parent() or {}
     return str(message.get("metadata", {}).get("cellId") or "")
+
+
+def working_directory() -> str:
+    """Return this process's working directory; `/` where that was removed, and nothing relative can be meant."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return os.sep
+
+
+# ---------------------------------------------------------------- sentences below the cell that ran last
+
+
+class NoticeBoard:
+    """Shows one notice at a time below the cell that ran last, and takes it away again.
+
+    Args:
+        shown: Whether there is a front end; without one `%sgpu_status` alone tells it.
+    """
+
+    def __init__(self, shown: bool) -> None:
+        self._shown = shown
+        self._display_id = ""
+        self._lock = threading.Lock()
+
+    def notice(self, text: str) -> None:
+        """Show `text`, or take away what is shown when it is "". The link's thread calls this and goes on."""
+        if self._shown and (text or self._display_id):
+            threading.Thread(target=self.show, args=(text,), name="sgpu-notice", daemon=True).start()
+
+    def clear(self) -> None:
+        """A run starts: whatever was said is no longer so."""
+        if self._display_id:
+            self.show("")
+
+    def show(self, text: str) -> None:
+        """As `notice`, in the thread that calls it."""
+        # IPython declares no types here
+        from IPython.display import publish_display_data  # pyright: ignore[reportUnknownVariableType]
+
+        with self._lock:
+            if not text and not self._display_id:
+                return
+            update = bool(self._display_id)
+            display_id = self._display_id or f"sgpu-notice-{secrets.token_hex(4)}"
+            self._display_id = display_id if text else ""
+            html = f'<div style="{SANS};font-size:12px;{SOFT}">sgpu: {escape(text)}</div>' if text else ""
+            data = {"text/plain": f"sgpu: {text}" if text else "", "text/html": html}
+            publish_display_data(data, transient={"display_id": display_id}, update=update)
+
+
+class SendingBoard:
+    """Shows one line that is renewed, and takes it away at the end; without a front end, lines on stderr.
+
+    Args:
+        is_notebook: There is a front end.
+    """
+
+    def __init__(self, is_notebook: bool) -> None:
+        self._display = NoticeBoard(is_notebook) if is_notebook else None
+        self._due = 0.0
+
+    def show(self, text: str) -> None:
+        """Show `text`, "" takes it away. Called by the thread that sends."""
+        if self._display is not None:
+            self._display.show(text)
+        elif text and time.monotonic() >= self._due:
+            self._due = time.monotonic() + _LINE_EVERY_S
+            sys.stderr.write(f"sgpu: {text}\n")
+            sys.stderr.flush()

@@ -89,16 +89,16 @@ class Packages:
                 del self._late[:-_MOST_LATE_RUNS]
             self._look()
             return ""
-        self._want(installed_here(snapshot))
         return snapshot.digest
 
     def taken(self, digest: str, environment: Environment | None) -> None:
-        """A run was taken, perhaps by another pool service than the one that was there when it was made ready.
+        """A run was taken: its pool shall have the files that describe its packages. Never waits.
 
         Args:
             digest: The run's, "" when its packages were not known.
             environment: What its node was told to build, None for what is installed here.
         """
+        self._touched_at = time.monotonic()
         if not digest or self._is_told(digest):
             return
         snapshot = snapshots.kept_snapshot()
@@ -106,10 +106,6 @@ class Packages:
             self._want(built_for(environment))
         elif snapshot is not None and snapshot.digest == digest:
             self._want(installed_here(snapshot))
-
-    def snapshot(self) -> Snapshot:
-        """What is installed now; some 20 ms when that has changed."""
-        return snapshots.take_snapshot()
 
     def environment(self, *, torch_mine: bool = False, allow_build: bool = False) -> Ordered:
         """What a node has to build to have what is installed here. Builds wheels and asks the package index first.
@@ -133,11 +129,6 @@ class Packages:
             build=functools.partial(build_project, root=wheels, variables=variables),
             repack=functools.partial(repack, root=wheels),
         )
-
-    def keep(self, environment: Environment) -> None:
-        """The pool shall have the files of an environment that a node was told to build. Never waits."""
-        self._touched_at = time.monotonic()
-        self._want(built_for(environment))
 
     def close(self) -> None:
         """Tell what is still owed to a run, then nothing any more.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from sgpu_magic.client import find_run
@@ -16,13 +17,15 @@ from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.options import defaults
 from sgpu_magic.options.asked import Devices
 from sgpu_magic.runs import packages
-from sgpu_magic.runs.follow import run_loop
+from sgpu_magic.runs.follow import outcome
 from sgpu_magic.runs.follow.background import Follower, RunWindows
-from sgpu_magic.runs.follow.restart import watch_restarts
-from sgpu_magic.runs.notices import NoticeBoard, SendingBoard
+from sgpu_magic.runs.follow.run_loop import Followed
+from sgpu_magic.runs.follow.stop import Interrupts, watch_restarts
+from sgpu_magic.runs.notebook import NoticeBoard, SendingBoard
 from sgpu_magic.runs.submit import placing
 from sgpu_magic.runs.submit.placing import Found
-from sgpu_magic.runs.submit.submit import Submission, let_go
+from sgpu_magic.runs.submit.spec import Submission
+from sgpu_magic.runs.submit.submit import let_go
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.live_views import Buttons, LiveViews
 from sgpu_magic.views.publisher import SilentPublisher
@@ -115,7 +118,7 @@ class Workplace:
         """Follow a run of any pool; as `Pool.attach`."""
         return self.pool_with(run).attach(run)
 
-    def followed(self, run: Run, ui: str = "auto", *, error_follows: bool = True) -> run_loop.Followed:
+    def followed(self, run: Run, ui: str = "auto", *, error_follows: bool = True) -> Followed:
         """Return a run with its view, and where that is shown.
 
         Args:
@@ -123,41 +126,60 @@ class Workplace:
             ui: `auto`, `widget`, `text` or `none`.
             error_follows: The caller raises what the run failed with.
         """
-        view = RunView(run.spec, self.current_settings().output_limit, pool=run.pool, error_follows=error_follows)
-        view.directory = "" if run.mirror is not None else str(run.directory)
+        view = _view(run, self.current_settings(), error_follows=error_follows)
         if ui == "auto":
             ui = defaults.of_process().ui or ui
         publisher = self.live_views.publisher_for(ui, view, sys.stdout, self._buttons(run))
-        return run_loop.Followed(run, view, publisher, self.pool_of(run))
+        return Followed(run, view, publisher, self.pool_of(run))
 
-    def bring_back(self, run: Run, ui: str, *, detach: bool = False) -> RunResult | None:
+    def bring_back(
+        self,
+        run: Run,
+        ui: str,
+        *,
+        detach: bool = False,
+        interrupts: Interrupts | None = None,
+        into: dict[str, Any] | None = None,
+        over: Callable[[RunView], None] | None = None,
+    ) -> RunResult | None:
         """Show a run of this process until it ends, set the names that it brings, and return its result.
 
         Args:
             run: The run, just submitted. It is let go of here.
             ui: As of `followed`.
             detach: Let it go on at once.
+            interrupts: The session's that it runs in; None for ranks of its own.
+            into: Takes the names in the notebook's place.
+            over: Called when it is over for this process, whatever came of it.
 
         Returns:
             None when it was detached.
 
         Raises:
-            Exception: As `run_loop.bring_back`.
+            Exception: As `outcome.bring_back`.
         """
-        followed = self.followed(run, ui)
         try:
-            if detach:
-                run_loop.leave(followed)
-                return None
-            return run_loop.bring_back(followed, self.namespace, self.restarts)
+            # inside, for a place to show it is made here: an interrupt now must not leave a run that nobody follows
+            followed = self.followed(run, ui)
+            try:
+                if detach:
+                    outcome.leave(followed)
+                    return None
+                return outcome.bring_back(followed, self.namespace, self.restarts, interrupts, into)
+            finally:
+                if over is not None:
+                    over(followed.view)
         finally:
             let_go(self.pool_of(run), run)
 
-    def unseen(self, run: Run) -> run_loop.Followed:
+    def open_view(self, run: Run, state: RunState, ui: str) -> None:
+        """Show a run that was attached to; the cell does not wait for its end."""
+        followed = self.followed(run, ui, error_follows=False)
+        self.windows.open(followed, state, live=self.live_views.is_watched and ui != "text")
+
+    def unseen(self, run: Run) -> Followed:
         """Return a run with its view, shown nowhere."""
-        view = RunView(run.spec, self.settings.output_limit, pool=run.pool)
-        view.directory = "" if run.mirror is not None else str(run.directory)
-        return run_loop.Followed(run, view, SilentPublisher(), self.pool_of(run))
+        return Followed(run, _view(run, self.settings), SilentPublisher(), self.pool_of(run))
 
     def _buttons(self, run: Run) -> Buttons:
         """What the buttons of a run's view do; they are pressed in other threads than the cell's."""
@@ -173,6 +195,12 @@ class Workplace:
 
         bring = run.mirror.follow if run.mirror is not None else None
         return Buttons(run.directory, cancel, stacks, bring, run.tell_comms, run.owned)
+
+
+def _view(run: Run, settings: Settings, *, error_follows: bool = False) -> RunView:
+    view = RunView(run.spec, settings.output_limit, pool=run.pool, error_follows=error_follows)
+    view.directory = "" if run.mirror is not None else str(run.directory)
+    return view
 
 
 _lock = threading.Lock()

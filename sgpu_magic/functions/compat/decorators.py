@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar, Unpack
 from sgpu_magic.client.pools_file import LOCAL, pools_path, read_pools
 from sgpu_magic.config import load_settings
 from sgpu_magic.functions import decorator
-from sgpu_magic.functions.decorator import DistributedFunction, Launcher, RayLauncher
+from sgpu_magic.functions.decorator import DistributedFunction
 from sgpu_magic.options.asked import CallOptions
 from sgpu_magic.options.python_form import Options, checked
 
@@ -26,13 +27,21 @@ T = TypeVar("T")
 _said: set[str] = set()
 
 
-class ChoosingFunction(DistributedFunction[P, R, T]):
+class _ChoosesPool:
+    """Has the documented variables choose the pool. They count as they are now, not when the function was defined."""
+
+    _options: CallOptions
+
+    def _options_now(self) -> CallOptions:
+        return with_chosen_pool(self._options)
+
+
+class ChoosingFunction(_ChoosesPool, DistributedFunction[P, R, T]):
     """A distributed function whose pool the documented variables choose."""
 
-    @property
-    def distributed(self) -> Launcher[P, R, T]:
-        """Runs the function on every rank. The variables count as they are now, not when it was defined."""
-        return Launcher(self.__sgpu_function__, with_chosen_pool(self._options), run_async=self._run_async)
+
+class RayFunction(_ChoosesPool, decorator.RayFunction[P, R]):
+    """A Ray driver whose pool the documented variables choose."""
 
 
 def with_chosen_pool(options: CallOptions) -> CallOptions:
@@ -59,24 +68,10 @@ def distributed(
         UsageError: An option means nothing or contradicts another.
         TypeError: There is no option of that name.
     """
-    if function is not None:
-        return ChoosingFunction[..., Any, Any](function, options, run_async=run_async)
     # what is wrong with the options is told where they stand
     checked(**options)
-
-    def decorate(function: Callable[..., Any]) -> ChoosingFunction[..., Any, Any]:
-        return ChoosingFunction(function, options, run_async=run_async)
-
-    return decorate
-
-
-class RayFunction(decorator.RayFunction[P, R]):
-    """A Ray driver whose pool the documented variables choose."""
-
-    @property
-    def distributed(self) -> RayLauncher[P, R]:
-        """Runs the function with a Ray cluster. The variables count as they are now, not when it was defined."""
-        return RayLauncher(self.__sgpu_function__, with_chosen_pool(self._options))
+    decorate = functools.partial(ChoosingFunction[..., Any, Any], options=options, run_async=run_async)
+    return decorate if function is None else decorate(function)
 
 
 def ray_launch(function: Callable[..., Any] | None = None, /, **options: Unpack[Options]) -> Any:
@@ -86,15 +81,9 @@ def ray_launch(function: Callable[..., Any] | None = None, /, **options: Unpack[
         UsageError: An option means nothing or contradicts another.
         TypeError: There is no option of that name.
     """
-    if function is not None:
-        return RayFunction[..., Any](function, options)
-    # what is wrong with the options is told where they stand
-    decorator.ray_launch(**options)
-
-    def decorate(function: Callable[..., Any]) -> RayFunction[..., Any]:
-        return RayFunction(function, options)
-
-    return decorate
+    decorator.check_ray_options(options)
+    decorate = functools.partial(RayFunction[..., Any], options=options)
+    return decorate if function is None else decorate(function)
 
 
 POOL_ID = "DATABRICKS_REMOTE_GPU_POOL_ID"

@@ -14,11 +14,14 @@ from sgpu_magic.client.pools_file import LOCAL, default_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.options import defaults
-from sgpu_magic.options.asked import Asked
-from sgpu_magic.runs.choice.keeper import ChoiceKeeper, Held, words_of
-from sgpu_magic.runs.choice.schema import Choice
+from sgpu_magic.options.asked import RunOptions
+from sgpu_magic.runs.choice.keeper import ChoiceKeeper, Held
+from sgpu_magic.runs.choice.schema import Choice, words_of
 from sgpu_magic.runs.notebook import notebook_path
+from sgpu_magic.runs.submit.placing import Found
 from sgpu_magic.runs.workplace import Workplace
+
+R = TypeVar("R", bound=RunOptions)
 
 _OWN_PACKAGES = ("", "none")
 
@@ -54,10 +57,7 @@ def forget(place: Workplace) -> None:
             _kept = None
 
 
-A = TypeVar("A", bound=Asked)
-
-
-def with_choice(place: Workplace, asked: A, ways: str) -> A:
+def with_choice(place: Workplace, asked: R, ways: str) -> R:
     """Return options with what the notebook's choice says where they say nothing.
 
     Args:
@@ -98,6 +98,21 @@ def with_choice(place: Workplace, asked: A, ways: str) -> A:
         devices, ranks=devices.ranks or ranks or None, device_type=devices.device_type or device_type or None
     )
     return replace(asked, devices=devices, wishes=wishes, pool=asked.pool or pool)
+
+
+def placed(place: Workplace, asked: R, ways: str) -> tuple[R, Found]:
+    """Return options with what the notebook's choice says where they say nothing, and where they lead.
+
+    Args:
+        place: This process's.
+        asked: The options of a cell, a call or a session.
+        ways: As of `with_choice`.
+
+    Raises:
+        SgpuError: As `with_choice` and `placing.find_place`.
+    """
+    asked = with_choice(place, asked, ways)
+    return asked, place.find(place.wanted_pool(asked.pool), asked.devices)
 
 
 def pool_name(place: Workplace) -> str:

@@ -1,4 +1,4 @@
-"""What a notebook asks for, kept in its metadata: read from there, checked, and signed by the user who has chosen it.
+"""What a notebook asks for, kept in its metadata: signed by the user who has chosen it, and known by its notebook.
 
 A choice travels with its notebook. One that this user has not made there is not in effect before it is confirmed: it
 may take devices, spend money or install packages.
@@ -20,91 +20,17 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import private_dir
-from sgpu_magic.options.values import MOST_RANKS
-from sgpu_magic.runs.choice.known_notebooks import KnownNotebooks
-from sgpu_magic.runs.choice.schema import CHOICE_KEY, VERSION, Choice, KeptChoice
-from sgpu_magic.wire.device_types import ANY, canonical_type
+from sgpu_magic.files.whole_file import write_whole
+from sgpu_magic.runs.choice.schema import VERSION, Choice, KeptChoice, Read, normal, read_kept
 
 KEY_FILE = "choice.key"
+NOTEBOOKS_FILE = "choice.notebooks"
 MAX_FILE_BYTES = 20_000_000
 
 _KEY_BYTES = 32
+_MOST_BYTES = 400_000
 _MARK = b"sgpu-choice:"
-_MOST_PACKAGES = 500
-_LONGEST_TEXT = 1000
 _NOTHING = Choice()
-
-
-# ---------------------------------------------------------------- reading
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """What a notebook's metadata say.
-
-    Args:
-        kept: The choice, None without one that can be read.
-        problem: A sentence about what can't be read, "" when all can.
-    """
-
-    kept: KeptChoice | None = None
-    problem: str = ""
-
-
-def read_kept(found: object) -> Read:
-    """Read the value under `CHOICE_KEY`; whatever stands there, this does not raise."""
-    if found is None:
-        return Read()
-    try:
-        kept = msgspec.convert(found, KeptChoice)
-    except msgspec.ValidationError as error:
-        return Read(None, _unreadable(str(error).rstrip(".")))
-    problem = problem_of(kept.choice)
-    if problem:
-        return Read(None, _unreadable(problem.rstrip(".")))
-    if kept.version > VERSION:
-        return Read(
-            kept,
-            "This notebook's choice was kept by a newer sgpu-magic; what this one does not know of it is left out.",
-        )
-    return Read(kept)
-
-
-def _unreadable(why: str) -> str:
-    return (
-        f"What this notebook's metadata ask for under `{CHOICE_KEY}` can't be read, so nothing of it is used: {why}. "
-        "Choose again in the panel."
-    )
-
-
-def problem_of(choice: Choice) -> str:
-    """Return why a choice can't be meant, a sentence; "" when it can. Does not look what a pool has."""
-    if not 0 <= choice.gpus <= MOST_RANKS:
-        return f"{choice.gpus} is not a number of ranks; 1 to {MOST_RANKS} is possible."
-    texts = (choice.type, choice.pool, choice.env_version, *choice.dependencies, *choice.removed)
-    long = next((text for text in texts if len(text) > _LONGEST_TEXT or not text.isprintable()), None)
-    if long is not None:
-        return f"{long[:40]!r} is too long, or has signs in it that can't be shown."
-    if len(choice.dependencies) + len(choice.removed) > _MOST_PACKAGES:
-        return f"more than {_MOST_PACKAGES} packages are added or removed; a requirements file takes as many."
-    try:
-        canonical_type(choice.type or ANY)
-    except ValueError as error:
-        return str(error)
-    if choice.dependencies or choice.removed:
-        # what parses requirements is only loaded where there are some
-        from sgpu_magic.runs.choice.packages import problem_of_packages
-
-        return problem_of_packages(choice)
-    return ""
-
-
-def normal(choice: Choice) -> Choice:
-    """Return a choice that `problem_of` has found possible, its type in the one spelling."""
-    if not choice.type:
-        return choice
-    name = canonical_type(choice.type)
-    return msgspec.structs.replace(choice, type="" if name == ANY else name)
 
 
 # ---------------------------------------------------------------- signing
@@ -173,6 +99,90 @@ def own_key(state: Path) -> bytes:
     finally:
         temporary.unlink(missing_ok=True)
     return read_key(state) or made
+
+
+# ---------------------------------------------------------------- where it was made
+
+
+class _Chosen(msgspec.Struct, frozen=True, array_like=True):
+    """A line: a choice's signature, and a notebook in which it was made."""
+
+    signed: str
+    path: str
+    device: int = 0
+    inode: int = 0
+
+    def is_in(self, other: _Chosen) -> bool:
+        """Whether it is the same notebook, renamed perhaps."""
+        same_file = self.inode != 0 and (self.device, self.inode) == (other.device, other.inode)
+        return self.path == other.path or same_file
+
+
+@dataclass(frozen=True, slots=True)
+class KnownNotebooks:
+    """In which notebooks this user has made which choice: a copy of the metadata in another one is not a choice there.
+
+    A signature says who has made a choice, and goes wherever the metadata go. What a notebook is lies outside of it:
+    its path, or the file itself, which keeps its inode when it is renamed. The list is in the state directory, and
+    several kernels may use it at once.
+
+    Args:
+        state: The state directory.
+    """
+
+    state: Path
+
+    def add(self, signed: str, notebook: str) -> None:
+        """This user has made a choice in a notebook; a list that can't be written is left as it is."""
+        if notebook:
+            self._append(_chosen(signed, notebook))
+
+    def other_than(self, signed: str, notebook: str) -> str:
+        """Return where else a choice was made; "" when it was made in this notebook, or nobody knows where."""
+        if not notebook:
+            return ""
+        here = _chosen(signed, notebook)
+        known = [each for each in self._read() if each.signed == signed]
+        if known and not any(each.is_in(here) for each in known):
+            return known[-1].path
+        if here not in known:
+            self._append(here)
+        return ""
+
+    def _read(self) -> list[_Chosen]:
+        try:
+            lines = (self.state / NOTEBOOKS_FILE).read_bytes().splitlines()
+        except OSError:
+            return []
+        found: list[_Chosen] = []
+        for line in lines:
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+                found.append(msgspec.json.decode(line, type=_Chosen))
+        return found
+
+    def _append(self, chosen: _Chosen) -> None:
+        line = msgspec.json.encode(chosen) + b"\n"
+        with contextlib.suppress(OSError):
+            file = private_dir(self.state) / NOTEBOOKS_FILE
+            # one write: what several kernels add does not mix
+            descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            with open(descriptor, "ab", buffering=0) as opened:
+                opened.write(line)
+                if opened.tell() <= _MOST_BYTES:
+                    return
+            known = self._read()
+            newest = known[len(known) // 2 :]
+            write_whole(file, b"".join(msgspec.json.encode(each) + b"\n" for each in newest))
+
+
+def _chosen(signed: str, notebook: str) -> _Chosen:
+    # a path may be anything that a front end has put there
+    path = os.path.realpath(notebook).encode(errors="backslashreplace").decode() if "\0" not in notebook else ""
+    device = inode = 0
+    with contextlib.suppress(OSError, ValueError):
+        status = os.stat(notebook)
+        device, inode = status.st_dev, status.st_ino
+    return _Chosen(signed, path, device, inode)
 
 
 # ---------------------------------------------------------------- keeping
@@ -310,41 +320,3 @@ def read_notebook(path: Path, size: int) -> Read:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return Read()
     return read_kept(found)
-
-
-# ---------------------------------------------------------------- in words
-
-
-def words_of(choice: Choice, pool: str) -> str:
-    """Return `2 on A10, local, this notebook's packages`.
-
-    Args:
-        choice: The choice.
-        pool: The settings' pool, for a choice that names none.
-    """
-    kind = label_of(choice.type)
-    if choice.gpus:
-        devices = f"{choice.gpus} on {kind}" if kind else f"{choice.gpus} rank{'s' * (choice.gpus > 1)}"
-    else:
-        devices = kind or "the pool's devices"
-    return ", ".join((devices, choice.pool or pool, packages_words(choice)))
-
-
-def packages_words(choice: Choice) -> str:
-    """Return `this notebook's packages`, `the packages of 4, peft added`."""
-    words = [f"the packages of {choice.env_version}" if choice.env_version else "this notebook's packages"]
-    if choice.dependencies:
-        words.append(f"{_some(choice.dependencies)} added")
-    if choice.removed:
-        words.append(f"{_some(choice.removed)} removed")
-    return ", ".join(words)
-
-
-def label_of(device_type: str) -> str:
-    """Return `A10` for `a10`; "" for any."""
-    return "" if device_type in ("", ANY) else device_type.upper()
-
-
-def _some(names: tuple[str, ...]) -> str:
-    shown = ", ".join(names[:3])
-    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")

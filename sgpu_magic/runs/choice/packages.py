@@ -14,6 +14,7 @@ import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from packaging.requirements import InvalidRequirement, Requirement
 
@@ -26,7 +27,9 @@ from sgpu_magic.packages.named_environments import BASE_NAMES, base_list
 from sgpu_magic.packages.requirement_files import name_of, read_file, version_of
 from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.packages.uv_command import Done, call_pip, call_uv, index_variables, last_words
-from sgpu_magic.runs.choice.schema import Choice
+
+if TYPE_CHECKING:
+    from sgpu_magic.runs.choice.schema import Choice
 
 FOLDER = "chosen-environments"
 

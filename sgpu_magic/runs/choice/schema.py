@@ -1,14 +1,24 @@
-"""A notebook's choice, as it lies in its metadata and goes to a panel: JSON."""
+"""A notebook's choice, as it lies in its metadata and goes to a panel: JSON, checked, and in words."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import msgspec
+
+from sgpu_magic.options.values import MOST_RANKS
 from sgpu_magic.views.live.schema import Message
+from sgpu_magic.wire.device_types import ANY, canonical_type
 
 VERSION = 1
 """Of all records of the panel. A front end draws only its own version."""
 
 CHOICE_KEY = "sgpu"
 """Where a notebook's metadata has its choice."""
+
+
+_MOST_PACKAGES = 500
+_LONGEST_TEXT = 1000
 
 
 class Choice(Message, frozen=True):
@@ -43,3 +53,113 @@ class KeptChoice(Message, frozen=True):
     choice: Choice
     signed: str = ""
     version: int = 1
+
+
+# ---------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What a notebook's metadata say.
+
+    Args:
+        kept: The choice, None without one that can be read.
+        problem: A sentence about what can't be read, "" when all can.
+    """
+
+    kept: KeptChoice | None = None
+    problem: str = ""
+
+
+def read_kept(found: object) -> Read:
+    """Read the value under `CHOICE_KEY`; whatever stands there, this does not raise."""
+    if found is None:
+        return Read()
+    try:
+        kept = msgspec.convert(found, KeptChoice)
+    except msgspec.ValidationError as error:
+        return Read(None, _unreadable(str(error).rstrip(".")))
+    problem = problem_of(kept.choice)
+    if problem:
+        return Read(None, _unreadable(problem.rstrip(".")))
+    if kept.version > VERSION:
+        return Read(
+            kept,
+            "This notebook's choice was kept by a newer sgpu-magic; what this one does not know of it is left out.",
+        )
+    return Read(kept)
+
+
+def _unreadable(why: str) -> str:
+    return (
+        f"What this notebook's metadata ask for under `{CHOICE_KEY}` can't be read, so nothing of it is used: {why}. "
+        "Choose again in the panel."
+    )
+
+
+def problem_of(choice: Choice) -> str:
+    """Return why a choice can't be meant, a sentence; "" when it can. Does not look what a pool has."""
+    if not 0 <= choice.gpus <= MOST_RANKS:
+        return f"{choice.gpus} is not a number of ranks; 1 to {MOST_RANKS} is possible."
+    texts = (choice.type, choice.pool, choice.env_version, *choice.dependencies, *choice.removed)
+    long = next((text for text in texts if len(text) > _LONGEST_TEXT or not text.isprintable()), None)
+    if long is not None:
+        return f"{long[:40]!r} is too long, or has signs in it that can't be shown."
+    if len(choice.dependencies) + len(choice.removed) > _MOST_PACKAGES:
+        return f"more than {_MOST_PACKAGES} packages are added or removed; a requirements file takes as many."
+    try:
+        canonical_type(choice.type or ANY)
+    except ValueError as error:
+        return str(error)
+    if choice.dependencies or choice.removed:
+        # what parses requirements is only loaded where there are some
+        from sgpu_magic.runs.choice.packages import problem_of_packages
+
+        return problem_of_packages(choice)
+    return ""
+
+
+def normal(choice: Choice) -> Choice:
+    """Return a choice that `problem_of` has found possible, its type in the one spelling."""
+    if not choice.type:
+        return choice
+    name = canonical_type(choice.type)
+    return msgspec.structs.replace(choice, type="" if name == ANY else name)
+
+
+# ---------------------------------------------------------------- in words
+
+
+def words_of(choice: Choice, pool: str) -> str:
+    """Return `2 on A10, local, this notebook's packages`.
+
+    Args:
+        choice: The choice.
+        pool: The settings' pool, for a choice that names none.
+    """
+    kind = label_of(choice.type)
+    if choice.gpus:
+        devices = f"{choice.gpus} on {kind}" if kind else f"{choice.gpus} rank{'s' * (choice.gpus > 1)}"
+    else:
+        devices = kind or "the pool's devices"
+    return ", ".join((devices, choice.pool or pool, packages_words(choice)))
+
+
+def packages_words(choice: Choice) -> str:
+    """Return `this notebook's packages`, `the packages of 4, peft added`."""
+    words = [f"the packages of {choice.env_version}" if choice.env_version else "this notebook's packages"]
+    if choice.dependencies:
+        words.append(f"{_some(choice.dependencies)} added")
+    if choice.removed:
+        words.append(f"{_some(choice.removed)} removed")
+    return ", ".join(words)
+
+
+def label_of(device_type: str) -> str:
+    """Return `A10` for `a10`; "" for any."""
+    return "" if device_type in ("", ANY) else device_type.upper()
+
+
+def _some(names: tuple[str, ...]) -> str:
+    shown = ", ".join(names[:3])
+    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sgpu_magic.runs.follow import run_loop
+from sgpu_magic.runs.follow import outcome, run_loop
 from sgpu_magic.runs.follow.run_loop import Ending, Followed
 from sgpu_magic.wire.states import RunState
 
@@ -117,7 +117,7 @@ class RunWindows:
     def __init__(self) -> None:
         self._open: dict[str, Background] = {}
 
-    def open(self, followed: run_loop.Followed, state: RunState, live: bool) -> None:
+    def open(self, followed: Followed, state: RunState, live: bool) -> None:
         """Show a run; the cell does not wait for its end.
 
         Args:
@@ -135,7 +135,7 @@ class RunWindows:
             self._open[followed.run.run_id] = work
         else:
             try:
-                run_loop.replay(followed, state)
+                outcome.replay(followed, state)
             finally:
                 followed.run.close()
 
@@ -146,9 +146,9 @@ class RunWindows:
             window.stop()
 
 
-def _follow(followed: run_loop.Followed, state: RunState, stopped: threading.Event) -> None:
+def _follow(followed: Followed, state: RunState, stopped: threading.Event) -> None:
     try:
-        run_loop.show(followed, state, stopped)
+        outcome.show(followed, state, stopped)
     finally:
         followed.run.close()
 

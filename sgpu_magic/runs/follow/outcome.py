@@ -1,20 +1,157 @@
-"""What a run that has ended means to the notebook: names, a result, or the culprit's exception."""
+"""A run comes back to the notebook: shown to its end, then names, a result, or the culprit's exception."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.client.run import Run
-from sgpu_magic.errors import NodeLost, RunCancelled
+from sgpu_magic.errors import NodeLost, RunCancelled, SgpuError
+from sgpu_magic.runs.follow.run_loop import HISTORY_PATIENCE_S, Ending, Followed, follow
+from sgpu_magic.runs.follow.stop import Interrupts, RestartWatch, after_interrupt, cancel, not_yet_stopped
 from sgpu_magic.views import ansi
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.remote_error import remote_exception
 from sgpu_magic.views.run_notes import unstopped_note
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
+
+# nothing more comes of a run that goes on: its kept events have all been sent
+_CAUGHT_UP_S = 0.3
+
+
+def bring_back(
+    followed: Followed,
+    namespace: dict[str, Any],
+    restarts: RestartWatch | None,
+    interrupts: Interrupts | None = None,
+    into: dict[str, Any] | None = None,
+) -> RunResult | None:
+    """Show a run that this cell has submitted until it ends; set the names of `--out`; return its result.
+
+    Args:
+        followed: The run.
+        namespace: The notebook's.
+        restarts: Tells an interrupt that is the beginning of a restart; None when runs end with their kernel.
+        interrupts: The session's that it runs in; None for ranks of its own.
+        into: Takes the names of `--out` in the namespace's place.
+
+    Returns:
+        None when the run was detached meanwhile.
+
+    Raises:
+        RunCancelled: It was cancelled.
+        NodeLost: What it ran on died.
+        Exception: What the culprit rank raised, by its own type where that exists here.
+    """
+    run = followed.run
+    ending: Ending | None
+    try:
+        ending = follow(followed, until_detached=True)
+        if ending is None:
+            leave(followed)
+            return None
+    except KeyboardInterrupt:
+        try:
+            if not run.spec.session and restarts is not None and restarts.is_asked():
+                leave(followed)
+                return None
+            cancel(run)
+        except KeyboardInterrupt:
+            # the stop button was pressed twice in one moment
+            cancel(run)
+        ending = after_interrupt(followed, interrupts)
+        if restarts is not None and restarts.asked.is_set():
+            # a restart interrupts first; who reads the output afterwards has another kernel
+            run_id = short(run.run_id)
+            followed.view.remark(f"the kernel was restarted; %sgpu_attach {run_id} shows run {run_id} again")
+    followed.publisher.tick(time.monotonic(), final=True)
+    if ending is None:
+        raise RunCancelled(not_yet_stopped(run), run_id=run.run_id)
+    return deliver(run, followed.view, *ending, namespace, into)
+
+
+def watch(followed: Followed, state: RunState, namespace: dict[str, Any]) -> RunResult | None:
+    """Show a run from its beginning as if its cell had run here. An interrupt only stops the watching.
+
+    Args:
+        followed: The run.
+        state: Its state when it was attached to.
+        namespace: The notebook's.
+
+    Returns:
+        None when it was interrupted.
+
+    Raises:
+        Exception: As `bring_back`.
+    """
+    run = followed.run
+    try:
+        ending = follow(followed, has_ended=state.is_final)
+    except KeyboardInterrupt:
+        followed.view.leave(f"stopped watching; run {short(run.run_id)} goes on")
+        followed.publisher.tick(time.monotonic(), final=True)
+        return None
+    followed.publisher.tick(time.monotonic(), final=True)
+    return deliver(run, followed.view, *ending, namespace) if ending is not None else None
+
+
+def show(followed: Followed, state: RunState, stopped: threading.Event) -> None:
+    """Show a run until it ends and bring nothing back; for a thread of its own.
+
+    Args:
+        followed: The run.
+        state: Its state when it was attached to.
+        stopped: Ends the showing.
+    """
+    try:
+        ending = follow(followed, has_ended=state.is_final, stopped=stopped)
+    except SgpuError as error:
+        followed.view.leave(error.message)
+        ending = None
+    if ending is None and not followed.view.left:
+        _stop_watching(followed)
+    followed.publisher.tick(time.monotonic(), final=True)
+
+
+def replay(followed: Followed, state: RunState) -> None:
+    """Show once what a run has done until now; arguments as for `show`."""
+    if state.is_final:
+        follow(followed, has_ended=True)
+    else:
+        until = time.monotonic() + HISTORY_PATIENCE_S
+        while time.monotonic() < until and followed.take(_CAUGHT_UP_S) is not None:
+            pass
+        if not followed.view.is_final:
+            _stop_watching(followed)
+    followed.publisher.tick(time.monotonic(), final=True)
+
+
+def leave(followed: Followed) -> None:
+    """The run goes on without this notebook: say so, and let go of its memory."""
+    followed.pool.run_left(followed.run.run_id)
+    followed.view.leave(goes_on(followed.run.spec))
+    followed.publisher.tick(time.monotonic(), final=True)
+
+
+def goes_on(spec: RunSpec) -> str:
+    """Return how a detached run is come back to."""
+    run = short(spec.run_id)
+    brings = f" and brings {', '.join(output.name for output in spec.outputs)}" if spec.outputs else ""
+    return f"run {run} goes on without this notebook · %sgpu_attach {run} shows it{brings}, sgpu cancel {run} ends it"
+
+
+def _stop_watching(followed: Followed) -> None:
+    run = short(followed.run.run_id)
+    followed.view.leave(f"run {run} goes on; %sgpu_status {run} and %sgpu_attach {run} show it again")
+
+
+# ---------------------------------------------------------------- what it means
 
 
 def deliver(
@@ -42,7 +179,8 @@ def deliver(
     if ended.state is RunState.SUCCEEDED:
         return _result(run, ended, frames, namespace, namespace if into is None else into)
     if ended.state is RunState.CANCELLED:
-        still = f" {capitalized(unstopped_note(ended.unstopped))}." if ended.unstopped else ""
+        note = unstopped_note(ended.unstopped) if ended.unstopped else ""
+        still = f" {note[:1].upper()}{note[1:]}." if note else ""
         raise RunCancelled(f"run {short(run.run_id)} was cancelled: {ended.reason}.{still}", run_id=run.run_id)
     failure = ended.failure
     if failure is None:
@@ -62,11 +200,6 @@ def deliver(
         spec=run.spec,
         output_limit=view.output_limit,
     ) from None
-
-
-def capitalized(text: str) -> str:
-    """Return `text` as the beginning of a sentence."""
-    return text[:1].upper() + text[1:]
 
 
 def _result(

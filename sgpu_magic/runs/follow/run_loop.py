@@ -1,4 +1,4 @@
-"""From a run to its end: fold its events and show them, whatever becomes of the pool service meanwhile."""
+"""A run's events are folded and shown until it ends, whatever becomes of the pool service meanwhile."""
 
 from __future__ import annotations
 
@@ -7,31 +7,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from sgpu_magic.client.pool import Pool
-from sgpu_magic.client.result import RunResult
 from sgpu_magic.client.run import Run
-from sgpu_magic.errors import (
-    CapacityError,
-    KeyRefused,
-    PoolError,
-    PoolVersionError,
-    RunCancelled,
-    RunUnknown,
-    SgpuError,
-)
-from sgpu_magic.runs.follow.outcome import deliver
-from sgpu_magic.runs.follow.restart import RestartWatch
-from sgpu_magic.runs.follow.stop import Ending, Interrupts, after_interrupt, cancel, last_words, not_yet_stopped
+from sgpu_magic.errors import CapacityError, KeyRefused, PoolError, PoolVersionError, RunUnknown, SgpuError
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.publisher import Publisher
 from sgpu_magic.views.units import format_span
 from sgpu_magic.wire.events import Detached, Event, RunEnded
 from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import FailureKind, RunState
+
+Ending = tuple[RunEnded, Sequence[bytes]]
+"""A run's last word, with the raw frames that came with it."""
 
 _TICK_S = 0.05
 # nothing comes: only the clock moves, and every wake-up is taken from the ranks
@@ -40,12 +29,8 @@ _LIVELY_S = 0.5
 # a pool service that died is looked for, or started, for so long
 _FIND_PATIENCE_S = 20.0
 _FIND_PAUSE_S = 0.1
-# a front end's restart interrupts first and asks for the shutdown next
-_RESTART_PATIENCE_S = 0.3
 # the kept events of a run that has ended come at once
 HISTORY_PATIENCE_S = 5.0
-# nothing more comes of a run that goes on: its kept events have all been sent
-_CAUGHT_UP_S = 0.3
 _BATCH = 64
 
 
@@ -79,6 +64,13 @@ class Followed:
             )
             self.view.not_heard(sentence if silent_s else "")
 
+    def take(self, patience_s: float = 0.0) -> tuple[Event, Sequence[bytes]] | None:
+        """Wait so long for the next event, and fold it; None when there is none."""
+        item = self.run.next_event(patience_s)
+        if item is not None:
+            self.apply(*item)
+        return item
+
     def apply(self, event: Event, frames: Sequence[bytes]) -> None:
         """Fold an event into what is shown."""
         self.view.apply(event, frames)
@@ -89,111 +81,52 @@ class Followed:
             self.heard()
 
 
-def bring_back(
+def follow(
     followed: Followed,
-    namespace: dict[str, Any],
-    restarts: RestartWatch | None,
-    interrupts: Interrupts | None = None,
-    into: dict[str, Any] | None = None,
-) -> RunResult | None:
-    """Show a run that this cell has submitted until it ends; set the names of `--out`; return its result.
+    *,
+    until_detached: bool = False,
+    has_ended: bool = False,
+    until: float = math.inf,
+    stopped: threading.Event | None = None,
+    lost: Callable[[Followed], Ending | None] | None = None,
+) -> Ending | None:
+    """Fold a run's events and show them until it ends.
 
     Args:
         followed: The run.
-        namespace: The notebook's.
-        restarts: Tells an interrupt that is the beginning of a restart; None when runs end with their kernel.
-        interrupts: The session's that it runs in; None for ranks of its own.
-        into: Takes the names of `--out` in the namespace's place.
+        until_detached: Its detachment ends this too.
+        has_ended: It is over already: its kept events come at once, or never.
+        until: When this ends at the latest, by the monotonic clock.
+        stopped: Ends this when it is set.
+        lost: Called while its pool service is gone; by default the next one is looked for.
 
     Returns:
-        None when the run was detached meanwhile.
-
-    Raises:
-        RunCancelled: It was cancelled.
-        NodeLost: What it ran on died.
-        Exception: What the culprit rank raised, by its own type where that exists here.
+        The run's last word; None when something else has ended this.
     """
     run = followed.run
-    ending: Ending | None
-    try:
-        ending = _follow(followed, until_detached=True)
-        if ending is None:
-            leave(followed)
-            return None
-    except KeyboardInterrupt:
-        try:
-            if not run.spec.session and restarts is not None and restarts.detaches and _is_restart(restarts):
-                leave(followed)
+    heard_at = time.monotonic()
+    while (now := time.monotonic()) < until and (stopped is None or not stopped.is_set()):
+        patience_s = min(_TICK_S if now - heard_at < _LIVELY_S else _IDLE_TICK_S, until - now)
+        for turn in range(_BATCH):
+            item = followed.take(0 if turn else patience_s)
+            if item is None:
+                break
+            heard_at = time.monotonic()
+            body = item[0].body
+            if isinstance(body, RunEnded):
+                return body, item[1]
+            if until_detached and isinstance(body, Detached):
                 return None
-            cancel(run)
-        except KeyboardInterrupt:
-            # the stop button was pressed twice in one moment
-            cancel(run)
-        ending = after_interrupt(followed, interrupts)
-        if restarts is not None and restarts.asked.is_set():
-            # a restart interrupts first; who reads the output afterwards has another kernel
-            run_id = short(run.run_id)
-            followed.view.remark(f"the kernel was restarted; %sgpu_attach {run_id} shows run {run_id} again")
-    followed.publisher.tick(time.monotonic(), final=True)
-    if ending is None:
-        raise RunCancelled(not_yet_stopped(run), run_id=run.run_id)
-    return deliver(run, followed.view, *ending, namespace, into)
-
-
-def watch(followed: Followed, state: RunState, namespace: dict[str, Any]) -> RunResult | None:
-    """Show a run from its beginning as if its cell had run here. An interrupt only stops the watching.
-
-    Args:
-        followed: The run.
-        state: Its state when it was attached to.
-        namespace: The notebook's.
-
-    Returns:
-        None when it was interrupted.
-
-    Raises:
-        Exception: As `bring_back`.
-    """
-    run = followed.run
-    try:
-        ending = _follow(followed, until_detached=False, has_ended=state.is_final)
-    except KeyboardInterrupt:
-        followed.view.leave(f"stopped watching; run {short(run.run_id)} goes on")
-        followed.publisher.tick(time.monotonic(), final=True)
-        return None
-    followed.publisher.tick(time.monotonic(), final=True)
-    return deliver(run, followed.view, *ending, namespace) if ending is not None else None
-
-
-def show(followed: Followed, state: RunState, stopped: threading.Event) -> None:
-    """Show a run until it ends and bring nothing back; for a thread of its own.
-
-    Args:
-        followed: The run.
-        state: Its state when it was attached to.
-        stopped: Ends the showing.
-    """
-    try:
-        ending = _follow(followed, until_detached=False, has_ended=state.is_final, stopped=stopped)
-    except SgpuError as error:
-        followed.view.leave(error.message)
-        ending = None
-    if ending is None and not followed.view.left:
-        _stop_watching(followed)
-    followed.publisher.tick(time.monotonic(), final=True)
-
-
-def replay(followed: Followed, state: RunState) -> None:
-    """Show once what a run has done until now; arguments as for `show`."""
-    if state.is_final:
-        _follow(followed, until_detached=False, has_ended=True)
-    else:
-        until = time.monotonic() + HISTORY_PATIENCE_S
-        while time.monotonic() < until and (item := followed.run.next_event(_CAUGHT_UP_S)) is not None:
-            followed.apply(*item)
-        if not followed.view.is_final:
-            _stop_watching(followed)
-    followed.publisher.tick(time.monotonic(), final=True)
+        if run.link_lost:
+            ending = last_words(followed) or (lost or find_again)(followed)
+            if ending is not None:
+                return ending
+            heard_at = time.monotonic()
+        followed.look_at_link()
+        if has_ended and time.monotonic() - heard_at > HISTORY_PATIENCE_S:
+            return without_an_end(followed)
+        followed.publisher.tick(time.monotonic())
+    return None
 
 
 def advance(followed: Followed) -> Ending | None:
@@ -204,13 +137,19 @@ def advance(followed: Followed) -> Ending | None:
     Returns:
         The run's last word, None while it goes on.
     """
-    run = followed.run
-    while (item := run.next_event(0)) is not None:
-        followed.apply(*item)
+    ending = last_words(followed)
+    if ending is not None:
+        return ending
+    followed.look_at_link()
+    return (last_words(followed) or find_again(followed)) if followed.run.link_lost else None
+
+
+def last_words(followed: Followed) -> Ending | None:
+    """Take the events that are there, also those that a pool service which is gone has still said."""
+    while (item := followed.take()) is not None:
         if isinstance(item[0].body, RunEnded):
             return item[0].body, item[1]
-    followed.look_at_link()
-    return (last_words(followed) or find_again(followed)) if run.link_lost else None
+    return None
 
 
 def without_an_end(followed: Followed) -> Ending:
@@ -219,63 +158,6 @@ def without_an_end(followed: Followed) -> Ending:
     where = f"is in {run.directory}" if run.mirror is None else f"comes with `sgpu logs {short(run.run_id)}`"
     message = f"its last events were not kept; what its ranks printed {where}"
     return _lost(followed, message, FailureKind.NODE_LOST)
-
-
-def _stop_watching(followed: Followed) -> None:
-    run = short(followed.run.run_id)
-    followed.view.leave(f"run {run} goes on; %sgpu_status {run} and %sgpu_attach {run} show it again")
-
-
-def leave(followed: Followed) -> None:
-    """The run goes on without this notebook: say so, and let go of its memory."""
-    followed.pool.run_left(followed.run.run_id)
-    followed.view.leave(goes_on(followed.run.spec))
-    followed.publisher.tick(time.monotonic(), final=True)
-
-
-def goes_on(spec: RunSpec) -> str:
-    """Return how a detached run is come back to."""
-    run = short(spec.run_id)
-    brings = f" and brings {', '.join(output.name for output in spec.outputs)}" if spec.outputs else ""
-    return f"run {run} goes on without this notebook · %sgpu_attach {run} shows it{brings}, sgpu cancel {run} ends it"
-
-
-def _is_restart(restarts: RestartWatch) -> bool:
-    try:
-        return restarts.asked.wait(_RESTART_PATIENCE_S)
-    except KeyboardInterrupt:
-        return False
-
-
-def _follow(
-    followed: Followed, *, until_detached: bool, has_ended: bool = False, stopped: threading.Event | None = None
-) -> Ending | None:
-    """Return the run's last word, None when it was detached and `until_detached`, or when `stopped` was set."""
-    run = followed.run
-    heard_at = time.monotonic()
-    while stopped is None or not stopped.is_set():
-        patience = _TICK_S if time.monotonic() - heard_at < _LIVELY_S else _IDLE_TICK_S
-        for turn in range(_BATCH):
-            item = run.next_event(0 if turn else patience)
-            if item is None:
-                break
-            heard_at = time.monotonic()
-            followed.apply(*item)
-            body = item[0].body
-            if isinstance(body, RunEnded):
-                return body, item[1]
-            if until_detached and isinstance(body, Detached):
-                return None
-        if run.link_lost:
-            ending = last_words(followed) or find_again(followed)
-            if ending is not None:
-                return ending
-            heard_at = time.monotonic()
-        followed.look_at_link()
-        if has_ended and time.monotonic() - heard_at > HISTORY_PATIENCE_S:
-            return without_an_end(followed)
-        followed.publisher.tick(time.monotonic())
-    return None
 
 
 def find_again(followed: Followed) -> Ending | None:

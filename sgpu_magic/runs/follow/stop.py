@@ -1,4 +1,4 @@
-"""A cell that was interrupted: it waits for its ranks to stop, but not for long.
+"""A cell that was interrupted waits for its ranks to stop, but not for long; a kernel that is restarted says so.
 
 A run of its own       its ranks are gone soon, whatever they do: 2.5 s are waited
 A cell in a session    its ranks stay and have to come back: 2.8 s are waited. A second interrupt within 5 s of the
@@ -7,21 +7,17 @@ A cell in a session    its ranks stay and have to come back: 2.8 s are waited. A
 
 from __future__ import annotations
 
+import inspect
+import threading
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
+from sgpu_magic.client.pools import Pools
 from sgpu_magic.client.run import Run
-from sgpu_magic.wire.events import RunEnded
+from sgpu_magic.runs.follow.run_loop import Ending, Followed, follow
 from sgpu_magic.wire.ids import short
 
-if TYPE_CHECKING:
-    from sgpu_magic.runs.follow.run_loop import Followed
-
-
-Ending = tuple[RunEnded, Sequence[bytes]]
-
-_TICK_S = 0.05
 # an interrupted cell is free after this whatever the ranks do (promise: 3 s)
 _PATIENCE_S = 2.5
 # the agent says after 2 s which ranks of a session do not stop
@@ -30,6 +26,10 @@ _SESSION_PATIENCE_S = 2.8
 _KILL_PATIENCE_S = 1.0
 # a second interrupt so soon means the same ranks
 _AGAIN_S = 5.0
+_DETACH_TIMEOUT_S = 1.0
+# a front end's restart interrupts first and asks for the shutdown next
+_RESTART_PATIENCE_S = 0.3
+_SHUTDOWN = "shutdown_request"
 _REASON = "it was interrupted"
 _AGAIN = "it was interrupted again"
 
@@ -120,29 +120,70 @@ def not_yet_stopped(run: Run) -> str:
     )
 
 
-def last_words(followed: Followed) -> Ending | None:
-    """The pool service is gone: what it still said counts."""
-    while (item := followed.run.next_event(0)) is not None:
-        followed.apply(*item)
-        if isinstance(item[0].body, RunEnded):
-            return item[0].body, item[1]
-    return None
+def _wait(followed: Followed, until: float) -> Ending | None:
+    """Wait for the end of a run that was cancelled; a pool service that is gone is not looked for here."""
+    asked = threading.Event()
+
+    def lost(_: Followed) -> None:
+        if not asked.is_set():
+            asked.set()
+            followed.pool.cancel_in_background(followed.run, _REASON)
+
+    return follow(followed, until=until, lost=lost)
 
 
-def _wait(followed: Followed, deadline: float) -> Ending | None:
-    run = followed.run
-    asked_again = False
-    while time.monotonic() < deadline:
-        item = run.next_event(_TICK_S)
-        if item is not None:
-            followed.apply(*item)
-            if isinstance(item[0].body, RunEnded):
-                return item[0].body, item[1]
-        if run.link_lost and not asked_again:
-            ending = last_words(followed)
-            if ending is not None:
-                return ending
-            asked_again = True
-            followed.pool.cancel_in_background(run, _REASON)
-        followed.publisher.tick(time.monotonic())
-    return None
+# ---------------------------------------------------------------- a kernel's restart
+
+
+def watch_restarts(kernel: Any, pools: Pools, *, detaches: bool) -> RestartWatch | None:
+    """Return a watch over the kernel's restarts, None where there is no kernel or it does not tell."""
+    if _SHUTDOWN not in getattr(kernel, "control_handlers", {}):
+        return None
+    return RestartWatch(kernel, pools, detaches=detaches)
+
+
+class RestartWatch:
+    """Stands before the kernel's own handling of a shutdown request.
+
+    Args:
+        kernel: The ipykernel.
+        pools: Have the runs.
+        detaches: Detach them before the kernel ends.
+
+    Attributes:
+        asked: Set when a restart has been asked for.
+        before: Called when one has been asked for, in the thread of the control channel; takes a moment at most.
+    """
+
+    def __init__(self, kernel: Any, pools: Pools, *, detaches: bool) -> None:
+        self.detaches = detaches
+        self.asked = threading.Event()
+        self.before: Callable[[], None] | None = None
+        self._kernel = kernel
+        self._pools = pools
+        self._original = kernel.control_handlers[_SHUTDOWN]
+        kernel.control_handlers[_SHUTDOWN] = self._shut_down
+
+    def remove(self) -> None:
+        """Give the kernel its own handler back."""
+        if self._kernel.control_handlers.get(_SHUTDOWN) == self._shut_down:
+            self._kernel.control_handlers[_SHUTDOWN] = self._original
+
+    def is_asked(self) -> bool:
+        """Whether an interrupt is the beginning of a restart that detaches its runs; waits a moment for that."""
+        try:
+            return self.detaches and self.asked.wait(_RESTART_PATIENCE_S)
+        except KeyboardInterrupt:
+            return False
+
+    async def _shut_down(self, stream: Any, ident: Any, parent: Any) -> None:
+        """Runs in the thread of the control channel, while the main thread follows a run or does something else."""
+        if parent["content"].get("restart"):
+            self.asked.set()
+            if self.before is not None:
+                self.before()
+            if self.detaches:
+                self._pools.detach_all(_DETACH_TIMEOUT_S)
+        handled = self._original(stream, ident, parent)
+        if inspect.isawaitable(handled):
+            await handled

@@ -10,25 +10,28 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from sgpu_magic import __version__
+from sgpu_magic.client.interpreter import this_interpreter
 from sgpu_magic.config import host_name, load_settings
 from sgpu_magic.packages.local_code import installed_entries
 from sgpu_magic.packages.snapshot import take_snapshot
-from sgpu_magic.runs.git_state import git_tags
-from sgpu_magic.runs.replay.recorded import Recorded
+from sgpu_magic.runs.submit.mlflow_target import git_tags
 from sgpu_magic.wire.run import Interpreter
+
+if TYPE_CHECKING:
+    from sgpu_magic.runs.replay.recorded import Recorded
 
 _PROBE_S = 30.0
 _HEAD = re.compile(r"# Python (?P<python>[\w.]+) on .*?, digest (?P<digest>[0-9a-f]+)")
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
+class Chosen(msgspec.Struct, frozen=True, kw_only=True):
     """The Python of a replay.
 
     Args:
@@ -44,24 +47,25 @@ class Chosen:
     executable: str = ""
 
 
-def choose(recorded: Recorded, *, here: bool) -> Chosen:
+def choose(recorded: Recorded, wanted: str, *, here: bool) -> Chosen:
     """Find the packages that the run had: in this Python, in the run's own, or built anew from what was recorded.
 
     Args:
         recorded: The run.
+        wanted: The digest of its packages, "" when it is not known.
         here: This Python is wanted, whatever it has.
     """
     own = Chosen(digest=take_snapshot().digest, executable=sys.executable)
-    wanted, executable = _read_pins(recorded).digest, recorded.record.executable
+    executable = recorded.record.executable
     built = recorded.spec.environment_label or _is_built(executable)
     if here or (wanted and own.digest == wanted and not built):
         return own
     if not built and executable != sys.executable and os.access(executable, os.X_OK):
         found = _probe(executable)
         if found is not None and (not wanted or found.digest == wanted):
-            return Chosen(found.interpreter, "", found.digest, executable)
+            return msgspec.structs.replace(found, executable=executable)
     if wanted and recorded.requirements is not None:
-        return Chosen(None, str(recorded.requirements), wanted)
+        return Chosen(env_version=str(recorded.requirements), digest=wanted)
     return own
 
 
@@ -78,14 +82,14 @@ def path_of(recorded: Recorded, chosen: Chosen) -> tuple[str, ...]:
 def of_run(recorded: Recorded) -> Circumstances:
     """What is known of the run."""
     record = recorded.record
-    pins = _read_pins(recorded)
+    python, digest, packages = _pins(recorded)
     return Circumstances(
         host=record.host,
-        python=pins.python,
+        python=python,
         version=record.version,
         executable=record.executable,
-        digest=pins.digest,
-        packages=pins.packages,
+        digest=digest,
+        packages=packages,
         commit=recorded.tags.get("mlflow.source.git.commit", ""),
         dirty=_truth(recorded.tags.get("mlflow.source.git.dirty", "")),
         cwd=record.cwd,
@@ -121,29 +125,20 @@ def _is_built(executable: str) -> bool:
     return Path(executable).is_relative_to(load_settings().environments_path)
 
 
-def _probe(executable: str) -> Found | None:
+def _probe(executable: str) -> Chosen | None:
     """Ask another Python for its packages; None when it does not tell, as one with an older sgpu-magic."""
     command = [executable, "-m", "sgpu_magic.runs.replay.circumstances"]
     try:
         answer = subprocess.run(
             command, capture_output=True, timeout=_PROBE_S, check=True, stdin=subprocess.DEVNULL
         ).stdout
-        return msgspec.json.decode(answer, type=Found)
+        return msgspec.json.decode(answer, type=Chosen)
     except (OSError, subprocess.SubprocessError, msgspec.MsgspecError):
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Pins:
-    """A run's packages as they were recorded."""
-
-    python: str
-    digest: str
-    packages: dict[str, str]
-
-
-def _read_pins(recorded: Recorded) -> _Pins:
-    """What the run's requirements file and its spec say."""
+def _pins(recorded: Recorded) -> tuple[str, str, dict[str, str]]:
+    """A run's Python, the digest of its packages and their versions, as its requirements file and its spec say."""
     python, digest, packages = "", recorded.spec.environment, dict[str, str]()
     path = recorded.requirements
     for line in path.read_text(errors="replace").splitlines() if path is not None else ():
@@ -157,7 +152,7 @@ def _read_pins(recorded: Recorded) -> _Pins:
         versions = [each.version for each in pin.specifier if each.operator in ("==", "===")]
         if len(versions) == 1:
             packages[canonicalize_name(pin.name)] = versions[0]
-    return _Pins(python, digest, packages)
+    return python, digest, packages
 
 
 def _truth(text: str) -> bool | None:
@@ -237,23 +232,9 @@ def _listed(items: list[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-class Found(msgspec.Struct, frozen=True):
-    """A Python.
-
-    Args:
-        interpreter: As its zygote is started and keyed.
-        digest: Of its packages.
-    """
-
-    interpreter: Interpreter
-    digest: str
-
-
 def main() -> None:
-    from sgpu_magic.client.interpreter import this_interpreter
-    from sgpu_magic.packages.snapshot import take_snapshot
-
-    found = Found(this_interpreter(), take_snapshot().digest)
+    """Say what this Python is and has, for a replay under another one."""
+    found = Chosen(interpreter=this_interpreter(), digest=take_snapshot().digest)
     sys.stdout.buffer.write(msgspec.json.encode(found))
 
 

@@ -1,18 +1,25 @@
-"""What a run's directory has of it, read for a replay. Nothing is unpickled here."""
+"""A recorded run becomes what is submitted again: its directory is read, and nothing is unpickled here."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
+from sgpu_magic.client.attachments import Stand
+from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.run_directory import EventFile
+from sgpu_magic.options.asked import ReplayOptions, Wishes
 from sgpu_magic.payload.pack import Packed
+from sgpu_magic.runs.replay import circumstances
+from sgpu_magic.runs.submit.placing import Found
+from sgpu_magic.runs.submit.spec import PackedCode, Submission, describe
+from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.wire.attachments import PackedLayout
 from sgpu_magic.wire.events import Described, RanksStarted, RunEnded
 from sgpu_magic.wire.files import KEY, PAYLOAD, REQUIREMENTS
@@ -162,3 +169,81 @@ def _told(directory: Path) -> _Told:
         # a log that is damaged tells what it has before that
         return told
     return told
+
+
+# ---------------------------------------------------------------- submitted again
+
+
+def prepare_replay(place: Workplace, recorded: Recorded, options: ReplayOptions) -> Submission:
+    """Make a submission of a recorded run. What differs from then stands in its notes. Nothing has started.
+
+    Args:
+        place: This process's.
+        recorded: The run.
+        options: What may differ.
+
+    Raises:
+        UsageError: A variable that the run was given is not set here.
+        PoolError: The pool can't be reached or started.
+    """
+    spec = recorded.spec
+    kept_settings = place.pool.apply_settings()
+    missing = [name for name in spec.env_names if name not in os.environ and name not in options.variables]
+    if missing:
+        listed, first = ", ".join(missing), missing[0]
+        raise UsageError(
+            f"run {short(spec.run_id)} was given the variables {listed} by --env, whose values are never written down, "
+            f"and they are not set here. Set them before the replay, or add --env {first}=VALUE."
+        )
+    then = circumstances.of_run(recorded)
+    chosen = circumstances.choose(recorded, then.digest, here=options.here)
+    cwd = recorded.record.cwd if Path(recorded.record.cwd).is_dir() else os.getcwd()
+    now = circumstances.of_replay(chosen, cwd, then.packages)
+    notes = [f"a replay of run {short(spec.run_id)}", *circumstances.differences(then, now), *_gone_variables(spec)]
+    if spec.session:
+        notes.append("it ran in a session: what earlier cells had set on its ranks is not here")
+    notes += filter(None, [kept_settings])
+    placement = msgspec.structs.replace(
+        spec.placement,
+        ranks=options.ranks or len(spec.rank_numbers),
+        device_type=options.device_type or spec.placement.device_type,
+        stand_in=place.current_settings().stand_in == "cpu",
+    )
+    code = PackedCode(
+        spec.kind,
+        spec.name,
+        spec.cell,
+        recorded.packed,
+        recorded.key,
+        spec.outputs,
+        msgspec.structs.replace(spec.shipped, seconds=0.0, notes=()),
+        spec.parameters,
+    )
+    given = {name: os.environ.get(name, "") for name in spec.env_names}
+    asked = replace(
+        options,
+        variables={**given, **options.variables},
+        timeout_s=options.timeout_s or spec.timeout_s or SEVEN_DAYS_S,
+        grace_s=spec.grace_s,
+        retries=spec.retries,
+        retry_any=spec.retry_any,
+        wishes=Wishes(env_version=chosen.env_version, allow_build=True) if chosen.env_version else Wishes(),
+        profile=spec.profile,
+        max_cost=spec.max_cost,
+    )
+    submission = describe(place, code, asked, Found(place.pool, placement, tuple(notes)))
+    # the packages of a Python that is not this process's are known already
+    environment = chosen.digest if chosen.interpreter is not None else ""
+    return replace(
+        submission,
+        spec=msgspec.structs.replace(submission.spec, environment=environment, replay_of=spec.run_id),
+        interpreter=chosen.interpreter,
+        stand=Stand(cwd, circumstances.path_of(recorded, chosen)),
+    )
+
+
+def _gone_variables(spec: RunSpec) -> list[str]:
+    """Variables that had travelled with the run, and that are not set here."""
+    travelled = (*spec.variable_names, *spec.secret_names)
+    gone = sorted({name for name in travelled if name not in os.environ and name not in spec.env_names})
+    return [f"variables that the run had and that are not set here: {', '.join(gone)}"] if gone else []

@@ -2,16 +2,15 @@
 
 lifetime        a session from its submission to its end: its state, waiting for it, ending it
 session         the handle: cells, calls, names, and ranks that are replaced
-connecting      how one begins
-registry        this process's sessions by name, and the current one
-cells           what is submitted to one
-run_in          a prepared cell, call or transfer runs in one
+registry        this process's sessions: begun, by name, the current one, ended
+fit             whether a session is what is asked for
+run_in          what is submitted to one, and how it runs there
 namespace_sync  which of the notebook's names go along
 """
 
 from __future__ import annotations
 
-from sgpu_magic.runs.sessions.connecting import connect
+from sgpu_magic.runs.sessions.registry import connect
 from sgpu_magic.runs.sessions.session import Session
 
 __all__ = ["Session", "connect"]

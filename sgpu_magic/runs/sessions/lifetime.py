@@ -15,8 +15,9 @@ import msgspec
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.errors import SessionError
 from sgpu_magic.options.values import format_ranks, optional_s
-from sgpu_magic.runs.follow import run_loop
+from sgpu_magic.runs.follow import outcome
 from sgpu_magic.runs.follow.background import Background
+from sgpu_magic.runs.follow.run_loop import Followed
 from sgpu_magic.runs.notebook import cell_number
 from sgpu_magic.runs.submit.placing import Found
 from sgpu_magic.runs.workplace import Workplace
@@ -45,7 +46,7 @@ class Lifetime:
         variables: Set on its ranks beside this process's environment.
     """
 
-    def __init__(self, place: Workplace, followed: run_loop.Followed, variables: Mapping[str, str]) -> None:
+    def __init__(self, place: Workplace, followed: Followed, variables: Mapping[str, str]) -> None:
         spec = followed.run.spec
         self.place = place
         self.name = spec.name
@@ -60,7 +61,7 @@ class Lifetime:
         self._moved = threading.Condition()
         self._waiters: list[Callable[[], None]] = []
         followed = replace(followed, heard=self._heard)
-        self._follower = Background("sgpu-session", lambda stopped: run_loop.show(followed, RunState.QUEUED, stopped))
+        self._follower = Background("sgpu-session", lambda stopped: outcome.show(followed, RunState.QUEUED, stopped))
 
     # ------------------------------------------------------------ what it is
 
@@ -159,7 +160,7 @@ class Lifetime:
     def _ipython_display_(self) -> None:
         """Show nothing where its view stands below the cell already; else it is drawn like any value."""
         shown, self.shown_in = self.shown_in, None
-        if shown is None or shown != current_cell(self.place):
+        if shown is None or shown != cell_number(self.place.shell):
             raise NotImplementedError
 
     def _repr_html_(self) -> str:
@@ -291,8 +292,3 @@ class Lifetime:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._until(lambda: self.has_ended), _CLOSE_PATIENCE_S)
         await asyncio.get_running_loop().run_in_executor(None, self._release)
-
-
-def current_cell(place: Workplace) -> object:
-    """Something that tells the cell that runs now from others; None outside of a notebook."""
-    return cell_number(place.shell) if place.shell is not None else None

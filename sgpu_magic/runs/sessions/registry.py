@@ -1,31 +1,148 @@
-"""This process's sessions: by name, and the one that cells run in when they name none."""
+"""This process's sessions: begun, known by name, the one that cells run in when they name none, and ended."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from sgpu_magic.errors import SessionError, UsageError
+from sgpu_magic.options.asked import SessionOptions
+from sgpu_magic.options.python_form import EnvVersion, of_session
+from sgpu_magic.options.values import Upload
+from sgpu_magic.packages.snapshot import take_snapshot
+from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, PYTHON_WAYS, placed
 from sgpu_magic.runs.sessions.session import Session
+from sgpu_magic.runs.submit.spec import describe, nothing_packed
+from sgpu_magic.runs.submit.submit import submit
+from sgpu_magic.runs.workplace import Workplace, workplace
+from sgpu_magic.wire.states import RunKind
 
 # a restart is not to wait for a pool that does not answer
 _RESTART_PATIENCE_S = 0.5
+# a cell and the panel may connect at the same time, and there is one session of a name
+_beginning = threading.Lock()
 _lock = threading.RLock()
 _sessions: dict[str, Session] = {}
 _ends: list[Callable[[], None]] = []
 
 
+# ---------------------------------------------------------------- how one begins
+
+
+def connect(
+    gpus: int | None = None,
+    gpu_type: str | None = None,
+    *,
+    name: str = "",
+    idle: float | str | None = None,
+    wait: float | str | None = None,
+    timeout: float | str | None = None,
+    env: Mapping[str, str] | None = None,
+    env_version: EnvVersion | None = None,
+    torch: str | None = None,
+    allow_build: bool = False,
+    track: bool | None = None,
+    upload: Upload = (),
+    max_cost: float | None = None,
+    allow_busy: bool = False,
+    min_memory: str | float | None = None,
+    nodes: int | None = None,
+    placement: str | None = None,
+    pool: str = "",
+    ui: str = "none",
+) -> Session:
+    """Connect: take devices and start ranks that stay. Returns at once; a context manager, and `await`able.
+
+        with sgpu_magic.connect(4, "a10") as session:
+            session.push(cfg=cfg)
+            session.run("model = build(cfg).to(device)")
+            losses = session.call(train, epochs=3)
+
+    Args:
+        gpus: Ranks, one per GPU. Default: 2 on CPU, else all GPUs of the pool's one type.
+        gpu_type: `"a10"`, `"h100"` ..., `"cpu"` or `"any"` (default: what the pool has).
+        name: Its name (default: `main`).
+        idle: It ends after so long without a cell, seconds or a text such as `"60m"`; 0 never (default: the
+            setting `session_idle_s`, an hour).
+        wait: Longest time in the queue, 0 to get the devices now or fail (default: as long as it takes).
+        timeout: Longest time that it may last (default and most: 7 days).
+        env: Variables to set on the ranks.
+        env_version: The ranks' packages: `"4"`, `"ai-4"`, a requirements or pylock file, or one that `%sgpu_env` has
+            saved; `"none"` for this notebook's or program's own (default: the setting `env_version`, else `"none"`).
+        torch: Where packages are installed for the run: `"node"` uses the node's torch (default), `"mine"` installs
+            the notebook's.
+        allow_build: Packages without a wheel may be built from source for the run.
+        track: False: it does not become an MLflow run (default: the setting `track`).
+        upload: A folder or file, or several, that the ranks find there too: `sgpu_magic.runtime.upload_path("data")`.
+        max_cost: It is ended before it costs more, in the currency of the settings (default: no limit).
+        allow_busy: Also take GPUs that other programs use.
+        min_memory: Memory of each device, `"40GB"` or bytes; without `gpu_type` the cheapest type that has it.
+        nodes: Nodes that the ranks are spread over evenly (default: the pool's choice).
+        placement: `"pack"` on as few nodes as can be (default), `"strict_pack"` on one, `"spread"` over many.
+        pool: The pool's name, or `"reserved"` or `"on-demand"` for any such (default: the setting `pool`, else a
+            reserved pool that has the type, an on-demand one, this machine's own).
+        ui: How the session itself is shown: `"auto"`, `"widget"`, `"text"` or `"none"`.
+
+    Raises:
+        UsageError: Something can't be meant, or a session of that name is connected.
+        CapacityError: The pool can't give the devices.
+        PoolError: The pool can't be reached.
+    """
+    options = of_session(locals())
+    place = workplace()
+    place.wanted_pool(pool)
+    return begin(place, options, ui, PYTHON_WAYS)
+
+
+def begin(
+    place: Workplace, options: SessionOptions, ui: str, ways: str = MAGIC_WAYS, *, of_cell: bool = True
+) -> Session:
+    """Submit a session and make it the current one. May be called by any thread; two do not get in each other's way.
+
+    Args:
+        place: This process's runs.
+        options: What is asked for; the notebook's choice fills in what they leave open.
+        ui: How the session itself is shown.
+        ways: As of `with_choice`.
+        of_cell: The cell that is running asks for it.
+
+    Raises:
+        UsageError: A session of that name is connected.
+    """
+    with _beginning:
+        name = options.name
+        known = find(name)
+        if known is not None:
+            raise UsageError(
+                f"session {name} is connected already ({known.ranks} ranks). End it first (`%sgpu_disconnect {name}`, "
+                "or close()), or give the new one another name."
+            )
+        options, found = placed(place, options, ways)
+        if options.idle_s is None:
+            options = replace(options, idle_s=place.current_settings().session_idle_s)
+        code = nothing_packed(place, RunKind.SESSION, name)
+        submission = describe(place, code, options, found, of_cell=of_cell)
+        # its ranks begin with these; after the submission an interrupt would find a session that nobody knows of yet
+        packages = take_snapshot()
+        run = submit(found.pool, submission)
+        followed = place.followed(run, ui, error_follows=False)
+        session = Session(place, followed, options.variables, options.wishes, packages)
+        add(session)
+        if place.restarts is not None:
+            place.restarts.before = end_for_restart
+        return session
+
+
+# ---------------------------------------------------------------- those that there are
+
+
 def add(session: Session) -> None:
-    """From now on it is known by its name, and the current one."""
+    """From now on it is known by its name, and cells that name no session run in it."""
     with _lock:
         _sessions.pop(session.name, None)
         # the last one is the current one
         _sessions[session.name] = session
-
-
-def make_current(session: Session) -> None:
-    """Cells that name no session run in this one."""
-    add(session)
 
 
 def find(name: str) -> Session | None:

@@ -1,19 +1,27 @@
-"""A prepared cell runs in its session: handed over, followed to its end, and what it has set is remembered."""
+"""What runs in a session: a cell, a call, names to set on its ranks, names to bring back. What it has set is known."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.client.run import Run
 from sgpu_magic.errors import RunCancelled, SessionError
+from sgpu_magic.options.asked import RunOptions
 from sgpu_magic.options.values import format_ranks
-from sgpu_magic.runs.follow import run_loop
-from sgpu_magic.runs.sessions.cells import Prepared, prepare_push
+from sgpu_magic.payload.digest import Fingerprint
+from sgpu_magic.payload.namespace import collect
+from sgpu_magic.runs.sessions.namespace_sync import Effects, Plan
+from sgpu_magic.runs.submit.cell_source import pack_cell, read_cell
+from sgpu_magic.runs.submit.pack_call import pack_call
+from sgpu_magic.runs.submit.spec import PackedCode, Submission, describe, nothing_packed, pack
 from sgpu_magic.runs.submit.submit import let_go, submit
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.wire.rank import RankQuestion
+from sgpu_magic.wire.run import CellSource, OutputName
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 if TYPE_CHECKING:
@@ -26,6 +34,127 @@ _ASK_TIMEOUT_S = 0.3
 _END_PATIENCE_S = 0.5
 # the session tells of a death at once
 _DEATH_PATIENCE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Ready to be submitted to a session.
+
+    Args:
+        submission: The run.
+        plan: What goes along, and what has to go before.
+        effects: What it may do to the ranks' names.
+    """
+
+    submission: Submission
+    plan: Plan
+    effects: Effects
+
+
+# ---------------------------------------------------------------- what is submitted
+
+
+def prepare_cell(session: Session, magic_line: str, body: str, options: RunOptions) -> Prepared:
+    """Read a cell and pack it. Nothing has started when this raises.
+
+    Args:
+        session: The session.
+        magic_line: The magic's own line, "" where the body is the whole cell.
+        body: The code.
+        options: What is asked for.
+
+    Raises:
+        CellSyntaxError: It does not compile.
+        UsageError: An option names what does not exist.
+        SerializationError: A variable can't leave the notebook.
+    """
+    place, ranks = session.place, session.ranks_of(options.only)
+    cell = read_cell(place, magic_line, body, options)
+    plan = session.shipping.plan(cell.read, place.namespace, ranks, options.exclude)
+    theirs = session.shipping.own_names(ranks)
+    code = pack_cell(place, cell, options, names=plan.names, stay=plan.stay, not_own=theirs, notes=plan.notes)
+    return _prepared(session, code, options, plan, Effects(cell.names.stored, cell.names.deleted))
+
+
+def prepare_call(
+    session: Session,
+    function: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    options: RunOptions,
+) -> Prepared:
+    """Check and pack a function's call.
+
+    Raises:
+        TypeError: The arguments do not fit the function.
+        SerializationError: The function or an argument can't leave this process.
+    """
+    place = session.place
+    needed = Fingerprint((function, args, dict(kwargs)), place.namespace)
+    needed.forget_parts()
+    ranks = session.ranks_of(options.only)
+    plan = session.shipping.plan(needed.needs, place.namespace, ranks, options.exclude)
+    code = pack_call(place, function, args, kwargs, options, stay=plan.stay)
+    return _prepared(session, code, options, plan, Effects(needed.stores))
+
+
+def prepare_push(
+    session: Session,
+    names: tuple[str, ...],
+    values: Mapping[str, object],
+    only: tuple[int, ...] = (),
+    exclude: frozenset[str] = frozenset(),
+) -> Prepared:
+    """Pack names to be set on the ranks, whatever the ranks have under them.
+
+    Args:
+        session: The session.
+        names: Names of the notebook.
+        values: Further names, with values that the notebook does not have.
+        only: The ranks; empty means all.
+        exclude: Names that the values read and that the ranks keep their own of.
+
+    Raises:
+        UsageError: The notebook has no such name.
+        SerializationError: A value can't leave the notebook.
+    """
+    begin = time.perf_counter()
+    place = session.place
+    namespace = place.namespace
+    collect((), namespace, extra=names)
+    plan = session.shipping.plan(names, namespace, session.ranks_of(only))
+    chosen = {**{name: namespace[name] for name in names}, **values}
+    stay = plan.stay.difference(chosen).union(exclude.difference(chosen))
+    name = f"push {', '.join(chosen)}"
+    code = pack(place, RunKind.PUSH, name, CellSource(body=""), chosen, begin=begin, exclude=stay)
+    return _prepared(session, code, RunOptions(only=only), plan)
+
+
+def prepare_pull(session: Session, outputs: tuple[OutputName, ...], only: tuple[int, ...] = ()) -> Prepared:
+    """Describe names to bring back.
+
+    Args:
+        session: The session.
+        outputs: The names; of one rank the lowest that takes part.
+        only: The ranks; empty means all.
+    """
+    place = session.place
+    if not only and not any(output.all_ranks for output in outputs):
+        # the others need not be free for it
+        only = (0,)
+    plan = session.shipping.plan((), place.namespace, session.ranks_of(only))
+    name = f"pull {', '.join(output.name for output in outputs)}"
+    return _prepared(session, nothing_packed(place, RunKind.PULL, name, outputs), RunOptions(only=only), plan)
+
+
+def _prepared(
+    session: Session, code: PackedCode, options: RunOptions, plan: Plan, effects: Effects | None = None
+) -> Prepared:
+    submission = describe(session.place, code, options, session.lends(None), session)
+    return Prepared(submission, plan, effects or Effects())
+
+
+# ---------------------------------------------------------------- how it runs
 
 
 def run_in(
@@ -47,16 +176,15 @@ def run_in(
     place = session.place
     run, prepared = start_in(session, prepare)
     try:
-        # inside, for a place to show it is made here: an interrupt now must not leave a run that nobody follows
-        followed = place.followed(run, ui)
-        try:
-            result = run_loop.bring_back(followed, place.namespace, place.restarts, session.interrupts, into)
-        except RunCancelled as error:
-            raise _with_the_dead(session, error) from None
-        finally:
-            settle(session, prepared, followed.view)
-    finally:
-        let_go(session.pool, run)
+        result = place.bring_back(
+            run,
+            ui,
+            interrupts=session.interrupts,
+            into=into,
+            over=lambda view: settle(session, prepared, view),
+        )
+    except RunCancelled as error:
+        raise _with_the_dead(session, error) from None
     if result is None:
         raise RunCancelled(f"run {run.run_id[:8]} was detached and goes on without this cell.", run_id=run.run_id)
     if into is None and run.spec.outputs and run.spec.kind is not RunKind.CALL:

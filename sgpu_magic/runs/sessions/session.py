@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -11,12 +10,12 @@ from typing import Any
 
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import SerializationError, UsageError
-from sgpu_magic.options.asked import Wishes
+from sgpu_magic.options.asked import RunOptions, Wishes
 from sgpu_magic.options.values import format_ranks, outputs_from, ranks_from, timeout_s
 from sgpu_magic.packages.distributions import Snapshot
-from sgpu_magic.runs.follow import run_loop
+from sgpu_magic.runs.follow.run_loop import Followed
 from sgpu_magic.runs.follow.stop import Interrupts
-from sgpu_magic.runs.sessions import cells, run_in
+from sgpu_magic.runs.sessions import run_in
 from sgpu_magic.runs.sessions.lifetime import Lifetime
 from sgpu_magic.runs.sessions.namespace_sync import Shipping
 from sgpu_magic.runs.sessions.run_in import names_on, push
@@ -49,7 +48,7 @@ class Session(Lifetime):
     def __init__(
         self,
         place: Workplace,
-        followed: run_loop.Followed,
+        followed: Followed,
         variables: Mapping[str, str],
         wishes: Wishes,
         packages: Snapshot,
@@ -90,20 +89,20 @@ class Session(Lifetime):
             SessionError: The session can't take it.
             Exception: What the culprit rank raised.
         """
-        cell = cells.SessionCell(
-            body=code,
+        options = RunOptions(
             name=name,
             only=self.only(ranks),
             outputs=outputs_from(out),
             reload=reload,
             timeout_s=timeout_s("timeout", timeout),
+            ui=ui,
         )
-        return self.run_cell(cell, ui)
+        return self.run_cell("", code, options)
 
-    def run_cell(self, cell: cells.SessionCell, ui: str = "auto") -> RunResult:
+    def run_cell(self, magic_line: str, body: str, options: RunOptions) -> RunResult:
         """Run a cell on its ranks; as `run`."""
         self.checked()
-        return run_in.run_in(self, lambda: cells.prepare_cell(self, cell), ui)
+        return run_in.run_in(self, lambda: run_in.prepare_cell(self, magic_line, body, options), options.ui)
 
     def call(
         self,
@@ -127,8 +126,8 @@ class Session(Lifetime):
             Exception: As `run`; TypeError when the arguments do not fit.
         """
         self.checked()
-        only = self.only(ranks)
-        return run_in.run_in(self, lambda: cells.prepare_call(self, function, args, kwargs, only=only)).values
+        options = RunOptions(only=self.only(ranks))
+        return run_in.run_in(self, lambda: run_in.prepare_call(self, function, args, kwargs, options)).values
 
     def push(self, *names: str, ranks: Iterable[int] | int | str | None = None, **values: Any) -> None:
         """Set names on its ranks, whatever they have under them.
@@ -146,7 +145,7 @@ class Session(Lifetime):
             raise UsageError('push() takes names or values to set: push("cfg"), push(lr=0.1).')
         self.checked()
         only = self.only(ranks)
-        run_in.run_in(self, lambda: cells.prepare_push(self, names, values, only), "auto" if names else "none")
+        run_in.run_in(self, lambda: run_in.prepare_push(self, names, values, only), "auto" if names else "none")
         self.shipping.set_on_ranks(values, self.place.namespace, self.ranks_of(only), pushed=True)
 
     def pull(self, *names: str, ranks: Iterable[int] | int | str | None = None) -> Any:
@@ -173,7 +172,7 @@ class Session(Lifetime):
     ) -> None:
         """Bring names back into `into`, or into the notebook where that is None."""
         self.checked()
-        run_in.run_in(self, lambda: cells.prepare_pull(self, outputs, only), ui, into)
+        run_in.run_in(self, lambda: run_in.prepare_pull(self, outputs, only), ui, into)
 
     def restart(self, *ranks: int) -> str:
         """Replace ranks by new processes; what the notebook had shipped to them is pushed again.
@@ -211,10 +210,6 @@ class Session(Lifetime):
         """
         track = self.wishes.track if wishes.track is None else wishes.track
         return replace(self.wishes, track=track, uploads=wishes.uploads)
-
-    def environ(self, variables: Mapping[str, str]) -> dict[str, str]:
-        """The ranks' environment: this process's now, with what was given beside it."""
-        return {**os.environ, **self.variables, **variables}
 
 
 def _restarted(session: Session, only: tuple[int, ...]) -> str:

@@ -1,52 +1,173 @@
-"""A cell's source as it is read before it runs: what it needs, and what it may leave behind."""
+"""A cell becomes what is shipped: its source is read, the names that it needs are found, and they are packed."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+import shlex
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from sgpu_magic.errors import CellSyntaxError
+import msgspec
+
+from sgpu_magic.errors import CellSyntaxError, UsageError
+from sgpu_magic.options.asked import RunOptions
+from sgpu_magic.payload.call import RANK_NAMES
 from sgpu_magic.payload.names import CellNames, names_in
+from sgpu_magic.payload.namespace import collect, submodules_read
+from sgpu_magic.runs.notebook import cell_number, future_flags
+from sgpu_magic.runs.submit import spec
+from sgpu_magic.runs.submit.spec import PackedCode
+from sgpu_magic.wire.run import CellSource, OutputName
+from sgpu_magic.wire.states import RunKind
+
+if TYPE_CHECKING:
+    from sgpu_magic.runs.workplace import Workplace
 
 _DEFINITION = re.compile(r"^(?:async\s+)?(?:def|class)\s+(\w+)", re.MULTILINE)
 _WORD = re.compile(r"[^\W\d]\w*")
-_HEAVY_BYTES = 100_000_000
 
 
-def read_cell(source: str, number: int | None, transform: Callable[[str], str] | None) -> CellNames:
-    """Return the names in a cell.
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A cell that was read.
 
     Args:
-        source: The cell, with its magic's line.
+        magic_line: The magic's own line, as it may be written down; "" where the body is the whole cell.
+        body: The code below it.
         number: The notebook's number of it; None from a program.
-        transform: The shell's `transform_cell`; IPython's stock one when left out.
+        names: What it reads, and what it may set.
+        read: The notebook's values that it reads, by name.
+        begin: When it was read, by the performance counter.
+    """
+
+    magic_line: str
+    body: str
+    number: int | None
+    names: CellNames
+    read: dict[str, object]
+    begin: float
+
+
+def read_cell(place: Workplace, magic_line: str, body: str, options: RunOptions) -> Cell:
+    """Find what a cell needs.
+
+    Args:
+        place: This process's runs; its namespace is the notebook's.
+        magic_line: The magic's own line; "" where the body is the whole cell.
+        body: The code below it.
+        options: What is shipped beside, and what stays.
 
     Raises:
         CellSyntaxError: It does not compile.
+        UsageError: An option names what does not exist.
     """
+    begin = time.perf_counter()
+    magic_line = without_values(magic_line)
+    number = cell_number(place.shell)
+    source = f"{magic_line}\n{body}" if magic_line else body
     try:
-        return names_in(source, transform=transform)
+        names = names_in(source, transform=transform_of(place.shell))
     except SyntaxError as error:
         raise _does_not_compile(error, source, number) from None
+    read = collect(names.read, place.namespace, extra=options.extra, exclude=options.exclude)
+    return Cell(magic_line, body, number, names, read, begin)
 
 
-def name_of(body: str, number: int | None) -> str:
-    """Return what to call a cell: the first function or class that it defines, else its number."""
-    found = _DEFINITION.search(body)
+def pack_cell(
+    place: Workplace,
+    cell: Cell,
+    options: RunOptions,
+    *,
+    names: Collection[str] | None = None,
+    stay: frozenset[str] = frozenset(),
+    not_own: Collection[str] = (),
+    notes: Iterable[str] = (),
+) -> PackedCode:
+    """Pack a cell with what it needs. What is left out is so for ranks that have nothing of the notebook.
+
+    Args:
+        place: This process's runs.
+        cell: The cell.
+        options: What is brought back, and what stays.
+        names: Those of its names that are shipped; None is all of them.
+        stay: Names that it reads and that the ranks have.
+        not_own: Names whose values on the ranks are not the notebook's.
+        notes: Sentences for the user.
+
+    Raises:
+        SerializationError: A variable can't leave the notebook.
+    """
+    code = spec.pack(
+        place,
+        RunKind.CELL,
+        _name_of(cell),
+        CellSource(
+            body=cell.body,
+            magic_line=cell.magic_line,
+            execution_count=cell.number,
+            future_flags=future_flags(place.shell),
+        ),
+        cell.read if names is None else {name: place.namespace[name] for name in names},
+        begin=cell.begin,
+        outputs=options.outputs,
+        exclude=stay.union(options.exclude),
+        submodules=submodules_read(_WORD.findall(cell.body), cell.read.values()),
+    )
+    hidden = (
+        f"the notebook's variable `{name}` hides the rank's own `{name}`: --exclude {name} gives that back"
+        for name in RANK_NAMES
+        if name in code.packed.names
+    )
+    own = {name: value for name, value in cell.read.items() if name not in not_own}
+    shipped = msgspec.structs.replace(code.shipped, notes=(*notes, *hidden))
+    return replace(code, shipped=shipped, parameters=spec.scalars(own))
+
+
+def check_outputs(cell: Cell, outputs: Iterable[OutputName]) -> None:
+    """Refuse what the cell can't return from new ranks, rather than run it for nothing.
+
+    Raises:
+        UsageError: It never sets a name that is to be brought back.
+    """
+    stored = cell.names.stored
+    if stored is None:
+        return
+    for output in outputs:
+        if output.name not in stored and output.name not in cell.read:
+            known = ", ".join(sorted(stored)) or "none"
+            raise UsageError(
+                f"--out names `{output.name}`, which the cell never sets. It sets: {known}. Set it in the cell or "
+                "take it out of --out."
+            )
+
+
+def has_code(body: str) -> bool:
+    """Whether a cell has more than blank lines and comments: else it would start ranks for nothing."""
+    return any(text and not text.startswith("#") for text in map(str.strip, body.splitlines()))
+
+
+def without_values(magic_line: str) -> str:
+    """The magic's line as it may be written down: values of --env are often secrets."""
+    words = shlex.split(magic_line, comments=True)
+    shown = [_without_value(word, before) for word, before in zip(words, ["", *words], strict=False)]
+    return " ".join(shown) if any(word == "--env" or word.startswith("--env=") for word in words) else magic_line
+
+
+def _without_value(word: str, before: str) -> str:
+    option, setting = ("--env=", word.removeprefix("--env=")) if word.startswith("--env=") else ("", word)
+    if not option and before != "--env":
+        return shlex.quote(word)
+    return f"{option}{shlex.quote(setting.partition('=')[0])}=***"
+
+
+def _name_of(cell: Cell) -> str:
+    """What to call a cell: the first function or class that it defines, else its number."""
+    found = _DEFINITION.search(cell.body)
     if found is not None:
         return found[1]
-    return "cell" if number is None else f"cell {number}"
-
-
-def words_in(body: str) -> list[str]:
-    """Return every identifier in the cell."""
-    return _WORD.findall(body)
-
-
-def heavy_names(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """Return the names, with their bytes, that are worth a word."""
-    return tuple((name, size) for name, size in sizes.items() if size > _HEAVY_BYTES)
+    return "cell" if cell.number is None else f"cell {cell.number}"
 
 
 def _does_not_compile(error: SyntaxError, source: str, number: int | None) -> CellSyntaxError:

@@ -1,5 +1,7 @@
 """Where a run is tracked: what the notebook's own MLflow says, else its variables, else the settings.
 
+With it goes the state of the git repository that the run is submitted from, found behind the submission's back.
+
 MLflow is never imported here: who has it in use has imported it.
 """
 
@@ -9,33 +11,42 @@ MLflow is never imported here: who has it in use has imported it.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from sgpu_magic.config import Settings
-from sgpu_magic.runs.submit.remote_inputs import working_directory
+from sgpu_magic.packages.secrets import without_url_credentials
+from sgpu_magic.runs.notebook import working_directory
+from sgpu_magic.runs.submit.spec import Submission
 from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunKind
 from sgpu_magic.wire.tracking import STORE_VARIABLES, Tracking, absolute_uri
 
-if TYPE_CHECKING:
-    from sgpu_magic.runs.submit.submit import Submission
+MOVE_NAMES = (RunKind.PUSH, RunKind.PULL)
+"""They move names between the notebook and a session's ranks, and are nobody's runs."""
 
-
-# they move names between the notebook and a session's ranks
-_NO_RUNS = (RunKind.PUSH, RunKind.PULL)
 _URI = "MLFLOW_TRACKING_URI"
 _FALLBACK_NAME = "notebook"
+
+Tags = tuple[tuple[str, str], ...]
+# a large repository on a network's disk takes longer, and then nothing is said
+_TIMEOUT_S = 2.0
+_FRESH_S = 5.0
+_COMMAND = ("git", "-c", "core.fsmonitor=false", "--no-optional-locks")
 
 
 def place_of(settings: Settings, spec: RunSpec, submission: Submission) -> tuple[RunSpec, Tracking | None]:
     """Return the run's spec with what tracking adds to it, and where it is tracked; None where it is not."""
     asked = submission.wishes.track
     track = settings.track if asked is None else "all" if asked else "off"
-    if spec.kind in _NO_RUNS or track == "off":
+    if spec.kind in MOVE_NAMES or track == "off":
         return spec, None
     environ = submission.environ
     own = _own_place(environ, given=_URI in submission.given)
@@ -118,3 +129,102 @@ def _experiment_name(spec: RunSpec) -> str:
         main: Any = sys.modules.get("__main__")
         file = getattr(main, "__file__", None) or ""
     return os.path.splitext(os.path.basename(file))[0] or _FALLBACK_NAME
+
+
+# ---------------------------------------------------------------- the git repository
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What was found in a directory.
+
+    Args:
+        tags: As MLflow names them; none where there is no repository, or no git.
+        at: When, by the monotonic clock.
+    """
+
+    tags: Tags
+    at: float
+
+
+class GitStates:
+    """Finds the state of repositories, each at most once in a few seconds."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, _Seen] = {}
+        self._waiting: list[tuple[str, Callable[[Tags], None]]] = []
+        self._lock = threading.Lock()
+        self._works = False
+
+    def tell(self, directory: str, told: Callable[[Tags], None]) -> None:
+        """Call `told` with the directory's state: at once when it is known, else soon, from a thread."""
+        seen = self._seen.get(directory)
+        if seen is not None and time.monotonic() - seen.at < _FRESH_S:
+            if seen.tags:
+                told(seen.tags)
+            return
+        with self._lock:
+            self._waiting.append((directory, told))
+            begins, self._works = not self._works, True
+        if begins:
+            threading.Thread(target=self._work, name="sgpu-git", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._works = False
+                    return
+                waiting, self._waiting = self._waiting, []
+            found: dict[str, Tags] = {}
+            for directory, told in waiting:
+                if directory not in found:
+                    found[directory] = git_tags(directory)
+                    self._seen[directory] = _Seen(found[directory], time.monotonic())
+                if found[directory]:
+                    told(found[directory])
+
+
+def git_tags(directory: str) -> Tags:
+    """Ask git for commit, branch, whether anything has changed, and where the repository comes from.
+
+    Returns:
+        Nothing where there is no git, no repository, or no answer in time.
+    """
+    lines = _git(directory, "status", "--porcelain=v2", "--branch", "--untracked-files=normal")
+    if lines is None:
+        return ()
+    heads = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# branch.") and " " in line[2:])
+    commit, branch = heads.get("branch.oid", ""), heads.get("branch.head", "")
+    if commit in ("", "(initial)"):
+        return ()
+    tags = [("mlflow.source.git.commit", commit)]
+    if branch and branch != "(detached)":
+        tags.append(("mlflow.source.git.branch", branch))
+    tags.append(("mlflow.source.git.dirty", "true" if any(not line.startswith("#") for line in lines) else "false"))
+    if url := _git(directory, "config", "--get", "remote.origin.url"):
+        tags.append(("mlflow.source.git.repoURL", without_url_credentials(url[0])))
+    return tuple(tags)
+
+
+def _git(directory: str, *arguments: str) -> list[str] | None:
+    """The lines that git writes; None where there is no git, and when it has failed or takes too long."""
+    try:
+        done = subprocess.run(
+            [*_COMMAND, *arguments],
+            cwd=directory,
+            env={**os.environ, "LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.splitlines()
+
+
+states = GitStates()

@@ -3,57 +3,32 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, NoReturn
 
+import msgspec
+
 from sgpu_magic.errors import SerializationError, UsageError
+from sgpu_magic.options.asked import RunOptions
 from sgpu_magic.payload.call import RANK_NAMES, FunctionCall, RankValue, name_of
-from sgpu_magic.payload.namespace import cell_sources
-from sgpu_magic.payload.pack import Packed, new_key, pack_namespace
-from sgpu_magic.runs.notebook import cell_number, cell_numbers
-from sgpu_magic.runs.submit.redact import Parameters, scalars
+from sgpu_magic.payload.pack import Packed
+from sgpu_magic.runs.notebook import cell_number
+from sgpu_magic.runs.submit.spec import PackedCode, pack, scalars
 from sgpu_magic.runs.workplace import Workplace
-from sgpu_magic.wire.run import CellSource, OutputName, Shipped
+from sgpu_magic.wire.run import CellSource, OutputName
+from sgpu_magic.wire.states import RunKind
 
 CALL_NAME = "__sgpu_call__"
 RESULT_NAME = "__sgpu_result__"
-OUTPUTS = (OutputName(RESULT_NAME, all_ranks=True),)
-"""What a call's run returns: one value from each rank, under this name."""
-
-OUTPUTS_OF_DRIVER = (OutputName(RESULT_NAME),)
-"""The same of a run with its own Ray cluster: rank 0's alone."""
 
 _BODY = f"{RESULT_NAME} = {CALL_NAME}()\n"
-_HEAVY_BYTES = 100_000_000
 _ARGUMENT = re.compile(rf"`?{CALL_NAME}\.(?:args\[(\d+)\]|kwargs\['(\w+)'\])")
 # a call's own record has no name that could be excluded
 _EXCLUDE = re.compile(rf",? or keep the name out with --exclude {CALL_NAME}")
-
-
-@dataclass(frozen=True, slots=True)
-class PackedCall:
-    """A function's call, ready to be described by a `RunSpec` of kind CALL.
-
-    Args:
-        name: The function's name.
-        cell: What the ranks execute.
-        packed: What is shipped.
-        key: The run's HMAC key.
-        shipped: What is said of it.
-        parameters: Its arguments that are scalars.
-    """
-
-    name: str
-    cell: CellSource
-    packed: Packed
-    key: bytes
-    shipped: Shipped
-    parameters: Parameters
 
 
 def pack_call(
@@ -61,9 +36,10 @@ def pack_call(
     function: Callable[..., object],
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
+    options: RunOptions,
     *,
-    exclude: tuple[str, ...] = (),
-) -> PackedCall:
+    stay: frozenset[str] = frozenset(),
+) -> PackedCode:
     """Check a call's arguments and pack it. Nothing has started when this raises.
 
     Functions and classes of the notebook or the script itself go by value into the ranks' namespace, with the names
@@ -74,7 +50,8 @@ def pack_call(
         function: What every rank calls.
         args: Positional arguments.
         kwargs: Keyword arguments.
-        exclude: Names of the namespace that stay here.
+        options: Which names of the namespace stay here, and whether rank 0 alone runs it.
+        stay: Names that it reads and that the ranks have.
 
     Raises:
         TypeError: The arguments do not fit the function.
@@ -87,24 +64,26 @@ def pack_call(
         raise UsageError(f"{name} can't be called: give a function, or anything else with parentheses behind it.")
     bound_args, bound_kwargs = bind(function, args, kwargs)
     call = FunctionCall(by_reference(function), bound_args, bound_kwargs)
-    key = new_key()
     try:
-        packed = pack_namespace({CALL_NAME: call}, place.namespace, key, exclude=frozenset(exclude))
+        code = pack(
+            place,
+            RunKind.CALL,
+            name,
+            CellSource(body=_BODY, execution_count=cell_number(place.shell)),
+            {CALL_NAME: call},
+            begin=begin,
+            # with a Ray cluster of its own it runs in rank 0 alone
+            outputs=(OutputName(RESULT_NAME, all_ranks=not options.ray),),
+            exclude=stay.union(options.exclude),
+        )
     except SerializationError as error:
         raise SerializationError(_in_the_calls_words(error.message, name, function)) from error
-    sizes = {_shown(label, name): size for label, size in packed.sizes.items()}
-    shipped = Shipped(
-        names=_shipped_names(packed, name, has_arguments=bool(args or kwargs)),
-        total_bytes=packed.total_bytes,
-        seconds=time.perf_counter() - begin,
-        heavy=tuple((label, size) for label, size in sizes.items() if size > _HEAVY_BYTES),
+    shipped = msgspec.structs.replace(
+        code.shipped,
+        names=_shipped_names(code.packed, name, has_arguments=bool(args or kwargs)),
+        heavy=tuple((_shown(label, name), size) for label, size in code.shipped.heavy),
     )
-    cell = CellSource(
-        body=_BODY,
-        execution_count=cell_number(place.shell) if place.shell is not None else None,
-        linecache=cell_sources(packed.files, cell_numbers(place.shell)),
-    )
-    return PackedCall(name, cell, packed, key, shipped, scalars(arguments(function, args, kwargs)))
+    return replace(code, shipped=shipped, parameters=scalars(arguments(function, args, kwargs)))
 
 
 def by_reference(function: Callable[..., object]) -> Callable[..., object]:
@@ -261,8 +240,3 @@ def _parameter(function: Callable[..., object], index: int) -> str:
         return names[index]
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
     return f"{rest}[{index - len(names)}]"
-
-
-def environ_with(variables: Mapping[str, str]) -> dict[str, str]:
-    """The ranks' environment: this process's, with what was given beside it."""
-    return {**os.environ, **variables}

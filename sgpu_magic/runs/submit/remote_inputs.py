@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from sgpu_magic.client.attachments import Attachments
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.config import Settings
 from sgpu_magic.packages import known_mismatches
+from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.packages.variables import travelling
 from sgpu_magic.runs import packages
-from sgpu_magic.runs.submit.redact import without_secrets
+from sgpu_magic.runs.notebook import working_directory
+from sgpu_magic.runs.submit.spec import Submission, without_secrets
 from sgpu_magic.wire.attachments import CodeBundle, Environment
 from sgpu_magic.wire.run import CellSource, RunSpec
 from sgpu_magic.wire.states import RunKind
@@ -25,7 +28,6 @@ if TYPE_CHECKING:
     from sgpu_magic.options.asked import Wishes
     from sgpu_magic.packages.bundle import Bundles
     from sgpu_magic.packages.local_code import LocalCode
-    from sgpu_magic.runs.submit.submit import Submission
 
 
 _OWN_PACKAGES = ("", "none")
@@ -47,30 +49,14 @@ class _Sent:
 
 
 _sent: dict[str, _Sent] = {}
+_bundles: dict[Path, Bundles] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Luggage:
-    """What goes along.
-
-    Args:
-        spec: The run's, with the digests of what goes along and no secret in it.
-        environ: The ranks' variables.
-        environment: Their packages; None where the kernel's Python is used and nothing is known of its packages yet.
-        code: Bundles of local code.
-        elsewhere: The nodes do not see this machine's files.
-        cell: The cell as it is to be run; None where that is the spec's.
-    """
-
-    spec: RunSpec
-    environ: dict[str, str]
-    environment: Environment | None = None
-    code: tuple[CodeBundle, ...] = ()
-    elsewhere: bool = False
-    cell: CellSource | None = None
+Inputs = tuple[RunSpec, dict[str, str], Attachments]
+"""The spec with the digests of what goes along and no secret in it, the ranks' variables, and what goes along."""
 
 
-def pack_up(pool: Pool, settings: Settings, submission: Submission) -> Luggage:
+def inputs_of(pool: Pool, settings: Settings, submission: Submission) -> Inputs:
     """Gather what the run's ranks need and the pool's nodes may not have.
 
     Where they see this machine's files and no other packages were asked for that is nothing: less than 0.1 ms.
@@ -87,31 +73,28 @@ def pack_up(pool: Pool, settings: Settings, submission: Submission) -> Luggage:
         PoolError: The pool can't be started or reached.
     """
     spec, cell = without_secrets(submission.spec, submission.environ)
+    along = Attachments(interpreter=submission.interpreter, stand=submission.stand, cell=cell)
     if not pool.sees_client:
-        return _for_elsewhere(pool, settings, submission, spec, cell)
-    environment: Environment | None = None
+        return _for_elsewhere(pool, settings, submission, spec, along)
     if not spec.in_session and submission.interpreter is None:
         wished = _wished(pool, settings, submission)
         if wished is not None:
             environment, notes = wished
             if not environment.resolve:
                 # the ranks see this machine's files, but they import from other packages
-                code = _local_code(submission, cell or spec.cell, (), ())
-                _check_references(submission, code, environment, ())
+                _local_code(submission, cell or spec.cell, environment)
+            along = replace(along, environment=environment)
             spec = _with_environment(spec, environment, notes)
-            packages.of(pool).keep(environment)
         else:
             spec = msgspec.structs.replace(spec, environment=packages.of(pool).digest_for(spec.run_id))
             spec = _noted(spec, (*_without_effect(submission.wishes), *known_mismatches.news()))
-    return Luggage(spec, submission.environ, environment, cell=cell)
+    return spec, submission.environ, along
 
 
 # ---------------------------------------------------------------- within
 
 
-def _for_elsewhere(
-    pool: Pool, settings: Settings, submission: Submission, spec: RunSpec, cell: CellSource | None
-) -> Luggage:
+def _for_elsewhere(pool: Pool, settings: Settings, submission: Submission, spec: RunSpec, along: Attachments) -> Inputs:
     environment: Environment | None = None
     session = spec.session if spec.in_session else spec.run_id
     known = _sent.get(session, _Sent())
@@ -122,12 +105,10 @@ def _for_elsewhere(
             wished, projects = _own(pool, submission)
         environment, notes = wished
         spec = _with_environment(spec, environment, notes)
-        packages.of(pool).keep(environment)
     variables = travelling(submission.environ, given=submission.given, chosen=settings.variables)
-    code = _local_code(submission, cell or spec.cell, known.modules, projects)
+    code = _local_code(submission, along.cell or spec.cell, environment, known.modules, projects)
     if spec.in_session or spec.kind is RunKind.SESSION:
         _remember(session, _Sent(known.modules.union(name for each in code for name in each.modules), projects))
-    _check_references(submission, code, environment, projects)
     bundles, notes = _bundled(settings, code)
     spec = msgspec.structs.replace(
         spec,
@@ -135,7 +116,8 @@ def _for_elsewhere(
         variable_names=tuple(sorted(variables.values)),
         secret_names=tuple(sorted(variables.secrets)),
     )
-    return Luggage(_noted(spec, notes), variables.values, environment, bundles, elsewhere=True, cell=cell)
+    along = replace(along, environment=environment, code=bundles, elsewhere=True)
+    return _noted(spec, notes), variables.values, along
 
 
 def _without_effect(wishes: Wishes) -> tuple[str, ...]:
@@ -170,9 +152,9 @@ def _own(pool: Pool, submission: Submission) -> tuple[tuple[Environment, tuple[s
     """The notebook's own packages, and the directories of projects of which wheels were made."""
     from sgpu_magic.packages.order import check_before_travel
 
-    wishes, own = submission.wishes, packages.of(pool)
-    ordered = own.environment(torch_mine=wishes.torch_mine, allow_build=wishes.allow_build)
-    snapshot = own.snapshot()
+    wishes = submission.wishes
+    ordered = packages.of(pool).environment(torch_mine=wishes.torch_mine, allow_build=wishes.allow_build)
+    snapshot = take_snapshot()
     driver = _driver(pool) if wishes.torch_mine else ""
     notes = (*ordered.notes, *check_before_travel(ordered.environment, snapshot, driver=driver))
     wheels = {wheel.file.partition("-")[0].replace("_", "-").lower() for wheel in ordered.environment.wheels}
@@ -187,15 +169,35 @@ def _driver(pool: Pool) -> str:
 
 
 def _local_code(
-    submission: Submission, cell: CellSource, known: Iterable[str], projects: Iterable[str]
+    submission: Submission,
+    cell: CellSource,
+    environment: Environment | None,
+    known: Iterable[str] = (),
+    projects: tuple[str, ...] = (),
 ) -> list[LocalCode]:
+    """The user's own modules that a run needs.
+
+    Args:
+        submission: The run.
+        cell: Its cell with nothing blanked.
+        environment: The ranks' packages.
+        known: Modules that its session's ranks have already.
+        projects: Directories of projects that they have wheels of.
+
+    Raises:
+        SerializationError: The payload needs modules that neither these nor the packages have.
+    """
     from sgpu_magic.packages.local_code import find_local_code
+    from sgpu_magic.packages.references import check_references
 
     stand = submission.stand
     cwd = stand.cwd if stand is not None else working_directory()
     path = stand.sys_path if stand is not None else tuple(entry or cwd for entry in sys.path)
     sources = [cell.body, *(source for _, source, _ in cell.linecache), *_files(submission.packed.files)]
-    return find_local_code(path, [*sources, *(f"import {name}" for name in known)], elsewhere=projects, cwd=cwd)
+    imports = (f"import {name}" for name in known)
+    code = find_local_code(path, [*sources, *imports], elsewhere=projects, cwd=cwd)
+    check_references(submission.packed.modules, code, environment, projects=projects)
+    return code
 
 
 def _remember(session: str, sent: _Sent) -> None:
@@ -214,29 +216,14 @@ def _files(files: Iterable[str]) -> Iterable[str]:
             continue
 
 
-def _check_references(
-    submission: Submission, code: Iterable[LocalCode], environment: Environment | None, projects: tuple[str, ...]
-) -> None:
-    from sgpu_magic.packages.references import check_references
-
-    check_references(submission.packed.modules, code, environment, projects=projects)
-
-
 def _bundled(settings: Settings, code: list[LocalCode]) -> tuple[tuple[CodeBundle, ...], tuple[str, ...]]:
-    from sgpu_magic.packages.bundle import check_size
+    """Local code as archives, and what to say of their size."""
+    from sgpu_magic.packages.bundle import Bundles, check_size
 
     notes = check_size(code, warn_bytes=settings.code_warn_bytes, limit_bytes=settings.code_limit_bytes)
-    bundles = _bundles_in(settings.state_path / _BUNDLES)
+    folder = settings.state_path / _BUNDLES
+    bundles = _bundles.setdefault(folder, Bundles(folder))
     return tuple(bundles.bundle(each) for each in code), notes
-
-
-def _bundles_in(folder: Path) -> Bundles:
-    from sgpu_magic.packages.bundle import Bundles
-
-    return _bundles.setdefault(folder, Bundles(folder))
-
-
-_bundles: dict[Path, Bundles] = {}
 
 
 def _with_environment(spec: RunSpec, environment: Environment, notes: tuple[str, ...]) -> RunSpec:
@@ -249,11 +236,3 @@ def _noted(spec: RunSpec, notes: tuple[str, ...]) -> RunSpec:
         return spec
     shipped = msgspec.structs.replace(spec.shipped, notes=(*spec.shipped.notes, *notes))
     return msgspec.structs.replace(spec, shipped=shipped)
-
-
-def working_directory() -> str:
-    """Return this process's working directory; `/` where that was removed, and nothing relative can be meant."""
-    try:
-        return os.getcwd()
-    except OSError:
-        return os.sep

@@ -1,55 +1,24 @@
-"""What is submitted, and the handing over, with the folders and files of `--upload`."""
+"""A run is handed over to its pool, with the folders and files of `--upload`."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from sgpu_magic.client.attachments import Attachments, Stand
+from sgpu_magic.client.attachments import Stand
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.run import Run
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.options import defaults
-from sgpu_magic.options.asked import Wishes
-from sgpu_magic.payload.pack import Packed
-from sgpu_magic.runs import git_state, packages
+from sgpu_magic.runs import packages
+from sgpu_magic.runs.notebook import working_directory
 from sgpu_magic.runs.submit import mlflow_target, remote_inputs
-from sgpu_magic.runs.submit.remote_inputs import working_directory
+from sgpu_magic.runs.submit.spec import Submission
 from sgpu_magic.wire.attachments import Upload
 from sgpu_magic.wire.client import Describe, TrackRun
 from sgpu_magic.wire.codec import printable
 from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.run import Interpreter, RunSpec
-from sgpu_magic.wire.states import RunKind
-
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """A run ready to be submitted.
-
-    Args:
-        spec: All of it that may be written down.
-        packed: What is shipped.
-        key: The run's HMAC key.
-        environ: The ranks' environment.
-        wishes: About packages and tracking.
-        given: Names of the variables that the user set for this run or session (`--env`): they travel anywhere.
-        interpreter: The ranks' Python; None is this process's.
-        stand: Where the ranks stand; None is where this process does.
-        pool: The name of the pool that it goes to.
-    """
-
-    spec: RunSpec
-    packed: Packed
-    key: bytes
-    environ: dict[str, str]
-    wishes: Wishes = field(default_factory=Wishes)
-    given: frozenset[str] = frozenset()
-    interpreter: Interpreter | None = None
-    stand: Stand | None = None
-    pool: str = "local"
 
 
 def submit(pool: Pool, submission: Submission) -> Run:
@@ -70,22 +39,13 @@ def submit(pool: Pool, submission: Submission) -> Run:
         )
     try:
         settings = pool.settings
-        luggage = remote_inputs.pack_up(pool, settings, submission)
-        spec, tracking = mlflow_target.place_of(settings, defaults.limited(printable(luggage.spec)), submission)
-        along = Attachments(
-            luggage.environment,
-            luggage.code,
-            tracking,
-            submission.interpreter,
-            submission.stand,
-            luggage.elsewhere,
-            luggage.cell,
-            uploads_of(submission),
-        )
-        run = pool.submit(spec, submission.packed, submission.key, luggage.environ, along)
+        spec, environ, along = remote_inputs.inputs_of(pool, settings, submission)
+        spec, tracking = mlflow_target.place_of(settings, defaults.limited(printable(spec)), submission)
+        along = replace(along, tracking=tracking, uploads=uploads_of(submission))
+        run = pool.submit(spec, submission.packed, submission.key, environ, along)
     except KeyboardInterrupt:
         raise RunCancelled("interrupted before the pool had taken the run; nothing was started.") from None
-    packages.of(pool).taken(spec.environment, luggage.environment)
+    packages.of(pool).taken(spec.environment, along.environment)
     if tracking is not None:
         run.ask_tracked = lambda: pool.tell(TrackRun(run_id=run.run_id, tracking=tracking))
         _describe(pool, run, submission.stand)
@@ -98,7 +58,7 @@ def _describe(pool: Pool, run: Run, stand: Stand | None) -> None:
         directory = stand.cwd if stand is not None else os.getcwd()
     except OSError:
         return
-    git_state.states.tell(directory, lambda tags: pool.tell(Describe(run_id=run.run_id, tags=tags)))
+    mlflow_target.states.tell(directory, lambda tags: pool.tell(Describe(run_id=run.run_id, tags=tags)))
 
 
 def let_go(pool: Pool, run: Run) -> None:
@@ -113,12 +73,6 @@ def let_go(pool: Pool, run: Run) -> None:
     run.close()
 
 
-if TYPE_CHECKING:
-    pass
-
-_MOVE_NAMES = (RunKind.PUSH, RunKind.PULL)
-
-
 def uploads_of(submission: Submission) -> tuple[Upload, ...]:
     """Return what goes along with a run: what it asks for, else what `sgpu run` gives.
 
@@ -126,7 +80,7 @@ def uploads_of(submission: Submission) -> tuple[Upload, ...]:
         UsageError: One is not there.
     """
     spec, wished = submission.spec, submission.wishes.uploads
-    if spec.kind in _MOVE_NAMES:
+    if spec.kind in mlflow_target.MOVE_NAMES:
         return ()
     if not wished and not spec.session:
         wished = defaults.of_process().upload

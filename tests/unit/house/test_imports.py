@@ -1,14 +1,15 @@
 """Imports go one way, heavy packages have one owner each, and `import sgpu_magic` costs next to nothing.
 
 The contracts of import-linter in pyproject.toml hold who may import whom. What they can't say is here: what an
-import really loads, that no two modules import each other (their contract for that takes folders, not modules), and a
-rule about single modules of two rooms.
+import really loads, that no two modules import each other (their contract for that takes folders, not modules), that
+one place describes a run, and a rule about single modules of two rooms.
 """
 
 from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -62,6 +63,11 @@ def test_a_wrong_import_would_be_found(tmp_path: Path):
 def test_no_two_modules_import_each_other():
     done = subprocess.run([sys.executable, ROOT / "scripts" / "house.py"], capture_output=True, text=True, check=True)
     assert "0  circles between files" in done.stdout, done.stdout
+
+
+def test_one_place_describes_a_run():
+    calls = [path for path in PACKAGE.rglob("*.py") if re.search(r"(?<!class )\bRunSpec\(", path.read_text())]
+    assert calls == [PACKAGE / "runs" / "submit" / "spec.py"]
 
 
 def imports_in(path: Path) -> Iterator[tuple[int, list[str]]]:

@@ -17,7 +17,7 @@ from sgpu_magic.magics import session_magics
 from sgpu_magic.options.argparse_form import Parser
 from sgpu_magic.payload.call import RankValue
 from sgpu_magic.runs.submit.pack_call import arguments
-from sgpu_magic.runs.submit.redact import scalars
+from sgpu_magic.runs.submit.spec import scalars
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_a_cells_line_is_read():
 def test_a_sessions_line_is_read():
     options = session_magics.read_connect(ALL)
     assert options is not None
-    assert (options[0].wishes, options[0].max_cost) == (ASKED, 5.0)
+    assert (options.wishes, options.max_cost) == (ASKED, 5.0)
     with pytest.raises(UsageError, match="--profile keeps a trace of one cell"):
         session_magics.read_connect("--profile")
 

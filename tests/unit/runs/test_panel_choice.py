@@ -31,19 +31,15 @@ from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, PYTHON_WAYS, held_
 from sgpu_magic.runs.choice.keeper import (
     KEY_FILE,
     MAX_FILE_BYTES,
+    NOTEBOOKS_FILE,
     ChoiceKeeper,
     is_signed,
-    normal,
     own_key,
-    problem_of,
-    read_kept,
     read_key,
     sign,
-    words_of,
 )
-from sgpu_magic.runs.choice.known_notebooks import NOTEBOOKS_FILE
 from sgpu_magic.runs.choice.packages import env_version_of, missing, problem_of_requirement
-from sgpu_magic.runs.choice.schema import Choice, KeptChoice
+from sgpu_magic.runs.choice.schema import Choice, KeptChoice, normal, problem_of, read_kept, words_of
 
 KEY = bytes(range(32))
 GB = 10**9

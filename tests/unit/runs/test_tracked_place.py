@@ -22,9 +22,8 @@ from sgpu_magic.payload import pack
 from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.tracker import Tracker
-from sgpu_magic.runs.git_state import GitStates, Tags, git_state, git_tags
-from sgpu_magic.runs.submit.mlflow_target import place_of
-from sgpu_magic.runs.submit.submit import Submission
+from sgpu_magic.runs.submit.mlflow_target import GitStates, Tags, git_tags, place_of
+from sgpu_magic.runs.submit.spec import Submission
 from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.progress import Progress
 from sgpu_magic.wire.client import Submit
@@ -138,13 +137,13 @@ def test_a_repository_says_commit_branch_and_whether_it_has_changed(tmp_path: Pa
     subprocess.run(
         [*git, "commit", "--allow-empty", "-m", "1"], cwd=tmp_path, check=True, capture_output=True, timeout=20
     )
-    clean = git_state(str(tmp_path))
+    clean = dict(git_tags(str(tmp_path)))
     assert clean["mlflow.source.git.branch"] == "trunk"
     assert len(clean["mlflow.source.git.commit"]) == 40
     assert clean["mlflow.source.git.dirty"] == "false"
     assert "mlflow.source.git.repoURL" not in clean
     (tmp_path / "new").touch()
-    assert git_state(str(tmp_path)) == {**clean, "mlflow.source.git.dirty": "true"}
+    assert dict(git_tags(str(tmp_path))) == {**clean, "mlflow.source.git.dirty": "true"}
 
     told: list[tuple[Tags, int]] = []
     states = GitStates()

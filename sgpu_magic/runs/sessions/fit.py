@@ -1,0 +1,133 @@
+"""Whether a connected session is what a cell, a call or a connect asks for, and what to say when it is not."""
+
+from __future__ import annotations
+
+from sgpu_magic.errors import UsageError
+from sgpu_magic.options.asked import Devices, RunOptions, Wishes, refuse_in_session
+from sgpu_magic.runs.sessions import registry
+from sgpu_magic.runs.sessions.session import Session
+
+
+def check_cell(session: Session | None, options: RunOptions, magic: str) -> None:
+    """Refuse options of a cell that ask for something else than its session has.
+
+    Args:
+        session: The session that it is to run in; None for a lease of its own.
+        options: What stands on its line.
+        magic: The magic: `%%distributed` or `%%rank`.
+
+    Raises:
+        UsageError: They contradict it.
+    """
+    if session is None:
+        if options.only:
+            option = "--ranks" if magic == "%%distributed" else "%%rank"
+            raise UsageError(
+                f"{option} names ranks of a session, and this cell runs in none. Connect first: %sgpu_connect "
+                f"--gpus {max(options.only) + 1}, or leave {option} out."
+            )
+        return
+    has = f"session {session.name} has {session.ranks} rank{'s' * (session.ranks > 1)} on {session.device_type}"
+    ways = "--session none gives the cell a lease of its own"
+    if not options.fresh:
+        ways = f"--ranks runs it on some of them, --fresh in new processes on the session's devices, and {ways}"
+    match next(iter(_misfits(session, options, fewer=options.fresh)), ""):
+        case "ranks":
+            raise UsageError(f"{has}, and --gpus {options.ranks} asks for others. Leave --gpus out; {ways}.")
+        case "type":
+            raise UsageError(f"{has}, and --type {options.device_type} asks for others. Leave --type out; {ways}.")
+        case "busy":
+            raise UsageError(f"{has}, and --allow-busy chooses others. Leave it out: %sgpu_connect takes it.")
+        case "devices":
+            raise UsageError(
+                f"{has}, and --min-memory, --nodes and --placement choose others. Leave them out: %sgpu_connect takes "
+                "them."
+            )
+        case "pool":
+            raise UsageError(
+                f"{has} in the pool {session.pool.name}, and --pool {options.pool} names another. Leave --pool out; "
+                f"{ways}."
+            )
+        case _:
+            own = "give the cell a lease of its own with --session none"
+            refuse_in_session(session.name, options.wishes, options.max_cost, own)
+    if options.detach:
+        raise UsageError(
+            f"--detach is not possible in session {session.name}: its ranks end with this notebook, and all that runs "
+            "on their devices. Leave it out, or give the cell a lease of its own with --session none."
+        )
+    if (options.retries or options.retry_any) and not options.fresh:
+        raise UsageError(
+            f"--retries is not possible in session {session.name}: its ranks stay, and the cell is not started again. "
+            "Use --fresh for new processes on its devices, or --session none for a lease of its own."
+        )
+
+
+def check_call(session: Session, options: RunOptions) -> None:
+    """Refuse options of a function's call that ask for what a session's ranks can't be.
+
+    Raises:
+        UsageError: They do.
+    """
+    if {"ranks", "type"} & _misfits(session, options).keys():
+        raise UsageError(
+            f"session {session.name} has {session.ranks} ranks on {session.device_type}, and the options ask for "
+            f"{options.ranks or session.ranks} on {options.device_type or session.device_type}. Leave gpus and "
+            "gpu_type out, or leave session out: then new ranks are started."
+        )
+    refuse_in_session(session.name, options.wishes, options.max_cost, "leave session out")
+    if options.retries:
+        raise UsageError("what runs in a session is not started again by itself. Leave retries or session out.")
+
+
+def lending(options: RunOptions) -> Session | None:
+    """Return the connected session on whose lease a call has room, the current one first."""
+    for session in reversed(registry.all_sessions()):
+        if session.is_connected and _misfits(session, options, fewer=True).keys() <= {"busy"}:
+            return session
+    return None
+
+
+def has_devices(session: Session, devices: Devices, pool: str) -> bool:
+    """Whether a session has the devices that are asked for, in the pool that is named; "" is any."""
+    placement = session.spec.placement
+    return (
+        devices.ranks in (None, session.ranks)
+        and devices.device_type in (None, placement.device_type, session.device_type)
+        and devices.min_memory_bytes in (0, placement.min_memory_bytes)
+        and devices.nodes in (0, placement.nodes)
+        and pool in ("", session.pool.name)
+    )
+
+
+def is_same(session: Session, ask: RunOptions) -> bool:
+    """Whether a session is what a connect asks for."""
+    spec = session.spec
+    return (
+        has_devices(session, ask.devices, ask.pool)
+        and ask.idle_s in (None, spec.idle_s or 0)
+        and all(session.variables.get(name) == value for name, value in ask.variables.items())
+        and ask.wishes in (Wishes(), session.wishes)
+        and ask.max_cost in (None, spec.max_cost)
+    )
+
+
+def _misfits(session: Session, options: RunOptions, *, fewer: bool = False) -> dict[str, bool]:
+    """Return what of the options the session is not, each under its name, in the order in which it is told.
+
+    Args:
+        session: The session.
+        options: What is asked for.
+        fewer: Fewer ranks than it has are possible.
+    """
+    devices, wishes, ranks = options.devices, options.wishes, options.ranks or session.ranks
+    found = {
+        "ranks": ranks > session.ranks if fewer else ranks != session.ranks,
+        "type": options.device_type not in (None, "any", session.device_type, session.placement.device_type),
+        "busy": devices.allow_busy,
+        "devices": bool(devices.min_memory_bytes or devices.nodes or devices.strategy),
+        "pool": options.pool not in ("", session.pool.name),
+        "packages": bool(wishes.env_version or wishes.torch_mine or wishes.allow_build),
+        "cost": options.max_cost is not None,
+    }
+    return {name: True for name, differs in found.items() if differs}

@@ -1,0 +1,249 @@
+"""The one place that describes a run: what was asked for and what was packed become its spec, with no secret in it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from sgpu_magic.client.attachments import Stand
+from sgpu_magic.options.asked import RunOptions, Wishes
+from sgpu_magic.packages.secrets import is_secret
+from sgpu_magic.packages.variables import SecretsOf, blanked_settings
+from sgpu_magic.payload.namespace import cell_sources
+from sgpu_magic.payload.pack import Packed, new_key, pack_namespace
+from sgpu_magic.runs.notebook import cell_numbers, owner
+from sgpu_magic.runs.submit.placing import Found
+from sgpu_magic.wire.ids import new_id
+from sgpu_magic.wire.run import CellSource, Interpreter, OutputName, RunSpec, Shipped
+from sgpu_magic.wire.states import RunKind
+
+if TYPE_CHECKING:
+    from sgpu_magic.runs.sessions.session import Session
+    from sgpu_magic.runs.workplace import Workplace
+
+Parameters = tuple[tuple[str, str], ...]
+
+_NO_NAMES = Shipped()
+_HEAVY_BYTES = 100_000_000
+_MOST_SCALARS = 100
+_LONGEST_TEXT = 250
+_secrets = SecretsOf()
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCode:
+    """Code and values, ready to be described.
+
+    Args:
+        kind: What it is.
+        name: What to call it if the options do not say.
+        cell: What the ranks execute.
+        packed: What is shipped.
+        key: The run's HMAC key.
+        outputs: Names that come back.
+        shipped: What is said of it.
+        parameters: Those of its values that are scalars.
+    """
+
+    kind: RunKind
+    name: str
+    cell: CellSource
+    packed: Packed
+    key: bytes
+    outputs: tuple[OutputName, ...] = ()
+    shipped: Shipped = _NO_NAMES
+    parameters: Parameters = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A run ready to be submitted.
+
+    Args:
+        spec: All of it that may be written down.
+        packed: What is shipped.
+        key: The run's HMAC key.
+        environ: The ranks' environment.
+        wishes: About packages and tracking.
+        given: Names of the variables that the user set for this run or session (`--env`): they travel anywhere.
+        interpreter: The ranks' Python; None is this process's.
+        stand: Where the ranks stand; None is where this process does.
+        pool: The name of the pool that it goes to.
+    """
+
+    spec: RunSpec
+    packed: Packed
+    key: bytes
+    environ: dict[str, str]
+    wishes: Wishes = field(default_factory=Wishes)
+    given: frozenset[str] = frozenset()
+    interpreter: Interpreter | None = None
+    stand: Stand | None = None
+    pool: str = "local"
+
+
+def pack(
+    place: Workplace,
+    kind: RunKind,
+    name: str,
+    cell: CellSource,
+    values: dict[str, object],
+    *,
+    begin: float,
+    outputs: tuple[OutputName, ...] = (),
+    exclude: frozenset[str] = frozenset(),
+    submodules: Iterable[str] = (),
+) -> PackedCode:
+    """Pack values with the names of this process's namespace that they read, and the sources that defined them.
+
+    Args:
+        place: This process's runs.
+        kind: What it becomes.
+        name: What to call it.
+        cell: What the ranks execute.
+        values: By name, as the ranks get them.
+        begin: When its capture began, by the performance counter.
+        outputs: Names that come back.
+        exclude: Names that stay here whoever reads them.
+        submodules: Names of loaded modules to import on the ranks too.
+
+    Raises:
+        SerializationError: A value can't leave this process.
+    """
+    key = new_key()
+    packed = pack_namespace(values, place.namespace, key, exclude=exclude, submodules=submodules)
+    sources = cell_sources(packed.files, cell_numbers(place.shell))
+    shipped = Shipped(
+        names=packed.names,
+        total_bytes=packed.total_bytes,
+        seconds=time.perf_counter() - begin,
+        heavy=tuple((name, size) for name, size in packed.sizes.items() if size > _HEAVY_BYTES),
+    )
+    return PackedCode(kind, name, msgspec.structs.replace(cell, linecache=sources), packed, key, outputs, shipped)
+
+
+def nothing_packed(place: Workplace, kind: RunKind, name: str, outputs: tuple[OutputName, ...] = ()) -> PackedCode:
+    """Return what stands for code in a run that executes none."""
+    key = new_key()
+    return PackedCode(kind, name, CellSource(body=""), pack_namespace({}, place.namespace, key), key, outputs)
+
+
+def describe(
+    place: Workplace,
+    code: PackedCode,
+    options: RunOptions,
+    found: Found,
+    session: Session | None = None,
+    *,
+    of_cell: bool = True,
+) -> Submission:
+    """Make what was packed and asked for a submission. Nothing has started.
+
+    Args:
+        place: This process's runs.
+        code: What is shipped.
+        options: What was asked for.
+        found: Where it goes.
+        session: Whose devices it uses: its ranks, or with `options.fresh` new processes beside them; None for a lease
+            of its own.
+        of_cell: The cell that is running submits it.
+    """
+    variables, wishes = dict(options.variables), options.wishes
+    if session is not None:
+        variables, wishes = {**session.variables, **variables}, session.wishes_with(wishes)
+    stays = session is not None and not options.fresh
+    spec = RunSpec(
+        run_id=new_id(),
+        name=options.name or code.name,
+        cell=code.cell,
+        placement=found.placement,
+        outputs=code.outputs,
+        owner=owner(place.shell, of_cell=of_cell),
+        timeout_s=options.timeout_s,
+        wait_s=options.wait_s,
+        grace_s=options.grace_s,
+        retries=options.retries,
+        retry_any=options.retry_any,
+        detach=options.detach,
+        env_names=tuple(variables),
+        shipped=msgspec.structs.replace(code.shipped, notes=(*found.notes, *code.shipped.notes)),
+        kind=code.kind,
+        session=session.run_id if session is not None else "",
+        session_name=session.name if session is not None else "",
+        fresh=session is not None and options.fresh,
+        only=options.only if len(options.only) < found.placement.ranks else (),
+        reload=stays and options.reload,
+        auto=options.auto,
+        idle_s=options.idle_s or None,
+        parameters=code.parameters,
+        max_cost=options.max_cost,
+        profile=options.profile,
+        ray=options.ray,
+    )
+    environ = {**os.environ, **variables}
+    return Submission(spec, code.packed, code.key, environ, wishes, frozenset(variables), pool=found.pool.name)
+
+
+# ---------------------------------------------------------------- what may be written down
+
+
+def without_secrets(spec: RunSpec, environ: Mapping[str, str]) -> tuple[RunSpec, CellSource | None]:
+    """Return the spec with secrets in its cell's source blanked, and the source as it is to be run.
+
+    Args:
+        spec: The run's.
+        environ: The ranks' variables; those among them that are secrets are looked for, and known kinds of tokens.
+
+    Returns:
+        The spec, and None where nothing had to be blanked.
+    """
+    with _lock:
+        blanker = _secrets.blanker(environ)
+    cell = spec.cell
+    shown = msgspec.structs.replace(
+        cell,
+        body=blanked_settings(cell.body, blanker.clear),
+        magic_line=blanker.clear(cell.magic_line),
+        linecache=tuple(
+            (file, blanked_settings(source, blanker.clear), number) for file, source, number in cell.linecache
+        ),
+    )
+    parameters = tuple((name, blanker.clear(value)) for name, value in spec.parameters)
+    name = blanker.clear(spec.name)
+    if shown == cell and parameters == spec.parameters and name == spec.name:
+        return spec, None
+    return msgspec.structs.replace(spec, cell=shown, parameters=parameters, name=name), cell
+
+
+def scalars(values: Mapping[str, object]) -> Parameters:
+    """Return the numbers, truth values and short texts among `values`, as text; what looks like a secret is left out.
+
+    Args:
+        values: By name.
+    """
+    found: list[tuple[str, str]] = []
+    for name, value in values.items():
+        # their subclasses may print themselves in any way
+        if type(value) not in (int, float, bool, str) or name.startswith("_"):
+            continue
+        text = value if isinstance(value, str) else _number(value)
+        if text is not None and 0 < len(text) <= _LONGEST_TEXT and not is_secret(name, text):
+            found.append((name, text))
+            if len(found) == _MOST_SCALARS:
+                break
+    return tuple(found)
+
+
+def _number(value: object) -> str | None:
+    try:
+        return repr(value)
+    except ValueError:
+        # an int of more digits than Python writes
+        return None

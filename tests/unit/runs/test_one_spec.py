@@ -1,0 +1,109 @@
+"""A run is described in one way: what a session changes of it, and what it never may."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from sgpu_magic.errors import UsageError
+from sgpu_magic.options.asked import Devices, RunOptions
+from sgpu_magic.runs.sessions.fit import check_call, check_cell
+from sgpu_magic.runs.submit.cell_source import check_outputs, pack_cell, read_cell
+from sgpu_magic.runs.submit.pack_call import pack_call
+from sgpu_magic.runs.submit.placing import Found
+from sgpu_magic.runs.submit.spec import describe
+from sgpu_magic.wire.devices import Placement
+from sgpu_magic.wire.run import OutputName, RunSpec
+from sgpu_magic.wire.states import RunKind
+
+PLACE = cast("Any", SimpleNamespace(shell=None, namespace={"x": 1, "y": 2}))
+POOL = cast("Any", SimpleNamespace(name="lab"))
+FOUND = Found(POOL, Placement(ranks=2, device_type="a10"), ("it goes to lab",))
+SESSION = cast(
+    "Any",
+    SimpleNamespace(
+        run_id="0123456789abcdef",
+        name="main",
+        ranks=2,
+        device_type="a10",
+        placement=FOUND.placement,
+        pool=POOL,
+        variables={"B": "2"},
+        wishes_with=lambda wishes: wishes,
+    ),
+)
+
+
+def test_a_session_changes_only_whose_ranks_and_what_is_shipped():
+    options = RunOptions(variables={"A": "1"}, timeout_s=5.0, only=(1,), reload=True, outputs=(OutputName("z"),))
+    cell = read_cell(PLACE, "", "z = x + y", options)
+    own = describe(PLACE, pack_cell(PLACE, cell, RunOptions(outputs=options.outputs)), options, FOUND)
+    code = pack_cell(PLACE, cell, options, names=("x",), stay=frozenset("y"), not_own="y", notes=["`y` is theirs"])
+    inside = describe(PLACE, code, options, FOUND, SESSION)
+    changed = {name for name in RunSpec.__struct_fields__ if getattr(own.spec, name) != getattr(inside.spec, name)}
+    assert changed == {"run_id", "session", "session_name", "reload", "env_names", "shipped", "parameters"}
+    assert (own.spec.shipped.names, inside.spec.shipped.names) == (("x", "y"), ("x",))
+    assert inside.spec.shipped.notes == ("it goes to lab", "`y` is theirs")
+    assert inside.spec.parameters == (("x", "1"),)
+    assert inside.spec.in_session
+    assert (inside.environ["A"], inside.environ["B"], inside.given) == ("1", "2", {"A", "B"})
+    assert "B" not in own.environ
+    assert own.pool == inside.pool == "lab"
+
+
+def test_a_call_returns_each_rank_and_a_driver_one():
+    def train(lr: float) -> float:
+        return lr
+
+    for ray, all_ranks in ((False, True), (True, False)):
+        code = pack_call(PLACE, train, (0.5,), {}, RunOptions(ray=ray))
+        assert (code.kind, code.name, code.parameters) == (RunKind.CALL, "train", (("lr", "0.5"),))
+        assert [output.all_ranks for output in code.outputs] == [all_ranks]
+
+
+def test_values_of_env_are_not_in_the_line_that_is_written_down():
+    cell = read_cell(PLACE, "%%distributed --env TOKEN=hush", "pass", RunOptions())
+    assert cell.magic_line == "%%distributed --env TOKEN=***"
+
+
+def test_what_a_cell_never_sets_can_not_be_brought_back():
+    cell = read_cell(PLACE, "", "z = x", RunOptions())
+    check_outputs(cell, [OutputName("z"), OutputName("x")])
+    with pytest.raises(UsageError, match="never sets"):
+        check_outputs(cell, [OutputName("w")])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (RunOptions(devices=Devices(ranks=4)), "--gpus 4"),
+        (RunOptions(devices=Devices(ranks=1)), "--gpus 1"),
+        (RunOptions(devices=Devices(ranks=3), fresh=True), "--gpus 3"),
+        (RunOptions(devices=Devices(device_type="h100")), "--type h100"),
+        (RunOptions(devices=Devices(allow_busy=True)), "--allow-busy"),
+        (RunOptions(devices=Devices(nodes=2)), "--nodes"),
+        (RunOptions(pool="other"), "--pool other"),
+        (RunOptions(max_cost=1.0), "costs nothing of its own"),
+        (RunOptions(detach=True), "--detach"),
+        (RunOptions(retries=1), "--retries"),
+    ],
+)
+def test_a_session_is_what_it_is(options: RunOptions, said: str):
+    with pytest.raises(UsageError, match=said):
+        check_cell(SESSION, options, "%%distributed")
+
+
+def test_what_a_session_has_may_be_asked_for():
+    for options in (
+        RunOptions(),
+        RunOptions(devices=Devices(2, "a10"), pool="lab"),
+        RunOptions(devices=Devices(ranks=1, device_type="any"), fresh=True, retries=2),
+    ):
+        check_cell(SESSION, options, "%%distributed")
+    check_call(SESSION, RunOptions(devices=Devices(2)))
+    with pytest.raises(UsageError, match="Leave gpus and gpu_type out"):
+        check_call(SESSION, RunOptions(devices=Devices(1)))
+    with pytest.raises(UsageError, match="--ranks names ranks of a session"):
+        check_cell(None, RunOptions(only=(0, 3)), "%%distributed")
