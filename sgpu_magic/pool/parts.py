@@ -1,6 +1,6 @@
 """What all parts of the service work with, and what a fault in one costs: its run, or its answer, and no more.
 
-Whatever a client or a node says is taken in within one of these calls. A fault outside of them belongs to nobody: the
+Whatever a client or a node says is taken in within a call of `Guard`. A fault outside of these belongs to nobody: the
 service leaves, and the next one takes its runs over.
 """
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from sgpu_magic.wire.device_types import CPU, memory_of
-from sgpu_magic.wire.devices import Device, Inventory, Lease
+from sgpu_magic.wire.devices import Device, Inventory, Lease, Node
 
 ASKED = "asked of the cluster, which has to bring more nodes for it"
 
@@ -54,14 +54,16 @@ class Stock:
         many: The pool has nodes, or may get some: its leases say which node has which part.
         counts: Devices by line; none of the CPU slots.
         devices: By their UUIDs.
-        nodes: By their ids; empty in a pool of one machine.
+        nodes: By their ids; a pool of one machine has the node "".
     """
 
     def __init__(self, inventory: Inventory) -> None:
         self.inventory = inventory
         self.many = bool(inventory.nodes or inventory.elastic)
         self.devices = {device.uuid: device for device in inventory.devices}
-        self.nodes = {node.node: node for node in inventory.nodes}
+        slots = inventory.cpu_slots
+        alone = Node(node="", host=inventory.host, cpu_slots=slots, cpu_slots_free=slots)
+        self.nodes = {node.node: node for node in (inventory.nodes if self.many else [alone])}
         self._elastic = dict(inventory.elastic)
         self._on_node: dict[Line, dict[str, list[Device]]] = {}
         lines: dict[tuple[str, bool], Line] = {}
@@ -84,10 +86,8 @@ class Stock:
 
     @property
     def slots_by_node(self) -> dict[str, int]:
-        """CPU slots that the pool may give; in a pool of one machine the node is ""."""
-        if not self.many:
-            return {"": self.inventory.cpu_slots}
-        return {node.node: node.cpu_slots_free for node in self.inventory.nodes if node.cpu_slots}
+        """CPU slots that the pool may give."""
+        return {name: node.cpu_slots_free for name, node in self.nodes.items() if node.cpu_slots}
 
     def line(self, line: Line) -> Iterable[Device]:
         """Every device of the line, in the inventory's order on each node."""
@@ -110,7 +110,7 @@ class Stock:
 
     def _count(self, line: Line, min_memory_bytes: int) -> dict[str, int]:
         if line == CPU_LINE:
-            return {node: slots for node, slots in self._slots_in_all().items() if slots}
+            return {name: node.cpu_slots for name, node in self.nodes.items() if node.cpu_slots}
         found = {
             node: sum(memory_bytes(device) >= min_memory_bytes for device in devices)
             if min_memory_bytes
@@ -162,11 +162,6 @@ class Stock:
         if self.inventory.cpu_slots > 0:
             parts.append(f"cpu ({self.inventory.cpu_slots} slots)")
         return ", ".join(parts) or "nothing"
-
-    def _slots_in_all(self) -> dict[str, int]:
-        if not self.many:
-            return {"": self.inventory.cpu_slots}
-        return {node.node: node.cpu_slots for node in self.inventory.nodes}
 
 
 def is_asked(lease: Lease, stock: Stock) -> bool:

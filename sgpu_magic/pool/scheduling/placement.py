@@ -248,11 +248,11 @@ class Room:
     # ------------------------------------------------------------ within
 
     def _parts(self, want: Want, without: Collection[str] = ()) -> Parts | None:
-        if not self.stock.many:
-            # all devices are on one node, where a rank may even share a CPU slot
-            return [("", want.ranks)] if self.missing(want) == 0 else None
         if want.line == CPU_LINE and CPU in self.refused:
             return None
+        if want.line == CPU_LINE and not self.stock.many:
+            # on one machine ranks may share CPU slots
+            return [("", want.ranks)] if self.missing(want) == 0 else None
         shelf = self._shelves.of(want)
         if shelf.total < want.ranks:
             return None

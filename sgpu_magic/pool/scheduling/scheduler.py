@@ -192,7 +192,9 @@ class Scheduler:
         run = adopted.run
         if run.run_id not in self._runs:
             hourly = self._tariff.hourly(adopted.lease) if adopted.hourly is None else adopted.hourly
-            metered_at = None if run.state is RunState.PREPARING else adopted.metered_at
+            # what had ended is in the ledger's sums already
+            stands = run.state is RunState.PREPARING or run.state.is_final
+            meter = Meter(adopted.lease, None if run.spec.session else hourly, None if stands else adopted.metered_at)
             self._table.change(
                 run,
                 queued_at=adopted.metered_at,
@@ -201,12 +203,12 @@ class Scheduler:
                 freed=adopted.freed,
                 orphaned=run.spec.fresh and run.spec.session not in self._runs,
                 begun=True,
-                meter=Meter(adopted.lease, None if run.spec.session else hourly, metered_at),
+                meter=meter,
                 quiet_since=adopted.now if run.state is RunState.RUNNING else None,
             )
             self._table.add(run)
             self._costs.adopted(run, adopted.now)
-            if adopted.freed:
+            if run.freed:
                 self._table.stop_meter(run)
         return []
 

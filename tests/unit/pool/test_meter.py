@@ -532,6 +532,18 @@ def test_a_price_that_was_changed_is_not_that_of_a_run_that_goes_on(tmp_path: Pa
     ledger.close()
 
 
+def test_what_had_ended_before_another_service_came_is_not_paid_for_twice() -> None:
+    budget = Budget(100.0, 1, [(0.0, 2.0)])
+    machine = scheduler(budget)
+    machine.handle(RunAdopted(Run(spec(A, 2), RunState.SUCCEEDED), LEASE, 0.0, 50.0))
+    for now in (60.0, 70.0):
+        state = budget_state(budget, machine.runs, "USD", now)
+        assert state is not None
+        assert state.spent == 2.0
+    machine.handle(RunOver(A, RunState.SUCCEEDED, 80.0))
+    assert budget.spent(80.0) == 2.0
+
+
 @pytest.mark.parametrize("step_s", [0.0, 3600.0, -3600.0])
 @pytest.mark.parametrize("runs_on", [False, True], ids=["between cells", "in a cell"])
 def test_no_step_of_the_wall_clock_changes_a_sessions_idle_time(
