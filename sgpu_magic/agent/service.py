@@ -14,7 +14,7 @@ from sgpu_magic.agent.environments import Environments
 from sgpu_magic.agent.inputs.launch_inputs import LaunchInputs
 from sgpu_magic.agent.launch import Launches
 from sgpu_magic.agent.ranks import run_processes
-from sgpu_magic.agent.ranks.run_ports import RunPorts
+from sgpu_magic.agent.ranks.run_processes import RunPorts
 from sgpu_magic.agent.ranks.standby_groups import StandbyGroups
 from sgpu_magic.agent.ranks.zygotes import raise_open_files_limit
 from sgpu_magic.agent.reports import Reports
