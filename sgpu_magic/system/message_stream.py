@@ -80,6 +80,12 @@ class MessageStream(Generic[M]):
         elif was_empty:
             self._write()
 
+    def send_all(self, within_s: float) -> None:
+        """Send what waits now, blocking: for the end, when the loop may not run any more."""
+        if not self._closed:
+            self._socket.settimeout(within_s)
+            self._write()
+
     def take_descriptors(self, count: int) -> list[int]:
         """Return the next `count` descriptors that came along; the caller owns them.
 

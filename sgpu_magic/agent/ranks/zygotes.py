@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import resource
-import socket
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from sgpu_magic.agent import faults
+from sgpu_magic.system import child_process
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.system.processes import signal_name
 from sgpu_magic.wire import codec
@@ -68,25 +66,13 @@ class Zygote:
         self._status: int | None = None
         self._untold: asyncio.Handle | None = None
         self._group_of: dict[int, ForkListener] = {}
-        ours, theirs = socket.socketpair()
-        environment = dict(interpreter.variables)
-        tunables = environment.get("GLIBC_TUNABLES", "")
-        environment["GLIBC_TUNABLES"] = f"{tunables}:{_MALLOC_TUNABLE}".strip(":")
-        # keeps the agent's working directory out of the import path; needs no switch of the interpreter
-        environment["PYTHONSAFEPATH"] = "1"
-        with theirs, open(self._log, "ab", opener=_private) as log:
-            # what another one wrote before is not its word
-            self._log_begin = log.tell()
-            self.process = subprocess.Popen(
-                [interpreter.executable, "-m", "sgpu_magic.worker.process.zygote", str(theirs.fileno())],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(theirs.fileno(),),
-                cwd="/",
-                start_new_session=True,
-            )
+        environ = dict(interpreter.variables)
+        tunables = environ.get("GLIBC_TUNABLES", "")
+        environ["GLIBC_TUNABLES"] = f"{tunables}:{_MALLOC_TUNABLE}".strip(":")
+        # what another one wrote before is not its word
+        self._log_begin = self._log.stat().st_size if self._log.exists() else 0
+        command = [interpreter.executable, "-m", "sgpu_magic.worker.process.zygote"]
+        ours, self.process = child_process.start(command, environ=environ, log=self._log)
         # ranks have the notebook's limit of open files, not the agent's
         _restore_open_files_limit(self.process.pid)
         with faults.charging(None):
@@ -244,10 +230,6 @@ class Zygotes:
     def _lost(self, zygote: Zygote) -> None:
         if self._by_key.get(zygote.interpreter.key) is zygote:
             del self._by_key[zygote.interpreter.key]
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _last_line(path: Path, begin: int) -> str:
