@@ -20,6 +20,7 @@ from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.pool.session_requests import SessionRequests
 from sgpu_magic.pool.submissions import Placing, Submissions, ends_with_notebook
+from sgpu_magic.system.pending import Pending
 from sgpu_magic.wire.client import (
     Accepted,
     AskRank,
@@ -102,7 +103,7 @@ class Requests:
         self._kept_environments = kept_environments
         # never used twice: an answer that comes late is for nobody
         self._stack_numbers = itertools.count(1)
-        self._asked_stacks: dict[int, tuple[ConnectedClient, AskStacks, str]] = {}
+        self._asked_stacks = Pending[int, tuple[ConnectedClient, AskStacks, str]]()
         self._permissions = permissions
         self.forwarding = Forwarding(server, engine, self._permissions.own_going)
         self.sessions = SessionRequests(server, engine, active, ledger, core.feed)
@@ -175,7 +176,7 @@ class Requests:
             self._core.feed(sched.CancelRequested(run.run_id, OWNER_GONE, time.monotonic()))
 
     def stacks_taken(self, request: int, stacks: tuple[RankStack, ...]) -> None:
-        asked = self._asked_stacks.pop(request, None)
+        asked = self._asked_stacks.take(request)
         if asked is not None:
             client, question, run_id = asked
             run = self._active.speaker(run_id)
@@ -186,11 +187,8 @@ class Requests:
         """Nobody will answer for its ranks any more."""
         self.sessions.session_gone(run_id)
         self.forwarding.run_gone(run_id)
-        for number, (client, question, asked_run) in list(self._asked_stacks.items()):
-            if asked_run == run_id:
-                del self._asked_stacks[number]
-                text = f"run {short(run_id)} ended before its ranks could be asked."
-                self._server.refuse(client, question.request, text)
+        for client, question, _ in self._asked_stacks.take_all(lambda asked: asked[2] == run_id):
+            self._server.refuse(client, question.request, f"run {short(run_id)} ended before its ranks could be asked.")
 
     # ------------------------------------------------------------ cancel, stop
 
@@ -293,7 +291,7 @@ class Requests:
             self._server.refuse(client, message.request, text)
             return
         number = next(self._stack_numbers)
-        self._asked_stacks[number] = (client, message, run.run_id)
+        self._asked_stacks.add(number, (client, message, run.run_id))
         self._engine.take_stacks(number, run.run_id)
 
     # ------------------------------------------------------------ within

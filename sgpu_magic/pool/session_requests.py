@@ -12,6 +12,7 @@ from sgpu_magic.pool.pool_run import PoolRun
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.scheduling.session_rules import named
 from sgpu_magic.pool.server import ConnectedClient, Server
+from sgpu_magic.system.pending import Pending
 from sgpu_magic.wire.client import Accepted, AskRank, RankAnswered, RestartRanks
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.rank import RankAnswer
@@ -40,8 +41,8 @@ class SessionRequests:
         self._ledger = ledger
         self._feed = feed
         self._number = 0
-        self._restarts: dict[int, tuple[ConnectedClient, RestartRanks]] = {}
-        self._questions: dict[int, tuple[ConnectedClient, AskRank]] = {}
+        self._restarts = Pending[int, tuple[ConnectedClient, RestartRanks]]()
+        self._questions = Pending[int, tuple[ConnectedClient, AskRank]]()
 
     # ------------------------------------------------------------ from clients
 
@@ -53,7 +54,7 @@ class SessionRequests:
             self._server.refuse(client, message.request, problem, "SessionError")
             return
         self._number += 1
-        self._restarts[self._number] = (client, message)
+        self._restarts.add(self._number, (client, message))
         reason = f"{_ranks(message.ranks)} of its session {'is' if len(message.ranks) == 1 else 'are'} being restarted"
         self._feed(sched.SessionPaused(message.session, reason, time.monotonic()))
         self._engine.restart_session_ranks(self._number, message.session, message.ranks)
@@ -69,7 +70,7 @@ class SessionRequests:
             problem = f"{named(session.spec)} has no rank {message.question.rank}."
         else:
             self._number += 1
-            self._questions[self._number] = (client, message)
+            self._questions.add(self._number, (client, message))
             self._engine.ask_rank(self._number, message.session, message.question)
             return
         self._answer(client, message, RankAnswer(problem=problem))
@@ -91,7 +92,7 @@ class SessionRequests:
 
     def restarted(self, request: int, session: str, problem: str) -> None:
         self._feed(sched.SessionPaused(session, "", time.monotonic()))
-        asked = self._restarts.pop(request, None)
+        asked = self._restarts.take(request)
         if asked is None:
             return
         client, message = asked
@@ -104,21 +105,17 @@ class SessionRequests:
         self._server.send(client, Accepted(request=message.request, run_id=session, text=text))
 
     def answered(self, request: int, answer: RankAnswer) -> None:
-        asked = self._questions.pop(request, None)
+        asked = self._questions.take(request)
         if asked is not None:
             self._answer(*asked, answer)
 
     def session_gone(self, session: str) -> None:
         """Nobody will answer any more."""
         text = f"session {short(session)} ended before it could answer. {_REMEDY}"
-        for number, (client, message) in list(self._restarts.items()):
-            if message.session == session:
-                del self._restarts[number]
-                self._server.refuse(client, message.request, text, "SessionError")
-        for number, (client, question) in list(self._questions.items()):
-            if question.session == session:
-                del self._questions[number]
-                self._answer(client, question, RankAnswer(problem=text))
+        for client, message in self._restarts.take_all(lambda asked: asked[1].session == session):
+            self._server.refuse(client, message.request, text, "SessionError")
+        for client, question in self._questions.take_all(lambda asked: asked[1].session == session):
+            self._answer(client, question, RankAnswer(problem=text))
 
     # ------------------------------------------------------------ within
 
@@ -132,7 +129,7 @@ class SessionRequests:
             return f"{name} is {session.state}; its ranks can be restarted while it is running."
         if strange := [rank for rank in ranks if not 0 <= rank <= last]:
             return f"{name} has ranks 0 to {last}, not {', '.join(map(str, strange))}."
-        if any(message.session == session.run_id for _, message in self._restarts.values()):
+        if any(message.session == session.run_id for _, message in self._restarts):
             return f"ranks of {name} are being restarted already."
         for run in self._active.going:
             if run.spec.session == session.run_id and run.spec.in_session and run.placed_at and not run.ended:
