@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from sgpu_magic.agent import faults
-from sgpu_magic.agent.ranks.output import RankOutput
-from sgpu_magic.agent.ranks.rank_process import RankProcess
+from sgpu_magic.agent.ranks.rank_process import RankOutput, RankProcess
 from sgpu_magic.agent.ranks.zygotes import Zygote
 from sgpu_magic.agent.watch.stacks import StackFile
 from sgpu_magic.system.message_stream import MessageStream

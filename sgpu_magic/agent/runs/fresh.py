@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.ranks.group import Group
-from sgpu_magic.agent.ranks.orders import send_cells
-from sgpu_magic.agent.ranks.rendezvous_point import Rendezvous, RendezvousPoint
+from sgpu_magic.agent.ranks.orders import Rendezvous, RendezvousPoint, send_cells
 from sgpu_magic.agent.runs import ray_place
 from sgpu_magic.agent.runs.execution import Execution
 from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings

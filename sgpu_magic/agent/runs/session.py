@@ -15,11 +15,9 @@ from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.ranks.group import Group, RunRanks
 from sgpu_magic.agent.ranks.orders import prepare
 from sgpu_magic.agent.ranks.stop import EXIT_HANDLERS_S
-from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
-from sgpu_magic.agent.runs.rank_requests import CommReports, Questions, show
+from sgpu_magic.agent.runs.node_run import CommReports, NodeRun, Questions, Surroundings, show
 from sgpu_magic.agent.runs.session_cell import SessionCell, Told
-from sgpu_magic.agent.runs.session_records import SessionLogs, SessionNews
-from sgpu_magic.agent.runs.session_repair import SessionRepair
+from sgpu_magic.agent.runs.session_repair import SessionLogs, SessionNews, SessionRepair
 from sgpu_magic.agent.watch.sampling import RunSampler
 from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.wire.client import TellComms
