@@ -12,8 +12,8 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -34,10 +34,8 @@ from sgpu_magic.wire.node import Launch
 from sgpu_magic.wire.run import RankContext
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
-if TYPE_CHECKING:
-    from sgpu_magic.packages.node.store import Built
 
-
+@dataclass(frozen=True)
 class Launches:
     """Starts what the pool orders.
 
@@ -50,21 +48,12 @@ class Launches:
         inputs: Brings what the notebook sent along.
     """
 
-    def __init__(
-        self,
-        groups: StandbyGroups,
-        runs: RunRegistry,
-        reports: Reports,
-        here: Surroundings,
-        environments: Environments,
-        inputs: LaunchInputs,
-    ) -> None:
-        self._groups = groups
-        self._runs = runs
-        self._reports = reports
-        self._here = here
-        self._environments = environments
-        self._inputs = inputs
+    groups: StandbyGroups
+    runs: RunRegistry
+    reports: Reports
+    here: Surroundings
+    environments: Environments
+    inputs: LaunchInputs
 
     def launch(self, launch: Launch, frames: Sequence[bytes]) -> None:
         """Start a run, a session or a cell in one."""
@@ -75,27 +64,27 @@ class Launches:
             else:
                 self._launch_in_session(launch, frames, None)
             return
-        if spec.session and (session := self._runs.session(spec.session)) is not None:
+        if spec.session and (session := self.runs.session(spec.session)) is not None:
             # new ranks beside the session's have what those have
             launch = msgspec.structs.replace(launch, environment=session.launch.environment)
-        predecessor = self._runs.get(spec.run_id)
-        environment = launch.environment if self._environments.needed(launch) else None
-        built = None if environment is None else self._environments.at_hand(environment)
+        predecessor = self.runs.get(spec.run_id)
+        environment = launch.environment if self.environments.needed(launch) else None
+        built = None if environment is None else self.environments.at_hand(environment)
         if launch.code or (environment is not None and built is None) or travels_by_blobs(launch):
             self._prepare(launch, frames, predecessor)
             return
         if built is not None:
-            self._reports.happened(spec.run_id, self._environments.found(built), ())
+            self.reports.happened(spec.run_id, self.environments.found(built), ())
         self._start(launch, frames, built, {}, predecessor)
         if built is not None:
             # its zygote holds it from now on
-            self._environments.leave(spec.run_id)
+            self.environments.leave(spec.run_id)
 
     def refuse(self, launch: Launch, message: str, kind: FailureKind = FailureKind.ENVIRONMENT) -> None:
         """The run can't be started."""
         failure = Failure(kind=kind, message=message, host=socket.gethostname(), at=time.time())
-        self._reports.happened(launch.spec.run_id, RunEnded(state=RunState.FAILED, failure=failure), ())
-        self._runs.ranks_gone(launch.spec.run_id)
+        self.reports.happened(launch.spec.run_id, RunEnded(state=RunState.FAILED, failure=failure), ())
+        self.runs.ranks_gone(launch.spec.run_id)
 
     # ------------------------------------------------------------ within
 
@@ -111,13 +100,11 @@ class Launches:
     def _prepare(self, launch: Launch, frames: Sequence[bytes], predecessor: NodeRun | None) -> None:
         """Make ready what it needs, then go on."""
         try:
-            run = PreparingRun(
-                launch, frames, self._here, self._environments, self._inputs, self._prepared, predecessor
-            )
+            run = PreparingRun(launch, frames, self.here, self.environments, self.inputs, self._prepared, predecessor)
         except (OSError, ValueError) as error:
             self._refuse_unrecorded(launch, error)
             return
-        self._runs.add(run)
+        self.runs.add(run)
         run.start()
 
     def _prepared(self, run: PreparingRun, built: Built | None, code: Mapping[str, str]) -> None:
@@ -141,26 +128,26 @@ class Launches:
             self._refuse_unrecorded(launch, error)
             return
         try:
-            group, warm = self._groups.take(launch)
+            group, warm = self.groups.take(launch)
         except OSError as error:
             self.refuse(launch, f"{launch.interpreter.executable} can't be started: {error}")
             return
         try:
             if launch.spec.kind is RunKind.SESSION:
-                run = Session(launch, frames, group, warm, self._here)
+                run = Session(launch, frames, group, warm, self.here)
             else:
-                run = FreshRun(launch, frames, group, warm, self._here, predecessor)
+                run = FreshRun(launch, frames, group, warm, self.here, predecessor)
         except BaseException as error:
-            self._groups.dismiss(group)
+            self.groups.dismiss(group)
             if not isinstance(error, OSError | ValueError):
                 raise
             self._refuse_unrecorded(launch, error)
             return
-        self._runs.add(run)
+        self.runs.add(run)
         run.start()
 
     def _launch_in_session(self, launch: Launch, frames: Sequence[bytes], predecessor: NodeRun | None) -> None:
-        session = self._runs.session(launch.spec.session)
+        session = self.runs.session(launch.spec.session)
         try:
             if session is None:
                 raise SessionRefuses("its session has ended. %sgpu_connect starts another one.")
@@ -172,26 +159,26 @@ class Launches:
         except (OSError, ValueError) as error:
             self._refuse_unrecorded(launch, error)
         else:
-            self._runs.add(cell)
+            self.runs.add(cell)
             cell.start()
 
     def _placed(self, launch: Launch, built: Built | None, code: Mapping[str, str]) -> Launch:
-        placed = self._inputs.uploaded.placed(place_here(launch, built, code))
+        placed = self.inputs.uploaded.placed(place_here(launch, built, code))
         if built is None or placed.environment is None:
             return placed
-        interpreter = self._environments.interpreter(placed.environment, built, placed)
+        interpreter = self.environments.interpreter(placed.environment, built, placed)
         return msgspec.structs.replace(placed, interpreter=interpreter)
 
     def _placed_in(self, session: Session, launch: Launch) -> Launch:
         """A cell's launch stands where its session does."""
         built = None
         environment = session.launch.environment
-        if environment is not None and self._environments.needed(session.launch):
+        if environment is not None and self.environments.needed(session.launch):
             # the zygote of its ranks holds it
-            built = self._environments.at_hand(environment)
+            built = self.environments.at_hand(environment)
         # the same bundles as before are a look-up
-        code: Mapping[str, str] = self._inputs.code.unpack(launch.spec.session, launch.code) if launch.code else {}
-        return self._inputs.uploaded.placed(place_here(launch, built, code))
+        code: Mapping[str, str] = self.inputs.code.unpack(launch.spec.session, launch.code) if launch.code else {}
+        return self.inputs.uploaded.placed(place_here(launch, built, code))
 
 
 # ---------------------------------------------------------------- the kernel's place on this node

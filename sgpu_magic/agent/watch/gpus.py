@@ -26,6 +26,7 @@ from sgpu_magic.agent.watch.nvml import (
     open_nvml,
     raise_if_lost,
     reason_and_remedy,
+    told,
     utilization,
 )
 
@@ -121,21 +122,16 @@ class GpuReader:
             utilization_pct=utilization(nvml, handle),
             used_bytes=used,
             total_bytes=total or None,
-            power_w=self._power_w(nvml, handle),
+            power_w=told(nvml, lambda: round(nvml.nvmlDeviceGetPowerUsage(handle) / 1000), None),
             temperature_c=self._temperature_c(nvml, handle),
             process_bytes=process_bytes,
             process_pct=self._process_pct(nvml, uuid, handle),
         )
 
     def _process_bytes(self, nvml: Nvml, handle: object) -> dict[int, int]:
-        try:
-            processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        except nvml.NVMLError as error:
-            raise_if_lost(error)
-            return {}
         # more than one context of a process is listed more than once
         found: dict[int, int] = {}
-        for process in processes:
+        for process in told(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle), ()):
             if process.usedGpuMemory is not None:
                 found[process.pid] = found.get(process.pid, 0) + process.usedGpuMemory
         return found
@@ -155,13 +151,6 @@ class GpuReader:
                 by_process.setdefault(sample.pid, []).append(sample.smUtil)
                 self._seen_us[uuid] = max(self._seen_us.get(uuid, 0), sample.timeStamp)
         return {pid: sum(values) / len(values) for pid, values in by_process.items()}
-
-    def _power_w(self, nvml: Nvml, handle: object) -> int | None:
-        try:
-            return round(nvml.nvmlDeviceGetPowerUsage(handle) / 1000)
-        except nvml.NVMLError as error:
-            raise_if_lost(error)
-            return None
 
     def _temperature_c(self, nvml: Nvml, handle: object) -> int | None:
         # drivers that come will have only the second, those of today may have only the first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Collection, Sequence
@@ -20,6 +21,7 @@ from sgpu_magic.agent.watch.nvml import (
     open_problem,
     problem_text,
     raise_if_lost,
+    told,
     utilization,
 )
 from sgpu_magic.config import host_name
@@ -164,7 +166,7 @@ class _Reader:
         return placed, " ".join(self._problems)
 
     def _gpu(self, handle: object, number: int) -> list[Device]:
-        if not self._in_mig_mode(handle):
+        if told(self._nvml, lambda: self._nvml.nvmlDeviceGetMigMode(handle)[0], 0) != 1:
             return [self._device(handle, self._nvml.nvmlDeviceGetName(handle))]
         slices = self._slices(handle)
         if not slices:
@@ -173,13 +175,6 @@ class _Reader:
                 "make some with `nvidia-smi mig -cgi ... -C`, or leave MIG mode with `nvidia-smi -mig 0`."
             ] = None
         return slices
-
-    def _in_mig_mode(self, handle: object) -> bool:
-        try:
-            return self._nvml.nvmlDeviceGetMigMode(handle)[0] == 1
-        except self._nvml.NVMLError as error:
-            raise_if_lost(error)
-            return False
 
     def _slices(self, handle: object) -> list[Device]:
         slices: list[Device] = []
@@ -191,11 +186,7 @@ class _Reader:
                 if code_of(error) == Code.NOT_FOUND:  # a free place
                     continue
                 raise
-            try:
-                own_name = self._nvml.nvmlDeviceGetName(part)
-            except self._nvml.NVMLError as error:
-                raise_if_lost(error)
-                own_name = f"{name} MIG"
+            own_name = told(self._nvml, functools.partial(self._nvml.nvmlDeviceGetName, part), f"{name} MIG")
             slices.append(self._device(part, own_name))
         return slices
 
