@@ -194,7 +194,7 @@ class Group:
         for process in self.ranks:
             process.close()
 
-    # ------------------------------------------------------------ from the zygote (ForkListener)
+    # ------------------------------------------------------------ from the zygote
 
     def forked(self, rank: int, pid: int) -> None:
         process = self.rank(rank)

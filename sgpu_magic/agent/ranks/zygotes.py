@@ -7,7 +7,7 @@ import contextlib
 import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from sgpu_magic.agent import faults
 from sgpu_magic.system import child_process
@@ -18,6 +18,9 @@ from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
 from sgpu_magic.wire.run import Interpreter
 from sgpu_magic.wire.states import FailureKind
 from sgpu_magic.wire.zygote import Exited, Fork, Forked, ForkRefused, FromZygote, ZygoteFailed, ZygoteReady
+
+if TYPE_CHECKING:
+    from sgpu_magic.agent.ranks.group import Group
 
 _MAX_IDLE = 2
 # how it ended is known a moment after its socket is closed
@@ -42,16 +45,6 @@ def _restore_open_files_limit(pid: int) -> None:
             resource.prlimit(pid, resource.RLIMIT_NOFILE, _INITIAL_OPEN_FILES)
 
 
-class ForkListener(Protocol):
-    """Who asked for ranks."""
-
-    def forked(self, rank: int, pid: int) -> None: ...
-    def fork_refused(self, rank: int, message: str) -> None: ...
-    def exited(self, pid: int, status: int, peak_bytes: int) -> None: ...
-    def zygote_lost(self, kind: FailureKind, message: str) -> None: ...
-    def faulted(self, error: Exception) -> None: ...
-
-
 class Zygote:
     """One zygote process. Orders may be sent at once: they wait in its socket until it has imported torch."""
 
@@ -61,11 +54,11 @@ class Zygote:
         self.last_used = asyncio.get_running_loop().time()
         self._log = log_dir / f"zygote-{interpreter.key[:12]}.log"
         self._on_lost = on_lost
-        self._groups: dict[str, ForkListener] = {}
+        self._groups: dict[str, Group] = {}
         self._failure = ""
         self._status: int | None = None
         self._untold: asyncio.Handle | None = None
-        self._group_of: dict[int, ForkListener] = {}
+        self._group_of: dict[int, Group] = {}
         environ = dict(interpreter.variables)
         tunables = environ.get("GLIBC_TUNABLES", "")
         environ["GLIBC_TUNABLES"] = f"{tunables}:{_MALLOC_TUNABLE}".strip(":")
@@ -82,7 +75,7 @@ class Zygote:
     def idle(self) -> bool:
         return not self._groups
 
-    def fork(self, order: Fork, descriptors: Sequence[int], listener: ForkListener) -> None:
+    def fork(self, order: Fork, descriptors: Sequence[int], listener: Group) -> None:
         """Order one rank."""
         self.last_used = asyncio.get_running_loop().time()
         self._groups[order.group_id] = listener

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -27,7 +27,7 @@ from sgpu_magic.system.pending import Pending
 from sgpu_magic.wire.client import TellComms
 from sgpu_magic.wire.events import EventBody, Noted
 from sgpu_magic.wire.failures import Failure, RankStack
-from sgpu_magic.wire.node import Launch, MasterBound, TrackingKnown
+from sgpu_magic.wire.node import Launch, TrackingKnown
 from sgpu_magic.wire.rank import (
     AnswerQuestion,
     Cleared,
@@ -42,24 +42,8 @@ from sgpu_magic.wire.rank_events import CommsMoved, DisplayPublished, OutputClea
 from sgpu_magic.wire.states import FailureKind, RunState
 from sgpu_magic.wire.tracking import TrackedRun
 
-
-class NodeRunListener(Protocol):
-    """The agent."""
-
-    def tracking_asked(self, run_id: str) -> None:
-        """A rank wants to know the run's place in MLflow."""
-        ...
-
-    def happened(self, run_id: str, body: EventBody, frames: Sequence[bytes]) -> None: ...
-    def run_gone(self, run: NodeRun) -> None: ...
-
-    def faulted(self, run_id: str, error: Exception) -> None:
-        """A callback that worked for the run raised an exception."""
-        ...
-
-    def master_bound(self, bound: MasterBound) -> None:
-        """The ranks of a run of several nodes meet here."""
-        ...
+if TYPE_CHECKING:
+    from sgpu_magic.agent.run_registry import RunRegistry
 
 
 @dataclass(frozen=True)
@@ -77,7 +61,7 @@ class Surroundings:
     copier: BackgroundCopier
     settings: Settings
     sampling: Sampling
-    listener: NodeRunListener
+    listener: RunRegistry
     far: FilesToPool
 
 

@@ -49,7 +49,7 @@ class SessionRefuses(Exception):
 
 
 class Session(NodeRun):
-    """One session's ranks (a `GroupListener` and `SessionHost`).
+    """One session's ranks (a `GroupListener`).
 
     Args:
         launch: The session's run.
@@ -126,6 +126,7 @@ class Session(NodeRun):
         return cell
 
     def cell_over(self, cell: SessionCell) -> None:
+        """Its ranks are idle again."""
         self._cell = None
         self._news.over()
         if not self.gone:
@@ -133,6 +134,7 @@ class Session(NodeRun):
         self._repair.go_on()
 
     def renew(self, reason: str, done: Told) -> None:
+        """Connect the process groups anew, if that is possible; call `done` with what is to be told of it."""
         if self._ending_as is not None or not all(process.alive for process in self.group.ranks):
             # a rank is dead: they are whole again when it has been replaced
             done(None)

@@ -28,6 +28,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from sgpu_magic.errors import EnvironmentFailed
+from sgpu_magic.system.child_process import wait_or_kill
 from sgpu_magic.wire.rank import MetricsReported
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.tracking import MetricPoint
@@ -210,12 +211,8 @@ class NodeProcess:
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
-        try:
-            self._process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            # what it leaves the agent finds by the run's mark
-            self._process.kill()
-            self._process.wait()
+        # what one that is killed leaves the agent finds by the run's mark
+        wait_or_kill(self._process, _STOP_S)
 
 
 def _why_not(word: NodeTroubled) -> str:
