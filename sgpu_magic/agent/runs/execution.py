@@ -218,6 +218,9 @@ class Execution(NodeRun):
         if not self.ended:
             self._begin_stop()
 
+    def kill(self) -> None:
+        self._stop.kill_unreported()
+
     def _is_stopping(self) -> bool:
         return self.ended or self._ending_as is not None or self._stop.begun
 

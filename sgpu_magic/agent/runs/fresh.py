@@ -29,7 +29,7 @@ _TRACE_S = 15.0
 
 
 class FreshRun(Execution):
-    """Runs one launch in a group of its own (a `GroupListener`). Arguments as of `Execution`."""
+    """Runs one launch in a group of its own. Arguments as of `Execution`."""
 
     def __init__(
         self,
@@ -131,9 +131,6 @@ class FreshRun(Execution):
             self._end(RunState.FAILED)
         else:
             self._stop.begin(0.0, interrupt_first=False, waited=self._stop_waiting)
-
-    def kill(self) -> None:
-        self._stop.kill_unreported()
 
     def _stop_waiting(self) -> None:
         self._end(self._ending_as or RunState.FAILED)

@@ -49,7 +49,7 @@ class SessionRefuses(Exception):
 
 
 class Session(NodeRun):
-    """One session's ranks (a `GroupListener`).
+    """One session's ranks.
 
     Args:
         launch: The session's run.

@@ -104,9 +104,6 @@ class SessionCell(Execution):
     def _free_others(self) -> None:
         self._stop.begin(0.0, interrupt_first=False, waited=self._tell_unstopped)
 
-    def kill(self) -> None:
-        self._stop.kill_unreported()
-
     def end_now(self) -> None:
         """The session ends: say the last word although ranks may still run the cell."""
         self._end(self._ending_as or RunState.CANCELLED)
