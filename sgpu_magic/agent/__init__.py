@@ -5,10 +5,9 @@ service          what the pool says, and to whom it goes
 survive          how the agent outlives pool services: introduced to each, waiting for the next, let in by it
 reports          what the agent says, numbered by run and kept until it is written down
 run_registry     the runs that it holds
-launch           from a launch to its ranks; what it needs comes first
+launch           from a launch to its ranks; what it needs comes first; the kernel's place, in terms of what is here
 environments     the packages that runs want
 building         the process that builds them
-node_context     the kernel's place, in terms of what is here
 faults           what a callback raises costs the run that it works for, no other
 background_call  threads that nobody waits for
 

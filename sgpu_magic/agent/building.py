@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,12 +14,13 @@ from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.agent.background_call import call_in_background
+from sgpu_magic.agent import faults
 from sgpu_magic.packages.node.build_order import BuildNews, BuildOrder, decode_news, encode
+from sgpu_magic.system.child_process import private
 
-_CHUNK_BYTES = 1 << 16
 # what was begun is removed within this
 _END_S = 5.0
+_MOST_BYTES = 1 << 20
 
 
 class Building:
@@ -37,79 +39,61 @@ class Building:
     def __init__(
         self, order: BuildOrder, log: Path, told: Callable[[BuildNews], None], ended: Callable[[], None]
     ) -> None:
-        self._told: Callable[[BuildNews], None] | None = told
+        self.alive = True
+        self._told: Callable[[BuildNews], None] | None = faults.bound(told)
         self._ended = ended
-        self._loop = asyncio.get_running_loop()
-        self._text = b""
-        with open(log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "sgpu_magic.packages.node.build", str(os.getpid())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                cwd="/",
-                start_new_session=True,
-                env={**os.environ, "PYTHONSAFEPATH": "1"},
-            )
-        if self._process.stdin is None or self._process.stdout is None:
-            raise OSError("the process was started without pipes")
-        self._input = self._process.stdin
-        self._output = self._process.stdout
-        os.set_blocking(self._output.fileno(), False)
-        self._loop.add_reader(self._output.fileno(), self._read)
-        # it reads when it has started, and an order may be larger than a pipe
-        call_in_background(lambda: self._send(encode(order)), "sgpu-build-order")
-
-    @property
-    def alive(self) -> bool:
-        return not self._output.closed
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs, open(log, "ab", opener=private) as errors:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "sgpu_magic.packages.node.build", str(os.getpid())],
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
+                    stderr=errors,
+                    cwd="/",
+                    start_new_session=True,
+                    env={**os.environ, "PYTHONSAFEPATH": "1"},
+                )
+        except BaseException:
+            ours.close()
+            raise
+        self._talk = faults.in_background(self._listen(ours, encode(order)))
 
     def end(self) -> None:
         """Nobody wants it any more: it removes what it has begun. What it says from now on is not heard."""
         self._told = None
         self._signal(signal.SIGTERM)
-        self._loop.call_later(_END_S, self.kill)
-
-    def kill(self) -> None:
-        """At once, with uv and all else that it has started."""
-        self._signal(signal.SIGKILL)
+        asyncio.get_running_loop().call_later(_END_S, self._signal, signal.SIGKILL)
 
     def close(self) -> None:
-        """The agent ends."""
-        self.kill()
-        self._close()
+        """The agent ends: kill it at once, with uv and all else that it has started."""
+        self._signal(signal.SIGKILL)
+        self._over()
+        self._talk.cancel()
 
-    def _send(self, order: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._input.write(order)
-        with contextlib.suppress(BrokenPipeError):
-            self._input.close()
-
-    def _read(self) -> None:
-        while True:
-            try:
-                data = os.read(self._output.fileno(), _CHUNK_BYTES)
-            except BlockingIOError:
-                return
-            if not data:
-                self._close()
-                self._ended()
-                return
-            *lines, self._text = (self._text + data).split(b"\n")
-            for line in lines:
-                if self._told is not None:
+    async def _listen(self, sock: socket.socket, order: bytes) -> None:
+        reader, writer = await asyncio.open_connection(sock=sock, limit=_MOST_BYTES)
+        try:
+            # one that has died says so by the end of its output
+            with contextlib.suppress(ConnectionError):
+                writer.write(order)
+                writer.write_eof()
+                async for line in reader:
                     # a killed process may leave half a line, and nothing else
                     with contextlib.suppress(msgspec.DecodeError):
-                        self._told(decode_news(line))
+                        news = decode_news(line)
+                        if self._told is not None:
+                            self._told(news)
+        finally:
+            writer.close()
+        self._over()
+        self._ended()
 
-    def _close(self) -> None:
-        if self.alive:
-            self._loop.remove_reader(self._output.fileno())
-            self._output.close()
-            # reaped with all other children
-            self._process.poll()
-            if self._process.returncode is None:
-                self._process.returncode = 0
+    def _over(self) -> None:
+        self.alive = False
+        # reaped with all other children
+        if self._process.poll() is None:
+            self._process.returncode = 0
 
     def _signal(self, number: signal.Signals) -> None:
         if self.alive:

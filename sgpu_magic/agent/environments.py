@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.building import Building
@@ -28,6 +28,9 @@ from sgpu_magic.wire.events import EnvironmentMoved
 from sgpu_magic.wire.node import Launch
 from sgpu_magic.wire.run import Interpreter
 
+if TYPE_CHECKING:
+    from sgpu_magic.agent.runs.preparing import PreparingRun
+
 _TELL_S = 0.5
 # between the builder's last word and its lock, another pool may have removed what it built
 _ATTEMPTS = 3
@@ -36,14 +39,6 @@ _ALWAYS = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "TMPDIR", "TZ", "VIRTUAL_E
 
 
 _NOT_BEGUN = BuildMoved(step="")
-
-
-class Waiter(Protocol):
-    """A run that waits for its environment."""
-
-    def environment_moved(self, moved: EnvironmentMoved) -> None: ...
-    def environment_ready(self, built: Built, moved: EnvironmentMoved) -> None: ...
-    def environment_failed(self, message: str) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -69,7 +64,7 @@ class _Wanted:
     since: float
     building: Building | None = None
     held: tuple[Built, HeldLock] | None = None
-    waiters: dict[str, Waiter | None] = field(default_factory=dict[str, "Waiter | None"])
+    waiters: dict[str, PreparingRun | None] = field(default_factory=dict[str, "PreparingRun | None"])
     keepers: set[str] = field(default_factory=set[str])
     moved: BuildMoved = _NOT_BEGUN
     was_built: bool = False
@@ -125,7 +120,7 @@ class Environments:
         self._wanted[name] = _Wanted(environment, time.monotonic(), held=found)
         return found[0]
 
-    def wait(self, run_id: str, environment: Environment, waiter: Waiter) -> None:
+    def wait(self, run_id: str, environment: Environment, waiter: PreparingRun) -> None:
         """Have it built if it is not there, and tell the waiter. It stays until `leave`."""
         there = self.at_hand(environment)
         if there is None:
@@ -196,7 +191,7 @@ class Environments:
     def _name(self, environment: Environment) -> str:
         return f"{environment.digest}-{layer_tag()}"
 
-    def _want(self, run_id: str, environment: Environment, waiter: Waiter | None) -> None:
+    def _want(self, run_id: str, environment: Environment, waiter: PreparingRun | None) -> None:
         name = self._name(environment)
         wanted = self._wanted.get(name)
         if wanted is None:

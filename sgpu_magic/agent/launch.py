@@ -1,17 +1,25 @@
-"""From a launch to its ranks: where packages and code have to be made ready first, that comes before the start."""
+"""From a launch to its ranks: where packages and code have to be made ready first, that comes before the start.
+
+`place_here` says where the ranks stand: the kernel's place, in terms of what is here. Nothing changes where the node
+sees the kernel's files and runs its Python. Else the kernel's own packages give way to those of the Python that was
+built, its code to the bundles that travelled along, its directory to one of the run's own.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
 from sgpu_magic.agent.environments import Environments
 from sgpu_magic.agent.inputs.code_bundles import CodeUnusable
 from sgpu_magic.agent.inputs.launch_inputs import LaunchInputs, travels_by_blobs
-from sgpu_magic.agent.node_context import place_here
 from sgpu_magic.agent.ranks.standby_groups import StandbyGroups
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.run_registry import RunRegistry
@@ -23,9 +31,11 @@ from sgpu_magic.packages.node.store import Built
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.node import Launch
+from sgpu_magic.wire.run import RankContext
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 
+@dataclass(frozen=True)
 class Launches:
     """Starts what the pool orders.
 
@@ -38,21 +48,12 @@ class Launches:
         inputs: Brings what the notebook sent along.
     """
 
-    def __init__(
-        self,
-        groups: StandbyGroups,
-        runs: RunRegistry,
-        reports: Reports,
-        here: Surroundings,
-        environments: Environments,
-        inputs: LaunchInputs,
-    ) -> None:
-        self._groups = groups
-        self._runs = runs
-        self._reports = reports
-        self._here = here
-        self._environments = environments
-        self._inputs = inputs
+    groups: StandbyGroups
+    runs: RunRegistry
+    reports: Reports
+    here: Surroundings
+    environments: Environments
+    inputs: LaunchInputs
 
     def launch(self, launch: Launch, frames: Sequence[bytes]) -> None:
         """Start a run, a session or a cell in one."""
@@ -63,27 +64,27 @@ class Launches:
             else:
                 self._launch_in_session(launch, frames, None)
             return
-        if spec.session and (session := self._runs.session(spec.session)) is not None:
+        if spec.session and (session := self.runs.session(spec.session)) is not None:
             # new ranks beside the session's have what those have
             launch = msgspec.structs.replace(launch, environment=session.launch.environment)
-        predecessor = self._runs.get(spec.run_id)
-        environment = launch.environment if self._environments.needed(launch) else None
-        built = None if environment is None else self._environments.at_hand(environment)
+        predecessor = self.runs.get(spec.run_id)
+        environment = launch.environment if self.environments.needed(launch) else None
+        built = None if environment is None else self.environments.at_hand(environment)
         if launch.code or (environment is not None and built is None) or travels_by_blobs(launch):
             self._prepare(launch, frames, predecessor)
             return
         if built is not None:
-            self._reports.happened(spec.run_id, self._environments.found(built), ())
+            self.reports.happened(spec.run_id, self.environments.found(built), ())
         self._start(launch, frames, built, {}, predecessor)
         if built is not None:
             # its zygote holds it from now on
-            self._environments.leave(spec.run_id)
+            self.environments.leave(spec.run_id)
 
     def refuse(self, launch: Launch, message: str, kind: FailureKind = FailureKind.ENVIRONMENT) -> None:
         """The run can't be started."""
         failure = Failure(kind=kind, message=message, host=socket.gethostname(), at=time.time())
-        self._reports.happened(launch.spec.run_id, RunEnded(state=RunState.FAILED, failure=failure), ())
-        self._runs.ranks_gone(launch.spec.run_id)
+        self.reports.happened(launch.spec.run_id, RunEnded(state=RunState.FAILED, failure=failure), ())
+        self.runs.ranks_gone(launch.spec.run_id)
 
     # ------------------------------------------------------------ within
 
@@ -99,13 +100,11 @@ class Launches:
     def _prepare(self, launch: Launch, frames: Sequence[bytes], predecessor: NodeRun | None) -> None:
         """Make ready what it needs, then go on."""
         try:
-            run = PreparingRun(
-                launch, frames, self._here, self._environments, self._inputs, self._prepared, predecessor
-            )
+            run = PreparingRun(launch, frames, self.here, self.environments, self.inputs, self._prepared, predecessor)
         except (OSError, ValueError) as error:
             self._refuse_unrecorded(launch, error)
             return
-        self._runs.add(run)
+        self.runs.add(run)
         run.start()
 
     def _prepared(self, run: PreparingRun, built: Built | None, code: Mapping[str, str]) -> None:
@@ -129,26 +128,26 @@ class Launches:
             self._refuse_unrecorded(launch, error)
             return
         try:
-            group, warm = self._groups.take(launch)
+            group, warm = self.groups.take(launch)
         except OSError as error:
             self.refuse(launch, f"{launch.interpreter.executable} can't be started: {error}")
             return
         try:
             if launch.spec.kind is RunKind.SESSION:
-                run = Session(launch, frames, group, warm, self._here)
+                run = Session(launch, frames, group, warm, self.here)
             else:
-                run = FreshRun(launch, frames, group, warm, self._here, predecessor)
+                run = FreshRun(launch, frames, group, warm, self.here, predecessor)
         except BaseException as error:
-            self._groups.dismiss(group)
+            self.groups.dismiss(group)
             if not isinstance(error, OSError | ValueError):
                 raise
             self._refuse_unrecorded(launch, error)
             return
-        self._runs.add(run)
+        self.runs.add(run)
         run.start()
 
     def _launch_in_session(self, launch: Launch, frames: Sequence[bytes], predecessor: NodeRun | None) -> None:
-        session = self._runs.session(launch.spec.session)
+        session = self.runs.session(launch.spec.session)
         try:
             if session is None:
                 raise SessionRefuses("its session has ended. %sgpu_connect starts another one.")
@@ -160,23 +159,146 @@ class Launches:
         except (OSError, ValueError) as error:
             self._refuse_unrecorded(launch, error)
         else:
-            self._runs.add(cell)
+            self.runs.add(cell)
             cell.start()
 
     def _placed(self, launch: Launch, built: Built | None, code: Mapping[str, str]) -> Launch:
-        placed = self._inputs.uploaded.placed(place_here(launch, built, code))
+        placed = self.inputs.uploaded.placed(place_here(launch, built, code))
         if built is None or placed.environment is None:
             return placed
-        interpreter = self._environments.interpreter(placed.environment, built, placed)
+        interpreter = self.environments.interpreter(placed.environment, built, placed)
         return msgspec.structs.replace(placed, interpreter=interpreter)
 
     def _placed_in(self, session: Session, launch: Launch) -> Launch:
         """A cell's launch stands where its session does."""
         built = None
         environment = session.launch.environment
-        if environment is not None and self._environments.needed(session.launch):
+        if environment is not None and self.environments.needed(session.launch):
             # the zygote of its ranks holds it
-            built = self._environments.at_hand(environment)
+            built = self.environments.at_hand(environment)
         # the same bundles as before are a look-up
-        code: Mapping[str, str] = self._inputs.code.unpack(launch.spec.session, launch.code) if launch.code else {}
-        return self._inputs.uploaded.placed(place_here(launch, built, code))
+        code: Mapping[str, str] = self.inputs.code.unpack(launch.spec.session, launch.code) if launch.code else {}
+        return self.inputs.uploaded.placed(place_here(launch, built, code))
+
+
+# ---------------------------------------------------------------- the kernel's place on this node
+
+
+# of the kernel's Python: the ranks have another one
+_KERNELS_PYTHON = ("PYTHON", "CONDA_", "_CE_", "MAMBA_", "PYENV_", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__", "UV_PROJECT")
+# harmless there, and a user's own choice
+_CHOICES = frozenset({
+    "PYTHONUNBUFFERED", "PYTHONHASHSEED", "PYTHONWARNINGS", "PYTHONFAULTHANDLER", "PYTHONDONTWRITEBYTECODE",
+    "PYTHONIOENCODING", "PYTHONUTF8", "PYTHONTRACEMALLOC", "PYTHONASYNCIODEBUG", "PYTHONBREAKPOINT",
+})  # fmt: skip
+# `site-packages`, and Debian's `dist-packages`
+_PACKAGES = "-packages"
+# of this agent: no affair of the ranks
+_AGENTS_OWN = ("SGPU_", "JPY_", "PYTHONSAFEPATH", "KERNEL_")
+
+
+def place_here(launch: Launch, built: Built | None, code: Mapping[str, str]) -> Launch:
+    """Return the launch with its ranks' place as it is on this node. Placing it again changes nothing.
+
+    Args:
+        launch: As the client sent it.
+        built: The Python that was built for it; None where the kernel's is used.
+        code: Folders of the local code that travelled along, by the kernel's path entry.
+
+    Raises:
+        OSError: The run's directory can't be written.
+    """
+    context = launch.context
+    if built is None and not code and not context.elsewhere:
+        return launch
+    home = _home(launch)
+    path = _path(context, built, code, home)
+    cwd = context.cwd
+    if context.elsewhere:
+        cwd = os.path.join(home, "work")
+        os.makedirs(cwd, mode=0o700, exist_ok=True)
+    environ = _environ(launch, built)
+    placed = msgspec.structs.replace(context, cwd=cwd, sys_path=path, environ=environ, installed=())
+    return msgspec.structs.replace(launch, context=placed)
+
+
+def _home(launch: Launch) -> str:
+    """The directory of whom the ranks belong to: a session's cells find what its first cell found."""
+    if launch.spec.in_session:
+        return os.path.join(os.path.dirname(launch.run_dir), launch.spec.session)
+    return launch.run_dir
+
+
+def _path(context: RankContext, built: Built | None, code: Mapping[str, str], home: str) -> tuple[str, ...]:
+    links = os.path.join(home, "code")
+    path: list[str] = []
+    for entry in context.sys_path:
+        if built is not None and entry in built.sys_path:
+            path.append(entry)
+        elif built is not None and entry in context.installed:
+            # the notebook's folder stands between the two, and hides packages but no module of the standard library's
+            of_packages = _PACKAGES in entry
+            path += (own for own in built.sys_path if _is_of_packages(own, built) == of_packages)
+        elif entry in code:
+            path.append(_linked(links, entry, code[entry]))
+        elif not context.elsewhere or entry in context.installed or entry.startswith(links + os.sep):
+            path.append(entry)
+        elif os.path.islink(link := _link(links, entry)):
+            # a session's, from an earlier cell
+            path.append(link)
+    if built is not None:
+        path += built.sys_path
+    return tuple(dict.fromkeys(path))
+
+
+def _is_of_packages(entry: str, built: Built) -> bool:
+    return entry.startswith(os.path.dirname(built.prefix) + os.sep)
+
+
+def _link(links: str, entry: str) -> str:
+    return os.path.join(links, hashlib.sha256(os.fsencode(entry)).hexdigest()[:8])
+
+
+def _linked(links: str, entry: str, folder: str) -> str:
+    """A link under one name for good: an edited module is then a changed file, which a session's ranks see."""
+    link = _link(links, entry)
+    try:
+        if os.readlink(link) == folder:
+            return link
+    except OSError:
+        os.makedirs(links, mode=0o700, exist_ok=True)
+    temporary = f"{link}.part"
+    Path(temporary).unlink(missing_ok=True)
+    os.symlink(folder, temporary)
+    os.replace(temporary, link)
+    return link
+
+
+def _environ(launch: Launch, built: Built | None) -> dict[str, str]:
+    context, given = launch.context, frozenset(launch.spec.env_names)
+    environ = dict(context.environ)
+    if built is not None:
+        environ = {name: value for name, value in environ.items() if name in given or not _is_kernels(name)}
+    if context.elsewhere:
+        here = {n: v for n, v in os.environ.items() if not n.startswith(_AGENTS_OWN) and not _is_kernels(n)}
+        environ = here | environ
+    if built is not None:
+        programs = os.path.join(built.prefix, "bin")
+        environ["VIRTUAL_ENV"] = built.prefix
+        if "PATH" not in given:
+            environ["PATH"] = os.pathsep.join(_without_kernels(environ.get("PATH", os.defpath), context, programs))
+    return environ
+
+
+def _is_kernels(name: str) -> bool:
+    return name.startswith(_KERNELS_PYTHON) and name not in _CHOICES
+
+
+def _without_kernels(path: str, context: RankContext, programs: str) -> Iterable[str]:
+    """The built environment's programs first, those of the kernel's own environment not at all."""
+    own = context.environ.get("VIRTUAL_ENV") or context.environ.get("CONDA_PREFIX")
+    left_out = {programs, os.path.join(own, "bin")} if own and own != os.path.dirname(programs) else {programs}
+    yield programs
+    for entry in path.split(os.pathsep):
+        if entry and entry not in left_out:
+            yield entry

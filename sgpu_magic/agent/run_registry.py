@@ -38,7 +38,7 @@ _FAULT_CHARS = 2_000
 
 
 class RunRegistry:
-    """Fresh runs, sessions and the cells in them, by id (a `NodeRunListener`).
+    """Fresh runs, sessions and the cells in them, by id; what happens to them comes here.
 
     Args:
         groups: Ranks are kept at hand there when runs are over.
@@ -188,7 +188,7 @@ class RunRegistry:
             if (run := self._runs.get(run_id)) is not None:
                 self._loop.call_later(_KEEP_DELAY_S, self._keep, run)
 
-    # ------------------------------------------------------------ from the runs (NodeRunListener)
+    # ------------------------------------------------------------ from the runs
 
     def happened(self, run_id: str, body: EventBody, frames: Iterable[bytes]) -> None:
         self._far.happened(run_id, body, tuple(frames))
@@ -196,9 +196,11 @@ class RunRegistry:
             self._later(_REPLENISH_DELAY_S, self._keep_for_session, session)
 
     def tracking_asked(self, run_id: str) -> None:
+        """A rank wants to know the run's place in MLflow."""
         self._reports.tracking_asked(run_id)
 
     def master_bound(self, bound: MasterBound) -> None:
+        """The ranks of a run of several nodes meet here."""
         self._reports.master_bound(bound)
 
     def run_gone(self, run: NodeRun) -> None:

@@ -14,7 +14,7 @@ from sgpu_magic.agent.environments import Environments
 from sgpu_magic.agent.inputs.launch_inputs import LaunchInputs
 from sgpu_magic.agent.launch import Launches
 from sgpu_magic.agent.ranks import run_processes
-from sgpu_magic.agent.ranks.run_ports import RunPorts
+from sgpu_magic.agent.ranks.run_processes import RunPorts
 from sgpu_magic.agent.ranks.standby_groups import StandbyGroups
 from sgpu_magic.agent.ranks.zygotes import raise_open_files_limit
 from sgpu_magic.agent.reports import Reports
@@ -65,6 +65,17 @@ _HOUSEKEEPING_S = 5.0
 # pauses after introductions that failed
 _INTRODUCED_AGAIN_S = (0.1, 2.0, 0.0)
 _OfOthers = MasterKnown | PeerFailed | PartsOver
+_OfOneRun = (
+    TrackingKnown
+    | TellComms
+    | EndRun
+    | KillRanks
+    | ReclaimPayload
+    | ResultsReceived
+    | DetachRun
+    | TakeStacks
+    | _OfOthers
+)
 
 
 class Agent:
@@ -211,12 +222,6 @@ class Agent:
                     self._groups.warm(message.interpreter, 0 if self._runs.busy else message.ranks)
             case BuildEnvironment():
                 self._environments.prepare(message.run_id, message.environment)
-            case TrackingKnown(run_id=run_id):
-                if (run := self._runs.get(run_id)) is not None:
-                    run.tracking_known(message)
-            case TellComms():
-                if (run := self._runs.get(message.run_id)) is not None:
-                    run.hear_comms(message, frames)
             case TakeInventory():
                 faults.in_background(self._introduction.inventory_again())
             case EventsKept():
@@ -250,17 +255,17 @@ class Agent:
             case _:
                 run = self._runs.get(message.run_id)
                 if run is not None:
-                    self._obey_for(run, message)
+                    self._obey_for(run, message, frames)
                 elif isinstance(message, EndRun):
                     # it ended in the queue
                     self._environments.leave(message.run_id)
 
-    def _obey_for(
-        self,
-        run: NodeRun,
-        message: EndRun | KillRanks | ReclaimPayload | ResultsReceived | DetachRun | TakeStacks | _OfOthers,
-    ) -> None:
+    def _obey_for(self, run: NodeRun, message: _OfOneRun | DetachRun | TakeStacks, frames: Sequence[bytes]) -> None:
         match message:
+            case TrackingKnown():
+                run.tracking_known(message)
+            case TellComms():
+                run.hear_comms(message, frames)
             case MasterKnown() | PeerFailed() | PartsOver():
                 if isinstance(run, FreshRun | PreparingRun):
                     run.heard_of_others(message)

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 from sgpu_magic.agent import faults
@@ -41,6 +42,7 @@ _OVER_S = 5.0
 _SUCCESSOR_S = 1.0
 
 
+@dataclass(frozen=True)
 class Introduction:
     """What the agent tells a pool service that it comes to: what this node has, and which runs it holds.
 
@@ -52,27 +54,24 @@ class Introduction:
         send: Sends to the service of now.
     """
 
-    def __init__(
-        self, settings: Settings, runs: RunRegistry, far: FilesToPool, groups: StandbyGroups, send: Send
-    ) -> None:
-        self._settings = settings
-        self._runs = runs
-        self._far = far
-        self._groups = groups
-        self._send = send
+    settings: Settings
+    runs: RunRegistry
+    far: FilesToPool
+    groups: StandbyGroups
+    send: Send
 
     async def ready(self) -> None:
         """Say the agent's first word to a service, as soon as the driver has told."""
-        ray_place.sweep(self._settings, [run.run_id for run in self._runs.all()])
+        ray_place.sweep(self.settings, [run.run_id for run in self.runs.all()])
         inventory = await self._take()
         held: list[HeldRun] = []
         locks: list[int] = []
-        for run in self._runs.all():
-            own = self._runs.locks(run.run_id)
+        for run in self.runs.all():
+            own = self.runs.locks(run.run_id)
             locks += own
             held.append(
                 HeldRun(
-                    launch=self._far.as_ordered(run.launch),
+                    launch=self.far.as_ordered(run.launch),
                     state=run.state,
                     started_s=run.age_s,
                     gone=run.gone,
@@ -80,20 +79,20 @@ class Introduction:
                 )
             )
         ready = AgentReady(pid=os.getpid(), protocol_version=PROTOCOL_VERSION, inventory=inventory, runs=tuple(held))
-        self._send(ready, (), locks)
+        self.send(ready, (), locks)
 
     async def inventory_again(self) -> None:
         """Say what the node has now."""
-        self._send(InventoryTaken(inventory=await self._take()))
+        self.send(InventoryTaken(inventory=await self._take()))
 
     async def _take(self) -> Inventory:
         """In a thread of its own: a real driver may take seconds to answer."""
-        own = [pid for run in self._runs.all() for pid in run.pids]
+        own = [pid for run in self.runs.all() for pid in run.pids]
         take = functools.partial(
             take_inventory,
-            simulate=self._settings.simulate,
-            cpu_slots=self._settings.cpu_slot_count,
-            own_pids=[*own, *self._groups.zygotes.pids()],
+            simulate=self.settings.simulate,
+            cpu_slots=self.settings.cpu_slot_count,
+            own_pids=[*own, *self.groups.zygotes.pids()],
         )
         return await call_in_background(take, "sgpu-inventory")
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.system.byte_stream import ByteStream
+from sgpu_magic.system.pending import Pending
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.tcp_streams import OpenStream, StreamClosed, StreamMessage, StreamOpened
 
@@ -38,7 +39,7 @@ class Forwarder:
         self._loop = asyncio.get_running_loop()
         self._number = _WATCH
         self._streams: dict[int, ByteStream] = {}
-        self._opening: dict[int, asyncio.Future[StreamOpened | StreamClosed]] = {}
+        self._opening = Pending[int, asyncio.Future[StreamOpened | StreamClosed]]()
         self._over: asyncio.Future[str] = self._loop.create_future()
         self._server: asyncio.Server | None = None
         link.on_stream = lambda message, frames: self._from_link(self._heard, message, frames)
@@ -110,7 +111,7 @@ class Forwarder:
 
     async def _opened(self, number: int, *, watches: bool = False) -> StreamOpened | StreamClosed:
         answer: asyncio.Future[StreamOpened | StreamClosed] = self._loop.create_future()
-        self._opening[number] = answer
+        self._opening.add(number, answer)
         order = OpenStream(stream=number, run=self._run, rank=self._rank, port=self._port, watches=watches)
         self._send(order, ())
         try:
@@ -118,7 +119,7 @@ class Forwarder:
         except TimeoutError:
             raise PoolError(f"{self._link.title} did not answer within {_ANSWER_S:.0f} s.") from None
         finally:
-            self._opening.pop(number, None)
+            self._opening.take(number)
 
     def _gone(self, number: int, problem: str) -> None:
         self._streams.pop(number, None)

@@ -15,7 +15,7 @@ import msgspec
 
 from sgpu_magic.agent.runs import ray_place
 from sgpu_magic.config import Settings
-from sgpu_magic.system import processes
+from sgpu_magic.system import child_process, processes
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.client import Warm
@@ -74,11 +74,7 @@ class LocalAgent:
         if self._child is None:
             _wait(watch)
         else:
-            try:
-                self._child.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                self._child.kill()
-                self._child.wait()
+            child_process.wait_or_kill(self._child, _END_S)
         if watch >= 0:
             os.close(watch)
 
@@ -107,25 +103,9 @@ def _find(settings: Settings) -> tuple[socket.socket, int] | None:
     return connection, peer.pid if peer is not None else 0
 
 
-def _start(settings: Settings) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "sgpu_magic.agent", str(theirs.fileno())],
-            # not on the command line, which everybody on the machine can read: an address may have a password
-            stdin=subprocess.PIPE,
-            # the pool's standard output is a pipe that its starter reads to the end
-            stdout=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(),),
-            cwd="/",
-            start_new_session=True,
-            env={**os.environ, "PYTHONSAFEPATH": "1"},
-        )
-    if child.stdin is not None:
-        # one that has died already is noticed by its socket
-        with child.stdin, contextlib.suppress(BrokenPipeError):
-            child.stdin.write(msgspec.json.encode(settings))
-    return ours, child
+def _start(settings: Settings) -> child_process.Started:
+    # an address in its settings may have a password
+    return child_process.start([sys.executable, "-m", "sgpu_magic.agent"], order=msgspec.json.encode(settings))
 
 
 def _watch(pid: int) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from sgpu_magic.agent.failures.reports_of_ranks import find_root_cause
+from sgpu_magic.system.pending import Pending
 from sgpu_magic.wire.devices import Inventory, Node
 from sgpu_magic.wire.events import PayloadReleased, RanksStarted, RunEnded
 from sgpu_magic.wire.failures import Failure, RankStack
@@ -101,6 +102,7 @@ def _blame(parts: Sequence[PartEnd]) -> tuple[Failure | None, tuple[Failure, ...
 
 @dataclass(slots=True)
 class _Asked:
+    request: int
     run_id: str
     silent: set[int]
     stacks: list[RankStack] = field(default_factory=list[RankStack])
@@ -110,11 +112,11 @@ class JointStacks:
     """The requests that are under way, by number."""
 
     def __init__(self) -> None:
-        self._asked: dict[int, _Asked] = {}
+        self._asked = Pending[int, _Asked]()
 
     def ask(self, request: int, run_id: str, parts: Iterable[int]) -> None:
         """These parts of the run are asked."""
-        self._asked[request] = _Asked(run_id, set(parts))
+        self._asked.add(request, _Asked(request, run_id, set(parts)))
 
     def taken(self, request: int, part: int, stacks: tuple[RankStack, ...]) -> tuple[RankStack, ...] | None:
         """A part has answered. Returns the stacks of all ranks, None while others are awaited."""
@@ -123,23 +125,23 @@ class JointStacks:
             return None
         asked.silent.discard(part)
         asked.stacks += stacks
-        return self._finish(request, asked)
+        return self._finish(asked)
 
     def part_silent(self, run_id: str, part: int) -> list[tuple[int, tuple[RankStack, ...]]]:
         """A part answers nothing any more. Returns the requests that this completes."""
         done: list[tuple[int, tuple[RankStack, ...]]] = []
-        for request, asked in list(self._asked.items()):
+        for asked in self._asked:
             if asked.run_id == run_id and part in asked.silent:
                 asked.silent.discard(part)
-                stacks = self._finish(request, asked)
+                stacks = self._finish(asked)
                 if stacks is not None:
-                    done.append((request, stacks))
+                    done.append((asked.request, stacks))
         return done
 
-    def _finish(self, request: int, asked: _Asked) -> tuple[RankStack, ...] | None:
+    def _finish(self, asked: _Asked) -> tuple[RankStack, ...] | None:
         if asked.silent:
             return None
-        del self._asked[request]
+        self._asked.take(asked.request)
         return tuple(sorted(asked.stacks, key=lambda stack: stack.rank))
 
 

@@ -17,6 +17,7 @@ from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.scheduling.session_rules import named
 from sgpu_magic.pool.server import ConnectedClient
+from sgpu_magic.system.pending import Pending
 from sgpu_magic.wire.client import Accepted, AskRank, AskStacks, RankAnswered, RestartRanks, Stacks
 from sgpu_magic.wire.failures import RankStack
 from sgpu_magic.wire.ids import short
@@ -41,7 +42,7 @@ class RankRequests:
         # never used twice: an answer that comes late is for nobody
         self._numbers = itertools.count(1)
         # who asked, and of which run's ranks
-        self._asked: dict[int, tuple[ConnectedClient, AskStacks | AskRank | RestartRanks, str]] = {}
+        self._asked = Pending[int, tuple[ConnectedClient, AskStacks | AskRank | RestartRanks, str]]()
 
     # ------------------------------------------------------------ from clients
 
@@ -96,17 +97,19 @@ class RankRequests:
     # ------------------------------------------------------------ from the engine
 
     def stacks_taken(self, request: int, stacks: tuple[RankStack, ...]) -> None:
-        client, message, run_id = self._asked.pop(request, (None, None, ""))
-        if client is not None and message is not None:
+        asked = self._asked.take(request)
+        if asked is not None:
+            client, message, run_id = asked
             run = self._pool.active.speaker(run_id)
             cell = run.spec.cell if run is not None else CellSource(body="")
             self._pool.server.send(client, Stacks(request=message.request, run_id=run_id, stacks=stacks, cell=cell))
 
     def restarted(self, request: int, session: str, problem: str) -> None:
         self._pool.feed(sched.SessionPaused(session, "", time.monotonic()))
-        client, message, _ = self._asked.pop(request, (None, None, ""))
-        if client is None or not isinstance(message, RestartRanks):
+        asked = self._asked.take(request)
+        if asked is None or not isinstance(asked[1], RestartRanks):
             return
+        client, message = asked[0], asked[1]
         if problem:
             self._pool.server.refuse(client, message.request, problem, "SessionError")
             return
@@ -116,17 +119,14 @@ class RankRequests:
         self._pool.server.send(client, Accepted(request=message.request, run_id=session, text=text))
 
     def answered(self, request: int, answer: RankAnswer) -> None:
-        client, message, _ = self._asked.pop(request, (None, None, ""))
-        if client is not None and isinstance(message, AskRank):
-            self._answer(client, message, answer)
+        asked = self._asked.take(request)
+        if asked is not None and isinstance(asked[1], AskRank):
+            self._answer(asked[0], asked[1], answer)
 
     def run_gone(self, run_id: str) -> None:
         """Nobody will answer for its ranks any more."""
         ended = f"session {short(run_id)} ended before it could answer. {_REMEDY}"
-        for number, (client, message, asked_run) in list(self._asked.items()):
-            if asked_run != run_id:
-                continue
-            del self._asked[number]
+        for client, message, _ in self._asked.take_all(lambda asked: asked[2] == run_id):
             match message:
                 case AskStacks():
                     text = f"run {short(run_id)} ended before its ranks could be asked."
@@ -140,7 +140,7 @@ class RankRequests:
 
     def _number(self, client: ConnectedClient, message: AskStacks | AskRank | RestartRanks, run_id: str) -> int:
         number = next(self._numbers)
-        self._asked[number] = client, message, run_id
+        self._asked.add(number, (client, message, run_id))
         return number
 
     def _session(self, run_id: str) -> PoolRun | None:
@@ -153,7 +153,7 @@ class RankRequests:
             return f"{name} is {session.state}; its ranks can be restarted while it is running."
         if strange := [rank for rank in ranks if not 0 <= rank <= last]:
             return f"{name} has ranks 0 to {last}, not {', '.join(map(str, strange))}."
-        asked = (message for _, message, run_id in self._asked.values() if run_id == session.run_id)
+        asked = (message for _, message, run_id in self._asked if run_id == session.run_id)
         if any(isinstance(message, RestartRanks) for message in asked):
             return f"ranks of {name} are being restarted already."
         for run in self._pool.active.going:

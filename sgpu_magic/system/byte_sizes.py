@@ -36,6 +36,12 @@ def format_bytes(count: float) -> str:
 
 _MEMORY_RESERVE = 1.25
 _CGROUP = Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+# limit, usage, and what `memory.stat` calls cached files that the kernel would drop first; of both versions
+_GROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 def fits_memory(size: int) -> bool:
@@ -45,44 +51,49 @@ def fits_memory(size: int) -> bool:
 
 def memory_available_bytes() -> int:
     """Return the memory that can still be taken: the machine's, or what the control group leaves."""
-    available = [_meminfo_available()]
-    for directory, limit_name, usage_name, stat_name in _cgroup_directories():
-        limit, usage = _number(directory / limit_name), _number(directory / usage_name)
-        if limit is not None and usage is not None:
-            available.append(max(0, limit - usage + _inactive_file(directory / "memory.stat", stat_name)))
+    kilobytes = number_in(_MEMINFO, "MemAvailable:")
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if kilobytes is None else kilobytes * 1024
+    available = [free]
+    for group in memory_groups():
+        for limit_name, usage_name, cached_name in _GROUP_FILES:
+            limit, usage = _number(group / limit_name), _number(group / usage_name)
+            if limit is not None and usage is not None:
+                cached = number_in(group / "memory.stat", cached_name) or 0
+                available.append(max(0, limit - usage + cached))
     return min(available)
 
 
-def _meminfo_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def memory_limit() -> int:
+    """Return the machine's memory in bytes, or the control group's limit where that is smaller; 0 when unknown."""
+    limits = [(number_in(_MEMINFO, "MemTotal:") or 0) * 1024]
+    limits += [_number(group / names[0]) or 0 for group in memory_groups() for names in _GROUP_FILES]
+    return min(filter(None, limits), default=0)
 
 
-def _cgroup_directories() -> Iterator[tuple[Path, str, str, str]]:
+def memory_groups() -> Iterator[Path]:
     """Yield this process's memory groups up to the root, in both versions of the interface."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            root, names = _CGROUP, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            root, names = (
-                _CGROUP / "memory",
-                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-            )
-        else:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
             continue
-        directory = root / path.lstrip("/")
-        while True:
-            yield directory, *names
-            if directory == root or root not in directory.parents:
-                break
-            directory = directory.parent
+        root = _CGROUP / "memory" if controllers else _CGROUP
+        # in a container the path may be the host's, and the group is mounted at the root
+        parts = [part for part in path.split("/") if part and part != ".."]
+        for depth in range(len(parts), -1, -1):
+            yield root.joinpath(*parts[:depth])
+
+
+def number_in(file: Path, name: str) -> int | None:
+    """Return the number behind a name at the beginning of a line, None where there is none."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(fields[1]) for line in lines if (fields := line.split())[:1] == [name]), None)
 
 
 def _number(file: Path) -> int | None:
@@ -91,12 +102,3 @@ def _number(file: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
-
-
-def _inactive_file(file: Path, name: str) -> int:
-    """Bytes of cached files that the kernel would drop first."""
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith(name + " ")), 0)

@@ -1,4 +1,4 @@
-"""A non-blocking message stream over a Unix socket for asyncio, with descriptors beside the messages."""
+"""Messages over a Unix stream socket, with descriptors beside them: without blocking for asyncio, and blocking."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import contextvars
 import errno
 import os
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
@@ -22,6 +23,8 @@ M = TypeVar("M")
 _CHUNK_BYTES = 1 << 18
 # SCM_MAX_FD: the kernel takes no more with one piece
 _MAX_DESCRIPTORS = 253
+# with one order to a rank or a zygote
+_MOST_TO_A_RANK = 16
 # what is larger than this fills a socket's buffer by itself
 _JOINED_BYTES = 1 << 17
 
@@ -78,6 +81,12 @@ class MessageStream(Generic[M]):
         if was_empty and self._gathers:
             self._loop.call_soon(self._write, context=self._context.copy())
         elif was_empty:
+            self._write()
+
+    def send_all(self, within_s: float) -> None:
+        """Send what waits now, blocking: for the end, when the loop may not run any more."""
+        if not self._closed:
+            self._socket.settimeout(within_s)
             self._write()
 
     def take_descriptors(self, count: int) -> list[int]:
@@ -206,3 +215,64 @@ def _copies(descriptors: Sequence[int]) -> tuple[int, ...]:
 def _close_all(descriptors: Sequence[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+# ---------------------------------------------------------------- blocking
+
+
+class Link(Generic[M]):
+    """One end of a socketpair. `send` may be called by any thread, `receive` by one.
+
+    Args:
+        sock: A connected Unix stream socket; the link owns it.
+        decoder: The decoder of what arrives.
+    """
+
+    def __init__(self, sock: socket.socket, decoder: Decoder[M]) -> None:
+        self._socket = sock
+        self._reader = FrameReader(decoder)
+        self._arrived: deque[tuple[M, Sequence[bytes]]] = deque()
+        self._descriptors: deque[int] = deque()
+        self._send_lock = threading.Lock()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def has_message(self) -> bool:
+        """True when `receive` returns without reading the socket."""
+        return bool(self._arrived)
+
+    def send(self, message: Record, blobs: Iterable[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+        """Send one message; the descriptors stay open here.
+
+        Raises:
+            OSError: The other side is gone.
+        """
+        data = memoryview(frame(message, blobs))
+        with self._send_lock:
+            if descriptors:
+                ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+                data = data[self._socket.sendmsg([data], ancillary) :]
+            self._socket.sendall(data)
+
+    def receive(self) -> tuple[M, Sequence[bytes]] | None:
+        """Return the next message and its raw frames, None when the other side is gone."""
+        while not self._arrived:
+            try:
+                data, descriptors, _, _ = socket.recv_fds(self._socket, _CHUNK_BYTES, _MOST_TO_A_RANK)
+            except ConnectionError:
+                return None
+            if not data:
+                return None
+            self._descriptors.extend(descriptors)
+            self._arrived.extend(self._reader.feed(data))
+        return self._arrived.popleft()
+
+    def take_descriptors(self, count: int) -> list[int]:
+        """Return the next `count` descriptors that came along; the caller owns them."""
+        return [self._descriptors.popleft() for _ in range(count)]
+
+    def close(self) -> None:
+        self._socket.close()
+        while self._descriptors:
+            socket.close(self._descriptors.popleft())

@@ -126,6 +126,11 @@ def allow_huge_pages(allowed: bool) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_THP_DISABLE, int(not allowed), 0, 0, 0)
 
 
+def core_count() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def thread_count() -> int:
     """Threads of this process, C and C++ ones included."""
     if _LINUX:

@@ -16,7 +16,7 @@ from sgpu_magic.payload import unpack
 from sgpu_magic.wire.attachments import PackedLayout
 from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunKind
-from sgpu_magic.worker.cell.execute import source_of
+from sgpu_magic.worker.cell.cell_run import source_of
 
 
 class _Recorded(msgspec.Struct):

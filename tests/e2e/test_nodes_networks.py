@@ -15,7 +15,7 @@ from homes import Home
 from many_agents import ManyAgents
 from pool_client import PoolClient
 
-from sgpu_magic.agent.ranks.rendezvous_point import LOOPBACK, interface_of
+from sgpu_magic.agent.ranks.orders import LOOPBACK, interface_of
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
@@ -77,7 +77,7 @@ def test_ranks_of_nodes_with_several_interfaces_meet_over_that_of_the_nodes_addr
 @pytest.mark.needs_root
 def test_the_interface_of_an_address_is_found(namespaces: tuple[str, ...]):
     questions = (ADDRESSES[1], "192.168.77.1", "fd77::2", "127.0.0.9", "10.77.0.1", "not an address")
-    module = "sgpu_magic.agent.ranks.rendezvous_point"
+    module = "sgpu_magic.agent.ranks.orders"
     code = f"from {module} import interface_of\nprint([interface_of(a) for a in {questions!r}])"
     told = subprocess.run(
         ["ip", "netns", "exec", namespaces[1], sys.executable, "-c", code], capture_output=True, text=True, check=True

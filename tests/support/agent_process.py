@@ -19,6 +19,7 @@ import planted_faults
 from sgpu_magic.client.interpreter import this_context, this_interpreter, this_owner
 from sgpu_magic.config import Settings
 from sgpu_magic.payload.pack import pack_namespace
+from sgpu_magic.system.message_stream import Link
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.attachments import InlinePayload, Payload
 from sgpu_magic.wire.devices import Lease, Placement
@@ -45,7 +46,6 @@ from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import CellSource, RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
-from sgpu_magic.worker.process.link import Link
 
 _KEY = bytes(range(32))
 _PATIENCE_S = 30.0

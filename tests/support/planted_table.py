@@ -12,8 +12,8 @@ FRESH = (
     "runs.execution:Execution._all_there",
     "runs.execution:Execution._take_result",
     "runs.execution:Execution._end",
-    "ranks.output:RankOutput.flush",
-    "ranks.output:RankOutput.drain",
+    "ranks.rank_process:RankOutput.flush",
+    "ranks.rank_process:RankOutput.drain",
     "failures.exit_diagnosis:ExitDiagnosis.begin",
     "failures.reports_of_ranks:ReportsOfRanks.last_word",
     "runs.run_files:RunFiles.describe",
@@ -59,8 +59,8 @@ CELLS = (
     "runs.session_cell:SessionCell._write_down",
     "runs.session:Session.execute",
     "runs.session:Session.cell_over",
-    "runs.session_records:SessionLogs.lend",
-    "runs.session_records:SessionLogs.take_back",
+    "runs.session_repair:SessionLogs.lend",
+    "runs.session_repair:SessionLogs.take_back",
     "ranks.orders:send_session_cells",
 )
 SESSIONS = (
@@ -70,7 +70,7 @@ SESSIONS = (
     "runs.session:Session._finish_if_gone",
     "runs.session_repair:SessionRepair.fail",
 )
-ASKED = ("runs.session:Session.ask", "runs.rank_requests:Questions.answered", "runs.session:Session.restart")
+ASKED = ("runs.session:Session.ask", "runs.node_run:Questions.answered", "runs.session:Session.restart")
 STACKS = (
     "watch.stack_taking:StackTaker._ask",
     "watch.stack_taking:StackTaker._look",

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sgpu_magic.agent.ranks.stop import connections_between
+from sgpu_magic.agent.ranks.run_processes import connections_between
 from sgpu_magic.agent.watch.stacks import StackFile
 from sgpu_magic.payload import pack, unpack
+from sgpu_magic.system.message_stream import Link
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.attachments import InlinePayload
 from sgpu_magic.wire.ids import new_id
@@ -48,7 +49,6 @@ from sgpu_magic.wire.run import CellSource, OutputName, RankContext
 from sgpu_magic.wire.states import RunKind
 from sgpu_magic.wire.tracking import Tracking
 from sgpu_magic.wire.zygote import Exited, Fork, Forked, FromZygote, ZygoteReady
-from sgpu_magic.worker.process.link import Link
 
 KEY = b"k" * 32
 R = TypeVar("R")

@@ -11,11 +11,10 @@ import signal
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from sgpu_magic.agent import faults
-from sgpu_magic.agent.ranks.output import RankOutput
-from sgpu_magic.agent.ranks.rank_process import RankProcess
+from sgpu_magic.agent.ranks.rank_process import RankOutput, RankProcess
 from sgpu_magic.agent.ranks.zygotes import Zygote
 from sgpu_magic.agent.watch.stacks import StackFile
 from sgpu_magic.system.message_stream import MessageStream
@@ -27,16 +26,9 @@ from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.states import FailureKind
 from sgpu_magic.wire.zygote import Fork
 
-
-class GroupListener(Protocol):
-    """The run that a group belongs to."""
-
-    def rank_said(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None: ...
-    def rank_wrote(self, batch: OutputWritten) -> None: ...
-    def rank_exited(self, rank: int, status: int) -> None: ...
-    def rank_log_ended(self, rank: int, problem: str) -> None: ...
-    def group_broken(self, kind: FailureKind, message: str) -> None: ...
-    def faulted(self, error: Exception) -> None: ...
+if TYPE_CHECKING:
+    from sgpu_magic.agent.runs.fresh import FreshRun
+    from sgpu_magic.agent.runs.session import Session
 
 
 class GroupStore:
@@ -98,7 +90,7 @@ class Group:
         self.world_size = ranks if world_size is None else world_size
         self._first_rank = first_rank
         self._rehearse = rehearse
-        self.listener: GroupListener | None = None
+        self.listener: FreshRun | Session | None = None
         self.broken = ""
         self.broken_kind = FailureKind.ENVIRONMENT
         self.wanted_at = asyncio.get_running_loop().time()
@@ -195,7 +187,7 @@ class Group:
         for process in self.ranks:
             process.close()
 
-    # ------------------------------------------------------------ from the zygote (ForkListener)
+    # ------------------------------------------------------------ from the zygote
 
     def forked(self, rank: int, pid: int) -> None:
         process = self.rank(rank)

@@ -1,15 +1,35 @@
-"""The processes of a run, their sockets and signals, and the end of those that it left behind. Linux; from /proc."""
+"""The processes of a run: their signals and sockets, connections to their ports, the end of those left behind.
+
+Linux, from /proc: each look at all processes has to be quick.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from sgpu_magic.agent import faults
+from sgpu_magic.agent.background_call import call_in_background
+from sgpu_magic.system.byte_stream import ByteStream, Send
+from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.tcp_streams import OpenStream, StreamClosed, StreamMessage, StreamOpened
+
+if TYPE_CHECKING:
+    from sgpu_magic.agent.runs.node_run import NodeRun
 
 RUN_VARIABLE = "SGPU_RUN_ID"
+_CONNECT_S = 10.0
+_ESTABLISHED = "01"
+# what listens everywhere is reached through the loopback
+_ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def now_in_ticks() -> int:
@@ -85,7 +105,27 @@ def catches(pid: int, number: int) -> bool | None:
     return None
 
 
-def sockets_of(pid: int) -> dict[str, int]:
+# ---------------------------------------------------------------- sockets
+
+
+def connections_between(pids: Iterable[int]) -> dict[int, tuple[int, ...]]:
+    """Return for each process its descriptors that are connected to another one of `pids`.
+
+    SIGINT does not interrupt a gloo collective and `abort` does not release it. What does is the loss of its
+    connections: every rank then gets a RuntimeError within milliseconds. Only connections whose two ends both belong
+    to ranks of the run are taken; listeners and the user's own connections are left alone.
+    """
+    owner = {inode: (pid, fd) for pid in pids for inode, fd in _sockets_of(pid).items()}
+    ends = {(local, remote): inode for local, remote, inode in _tcp_connections()}
+    found: dict[int, list[int]] = {}
+    for (local, remote), inode in ends.items():
+        if inode in owner and ends.get((remote, local)) in owner:
+            pid, fd = owner[inode]
+            found.setdefault(pid, []).append(fd)
+    return {pid: tuple(fds) for pid, fds in found.items()}
+
+
+def _sockets_of(pid: int) -> dict[str, int]:
     """The process's descriptors that are sockets, by inode."""
     found: dict[str, int] = {}
     with contextlib.suppress(OSError):
@@ -97,11 +137,103 @@ def sockets_of(pid: int) -> dict[str, int]:
     return found
 
 
-def tcp_sockets(state: str) -> Iterator[tuple[str, str, str]]:
-    """(local address, remote address, inode) of this machine's TCP sockets in a state. Source: proc(5)."""
+def _tcp_connections() -> Iterator[tuple[str, str, str]]:
+    """(local address, remote address, inode) of this machine's TCP connections. Source: proc(5)."""
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError), open(f"/proc/self/net/{name}", encoding="ascii") as file:
             for line in list(file)[1:]:
                 fields = line.split()
-                if fields[3] == state:
+                if fields[3] == _ESTABLISHED:
                     yield fields[1], fields[2], fields[9]
+
+
+# ---------------------------------------------------------------- ports
+
+
+class RunPorts:
+    """The open ones, by number. Used from the loop's thread only.
+
+    Args:
+        find: A run of this node by its id, None when there is none.
+        send: Sends a message to the pool.
+    """
+
+    def __init__(self, find: Callable[[str], NodeRun | None], send: Send) -> None:
+        self._find = find
+        self._send = send
+        self._streams: dict[int, ByteStream] = {}
+        self._opening: dict[int, asyncio.Task[None]] = {}
+
+    def opens(self, message: OpenStream) -> None:
+        """Connect, if the port is the run's; the answer follows."""
+        task = faults.in_background(self._open(message))
+        self._opening[message.stream] = task
+        task.add_done_callback(lambda _: self._opening.pop(message.stream, None))
+
+    def heard(self, message: StreamMessage, frames: Sequence[bytes]) -> None:
+        """Take what the client says of a stream."""
+        stream = self._streams.get(message.stream)
+        if stream is not None:
+            stream.heard(message, frames)
+        elif isinstance(message, StreamClosed) and (task := self._opening.get(message.stream)) is not None:
+            task.cancel()
+
+    def close(self) -> None:
+        """The pool service is gone, and with it the clients; or this program ends."""
+        for task in list(self._opening.values()):
+            task.cancel()
+        for stream in list(self._streams.values()):
+            stream.close("the pool is gone")
+
+    async def _open(self, message: OpenStream) -> None:
+        number, run_id = message.stream, message.run
+        run = self._find(run_id)
+        if run is None or run.gone:
+            self._send(StreamClosed(stream=number, problem=f"run {short(run_id)} has no ranks on this node"), ())
+            return
+        ranks = set(run.pids)
+        address, problem = await call_in_background(lambda: address_of(run_id, ranks, message.port), "sgpu-ports")
+        if message.watches:
+            self._send(StreamOpened(stream=number, run_id=run_id, problem=problem), ())
+            return
+        if problem:
+            self._send(StreamClosed(stream=number, problem=problem), ())
+            return
+        try:
+            connecting = asyncio.open_connection(address, message.port)
+            reader, writer = await asyncio.wait_for(connecting, _CONNECT_S)
+        except OSError as error:
+            why = error.strerror or "it does not answer"
+            self._send(StreamClosed(stream=number, problem=f"port {message.port} can't be connected to: {why}"), ())
+            return
+        self._send(StreamOpened(stream=number, run_id=run_id), ())
+        self._streams[number] = ByteStream(
+            number, reader, writer, self._send, lambda _: self._streams.pop(number, None) and None
+        )
+
+
+def address_of(run_id: str, ranks: Collection[int], port: int) -> tuple[str, str]:
+    """Find where a process of the run listens on a port.
+
+    Only then it is the run's: whoever else listens on this machine is none of its user's business.
+
+    Args:
+        run_id: The run; what it has started is known by a variable.
+        ranks: Its ranks' pids, each the id of its session.
+        port: The TCP port.
+
+    Returns:
+        The address to connect to, and a sentence about why there is none, one of them "".
+    """
+    listening = {
+        each.pid: str(each.laddr.ip)
+        for each in psutil.net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port
+    }
+    if not listening:
+        return "", f"nothing listens on port {port} there"
+    for pid in processes_of(run_id, ranks):
+        if pid in listening:
+            address = listening[pid]
+            return _ANY.get(address, address).removeprefix("::ffff:"), ""
+    return "", f"no process of the run listens on port {port} there"

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from sgpu_magic.agent.failures.reports_of_ranks import ReportsOfRanks
 from sgpu_magic.agent.ranks.group import RankProcess, RunRanks
-from sgpu_magic.agent.ranks.run_processes import catches, sockets_of, tcp_sockets
+from sgpu_magic.agent.ranks.run_processes import catches, connections_between
 
 # a cell that an interrupt reaches in Python ends as KeyboardInterrupt; only then are the connections shut
 _LEAD_S = 0.03
@@ -25,7 +25,6 @@ _LEAD_S = 0.03
 _RUNG_S = 0.3
 # exit handlers of ranks that are done
 EXIT_HANDLERS_S = 5.0
-_ESTABLISHED = "01"
 
 
 class StopPath:
@@ -147,20 +146,3 @@ class StopPath:
 def _handles_term(process: RankProcess) -> bool:
     """A rank starts with the default action, so a handler is the user's. Unknown where there is no /proc: none."""
     return process.pid is not None and catches(process.pid, signal.SIGTERM) is True
-
-
-def connections_between(pids: Iterable[int]) -> dict[int, tuple[int, ...]]:
-    """Return for each process its descriptors that are connected to another one of `pids`. Linux only.
-
-    SIGINT does not interrupt a gloo collective and `abort` does not release it. What does is the loss of its
-    connections: every rank then gets a RuntimeError within milliseconds. Only connections whose two ends both belong
-    to ranks of the run are taken; listeners and the user's own connections are left alone.
-    """
-    owner = {inode: (pid, fd) for pid in pids for inode, fd in sockets_of(pid).items()}
-    ends = {(local, remote): inode for local, remote, inode in tcp_sockets(_ESTABLISHED)}
-    found: dict[int, list[int]] = {}
-    for (local, remote), inode in ends.items():
-        if inode in owner and ends.get((remote, local)) in owner:
-            pid, fd = owner[inode]
-            found.setdefault(pid, []).append(fd)
-    return {pid: tuple(fds) for pid, fds in found.items()}

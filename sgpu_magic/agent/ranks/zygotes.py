@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import resource
-import socket
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from sgpu_magic.agent import faults
+from sgpu_magic.system import child_process
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.system.processes import signal_name
 from sgpu_magic.wire import codec
@@ -20,6 +18,9 @@ from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
 from sgpu_magic.wire.run import Interpreter
 from sgpu_magic.wire.states import FailureKind
 from sgpu_magic.wire.zygote import Exited, Fork, Forked, ForkRefused, FromZygote, ZygoteFailed, ZygoteReady
+
+if TYPE_CHECKING:
+    from sgpu_magic.agent.ranks.group import Group
 
 _MAX_IDLE = 2
 # how it ended is known a moment after its socket is closed
@@ -44,16 +45,6 @@ def _restore_open_files_limit(pid: int) -> None:
             resource.prlimit(pid, resource.RLIMIT_NOFILE, _INITIAL_OPEN_FILES)
 
 
-class ForkListener(Protocol):
-    """Who asked for ranks."""
-
-    def forked(self, rank: int, pid: int) -> None: ...
-    def fork_refused(self, rank: int, message: str) -> None: ...
-    def exited(self, pid: int, status: int, peak_bytes: int) -> None: ...
-    def zygote_lost(self, kind: FailureKind, message: str) -> None: ...
-    def faulted(self, error: Exception) -> None: ...
-
-
 class Zygote:
     """One zygote process. Orders may be sent at once: they wait in its socket until it has imported torch."""
 
@@ -63,30 +54,18 @@ class Zygote:
         self.last_used = asyncio.get_running_loop().time()
         self._log = log_dir / f"zygote-{interpreter.key[:12]}.log"
         self._on_lost = on_lost
-        self._groups: dict[str, ForkListener] = {}
+        self._groups: dict[str, Group] = {}
         self._failure = ""
         self._status: int | None = None
         self._untold: asyncio.Handle | None = None
-        self._group_of: dict[int, ForkListener] = {}
-        ours, theirs = socket.socketpair()
-        environment = dict(interpreter.variables)
-        tunables = environment.get("GLIBC_TUNABLES", "")
-        environment["GLIBC_TUNABLES"] = f"{tunables}:{_MALLOC_TUNABLE}".strip(":")
-        # keeps the agent's working directory out of the import path; needs no switch of the interpreter
-        environment["PYTHONSAFEPATH"] = "1"
-        with theirs, open(self._log, "ab", opener=_private) as log:
-            # what another one wrote before is not its word
-            self._log_begin = log.tell()
-            self.process = subprocess.Popen(
-                [interpreter.executable, "-m", "sgpu_magic.worker.process.zygote", str(theirs.fileno())],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(theirs.fileno(),),
-                cwd="/",
-                start_new_session=True,
-            )
+        self._group_of: dict[int, Group] = {}
+        environ = dict(interpreter.variables)
+        tunables = environ.get("GLIBC_TUNABLES", "")
+        environ["GLIBC_TUNABLES"] = f"{tunables}:{_MALLOC_TUNABLE}".strip(":")
+        # what another one wrote before is not its word
+        self._log_begin = self._log.stat().st_size if self._log.exists() else 0
+        command = [interpreter.executable, "-m", "sgpu_magic.worker.process.zygote"]
+        ours, self.process = child_process.start(command, environ=environ, log=self._log)
         # ranks have the notebook's limit of open files, not the agent's
         _restore_open_files_limit(self.process.pid)
         with faults.charging(None):
@@ -96,7 +75,7 @@ class Zygote:
     def idle(self) -> bool:
         return not self._groups
 
-    def fork(self, order: Fork, descriptors: Sequence[int], listener: ForkListener) -> None:
+    def fork(self, order: Fork, descriptors: Sequence[int], listener: Group) -> None:
         """Order one rank."""
         self.last_used = asyncio.get_running_loop().time()
         self._groups[order.group_id] = listener
@@ -244,10 +223,6 @@ class Zygotes:
     def _lost(self, zygote: Zygote) -> None:
         if self._by_key.get(zygote.interpreter.key) is zygote:
             del self._by_key[zygote.interpreter.key]
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _last_line(path: Path, begin: int) -> str:

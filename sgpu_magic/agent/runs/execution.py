@@ -20,8 +20,7 @@ from sgpu_magic.agent.failures.exit_diagnosis import ExitDiagnosis
 from sgpu_magic.agent.failures.reports_of_ranks import FailurePatience, ReportsOfRanks, without_secrets
 from sgpu_magic.agent.ranks.group import Group, RunRanks
 from sgpu_magic.agent.ranks.stop import StopPath
-from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
-from sgpu_magic.agent.runs.rank_requests import CommReports, TrackingAnswers, show
+from sgpu_magic.agent.runs.node_run import CommReports, NodeRun, Surroundings, TrackingAnswers, show
 from sgpu_magic.agent.watch.run_watch import RunWatch
 from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.wire.client import TellComms
@@ -218,6 +217,9 @@ class Execution(NodeRun):
         self._last_stacks = stacks
         if not self.ended:
             self._begin_stop()
+
+    def kill(self) -> None:
+        self._stop.kill_unreported()
 
     def _is_stopping(self) -> bool:
         return self.ended or self._ending_as is not None or self._stop.begun

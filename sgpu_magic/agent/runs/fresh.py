@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.ranks.group import Group
-from sgpu_magic.agent.ranks.orders import send_cells
-from sgpu_magic.agent.ranks.rendezvous_point import Rendezvous, RendezvousPoint
+from sgpu_magic.agent.ranks.orders import Rendezvous, RendezvousPoint, send_cells
 from sgpu_magic.agent.runs import ray_place
 from sgpu_magic.agent.runs.execution import Execution
 from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
@@ -30,7 +29,7 @@ _TRACE_S = 15.0
 
 
 class FreshRun(Execution):
-    """Runs one launch in a group of its own (a `GroupListener`). Arguments as of `Execution`."""
+    """Runs one launch in a group of its own. Arguments as of `Execution`."""
 
     def __init__(
         self,
@@ -132,9 +131,6 @@ class FreshRun(Execution):
             self._end(RunState.FAILED)
         else:
             self._stop.begin(0.0, interrupt_first=False, waited=self._stop_waiting)
-
-    def kill(self) -> None:
-        self._stop.kill_unreported()
 
     def _stop_waiting(self) -> None:
         self._end(self._ending_as or RunState.FAILED)

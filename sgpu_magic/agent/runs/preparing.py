@@ -26,7 +26,7 @@ from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 
 class PreparingRun(NodeRun):
-    """Holds a launch until its ranks can be started (a `Waiter`).
+    """Holds a launch until its ranks can be started.
 
     Args:
         launch: The run.
@@ -84,7 +84,7 @@ class PreparingRun(NodeRun):
         else:
             self._unpack_code(None)
 
-    # ------------------------------------------------------------ from the environments (Waiter)
+    # ------------------------------------------------------------ from the environments
 
     def environment_moved(self, moved: EnvironmentMoved) -> None:
         with faults.guarded(self.faulted):

@@ -10,8 +10,9 @@ import zlib
 from collections.abc import Collection
 from pathlib import Path
 
-from sgpu_magic.agent.failures.memory_kills import memory_limit
 from sgpu_magic.config import Settings
+from sgpu_magic.system.byte_sizes import memory_limit
+from sgpu_magic.system.processes import core_count
 from sgpu_magic.wire.ids import check_id
 from sgpu_magic.wire.node import Launch
 from sgpu_magic.wire.rank import PrivateRay
@@ -48,10 +49,9 @@ def make(launch: Launch, settings: Settings) -> PrivateRay:
     part, lease = launch.part, launch.lease
     ranks = part.ranks if part is not None else launch.spec.placement.ranks
     gpus = ranks if lease.uuids else 0
-    cores = _cores()
     # a CPU rank's slot is a core; with GPUs go the cores that are theirs
-    share = _share(gpus) if gpus and not lease.simulated else min(1.0, ranks / cores)
-    cpus = max(ranks, int(cores * share))
+    share = _share(gpus) if gpus and not lease.simulated else min(1.0, ranks / core_count())
+    cpus = max(ranks, int(core_count() * share))
     objects = _object_bytes(settings.ray_object_bytes, share)
     return PrivateRay(
         directory=str(directory),
@@ -108,10 +108,6 @@ def sweep(settings: Settings, held: Collection[str]) -> None:
 def _own_mark(settings: Settings) -> str:
     """Tells the agents of one machine apart, and its users."""
     return f"{zlib.crc32(os.fsencode(settings.runtime_path)):08x}"
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _share(gpus: int) -> float:

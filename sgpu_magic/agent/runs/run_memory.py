@@ -11,9 +11,9 @@ import contextvars
 import functools
 import logging
 import os
-import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,35 +47,33 @@ class BackgroundCopier:
     """Copies into run directories, one thing at a time."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(1, "sgpu-keeper", _leave_the_cores_to_ranks)
 
     def keep(self, job: CopyJob) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="sgpu-keeper", daemon=True)
-            self._thread.start()
-        self._jobs.put(job)
+        self._thread.submit(_keep, job)
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._jobs.put(None)
+        self._thread.shutdown(wait=False)
 
-    def _work(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):
-            # per thread on Linux
-            os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
-        while (job := self._jobs.get()) is not None:
-            try:
-                try:
-                    kept, why = _copy(job)
-                finally:
-                    os.close(job.source)
-            except Exception as error:  # noqa: BLE001  one job's guard: the next ones are of other runs
-                _log.exception("A fault of sgpu-magic: %s was not kept", job.target)
-                kept, why = False, f"the agent met a fault: {error!r}"
-            # the loop is closed when the agent ends
-            with contextlib.suppress(RuntimeError):
-                job.done(kept, why)
+
+def _leave_the_cores_to_ranks() -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        # per thread on Linux
+        os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+
+
+def _keep(job: CopyJob) -> None:
+    try:
+        try:
+            kept, why = _copy(job)
+        finally:
+            os.close(job.source)
+    except Exception as error:  # noqa: BLE001  one job's guard: what waits for it is told
+        _log.exception("A fault of sgpu-magic: %s was not kept", job.target)
+        kept, why = False, f"the agent met a fault: {error!r}"
+    # the loop is closed when the agent ends
+    with contextlib.suppress(RuntimeError):
+        job.done(kept, why)
 
 
 def _copy(job: CopyJob) -> tuple[bool, str]:

@@ -28,6 +28,7 @@ from sgpu_magic.agent.background_call import call_in_background
 from sgpu_magic.agent.reports import Reports, Send
 from sgpu_magic.config import Settings
 from sgpu_magic.files.safe_paths import list_below, open_below
+from sgpu_magic.system.pending import Pending
 from sgpu_magic.wire.events import EventBody, Noted, RunEnded
 from sgpu_magic.wire.files import (
     CHUNK_BYTES,
@@ -94,7 +95,7 @@ class FilesToPool:
         self._most_bytes = settings.run_files_bytes
         self._send = send
         self._requests = itertools.count(1)
-        self._under_way: dict[int, tuple[StoreRunFile, bytes, asyncio.Future[str]]] = {}
+        self._under_way = Pending[int, tuple[StoreRunFile, bytes, asyncio.Future[str]]]()
         self._turns = asyncio.Semaphore(WINDOW)
         self._runs: dict[str, _FarRun] = {}
 
@@ -152,13 +153,13 @@ class FilesToPool:
 
     def stored(self, answer: RunFileStored) -> None:
         """The pool has written a part."""
-        _, _, done = self._under_way.pop(answer.request, (None, None, None))
-        if done is not None and not done.done():
-            done.set_result(answer.problem)
+        asked = self._under_way.take(answer.request)
+        if asked is not None and not asked[2].done():
+            asked[2].set_result(answer.problem)
 
     def service_came(self) -> None:
         """What the last service was sent and has not confirmed goes to the one of now."""
-        for message, data, _ in self._under_way.values():
+        for message, data, _ in self._under_way:
             self._send(message, (data,))
 
     def close(self) -> None:
@@ -317,12 +318,12 @@ class FilesToPool:
 
     async def _put(self, message: StoreRunFile, data: bytes, *, turn: bool = False) -> str:
         done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._under_way[message.request] = message, data, done
+        self._under_way.add(message.request, (message, data, done))
         self._send(message, (data,))
         try:
             return await done
         finally:
-            self._under_way.pop(message.request, None)
+            self._under_way.take(message.request)
             if turn:
                 self._turns.release()
 

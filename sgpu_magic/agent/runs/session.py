@@ -15,11 +15,9 @@ from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.ranks.group import Group, RunRanks
 from sgpu_magic.agent.ranks.orders import prepare
 from sgpu_magic.agent.ranks.stop import EXIT_HANDLERS_S
-from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
-from sgpu_magic.agent.runs.rank_requests import CommReports, Questions, show
+from sgpu_magic.agent.runs.node_run import CommReports, NodeRun, Questions, Surroundings, show
 from sgpu_magic.agent.runs.session_cell import SessionCell, Told
-from sgpu_magic.agent.runs.session_records import SessionLogs, SessionNews
-from sgpu_magic.agent.runs.session_repair import SessionRepair
+from sgpu_magic.agent.runs.session_repair import SessionLogs, SessionNews, SessionRepair
 from sgpu_magic.agent.watch.sampling import RunSampler
 from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.wire.client import TellComms
@@ -51,7 +49,7 @@ class SessionRefuses(Exception):
 
 
 class Session(NodeRun):
-    """One session's ranks (a `GroupListener` and `SessionHost`).
+    """One session's ranks.
 
     Args:
         launch: The session's run.
@@ -128,6 +126,7 @@ class Session(NodeRun):
         return cell
 
     def cell_over(self, cell: SessionCell) -> None:
+        """Its ranks are idle again."""
         self._cell = None
         self._news.over()
         if not self.gone:
@@ -135,6 +134,7 @@ class Session(NodeRun):
         self._repair.go_on()
 
     def renew(self, reason: str, done: Told) -> None:
+        """Connect the process groups anew, if that is possible; call `done` with what is to be told of it."""
         if self._ending_as is not None or not all(process.alive for process in self.group.ranks):
             # a rank is dead: they are whole again when it has been replaced
             done(None)

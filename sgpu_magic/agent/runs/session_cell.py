@@ -11,9 +11,8 @@ killed; the notebook is told before (`RunEnded.unstopped`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.orders import send_session_cells
 from sgpu_magic.agent.runs.execution import Execution
 from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
@@ -22,6 +21,9 @@ from sgpu_magic.wire.node import Launch
 from sgpu_magic.wire.rank import Failed, Finished, FromRank
 from sgpu_magic.wire.states import FailureKind, RunState
 
+if TYPE_CHECKING:
+    from sgpu_magic.agent.runs.session import Session
+
 # the failure is told before the groups are whole when that takes longer
 _RENEWAL_PATIENCE_S = 0.5
 # from the interrupt until the notebook is told that ranks do not stop; it frees its cell by itself at 2.8 s
@@ -29,21 +31,6 @@ _UNSTOPPED_S = 2.0
 # nothing may compete with the result on its way to the notebook
 _WRITE_DELAY_S = 0.03
 Told = Callable[[GroupRenewed | None], None]
-
-
-class SessionHost(Protocol):
-    """The session, as a cell in it sees it."""
-
-    launch: Launch
-    group: Group
-
-    def renew(self, reason: str, done: Told) -> None:
-        """Connect the process groups anew, if that is possible; call `done` with what is to be told of it."""
-        ...
-
-    def cell_over(self, cell: SessionCell) -> None:
-        """Its ranks are idle again."""
-        ...
 
 
 class SessionCell(Execution):
@@ -61,7 +48,7 @@ class SessionCell(Execution):
         self,
         launch: Launch,
         frames: Sequence[bytes],
-        session: SessionHost,
+        session: Session,
         here: Surroundings,
         predecessor: NodeRun | None = None,
     ) -> None:
@@ -116,9 +103,6 @@ class SessionCell(Execution):
 
     def _free_others(self) -> None:
         self._stop.begin(0.0, interrupt_first=False, waited=self._tell_unstopped)
-
-    def kill(self) -> None:
-        self._stop.kill_unreported()
 
     def end_now(self) -> None:
         """The session ends: say the last word although ranks may still run the cell."""

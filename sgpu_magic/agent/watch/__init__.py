@@ -1,10 +1,9 @@
 """What is watched of runs and devices while they work.
 
-run_watch     everything that looks at one run
+run_watch     everything that looks at one run; which of its GPUs stand idle, and why
 stacks        where ranks are, read from their stack files
 stack_taking  asks the ranks of a run where they are, and waits
 stalls        says when the ranks of a silent run wait for each other
-idle          says which GPUs of a run stand idle, and why
 sampling      what ranks and devices use, once a second
 usage         CPU and memory of processes, from /proc
 gpus          the GPUs of runs, asked in a thread

@@ -1,14 +1,13 @@
-"""The GPUs of the runs that go on, asked through NVML in a thread of its own: a driver may block, the agent may not.
+"""The GPUs of the runs that go on, each asked through NVML in a thread: a driver may block, the agent may not.
 
 NVML is open only while a run holds a GPU, so that nothing keeps an administrator from resetting one. A device
-whose call does not return is left to its thread, and another thread goes on with the others.
+whose call does not return is left to its thread, and the others are read on.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import queue
+import functools
 import threading
 import time
 from collections import Counter
@@ -16,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from sgpu_magic.agent import faults
+from sgpu_magic.agent.background_call import call_in_background
 from sgpu_magic.agent.watch.nvml import (
     Code,
     Nvml,
@@ -26,6 +26,7 @@ from sgpu_magic.agent.watch.nvml import (
     open_nvml,
     raise_if_lost,
     reason_and_remedy,
+    told,
     utilization,
 )
 
@@ -71,38 +72,40 @@ _STUCK = GpuReading(problem="it can't be read: the NVIDIA driver does not answer
 
 
 class GpuReader:
-    """Reads GPUs by UUID. NVML stays open until `close`."""
+    """Reads GPUs by UUID, from any thread, each device from one at a time. NVML stays open until `close`.
+
+    Attributes:
+        opened_at: When NVML was opened, seconds of the monotonic clock; None before.
+        calls: When the readings that have not returned were asked for, by UUID.
+    """
 
     def __init__(self) -> None:
+        self.opened_at: float | None = None
+        self.calls: dict[str, float] = {}
         self._nvml: Nvml | None = None
-        self._open_code = 0
+        self._opening = threading.Lock()
         self._handles: dict[str, object] = {}
         self._seen_us: dict[str, int] = {}
 
-    def open(self) -> None:
-        """Open NVML if it is not; takes seconds where the driver's persistence mode is off.
-
-        Not all at once with `read`, so that it is known which device a call is stuck in. That it can't be opened
-        is told by the readings.
-        """
-        if self._nvml is None:
-            try:
-                self._nvml = open_nvml()
-            except nvml_error() as error:
-                self._open_code = code_of(error)
-
     def read(self, uuid: str) -> GpuReading:
         """Ask for everything. May block for as long as the driver does."""
-        if self._nvml is None:
-            return _failed(self._open_code)
-        failed = self._nvml.NVMLError
+        failed = nvml_error()
         try:
+            nvml = self._open()
             if uuid not in self._handles:
-                self._handles[uuid] = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
-            return self._read(self._nvml, uuid, self._handles[uuid])
+                self._handles[uuid] = nvml.nvmlDeviceGetHandleByUUID(uuid)
+            return self._read(nvml, uuid, self._handles[uuid])
         except failed as error:
             self._handles.pop(uuid, None)
             return _failed(code_of(error))
+
+    def _open(self) -> Nvml:
+        """Open NVML if it is not; takes seconds where the driver's persistence mode is off."""
+        with self._opening:
+            if self._nvml is None:
+                self._nvml = open_nvml()
+                self.opened_at = time.monotonic()
+            return self._nvml
 
     def close(self) -> None:
         """Close NVML."""
@@ -121,21 +124,16 @@ class GpuReader:
             utilization_pct=utilization(nvml, handle),
             used_bytes=used,
             total_bytes=total or None,
-            power_w=self._power_w(nvml, handle),
+            power_w=told(nvml, lambda: round(nvml.nvmlDeviceGetPowerUsage(handle) / 1000), None),
             temperature_c=self._temperature_c(nvml, handle),
             process_bytes=process_bytes,
             process_pct=self._process_pct(nvml, uuid, handle),
         )
 
     def _process_bytes(self, nvml: Nvml, handle: object) -> dict[int, int]:
-        try:
-            processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        except nvml.NVMLError as error:
-            raise_if_lost(error)
-            return {}
         # more than one context of a process is listed more than once
         found: dict[int, int] = {}
-        for process in processes:
+        for process in told(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle), ()):
             if process.usedGpuMemory is not None:
                 found[process.pid] = found.get(process.pid, 0) + process.usedGpuMemory
         return found
@@ -155,13 +153,6 @@ class GpuReader:
                 by_process.setdefault(sample.pid, []).append(sample.smUtil)
                 self._seen_us[uuid] = max(self._seen_us.get(uuid, 0), sample.timeStamp)
         return {pid: sum(values) / len(values) for pid, values in by_process.items()}
-
-    def _power_w(self, nvml: Nvml, handle: object) -> int | None:
-        try:
-            return round(nvml.nvmlDeviceGetPowerUsage(handle) / 1000)
-        except nvml.NVMLError as error:
-            raise_if_lost(error)
-            return None
 
     def _temperature_c(self, nvml: Nvml, handle: object) -> int | None:
         # drivers that come will have only the second, those of today may have only the first
@@ -186,9 +177,11 @@ class Gpus:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._held: Counter[str] = Counter()
-        self._thread: _Thread | None = None
-        self._stuck: dict[str, _Thread] = {}
-        self._question: _Question | None = None
+        self._reader: GpuReader | None = None
+        # who waits for the readings of now
+        self._listeners: list[Done] = []
+        self._found: dict[str, GpuReading] = {}
+        self._timer: asyncio.TimerHandle | None = None
 
     def hold(self, uuids: Collection[str]) -> None:
         """A run begins to use these."""
@@ -206,113 +199,50 @@ class Gpus:
         if not self._held:
             done({})
             return
-        done = faults.bound(done)
-        if self._question is not None and self._question.listeners:
-            self._question.listeners.append(done)
+        self._listeners.append(faults.bound(done))
+        if len(self._listeners) > 1:
             return
-        self._give_stuck_up()
-        if self._question is None:
-            if self._thread is None:
-                self._thread = _Thread(self._loop, self._told)
-            wanted = [uuid for uuid in self._held if uuid not in self._stuck]
-            self._question = _Question(self._loop.time())
-            self._thread.ask(wanted)
-        self._question.listeners.append(done)
         with faults.charging(None):
-            self._loop.call_later(_PATIENCE_S, self._answer, self._question)
+            self._timer = self._loop.call_later(_PATIENCE_S, self._answer)
+            reader = self._reader = self._reader or GpuReader()
+            # what has not returned is not asked a second time
+            for uuid in self._held.keys() - reader.calls.keys():
+                reader.calls[uuid] = time.monotonic()
+                call = call_in_background(functools.partial(reader.read, uuid), "sgpu-nvml")
+                call.add_done_callback(functools.partial(self._returned, reader, uuid))
 
     def close(self) -> None:
-        """Close NVML when the thread's call of now has returned."""
-        for thread in (self._thread, *self._stuck.values()):
-            if thread is not None:
-                thread.end()
-        self._thread, self._question = None, None
-        self._stuck = {}
+        """Close NVML when the calls of now have returned."""
+        reader, self._reader = self._reader, None
+        if reader is not None and not reader.calls:
+            call_in_background(reader.close, "sgpu-nvml")
 
     # ------------------------------------------------------------ within
 
-    def _told(self, thread: _Thread, uuid: str, reading: GpuReading | None) -> None:
-        """From the thread: one reading, or (None) all that it was asked for."""
-        if self._stuck.get(uuid) is thread:
-            # it has returned after all
-            del self._stuck[uuid]
-        elif thread is self._thread and self._question is not None:
-            if reading is not None:
-                self._question.found[uuid] = reading
-            else:
-                question, self._question = self._question, None
-                self._answer(question)
+    def _returned(self, reader: GpuReader, uuid: str, call: asyncio.Future[GpuReading]) -> None:
+        del reader.calls[uuid]
+        if reader is not self._reader:
+            if not reader.calls:
+                call_in_background(reader.close, "sgpu-nvml")
+        elif self._listeners:
+            # what comes when nobody waits is old for who asks later
+            self._found[uuid] = call.result()
+            if reader.calls.keys() <= self._stuck(reader):
+                self._answer()
 
-    def _answer(self, question: _Question) -> None:
-        listeners, question.listeners = question.listeners, []
-        found = {**dict.fromkeys(self._held.keys() & self._stuck.keys(), _STUCK), **question.found}
-        # what was told once is old for who asks later
-        question.found = {}
+    def _answer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        found = self._found
+        if self._reader is not None:
+            found = dict.fromkeys(self._held.keys() & self._stuck(self._reader), _STUCK) | found
+        listeners, self._listeners, self._found = self._listeners, [], {}
         for done in listeners:
             done(found)
 
-    def _give_stuck_up(self) -> None:
-        thread, question = self._thread, self._question
-        if thread is None or question is None or self._loop.time() - question.asked_at < _STUCK_S:
-            return
-        uuid = thread.asking
-        # while the driver is opened there is no device to blame, and no other that could be asked
-        if uuid:
-            thread.end()
-            self._stuck[uuid] = thread
-            self._thread, self._question = None, None
-
-
-class _Question:
-    """All held GPUs are asked; what comes late is for nobody, and is not asked a second time meanwhile."""
-
-    def __init__(self, asked_at: float) -> None:
-        self.asked_at = asked_at
-        self.found: dict[str, GpuReading] = {}
-        self.listeners: list[Done] = []
-
-
-class _Thread:
-    """Owns one `GpuReader`. A daemon: the agent's end waits for no driver.
-
-    Attributes:
-        asking: The device whose call has not returned, "" when there is none.
-    """
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, told: Callable[[_Thread, str, GpuReading | None], None]
-    ) -> None:
-        self.asking = ""
-        self._loop = loop
-        self._told = told
-        self._orders: queue.SimpleQueue[list[str] | None] = queue.SimpleQueue()
-        self._ending = False
-        threading.Thread(target=self._run, name="sgpu-nvml", daemon=True).start()
-
-    def ask(self, uuids: list[str]) -> None:
-        self._orders.put(uuids)
-
-    def end(self) -> None:
-        self._ending = True
-        self._orders.put(None)
-
-    def _run(self) -> None:
-        reader = GpuReader()
-        try:
-            while (uuids := self._orders.get()) is not None and not self._ending:
-                for uuid in uuids:
-                    reader.open()
-                    self.asking = uuid
-                    reading = reader.read(uuid)
-                    self.asking = ""
-                    self._tell(uuid, reading)
-                    if self._ending:
-                        return
-                self._tell("", None)
-        finally:
-            reader.close()
-
-    def _tell(self, uuid: str, reading: GpuReading | None) -> None:
-        # the loop is closed when the agent ends
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._told, self, uuid, reading)
+    def _stuck(self, reader: GpuReader) -> set[str]:
+        """Devices whose calls do not return. While the driver is opened there is none to blame."""
+        if reader.opened_at is None:
+            return set()
+        late = time.monotonic() - _STUCK_S
+        return {uuid for uuid, since in reader.calls.items() if max(since, reader.opened_at) < late}

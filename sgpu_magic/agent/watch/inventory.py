@@ -1,14 +1,14 @@
-"""What devices this node has, and who uses them besides the pool: NVML's process list against /proc."""
+"""What devices this node has, and who uses them besides the pool: NVML's process list against the system's."""
 
 from __future__ import annotations
 
+import functools
 import os
-import pwd
 import re
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
 import msgspec
+import psutil
 
 from sgpu_magic.agent.watch.nvml import (
     Code,
@@ -21,11 +21,13 @@ from sgpu_magic.agent.watch.nvml import (
     open_problem,
     problem_text,
     raise_if_lost,
+    told,
     utilization,
 )
 from sgpu_magic.config import host_name
 from sgpu_magic.errors import UsageError
 from sgpu_magic.packages.cuda import driver_version
+from sgpu_magic.system.processes import core_count
 from sgpu_magic.wire.device_types import ANY, CPU, canonical_type, memory_of
 from sgpu_magic.wire.devices import Device, Inventory
 
@@ -34,8 +36,6 @@ MAX_SIMULATED = 1024
 
 _SIMULATED = re.compile(r"(?P<type>[^:]+):\s*(?P<count>[0-9]{1,4})\s*")
 BUSY_MEMORY_SHARE = 0.05
-_MAX_ANCESTORS = 256
-_PROC = Path("/proc")
 # The inode of the machine's first pid namespace, PROC_PID_INIT_INO in the kernel's include/linux/proc_ns.h.
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC
 
@@ -64,9 +64,13 @@ def take_inventory(*, simulate: str, cpu_slots: int, own_pids: Collection[int] =
         devices, problem = simulated_devices(simulate), ""
     else:
         devices, problem = _real_devices(frozenset(own_pids))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Inventory(
-        host=host_name(), devices=devices, cpu_slots=cpu_slots, cores=cores, problem=problem, driver=driver_version()
+        host=host_name(),
+        devices=devices,
+        cpu_slots=cpu_slots,
+        cores=core_count(),
+        problem=problem,
+        driver=driver_version(),
     )
 
 
@@ -162,7 +166,7 @@ class _Reader:
         return placed, " ".join(self._problems)
 
     def _gpu(self, handle: object, number: int) -> list[Device]:
-        if not self._in_mig_mode(handle):
+        if told(self._nvml, lambda: self._nvml.nvmlDeviceGetMigMode(handle)[0], 0) != 1:
             return [self._device(handle, self._nvml.nvmlDeviceGetName(handle))]
         slices = self._slices(handle)
         if not slices:
@@ -171,13 +175,6 @@ class _Reader:
                 "make some with `nvidia-smi mig -cgi ... -C`, or leave MIG mode with `nvidia-smi -mig 0`."
             ] = None
         return slices
-
-    def _in_mig_mode(self, handle: object) -> bool:
-        try:
-            return self._nvml.nvmlDeviceGetMigMode(handle)[0] == 1
-        except self._nvml.NVMLError as error:
-            raise_if_lost(error)
-            return False
 
     def _slices(self, handle: object) -> list[Device]:
         slices: list[Device] = []
@@ -189,11 +186,7 @@ class _Reader:
                 if code_of(error) == Code.NOT_FOUND:  # a free place
                     continue
                 raise
-            try:
-                own_name = self._nvml.nvmlDeviceGetName(part)
-            except self._nvml.NVMLError as error:
-                raise_if_lost(error)
-                own_name = f"{name} MIG"
+            own_name = told(self._nvml, functools.partial(self._nvml.nvmlDeviceGetName, part), f"{name} MIG")
             slices.append(self._device(part, own_name))
         return slices
 
@@ -249,52 +242,29 @@ def outside_use(pids: Sequence[int], own: frozenset[int], total_bytes: int, used
 
 
 def _descends_from(pid: int, ancestors: frozenset[int]) -> bool:
-    for _ in range(_MAX_ANCESTORS):
-        if pid in ancestors:
-            return True
-        parent = _parent(pid)
-        if parent <= 1:
-            return parent in ancestors
-        pid = parent
-    return False
-
-
-def _parent(pid: int) -> int:
-    """The parent's pid, 0 when there is none or it can't be seen."""
+    if pid in ancestors:
+        return True
     try:
-        status = (_PROC / str(pid) / "stat").read_text(errors="replace")
-    except OSError:
-        return 0
-    # the command between the parentheses may hold anything: `pid (command) state ppid ...`, proc(5)
-    return int(status.rpartition(")")[2].split()[1])
+        return any(parent.pid in ancestors for parent in psutil.Process(pid).parents())
+    except psutil.Error:
+        return False
 
 
 def _is_gone(pid: int) -> bool:
-    """True when the process surely ended since NVML was asked."""
-    if _in_container():  # an unknown pid may be the host's
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    return False
+    """True when the process surely ended since NVML was asked: in a container an unknown pid may be the host's."""
+    return not _in_container() and not psutil.pid_exists(pid)
 
 
 def _in_container() -> bool:
     try:
-        return (_PROC / "self/ns/pid").stat().st_ino != _FIRST_PID_NAMESPACE
+        return os.stat("/proc/self/ns/pid").st_ino != _FIRST_PID_NAMESPACE
     except OSError:
         return False
 
 
 def _process_text(pid: int) -> str:
     try:
-        uid = (_PROC / str(pid)).stat().st_uid
-    except OSError:
+        # its number where it has no name
+        return f"process {pid} of user {psutil.Process(pid).username()}"
+    except psutil.Error:
         return f"process {pid} outside this container" if _in_container() else f"process {pid}"
-    try:
-        return f"process {pid} of user {pwd.getpwuid(uid).pw_name}"
-    except KeyError:
-        return f"process {pid} of user {uid}"

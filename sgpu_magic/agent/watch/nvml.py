@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
+
+T = TypeVar("T")
+D = TypeVar("D")
 
 
 class Memory(Protocol):
@@ -100,6 +104,19 @@ def nvml_error() -> type[Exception]:
 # ---------------------------------------------------------------- values that may be absent
 
 
+def told(nvml: Nvml, ask: Callable[[], T], default: D) -> T | D:
+    """Return what NVML answers, `default` where it leaves this value untold.
+
+    Raises:
+        NVMLError: The device or the driver is gone.
+    """
+    try:
+        return ask()
+    except nvml.NVMLError as error:
+        raise_if_lost(error)
+        return default
+
+
 def memory(nvml: Nvml, handle: object) -> tuple[int, int | None]:
     """(total, used) in bytes. Version 2 leaves out the driver's own share, over 5 % on small GPUs.
 
@@ -107,11 +124,9 @@ def memory(nvml: Nvml, handle: object) -> tuple[int, int | None]:
         NVMLError: The device or the driver is gone.
     """
     for version in (nvml.nvmlMemory_v2, None):
-        try:
-            found = nvml.nvmlDeviceGetMemoryInfo(handle, version)
+        found = told(nvml, functools.partial(nvml.nvmlDeviceGetMemoryInfo, handle, version), None)
+        if found is not None:
             return int(found.total), int(found.used)
-        except nvml.NVMLError as error:
-            raise_if_lost(error)
     return 0, None
 
 
@@ -121,11 +136,7 @@ def utilization(nvml: Nvml, handle: object) -> int | None:
     Raises:
         NVMLError: The device or the driver is gone.
     """
-    try:
-        return int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-    except nvml.NVMLError as error:
-        raise_if_lost(error)
-        return None
+    return told(nvml, lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu), None)
 
 
 # ---------------------------------------------------------------- NVML's errors

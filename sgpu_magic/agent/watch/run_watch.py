@@ -1,12 +1,18 @@
-"""Everything that looks at a run's ranks while they run: stacks, stalls, use of CPU and GPU, idle GPUs."""
+"""Everything that looks at a run's ranks while they run: stacks, stalls, use of CPU and GPU, idle GPUs.
+
+Which GPUs stand idle, and what their ranks do instead, `IdleWatch` decides without I/O. When one has stood still for a
+while, `IdleGpus` looks into the ranks' stacks and tells.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import os
+import re
+from collections.abc import Callable, Mapping
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.ranks.group import RunRanks
-from sgpu_magic.agent.watch.idle import IdleGpus
 from sgpu_magic.agent.watch.sampling import RunSampler, Sampling
 from sgpu_magic.agent.watch.stack_taking import StackTaker
 from sgpu_magic.agent.watch.stacks import NotebookFrames
@@ -14,6 +20,8 @@ from sgpu_magic.agent.watch.stalls import StallWatch
 from sgpu_magic.config import Settings
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import EventBody, Noted
+from sgpu_magic.wire.failures import RankStack
+from sgpu_magic.wire.rank_events import IDLE_GPU_PCT, DeviceBusy, DeviceIdle
 
 
 class RunWatch:
@@ -84,3 +92,124 @@ class RunWatch:
         """The run's last word follows."""
         self.is_ending()
         self._sampling.end(self._sampler)
+
+
+# ---------------------------------------------------------------- idle GPUs
+
+
+_DATALOADER = os.path.join("torch", "utils", "data", "dataloader.py")
+_SLEEP = re.compile(r"(time\.)?sleep\(")
+
+
+class IdleWatch:
+    """Says when a GPU stands idle, when its rank's cause changes, and when it works again.
+
+    Args:
+        idle_s: Seconds under `IDLE_GPU_PCT` after which a GPU stands idle.
+    """
+
+    def __init__(self, idle_s: float) -> None:
+        self._idle_s = idle_s
+        self._since: dict[int, float] = {}
+        self._told: dict[int, str] = {}
+
+    def look(self, now: float, use_pct: Mapping[int, float | None]) -> list[DeviceBusy]:
+        """Take the use of the GPUs by rank. None, and a rank that is not there, may be anything: it is not idle."""
+        for rank, pct in use_pct.items():
+            if pct is not None and pct <= IDLE_GPU_PCT:
+                self._since.setdefault(rank, now)
+            else:
+                self._since.pop(rank, None)
+        for rank in self._since.keys() - use_pct.keys():
+            del self._since[rank]
+        busy = sorted(self._told.keys() - self._since.keys())
+        for rank in busy:
+            del self._told[rank]
+        return [DeviceBusy(rank=rank) for rank in busy]
+
+    def idle(self, now: float) -> set[int]:
+        """Ranks whose GPUs stand idle."""
+        return {rank for rank, since in self._since.items() if now - since >= self._idle_s}
+
+    @property
+    def told(self) -> set[int]:
+        """Ranks of which it was said, and not taken back."""
+        return set(self._told)
+
+    def explain(self, now: float, causes: Mapping[int, str]) -> list[DeviceIdle]:
+        """Return what is new, given what each rank waits in ("" where its stack does not show it)."""
+        found: list[DeviceIdle] = []
+        for rank in sorted(self.idle(now)):
+            cause = causes.get(rank, "")
+            if self._told.get(rank) != cause:
+                self._told[rank] = cause
+                found.append(DeviceIdle(rank=rank, seconds=round(now - self._since[rank], 1), waits_in=cause))
+        return found
+
+
+def waits_in(stack: RankStack, notebook: NotebookFrames) -> str:
+    """What a rank waits in, as far as its stack shows it for sure: `the DataLoader`, `all_reduce`; else ""."""
+    if any(frame.file.endswith(_DATALOADER) for frame in stack.frames):
+        # also where the cell's own data set reads or sleeps below it
+        return "the DataLoader"
+    if stack.collective is not None and stack.collective.pending:
+        return stack.collective.name
+    if collective := notebook.collective(stack.frames):
+        return collective
+    if stack.frames and _SLEEP.match(notebook.source(stack.frames[0])):
+        return "time.sleep"
+    return ""
+
+
+class IdleGpus:
+    """Watches the GPUs of one run.
+
+    Args:
+        taker: Takes the ranks' stacks.
+        notebook: Tells the notebook's frames.
+        idle_s: Seconds under 5 % after which a GPU stands idle; 0 watches nothing.
+        say: Takes what was found.
+    """
+
+    def __init__(
+        self,
+        taker: StackTaker,
+        notebook: NotebookFrames,
+        idle_s: float,
+        say: Callable[[DeviceIdle | DeviceBusy], None],
+    ) -> None:
+        self._taker = taker
+        self._notebook = notebook
+        self._idle_s = idle_s
+        self._say = say
+        self._loop = asyncio.get_running_loop()
+        self._watch = IdleWatch(idle_s)
+        self._stopped = idle_s <= 0
+        self._asking = False
+        self._next_look = 0.0
+
+    def stop(self) -> None:
+        """The run ends; nothing is said any more."""
+        self._stopped = True
+
+    def used(self, use_pct: Mapping[int, float | None]) -> None:
+        """Take how busy each rank's GPU was in the last second; None where nobody tells."""
+        if self._stopped:
+            return
+        now = self._loop.time()
+        going = {rank: pct for rank, pct in use_pct.items() if not self._taker.has_reported(rank)}
+        for busy in self._watch.look(now, going):
+            self._say(busy)
+        idle = self._watch.idle(now)
+        # asking costs a rank whose flight recorder is full 30 ms: of what was told only now and then
+        if idle and not self._asking and (now >= self._next_look or idle - self._watch.told):
+            self._asking = True
+            self._next_look = now + self._idle_s / 2
+            self._taker.take(self._took, gently=True)
+
+    def _took(self, stacks: tuple[RankStack, ...]) -> None:
+        self._asking = False
+        if not self._stopped:
+            causes = {stack.rank: waits_in(stack, self._notebook) for stack in stacks}
+            for idle in self._watch.explain(self._loop.time(), causes):
+                self._say(idle)

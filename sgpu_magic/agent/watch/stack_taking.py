@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.background_call import call_in_background
@@ -185,12 +186,12 @@ def _silence(process: RankProcess) -> str:
     if not process.alive:
         return "its process has ended"
     try:
-        state = Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
-    except (OSError, IndexError):
-        state = b""
-    if state in (b"T", b"t"):
+        state = psutil.Process(process.pid).status()
+    except psutil.Error:
+        state = ""
+    if state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
         return "its process is stopped (SIGSTOP or a debugger)"
-    if state == b"D":
+    if state == psutil.STATUS_DISK_SLEEP:
         return "its process waits in the system, such as for a disk, and can't answer"
     return "it did not answer"
 

@@ -13,7 +13,7 @@ def look() -> dict[str, Any]:
     import os
 
     # what a node's agent needs beside the standard library; pure Python of ours is brought along
-    needed = ("msgspec", "zmq", "platformdirs", "packaging", "pathspec", "uv", "cloudpickle")
+    needed = ("msgspec", "zmq", "platformdirs", "packaging", "pathspec", "psutil", "uv", "cloudpickle")
     devices: list[dict[str, Any]] = []
     driver = ""
     try:

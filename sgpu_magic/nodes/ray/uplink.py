@@ -22,6 +22,7 @@ import zmq
 
 from sgpu_magic.config import Settings
 from sgpu_magic.nodes.ray import go_between
+from sgpu_magic.system import child_process
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.system.processes import signal_name
 from sgpu_magic.system.secure_sockets import Endpoint, KeyPair, secure_client
@@ -262,28 +263,20 @@ def _start(settings: Settings, lock: int) -> tuple[socket.socket, int, subproces
 
     The lifeline is a pipe that only this process holds: at its end the agent ends everything.
     """
-    ours, theirs = socket.socketpair()
     hears, lifeline = os.pipe()
-    log = Path(settings.state_path, "agent.log")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_RAYS_OWN)}
     # where this package is here: Ray may have brought it along
     here = str(Path(__file__).parents[3])
     path = os.pathsep.join(dict.fromkeys([here, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]))
-    with theirs, open(log, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as words:
-        child = subprocess.Popen(
-            [sys.executable, "-I", "-S", go_between.__file__, str(theirs.fileno()), str(hears)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=words,
-            pass_fds=(theirs.fileno(), hears, lock),
-            cwd="/",
-            start_new_session=True,
-            env={**environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": path},
-        )
+    ours, child = child_process.start(
+        [sys.executable, "-I", "-S", go_between.__file__],
+        [str(hears)],
+        environ={**environ, "PYTHONPATH": path},
+        log=Path(settings.state_path, "agent.log"),
+        order=msgspec.json.encode(settings),
+        descriptors=(hears, lock),
+    )
     os.close(hears)
-    if child.stdin is not None:
-        with child.stdin, contextlib.suppress(BrokenPipeError):
-            child.stdin.write(msgspec.json.encode(settings))
     return ours, lifeline, child
 
 

@@ -1,12 +1,11 @@
 """A cell in a rank: prepared, run, shown, described where it failed, and what it brings back.
 
 cell_run        one order to execute: prepare, run, tell
-execute         the cell itself, and how it failed
+diagnosis       how it failed; what held the memory when there was none left
 shell           IPython in the rank
 results         what it brings back, and the names that cells have set
 failures        an exception described, and let go of
 asking          the user's objects about themselves, whatever their classes do
-memory          what held it when there was none left
 displays        to the notebook, or into the widget whose block is under way
 widgets         what widgets say and hear
 interaction     what asks for a keyboard, and exit

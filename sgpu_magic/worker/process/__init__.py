@@ -3,7 +3,6 @@
 zygote            imports torch and IPython once, forks
 rank              one rank's life: take its place, obey orders, leave
 helper            the thread that receives the orders, and does what can't wait
-link              messages and descriptors over a socket
 rank_context      what it has taken over: the kernel's place, its device, its group
 interrupts        when it hears them
 output            stdout and stderr at descriptor level

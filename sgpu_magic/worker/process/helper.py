@@ -15,6 +15,7 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from sgpu_magic.system.message_stream import Link
 from sgpu_magic.tracking import in_rank
 from sgpu_magic.wire.rank import (
     AnswerQuestion,
@@ -34,7 +35,6 @@ from sgpu_magic.worker.cell import widgets
 from sgpu_magic.worker.cell.shell import RankShell
 from sgpu_magic.worker.group import flight_recorder, rendezvous, renewal
 from sgpu_magic.worker.process import output
-from sgpu_magic.worker.process.link import Link
 from sgpu_magic.worker.process.trace import Sampler
 
 _INTERVAL_S = 0.05

@@ -19,6 +19,7 @@ import threading
 import torch
 
 from sgpu_magic.system import processes
+from sgpu_magic.system.message_stream import Link
 from sgpu_magic.tracking import in_rank
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.rank import (
@@ -37,14 +38,13 @@ from sgpu_magic.wire.rank import (
 )
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.zygote import Fork
-from sgpu_magic.worker.cell import execute, interaction, memory, questions, widgets
+from sgpu_magic.worker.cell import diagnosis, interaction, questions, widgets
 from sgpu_magic.worker.cell import shell as rank_shell
-from sgpu_magic.worker.cell.cell_run import CellRun
+from sgpu_magic.worker.cell.cell_run import CellRun, rehearse
 from sgpu_magic.worker.cell.results import Reply
 from sgpu_magic.worker.group import rendezvous, renewal
 from sgpu_magic.worker.process import interrupts, output, trace
 from sgpu_magic.worker.process.helper import Helper, Order
-from sgpu_magic.worker.process.link import Link
 from sgpu_magic.worker.process.rank_context import Standing, reseed
 
 # an agent that is busy with a flood answers later; a display out of place is better than a rank that waits
@@ -82,7 +82,7 @@ def live(order: Fork, descriptors: list[int]) -> int:
     interaction.refuse(shell, order.rank)
     rehearsed = order.rehearse and join_error is None
     if rehearsed:
-        execute.rehearse(shell)
+        rehearse(shell)
     received = link.receive()
     if received is None or not isinstance(received[0], Execute | Prepare):
         return 0
@@ -161,7 +161,7 @@ class _Life:
         in_rank.end()
         self._tell(reply)
         if run.was_out_of_memory:
-            memory.free()
+            diagnosis.free()
         elif isinstance(reply.message, Failed):
             # what drew its traceback
             gc.collect(1)
@@ -198,7 +198,7 @@ class _Life:
         except (KeyboardInterrupt, OSError, RuntimeError, ValueError) as error:
             interrupts.refuse()
             self._shell.showtraceback((type(error), error, error.__traceback__))
-            reply = Reply(Failed(failure=execute.describe(error, self._shell, self._standing.rank), grouped=False))
+            reply = Reply(Failed(failure=diagnosis.describe(error, self._shell, self._standing.rank), grouped=False))
         self._tell(reply)
 
     def _renew(self, message: Renew, order: Order) -> None:

@@ -15,6 +15,7 @@ import sys
 
 import torch
 
+from sgpu_magic.system.processes import core_count
 from sgpu_magic.wire.run import RankContext
 from sgpu_magic.wire.zygote import Fork
 from sgpu_magic.worker.cell import shell as rank_shell
@@ -59,9 +60,8 @@ def set_threads(context_environ: dict[str, str], ranks_here: int) -> None:
 
     `OMP_NUM_THREADS` alone does nothing once torch is imported. numpy's BLAS was held at one thread in the zygote.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     asked = context_environ.get("OMP_NUM_THREADS", "")
-    threads = int(asked) if asked.isdigit() and int(asked) > 0 else max(1, cores // ranks_here)
+    threads = int(asked) if asked.isdigit() and int(asked) > 0 else max(1, core_count() // ranks_here)
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if threads > 1:

@@ -25,11 +25,11 @@ from types import FrameType
 from typing import Any
 
 from sgpu_magic.system import processes
+from sgpu_magic.system.message_stream import Link
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
 from sgpu_magic.wire.zygote import Exited, Fork, Forked, ForkRefused, ToZygote, ZygoteFailed, ZygoteReady
 from sgpu_magic.worker.process import output
-from sgpu_magic.worker.process.link import Link
 
 # getrusage(2): kilobytes, on macOS bytes
 _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
@@ -73,7 +73,7 @@ def _preload() -> str:
         for name in ("numpy.random", "threadpoolctl", "pdb", "sgpu_magic.worker.process.rank"):
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
-        from sgpu_magic.worker.cell import cell_run, edited_modules, execute, questions, shell, widgets
+        from sgpu_magic.worker.cell import cell_run, edited_modules, questions, shell, widgets
         from sgpu_magic.worker.group import flight_recorder, rendezvous
         from sgpu_magic.worker.process import notebook_classes
 
@@ -87,7 +87,7 @@ def _preload() -> str:
     compat.install()
     # outside: the shell's own filters stay, as in the notebook
     rank_shell = shell.create()
-    execute.warm_up(rank_shell)
+    cell_run.warm_up(rank_shell)
     questions.warm_up(rank_shell)
     _leave_finalizers_out_of_exits()
     return str(torch.__version__)

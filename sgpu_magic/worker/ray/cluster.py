@@ -20,22 +20,21 @@ import torch.distributed as dist
 from sgpu_magic.errors import EnvironmentFailed
 from sgpu_magic.wire.rank import Execute, PrivateRay, Remarked
 from sgpu_magic.wire.record import Record
-from sgpu_magic.worker.ray import variables
+from sgpu_magic.worker.ray import driver
 from sgpu_magic.worker.ray.driver import Driver, Lines, written_in
-from sgpu_magic.worker.ray.meeting import Connection, Host, PeerGone, come_to
-from sgpu_magic.worker.ray.metrics import RayMetrics
-from sgpu_magic.worker.ray.node_process import NodeProcess
-from sgpu_magic.worker.ray.words import (
+from sgpu_magic.worker.ray.meeting import (
     AtMeeting,
+    Connection,
     DriverDone,
     HeadKnown,
+    Host,
     LinesAsked,
     LinesCounted,
     NodeJoined,
-    NodeStarted,
-    NodeTroubled,
-    StartNode,
+    PeerGone,
+    come_to,
 )
+from sgpu_magic.worker.ray.node_process import NodeProcess, NodeStarted, NodeTroubled, RayMetrics, StartNode
 
 _JOIN_S = 300.0
 _COUNT_S = 5.0
@@ -83,8 +82,8 @@ class Member:
 
     def _start(self, token: str, head: str) -> None:
         order = self._order
-        token_file = variables.write_token(order.directory, token)
-        self._ray = variables.of_ray(token_file, order)
+        token_file = driver.write_token(order.directory, token)
+        self._ray = driver.of_ray(token_file, order)
         start = StartNode(
             head=head,
             directory=order.directory,
@@ -97,7 +96,7 @@ class Member:
             spill_directory=order.disk_directory,
             dashboard=order.dashboard,
         )
-        environ = variables.of_processes(os.environ, self._ray, self._paths, _PACKAGE)
+        environ = driver.of_processes(os.environ, self._ray, self._paths, _PACKAGE)
         self._process = NodeProcess(start, environ)
 
     def _wait(self) -> NodeStarted:
@@ -121,10 +120,10 @@ class Head(Member):
 
     def begin(self) -> None:
         """Start the head, and tell the other ranks where to come. Ray need not be up when this returns."""
-        token = variables.new_token()
+        token = driver.new_token()
         self._lines = Lines(self._lines_elsewhere)
         self._driver = Driver(self._lines)
-        variables.forget_others()
+        driver.forget_others()
         self._start(token, "")
         # before anything imports Ray, which reads some of them then
         os.environ.update(self._ray)
@@ -152,7 +151,7 @@ class Head(Member):
                     raise EnvironmentFailed(
                         f"the node of rank {rank} can't join the run's Ray cluster: {joined.problem}"
                     )
-        variables.take_over(self._ray, started.address, started.dashboard)
+        driver.take_over(self._ray, started.address, started.dashboard)
         self._lines.logs = self._logs
         if self._process is not None:
             self._process.watch(self._troubled)

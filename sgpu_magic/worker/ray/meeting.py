@@ -14,15 +14,55 @@ import time
 from collections.abc import Iterator
 from typing import TypeVar
 
-from sgpu_magic.worker.ray.words import (
-    AtMeeting,
-    DriverDone,
-    Hello,
-    LineReader,
-    line_of,
-    meeting_words,
-)
+import msgspec
 
+from sgpu_magic.wire.record import Record
+from sgpu_magic.worker.ray.node_process import LineReader, line_of
+
+
+class Hello(Record, frozen=True, tag="hello", kw_only=True):
+    """A rank has come to rank 0.
+
+    Args:
+        rank: Its number.
+        secret: What rank 0 has told its peers.
+        leads: It is the first rank of another node, and starts Ray there.
+    """
+
+    rank: int
+    secret: str
+    leads: bool = False
+
+
+class HeadKnown(Record, frozen=True, tag="head-known", kw_only=True):
+    """The head is up: join it."""
+
+    address: str
+    ray_version: str
+
+
+class NodeJoined(Record, frozen=True, tag="node-joined", kw_only=True):
+    """Ray is up on the rank's node too; `problem` says why it is not, "" when it is."""
+
+    problem: str = ""
+
+
+class LinesAsked(Record, frozen=True, tag="lines-asked", kw_only=True):
+    """How many lines have the driver's tasks and actors written on your node?"""
+
+
+class LinesCounted(Record, frozen=True, tag="lines-counted", kw_only=True):
+    lines: int
+
+
+class DriverDone(Record, frozen=True, tag="driver-done", kw_only=True):
+    """The driver is done, however it ended: the cluster goes."""
+
+
+AtMeeting = Hello | HeadKnown | NodeJoined | LinesAsked | LinesCounted | DriverDone
+
+
+meeting_words: msgspec.json.Decoder[AtMeeting] = msgspec.json.Decoder(AtMeeting)
 W = TypeVar("W", bound=AtMeeting)
 # nobody is to wait for ever for a rank whose agent does not tell of its end
 _COME_S = 120.0

@@ -32,7 +32,7 @@ from typing import Any
 
 from sgpu_magic.system import processes
 from sgpu_magic.wire.record import Record
-from sgpu_magic.worker.ray.words import NodeStarted, NodeTroubled, StartNode, line_of, start_words
+from sgpu_magic.worker.ray.node_process import NodeStarted, NodeTroubled, StartNode, line_of, start_words
 
 _LOOK_S = 0.1
 _STARTS = 3

@@ -20,7 +20,7 @@ from waiting import eventually
 
 from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.watch.gpus import GpuReading
-from sgpu_magic.agent.watch.idle import IdleWatch, waits_in
+from sgpu_magic.agent.watch.run_watch import IdleWatch, waits_in
 from sgpu_magic.agent.watch.sampling import RunSampler, merged
 from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.agent.watch.usage import ProcessTable, TreeUse

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_log import FrontEnd, LiveRun
 
-from sgpu_magic.agent.ranks.output import RankOutput
+from sgpu_magic.agent.ranks.rank_process import RankOutput
 from sgpu_magic.views.live import log_index, log_reader
 from sgpu_magic.views.live.log_index import LogOrder
 from sgpu_magic.views.live.log_reader import MAX_JSON_BYTES, MAX_RAW_CHARS, LogReader, line_text

@@ -25,9 +25,9 @@ from sgpu_magic.config import Settings
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.ids import new_id
 from sgpu_magic.wire.node import Launch, Part
-from sgpu_magic.worker.ray import variables
+from sgpu_magic.worker.ray import driver
 from sgpu_magic.worker.ray.driver import written_in
-from sgpu_magic.worker.ray.metrics import values_in
+from sgpu_magic.worker.ray.node_process import values_in
 from sgpu_magic.worker.ray.ray_run import with_frames
 
 METRICS = """# HELP ray_node_cpu_utilization of the node
@@ -168,7 +168,7 @@ def test_tasks_are_no_ranks_and_another_clusters_variables_are_not_theirs():
         "HF_TOKEN": "t",
     }
     ray = {"RAY_AUTH_MODE": "token"}
-    found = variables.of_processes(rank, ray, ["/code"], "/package")
+    found = driver.of_processes(rank, ray, ["/code"], "/package")
     assert found == {"HOME": "/h", "HF_TOKEN": "t", "RAY_AUTH_MODE": "token", "PYTHONPATH": "/code:/package"}
 
 

@@ -1,4 +1,4 @@
-"""What held a rank's memory when an allocation failed: how much there is, and the largest tensors by name."""
+"""How a cell failed, as its rank describes it: the traceback, the cell's line, what held the memory."""
 
 # torch and IPython are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -8,16 +8,84 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
+import socket
+import time
 import types
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from sgpu_magic.errors import EnvironmentFailed, SerializationError
 from sgpu_magic.system.byte_sizes import memory_available_bytes
-from sgpu_magic.wire.failures import RankMemory, TensorUse
+from sgpu_magic.wire.failures import Failure, RankMemory, TensorUse
+from sgpu_magic.wire.states import FailureKind
+from sgpu_magic.worker.cell import asking, failures
 from sgpu_magic.worker.cell.asking import is_a
 from sgpu_magic.worker.cell.shell import RankShell
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
+    """Describe how a cell failed: the traceback as IPython draws it, the cell's line, what the rank was in.
+
+    Of an allocation that failed, what held the memory; of a rank that its peers or the user ended, how much it held.
+    """
+    shown = shell.shown
+    if shown is None or shown.error is not error:
+        shown = shell.shown = failures.look_at(error, shell.whole)
+    message = failures.message_of(shown)
+    ansi = "\n".join(shown.lines)
+    text = shell.whole.cut(_ANSI.sub("", ansi), failures.TRACEBACK_CHARS, "traceback")
+    kind = FailureKind.USER_CODE
+    if asking.is_a(error, SerializationError):
+        kind = FailureKind.SERIALIZATION
+    elif asking.is_a(error, EnvironmentFailed):
+        kind = FailureKind.ENVIRONMENT
+    entry = asking.traceback_of(error)
+    line, where = _position(entry, shell)
+    if line is None:
+        line, _ = _position(shell.unwound, shell)
+    out_of_memory = is_out_of_memory(error, message)
+    is_consequence = failures.is_peer_lost(error, shown.message)
+    held: RankMemory | None = None
+    if out_of_memory:
+        held = take_stock(error, entry, shell)
+    elif is_consequence or shell.released or asking.is_a(error, KeyboardInterrupt):
+        held = measure("cuda" if torch.cuda.is_initialized() else "cpu")
+    return Failure(
+        kind=kind,
+        message=message,
+        rank=rank,
+        host=socket.gethostname(),
+        at=shell.failed_at or time.time(),
+        type_name=shown.type_name,
+        traceback_text=text,
+        traceback_ansi=shell.whole.cut(ansi, failures.ANSI_CHARS, ""),
+        line=line,
+        where=where,
+        is_consequence=is_consequence,
+        out_of_memory=out_of_memory,
+        memory=held,
+    )
+
+
+def _position(traceback: types.TracebackType | None, shell: RankShell) -> tuple[int | None, str]:
+    """The last line of a notebook cell on the stack, and the torch function entered below it."""
+    line: int | None = None
+    where = ""
+    cells = shell.compile._filename_map  # pyright: ignore[reportPrivateUsage]
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if code.co_filename in cells:
+            line, where = traceback.tb_lineno, ""
+        elif not where and f"{os.sep}torch{os.sep}" in code.co_filename and code.co_name != "wrapper":
+            where = code.co_name.strip("_")
+        traceback = traceback.tb_next
+    return line, where
+
 
 _LARGEST = 8
 # in one list or dictionary
