@@ -9,11 +9,11 @@ from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.client import TellComms, Warm
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.failures import RankStack
+from sgpu_magic.wire.files import OpenStream, StreamMessage, StreamOpened
 from sgpu_magic.wire.node import HeldRun, Launch, RunEvent, ToAgent
 from sgpu_magic.wire.rank import RankAnswer, RankQuestion
 from sgpu_magic.wire.run import Interpreter
 from sgpu_magic.wire.states import RunState
-from sgpu_magic.wire.tcp_streams import OpenStream, StreamMessage, StreamOpened
 from sgpu_magic.wire.tracking import TrackedRun
 
 

@@ -18,7 +18,17 @@ from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms, Warm
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.events import RanksStarted
-from sgpu_magic.wire.files import FetchBlob, StoreRunFile
+from sgpu_magic.wire.files import (
+    FetchBlob,
+    OpenStream,
+    StoreRunFile,
+    StreamClosed,
+    StreamData,
+    StreamEnded,
+    StreamMessage,
+    StreamOpened,
+    StreamTaken,
+)
 from sgpu_magic.wire.node import (
     Adopt,
     AgentReady,
@@ -50,15 +60,6 @@ from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
 from sgpu_magic.wire.rank import RankQuestion
 from sgpu_magic.wire.run import Interpreter, RunSpec
 from sgpu_magic.wire.states import RunState
-from sgpu_magic.wire.tcp_streams import (
-    OpenStream,
-    StreamClosed,
-    StreamData,
-    StreamEnded,
-    StreamMessage,
-    StreamOpened,
-    StreamTaken,
-)
 from sgpu_magic.wire.tracking import TrackedRun
 
 # an agent that dies this soon, this often in a row, and has never started a run, will not live the next time either

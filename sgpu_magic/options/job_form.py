@@ -28,7 +28,7 @@ from sgpu_magic.options.values import (
     duration_s,
     memory_bytes,
 )
-from sgpu_magic.wire.device_types import canonical_type
+from sgpu_magic.wire.devices import canonical_type
 
 EXTRA = "Install what it needs: `pip install 'sgpu-magic[run]'`."
 _MOST_BYTES = 1_000_000

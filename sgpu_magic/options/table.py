@@ -13,7 +13,7 @@ from typing import Any
 from sgpu_magic.options import values
 from sgpu_magic.options.asked import Devices, Wishes
 from sgpu_magic.options.values import MOST_RANKS, STRATEGIES, TORCH_CHOICES
-from sgpu_magic.wire.device_types import KNOWN_TYPES
+from sgpu_magic.wire.devices import KNOWN_TYPES
 
 UI_CHOICES = ("auto", "widget", "text", "none")
 """How a run may be shown."""

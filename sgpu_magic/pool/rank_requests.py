@@ -20,11 +20,11 @@ from sgpu_magic.pool.server import ConnectedClient
 from sgpu_magic.system.pending import Pending
 from sgpu_magic.wire.client import Accepted, AskRank, AskStacks, RankAnswered, RestartRanks, Stacks
 from sgpu_magic.wire.failures import RankStack
+from sgpu_magic.wire.files import OpenStream, StreamClosed, StreamEnded, StreamMessage, StreamOpened
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.rank import RankAnswer
 from sgpu_magic.wire.run import CellSource
 from sgpu_magic.wire.states import RunKind, RunState
-from sgpu_magic.wire.tcp_streams import OpenStream, StreamClosed, StreamEnded, StreamMessage, StreamOpened
 
 _REMEDY = "Begin another with %sgpu_connect."
 _MOST_OF_CLIENT = 256

@@ -47,12 +47,22 @@ from sgpu_magic.wire.client import (
 )
 from sgpu_magic.wire.devices import Inventory
 from sgpu_magic.wire.events import Described, Detached
-from sgpu_magic.wire.files import KEY, AskBlobs, ListRunFiles, PutBlob, ReadRunFile
+from sgpu_magic.wire.files import (
+    KEY,
+    AskBlobs,
+    ListRunFiles,
+    OpenStream,
+    PutBlob,
+    ReadRunFile,
+    StreamClosed,
+    StreamData,
+    StreamEnded,
+    StreamTaken,
+)
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.pool_status import AskStatus, BudgetState, Hello, PoolStatus, RunSummary, Welcome
 from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import OWNER_GONE, RunState
-from sgpu_magic.wire.tcp_streams import OpenStream, StreamClosed, StreamData, StreamEnded, StreamTaken
 
 # what two clocks differ by that were not set
 _STEP_S = 1.0

@@ -19,8 +19,8 @@ import psutil
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.background_call import call_in_background
 from sgpu_magic.system.byte_stream import ByteStream, Send
+from sgpu_magic.wire.files import OpenStream, StreamClosed, StreamMessage, StreamOpened
 from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.tcp_streams import OpenStream, StreamClosed, StreamMessage, StreamOpened
 
 if TYPE_CHECKING:
     from sgpu_magic.agent.runs.node_run import NodeRun

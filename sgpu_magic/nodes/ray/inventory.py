@@ -9,8 +9,7 @@ import msgspec
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.nodes.ray.driver_messages import LeasePart, NodeFacts
-from sgpu_magic.wire.device_types import ANY, canonical_type, memory_of
-from sgpu_magic.wire.devices import Device, Inventory, Lease, Node, NodeShare
+from sgpu_magic.wire.devices import ANY, Device, Inventory, Lease, Node, NodeShare, canonical_type, memory_of
 
 OTHERS = "in use by others on the Ray cluster"
 AWAY = "on a node that does not answer"

@@ -9,8 +9,7 @@ import msgspec
 
 from sgpu_magic.nodes.ray.driver_messages import AskLease, NodeFacts
 from sgpu_magic.nodes.ray.inventory import is_usable, type_of
-from sgpu_magic.wire.device_types import CPU, canonical_type
-from sgpu_magic.wire.devices import Lease, Placement
+from sgpu_magic.wire.devices import CPU, Lease, Placement, canonical_type
 
 _LABEL = "ray.io/accelerator-type"
 _NODE_LABEL = "ray.io/node-id"

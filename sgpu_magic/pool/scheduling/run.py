@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from sgpu_magic.pool.scheduling.placement_request import Want
 from sgpu_magic.wire.costs import HOUR_S, billed_s, cost_of, device_count
-from sgpu_magic.wire.device_types import CPU
-from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.devices import CPU, Lease
 from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunState
 

@@ -8,7 +8,7 @@ import msgspec
 
 from sgpu_magic.options.values import MOST_RANKS
 from sgpu_magic.views.live.schema import Message
-from sgpu_magic.wire.device_types import ANY, canonical_type
+from sgpu_magic.wire.devices import ANY, canonical_type
 
 VERSION = 1
 """Of all records of the panel. A front end draws only its own version."""
