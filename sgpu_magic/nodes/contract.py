@@ -17,20 +17,6 @@ from sgpu_magic.wire.tcp_streams import OpenStream, StreamMessage, StreamOpened
 from sgpu_magic.wire.tracking import TrackedRun
 
 
-class LeaseUnavailable(Exception):
-    """The engine could not take the devices that the scheduler granted.
-
-    Args:
-        uuids: The ones in the way.
-        why: A sentence.
-    """
-
-    def __init__(self, uuids: tuple[str, ...], why: str) -> None:
-        super().__init__(why)
-        self.uuids = uuids
-        self.why = why
-
-
 class EngineListener(Protocol):
     """The pool service."""
 
@@ -69,14 +55,16 @@ class EngineListener(Protocol):
         ...
 
     def lease_granted(self, run_id: str, lease: Lease) -> None:
-        """The engine has the run's devices, which need not be those that the scheduler proposed; its ranks start.
-
-        Told by engines that grant later (`Engine.grants_later`), once for each lease.
-        """
+        """The engine has the run's devices, which need not be those that the scheduler proposed; its ranks start."""
         ...
 
     def lease_refused(self, run_id: str, uuids: tuple[str, ...], why: str) -> None:
-        """The engine could not have the devices after all: as `LeaseUnavailable`, said later."""
+        """The engine can't have the devices.
+
+        Args:
+            uuids: The ones in the way.
+            why: A sentence.
+        """
         ...
 
     def runs_lost(self, run_ids: Sequence[str], why: str, host: str) -> None:
@@ -103,11 +91,9 @@ class Engine(Protocol):
     """One contract for every backend.
 
     Attributes:
-        grants_later: The lease of a launch is a proposal: its run waits until `EngineListener.lease_granted`.
         far: Its nodes do not see the files and the memory of the pool's machine.
     """
 
-    grants_later: bool
     far: bool
 
     def start(self, listener: EngineListener) -> None:
@@ -132,8 +118,7 @@ class Engine(Protocol):
     def launch(self, launch: Launch, frames: Sequence[bytes]) -> None:
         """Take the lease's devices and start the ranks; those of a run in a session are the session's already.
 
-        Raises:
-            LeaseUnavailable: A device is in use outside the pool.
+        The lease is a proposal: answered by `EngineListener.lease_granted` or `lease_refused`.
         """
         ...
 
@@ -191,7 +176,7 @@ class NodeChannel(Protocol):
     node: str
     """The node's id, as in `NodeShare.node`."""
 
-    def send(self, message: ToAgent, frames: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+    def send(self, message: ToAgent, frames: Sequence[bytes] = ()) -> None:
         """Send, or do nothing when the link is over."""
         ...
 

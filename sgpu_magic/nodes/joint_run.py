@@ -120,6 +120,11 @@ class JointRun:
             # what a node that was given up sends, or what was sent again after its link was lost
             return []
         part.heard = event.number
+        if len(self._parts) == 1:
+            # nobody else has a word in it
+            part.passed = event.number
+            self.ended |= isinstance(event.body, RunEnded)
+            return [(event, frames)]
         ahead_s = event.at - now
         part.ahead_s = ahead_s if part.ahead_s is None else max(part.ahead_s, ahead_s)
         part.waiting.append((msgspec.structs.replace(event, part=index), frames))

@@ -26,6 +26,9 @@ from sgpu_magic.wire.node import (
 )
 from sgpu_magic.wire.states import RunState
 
+HERE = ""
+"""The node of a pool of one machine, whose devices and leases name none."""
+
 Send = Callable[[str, ToAgent, Sequence[bytes]], None]
 # what a node that was out of reach may have missed, and may be told twice
 _STANDING = (MasterKnown, DetachRun, EndRun, PeerFailed, PartsOver, KillRanks, ReclaimPayload, ResultsReceived)
@@ -172,8 +175,9 @@ class RunOnNodes:
                     self._send(node, stop, ())
 
     def all_ended(self) -> None:
-        """Every part has ended: its ranks may leave."""
-        self.order(PartsOver(run_id=self.run_id))
+        """Every part has ended: its ranks may leave. Those of a single one need not be told."""
+        if len(self.nodes) > 1:
+            self.order(PartsOver(run_id=self.run_id))
 
 
 def part_of(launch: Launch, index: int) -> Launch:
@@ -193,5 +197,5 @@ def part_of(launch: Launch, index: int) -> Launch:
 
 
 def nodes_of(lease: Lease) -> tuple[str, ...]:
-    """The nodes of a lease, in order of the parts."""
-    return tuple(share.node for share in lease.shares)
+    """The nodes of a lease, in order of the parts; `HERE` in a pool of one machine."""
+    return tuple(share.node for share in lease.shares) or (HERE,)

@@ -282,10 +282,12 @@ class PoolService:
     def lease_granted(self, run_id: str, lease: Lease) -> None:
         run = self._active.get(run_id)
         if run is not None:
-            self._guard.for_run(run_id, lambda: self._launches.granted(run, lease, self._stock.inventory))
+            # on the loop: the engine may say so while it is asked to launch
+            call = functools.partial(self._launches.granted, run, lease, self._stock.inventory)
+            self._loop.call_soon(self._guard.for_run, run_id, call)
 
     def lease_refused(self, run_id: str, uuids: tuple[str, ...], why: str) -> None:
-        # on the loop: the engine may say so while it is asked to launch
+        # as above
         self._loop.call_soon(self.feed, sched.LeaseRefused(run_id, uuids, why, time.monotonic()))
 
     def runs_lost(self, run_ids: Sequence[str], why: str, host: str) -> None:

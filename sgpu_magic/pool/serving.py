@@ -218,8 +218,9 @@ def make_engine(name: str, settings: Settings, warm: Warm | None = None) -> Engi
     """
     if name == "local":
         from sgpu_magic.nodes.local import LocalEngine
+        from sgpu_magic.nodes.local_agent import LocalAgent
 
-        return LocalEngine(settings, warm)
+        return LocalEngine(settings, LocalAgent(settings, warm), warm)
     if name != "ray":
         raise UsageError(f"there is no engine {name!r}. There are: {', '.join(ENGINES)}.")
     if importlib.util.find_spec("ray") is None:

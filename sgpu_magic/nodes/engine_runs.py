@@ -1,4 +1,4 @@
-"""Runs on several nodes: their leases, their parts, and what the parts say, as one run to the pool service."""
+"""Runs on the nodes of an engine: their leases, their parts, and what the parts say, as one run to the pool service."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sgpu_magic.nodes.returned_nodes import BusyNodes
 from sgpu_magic.nodes.run_on_nodes import RunOnNodes, nodes_of
 from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
 from sgpu_magic.wire.devices import Lease
-from sgpu_magic.wire.events import RunEnded
+from sgpu_magic.wire.events import EventBody, RunEnded
 from sgpu_magic.wire.failures import Failure, RankStack
 from sgpu_magic.wire.node import (
     DetachRun,
@@ -43,17 +43,19 @@ _GONE_KEPT = 200
 _PATIENCE_WITH_VICTIM_S = 0.25
 
 
-class ManyRuns:
-    """The runs of an engine of many nodes, and the orders for them (half an `Engine`).
+class EngineRuns:
+    """The runs of an engine, and the orders for them (half an `Engine`).
 
     Args:
         settings: The pool's settings.
 
     Attributes:
         far: The nodes do not see the pool's files.
+        come_and_go: Nodes do: those that have runs are written down, and awaited by the next pool service.
     """
 
     far = True
+    come_and_go = True
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -90,21 +92,21 @@ class ManyRuns:
         nodes = nodes_of(launch.lease)
         if spec.session:
             session = self._runs.get(spec.session)
-            nodes = () if session is None or session.over else session.nodes
+            if session is None or session.over:
+                self._refuse(launch, f"{_NO_SESSION}. %sgpu_connect starts another one.")
+                return
+            nodes = session.nodes
         else:
             self._leases[spec.run_id] = launch.lease
-        if not nodes:
-            self._refuse(launch, f"{_NO_SESSION}. %sgpu_connect starts another one.")
-            return
         if spec.kind is RunKind.SESSION and len(nodes) > 1:
             self._refuse(launch, _too_wide(launch.lease))
             return
         launch = msgspec.structs.replace(launch, far=self.far)
         run = self._runs[spec.run_id] = RunOnNodes(launch, nodes, self._send)
+        self._tidy()
+        run.start(frames, self._channels.__contains__)
         if not spec.in_session and self._listener is not None:
             self._listener.lease_granted(spec.run_id, launch.lease)
-        self._write_busy()
-        run.start(frames, self._channels.__contains__)
 
     def refuse_lease(self, run_id: str, uuids: tuple[str, ...], why: str) -> None:
         """A run that is being placed can't have its devices now: it goes back to the queue."""
@@ -196,10 +198,16 @@ class ManyRuns:
     # ------------------------------------------------------------ what the parts say
 
     def _happened(self, run: RunOnNodes, part: int, event: RunEvent, frames: Sequence[bytes]) -> None:
-        body = event.body
         ended = run.joint.ended
         run.was_heard(part)
         told = run.joint.heard(part, event, frames, time.time())
+        if len(run.nodes) > 1:
+            self._tell_others(run, part, event.body)
+        self._pass_on(told)
+        if run.joint.ended and not ended:
+            run.all_ended()
+
+    def _tell_others(self, run: RunOnNodes, part: int, body: EventBody) -> None:
         failure = body.failure if isinstance(body, RankFailed | RunEnded) else None
         if isinstance(body, RankFailed) or (isinstance(body, RunEnded) and body.state is RunState.FAILED):
             if failure is not None and failure.is_consequence:
@@ -209,9 +217,6 @@ class ManyRuns:
                 run.part_failed(part)
         elif isinstance(body, RunEnded) and body.state in (RunState.CANCELLED, RunState.TIMED_OUT):
             run.part_stopped(part, body.state, body.reason)
-        self._pass_on(told)
-        if run.joint.ended and not ended:
-            run.all_ended()
 
     def _part_gone(self, run: RunOnNodes, part: int) -> None:
         self._pass_on(run.joint.part_gone(part))
@@ -269,7 +274,10 @@ class ManyRuns:
         if self._runs.get(run_id) is run and run_id not in self._placing:
             # else it was started again on its lease
             self._free_lease(run_id)
-        self._write_busy()
+        session = self._runs.get(run.launch.spec.session)
+        if run.launch.spec.fresh and (session is None or session.over):
+            self._free_lease(run.launch.spec.session)
+        self._tidy()
 
     # ------------------------------------------------------------ within
 
@@ -289,9 +297,10 @@ class ManyRuns:
             self._listener.ranks_gone(run_id)
 
     def _free_lease(self, run_id: str) -> None:
-        lease = self._leases.pop(run_id, None)
-        if lease is not None:
-            self.lease_free(run_id, lease)
+        """No rank of the run is left. A session's lease stays held for the new processes that `--fresh` runs have."""
+        beside = (run for run in self._runs.values() if run.launch.spec.session == run_id and run.launch.spec.fresh)
+        if run_id in self._leases and all(run.over for run in beside):
+            self.lease_free(run_id, self._leases.pop(run_id))
 
     def _order(self, run_id: str, order: ToAgent) -> bool:
         """Order the same of all parts of a run. False when there is no such run."""
@@ -306,9 +315,10 @@ class ManyRuns:
         if channel is not None:
             channel.send(order, frames)
 
-    def _write_busy(self) -> None:
-        going = [run for run in self._runs.values() if not run.over]
-        self._busy.write({node for run in going for node in run.nodes})
+    def _tidy(self) -> None:
+        """Write down which nodes have runs, and forget runs that have long been over."""
+        if self.come_and_go:
+            self._busy.write({node for run in self._runs.values() if not run.over for node in run.nodes})
         for run in [run for run in self._runs.values() if run.over][:-_GONE_KEPT]:
             del self._runs[run.run_id]
 

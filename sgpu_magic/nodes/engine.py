@@ -1,4 +1,4 @@
-"""An engine of several nodes, each with an agent that comes, goes, and comes back with what it holds.
+"""An engine of nodes, each with an agent that comes, goes, and comes back with what it holds.
 
 Where nodes come from, and how one knows that a node is dead, is for its subclasses: they call `node_came`, `node_said`
 and `node_lost`, and may place each run by themselves (`place`).
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from sgpu_magic.config import Settings
 from sgpu_magic.nodes.contract import EngineListener, NodeChannel
-from sgpu_magic.nodes.many_runs import ManyRuns
+from sgpu_magic.nodes.engine_runs import EngineRuns
 from sgpu_magic.nodes.merge_parts import merged_inventory
 from sgpu_magic.nodes.node_files import NodeFiles
 from sgpu_magic.nodes.returned_nodes import HeldParts, StaleRuns
@@ -55,7 +55,7 @@ _NEW_AGENT = "its agent ended unexpectedly, and with it the ranks there"
 _ALL_EVENTS = 1 << 60
 
 
-class ManyNodes(ManyRuns):
+class NodesEngine(EngineRuns):
     """Runs on the nodes that its subclass finds (an `Engine`).
 
     To be called by the subclass, from the loop's thread: `node_came`, `node_said`, `node_lost`, `inventory_changed`,
@@ -70,7 +70,6 @@ class ManyNodes(ManyRuns):
         come_back_s: Seconds for which nodes that had runs are awaited when the pool service begins.
     """
 
-    grants_later = True
     come_back_s = _COME_BACK_S
 
     def __init__(self, settings: Settings, name: str) -> None:
@@ -79,7 +78,7 @@ class ManyNodes(ManyRuns):
         self._inventories: dict[str, Inventory] = {}
         self._addresses: dict[str, str] = {}
         self._hosts: dict[str, str] = {}
-        self._awaited: set[str] = set(self._busy.known)
+        self._awaited: set[str] = set(self._busy.known) if self.come_and_go else set()
         self._held = HeldParts()
         self._stale = StaleRuns()
         self._begun = False
