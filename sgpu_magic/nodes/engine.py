@@ -55,8 +55,8 @@ _NEW_AGENT = "its agent ended unexpectedly, and with it the ranks there"
 _ALL_EVENTS = 1 << 60
 
 
-class NodesEngine(EngineRuns):
-    """Runs on the nodes that its subclass finds (an `Engine`).
+class Engine(EngineRuns):
+    """One contract for every backend: runs on the nodes that its subclass finds.
 
     To be called by the subclass, from the loop's thread: `node_came`, `node_said`, `node_lost`, `inventory_changed`,
     `start_parts`, `refuse_lease`. To be overridden where the defaults do not fit: `place`, `withdraw`, `lease_free`,
@@ -197,9 +197,10 @@ class NodesEngine(EngineRuns):
         usable = {node: one for node, one in self._inventories.items() if not self._stale.has(node)}
         return merged_inventory(self._name, usable, self._addresses)
 
-    # ------------------------------------------------------------ from the pool service (Engine)
+    # ------------------------------------------------------------ from the pool service
 
     def start(self, listener: EngineListener) -> None:
+        """Begin to listen to what the nodes say."""
         self._listener = listener
         self._begun = True
         self._patience = self._loop.call_later(self.come_back_s, self._settle)
@@ -216,12 +217,22 @@ class NodesEngine(EngineRuns):
             channel.send(TakeInventory())
 
     def prepare(self, run_id: str, interpreter: Interpreter, environment: Environment) -> None:
-        """Nothing is built in advance: nobody knows on which nodes a run that waits will be."""
+        """A run that waits will need this environment.
+
+        Nothing is built in advance where nobody knows on which nodes the run will be.
+        """
 
     def builds(self, interpreter: Interpreter, environment: Environment) -> bool:
+        """Whether the nodes build this environment; else the kernel's own interpreter is used there."""
         return needs_build(self._settings, environment)
 
     def adopt(self, run_id: str, numbers: Mapping[int, int]) -> None:
+        """Take a held run over.
+
+        Args:
+            run_id: The run.
+            numbers: By part (0 where the run has only one) the number of the newest event that is kept already.
+        """
         held = self._held.runs.get(run_id)
         if held is None:
             return

@@ -16,7 +16,7 @@ from sgpu_magic.nodes.returned_nodes import BusyNodes
 from sgpu_magic.nodes.run_on_nodes import RunOnNodes, nodes_of
 from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
 from sgpu_magic.wire.devices import Lease
-from sgpu_magic.wire.events import EventBody, RunEnded
+from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.failures import Failure, RankStack
 from sgpu_magic.wire.node import (
     DetachRun,
@@ -30,7 +30,6 @@ from sgpu_magic.wire.node import (
     TrackingKnown,
 )
 from sgpu_magic.wire.rank import RankAnswer, RankQuestion
-from sgpu_magic.wire.rank_events import RankFailed
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 from sgpu_magic.wire.tcp_streams import OpenStream, StreamMessage
 from sgpu_magic.wire.tracking import TrackedRun
@@ -39,8 +38,6 @@ _NO_SESSION = "its session has ended"
 _NOT_STARTED = "it is not started yet: the run's devices are being got"
 # of runs whose ranks are gone: what became of their payload may still be told
 _GONE_KEPT = 200
-# seconds for which what looks like the loss of a peer waits for its cause on another node
-_PATIENCE_WITH_VICTIM_S = 0.25
 
 
 class EngineRuns:
@@ -113,9 +110,13 @@ class EngineRuns:
         if self._placing.pop(run_id, None) is not None and self._listener is not None:
             self._listener.lease_refused(run_id, uuids, why)
 
-    # ------------------------------------------------------------ from the pool service (Engine)
+    # ------------------------------------------------------------ from the pool service
 
     def launch(self, launch: Launch, frames: Sequence[bytes]) -> None:
+        """Take the lease's devices and start the ranks; those of a run in a session are the session's already.
+
+        The lease is a proposal: answered by `EngineListener.lease_granted` or `lease_refused`.
+        """
         run_id = launch.spec.run_id
         kept = self._leases.get(run_id)
         if launch.spec.session or kept == launch.lease:
@@ -127,10 +128,12 @@ class EngineRuns:
         self.place(launch, frames)
 
     def events_kept(self, run_id: str, numbers: Mapping[int, int]) -> None:
+        """Events are on disk. `numbers` as in `adopt`."""
         if (run := self._runs.get(run_id)) is not None:
             run.events_kept(numbers)
 
     def tracking_known(self, run_id: str, tracked: TrackedRun | None, problem: str) -> None:
+        """Tell a run's ranks its place in MLflow, or that it has none and why."""
         self._order(run_id, TrackingKnown(run_id=run_id, tracked=tracked, problem=problem))
 
     def detach_run(self, run_id: str) -> None:
@@ -154,9 +157,11 @@ class EngineRuns:
             self._loop.call_soon(self._end_unstarted, launch, RunEnded(state=state, reason=reason))
 
     def kill_ranks(self, run_id: str) -> None:
+        """KILL the ranks that `end_run` has not stopped."""
         self._order(run_id, KillRanks(run_id=run_id))
 
     def give_back(self, run_id: str) -> None:
+        """The run, of which `devices_free` was said, needs its devices no more."""
         self._free_lease(run_id)
 
     def reclaim_payload(self, run_id: str) -> None:
@@ -176,21 +181,25 @@ class EngineRuns:
             self._listener.stacks_taken(request, tuple(RankStack(rank=rank, problem=_NOT_STARTED) for rank in ranks))
 
     def restart_session_ranks(self, request: int, session: str, ranks: tuple[int, ...]) -> None:
+        """Replace ranks of a session by new processes, all of them when `ranks` is empty."""
         order = RestartSessionRanks(request=request, session=session, ranks=ranks)
         if not self._order(session, order) and self._listener is not None:
             self._listener.session_ranks_restarted(request, session, _NO_SESSION)
 
     def ask_rank(self, request: int, session: str, question: RankQuestion) -> None:
+        """Ask an idle rank of a session."""
         order = Question(request=request, session=session, question=question)
         if not self._order(session, order) and self._listener is not None:
             self._listener.answered(request, RankAnswer(problem=_NO_SESSION))
 
     def tell_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
+        """Pass on what a front end says to widgets of a rank."""
         run = self._runs.get(message.run_id)
         if run is not None:
             self._send(run.node_of(message.rank), message, frames)
 
     def forward(self, run_id: str, rank: int, message: OpenStream | StreamMessage, frames: Sequence[bytes]) -> None:
+        """Pass on what a client says of a stream to the node of a run's rank; answered by `forwarded`."""
         run = self._runs.get(run_id)
         if run is not None:
             self._send(run.node_of(rank), message, frames)
@@ -201,22 +210,10 @@ class EngineRuns:
         ended = run.joint.ended
         run.was_heard(part)
         told = run.joint.heard(part, event, frames, time.time())
-        if len(run.nodes) > 1:
-            self._tell_others(run, part, event.body)
+        run.tell_others(part, event.body)
         self._pass_on(told)
         if run.joint.ended and not ended:
             run.all_ended()
-
-    def _tell_others(self, run: RunOnNodes, part: int, body: EventBody) -> None:
-        failure = body.failure if isinstance(body, RankFailed | RunEnded) else None
-        if isinstance(body, RankFailed) or (isinstance(body, RunEnded) and body.state is RunState.FAILED):
-            if failure is not None and failure.is_consequence:
-                # who is told of it now would be taken for a victim, and may be the cause that is still on its way
-                self._loop.call_later(_PATIENCE_WITH_VICTIM_S, run.part_failed, part)
-            else:
-                run.part_failed(part)
-        elif isinstance(body, RunEnded) and body.state in (RunState.CANCELLED, RunState.TIMED_OUT):
-            run.part_stopped(part, body.state, body.reason)
 
     def _part_gone(self, run: RunOnNodes, part: int) -> None:
         self._pass_on(run.joint.part_gone(part))

@@ -12,7 +12,7 @@ from sgpu_magic.agent.runs import ray_place
 from sgpu_magic.config import Settings
 from sgpu_magic.nodes.contract import EngineListener
 from sgpu_magic.nodes.device_locks import DeviceLocks, DevicesLocked
-from sgpu_magic.nodes.engine import NodesEngine
+from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.nodes.local_agent import LocalAgent
 from sgpu_magic.nodes.run_on_nodes import HERE
 from sgpu_magic.wire.attachments import Environment
@@ -29,7 +29,7 @@ _SHORT_LIFE_S = 5.0
 _SHORT_LIVES = 3
 
 
-class LocalEngine(NodesEngine):
+class LocalEngine(Engine):
     """Takes an agent over that a killed service left, with its runs; replaces one that dies.
 
     Args:

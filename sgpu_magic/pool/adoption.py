@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from sgpu_magic.files.run_directory import read_spec
-from sgpu_magic.nodes.contract import Engine
+from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns
 from sgpu_magic.pool.guard import Guarded
 from sgpu_magic.pool.ledger import Ledger, Metered

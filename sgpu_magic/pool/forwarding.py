@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from sgpu_magic.nodes.contract import Engine
+from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.pool_run import PoolRun
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.wire.ids import short

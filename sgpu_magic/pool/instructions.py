@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from sgpu_magic.files.content_store import store_name
-from sgpu_magic.nodes.contract import Engine
+from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns
 from sgpu_magic.pool.adoption import Adoption
 from sgpu_magic.pool.file_requests import needed_blobs

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from sgpu_magic.files.run_directory import read_spec
-from sgpu_magic.nodes.contract import Engine
+from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns
 from sgpu_magic.pool.file_requests import FileRequests
 from sgpu_magic.pool.forwarding import Forwarding

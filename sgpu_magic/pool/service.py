@@ -15,7 +15,7 @@ from typing import Any
 
 from sgpu_magic import __version__
 from sgpu_magic.config import Settings, pool_settings
-from sgpu_magic.nodes.contract import Engine
+from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns
 from sgpu_magic.pool.adoption import Adoption
 from sgpu_magic.pool.batched_ledger import BatchedLedger

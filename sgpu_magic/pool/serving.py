@@ -23,7 +23,7 @@ import zmq
 from sgpu_magic import config
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, SgpuError, UsageError
-from sgpu_magic.nodes.contract import Engine
+from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.clients import AuthorizedClients
 from sgpu_magic.pool.guard import ServiceFault
 from sgpu_magic.pool.lifecycle import AlreadyRunning, PoolPresence

@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from sgpu_magic.config import SEVEN_DAYS_S
-from sgpu_magic.nodes.contract import Engine
+from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns
 from sgpu_magic.pool.file_requests import FileRequests, names_files
 from sgpu_magic.pool.ledger import Ledger

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from sgpu_magic import config
 from sgpu_magic.config import Settings
-from sgpu_magic.nodes.engine import NodesEngine
+from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.lifecycle import PoolPresence
 from sgpu_magic.pool.service import PoolService
 from sgpu_magic.wire.devices import Device, Inventory
@@ -85,7 +85,7 @@ class SimulatedNode:
         self._engine.node_said(self.node, RunEvent(run_id=part.run_id, number=part.number, at=time.time(), body=body))
 
 
-class SimulatedNodes(NodesEngine):
+class SimulatedNodes(Engine):
     """The real engine of many nodes, with simulated ones.
 
     Attributes:

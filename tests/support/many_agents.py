@@ -25,8 +25,8 @@ from waiting import eventually
 
 from sgpu_magic import config
 from sgpu_magic.config import Settings
+from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.nodes.local_agent import LocalAgent
-from sgpu_magic.nodes.engine import NodesEngine
 from sgpu_magic.pool.lifecycle import PoolPresence
 from sgpu_magic.system import processes
 from sgpu_magic.wire.devices import Inventory
@@ -69,7 +69,7 @@ class AgentChannel:
         """`NodesHere.close` ends the agents."""
 
 
-class NodesHere(NodesEngine):
+class NodesHere(Engine):
     """Nodes `node-0`, `node-1` ... of which each is an agent on this machine.
 
     Args:

@@ -11,7 +11,7 @@ import msgspec
 from sgpu_magic import __version__
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.nodes.contract import EngineListener
-from sgpu_magic.nodes.engine import NodesEngine
+from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.nodes.ray.agent_listener import AgentListener, ListenerState, NodeLink
 from sgpu_magic.nodes.ray.driver_messages import (
     AgentFailed,
@@ -49,7 +49,7 @@ _LOOK_S = 15.0
 _ANSWER_S = 2.0
 
 
-class RayEngine(NodesEngine):
+class RayEngine(Engine):
     """An existing Ray cluster (an `Engine`). Made and used in the loop's thread only.
 
     Args:

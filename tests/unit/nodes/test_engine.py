@@ -13,7 +13,7 @@ from launches import RUN, launch
 
 from sgpu_magic.config import Settings
 from sgpu_magic.nodes.contract import EngineListener
-from sgpu_magic.nodes.engine import NodesEngine
+from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.wire.devices import Inventory, Lease, NodeShare
 from sgpu_magic.wire.events import EventBody, RanksStarted, RunEnded
 from sgpu_magic.wire.failures import Failure
@@ -67,7 +67,7 @@ class Service:
         return hear
 
 
-class Engine(NodesEngine):
+class Nodes(Engine):
     """Writes down which leases are free again."""
 
     def __init__(self, settings: Settings, name: str) -> None:
@@ -86,8 +86,8 @@ def ready(node: str) -> AgentReady:
     return AgentReady(pid=1, protocol_version=PROTOCOL_VERSION, inventory=Inventory(host=node, cpu_slots=2), runs=())
 
 
-async def engine_with(tmp_path: Path, *there: str) -> tuple[Engine, Service, dict[str, Link]]:
-    engine, service = Engine(replace(Settings(), state_dir=str(tmp_path)), "cluster"), Service()
+async def engine_with(tmp_path: Path, *there: str) -> tuple[Nodes, Service, dict[str, Link]]:
+    engine, service = Nodes(replace(Settings(), state_dir=str(tmp_path)), "cluster"), Service()
     links = {node: Link(node) for node in ("a", "b")}
     for node in there:
         engine.node_came(links[node], ready(node))
@@ -234,14 +234,14 @@ def on_one_node(run_id: str, *, session: str = "", fresh: bool = False) -> Launc
     return msgspec.structs.replace(whole, spec=spec, lease=lease)
 
 
-async def session_with(tmp_path: Path, *cells: Launch) -> Engine:
+async def session_with(tmp_path: Path, *cells: Launch) -> Nodes:
     engine, _, _ = await engine_with(tmp_path, "a")
     for one in (on_one_node(SESSION), *cells):
         engine.launch(one, ())
     return engine
 
 
-def freed_after(engine: Engine, *gone: str) -> list[str]:
+def freed_after(engine: Nodes, *gone: str) -> list[str]:
     for run_id in gone:
         engine.node_said("a", RanksGone(run_id=run_id))
     return engine.of_runs
