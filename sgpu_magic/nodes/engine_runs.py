@@ -36,8 +36,8 @@ from sgpu_magic.wire.tracking import TrackedRun
 
 _NO_SESSION = "its session has ended"
 _NOT_STARTED = "it is not started yet: the run's devices are being got"
-# of runs whose ranks are gone: what became of their payload may still be told
-_GONE_KEPT = 200
+# of runs whose ranks are gone; of those that have yet to tell what became of their payload
+_GONE_KEPT, _UNTOLD_KEPT = 200, 2000
 
 
 class EngineRuns:
@@ -316,8 +316,10 @@ class EngineRuns:
         """Write down which nodes have runs, and forget runs that have long been over."""
         if self.come_and_go:
             self._busy.write({node for run in self._runs.values() if not run.over for node in run.nodes})
-        for run in [run for run in self._runs.values() if run.over][:-_GONE_KEPT]:
-            del self._runs[run.run_id]
+        old = [run for run in self._runs.values() if run.over][:-_GONE_KEPT]
+        for run in old:
+            if run.joint.released or len(old) > _UNTOLD_KEPT:
+                del self._runs[run.run_id]
 
 
 def _too_wide(lease: Lease) -> str:
