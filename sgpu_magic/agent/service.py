@@ -33,7 +33,15 @@ from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
 from sgpu_magic.wire.codec import Order, UnreadableLaunch
-from sgpu_magic.wire.files import BlobFetched, RunFileStored
+from sgpu_magic.wire.files import (
+    BlobFetched,
+    OpenStream,
+    RunFileStored,
+    StreamClosed,
+    StreamData,
+    StreamEnded,
+    StreamTaken,
+)
 from sgpu_magic.wire.node import (
     Adopt,
     Answered,
@@ -59,7 +67,6 @@ from sgpu_magic.wire.node import (
 from sgpu_magic.wire.pool_status import agent_socket_file, lock_file
 from sgpu_magic.wire.rank import RankAnswer
 from sgpu_magic.wire.record import Record
-from sgpu_magic.wire.tcp_streams import OpenStream, StreamClosed, StreamData, StreamEnded, StreamTaken
 
 _HOUSEKEEPING_S = 5.0
 # pauses after introductions that failed

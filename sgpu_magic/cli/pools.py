@@ -18,7 +18,7 @@ from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.views.pool_tables import status_text
 from sgpu_magic.views.tables import aligned
 from sgpu_magic.wire.costs import format_money, read_prices
-from sgpu_magic.wire.device_types import CPU, interconnect_of, memory_of
+from sgpu_magic.wire.devices import CPU, interconnect_of, memory_of
 from sgpu_magic.wire.pool_status import PoolStatus
 
 # the first link takes a handshake and may take a look at why there is none

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.system.byte_stream import ByteStream
+from sgpu_magic.wire.files import OpenStream, StreamClosed, StreamMessage, StreamOpened
 from sgpu_magic.wire.record import Record
-from sgpu_magic.wire.tcp_streams import OpenStream, StreamClosed, StreamMessage, StreamOpened
 
 LOOPBACK = "127.0.0.1"
 _LOOK_S = 0.5

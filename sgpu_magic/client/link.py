@@ -34,10 +34,20 @@ from sgpu_magic.wire.client import (
     Unfollow,
 )
 from sgpu_magic.wire.events import Event, PayloadReleased
-from sgpu_magic.wire.files import BlobsHeld, BlobTaken, RunFileRead, RunFiles
+from sgpu_magic.wire.files import (
+    BlobsHeld,
+    BlobTaken,
+    RunFileRead,
+    RunFiles,
+    StreamClosed,
+    StreamData,
+    StreamEnded,
+    StreamMessage,
+    StreamOpened,
+    StreamTaken,
+)
 from sgpu_magic.wire.pool_status import PoolStatus, Welcome
 from sgpu_magic.wire.record import Record
-from sgpu_magic.wire.tcp_streams import StreamClosed, StreamData, StreamEnded, StreamMessage, StreamOpened, StreamTaken
 
 Reply = Accepted | Attached | Stacks | RankAnswered | PoolStatus | BlobsHeld | BlobTaken | RunFiles | FilePart
 _HELLO_TIMEOUT_S = 10.0

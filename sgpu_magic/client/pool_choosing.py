@@ -14,7 +14,7 @@ from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.errors import CapacityError
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.wire.costs import Prices, format_money
-from sgpu_magic.wire.device_types import ANY, CPU, memory_of
+from sgpu_magic.wire.devices import ANY, CPU, memory_of
 from sgpu_magic.wire.pool_status import PoolStatus
 
 RESERVED, ON_DEMAND = "reserved", "on-demand"

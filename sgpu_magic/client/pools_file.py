@@ -25,7 +25,7 @@ from typing import cast
 from sgpu_magic.config import config_path
 from sgpu_magic.errors import UsageError
 from sgpu_magic.wire.costs import Prices, prices_text, read_prices
-from sgpu_magic.wire.device_types import ANY, canonical_type
+from sgpu_magic.wire.devices import ANY, canonical_type
 
 LOCAL = "local"
 """This machine's own pool, which is in no file."""

@@ -11,7 +11,7 @@ from sgpu_magic.client import ledger_file
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.wire.costs import HOUR_S, Prices, cost_so_far, gpu_s_so_far, idle_seconds, read_prices
-from sgpu_magic.wire.device_types import CPU
+from sgpu_magic.wire.devices import CPU
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.states import RunKind

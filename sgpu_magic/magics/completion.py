@@ -26,7 +26,7 @@ from sgpu_magic.runs.option_values import STRATEGIES, UI_CHOICES
 from sgpu_magic.runs.package_options import TORCH_CHOICES
 from sgpu_magic.runs.sessions import registry, run_in
 from sgpu_magic.views import help as help_pages
-from sgpu_magic.wire.device_types import KNOWN_TYPES
+from sgpu_magic.wire.devices import KNOWN_TYPES
 from sgpu_magic.wire.ids import is_valid_id, short
 
 _CELL = re.compile(r"\s*%%?(?P<magic>distributed|rank|ray_launch)\s")

@@ -7,9 +7,9 @@ from typing import Protocol
 
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.failures import RankStack
+from sgpu_magic.wire.files import StreamMessage, StreamOpened
 from sgpu_magic.wire.node import HeldRun, RunEvent, ToAgent
 from sgpu_magic.wire.rank import RankAnswer
-from sgpu_magic.wire.tcp_streams import StreamMessage, StreamOpened
 
 
 class EngineListener(Protocol):

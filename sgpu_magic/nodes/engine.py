@@ -20,7 +20,15 @@ from sgpu_magic.packages.node.build_order import needs_build
 from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.client import Warm
 from sgpu_magic.wire.devices import Inventory
-from sgpu_magic.wire.files import FetchBlob, StoreRunFile
+from sgpu_magic.wire.files import (
+    FetchBlob,
+    StoreRunFile,
+    StreamClosed,
+    StreamData,
+    StreamEnded,
+    StreamOpened,
+    StreamTaken,
+)
 from sgpu_magic.wire.node import (
     Adopt,
     AgentReady,
@@ -44,7 +52,6 @@ from sgpu_magic.wire.node import (
 )
 from sgpu_magic.wire.run import Interpreter
 from sgpu_magic.wire.states import RunState
-from sgpu_magic.wire.tcp_streams import StreamClosed, StreamData, StreamEnded, StreamOpened, StreamTaken
 
 # of nodes that had runs when the last pool service ended; after it what is missing is lost
 _COME_BACK_S = 10.0

@@ -18,6 +18,7 @@ from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.failures import Failure, RankStack
+from sgpu_magic.wire.files import OpenStream, StreamMessage
 from sgpu_magic.wire.node import (
     DetachRun,
     EndRun,
@@ -31,7 +32,6 @@ from sgpu_magic.wire.node import (
 )
 from sgpu_magic.wire.rank import RankAnswer, RankQuestion
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
-from sgpu_magic.wire.tcp_streams import OpenStream, StreamMessage
 from sgpu_magic.wire.tracking import TrackedRun
 
 _NO_SESSION = "its session has ended"

@@ -10,8 +10,7 @@ from pathlib import PurePath
 from sgpu_magic.panel.schema import DevicePicture
 from sgpu_magic.views.pool_words import HOLDING, device_name, outside_words
 from sgpu_magic.views.run_notes import run_name
-from sgpu_magic.wire.device_types import CPU
-from sgpu_magic.wire.devices import Device, Inventory
+from sgpu_magic.wire.devices import CPU, Device, Inventory
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.states import RunKind, RunState
 

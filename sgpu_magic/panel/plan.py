@@ -24,7 +24,7 @@ from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.submit.placing import Devices
 from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.views.units import count_of
-from sgpu_magic.wire.device_types import CPU
+from sgpu_magic.wire.devices import CPU
 from sgpu_magic.wire.pool_status import PoolStatus
 from sgpu_magic.wire.states import RunState
 

@@ -32,8 +32,7 @@ from sgpu_magic.views.run_notes import run_name
 from sgpu_magic.views.units import count_of
 from sgpu_magic.wire import ids
 from sgpu_magic.wire.costs import Prices, format_money, read_prices
-from sgpu_magic.wire.device_types import CPU
-from sgpu_magic.wire.devices import Device
+from sgpu_magic.wire.devices import CPU, Device
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 from sgpu_magic.wire.states import RunKind, RunState
 

@@ -10,9 +10,9 @@ import msgspec
 from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.pool_run import PoolRun
 from sgpu_magic.pool.server import ConnectedClient, Server
+from sgpu_magic.wire.files import OpenStream, StreamClosed, StreamEnded, StreamMessage, StreamOpened
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.states import RunState
-from sgpu_magic.wire.tcp_streams import OpenStream, StreamClosed, StreamEnded, StreamMessage, StreamOpened
 
 _MOST_OF_CLIENT = 256
 

@@ -46,12 +46,22 @@ from sgpu_magic.wire.client import (
 )
 from sgpu_magic.wire.events import Described, Detached
 from sgpu_magic.wire.failures import RankStack
-from sgpu_magic.wire.files import KEY, AskBlobs, ListRunFiles, PutBlob, ReadRunFile
+from sgpu_magic.wire.files import (
+    KEY,
+    AskBlobs,
+    ListRunFiles,
+    OpenStream,
+    PutBlob,
+    ReadRunFile,
+    StreamClosed,
+    StreamData,
+    StreamEnded,
+    StreamTaken,
+)
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.pool_status import AskStatus, Hello, PoolStatus, Welcome
 from sgpu_magic.wire.run import CellSource
 from sgpu_magic.wire.states import OWNER_GONE, RunState
-from sgpu_magic.wire.tcp_streams import OpenStream, StreamClosed, StreamData, StreamEnded, StreamTaken
 
 
 class Core(Placing, Protocol):

@@ -40,12 +40,12 @@ from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.wire.client import ClientMessage, Goodbye, TrackRun
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.failures import RankStack
+from sgpu_magic.wire.files import StreamMessage, StreamOpened
 from sgpu_magic.wire.node import HeldRun, RunEvent
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, AskStatus, Hello, PoolStatus, Welcome
 from sgpu_magic.wire.rank import RankAnswer
 from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import FailureKind, RunState
-from sgpu_magic.wire.tcp_streams import StreamMessage, StreamOpened
 from sgpu_magic.wire.user_limits import read_limits
 
 _QUEUE_REFRESH_S = 5.0

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
-from sgpu_magic.wire.device_types import canonical_type
+from sgpu_magic.wire.devices import canonical_type
 
 # ---------------------------------------------------------------- durations
 

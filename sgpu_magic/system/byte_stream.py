@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 
-from sgpu_magic.wire.record import Record
-from sgpu_magic.wire.tcp_streams import (
+from sgpu_magic.wire.files import (
     STREAM_CHUNK_BYTES,
     WINDOW_BYTES,
     StreamClosed,
@@ -16,6 +15,7 @@ from sgpu_magic.wire.tcp_streams import (
     StreamMessage,
     StreamTaken,
 )
+from sgpu_magic.wire.record import Record
 
 # what was taken is told at every so many bytes: a message for each chunk back would be as many as there
 _TOLD_BYTES = WINDOW_BYTES // 4

@@ -8,7 +8,7 @@ from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.units import format_gb, format_ranks, format_seconds
 from sgpu_magic.views.usage import Drawn, RankUsage, RunUsage, use_text
 from sgpu_magic.wire.costs import HOUR_S, cost_of, format_money
-from sgpu_magic.wire.device_types import CPU
+from sgpu_magic.wire.devices import CPU
 from sgpu_magic.wire.rank_events import IDLE_GPU_PCT
 
 # shorter idleness is how a run begins

@@ -19,10 +19,16 @@ from sgpu_magic.wire.files import (
     BlobsHeld,
     BlobTaken,
     ListRunFiles,
+    OpenStream,
     PutBlob,
     ReadRunFile,
     RunFileRead,
     RunFiles,
+    StreamClosed,
+    StreamData,
+    StreamEnded,
+    StreamOpened,
+    StreamTaken,
 )
 from sgpu_magic.wire.pool_status import AskStatus, Hello, PoolStatus, Welcome
 from sgpu_magic.wire.rank import RankAnswer, RankQuestion
@@ -30,7 +36,6 @@ from sgpu_magic.wire.rank_events import CommMessage
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import CellSource, Interpreter, RankContext, RunSpec
 from sgpu_magic.wire.states import RunState
-from sgpu_magic.wire.tcp_streams import OpenStream, StreamClosed, StreamData, StreamEnded, StreamOpened, StreamTaken
 from sgpu_magic.wire.tracking import Tracking
 
 # ---------------------------------------------------------------- client -> pool

@@ -7,12 +7,22 @@ from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.events import EventBody
 from sgpu_magic.wire.failures import RankStack
-from sgpu_magic.wire.files import BlobFetched, FetchBlob, RunFileStored, StoreRunFile
+from sgpu_magic.wire.files import (
+    BlobFetched,
+    FetchBlob,
+    OpenStream,
+    RunFileStored,
+    StoreRunFile,
+    StreamClosed,
+    StreamData,
+    StreamEnded,
+    StreamOpened,
+    StreamTaken,
+)
 from sgpu_magic.wire.rank import RankAnswer, RankQuestion
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import Interpreter, RankContext, RunSpec
 from sgpu_magic.wire.states import RunState
-from sgpu_magic.wire.tcp_streams import OpenStream, StreamClosed, StreamData, StreamEnded, StreamOpened, StreamTaken
 from sgpu_magic.wire.tracking import TrackedRun, Tracking
 
 

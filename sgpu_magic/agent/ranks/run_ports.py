@@ -11,8 +11,8 @@ from sgpu_magic.agent.background_call import call_in_background
 from sgpu_magic.agent.ranks.run_processes import processes_of, sockets_of, tcp_sockets
 from sgpu_magic.agent.runs.node_run import NodeRun
 from sgpu_magic.system.byte_stream import ByteStream, Send
+from sgpu_magic.wire.files import OpenStream, StreamClosed, StreamMessage, StreamOpened
 from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.tcp_streams import OpenStream, StreamClosed, StreamMessage, StreamOpened
 
 _CONNECT_S = 10.0
 _LISTENS = "0A"

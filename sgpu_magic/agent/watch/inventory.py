@@ -26,8 +26,7 @@ from sgpu_magic.agent.watch.nvml import (
 from sgpu_magic.config import host_name
 from sgpu_magic.errors import UsageError
 from sgpu_magic.packages.cuda import driver_version
-from sgpu_magic.wire.device_types import ANY, CPU, canonical_type, memory_of
-from sgpu_magic.wire.devices import Device, Inventory
+from sgpu_magic.wire.devices import ANY, CPU, Device, Inventory, canonical_type, memory_of
 
 MAX_SIMULATED = 1024
 """Simulated devices of one type."""

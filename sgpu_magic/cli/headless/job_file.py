@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.wire.device_types import canonical_type
+from sgpu_magic.wire.devices import canonical_type
 
 EXTRA = "Install what it needs: `pip install 'sgpu-magic[run]'`."
 _MOST_BYTES = 1_000_000

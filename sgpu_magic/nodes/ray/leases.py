@@ -10,8 +10,18 @@ import msgspec
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.nodes.ray.driver import AskLease, LeasePart, NodeFacts
-from sgpu_magic.wire.device_types import ANY, CPU, canonical_type, memory_of
-from sgpu_magic.wire.devices import Device, Inventory, Lease, Node, NodeShare, Placement
+from sgpu_magic.wire.devices import (
+    ANY,
+    CPU,
+    Device,
+    Inventory,
+    Lease,
+    Node,
+    NodeShare,
+    Placement,
+    canonical_type,
+    memory_of,
+)
 
 OTHERS = "in use by others on the Ray cluster"
 AWAY = "on a node that does not answer"

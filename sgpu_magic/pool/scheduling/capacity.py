@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from sgpu_magic.wire.device_types import CPU, memory_of
-from sgpu_magic.wire.devices import Device, Inventory, Lease
+from sgpu_magic.wire.devices import CPU, Device, Inventory, Lease, memory_of
 
 ASKED = "asked of the cluster, which has to bring more nodes for it"
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from sgpu_magic.config import Settings
 from sgpu_magic.wire.costs import Prices, billed_s, cost_of, device_count, format_money, read_prices
-from sgpu_magic.wire.device_types import CPU
-from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.devices import CPU, Lease
 
 _NONE = Prices()
 DAY_S = 24 * 3600.0

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Sequence
 from sgpu_magic.pool.scheduling.capacity import CPU_LINE, Line
 from sgpu_magic.pool.scheduling.placement_request import Refusal, Want, amount
 from sgpu_magic.pool.scheduling.scheduled_run import ScheduledRun
-from sgpu_magic.wire.device_types import CPU
-from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.devices import CPU, Lease
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.user_limits import UserLimits, quota_types

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from sgpu_magic.pool.scheduling.capacity import CPU_LINE, Line, Stock, line_of, memory_bytes
 from sgpu_magic.pool.scheduling.placement_request import SPREAD, Want
-from sgpu_magic.wire.device_types import CPU
-from sgpu_magic.wire.devices import Device
+from sgpu_magic.wire.devices import CPU, Device
 
 Parts = list[tuple[str, int]]
 

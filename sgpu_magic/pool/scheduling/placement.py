@@ -21,8 +21,7 @@ from sgpu_magic.pool.scheduling.capacity import (
 )
 from sgpu_magic.pool.scheduling.node_layout import Parts, Shelves, laid_out
 from sgpu_magic.pool.scheduling.placement_request import Want, amount
-from sgpu_magic.wire.device_types import CPU
-from sgpu_magic.wire.devices import Device, Inventory, Lease, NodeShare
+from sgpu_magic.wire.devices import CPU, Device, Inventory, Lease, NodeShare
 from sgpu_magic.wire.ids import short
 
 

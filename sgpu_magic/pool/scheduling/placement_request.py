@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from sgpu_magic.pool.scheduling.capacity import CPU_LINE, Line, Stock, memory_bytes
 from sgpu_magic.pool.scheduling.costs import Tariff
-from sgpu_magic.wire.device_types import ANY, CPU
-from sgpu_magic.wire.devices import Placement
+from sgpu_magic.wire.devices import ANY, CPU, Placement
 
 PACK, STRICT_PACK, SPREAD = STRATEGIES = ("pack", "strict_pack", "spread")
 

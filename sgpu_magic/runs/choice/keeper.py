@@ -23,7 +23,7 @@ from sgpu_magic.config import private_dir
 from sgpu_magic.runs.choice.known_notebooks import KnownNotebooks
 from sgpu_magic.runs.choice.schema import CHOICE_KEY, VERSION, Choice, KeptChoice
 from sgpu_magic.runs.option_values import MOST_RANKS
-from sgpu_magic.wire.device_types import ANY, canonical_type
+from sgpu_magic.wire.devices import ANY, canonical_type
 
 KEY_FILE = "choice.key"
 MAX_FILE_BYTES = 20_000_000

@@ -15,8 +15,7 @@ import pytest
 
 from sgpu_magic.agent.watch.inventory import take_inventory
 from sgpu_magic.errors import UsageError
-from sgpu_magic.wire.device_types import KNOWN_TYPES, canonical_type, memory_of
-from sgpu_magic.wire.devices import Inventory
+from sgpu_magic.wire.devices import KNOWN_TYPES, Inventory, canonical_type, memory_of
 
 nvml_stub = nvml.nvml_stub
 Stub = Callable[..., dict[str, str]]
