@@ -178,16 +178,17 @@ class Launches:
         self._feed = feed
         self._loop = asyncio.get_running_loop()
 
-    def granted(self, run: PoolRun, lease: Lease, inventory: Inventory | None) -> None:
+    def granted(self, run_id: str, lease: Lease, inventory: Inventory | None) -> None:
         """The engine has its devices, which the scheduler had only proposed; its ranks are being started.
 
         Args:
-            run: An accepted run.
+            run_id: An accepted run.
             lease: Its devices.
             inventory: They are named as they are here.
         """
-        if run.placed_at is not None:
-            # started again on the lease that it has
+        run = self._active.get(run_id)
+        if run is None or run.placed_at is not None:
+            # it is over, or started again on the lease that it has
             return
         self.launched(run, lease, inventory)
         scheduled = self._scheduler.run(run.run_id)

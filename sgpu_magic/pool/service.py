@@ -280,11 +280,9 @@ class PoolService:
         self._guard.for_run(run_id, lambda: self._tracker.asked(run_id))
 
     def lease_granted(self, run_id: str, lease: Lease) -> None:
-        run = self._active.get(run_id)
-        if run is not None:
-            # on the loop: the engine may say so while it is asked to launch
-            call = functools.partial(self._launches.granted, run, lease, self._stock.inventory)
-            self._loop.call_soon(self._guard.for_run, run_id, call)
+        # on the loop: the engine may say so while it is asked to launch
+        call = functools.partial(self._launches.granted, run_id, lease, self._stock.inventory)
+        self._loop.call_soon(self._guard.for_run, run_id, call)
 
     def lease_refused(self, run_id: str, uuids: tuple[str, ...], why: str) -> None:
         # as above

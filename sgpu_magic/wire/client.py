@@ -24,11 +24,8 @@ from sgpu_magic.wire.files import (
     ReadRunFile,
     RunFileRead,
     RunFiles,
-    StreamClosed,
-    StreamData,
-    StreamEnded,
+    StreamMessage,
     StreamOpened,
-    StreamTaken,
 )
 from sgpu_magic.wire.pool_status import AskStatus, Hello, PoolStatus, Welcome
 from sgpu_magic.wire.rank import RankAnswer, RankQuestion
@@ -235,10 +232,7 @@ ClientMessage = (
     | Ping
     | Goodbye
     | OpenStream
-    | StreamData
-    | StreamTaken
-    | StreamEnded
-    | StreamClosed
+    | StreamMessage
     | StopPool
 )
 
@@ -323,9 +317,6 @@ PoolMessage = (
     | RunFileRead
     | RunFiles
     | StreamOpened
-    | StreamData
-    | StreamTaken
-    | StreamEnded
-    | StreamClosed
+    | StreamMessage
     | Event
 )

@@ -13,11 +13,8 @@ from sgpu_magic.wire.files import (
     OpenStream,
     RunFileStored,
     StoreRunFile,
-    StreamClosed,
-    StreamData,
-    StreamEnded,
+    StreamMessage,
     StreamOpened,
-    StreamTaken,
 )
 from sgpu_magic.wire.rank import RankAnswer, RankQuestion
 from sgpu_magic.wire.record import Record
@@ -211,10 +208,7 @@ ToAgent = (
     | BlobFetched
     | RunFileStored
     | OpenStream
-    | StreamData
-    | StreamTaken
-    | StreamEnded
-    | StreamClosed
+    | StreamMessage
     | EndAgent
 )
 
@@ -350,8 +344,5 @@ FromAgent = (
     | FetchBlob
     | StoreRunFile
     | StreamOpened
-    | StreamData
-    | StreamTaken
-    | StreamEnded
-    | StreamClosed
+    | StreamMessage
 )
