@@ -1,12 +1,12 @@
-"""Where ranks run: one contract, and the engines that keep it. `local` is this machine; others have many nodes.
+"""Where ranks run: an engine of nodes. `local` is the one with this machine as its only node.
 
 contract        what the pool service asks of an engine, and an engine of a node
-local           the engine of this machine
+engine          nodes, which come, go and come back
+engine_runs     their runs, as one run each to the pool service
+local           this machine as the only node, with locks of its devices
 local_agent     its agent process: found, started, listened to
 device_locks    devices locked between pools of one machine
 lock_files      their files, careful against hostile directories
-many_nodes      an engine of several nodes, which come, go and come back
-many_runs       its runs, as one run each to the pool service
 run_on_nodes    one attempt of a run: what each node is ordered
 joint_run       the same attempt: what the nodes say of it, as one run
 merge_parts     ends, stacks and inventories of several nodes made one

@@ -1,34 +1,15 @@
-"""What the pool service asks of an engine: get nodes, start runs on them, end them."""
+"""What an engine tells the pool service, and what it asks of the way to a node."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
-from sgpu_magic.wire.attachments import Environment
-from sgpu_magic.wire.client import TellComms, Warm
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.failures import RankStack
-from sgpu_magic.wire.files import OpenStream, StreamMessage, StreamOpened
-from sgpu_magic.wire.node import HeldRun, Launch, RunEvent, ToAgent
-from sgpu_magic.wire.rank import RankAnswer, RankQuestion
-from sgpu_magic.wire.run import Interpreter
-from sgpu_magic.wire.states import RunState
-from sgpu_magic.wire.tracking import TrackedRun
-
-
-class LeaseUnavailable(Exception):
-    """The engine could not take the devices that the scheduler granted.
-
-    Args:
-        uuids: The ones in the way.
-        why: A sentence.
-    """
-
-    def __init__(self, uuids: tuple[str, ...], why: str) -> None:
-        super().__init__(why)
-        self.uuids = uuids
-        self.why = why
+from sgpu_magic.wire.files import StreamMessage, StreamOpened
+from sgpu_magic.wire.node import HeldRun, RunEvent, ToAgent
+from sgpu_magic.wire.rank import RankAnswer
 
 
 class EngineListener(Protocol):
@@ -69,14 +50,16 @@ class EngineListener(Protocol):
         ...
 
     def lease_granted(self, run_id: str, lease: Lease) -> None:
-        """The engine has the run's devices, which need not be those that the scheduler proposed; its ranks start.
-
-        Told by engines that grant later (`Engine.grants_later`), once for each lease.
-        """
+        """The engine has the run's devices, which need not be those that the scheduler proposed; its ranks start."""
         ...
 
     def lease_refused(self, run_id: str, uuids: tuple[str, ...], why: str) -> None:
-        """The engine could not have the devices after all: as `LeaseUnavailable`, said later."""
+        """The engine can't have the devices.
+
+        Args:
+            uuids: The ones in the way.
+            why: A sentence.
+        """
         ...
 
     def runs_lost(self, run_ids: Sequence[str], why: str, host: str) -> None:
@@ -99,99 +82,13 @@ class EngineListener(Protocol):
         ...
 
 
-class Engine(Protocol):
-    """One contract for every backend.
-
-    Attributes:
-        grants_later: The lease of a launch is a proposal: its run waits until `EngineListener.lease_granted`.
-        far: Its nodes do not see the files and the memory of the pool's machine.
-    """
-
-    grants_later: bool
-    far: bool
-
-    def start(self, listener: EngineListener) -> None:
-        """Begin to listen to what the nodes say."""
-        ...
-
-    def warm(self, order: Warm) -> None: ...
-    def take_inventory(self) -> None: ...
-
-    def prepare(self, run_id: str, interpreter: Interpreter, environment: Environment) -> None:
-        """A run that waits will need this environment: begin to build it where it has to be built."""
-        ...
-
-    def builds(self, interpreter: Interpreter, environment: Environment) -> bool:
-        """Whether the nodes build this environment; else the kernel's own interpreter is used there."""
-        ...
-
-    def tracking_known(self, run_id: str, tracked: TrackedRun | None, problem: str) -> None:
-        """Tell a run's ranks its place in MLflow, or that it has none and why."""
-        ...
-
-    def launch(self, launch: Launch, frames: Sequence[bytes]) -> None:
-        """Take the lease's devices and start the ranks; those of a run in a session are the session's already.
-
-        Raises:
-            LeaseUnavailable: A device is in use outside the pool.
-        """
-        ...
-
-    def adopt(self, run_id: str, numbers: Mapping[int, int]) -> None:
-        """Take a held run over.
-
-        Args:
-            numbers: By part (0 where the run has only one) the number of the newest event that is kept already.
-        """
-        ...
-
-    def events_kept(self, run_id: str, numbers: Mapping[int, int]) -> None:
-        """Events are on disk. `numbers` as in `adopt`."""
-        ...
-
-    def detach_run(self, run_id: str) -> None: ...
-    def take_stacks(self, request: int, run_id: str) -> None: ...
-    def end_run(self, run_id: str, state: RunState, reason: str) -> None: ...
-
-    def kill_ranks(self, run_id: str) -> None:
-        """KILL the ranks that `end_run` has not stopped."""
-        ...
-
-    def restart_session_ranks(self, request: int, session: str, ranks: tuple[int, ...]) -> None:
-        """Replace ranks of a session by new processes, all of them when `ranks` is empty."""
-        ...
-
-    def ask_rank(self, request: int, session: str, question: RankQuestion) -> None:
-        """Ask an idle rank of a session."""
-        ...
-
-    def tell_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
-        """Pass on what a front end says to widgets of a rank."""
-        ...
-
-    def forward(self, run_id: str, rank: int, message: OpenStream | StreamMessage, frames: Sequence[bytes]) -> None:
-        """Pass on what a client says of a stream to the node of a run's rank; answered by `forwarded`."""
-        ...
-
-    def give_back(self, run_id: str) -> None:
-        """The run, of which `devices_free` was said, needs its devices no more."""
-        ...
-
-    def reclaim_payload(self, run_id: str) -> None: ...
-    def results_received(self, run_id: str) -> None: ...
-
-    def close(self) -> None:
-        """End every rank and give the nodes back."""
-        ...
-
-
 class NodeChannel(Protocol):
     """A link to an agent. What is sent while it is interrupted is lost: who comes back is told again what matters."""
 
     node: str
     """The node's id, as in `NodeShare.node`."""
 
-    def send(self, message: ToAgent, frames: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+    def send(self, message: ToAgent, frames: Sequence[bytes] = ()) -> None:
         """Send, or do nothing when the link is over."""
         ...
 

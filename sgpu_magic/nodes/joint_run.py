@@ -63,6 +63,7 @@ class JointRun:
 
     Attributes:
         ended: Every part has said its last word, and the run's was passed on.
+        released: What became of the payload was passed on.
     """
 
     def __init__(self, parts: int, numbers: Mapping[int, int] | None = None) -> None:
@@ -73,7 +74,7 @@ class JointRun:
         self._joined: list[tuple[int, int]] = []
         self._notes: set[str] = set()
         self._stalls = JointStalls(parts)
-        self._payload_told = False
+        self.released = False
         self.ended = False
 
     def passed(self, index: int) -> int:
@@ -120,6 +121,12 @@ class JointRun:
             # what a node that was given up sends, or what was sent again after its link was lost
             return []
         part.heard = event.number
+        if len(self._parts) == 1:
+            # nobody else has a word in it
+            part.passed = event.number
+            self.ended |= isinstance(event.body, RunEnded)
+            self.released |= isinstance(event.body, PayloadReleased)
+            return [(event, frames)]
         ahead_s = event.at - now
         part.ahead_s = ahead_s if part.ahead_s is None else max(part.ahead_s, ahead_s)
         part.waiting.append((msgspec.structs.replace(event, part=index), frames))
@@ -227,12 +234,12 @@ class JointRun:
     def _released(self, index: int, body: PayloadReleased) -> PayloadReleased | None:
         """What is told of the payload when one node more does not read it any more; an adopted one says so again."""
         self._parts[index].released = body
-        if self._payload_told:
+        if self.released:
             return None
         releases = [part.released for part in self._parts if not part.lost]
         told = [release for release in releases if release is not None]
-        self._payload_told = len(told) == len(releases)
-        return join_releases(told) if self._payload_told else None
+        self.released = len(told) == len(releases)
+        return join_releases(told) if self.released else None
 
     def _with_joined(self, event: RunEvent, body: EventBody) -> RunEvent:
         """The event with this body, standing for all that was not told by itself before."""

@@ -1,220 +1,106 @@
-"""The local engine: this machine, one agent process, device locks shared with other users' pools."""
+"""The local engine: one node, which is this machine, with device locks shared with other users' pools."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.runs import ray_place
 from sgpu_magic.config import Settings
-from sgpu_magic.nodes.contract import EngineListener, LeaseUnavailable
+from sgpu_magic.nodes.contract import EngineListener
 from sgpu_magic.nodes.device_locks import DeviceLocks, DevicesLocked
+from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.nodes.local_agent import LocalAgent
-from sgpu_magic.packages.node.build_order import needs_build
+from sgpu_magic.nodes.run_on_nodes import HERE
 from sgpu_magic.wire.attachments import Environment
-from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms, Warm
+from sgpu_magic.wire.client import Warm
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.events import RanksStarted
-from sgpu_magic.wire.files import (
-    FetchBlob,
-    OpenStream,
-    StoreRunFile,
-    StreamClosed,
-    StreamData,
-    StreamEnded,
-    StreamMessage,
-    StreamOpened,
-    StreamTaken,
-)
 from sgpu_magic.wire.node import (
-    Adopt,
     AgentReady,
-    Answered,
     BuildEnvironment,
-    DetachRun,
-    DevicesFree,
     EndRun,
-    EventsKept,
     FromAgent,
-    InventoryTaken,
-    KillRanks,
     Launch,
-    MasterBound,
-    PartEnded,
-    Question,
-    RanksGone,
-    RestartSessionRanks,
     RunEvent,
-    SessionRanksRestarted,
-    StacksTaken,
-    TakeInventory,
-    TakeStacks,
-    TrackingAsked,
-    TrackingKnown,
-    WarmZygote,
+    ToAgent,
 )
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
-from sgpu_magic.wire.rank import RankQuestion
-from sgpu_magic.wire.run import Interpreter, RunSpec
+from sgpu_magic.wire.run import Interpreter
 from sgpu_magic.wire.states import RunState
-from sgpu_magic.wire.tracking import TrackedRun
 
 # an agent that dies this soon, this often in a row, and has never started a run, will not live the next time either
 _SHORT_LIFE_S = 5.0
 _SHORT_LIVES = 3
 
 
-class LocalEngine:
-    """Starts or finds the agent at once, so that its zygote imports torch while the pool service is still starting.
-
-    An agent that a killed service left is taken over with its runs; one that dies is replaced.
+class LocalEngine(Engine):
+    """Takes an agent over that a killed service left, with its runs; replaces one that dies.
 
     Args:
         settings: The pool's settings.
-        warm: The interpreter to warm first, None for none.
+        agent: Started or found before this engine, so that its zygote imports torch meanwhile.
+        warm: The interpreter that a new agent warms first, None for none.
     """
 
-    grants_later = False
     far = False
+    come_and_go = False
 
-    def __init__(self, settings: Settings, warm: Warm | None = None) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, agent: LocalAgent, warm: Warm | None = None) -> None:
+        super().__init__(settings, "local")
         self._locks = DeviceLocks(settings.lock_path)
-        self._leases = HeldLeases()
-        self._listener: EngineListener | None = None
         self._warm = warm
-        self._agent = LocalAgent(settings, warm)
+        self._awaited = {HERE}
+        self._agent = agent
         self._agent_since = time.monotonic()
         self._agent_has_worked = False
         self._short_lives = 0
 
     def start(self, listener: EngineListener) -> None:
-        self._listener = listener
+        super().start(listener)
         self._agent.listen(self._said, self._agent_lost)
-
-    def warm(self, order: Warm) -> None:
-        self._warm = order
-        self._agent.send(WarmZygote(interpreter=order.interpreter, ranks=order.ranks))
-
-    def take_inventory(self) -> None:
-        self._agent.send(TakeInventory())
 
     def prepare(self, run_id: str, interpreter: Interpreter, environment: Environment) -> None:
         if self.builds(interpreter, environment):
             order = BuildEnvironment(run_id=run_id, interpreter=interpreter, environment=environment)
             self._agent.send(order)
 
-    def builds(self, interpreter: Interpreter, environment: Environment) -> bool:
-        return needs_build(self._settings, environment)
-
-    def tracking_known(self, run_id: str, tracked: TrackedRun | None, problem: str) -> None:
-        self._agent.send(TrackingKnown(run_id=run_id, tracked=tracked, problem=problem))
-
-    def launch(self, launch: Launch, frames: Sequence[bytes]) -> None:
-        spec, lease = launch.spec, launch.lease
-        locks: list[int] = []
-        if not spec.session and has_locks(lease):
-            try:
-                self._locks.acquire(lease.uuids)
-            except DevicesLocked as error:
-                raise LeaseUnavailable(tuple(error.uuids), error.message) from None
-            locks = self._locks.descriptors(lease.uuids)
-        self._leases.take(spec, lease)
-        self._agent.send(msgspec.structs.replace(launch, locks=len(locks)) if locks else launch, frames, locks)
-
-    def adopt(self, run_id: str, numbers: Mapping[int, int]) -> None:
-        self._agent.send(Adopt(run_id=run_id, number=numbers.get(0, 0)))
-
-    def events_kept(self, run_id: str, numbers: Mapping[int, int]) -> None:
-        self._agent.send(EventsKept(run_id=run_id, number=numbers.get(0, 0)))
-
-    def detach_run(self, run_id: str) -> None:
-        self._agent.send(DetachRun(run_id=run_id))
-
-    def take_stacks(self, request: int, run_id: str) -> None:
-        self._agent.send(TakeStacks(request=request, run_id=run_id))
-
     def end_run(self, run_id: str, state: RunState, reason: str) -> None:
-        self._agent.send(EndRun(run_id=run_id, state=state, reason=reason))
-
-    def kill_ranks(self, run_id: str) -> None:
-        self._agent.send(KillRanks(run_id=run_id))
-
-    def restart_session_ranks(self, request: int, session: str, ranks: tuple[int, ...]) -> None:
-        self._agent.send(RestartSessionRanks(request=request, session=session, ranks=ranks))
-
-    def ask_rank(self, request: int, session: str, question: RankQuestion) -> None:
-        self._agent.send(Question(request=request, session=session, question=question))
-
-    def tell_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
-        self._agent.send(message, frames)
-
-    def forward(self, run_id: str, rank: int, message: OpenStream | StreamMessage, frames: Sequence[bytes]) -> None:
-        self._agent.send(message, frames)
-
-    def give_back(self, run_id: str) -> None:
-        """They are free once the ranks are gone: the run's files are here."""
-
-    def reclaim_payload(self, run_id: str) -> None:
-        self._agent.send(ReclaimPayload(run_id=run_id))
-
-    def results_received(self, run_id: str) -> None:
-        self._agent.send(ResultsReceived(run_id=run_id))
+        if run_id not in self._runs:
+            # it ends in the queue, and what it needs may be being built
+            self._agent.send(EndRun(run_id=run_id, state=state, reason=reason))
+        super().end_run(run_id, state, reason)
 
     def close(self) -> None:
+        self._channels.clear()
+        super().close()
         self._agent.end()
         self._locks.close()
 
-    def _said(self, message: FromAgent, frames: Sequence[bytes]) -> None:
-        listener = self._listener
-        if listener is None:
-            return
-        match message:
-            case AgentReady():
-                self._ready(message, listener)
-            case InventoryTaken():
-                listener.inventory_taken(self._with_locks(message.inventory))
-            case RunEvent():
-                self._agent_has_worked |= isinstance(message.body, RanksStarted)
-                listener.run_happened(message, frames)
-            case StacksTaken():
-                listener.stacks_taken(message.request, message.stacks)
-            case SessionRanksRestarted():
-                listener.session_ranks_restarted(message.request, message.session, message.problem)
-            case Answered():
-                listener.answered(message.request, message.answer)
-            case StreamOpened() | StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
-                listener.forwarded(message, frames)
-            case TrackingAsked(run_id=run_id):
-                listener.tracking_asked(run_id)
-            case RanksGone():
-                self._release(message.run_id)
-                listener.ranks_gone(message.run_id)
-            case PartEnded() | DevicesFree() | MasterBound() | FetchBlob() | StoreRunFile():
-                # of runs that have ranks on other machines
-                pass
+    # ------------------------------------------------------------ devices
 
-    def _ready(self, ready: AgentReady, listener: EngineListener) -> None:
-        if ready.protocol_version != PROTOCOL_VERSION:
-            # an agent of another version, left by a service of that version: its runs can't be followed
-            self._agent.end()
-            self._replace_agent()
-            listener.nodes_lost("the agent on this machine was of another version of sgpu-magic")
-            return
-        for held in ready.runs:
-            lease = held.launch.lease
-            locks = self._agent.take_descriptors(held.locks)
-            if not held.gone:
-                self._leases.take(held.launch.spec, lease)
-                if locks:
-                    self._locks.take_over(lease.uuids, locks)
-        listener.node_found(self._with_locks(ready.inventory), ready.runs)
+    def place(self, launch: Launch, frames: Sequence[bytes]) -> None:
+        # the run that had them before may not be over for everybody: its locks are this one's now
+        uuids = [uuid for uuid in launch.lease.uuids if uuid not in self._locks.held]
+        try:
+            self._locks.acquire(uuids)
+        except DevicesLocked as error:
+            self.refuse_lease(launch.spec.run_id, error.uuids, error.message)
+        else:
+            self.start_parts(launch, frames)
 
-    def _with_locks(self, inventory: Inventory) -> Inventory:
+    def lease_free(self, run_id: str, lease: Lease) -> None:
+        in_use = {uuid for other in self._leases.values() for uuid in other.uuids}
+        self._locks.release([uuid for uuid in lease.uuids if uuid not in in_use])
+
+    def inventory(self) -> Inventory | None:
         """Mark the devices that another pool holds the lock of."""
+        inventory = self._inventories.get(HERE)
+        if inventory is None:
+            return None
         real = [device.uuid for device in inventory.devices if not device.simulated]
         elsewhere = self._locks.locked_elsewhere(real) if real else {}
         if not elsewhere:
@@ -227,24 +113,54 @@ class LocalEngine:
         )
         return msgspec.structs.replace(inventory, devices=devices)
 
+    # ------------------------------------------------------------ the agent
+
+    def _said(self, message: FromAgent, frames: Sequence[bytes]) -> None:
+        match message:
+            case AgentReady(protocol_version=version) if version != PROTOCOL_VERSION:
+                # left by a service of that version: its runs can't be followed
+                self._agent.end()
+                self._replace_agent()
+                if self._listener is not None:
+                    self._listener.nodes_lost("the agent on this machine was of another version of sgpu-magic")
+            case AgentReady(runs=runs):
+                for held in runs:
+                    locks = self._agent.take_descriptors(held.locks)
+                    if locks and not held.gone:
+                        self._locks.take_over(held.launch.lease.uuids, locks)
+                self.node_came(_Channel(self._agent, self._locks), message)
+            case RunEvent(body=RanksStarted()):
+                self._agent_has_worked = True
+                self.node_said(HERE, message, frames)
+            case _:
+                self.node_said(HERE, message, frames)
+
     def _agent_lost(self) -> None:
         self._agent.clean_up_after()
-        for run_id in self._leases.runs:
-            # what left its session, and was nobody's child any more when the agent died
-            run_processes.kill_leftovers(run_id, ())
-            ray_place.remove(run_id, self._settings)
-            self._release(run_id)
+        lost = [run for run in self._runs.values() if not run.over]
+        for run in lost:
+            if not run.launch.spec.in_session:
+                # what left its session, and was nobody's child any more when the agent died
+                run_processes.kill_leftovers(run.run_id, ())
+                ray_place.remove(run.run_id, self._settings)
+            run.joint.part_lost(0)
+            run.over = True
+            self._part_silent(run, 0)
+        self._channels.pop(HERE, None)
         worked = self._agent_has_worked or time.monotonic() - self._agent_since >= _SHORT_LIFE_S
         self._short_lives = 0 if worked else self._short_lives + 1
-        listener = self._listener
-        if listener is None:
-            return
         why = "the agent on this machine ended unexpectedly"
+        if self._listener is None:
+            return
         if self._short_lives >= _SHORT_LIVES:
-            listener.broken(f"{why} {_SHORT_LIVES} times in a row, as soon as it was started")
+            self._listener.broken(f"{why} {_SHORT_LIVES} times in a row, as soon as it was started")
             return
         self._replace_agent()
-        listener.nodes_lost(why)
+        # some are started again on the leases that they have
+        self._listener.nodes_lost(why)
+        for run in lost:
+            if self._runs.get(run.run_id, run) is run:
+                self._free_lease(run.run_id)
 
     def _replace_agent(self) -> None:
         self._agent = LocalAgent(self._settings, self._warm, look=False)
@@ -252,49 +168,28 @@ class LocalEngine:
         self._agent_has_worked = False
         self._agent.listen(self._said, self._agent_lost)
 
-    def _release(self, run_id: str) -> None:
-        for lease in self._leases.gone(run_id):
-            if has_locks(lease):
-                self._locks.release(lease.uuids)
 
+class _Channel:
+    """To this machine's agent (a `NodeChannel`). The locks of a launch's devices go along.
 
-class HeldLeases:
-    """The leases of the runs that have ranks.
-
-    A session's stays held after its own ranks are gone, until the new processes that `--fresh` runs have on its
-    devices are gone too.
+    Args:
+        agent: The agent.
+        locks: Of this pool's devices.
     """
 
-    def __init__(self) -> None:
-        self._leases: dict[str, Lease] = {}
-        # whose devices new processes are on: run id -> session
-        self._sessions: dict[str, str] = {}
-        self._kept: dict[str, Lease] = {}
+    node = HERE
 
-    @property
-    def runs(self) -> list[str]:
-        """Ids of the runs that have processes of their own."""
-        return [*self._leases, *self._sessions]
+    def __init__(self, agent: LocalAgent, locks: DeviceLocks) -> None:
+        self._agent = agent
+        self._locks = locks
 
-    def take(self, spec: RunSpec, lease: Lease) -> None:
-        """The run's ranks are about to use the lease; a run in the ranks of a session adds nothing to that."""
-        if not spec.session:
-            self._leases[spec.run_id] = lease
-        elif spec.fresh:
-            self._sessions[spec.run_id] = spec.session
+    def send(self, message: ToAgent, frames: Sequence[bytes] = ()) -> None:
+        descriptors: list[int] = []
+        if isinstance(message, Launch) and not message.spec.session:
+            descriptors = self._locks.descriptors(message.lease.uuids)
+        if descriptors:
+            message = msgspec.structs.replace(message, locks=len(descriptors))
+        self._agent.send(message, frames, descriptors)
 
-    def gone(self, run_id: str) -> list[Lease]:
-        """The run's ranks are gone. Returns the leases that nobody uses any more."""
-        session = self._sessions.pop(run_id, run_id)
-        lease = self._leases.pop(run_id, None)
-        if lease is not None:
-            self._kept[run_id] = lease
-        if session in self._leases or session in self._sessions.values():
-            return []
-        free = self._kept.pop(session, None)
-        return [] if free is None else [free]
-
-
-def has_locks(lease: Lease) -> bool:
-    """Whether its devices are locked on the machine: real ones are."""
-    return bool(lease.uuids) and not lease.simulated
+    def close(self) -> None:
+        """The engine ends the agent."""

@@ -71,7 +71,7 @@ class HeldParts:
             run = self.runs.get(run_id)
             if run is None or run.attempt < one.launch.attempt:
                 stale += [] if run is None else [(run.nodes[part], run_id) for part in run.parts]
-                run = self.runs[run_id] = HeldRunParts(nodes_of(one.launch.lease) or (node,))
+                run = self.runs[run_id] = HeldRunParts(nodes_of(one.launch.lease))
             elif run.attempt > one.launch.attempt:
                 stale.append((node, run_id))
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
@@ -9,6 +10,7 @@ import msgspec
 from sgpu_magic.nodes.joint_run import JointRun
 from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived
 from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.events import EventBody, RunEnded
 from sgpu_magic.wire.node import (
     Adopt,
     DetachRun,
@@ -24,7 +26,14 @@ from sgpu_magic.wire.node import (
     TakeStacks,
     ToAgent,
 )
+from sgpu_magic.wire.rank_events import RankFailed
 from sgpu_magic.wire.states import RunState
+
+HERE = ""
+"""The node of a pool of one machine, whose devices and leases name none."""
+
+# seconds for which what looks like the loss of a peer waits for its cause on another node
+_PATIENCE_WITH_VICTIM_S = 0.25
 
 Send = Callable[[str, ToAgent, Sequence[bytes]], None]
 # what a node that was out of reach may have missed, and may be told twice
@@ -153,6 +162,19 @@ class RunOnNodes:
             if known not in self._standing:
                 self.order(known)
 
+    def tell_others(self, index: int, body: EventBody) -> None:
+        """What a part has said may end the others."""
+        if len(self.nodes) == 1:
+            return
+        if isinstance(body, RankFailed) or (isinstance(body, RunEnded) and body.state is RunState.FAILED):
+            if body.failure is not None and body.failure.is_consequence:
+                # who is told of it now would be taken for a victim, and may be the cause that is still on its way
+                asyncio.get_running_loop().call_later(_PATIENCE_WITH_VICTIM_S, self.part_failed, index)
+            else:
+                self.part_failed(index)
+        elif isinstance(body, RunEnded) and body.state in (RunState.CANCELLED, RunState.TIMED_OUT):
+            self._part_stopped(index, body.state, body.reason)
+
     def part_failed(self, index: int) -> None:
         """A rank of this part has failed, or its node is lost: free those on the others."""
         failed = PeerFailed(run_id=self.run_id)
@@ -162,7 +184,7 @@ class RunOnNodes:
                 if other != index:
                     self._send(node, failed, ())
 
-    def part_stopped(self, index: int, state: RunState, reason: str) -> None:
+    def _part_stopped(self, index: int, state: RunState, reason: str) -> None:
         """A part was stopped by its own agent, as when nobody wants the run any more: stop the others."""
         if not any(isinstance(order, EndRun) for order in self._standing):
             stop = EndRun(run_id=self.run_id, state=state, reason=reason)
@@ -172,8 +194,9 @@ class RunOnNodes:
                     self._send(node, stop, ())
 
     def all_ended(self) -> None:
-        """Every part has ended: its ranks may leave."""
-        self.order(PartsOver(run_id=self.run_id))
+        """Every part has ended: its ranks may leave. Those of a single one need not be told."""
+        if len(self.nodes) > 1:
+            self.order(PartsOver(run_id=self.run_id))
 
 
 def part_of(launch: Launch, index: int) -> Launch:
@@ -193,5 +216,5 @@ def part_of(launch: Launch, index: int) -> Launch:
 
 
 def nodes_of(lease: Lease) -> tuple[str, ...]:
-    """The nodes of a lease, in order of the parts."""
-    return tuple(share.node for share in lease.shares)
+    """The nodes of a lease, in order of the parts; `HERE` in a pool of one machine."""
+    return tuple(share.node for share in lease.shares) or (HERE,)

@@ -50,19 +50,21 @@ def main() -> None:
 
 
 def _run(settings: Settings, presence: PoolPresence, first_order: bytes) -> None:
-    from sgpu_magic.nodes.local import LocalEngine
+    from sgpu_magic.nodes.local_agent import LocalAgent
     from sgpu_magic.wire.client import Warm
     from sgpu_magic.wire.codec import Decoder
 
     warm = Decoder[Warm](Warm).decode(first_order) if first_order else None
-    engine = LocalEngine(settings, warm)
+    agent = LocalAgent(settings, warm)
     # only now what takes longer to import: the zygote is on its way
 
     async def serve() -> None:
         from sgpu_magic.errors import SgpuError
+        from sgpu_magic.nodes.local import LocalEngine
         from sgpu_magic.pool.parts import ServiceFault
         from sgpu_magic.pool.service import PoolService
 
+        engine = LocalEngine(settings, agent, warm)
         try:
             service = PoolService(settings, presence, engine)
         except SgpuError as error:

@@ -10,7 +10,6 @@ import time
 import msgspec
 
 from sgpu_magic.files.content_store import store_name
-from sgpu_magic.nodes.contract import LeaseUnavailable
 from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.adoption import Adoption
 from sgpu_magic.pool.file_requests import needed_blobs
@@ -61,12 +60,10 @@ class Instructions:
             case sched.RefuseRun(error=error, message=message):
                 self._refuse(run, message, error)
             case sched.LaunchRun(lease=lease) if self._accept(run):
+                self._launches.order(run, lease)
                 if run.spec.in_session:
                     # its ranks wait for it: everything else can be done while they work
-                    self._launches.order(run, lease)
                     self._launches.launched(run, lease, self._pool.stock.inventory)
-                else:
-                    self._launches.launch(run, lease, self._pool.stock.inventory)
             case sched.TellQueue(position=position, reason=reason) if self._accept(run):
                 self._pool.active.tell(run, QueueMoved(position=position, reason=reason), time.time())
             case sched.MoveRun(state=state, reason=reason):
@@ -144,33 +141,22 @@ class Launches:
         self._kept_environments = kept_environments
         self._loop = asyncio.get_running_loop()
 
-    def launch(self, run: PoolRun, lease: Lease, inventory: Inventory | None) -> None:
-        """Start the run's group, or hand its lease back when the engine can't have the devices.
+    def granted(self, run_id: str, lease: Lease, inventory: Inventory | None) -> None:
+        """The engine has its devices, which the scheduler had only proposed; its ranks are being started.
 
         Args:
-            run: An accepted run.
+            run_id: An accepted run.
             lease: Its devices.
             inventory: They are named as they are here.
         """
-        try:
-            self.order(run, lease)
-        except LeaseUnavailable as error:
-            refused = sched.LeaseRefused(run.run_id, error.uuids, error.why, time.monotonic())
-            self._loop.call_soon(self._pool.feed, refused)
-            return
-        if not self._pool.engine.grants_later:
-            self.launched(run, lease, inventory)
-            self._loop.call_soon(self._pool.guard.for_run, run.run_id, functools.partial(self._begin, run))
-
-    def granted(self, run: PoolRun, lease: Lease, inventory: Inventory | None) -> None:
-        """The engine has its devices, which the scheduler had only proposed; its ranks are being started."""
-        if run.placed_at is not None:
-            # started again on the lease that it has
+        run = self._pool.active.get(run_id)
+        if run is None or run.placed_at is not None:
+            # it is over, or started again on the lease that it has
             return
         self.launched(run, lease, inventory)
-        # on the loop: the engine may say so while it is asked to launch
-        self._loop.call_soon(self._pool.feed, sched.LeaseGranted(run.run_id, lease, time.monotonic()))
-        self._loop.call_soon(self._pool.guard.for_run, run.run_id, functools.partial(self._begin, run))
+        if self._pool.scheduler.run(run.run_id) is None or run.lease != lease:
+            self._pool.feed(sched.LeaseGranted(run.run_id, lease, time.monotonic()))
+        self._begin(run)
 
     def launched(self, run: PoolRun, lease: Lease, inventory: Inventory | None) -> None:
         """Write down that its group was ordered."""
@@ -187,11 +173,7 @@ class Launches:
         self._pool.active.placed(run, lease, host, _labels(lease, inventory))
 
     def order(self, run: PoolRun, lease: Lease) -> None:
-        """Order its group from the engine, and nothing else.
-
-        Raises:
-            LeaseUnavailable: Its devices can't be had.
-        """
+        """Order its group from the engine, and nothing else: `granted` follows when its devices can be had."""
         submit = run.submit
         launch = Launch(
             spec=run.spec,
@@ -249,10 +231,7 @@ class Launches:
             return "its devices were given back"
         if run.spec.session and not self._pool.scheduler.is_open(run.spec.session):
             return "its session has ended"
-        try:
-            self.order(run, run.lease)
-        except LeaseUnavailable as error:
-            return error.why
+        self.order(run, run.lease)
         if not self._prepares(run):
             self._pool.feed(sched.RunMoved(run.run_id, RunState.STARTING, time.monotonic()))
         return ""

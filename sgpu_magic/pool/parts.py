@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sgpu_magic.nodes.contract import Engine
+from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.scheduling.scheduler import Scheduler

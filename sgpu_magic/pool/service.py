@@ -15,7 +15,7 @@ from typing import Any
 
 from sgpu_magic import __version__
 from sgpu_magic.config import Settings, pool_settings
-from sgpu_magic.nodes.contract import Engine
+from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.adoption import Adoption
 from sgpu_magic.pool.billing import Billing, budget_of, budget_state
@@ -267,12 +267,12 @@ class PoolService:
         self._guard.for_run(run_id, lambda: self._tracker.asked(run_id))
 
     def lease_granted(self, run_id: str, lease: Lease) -> None:
-        run = self._active.get(run_id)
-        if run is not None:
-            self._guard.for_run(run_id, lambda: self._launches.granted(run, lease, self._stock.inventory))
+        # on the loop: the engine may say so while it is asked to launch
+        call = functools.partial(self._launches.granted, run_id, lease, self._stock.inventory)
+        self._loop.call_soon(self._guard.for_run, run_id, call)
 
     def lease_refused(self, run_id: str, uuids: tuple[str, ...], why: str) -> None:
-        # on the loop: the engine may say so while it is asked to launch
+        # as above
         self._loop.call_soon(self.feed, sched.LeaseRefused(run_id, uuids, why, time.monotonic()))
 
     def runs_lost(self, run_ids: Sequence[str], why: str, host: str) -> None:

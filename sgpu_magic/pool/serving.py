@@ -23,7 +23,7 @@ import zmq
 from sgpu_magic import config
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, SgpuError, UsageError
-from sgpu_magic.nodes.contract import Engine
+from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.clients import AuthorizedClients
 from sgpu_magic.pool.lifecycle import AlreadyRunning, PoolPresence
 from sgpu_magic.pool.parts import ServiceFault
@@ -218,8 +218,9 @@ def make_engine(name: str, settings: Settings, warm: Warm | None = None) -> Engi
     """
     if name == "local":
         from sgpu_magic.nodes.local import LocalEngine
+        from sgpu_magic.nodes.local_agent import LocalAgent
 
-        return LocalEngine(settings, warm)
+        return LocalEngine(settings, LocalAgent(settings, warm), warm)
     if name != "ray":
         raise UsageError(f"there is no engine {name!r}. There are: {', '.join(ENGINES)}.")
     if importlib.util.find_spec("ray") is None:

@@ -17,7 +17,7 @@ import msgspec
 
 from sgpu_magic.config import Settings
 from sgpu_magic.files.run_directory import read_spec
-from sgpu_magic.nodes.contract import Engine
+from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.tracker_process import TrackerProcess
 from sgpu_magic.tracking import progress

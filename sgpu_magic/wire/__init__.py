@@ -17,11 +17,9 @@ attachments   what travels with a run: packed objects, packages, local code, upl
 failures      why a rank failed, where it was, what held its memory
 states        the states of a run, and which follows which
 ids           ids of runs, leases and groups, checked before a path is made of them
-files         blobs and files of runs' directories on their way between machines
-tcp_streams   a TCP connection over the links
+files         blobs, files of runs' directories and TCP connections on their way over the links
 pool_status   how a client finds and greets a pool, and what the pool says of itself
-devices       what a node has, what a run asks for, what it is granted
-device_types  one short name per GPU model
+devices       one short name per GPU model; what a node has, what a run asks for, what it is granted
 costs         prices, the meter, sums of money in words
 user_limits   which users come first, and how many devices each may have
 """

@@ -19,10 +19,13 @@ from sgpu_magic.wire.files import (
     BlobsHeld,
     BlobTaken,
     ListRunFiles,
+    OpenStream,
     PutBlob,
     ReadRunFile,
     RunFileRead,
     RunFiles,
+    StreamMessage,
+    StreamOpened,
 )
 from sgpu_magic.wire.pool_status import AskStatus, Hello, PoolStatus, Welcome
 from sgpu_magic.wire.rank import RankAnswer, RankQuestion
@@ -30,7 +33,6 @@ from sgpu_magic.wire.rank_events import CommMessage
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import CellSource, Interpreter, RankContext, RunSpec
 from sgpu_magic.wire.states import RunState
-from sgpu_magic.wire.tcp_streams import OpenStream, StreamClosed, StreamData, StreamEnded, StreamOpened, StreamTaken
 from sgpu_magic.wire.tracking import Tracking
 
 # ---------------------------------------------------------------- client -> pool
@@ -230,10 +232,7 @@ ClientMessage = (
     | Ping
     | Goodbye
     | OpenStream
-    | StreamData
-    | StreamTaken
-    | StreamEnded
-    | StreamClosed
+    | StreamMessage
     | StopPool
 )
 
@@ -318,9 +317,6 @@ PoolMessage = (
     | RunFileRead
     | RunFiles
     | StreamOpened
-    | StreamData
-    | StreamTaken
-    | StreamEnded
-    | StreamClosed
+    | StreamMessage
     | Event
 )

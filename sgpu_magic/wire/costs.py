@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sgpu_magic.wire.device_types import ANY, CPU, canonical_type
+from sgpu_magic.wire.devices import ANY, CPU, canonical_type
 
 if TYPE_CHECKING:
     # the settings read prices, and every command reads the settings: it need not load the messages

@@ -7,12 +7,19 @@ from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.events import EventBody
 from sgpu_magic.wire.failures import RankStack
-from sgpu_magic.wire.files import BlobFetched, FetchBlob, RunFileStored, StoreRunFile
+from sgpu_magic.wire.files import (
+    BlobFetched,
+    FetchBlob,
+    OpenStream,
+    RunFileStored,
+    StoreRunFile,
+    StreamMessage,
+    StreamOpened,
+)
 from sgpu_magic.wire.rank import RankAnswer, RankQuestion
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import Interpreter, RankContext, RunSpec
 from sgpu_magic.wire.states import RunState
-from sgpu_magic.wire.tcp_streams import OpenStream, StreamClosed, StreamData, StreamEnded, StreamOpened, StreamTaken
 from sgpu_magic.wire.tracking import TrackedRun, Tracking
 
 
@@ -201,10 +208,7 @@ ToAgent = (
     | BlobFetched
     | RunFileStored
     | OpenStream
-    | StreamData
-    | StreamTaken
-    | StreamEnded
-    | StreamClosed
+    | StreamMessage
     | EndAgent
 )
 
@@ -340,8 +344,5 @@ FromAgent = (
     | FetchBlob
     | StoreRunFile
     | StreamOpened
-    | StreamData
-    | StreamTaken
-    | StreamEnded
-    | StreamClosed
+    | StreamMessage
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from sgpu_magic.wire.device_types import ANY, CPU, canonical_type
+from sgpu_magic.wire.devices import ANY, CPU, canonical_type
 
 EVERYBODY = "*"
 _PRIORITIES = "alice=10,*=0"

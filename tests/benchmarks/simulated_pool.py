@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from sgpu_magic import config
 from sgpu_magic.config import Settings
-from sgpu_magic.nodes.many_nodes import ManyNodes
+from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.lifecycle import PoolPresence
 from sgpu_magic.pool.service import PoolService
 from sgpu_magic.wire.devices import Device, Inventory
@@ -51,7 +51,7 @@ class SimulatedNode:
         self._engine = engine
         self._parts: dict[str, _Part] = {}
 
-    def send(self, message: ToAgent, frames: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+    def send(self, message: ToAgent, frames: Sequence[bytes] = ()) -> None:
         match message:
             case Launch():
                 part = self._parts[message.spec.run_id] = _Part(message)
@@ -85,7 +85,7 @@ class SimulatedNode:
         self._engine.node_said(self.node, RunEvent(run_id=part.run_id, number=part.number, at=time.time(), body=body))
 
 
-class SimulatedNodes(ManyNodes):
+class SimulatedNodes(Engine):
     """The real engine of many nodes, with simulated ones.
 
     Attributes:

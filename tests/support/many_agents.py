@@ -25,8 +25,8 @@ from waiting import eventually
 
 from sgpu_magic import config
 from sgpu_magic.config import Settings
+from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.nodes.local_agent import LocalAgent
-from sgpu_magic.nodes.many_nodes import ManyNodes
 from sgpu_magic.pool.lifecycle import PoolPresence
 from sgpu_magic.system import processes
 from sgpu_magic.wire.devices import Inventory
@@ -61,15 +61,15 @@ class AgentChannel:
         self.agent = agent
         self._slow = slow
 
-    def send(self, message: ToAgent, frames: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+    def send(self, message: ToAgent, frames: Sequence[bytes] = ()) -> None:
         if not isinstance(message, EndAgent) and not (self.node in self._slow and isinstance(message, RunFileStored)):
-            self.agent.send(message, frames, descriptors)
+            self.agent.send(message, frames)
 
     def close(self) -> None:
         """`NodesHere.close` ends the agents."""
 
 
-class NodesHere(ManyNodes):
+class NodesHere(Engine):
     """Nodes `node-0`, `node-1` ... of which each is an agent on this machine.
 
     Args:

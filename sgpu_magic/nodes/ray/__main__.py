@@ -18,10 +18,8 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from sgpu_magic.nodes.ray import cluster, groups
-from sgpu_magic.nodes.ray.driver_messages import (
+from sgpu_magic.nodes.ray.driver import (
     AgentFailed,
-    AgentStarts,
-    AllEnded,
     AskLease,
     ClusterFound,
     ClusterLost,
@@ -39,7 +37,7 @@ from sgpu_magic.nodes.ray.driver_messages import (
     Watch,
     to_cluster,
 )
-from sgpu_magic.nodes.ray.untyped import RayError, ray
+from sgpu_magic.nodes.ray.groups import RayError, ray
 from sgpu_magic.system.message_stream import MessageStream
 
 T = TypeVar("T")
@@ -139,7 +137,7 @@ class ClusterProcess:
 
     async def _connect(self) -> None:
         try:
-            address, version = await self._call(cluster.connect, self._address, self._namespace)
+            address = await self._call(cluster.connect, self._address, self._namespace)
             agents = await self._call(cluster.agent_nodes, self._namespace)
             leases = tuple(await self._call(groups.groups_named, self._prefix))
         except _RAYS as error:
@@ -147,7 +145,7 @@ class ClusterProcess:
             self._finish()
             return
         types = cluster.type_names()
-        self._say(ClusterFound(address=address, ray=version, types=types, agents=agents, leases=leases))
+        self._say(ClusterFound(address=address, types=types, agents=agents, leases=leases))
         self._begin(self._watch())
 
     async def _watch(self) -> None:
@@ -208,7 +206,7 @@ class ClusterProcess:
                         group = await self._call(groups.find_or_make, order, self._name(order.run_id))
                 elif not soon and state != told and self._asked.get(order.run_id) is order:
                     told = state
-                    self._say(LeaseWaits(run_id=order.run_id, state=state))
+                    self._say(LeaseWaits(run_id=order.run_id))
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, _LOOK_S)
         except _RAYS as error:
@@ -249,7 +247,6 @@ class ClusterProcess:
         node = order.order.node
         try:
             await self._call(cluster.start_agent, order)
-            self._say(AgentStarts(node=node))
         except _RAYS as error:
             self._say(AgentFailed(node=node, why=str(error).strip().split("\n")[-1]))
 
@@ -267,7 +264,6 @@ class ClusterProcess:
             for run_id in await self._call(groups.groups_named, self._prefix):
                 await self._call(groups.remove, self._name(run_id))
         finally:
-            self._say(AllEnded())
             self._finish()
 
 

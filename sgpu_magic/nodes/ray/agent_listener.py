@@ -76,14 +76,8 @@ class NodeLink:
     received: int = 0
     open: bool = field(default=True)
 
-    def send(self, message: ToAgent, frames: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
-        """Send a message to the agent, unless the link is over.
-
-        Raises:
-            ValueError: Descriptors can't travel between machines.
-        """
-        if descriptors:
-            raise ValueError("descriptors can't be sent to another machine")
+    def send(self, message: ToAgent, frames: Sequence[bytes] = ()) -> None:
+        """Send a message to the agent, unless the link is over."""
         if self.open:
             self.sent += 1
             self.listener.say(self, Carried(link=self.link, number=self.sent), codec.encode(message), *frames)

@@ -12,9 +12,8 @@ from typing import Any, cast
 import msgspec
 
 from sgpu_magic.nodes.ray import groups, on_node
-from sgpu_magic.nodes.ray.driver_messages import AskLease, LeasePart, NodeFacts, StartAgent
-from sgpu_magic.nodes.ray.package_archive import package_archive
-from sgpu_magic.nodes.ray.untyped import (
+from sgpu_magic.nodes.ray.driver import AskLease, LeasePart, NodeFacts, StartAgent
+from sgpu_magic.nodes.ray.groups import (
     RayError,
     accelerators,
     autoscaler_status,
@@ -23,6 +22,7 @@ from sgpu_magic.nodes.ray.untyped import (
     ray,
     strategies,
 )
+from sgpu_magic.nodes.ray.node_agents import package_archive
 
 _TYPE_LABEL = "ray.io/accelerator-type"
 _TYPE_RESOURCE = "accelerator_type:"
@@ -34,7 +34,7 @@ _AGAIN_S = 0.2
 _GPU_IDS_S = 60.0
 
 
-def connect(address: str, namespace: str) -> tuple[str, str]:
+def connect(address: str, namespace: str) -> str:
     """Become a driver of the cluster.
 
     Args:
@@ -42,7 +42,7 @@ def connect(address: str, namespace: str) -> tuple[str, str]:
         namespace: Where the pool's actors and groups have their names.
 
     Returns:
-        This machine's address as the nodes reach it, and Ray's version.
+        This machine's address as the nodes reach it.
 
     Raises:
         ConnectionError: No cluster is there.
@@ -51,7 +51,7 @@ def connect(address: str, namespace: str) -> tuple[str, str]:
     ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
     # its functions and its class go to nodes that may not have our package
     ray.cloudpickle.register_pickle_by_value(on_node)
-    return _own_address(str(ray.get_runtime_context().gcs_address)), ray.__version__
+    return _own_address(str(ray.get_runtime_context().gcs_address))
 
 
 def _own_address(gcs: str) -> str:

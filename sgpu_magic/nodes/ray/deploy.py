@@ -14,7 +14,7 @@ import msgspec
 
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.nodes.ray.jobs_api import Job, JobsApi
-from sgpu_magic.nodes.ray.package_archive import package_archive
+from sgpu_magic.nodes.ray.node_agents import package_archive
 
 DEPLOYED = "SGPU_DEPLOYED"
 """The variable that tells the job what it is to be: an encoded `Deployment`."""

@@ -11,15 +11,14 @@ import msgspec
 from sgpu_magic import __version__
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.nodes.contract import EngineListener
-from sgpu_magic.nodes.many_nodes import ManyNodes
+from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.nodes.ray.agent_listener import AgentListener, ListenerState, NodeLink
-from sgpu_magic.nodes.ray.driver_messages import (
+from sgpu_magic.nodes.ray.driver import (
     AgentFailed,
-    AgentStarts,
-    AllEnded,
     AskLease,
     ClusterFound,
     ClusterLost,
+    DriverProcess,
     DropLease,
     FromCluster,
     LeaseFailed,
@@ -30,9 +29,7 @@ from sgpu_magic.nodes.ray.driver_messages import (
     ToCluster,
     Watch,
 )
-from sgpu_magic.nodes.ray.driver_process import DriverProcess
-from sgpu_magic.nodes.ray.inventory import inventory_of, is_known, read_elastic, shares_of
-from sgpu_magic.nodes.ray.lease_requests import request_of, why_not
+from sgpu_magic.nodes.ray.leases import inventory_of, is_known, read_elastic, request_of, shares_of, why_not
 from sgpu_magic.nodes.ray.node_agents import NodeAgents, NodeKeys
 from sgpu_magic.nodes.ray.uplink import AgentOrder
 from sgpu_magic.system.secure_sockets import KeyPair
@@ -49,7 +46,7 @@ _LOOK_S = 15.0
 _ANSWER_S = 2.0
 
 
-class RayEngine(ManyNodes):
+class RayEngine(Engine):
     """An existing Ray cluster (an `Engine`). Made and used in the loop's thread only.
 
     Args:
@@ -231,8 +228,6 @@ class RayEngine(ManyNodes):
             case AgentFailed(node=node, why=why):
                 self._agents.gone(node)
                 self.node_lost(node, f"its agent could not be started: {why}")
-            case AgentStarts() | AllEnded():
-                pass
 
     def _connected(self, found: ClusterFound) -> None:
         if self._driver is not None:

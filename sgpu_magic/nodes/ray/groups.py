@@ -1,12 +1,40 @@
-"""Placement groups: what a run's devices are to Ray. All calls may block; none is made in an event loop's thread."""
+"""Ray's names, without types, and its placement groups: what a run's devices are to Ray.
+
+Its own types are partial: what is taken from here is checked by tests, not by the type checker. All calls may block;
+none is made in an event loop's thread.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from sgpu_magic.nodes.ray.driver_messages import AskLease
-from sgpu_magic.nodes.ray.untyped import placement_groups, ray
+from ray.exceptions import RayError as RayError
+
+from sgpu_magic.nodes.ray.driver import AskLease
+
+ray: Any = importlib.import_module("ray")
+placement_groups: Any = importlib.import_module("ray.util.placement_group")
+strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
+accelerators: Any = importlib.import_module("ray.util.accelerators")
+
+
+def available_per_node() -> dict[str, dict[str, float]]:
+    """What is free of each node's resources, by node id. Ray tells it only here, and without its dashboard."""
+    state: Any = importlib.import_module("ray._private.state")
+    return state.available_resources_per_node()
+
+
+def autoscaler_status(address: str) -> Any:
+    """What the autoscaler (version 2) does.
+
+    Raises:
+        RuntimeError: It does not answer.
+    """
+    sdk: Any = importlib.import_module("ray.autoscaler.v2.sdk")
+    return sdk.get_cluster_status(address, timeout=2)
+
 
 # a `PlacementGroup`
 Group = Any

@@ -1,15 +1,20 @@
-"""Which nodes have an agent of the pool: started when a run needs one, ended some time after the last one."""
+"""Which nodes have an agent of the pool, and the package that is brought to those that have none.
+
+An agent is started when a run needs one, and ended some time after the last one.
+"""
 
 from __future__ import annotations
 
+import io
 import time
+import zipfile
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import msgspec
 
 from sgpu_magic.files.whole_file import write_whole
-from sgpu_magic.nodes.ray.driver_messages import EndAgents, NodeFacts, StartAgent, ToCluster
+from sgpu_magic.nodes.ray.driver import EndAgents, NodeFacts, StartAgent, ToCluster
 from sgpu_magic.nodes.ray.uplink import AgentOrder
 from sgpu_magic.system.secure_sockets import KeyPair, new_key_pair
 
@@ -142,3 +147,22 @@ class NodeAgents:
         self._starting.clear()
         if self._leaving:
             self._send(EndAgents(nodes=tuple(self._leaving)))
+
+
+_NOT_SHIPPED = ("labextension", "__pycache__")
+# of every file: the same package is the same archive, byte for byte
+_THEN = (1980, 1, 1, 0, 0, 0)
+
+
+def package_archive() -> bytes:
+    """Return the archive; it has `sgpu_magic/` at its top."""
+    here = Path(__file__).parents[2]
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(here.rglob("*")):
+            if path.is_file() and not any(part in _NOT_SHIPPED for part in path.relative_to(here).parts):
+                info = zipfile.ZipInfo(str(path.relative_to(here.parent)), _THEN)
+                info.compress_type = zipfile.ZIP_DEFLATED
+                info.external_attr = 0o644 << 16
+                archive.writestr(info, path.read_bytes())
+    return data.getvalue()

@@ -34,7 +34,6 @@ from sgpu_magic.wire import (
     rank,
     rank_events,
     run,
-    tcp_streams,
     tracking,
     zygote,
 )
@@ -53,7 +52,6 @@ MODULES = (
     rank,
     rank_events,
     run,
-    tcp_streams,
     tracking,
     zygote,
 )

@@ -1,4 +1,4 @@
-"""What an engine of many nodes orders of nodes that have not come yet."""
+"""What an engine orders of nodes that have not come yet, and when a lease is free again."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 from launches import RUN, launch
 
 from sgpu_magic.config import Settings
 from sgpu_magic.nodes.contract import EngineListener
-from sgpu_magic.nodes.many_nodes import ManyNodes
-from sgpu_magic.wire.devices import Inventory, Lease
+from sgpu_magic.nodes.engine import Engine
+from sgpu_magic.wire.devices import Inventory, Lease, NodeShare
 from sgpu_magic.wire.events import EventBody, RanksStarted, RunEnded
 from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.node import (
@@ -30,7 +31,7 @@ from sgpu_magic.wire.node import (
 )
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
 from sgpu_magic.wire.rank_events import RankFailed
-from sgpu_magic.wire.states import FailureKind, RunState
+from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 
 class Link:
@@ -40,7 +41,7 @@ class Link:
         self.node = node
         self.orders: list[ToAgent] = []
 
-    def send(self, message: ToAgent, frames: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
+    def send(self, message: ToAgent, frames: Sequence[bytes] = ()) -> None:
         self.orders.append(message)
 
     def close(self) -> None: ...
@@ -66,21 +67,27 @@ class Service:
         return hear
 
 
-class Engine(ManyNodes):
+class Nodes(Engine):
     """Writes down which leases are free again."""
 
-    freed = 0
+    def __init__(self, settings: Settings, name: str) -> None:
+        super().__init__(settings, name)
+        self.of_runs: list[str] = []
+
+    @property
+    def freed(self) -> int:
+        return len(self.of_runs)
 
     def lease_free(self, run_id: str, lease: Lease) -> None:
-        self.freed += 1
+        self.of_runs.append(run_id)
 
 
 def ready(node: str) -> AgentReady:
     return AgentReady(pid=1, protocol_version=PROTOCOL_VERSION, inventory=Inventory(host=node, cpu_slots=2), runs=())
 
 
-async def engine_with(tmp_path: Path, *there: str) -> tuple[Engine, Service, dict[str, Link]]:
-    engine, service = Engine(replace(Settings(), state_dir=str(tmp_path)), "cluster"), Service()
+async def engine_with(tmp_path: Path, *there: str) -> tuple[Nodes, Service, dict[str, Link]]:
+    engine, service = Nodes(replace(Settings(), state_dir=str(tmp_path)), "cluster"), Service()
     links = {node: Link(node) for node in ("a", "b")}
     for node in there:
         engine.node_came(links[node], ready(node))
@@ -210,5 +217,59 @@ def test_an_error_frees_those_on_other_nodes_at_once(tmp_path: Path):
         engine.node_said("b", failed(3, victim=False))
         assert links["a"].kinds() == [Launch, PeerFailed]
         assert links["b"].kinds() == [Launch]
+
+    asyncio.run(scenario())
+
+
+# ---------------------------------------------------------------- a session's lease, with the last process on it
+
+SESSION, A, B = "5e550000", "aaaa0000", "bbbb0000"
+
+
+def on_one_node(run_id: str, *, session: str = "", fresh: bool = False) -> Launch:
+    whole = launch()
+    kind = RunKind.CELL if session else RunKind.SESSION
+    spec = msgspec.structs.replace(whole.spec, run_id=run_id, kind=kind, session=session, fresh=fresh)
+    lease = msgspec.structs.replace(whole.lease, shares=(NodeShare(node="a", host="ml-1", ranks=4),))
+    return msgspec.structs.replace(whole, spec=spec, lease=lease)
+
+
+async def session_with(tmp_path: Path, *cells: Launch) -> Nodes:
+    engine, _, _ = await engine_with(tmp_path, "a")
+    for one in (on_one_node(SESSION), *cells):
+        engine.launch(one, ())
+    return engine
+
+
+def freed_after(engine: Nodes, *gone: str) -> list[str]:
+    for run_id in gone:
+        engine.node_said("a", RanksGone(run_id=run_id))
+    return engine.of_runs
+
+
+def test_a_cell_in_a_session_frees_nothing(tmp_path: Path):
+    async def scenario() -> None:
+        engine = await session_with(tmp_path, on_one_node(A, session=SESSION))
+        assert freed_after(engine, A) == []
+        assert freed_after(engine, SESSION, SESSION) == [SESSION]
+
+    asyncio.run(scenario())
+
+
+def test_a_session_whose_ranks_are_gone_keeps_its_devices_for_fresh_processes(tmp_path: Path):
+    async def scenario() -> None:
+        cells = [on_one_node(run_id, session=SESSION, fresh=True) for run_id in (A, B)]
+        engine = await session_with(tmp_path, *cells)
+        assert freed_after(engine, A, SESSION) == []
+        assert freed_after(engine, B) == [SESSION]
+
+    asyncio.run(scenario())
+
+
+def test_fresh_processes_that_end_first_leave_the_devices_to_the_session(tmp_path: Path):
+    async def scenario() -> None:
+        engine = await session_with(tmp_path, on_one_node(A, session=SESSION, fresh=True))
+        assert freed_after(engine, A) == []
+        assert freed_after(engine, SESSION) == [SESSION]
 
     asyncio.run(scenario())

@@ -1,10 +1,19 @@
-"""What the engine and its process that speaks to Ray say to each other, over a socketpair."""
+"""The process that speaks to Ray: what the engine and it say to each other over a socketpair, and how it is kept alive.
+
+It is started, listened to, and started again when it ends; a cluster that hangs hangs nothing else.
+"""
 
 from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 
 from sgpu_magic.nodes.ray.uplink import AgentOrder
+from sgpu_magic.system import child_process
 from sgpu_magic.wire.record import Record
 
 
@@ -74,14 +83,12 @@ class ClusterFound(Record, frozen=True, tag="cluster-found", kw_only=True):
 
     Args:
         address: This machine's, as the cluster's nodes reach it.
-        ray: Ray's version.
         types: Ray's own names of GPU types.
         agents: Nodes that have an actor of this pool from before.
         leases: Runs that have a placement group of this pool from before.
     """
 
     address: str
-    ray: str
     types: tuple[str, ...] = ()
     agents: tuple[str, ...] = ()
     leases: tuple[str, ...] = ()
@@ -168,14 +175,9 @@ class LeaseReady(Record, frozen=True, tag="lease-ready", kw_only=True):
 
 
 class LeaseWaits(Record, frozen=True, tag="lease-waits", kw_only=True):
-    """It is asked for, and not there after some seconds; Ray goes on.
-
-    Args:
-        state: Ray's word: `PENDING`, `INFEASIBLE` ...
-    """
+    """It is asked for, and not there after some seconds; Ray goes on. Said again when Ray has another word for it."""
 
     run_id: str
-    state: str
 
 
 class LeaseFailed(Record, frozen=True, tag="lease-failed", kw_only=True):
@@ -185,12 +187,6 @@ class LeaseFailed(Record, frozen=True, tag="lease-failed", kw_only=True):
     why: str
 
 
-class AgentStarts(Record, frozen=True, tag="agent-starts", kw_only=True):
-    """The node's actor is alive: its agent connects to the pool."""
-
-    node: str
-
-
 class AgentFailed(Record, frozen=True, tag="agent-failed", kw_only=True):
     """The node's actor can't be started, or has died."""
 
@@ -198,21 +194,50 @@ class AgentFailed(Record, frozen=True, tag="agent-failed", kw_only=True):
     why: str
 
 
-class AllEnded(Record, frozen=True, tag="all-ended", kw_only=True):
-    pass
-
-
-FromCluster = (
-    ClusterFound
-    | ClusterLost
-    | NodesSeen
-    | LeaseReady
-    | LeaseWaits
-    | LeaseFailed
-    | AgentStarts
-    | AgentFailed
-    | AllEnded
-)
+FromCluster = ClusterFound | ClusterLost | NodesSeen | LeaseReady | LeaseWaits | LeaseFailed | AgentFailed
 
 to_cluster = msgspec.msgpack.Decoder[ToCluster](ToCluster)
 from_cluster = msgspec.msgpack.Decoder[FromCluster](FromCluster)
+
+
+_AGAIN_S = (1.0, 2.0, 5.0, 10.0)
+_END_S = 40.0
+
+
+class DriverProcess:
+    """Used from the loop's thread only.
+
+    Args:
+        arguments: Of the process: Ray's address, the namespace, the prefix of names.
+        log: Where Ray's words go.
+        on_message: Called with what it says.
+    """
+
+    def __init__(self, arguments: Sequence[str], log: Path, on_message: Callable[[FromCluster], None]) -> None:
+        self._arguments = tuple(arguments)
+        self._log = log
+        self._child = child_process.ChildProcess(self._start, from_cluster, on_message, pauses_s=_AGAIN_S)
+        self._child.begin()
+
+    @property
+    def pid(self) -> int:
+        """The process's, 0 while there is none."""
+        return self._child.pid or 0
+
+    def send(self, message: ToCluster) -> None:
+        """Send; while there is no process nothing is sent: what is wanted is said again when it has connected."""
+        self._child.send(message)
+
+    def well(self) -> None:
+        """It has connected: should it end, the next one comes soon."""
+        self._child.well()
+
+    def end(self) -> None:
+        """Have it end all actors and placement groups of the pool, and wait for it."""
+        self._child.end(EndAll(), _END_S)
+
+    def _start(self) -> child_process.Started:
+        # neither telling the makers of Ray about the cluster's users nor advice about imports is our affair
+        quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
+        command = [sys.executable, "-m", "sgpu_magic.nodes.ray"]
+        return child_process.start(command, self._arguments, environ={**quiet, **os.environ}, log=self._log)

@@ -1,4 +1,4 @@
-"""Runs on several nodes: their leases, their parts, and what the parts say, as one run to the pool service."""
+"""Runs on the nodes of an engine: their leases, their parts, and what the parts say, as one run to the pool service."""
 
 from __future__ import annotations
 
@@ -31,29 +31,28 @@ from sgpu_magic.wire.node import (
     TrackingKnown,
 )
 from sgpu_magic.wire.rank import RankAnswer, RankQuestion
-from sgpu_magic.wire.rank_events import RankFailed
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 from sgpu_magic.wire.tracking import TrackedRun
 
 _NO_SESSION = "its session has ended"
 _NOT_STARTED = "it is not started yet: the run's devices are being got"
-# of runs whose ranks are gone: what became of their payload may still be told
-_GONE_KEPT = 200
-# seconds for which what looks like the loss of a peer waits for its cause on another node
-_PATIENCE_WITH_VICTIM_S = 0.25
+# of runs whose ranks are gone; of those that have yet to tell what became of their payload
+_GONE_KEPT, _UNTOLD_KEPT = 200, 2000
 
 
-class ManyRuns:
-    """The runs of an engine of many nodes, and the orders for them (half an `Engine`).
+class EngineRuns:
+    """The runs of an engine, and the orders for them (half an `Engine`).
 
     Args:
         settings: The pool's settings.
 
     Attributes:
         far: The nodes do not see the pool's files.
+        come_and_go: Nodes do: those that have runs are written down, and awaited by the next pool service.
     """
 
     far = True
+    come_and_go = True
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -90,30 +89,34 @@ class ManyRuns:
         nodes = nodes_of(launch.lease)
         if spec.session:
             session = self._runs.get(spec.session)
-            nodes = () if session is None or session.over else session.nodes
+            if session is None or session.over:
+                self._refuse(launch, f"{_NO_SESSION}. %sgpu_connect starts another one.")
+                return
+            nodes = session.nodes
         else:
             self._leases[spec.run_id] = launch.lease
-        if not nodes:
-            self._refuse(launch, f"{_NO_SESSION}. %sgpu_connect starts another one.")
-            return
         if spec.kind is RunKind.SESSION and len(nodes) > 1:
             self._refuse(launch, _too_wide(launch.lease))
             return
         launch = msgspec.structs.replace(launch, far=self.far)
         run = self._runs[spec.run_id] = RunOnNodes(launch, nodes, self._send)
+        self._tidy()
+        run.start(frames, self._channels.__contains__)
         if not spec.in_session and self._listener is not None:
             self._listener.lease_granted(spec.run_id, launch.lease)
-        self._write_busy()
-        run.start(frames, self._channels.__contains__)
 
     def refuse_lease(self, run_id: str, uuids: tuple[str, ...], why: str) -> None:
         """A run that is being placed can't have its devices now: it goes back to the queue."""
         if self._placing.pop(run_id, None) is not None and self._listener is not None:
             self._listener.lease_refused(run_id, uuids, why)
 
-    # ------------------------------------------------------------ from the pool service (Engine)
+    # ------------------------------------------------------------ from the pool service
 
     def launch(self, launch: Launch, frames: Sequence[bytes]) -> None:
+        """Take the lease's devices and start the ranks; those of a run in a session are the session's already.
+
+        The lease is a proposal: answered by `EngineListener.lease_granted` or `lease_refused`.
+        """
         run_id = launch.spec.run_id
         kept = self._leases.get(run_id)
         if launch.spec.session or kept == launch.lease:
@@ -125,10 +128,12 @@ class ManyRuns:
         self.place(launch, frames)
 
     def events_kept(self, run_id: str, numbers: Mapping[int, int]) -> None:
+        """Events are on disk. `numbers` as in `adopt`."""
         if (run := self._runs.get(run_id)) is not None:
             run.events_kept(numbers)
 
     def tracking_known(self, run_id: str, tracked: TrackedRun | None, problem: str) -> None:
+        """Tell a run's ranks its place in MLflow, or that it has none and why."""
         self._order(run_id, TrackingKnown(run_id=run_id, tracked=tracked, problem=problem))
 
     def detach_run(self, run_id: str) -> None:
@@ -152,9 +157,11 @@ class ManyRuns:
             self._loop.call_soon(self._end_unstarted, launch, RunEnded(state=state, reason=reason))
 
     def kill_ranks(self, run_id: str) -> None:
+        """KILL the ranks that `end_run` has not stopped."""
         self._order(run_id, KillRanks(run_id=run_id))
 
     def give_back(self, run_id: str) -> None:
+        """The run, of which `devices_free` was said, needs its devices no more."""
         self._free_lease(run_id)
 
     def reclaim_payload(self, run_id: str) -> None:
@@ -174,21 +181,25 @@ class ManyRuns:
             self._listener.stacks_taken(request, tuple(RankStack(rank=rank, problem=_NOT_STARTED) for rank in ranks))
 
     def restart_session_ranks(self, request: int, session: str, ranks: tuple[int, ...]) -> None:
+        """Replace ranks of a session by new processes, all of them when `ranks` is empty."""
         order = RestartSessionRanks(request=request, session=session, ranks=ranks)
         if not self._order(session, order) and self._listener is not None:
             self._listener.session_ranks_restarted(request, session, _NO_SESSION)
 
     def ask_rank(self, request: int, session: str, question: RankQuestion) -> None:
+        """Ask an idle rank of a session."""
         order = Question(request=request, session=session, question=question)
         if not self._order(session, order) and self._listener is not None:
             self._listener.answered(request, RankAnswer(problem=_NO_SESSION))
 
     def tell_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
+        """Pass on what a front end says to widgets of a rank."""
         run = self._runs.get(message.run_id)
         if run is not None:
             self._send(run.node_of(message.rank), message, frames)
 
     def forward(self, run_id: str, rank: int, message: OpenStream | StreamMessage, frames: Sequence[bytes]) -> None:
+        """Pass on what a client says of a stream to the node of a run's rank; answered by `forwarded`."""
         run = self._runs.get(run_id)
         if run is not None:
             self._send(run.node_of(rank), message, frames)
@@ -196,19 +207,10 @@ class ManyRuns:
     # ------------------------------------------------------------ what the parts say
 
     def _happened(self, run: RunOnNodes, part: int, event: RunEvent, frames: Sequence[bytes]) -> None:
-        body = event.body
         ended = run.joint.ended
         run.was_heard(part)
         told = run.joint.heard(part, event, frames, time.time())
-        failure = body.failure if isinstance(body, RankFailed | RunEnded) else None
-        if isinstance(body, RankFailed) or (isinstance(body, RunEnded) and body.state is RunState.FAILED):
-            if failure is not None and failure.is_consequence:
-                # who is told of it now would be taken for a victim, and may be the cause that is still on its way
-                self._loop.call_later(_PATIENCE_WITH_VICTIM_S, run.part_failed, part)
-            else:
-                run.part_failed(part)
-        elif isinstance(body, RunEnded) and body.state in (RunState.CANCELLED, RunState.TIMED_OUT):
-            run.part_stopped(part, body.state, body.reason)
+        run.tell_others(part, event.body)
         self._pass_on(told)
         if run.joint.ended and not ended:
             run.all_ended()
@@ -269,7 +271,10 @@ class ManyRuns:
         if self._runs.get(run_id) is run and run_id not in self._placing:
             # else it was started again on its lease
             self._free_lease(run_id)
-        self._write_busy()
+        session = self._runs.get(run.launch.spec.session)
+        if run.launch.spec.fresh and (session is None or session.over):
+            self._free_lease(run.launch.spec.session)
+        self._tidy()
 
     # ------------------------------------------------------------ within
 
@@ -289,9 +294,10 @@ class ManyRuns:
             self._listener.ranks_gone(run_id)
 
     def _free_lease(self, run_id: str) -> None:
-        lease = self._leases.pop(run_id, None)
-        if lease is not None:
-            self.lease_free(run_id, lease)
+        """No rank of the run is left. A session's lease stays held for the new processes that `--fresh` runs have."""
+        beside = (run for run in self._runs.values() if run.launch.spec.session == run_id and run.launch.spec.fresh)
+        if run_id in self._leases and all(run.over for run in beside):
+            self.lease_free(run_id, self._leases.pop(run_id))
 
     def _order(self, run_id: str, order: ToAgent) -> bool:
         """Order the same of all parts of a run. False when there is no such run."""
@@ -306,11 +312,14 @@ class ManyRuns:
         if channel is not None:
             channel.send(order, frames)
 
-    def _write_busy(self) -> None:
-        going = [run for run in self._runs.values() if not run.over]
-        self._busy.write({node for run in going for node in run.nodes})
-        for run in [run for run in self._runs.values() if run.over][:-_GONE_KEPT]:
-            del self._runs[run.run_id]
+    def _tidy(self) -> None:
+        """Write down which nodes have runs, and forget runs that have long been over."""
+        if self.come_and_go:
+            self._busy.write({node for run in self._runs.values() if not run.over for node in run.nodes})
+        old = [run for run in self._runs.values() if run.over][:-_GONE_KEPT]
+        for run in old:
+            if run.joint.released or len(old) > _UNTOLD_KEPT:
+                del self._runs[run.run_id]
 
 
 def _too_wide(lease: Lease) -> str:

@@ -1,4 +1,4 @@
-"""An engine of several nodes, each with an agent that comes, goes, and comes back with what it holds.
+"""An engine of nodes, each with an agent that comes, goes, and comes back with what it holds.
 
 Where nodes come from, and how one knows that a node is dead, is for its subclasses: they call `node_came`, `node_said`
 and `node_lost`, and may place each run by themselves (`place`).
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from sgpu_magic.config import Settings
 from sgpu_magic.nodes.contract import EngineListener, NodeChannel
-from sgpu_magic.nodes.many_runs import ManyRuns
+from sgpu_magic.nodes.engine_runs import EngineRuns
 from sgpu_magic.nodes.merge_parts import merged_inventory
 from sgpu_magic.nodes.node_files import NodeFiles
 from sgpu_magic.nodes.returned_nodes import HeldParts, StaleRuns
@@ -62,8 +62,8 @@ _NEW_AGENT = "its agent ended unexpectedly, and with it the ranks there"
 _ALL_EVENTS = 1 << 60
 
 
-class ManyNodes(ManyRuns):
-    """Runs on the nodes that its subclass finds (an `Engine`).
+class Engine(EngineRuns):
+    """One contract for every backend: runs on the nodes that its subclass finds.
 
     To be called by the subclass, from the loop's thread: `node_came`, `node_said`, `node_lost`, `inventory_changed`,
     `start_parts`, `refuse_lease`. To be overridden where the defaults do not fit: `place`, `withdraw`, `lease_free`,
@@ -77,7 +77,6 @@ class ManyNodes(ManyRuns):
         come_back_s: Seconds for which nodes that had runs are awaited when the pool service begins.
     """
 
-    grants_later = True
     come_back_s = _COME_BACK_S
 
     def __init__(self, settings: Settings, name: str) -> None:
@@ -86,7 +85,7 @@ class ManyNodes(ManyRuns):
         self._inventories: dict[str, Inventory] = {}
         self._addresses: dict[str, str] = {}
         self._hosts: dict[str, str] = {}
-        self._awaited: set[str] = set(self._busy.known)
+        self._awaited: set[str] = set(self._busy.known) if self.come_and_go else set()
         self._held = HeldParts()
         self._stale = StaleRuns()
         self._begun = False
@@ -205,9 +204,10 @@ class ManyNodes(ManyRuns):
         usable = {node: one for node, one in self._inventories.items() if not self._stale.has(node)}
         return merged_inventory(self._name, usable, self._addresses)
 
-    # ------------------------------------------------------------ from the pool service (Engine)
+    # ------------------------------------------------------------ from the pool service
 
     def start(self, listener: EngineListener) -> None:
+        """Begin to listen to what the nodes say."""
         self._listener = listener
         self._begun = True
         self._patience = self._loop.call_later(self.come_back_s, self._settle)
@@ -224,12 +224,22 @@ class ManyNodes(ManyRuns):
             channel.send(TakeInventory())
 
     def prepare(self, run_id: str, interpreter: Interpreter, environment: Environment) -> None:
-        """Nothing is built in advance: nobody knows on which nodes a run that waits will be."""
+        """A run that waits will need this environment.
+
+        Nothing is built in advance where nobody knows on which nodes the run will be.
+        """
 
     def builds(self, interpreter: Interpreter, environment: Environment) -> bool:
+        """Whether the nodes build this environment; else the kernel's own interpreter is used there."""
         return needs_build(self._settings, environment)
 
     def adopt(self, run_id: str, numbers: Mapping[int, int]) -> None:
+        """Take a held run over.
+
+        Args:
+            run_id: The run.
+            numbers: By part (0 where the run has only one) the number of the newest event that is kept already.
+        """
         held = self._held.runs.get(run_id)
         if held is None:
             return
