@@ -4,5 +4,4 @@ launch_inputs  brings it together: the payload into memory, code and wheels into
 blob_cache     blobs of the pool's store on this node
 uploaded       folders and files that went along with runs
 code_bundles   local code of notebooks
-kept_folders   how both are kept while somebody uses them, and removed
 """

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import re
-import shutil
 import stat
-import threading
-import time
 import zipfile
 import zlib
 from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
-from sgpu_magic.agent.inputs.kept_folders import evict, lock_shared
-from sgpu_magic.config import Settings, private_dir
+from sgpu_magic.config import Settings
+from sgpu_magic.files.kept_folders import KeptFolders
 from sgpu_magic.wire.attachments import CodeBundle
 
 # of what environments may have
@@ -32,7 +30,7 @@ class CodeUnusable(Exception):
     """An archive of local code is not what it says that it is; the message is one paragraph."""
 
 
-class CodeBundles:
+class CodeBundles(KeptFolders):
     """The node's unpacked archives, in `code/<sha256>` beside its environments. Methods may be called by any thread.
 
     An unpacked archive is locked (shared) while a run of this agent uses it, so no agent removes it.
@@ -42,13 +40,8 @@ class CodeBundles:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._folder = settings.environments_path / "code"
-        self._budget = settings.environments_bytes // _SHARE
+        super().__init__(settings.environments_path / "code", settings.environments_bytes // _SHARE)
         self._limit = settings.code_limit_bytes
-        self._lock = threading.Lock()
-        # descriptors of locked folders by digest, and who uses them
-        self._locks: dict[str, int] = {}
-        self._users: dict[str, set[str]] = {}
 
     def unpack(self, run_id: str, bundles: Iterable[CodeBundle]) -> Mapping[str, str]:
         """Return the folder of each bundle, by the kernel's path entry; unpacked now if need be.
@@ -62,65 +55,17 @@ class CodeBundles:
             OSError: There is no room.
         """
         found: dict[str, str] = {}
-        with self._lock:
-            for bundle in bundles:
-                if _DIGEST.fullmatch(bundle.sha256) is None:
-                    raise CodeUnusable(f"the notebook's code has no valid digest ({bundle.sha256[:80]!r}).")
-                folder = self._folder / bundle.sha256
-                if bundle.sha256 not in self._locks:
-                    self._locks[bundle.sha256] = self._locked(bundle, folder)
-                self._users.setdefault(bundle.sha256, set()).add(run_id)
-                found[bundle.entry] = str(folder)
+        for bundle in bundles:
+            digest = bundle.sha256
+            if _DIGEST.fullmatch(digest) is None:
+                raise CodeUnusable(f"the notebook's code has no valid digest ({digest[:80]!r}).")
+            path = self.want(digest, run_id) or self.put(digest, functools.partial(self._fill, bundle))
+            found[bundle.entry] = str(path)
         return found
 
-    def release(self, run_id: str) -> None:
-        """The run's ranks are gone."""
-        with self._lock:
-            for digest, users in list(self._users.items()):
-                users.discard(run_id)
-                if not users:
-                    del self._users[digest]
-                    os.close(self._locks.pop(digest))
-
-    def close(self) -> None:
-        """No run is left."""
-        with self._lock:
-            for descriptor in self._locks.values():
-                os.close(descriptor)
-            self._locks.clear()
-            self._users.clear()
-
-    # ------------------------------------------------------------ within
-
-    def _locked(self, bundle: CodeBundle, folder: Path) -> int:
-        """A descriptor that holds the folder, made if it is not there."""
-        descriptor = lock_shared(folder)
-        if descriptor is not None:
-            os.utime(folder)
-            return descriptor
-        private_dir(self._folder.parent)
-        private_dir(self._folder)
-        self._make(bundle, folder)
-        descriptor = lock_shared(folder)
-        if descriptor is None:
-            raise OSError(f"{folder} was removed as soon as it was made")
-        evict(self._folder, self._budget)
-        return descriptor
-
-    def _make(self, bundle: CodeBundle, folder: Path) -> None:
-        temporary = self._folder / f".{bundle.sha256[:16]}-{os.getpid()}-{time.monotonic_ns()}.part"
-        temporary.mkdir(mode=0o700)
-        try:
-            with _opened(bundle) as archive:
-                _unpack(archive, temporary, max(self._limit, bundle.size))
-            try:
-                os.rename(temporary, folder)
-            except OSError:
-                # another agent was first
-                if not folder.is_dir():
-                    raise
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+    def _fill(self, bundle: CodeBundle, folder: Path) -> None:
+        with _opened(bundle) as archive:
+            _unpack(archive, folder, max(self._limit, bundle.size))
 
 
 # ---------------------------------------------------------------- within

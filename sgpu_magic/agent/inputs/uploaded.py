@@ -6,20 +6,19 @@ Where the node sees the notebook's files they are those themselves.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from sgpu_magic.agent.background_call import call_in_background
 from sgpu_magic.agent.inputs.blob_cache import BlobCache, BlobMissing
-from sgpu_magic.agent.inputs.kept_folders import evict, lock_shared, remove_tree, remove_unused
-from sgpu_magic.config import Settings, private_dir
-from sgpu_magic.files.content_store import copy_blob
+from sgpu_magic.config import Settings
+from sgpu_magic.files.content_store import join_blobs, piece_sizes
+from sgpu_magic.files.kept_folders import KeptFolders
 from sgpu_magic.files.safe_paths import parts_of
 from sgpu_magic.wire.attachments import UPLOADS_VARIABLE, Manifest, ManifestUnusable, Upload, UploadedFile, manifest_in
 from sgpu_magic.wire.files import PIECE_BYTES, is_digest
@@ -28,10 +27,6 @@ from sgpu_magic.wire.node import Launch
 # a file that a rank has changed all the same has another time
 _TIME = 946_684_800
 _AT_ONCE = 64
-_MOST_COPIES = 8
-
-# a copy's lock, and where it is
-_Found = tuple[int, Path] | None
 
 
 class Uploaded:
@@ -43,13 +38,9 @@ class Uploaded:
     """
 
     def __init__(self, settings: Settings, blobs: BlobCache) -> None:
-        self._folder = settings.state_path / "uploads-here"
-        self._budget = settings.blobs_bytes
+        self._kept = KeptFolders(settings.state_path / "uploads-here", settings.blobs_bytes)
         self._blobs = blobs
-        self._making = threading.Lock()
-        # the others are used in the loop's thread
-        self._locks: dict[str, tuple[int, Path]] = {}
-        self._users: dict[str, set[str]] = {}
+        # used in the loop's thread
         self._of: dict[str, dict[str, Upload]] = {}
 
     async def arrive(self, launch: Launch) -> Launch:
@@ -84,12 +75,7 @@ class Uploaded:
     def release(self, run_id: str) -> None:
         """The run's ranks are gone."""
         self._of.pop(run_id, None)
-        for digest, users in list(self._users.items()):
-            users.discard(run_id)
-            if not users:
-                del self._users[digest]
-                if digest in self._locks:
-                    os.close(self._locks.pop(digest)[0])
+        self._kept.release(run_id)
 
     # ------------------------------------------------------------ within
 
@@ -99,14 +85,18 @@ class Uploaded:
         user = spec.session if spec.in_session else spec.run_id
         if not is_digest(digest) or not 0 < upload.manifest_size <= PIECE_BYTES:
             raise BlobMissing(f"what {upload.name} consists of was not told")
-        # from now on, so that nothing is removed meanwhile; `release` takes it away also when it is not made yet
-        self._users.setdefault(digest, set()).add(user)
+        # from now on, so that nothing is removed meanwhile
+        path = self._kept.want(digest, user)
         manifest = await self._manifest(launch, upload)
-        if digest not in self._locks:
-            await self._make(launch, digest, manifest)
-        if user not in self._users.get(digest, ()):
+        is_whole = functools.partial(_is_whole, manifest=manifest)
+        if path is None:
+            path = await call_in_background(lambda: self._kept.find(digest, is_whole), "sgpu-upload")
+        if path is None:
+            blobs = await self._fetch(launch, manifest)
+            fill = functools.partial(_put_together, manifest=manifest, blobs=blobs)
+            path = await call_in_background(lambda: self._kept.put(digest, fill, is_whole), "sgpu-upload")
+        if not self._kept.is_wanted(digest, user):
             raise BlobMissing("the run has ended")
-        path = self._locks[digest][1]
         return str(path / manifest.files[0].name) if manifest.single else str(path)
 
     async def _manifest(self, launch: Launch, upload: Upload) -> Manifest:
@@ -121,19 +111,6 @@ class Uploaded:
             raise BlobMissing("an upload of one file has another number of them")
         return manifest
 
-    async def _make(self, launch: Launch, digest: str, manifest: Manifest) -> None:
-        found = await _locked(lambda: self._found(digest, manifest))
-        if found is None:
-            blobs = await self._fetch(launch, manifest)
-            found = await _locked(lambda: self._made(digest, manifest, blobs))
-        if found is None:
-            raise BlobMissing("its copy on this node has gone")
-        if digest in self._locks or digest not in self._users:
-            # another run was first, or nobody wants it any more
-            os.close(found[0])
-        else:
-            self._locks[digest] = found
-
     async def _fetch(self, launch: Launch, manifest: Manifest) -> dict[str, Path]:
         """Have all blobs on this node, a few at a time."""
         wanted = {blob: size for file in manifest.files for blob, size in _blobs_of(file)}
@@ -147,70 +124,16 @@ class Uploaded:
         await asyncio.gather(*(fetch(blob, size) for blob, size in wanted.items()))
         return blobs
 
-    # ------------------------------------------------------------ in threads
-
-    def _found(self, digest: str, manifest: Manifest) -> _Found:
-        """Lock the copy that is there, unless somebody has written in it."""
-        for path in self._paths(digest):
-            descriptor = lock_shared(path)
-            if descriptor is not None and _is_whole(path, manifest):
-                os.utime(path)
-                return descriptor, path
-            if descriptor is not None:
-                os.close(descriptor)
-                remove_unused(path)
-        return None
-
-    def _made(self, digest: str, manifest: Manifest, blobs: Mapping[str, Path]) -> _Found:
-        private_dir(self._folder.parent)
-        private_dir(self._folder)
-        temporary = self._folder / f".{digest[:16]}-{os.getpid()}-{time.monotonic_ns()}.part"
-        with self._making:
-            try:
-                _put_together(temporary, manifest, blobs)
-                for path in self._paths(digest):
-                    if not path.exists():
-                        os.rename(temporary, path)
-                        break
-                else:
-                    raise OSError("its earlier copies on this node were changed, and runs use them")
-            finally:
-                remove_tree(temporary)
-            descriptor = lock_shared(path)
-            if descriptor is None:
-                raise OSError(f"{path} was removed as soon as it was made")
-            evict(self._folder, self._budget)
-        return descriptor, path
-
-    def _paths(self, digest: str) -> Sequence[Path]:
-        return [self._folder / (f"{digest}-{number}" if number else digest) for number in range(_MOST_COPIES)]
-
-
-async def _locked(look: Callable[[], _Found]) -> _Found:
-    """What a thread finds; it lets go of that when nobody waits for it any more."""
-    looking = call_in_background(look, "sgpu-upload")
-    try:
-        return await asyncio.shield(looking)
-    except asyncio.CancelledError:
-        looking.add_done_callback(_let_go)
-        raise
-
-
-def _let_go(looking: asyncio.Future[_Found]) -> None:
-    if looking.exception() is None and (found := looking.result()) is not None:
-        os.close(found[0])
-
 
 def _blobs_of(file: UploadedFile) -> list[tuple[str, int]]:
-    sizes = [min(PIECE_BYTES, file.size - begin) for begin in range(0, file.size, PIECE_BYTES)]
+    sizes = piece_sizes(file.size)
     if len(sizes) != len(file.blobs):
         raise BlobMissing(f"the parts of {file.name[:200]} do not make its size")
     return list(zip(file.blobs, sizes, strict=True))
 
 
 def _put_together(folder: Path, manifest: Manifest, blobs: Mapping[str, Path]) -> None:
-    """Make the folder anew; its names come from elsewhere, and none leads out of it."""
-    folder.mkdir(mode=0o700)
+    """Fill an empty folder; the names come from elsewhere, and none leads out of it."""
     for name in manifest.folders:
         folder.joinpath(*parts_of(name)).mkdir(parents=True, exist_ok=True)
     for file in manifest.files:
@@ -219,18 +142,13 @@ def _put_together(folder: Path, manifest: Manifest, blobs: Mapping[str, Path]) -
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o500 if file.executable else 0o400)
         try:
-            at = 0
-            for blob, size in _blobs_of(file):
-                copy_blob(blobs[blob], descriptor, at, size)
-                at += size
+            join_blobs(descriptor, [(blobs[blob], size) for blob, size in _blobs_of(file)])
             os.utime(descriptor, (_TIME, _TIME))
         finally:
             os.close(descriptor)
-    for directory, _, _ in os.walk(folder, topdown=False):
-        if directory != str(folder):
-            os.chmod(directory, 0o500)
     # the folder's own time says when it was used last
-    os.chmod(folder, 0o500)
+    for directory, _, _ in os.walk(folder, topdown=False):
+        os.chmod(directory, 0o500)
 
 
 def _is_whole(folder: Path, manifest: Manifest) -> bool:
