@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -15,7 +14,9 @@ from sgpu_magic.client.link import PoolLink, Reply
 from sgpu_magic.client.queues import FilePart
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import PoolError, RunFileUnknown, UsageError
+from sgpu_magic.files.kept_folders import keep_newest
 from sgpu_magic.files.safe_paths import open_below, parts_of
+from sgpu_magic.files.whole_file import appearing, write_at
 from sgpu_magic.system.byte_sizes import fits_memory
 from sgpu_magic.wire.files import CHUNK_BYTES, ListRunFiles, ReadRunFile, RunFiles
 
@@ -74,14 +75,8 @@ class Mirror:
         """
         self._make_folder(name)
         target = self.directory.joinpath(*parts_of(name))
-        temporary = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_ident()}.part")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            self._copy(name, descriptor, 0)
-            os.replace(temporary, target)
-        finally:
-            os.close(descriptor)
-            temporary.unlink(missing_ok=True)
+        with appearing(target) as file:
+            self._copy(name, file.fileno(), 0)
         return target
 
     def bring_if_there(self, name: str) -> None:
@@ -157,7 +152,8 @@ class Mirror:
     def _make_folder(self, name: str) -> None:
         if not self.directory.exists():
             private_dir(self.directory.parent.parent)
-            _keep_newest(private_dir(self.directory.parent), _MOST_RUNS - 1)
+            # the pool has what is in those that nothing was brought to for longest
+            keep_newest(private_dir(self.directory.parent), _MOST_RUNS - 1)
         folder = private_dir(self.directory)
         for part in parts_of(name)[:-1]:
             folder = private_dir(folder / part)
@@ -182,7 +178,7 @@ class Mirror:
                 offset, request, reply = under_way.popleft()
                 part = self._received(link, request, reply, patience_s)
                 whole = part.about.size if whole is None else whole
-                _write(target, part.data, offset)
+                write_at(target, part.data, offset)
                 if len(part.data) < min(CHUNK_BYTES, whole - offset):
                     raise RunFileUnknown(f"{name} of the run has become shorter at its pool while it was read.")
         finally:
@@ -201,14 +197,6 @@ class Mirror:
         return answer
 
 
-def _keep_newest(folder: Path, most: int) -> None:
-    """Remove the mirrors that nothing was brought to for longest: their pool has what is in them."""
-    with contextlib.suppress(FileNotFoundError):
-        found = sorted(folder.iterdir(), key=lambda each: each.stat().st_mtime, reverse=True)
-        for each in found[most:]:
-            shutil.rmtree(each, ignore_errors=True)
-
-
 def _answer(link: PoolLink, request: int, reply: Future[Reply], patience_s: float | None = None) -> Reply:
     """Wait for an answer; without `patience_s` also until a broken link has come back."""
     wait_s = _ANSWER_S if patience_s is None else patience_s
@@ -225,10 +213,3 @@ def _answer(link: PoolLink, request: int, reply: Future[Reply], patience_s: floa
                     ) from None
     finally:
         link.give_up(request)
-
-
-def _write(target: int, data: bytes, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        count = os.pwrite(target, view, offset)
-        view, offset = view[count:], offset + count

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
-import os
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry, parse, pools_path, read_text, unknown_pool
 from sgpu_magic.errors import UsageError
+from sgpu_magic.files.kept_folders import locked
 from sgpu_magic.files.whole_file import write_whole
 
 _HEADER = re.compile(r"\s*\[\s*(?P<name>[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*')\s*\]\s*(?:#.*)?")
@@ -109,29 +107,15 @@ def _named(pattern: re.Pattern[str], line: str) -> str | None:
 def _changed(path: Path, change: Callable[[str], str]) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _alone(path.parent):
+        # two that write at once do not lose each other's pools
+        with locked(path.parent):
             old = read_text(path)
             new = change(old)
             before = {entry.name for entry in parse(old, path)}
             after = {entry.name for entry in parse(new, path)}
             if len(before ^ after) > 1:
                 raise UsageError(f"{path} is written in a way that can't be changed from here. Edit it by hand.")
-            _write(path, new)
+            # a link stays one: what it leads to is replaced
+            write_whole(path.resolve(), new.encode())
     except OSError as error:
         raise UsageError(f"the list of pools {path} can't be written: {error}.") from error
-
-
-@contextlib.contextmanager
-def _alone(directory: Path) -> Generator[None]:
-    """Two that write at once do not lose each other's pools."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _write(path: Path, text: str) -> None:
-    # a link stays one: what it leads to is replaced
-    write_whole(path.resolve(), text.encode())

@@ -10,6 +10,7 @@ import msgspec
 
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import UsageError
+from sgpu_magic.files.kept_folders import keep_newest
 from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.wire.ids import is_valid_id
 from sgpu_magic.wire.run import RunSpec
@@ -47,7 +48,7 @@ def note_sent(settings: Settings, pool: str, spec: RunSpec) -> None:
         private_dir(settings.state_path)
         private_dir(_folder(settings))
         _write(settings, SentRun(pool=pool, spec=spec))
-        _keep_newest(_folder(settings))
+        keep_newest(_folder(settings), _MOST)
 
 
 def note_end(settings: Settings, run_id: str, state: RunState, ended_at: float) -> None:
@@ -85,12 +86,3 @@ def _folder(settings: Settings) -> Path:
 def _write(settings: Settings, sent: SentRun) -> None:
     # a kernel and a Jupyter server may hear of an end at the same time
     write_whole(_folder(settings) / f"{sent.spec.run_id}{_ENDING}", msgspec.msgpack.encode(sent))
-
-
-def _keep_newest(folder: Path) -> None:
-    with os.scandir(folder) as entries:
-        found = list(entries)
-    if len(found) > _MOST:
-        oldest = sorted(found, key=lambda entry: entry.stat().st_mtime_ns)
-        for entry in oldest[: len(found) - _MOST]:
-            os.unlink(entry)

@@ -53,7 +53,7 @@ class HeldLock:
             self._descriptor = -1
 
 
-def lock(path: Path, *, shared: bool = False, wait: bool = True, flags: int = os.O_RDONLY) -> HeldLock | None:
+def take_lock(path: Path, *, shared: bool = False, wait: bool = True, flags: int = os.O_RDONLY) -> HeldLock | None:
     """Lock a file or folder; None when it is not there, or somebody else has it and `wait` is False.
 
     Args:
@@ -85,8 +85,8 @@ def lock(path: Path, *, shared: bool = False, wait: bool = True, flags: int = os
 
 @contextlib.contextmanager
 def locked(path: Path, *, wait: bool = True, flags: int = os.O_RDONLY) -> Generator[bool]:
-    """Lock a file or folder against all others for the block; yields whether it could be had. As `lock`."""
-    held = lock(path, wait=wait, flags=flags)
+    """Lock a file or folder against all others for the block; yields whether it could be had. As `take_lock`."""
+    held = take_lock(path, wait=wait, flags=flags)
     try:
         yield held is not None
     finally:
@@ -173,7 +173,7 @@ class KeptFolders:
     def find(self, name: str, is_whole: Callable[[Path], bool] = Path.is_dir) -> Path | None:
         """Hold the folder that is there; one that is not whole any more is removed, unless somebody uses it."""
         for path in self._copies(name):
-            held = lock(path, shared=True)
+            held = take_lock(path, shared=True)
             if held is not None and is_whole(path):
                 os.utime(path)
                 return self._hold(name, held, path)
@@ -238,7 +238,7 @@ class KeptFolders:
             except OSError:
                 if not path.is_dir():
                     raise
-            held = lock(path, shared=True)
+            held = take_lock(path, shared=True)
             if held is None:
                 raise OSError(f"{path} was removed as soon as it was made")
             if is_whole(path):
