@@ -142,7 +142,7 @@ def _run(options: argparse.Namespace) -> int:
                     print(environments.prune(settings, options.days))
         case "usage":
             from sgpu_magic.cli import usage
-            from sgpu_magic.client.usage import read_usage
+            from sgpu_magic.client.ledger import read_usage
 
             print(usage.FORMATS[options.format](read_usage(load_settings(), options.since, options.by)))
         case "types":

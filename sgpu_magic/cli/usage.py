@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 
-from sgpu_magic.client.usage import Usage, Use
+from sgpu_magic.client.ledger import Usage, Use
 from sgpu_magic.views.tables import aligned
 from sgpu_magic.wire.costs import HOUR_S, format_money
 

@@ -6,7 +6,7 @@ import os
 import re
 from typing import Any
 
-from sgpu_magic.client.interpreter import this_owner
+from sgpu_magic.client.this_process import this_owner
 from sgpu_magic.payload.names import FUTURE_FLAGS
 from sgpu_magic.wire.run import Owner
 

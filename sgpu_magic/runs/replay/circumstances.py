@@ -250,7 +250,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    from sgpu_magic.client.interpreter import this_interpreter
+    from sgpu_magic.client.this_process import this_interpreter
     from sgpu_magic.packages.snapshot import take_snapshot
 
     found = Found(this_interpreter(), take_snapshot().digest)

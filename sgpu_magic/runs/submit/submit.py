@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sgpu_magic.client.attachments import Attachments, Stand
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.run import Run
+from sgpu_magic.client.submitter import Attachments, Stand
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.payload.pack import Packed
 from sgpu_magic.runs import git_state, job_defaults, packages
