@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -36,6 +37,8 @@ _WINDOW = 16
 _ANSWER_S = 60.0
 # who reads a log shows what is there when the pool can't be asked
 _LOG_PATIENCE_S = 5.0
+
+A = TypeVar("A", RunFiles, FilePart)
 
 
 def mirror_path(settings: Settings, pool: str, run_id: str) -> Path:
@@ -68,10 +71,7 @@ class Mirror:
         link = self._link()
         request, reply = link.new_request()
         link.send(ListRunFiles(request=request, run=self._run_id, under=under))
-        answer = _answer(link, request, reply)
-        if not isinstance(answer, RunFiles):
-            raise PoolError(f"{link.title} gave an answer that fits no question. Have its operator restart it.")
-        return answer
+        return _answer(link, request, reply, RunFiles)
 
     def bring(self, name: str) -> Path:
         """Bring a file as it is now, and return where it lies here.
@@ -171,7 +171,7 @@ class Mirror:
 
     def _size(self, name: str, patience_s: float | None = None) -> int:
         link = self._link()
-        return self._received(link, *self._ask(link, name, 0, 0), patience_s).about.size
+        return _answer(link, *self._ask(link, name, 0, 0), FilePart, patience_s).about.size
 
     def _copy(self, name: str, target: int, begin: int, patience_s: float | None = None) -> None:
         """Write a file's bytes from `begin` on, as many as it has when they are read."""
@@ -184,7 +184,7 @@ class Mirror:
                     under_way.append((at, *self._ask(link, name, at, CHUNK_BYTES)))
                     at += CHUNK_BYTES
                 offset, request, reply = under_way.popleft()
-                part = self._received(link, request, reply, patience_s)
+                part = _answer(link, request, reply, FilePart, patience_s)
                 whole = part.about.size if whole is None else whole
                 write_at(target, part.data, offset)
                 if len(part.data) < min(CHUNK_BYTES, whole - offset):
@@ -198,20 +198,15 @@ class Mirror:
         link.send(ReadRunFile(request=request, run=self._run_id, name=name, offset=offset, size=size))
         return request, reply
 
-    def _received(self, link: PoolLink, request: int, reply: Future[Reply], patience_s: float | None) -> FilePart:
-        answer = _answer(link, request, reply, patience_s)
-        if not isinstance(answer, FilePart):
-            raise PoolError(f"{link.title} gave an answer that fits no question. Have its operator restart it.")
-        return answer
 
-
-def _answer(link: PoolLink, request: int, reply: Future[Reply], patience_s: float | None = None) -> Reply:
+def _answer(link: PoolLink, request: int, reply: Future[Reply], kind: type[A], patience_s: float | None = None) -> A:
     """Wait for an answer; without `patience_s` also until a broken link has come back."""
     wait_s = _ANSWER_S if patience_s is None else patience_s
     try:
         while True:
             try:
-                return reply.result(wait_s)
+                answer = reply.result(wait_s)
+                break
             except TimeoutError:
                 # a broken link comes back, and asks again; one that stands and is silent does not
                 if patience_s is not None or not link.silent_s:
@@ -221,6 +216,9 @@ def _answer(link: PoolLink, request: int, reply: Future[Reply], patience_s: floa
                     ) from None
     finally:
         link.give_up(request)
+    if not isinstance(answer, kind):
+        raise PoolError(f"{link.title} gave an answer that fits no question. Have its operator restart it.")
+    return answer
 
 
 # ---------------------------------------------------------------- which runs were sent there
