@@ -16,12 +16,12 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Generator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.files.kept_folders import LOCK_FILE, HeldLock, evict, take_lock
+from sgpu_magic.files.kept_folders import LOCK_FILE, HeldLock, evict, locked, take_lock
 from sgpu_magic.system.byte_sizes import folder_bytes
 from sgpu_magic.wire.record import Record
 
@@ -83,15 +83,15 @@ class Store:
         folder = self.folder(name)
         if not folder.is_dir():
             return None
-        held = self._lock(name, shared=True)
+        held = take_lock(self._lock_file(name), shared=True, wait=False, flags=LOCK_FILE)
         if held is None:
             return None
-        built = read_built(folder)
-        if built is None:
-            held.close()
-            return None
-        self.touch(name)
-        return built, held
+        with contextlib.suppress(OSError):
+            if (built := read_built(folder)) is not None:
+                self.touch(name)
+                return built, held
+        held.close()
+        return None
 
     def is_whole(self, name: str) -> bool:
         """Whether it is there. Only who holds its lock can rely on it."""
@@ -99,7 +99,7 @@ class Store:
 
     def claim(self, name: str) -> HeldLock | None:
         """The right to build or to remove it; None while somebody builds or uses it."""
-        return self._lock(name, shared=False)
+        return take_lock(self._lock_file(name), wait=False, flags=LOCK_FILE)
 
     def begin(self, name: str) -> Path:
         """An empty folder to build in. What killed builds have left is removed. Needs the claim."""
@@ -166,13 +166,13 @@ class Store:
     # ------------------------------------------------------------ within
 
     def _lock_file(self, name: str) -> Path:
-        return self.root / "locks" / name
+        folder = self.root / "locks"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder / name
 
-    def _lock(self, name: str, *, shared: bool) -> HeldLock | None:
-        """Take the lock without waiting."""
-        path = self._lock_file(name)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return take_lock(path, shared=shared, wait=False, flags=LOCK_FILE)
+    def _claimed(self, name: str) -> AbstractContextManager[bool]:
+        """Hold the claim for the block; yields whether it could be had."""
+        return locked(self._lock_file(name), wait=False, flags=LOCK_FILE)
 
     def _remove_leftovers(self) -> None:
         for entry in os.listdir(self.root):
@@ -183,15 +183,6 @@ class Store:
                         if mine:
                             shutil.rmtree(self.root / entry, ignore_errors=True)
                             self.abandon(name)
-
-    @contextlib.contextmanager
-    def _claimed(self, name: str) -> Generator[bool]:
-        claim = self.claim(name)
-        try:
-            yield claim is not None
-        finally:
-            if claim is not None:
-                claim.close()
 
     def _last_used(self, name: str) -> float:
         try:
