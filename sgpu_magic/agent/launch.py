@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from sgpu_magic.agent.environments import Environments
-from sgpu_magic.agent.inputs.code_bundles import CodeUnusable
+from sgpu_magic.agent.inputs.kept_inputs import CodeUnusable
 from sgpu_magic.agent.inputs.launch_inputs import LaunchInputs, travels_by_blobs
 from sgpu_magic.agent.node_context import place_here
 from sgpu_magic.agent.ranks.standby_groups import StandbyGroups

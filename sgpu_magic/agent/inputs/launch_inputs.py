@@ -13,8 +13,7 @@ import msgspec
 
 from sgpu_magic.agent.background_call import call_in_background
 from sgpu_magic.agent.inputs.blob_cache import BlobCache
-from sgpu_magic.agent.inputs.code_bundles import CodeBundles
-from sgpu_magic.agent.inputs.uploaded import Uploaded
+from sgpu_magic.agent.inputs.kept_inputs import CodeBundles, Uploaded
 from sgpu_magic.agent.reports import Send
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.files.content_store import join_blobs, join_parts, piece_sizes

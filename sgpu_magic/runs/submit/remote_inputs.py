@@ -13,7 +13,7 @@ import msgspec
 
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.config import Settings
-from sgpu_magic.packages import known_mismatches
+from sgpu_magic.packages.order import check_before_travel, mismatch_news
 from sgpu_magic.packages.variables import travelling
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.submit.redact import without_secrets
@@ -102,7 +102,7 @@ def pack_up(pool: Pool, settings: Settings, submission: Submission) -> Luggage:
             packages.of(pool).keep(environment)
         else:
             spec = msgspec.structs.replace(spec, environment=packages.of(pool).digest_for(spec.run_id))
-            spec = _noted(spec, (*_without_effect(submission.wishes), *known_mismatches.news()))
+            spec = _noted(spec, (*_without_effect(submission.wishes), *mismatch_news()))
     return Luggage(spec, submission.environ, environment, cell=cell)
 
 
@@ -157,7 +157,6 @@ def _wished(pool: Pool, settings: Settings, submission: Submission) -> tuple[Env
         return None
     # only loaded where packages travel
     from sgpu_magic.packages import bases
-    from sgpu_magic.packages.order import check_before_travel
 
     chosen = bases.chosen(settings, wishes.env_version, torch_mine=wishes.torch_mine, allow_build=wishes.allow_build)
     if chosen is None:
@@ -168,8 +167,6 @@ def _wished(pool: Pool, settings: Settings, submission: Submission) -> tuple[Env
 
 def _own(pool: Pool, submission: Submission) -> tuple[tuple[Environment, tuple[str, ...]], tuple[str, ...]]:
     """The notebook's own packages, and the directories of projects of which wheels were made."""
-    from sgpu_magic.packages.order import check_before_travel
-
     wishes, own = submission.wishes, packages.of(pool)
     ordered = own.environment(torch_mine=wishes.torch_mine, allow_build=wishes.allow_build)
     snapshot = own.snapshot()
