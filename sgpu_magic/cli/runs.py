@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from sgpu_magic.cli.arguments import Parser, note, positive, rank
-from sgpu_magic.client import ledger_file
+from sgpu_magic.client import ledger
 from sgpu_magic.client.find_run import check_prefix, pool_of
 from sgpu_magic.client.forwarding import LOOPBACK, Forwarder
 from sgpu_magic.client.link import PoolLink
@@ -64,7 +64,7 @@ def recent(settings: Settings, limit: int | None, name: str = "") -> tuple[str, 
     finally:
         pools.close()
     if runs is None:
-        runs = ledger_file.recent_runs(settings, limit)
+        runs = ledger.recent_runs(settings, limit)
     if not elsewhere:
         return runs_table(runs, time.time()), note
     silent = [f"{each.name} is left out: {each.problem}" for each in elsewhere if each.problem]

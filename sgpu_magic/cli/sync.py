@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.cli.arguments import Parser
-from sgpu_magic.client import ledger_file
+from sgpu_magic.client import ledger
 from sgpu_magic.client.find_run import find_directory
 from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.config import Settings, load_settings
@@ -85,7 +85,7 @@ def _going(settings: Settings, left: Sequence[Left]) -> Collection[str]:
     """The runs among them that are not over: their pool writes them."""
     if not left or find_pool(settings) is None:
         return ()
-    rows = {row.run_id: row for row in ledger_file.recent_runs(settings, None)}
+    rows = {row.run_id: row for row in ledger.recent_runs(settings, None)}
     return {path.name for path, _ in left if path.name in rows and not rows[path.name].state.is_final}
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from sgpu_magic.cli.arguments import Parser
-from sgpu_magic.client.usage import Usage, Use, read_usage
+from sgpu_magic.client.ledger import Usage, Use, read_usage
 from sgpu_magic.config import load_settings
 from sgpu_magic.views.tables import aligned
 from sgpu_magic.wire.costs import HOUR_S, format_money

@@ -14,12 +14,11 @@ from typing import TypeVar
 
 import msgspec
 
-from sgpu_magic.client.interpreter import this_hello, this_interpreter
-from sgpu_magic.client.keys import own_key_path, own_keys
 from sgpu_magic.client.link import PoolLink, PoolLost, Reply
 from sgpu_magic.client.local_pool import find_pool, start_pool, stated_settings, wait_for_exit
 from sgpu_magic.client.pools_file import PoolEntry
 from sgpu_magic.client.remote_wire import RemoteWire
+from sgpu_magic.client.this_process import own_key_path, own_keys, this_hello, this_interpreter
 from sgpu_magic.client.wires import LocalWire
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, PoolVersionError

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.client import ledger_file
+from sgpu_magic.client import ledger
 from sgpu_magic.client.find_run import check_prefix, find_directory, pool_of
 from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.mirror import Mirror, mirror_path
@@ -120,7 +120,7 @@ def _found_here(settings: Settings, text: str) -> FilesOfRun | None:
     return FilesOfRun(
         run_id,
         directory,
-        lambda: ledger_file.find_run(settings, run_id),
+        lambda: ledger.find_run(settings, run_id),
         lambda row: _is_over(settings, directory, row),
     )
 

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Generator, Sequence
 
-from sgpu_magic.client import ledger_file
+from sgpu_magic.client import ledger
 from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pools import Asked, Pools
@@ -124,7 +124,7 @@ def find_directory(settings: Settings, text: str) -> str:
 
 def _check_not_removed(settings: Settings, prefix: str) -> None:
     """Raise UsageError if the ledger has a run of that prefix: its directory was there once."""
-    for run in ledger_file.recent_runs(settings, None):
+    for run in ledger.recent_runs(settings, None):
         if run.run_id.startswith(prefix):
             raise UsageError(
                 f"what run {short(run.run_id)} printed and returned is no longer kept, only that it was: `sgpu runs "

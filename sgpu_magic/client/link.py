@@ -15,9 +15,8 @@ from concurrent.futures import Future
 import msgspec
 
 from sgpu_magic import errors
-from sgpu_magic.client.interpreter import this_hello
-from sgpu_magic.client.queues import EventItem, EventQueue, FilePart, Outgoing, Parcel
-from sgpu_magic.client.wires import Wire
+from sgpu_magic.client.this_process import this_hello
+from sgpu_magic.client.wires import EventItem, EventQueue, FilePart, Outgoing, Parcel, Wire
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.system.secure_sockets import MAX_FRAME_BYTES
 from sgpu_magic.wire import codec

@@ -1,23 +1,33 @@
-"""What of a run of another machine's pool lies here: files that were asked for, logs as far as they were read."""
+"""What of runs of other machines' pools lies here: files that were asked for, logs as far as they were read.
+
+Also which runs were given to them: who has lost sight of one finds its pool by that.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 from sgpu_magic.client.link import PoolLink, Reply
-from sgpu_magic.client.queues import FilePart
+from sgpu_magic.client.wires import FilePart
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import PoolError, RunFileUnknown, UsageError
+from sgpu_magic.files.kept_folders import keep_newest
 from sgpu_magic.files.safe_paths import open_below, parts_of
+from sgpu_magic.files.whole_file import appearing, write_at, write_whole
 from sgpu_magic.system.byte_sizes import fits_memory
 from sgpu_magic.wire.files import CHUNK_BYTES, ListRunFiles, ReadRunFile, RunFiles
+from sgpu_magic.wire.ids import is_valid_id
+from sgpu_magic.wire.run import RunSpec
+from sgpu_magic.wire.states import RunState
 
 MIRRORS = "remote"
 """The folder of all mirrors in the state directory: `remote/<pool>/<run>`."""
@@ -27,6 +37,8 @@ _WINDOW = 16
 _ANSWER_S = 60.0
 # who reads a log shows what is there when the pool can't be asked
 _LOG_PATIENCE_S = 5.0
+
+A = TypeVar("A", RunFiles, FilePart)
 
 
 def mirror_path(settings: Settings, pool: str, run_id: str) -> Path:
@@ -59,10 +71,7 @@ class Mirror:
         link = self._link()
         request, reply = link.new_request()
         link.send(ListRunFiles(request=request, run=self._run_id, under=under))
-        answer = _answer(link, request, reply)
-        if not isinstance(answer, RunFiles):
-            raise PoolError(f"{link.title} gave an answer that fits no question. Have its operator restart it.")
-        return answer
+        return _answer(link, request, reply, RunFiles)
 
     def bring(self, name: str) -> Path:
         """Bring a file as it is now, and return where it lies here.
@@ -74,14 +83,8 @@ class Mirror:
         """
         self._make_folder(name)
         target = self.directory.joinpath(*parts_of(name))
-        temporary = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_ident()}.part")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            self._copy(name, descriptor, 0)
-            os.replace(temporary, target)
-        finally:
-            os.close(descriptor)
-            temporary.unlink(missing_ok=True)
+        with appearing(target) as file:
+            self._copy(name, file.fileno(), 0)
         return target
 
     def bring_if_there(self, name: str) -> None:
@@ -157,7 +160,8 @@ class Mirror:
     def _make_folder(self, name: str) -> None:
         if not self.directory.exists():
             private_dir(self.directory.parent.parent)
-            _keep_newest(private_dir(self.directory.parent), _MOST_RUNS - 1)
+            # the pool has what is in those that nothing was brought to for longest
+            keep_newest(private_dir(self.directory.parent), _MOST_RUNS - 1)
         folder = private_dir(self.directory)
         for part in parts_of(name)[:-1]:
             folder = private_dir(folder / part)
@@ -167,7 +171,7 @@ class Mirror:
 
     def _size(self, name: str, patience_s: float | None = None) -> int:
         link = self._link()
-        return self._received(link, *self._ask(link, name, 0, 0), patience_s).about.size
+        return _answer(link, *self._ask(link, name, 0, 0), FilePart, patience_s).about.size
 
     def _copy(self, name: str, target: int, begin: int, patience_s: float | None = None) -> None:
         """Write a file's bytes from `begin` on, as many as it has when they are read."""
@@ -180,9 +184,9 @@ class Mirror:
                     under_way.append((at, *self._ask(link, name, at, CHUNK_BYTES)))
                     at += CHUNK_BYTES
                 offset, request, reply = under_way.popleft()
-                part = self._received(link, request, reply, patience_s)
+                part = _answer(link, request, reply, FilePart, patience_s)
                 whole = part.about.size if whole is None else whole
-                _write(target, part.data, offset)
+                write_at(target, part.data, offset)
                 if len(part.data) < min(CHUNK_BYTES, whole - offset):
                     raise RunFileUnknown(f"{name} of the run has become shorter at its pool while it was read.")
         finally:
@@ -194,28 +198,15 @@ class Mirror:
         link.send(ReadRunFile(request=request, run=self._run_id, name=name, offset=offset, size=size))
         return request, reply
 
-    def _received(self, link: PoolLink, request: int, reply: Future[Reply], patience_s: float | None) -> FilePart:
-        answer = _answer(link, request, reply, patience_s)
-        if not isinstance(answer, FilePart):
-            raise PoolError(f"{link.title} gave an answer that fits no question. Have its operator restart it.")
-        return answer
 
-
-def _keep_newest(folder: Path, most: int) -> None:
-    """Remove the mirrors that nothing was brought to for longest: their pool has what is in them."""
-    with contextlib.suppress(FileNotFoundError):
-        found = sorted(folder.iterdir(), key=lambda each: each.stat().st_mtime, reverse=True)
-        for each in found[most:]:
-            shutil.rmtree(each, ignore_errors=True)
-
-
-def _answer(link: PoolLink, request: int, reply: Future[Reply], patience_s: float | None = None) -> Reply:
+def _answer(link: PoolLink, request: int, reply: Future[Reply], kind: type[A], patience_s: float | None = None) -> A:
     """Wait for an answer; without `patience_s` also until a broken link has come back."""
     wait_s = _ANSWER_S if patience_s is None else patience_s
     try:
         while True:
             try:
-                return reply.result(wait_s)
+                answer = reply.result(wait_s)
+                break
             except TimeoutError:
                 # a broken link comes back, and asks again; one that stands and is silent does not
                 if patience_s is not None or not link.silent_s:
@@ -225,10 +216,80 @@ def _answer(link: PoolLink, request: int, reply: Future[Reply], patience_s: floa
                     ) from None
     finally:
         link.give_up(request)
+    if not isinstance(answer, kind):
+        raise PoolError(f"{link.title} gave an answer that fits no question. Have its operator restart it.")
+    return answer
 
 
-def _write(target: int, data: bytes, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        count = os.pwrite(target, view, offset)
-        view, offset = view[count:], offset + count
+# ---------------------------------------------------------------- which runs were sent there
+
+SENT = "sent"
+"""The folder in the state directory: a file for each run, `sent/<run>.msgpack`."""
+
+_SENT_END = ".msgpack"
+_MOST_SENT = 500
+
+
+class SentRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of this machine in the pool of another.
+
+    Args:
+        pool: The pool's name here.
+        spec: What was submitted.
+        state: As far as it was heard of, None when it was not.
+        ended_at: Seconds since the epoch, None as long as its end was not heard of.
+    """
+
+    pool: str
+    spec: RunSpec
+    state: RunState | None = None
+    ended_at: float | None = None
+
+
+_decoder = msgspec.msgpack.Decoder(SentRun)
+
+
+def note_sent(settings: Settings, pool: str, spec: RunSpec) -> None:
+    """Note that a pool has taken a run; the newest 500 are kept. Without room for the note the run goes on as well."""
+    with contextlib.suppress(OSError, UsageError):
+        private_dir(settings.state_path)
+        private_dir(_sent_folder(settings))
+        _write_sent(settings, SentRun(pool=pool, spec=spec))
+        keep_newest(_sent_folder(settings), _MOST_SENT)
+
+
+def note_end(settings: Settings, run_id: str, state: RunState, ended_at: float) -> None:
+    """Note how a run has ended, if anything is noted of it."""
+    sent = sent_run(settings, run_id)
+    if sent is not None and sent.ended_at is None:
+        with contextlib.suppress(OSError):
+            _write_sent(settings, msgspec.structs.replace(sent, state=state, ended_at=ended_at))
+
+
+def sent_run(settings: Settings, run_id: str) -> SentRun | None:
+    """What was noted of a run, None where nothing was."""
+    if not is_valid_id(run_id):
+        return None
+    try:
+        return _decoder.decode(_sent_folder(settings).joinpath(f"{run_id}{_SENT_END}").read_bytes())
+    except (OSError, msgspec.DecodeError):
+        # of another version
+        return None
+
+
+def sent_run_ids(settings: Settings) -> list[str]:
+    """The runs that something is noted of, in no order."""
+    try:
+        names = os.listdir(_sent_folder(settings))
+    except OSError:
+        return []
+    return [name.removesuffix(_SENT_END) for name in names if name.endswith(_SENT_END)]
+
+
+def _sent_folder(settings: Settings) -> Path:
+    return settings.state_path / SENT
+
+
+def _write_sent(settings: Settings, sent: SentRun) -> None:
+    # a kernel and a Jupyter server may hear of an end at the same time
+    write_whole(_sent_folder(settings) / f"{sent.spec.run_id}{_SENT_END}", msgspec.msgpack.encode(sent))

@@ -6,15 +6,14 @@ import contextlib
 import threading
 from collections.abc import Callable
 
-from sgpu_magic.client.attachments import Attachments
 from sgpu_magic.client.connection import REPLY_TIMEOUT_S, Connection, FarConnection, LocalConnection, ask
-from sgpu_magic.client.current_settings import CurrentSettings
 from sgpu_magic.client.link import PoolLink, PoolLost
+from sgpu_magic.client.mirror import note_end
 from sgpu_magic.client.payload_memory import PayloadMemory
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.client.run import Run
-from sgpu_magic.client.sent_runs import note_end
-from sgpu_magic.client.submitter import Submitter
+from sgpu_magic.client.submitter import Attachments, Submitter
+from sgpu_magic.client.this_process import CurrentSettings
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import CapacityError, PoolError, SessionError, SgpuError, UsageError
 from sgpu_magic.payload.pack import Packed

@@ -15,8 +15,7 @@ from urllib.parse import urlsplit
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from sgpu_magic.client.queues import Outgoing, Parcel
-from sgpu_magic.client.wires import Receiver
+from sgpu_magic.client.wires import Outgoing, Parcel, Receiver
 from sgpu_magic.errors import KeyRefused, PoolError
 from sgpu_magic.system.secure_sockets import Endpoint, KeyPair, secure_client
 from sgpu_magic.wire import codec

@@ -18,6 +18,7 @@ import msgspec
 
 from sgpu_magic.config import private_dir
 from sgpu_magic.errors import SerializationError, UsageError
+from sgpu_magic.files.kept_folders import keep_newest
 from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.wire.attachments import MOST_UPLOADED_FILES
 
@@ -248,9 +249,7 @@ class KnownDigests:
             private_dir(self._folder.parent)
             private_dir(self._folder)
             write_whole(self._path, msgspec.msgpack.encode(kept))
-            newest = sorted(self._folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-            for path in newest[_MOST_KEPT:]:
-                path.unlink(missing_ok=True)
+            keep_newest(self._folder, _MOST_KEPT)
 
 
 def _known(status: os.stat_result, digests: tuple[str, ...]) -> _Known:

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sgpu_magic.config import private_dir
+from sgpu_magic.files.kept_folders import evict
+from sgpu_magic.files.whole_file import write_at
 from sgpu_magic.wire.attachments import StoredPart
-from sgpu_magic.wire.files import DIGEST_BYTES, is_digest, is_store_name
+from sgpu_magic.wire.files import DIGEST_BYTES, PIECE_BYTES, is_digest, is_store_name
 
 _PARTS = "parts"
 _READ_BYTES = 1 << 20
@@ -42,9 +44,13 @@ def store_name(user: str) -> str:
     return "_" + hashlib.blake2b(user.encode(), digest_size=16).hexdigest()
 
 
-def new_digest() -> hashlib.blake2b:
-    """What a blob is digested with."""
-    return hashlib.blake2b(digest_size=DIGEST_BYTES)
+def digest_of(file: int) -> tuple[hashlib.blake2b, int]:
+    """Digest the bytes of a descriptor as a blob, and count them."""
+    hashed, at = hashlib.blake2b(digest_size=DIGEST_BYTES), 0
+    while data := os.pread(file, _READ_BYTES, at):
+        hashed.update(data)
+        at += len(data)
+    return hashed, at
 
 
 def blob_path(root: Path, store: str, digest: str) -> Path:
@@ -74,11 +80,9 @@ class _Coming:
 
 
 class _Entry(NamedTuple):
-    """A blob that is there: when it was used last, where it is, its size in bytes, its digest."""
+    """A blob that is there."""
 
-    used_at: float
     path: Path
-    size: int
     digest: str
 
 
@@ -142,10 +146,8 @@ class BlobStore:
         if coming.size + len(data) > size or (not data and size):
             self._drop(key)
             raise BlobRefused("an upload has other bytes than were said. Run the cell again.")
-        view = memoryview(data)
         try:
-            while view:
-                view = view[os.write(coming.file, view) :]
+            write_at(coming.file, data, coming.size)
         except OSError:
             # it goes on from here once there is room
             os.ftruncate(coming.file, coming.size)
@@ -185,14 +187,10 @@ class BlobStore:
         private_dir(self._root / store)
         part = self._part(store, digest)
         private_dir(part.parent)
-        file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        hashed, at = new_digest(), 0
+        file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         if os.fstat(file).st_size >= size:
             os.ftruncate(file, 0)
-        while data := os.pread(file, _READ_BYTES, at):
-            hashed.update(data)
-            at += len(data)
-        coming = self._coming[store, digest] = _Coming(file, hashed, at)
+        coming = self._coming[store, digest] = _Coming(file, *digest_of(file))
         return coming
 
     def _finish(self, key: tuple[str, str], coming: _Coming, path: Path) -> None:
@@ -227,7 +225,7 @@ class BlobStore:
             )
         total = self._sizes.get(store)
         if total is None:
-            total = self._sizes[store] = sum(entry.size for entry in self._all(store))
+            total = self._sizes[store] = sum(size for _, size, _ in self._all(store))
         if total + size > self._most_bytes:
             self._evict(store, self._most_bytes - size)
         root = self._root if self._root.exists() else self._root.parent
@@ -245,23 +243,22 @@ class BlobStore:
         self._asked = {key: at for key, at in self._asked.items() if now - at < _ASKED_S}
         needed = {*self._asked, *self._coming}
         needed.update(*list(self._in_use.values()))
-        kept = sorted(self._all(store))
-        total = sum(entry.size for entry in kept)
-        for entry in kept:
-            if total <= most_bytes:
-                break
-            if (store, entry.digest) not in needed:
-                entry.path.unlink(missing_ok=True)
-                total -= entry.size
-        self._sizes[store] = total
+
+        def remove(entry: _Entry) -> bool:
+            if (store, entry.digest) in needed:
+                return False
+            entry.path.unlink(missing_ok=True)
+            return True
+
+        total = self._sizes[store] = evict(self._all(store), most_bytes, remove)
         if total > most_bytes > 0:
             raise BlobRefused(
                 f"the runs that go on need {total / 1e9:,.1f} GB of the {self._most_bytes / 1e9:,.1f} GB that a user "
                 "may keep at this pool (its setting blobs_bytes). Wait for one of them, or ship less."
             )
 
-    def _all(self, store: str) -> Iterator[_Entry]:
-        """Yield all that is there; what has not come whole for long is removed."""
+    def _all(self, store: str) -> Iterator[tuple[float, int, _Entry]]:
+        """Yield all that is there as `evict` takes it; what has not come whole for long is removed."""
         stale = time.time() - _PART_STALE_S
         for path in (self._root / store).glob("*/*"):
             with contextlib.suppress(FileNotFoundError):
@@ -269,14 +266,31 @@ class BlobStore:
                 whole = path.parent.name != _PARTS
                 digest = path.parent.name + path.name if whole else path.name
                 if whole or status.st_mtime > stale or (store, digest) in self._coming:
-                    yield _Entry(status.st_mtime, path, status.st_size, digest)
+                    yield status.st_mtime, status.st_size, _Entry(path, digest)
                 else:
                     path.unlink()
 
 
-# ---------------------------------------------------------------- joined to what they were cut from
+# ---------------------------------------------------------------- cut into blobs, and joined again
 
 _COPY_BYTES = 16 << 20
+
+
+def piece_sizes(size: int) -> list[int]:
+    """The sizes of the blobs that something of that size is cut into."""
+    return [min(PIECE_BYTES, size - begin) for begin in range(0, size, PIECE_BYTES)]
+
+
+def join_blobs(target: int, blobs: Iterable[tuple[Path, int]]) -> None:
+    """Write blobs of these sizes one behind the other.
+
+    Raises:
+        OSError: One is not there or shorter, or there is no room.
+    """
+    at = 0
+    for path, size in blobs:
+        _copy_blob(path, target, at, size)
+        at += size
 
 
 def join_parts(target: int, size: int, parts: Iterable[tuple[StoredPart, Path]]) -> None:
@@ -294,15 +308,10 @@ def join_parts(target: int, size: int, parts: Iterable[tuple[StoredPart, Path]])
     for part, path in parts:
         if part.offset < 0 or part.offset + part.size > size:
             raise OSError("its parts do not lie in it")
-        copy_blob(path, target, part.offset, part.size)
+        _copy_blob(path, target, part.offset, part.size)
 
 
-def copy_blob(path: Path, target: int, offset: int, size: int) -> None:
-    """Write the first `size` bytes of a blob to an offset of another file.
-
-    Raises:
-        OSError: It is not there or shorter, or there is no room.
-    """
+def _copy_blob(path: Path, target: int, offset: int, size: int) -> None:
     source = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         os.lseek(target, offset, os.SEEK_SET)

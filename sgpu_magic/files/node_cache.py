@@ -21,6 +21,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,11 +29,11 @@ from platformdirs import user_cache_path
 
 from sgpu_magic.config import Settings, host_name, load_settings, private_dir
 from sgpu_magic.errors import UsageError
+from sgpu_magic.files.kept_folders import LOCK_FILE, HeldLock, evict, locked, take_lock
 from sgpu_magic.system.byte_sizes import folder_bytes
 
 _BOOKS = ".sgpu"
 _LONGEST_NAME_BYTES = 200
-_OWN_WRITES = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +82,11 @@ class NodeCache:
         if self._root in _held:
             self._make_room(0)
             return self._root
-        askers = os.open(self._books / "askers", _OWN_WRITES, 0o600)
-        # others may be reading anything in it
-        self._make_room(0, by_hand_too=_try_to_lock(askers))
-        fcntl.flock(askers, fcntl.LOCK_SH)
-        _held[self._root] = askers
+        askers = self._books / "askers"
+        with locked(askers, wait=False, flags=LOCK_FILE) as alone:
+            # others may be reading anything in it
+            self._make_room(0, by_hand_too=alone)
+        _held[self._root] = take_lock(askers, shared=True, flags=LOCK_FILE)
         return self._root
 
     @contextlib.contextmanager
@@ -119,7 +120,7 @@ class NodeCache:
     def _acquire(self, name: str, fill: Callable[[Path], object]) -> int:
         """Return the entry's lock, held shared, with the entry there."""
         while True:
-            lock = os.open(self._lock_path(name), _OWN_WRITES, 0o600)
+            lock = os.open(self._lock_path(name), LOCK_FILE | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH)
                 if not self._is_there(lock, name):
@@ -148,18 +149,9 @@ class NodeCache:
     def _is_there(self, lock: int, name: str) -> bool:
         return self._is_current(lock, name) and os.path.lexists(self._root / name)
 
-    @contextlib.contextmanager
-    def _unused(self, name: str) -> Generator[bool]:
+    def _unused(self, name: str) -> AbstractContextManager[bool]:
         """Hold the lock of `name` for the block if nobody else does; yields whether it is held."""
-        try:
-            lock = os.open(self._lock_path(name), os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            yield False
-            return
-        try:
-            yield _try_to_lock(lock) and self._is_current(lock, name)
-        finally:
-            os.close(lock)
+        return locked(self._lock_path(name), wait=False, flags=os.O_RDWR)
 
     # ------------------------------------------------------------ filling
 
@@ -188,19 +180,10 @@ class NodeCache:
     def _make_room(self, needed_bytes: int, *, by_hand_too: bool = False) -> None:
         """Take out what was not used for longest until the rest and `needed_bytes` are within the budget."""
         trash = self._books / "trash"
-        room = os.open(self._books / "room", _OWN_WRITES, 0o600)
-        try:
-            fcntl.flock(room, fcntl.LOCK_EX)
+        with locked(self._books / "room", flags=LOCK_FILE):
             self._sweep()
-            entries = list(self._entries())
-            too_much = sum(entry.size_bytes for entry in entries) + needed_bytes - self._budget_bytes
-            for entry in sorted(entries, key=lambda entry: entry.last_use_ns):
-                if too_much <= 0:
-                    break
-                if self._take_out(entry, by_hand_too):
-                    too_much -= entry.size_bytes
-        finally:
-            os.close(room)
+            entries = [(entry.last_use_ns, entry.size_bytes, entry) for entry in self._entries()]
+            evict(entries, self._budget_bytes - needed_bytes, lambda entry: self._take_out(entry, by_hand_too))
         for leftover in os.scandir(trash):
             _delete(Path(leftover.path))
 
@@ -248,8 +231,8 @@ class NodeCache:
                         os.unlink(found.path)
 
 
-_held: dict[Path, int] = {}
-"""Folders that this process was given, and the descriptor that says so for as long as it lives."""
+_held: dict[Path, HeldLock | None] = {}
+"""Folders that this process was given, and the lock that says so for as long as it lives."""
 
 
 def node_cache(settings: Settings | None = None) -> NodeCache:
@@ -265,14 +248,6 @@ def node_cache(settings: Settings | None = None) -> NodeCache:
         # a home may be shared by many machines
         root = user_cache_path("sgpu-magic", appauthor=False) / host_name()
     return NodeCache(root, settings.cache_bytes)
-
-
-def _try_to_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _size_bytes(path: Path) -> int:

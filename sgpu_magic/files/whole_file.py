@@ -1,31 +1,62 @@
-"""A file that its readers see as it was or as it is now, and never in between."""
+"""Files that their readers see as they were or as they are now, and never in between."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
+from typing import IO
 
 
-def write_whole(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Write a file under its name at once. Several may do so at the same time: the last one's stays.
+@contextlib.contextmanager
+def appearing(path: Path, mode: int = 0o600) -> Generator[IO[bytes]]:
+    """Yield a new file that appears under its name when the block ends well. Of several the last one's stays.
 
     Args:
         path: The file; its folder is there.
-        data: All of it.
         mode: Its permissions.
 
     Raises:
-        OSError: It can't be written. Nothing of it is left then, and the old one stays.
+        OSError: It can't be written. As after any other error, nothing of it is left then, and the old one stays.
     """
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", suffix=".part", dir=path.parent)
     try:
-        with open(descriptor, "wb") as file:
+        with open(descriptor, "w+b") as file:
             os.fchmod(descriptor, mode)
-            file.write(data)
+            yield file
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def write_whole(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Write a file under its name at once; as `appearing`."""
+    with appearing(path, mode) as file:
+        file.write(data)
+
+
+def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all bytes of `data` at an offset.
+
+    Raises:
+        OSError: There is no room; some of them may be there.
+    """
+    view = memoryview(data)
+    while view.nbytes:
+        count = os.pwrite(descriptor, view[: 1 << 30], offset)
+        view, offset = view[count:], offset + count
+
+
+def sha256_of(path: str | os.PathLike[str]) -> str:
+    """The SHA-256 of a file's bytes, hexadecimal.
+
+    Raises:
+        OSError: It can't be read.
+    """
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

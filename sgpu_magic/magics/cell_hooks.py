@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from sgpu_magic.client.interpreter import this_interpreter
 from sgpu_magic.client.pool import Pool
+from sgpu_magic.client.this_process import this_interpreter
 from sgpu_magic.payload.names import names_bound
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.sessions import registry

@@ -2,7 +2,7 @@
 
 distributions       one installed distribution, where it came from; what a set of them is known by
 snapshot            those of the running interpreter, how two such sets differ, what is loaded in another version
-order               from what the notebook has to what a node is told to build
+order               from what the notebook has to what a node is told to build, and what of it is known to break
 lock                `pylock.toml`, kept by the environment's digest
 requirements        `requirements.txt`, as it is written into a run's directory
 requirement_files   requirements files and lock files as people write them
@@ -15,7 +15,6 @@ file_tree           the files below a directory that belong to its code
 bundle              local code as archives
 references          whether a node can import what a payload names
 mismatches          packages that are known to break together
-known_mismatches    those of the notebook's packages, looked for in the background; it imports nothing until then
 cuda                which NVIDIA driver a CUDA version needs; a node's inventory reads it, and nothing else of here
 variables           which environment variables travel, and which of them are secrets
 secrets             what is a secret, and how texts are kept clear of them

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import sys
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from packaging.requirements import Requirement
 
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import EnvironmentFailed, UsageError
+from sgpu_magic.files.whole_file import sha256_of
 from sgpu_magic.packages import named_environments
 from sgpu_magic.packages.distributions import (
     SGPU_MAGIC,
@@ -23,6 +23,7 @@ from sgpu_magic.packages.distributions import (
     environment_digest,
     is_from_node,
     normalised,
+    own_python,
 )
 from sgpu_magic.packages.named_environments import BASE_NAMES, BaseList, base_list
 from sgpu_magic.packages.requirement_files import name_of, read_file, version_of
@@ -86,11 +87,6 @@ def chosen(
     return _from_file(settings, path, torch_mine, allow_build)
 
 
-def here_minor() -> str:
-    """This Python's minor version, `3.11`."""
-    return f"{sys.version_info.major}.{sys.version_info.minor}"
-
-
 def _from_base(base: BaseList, torch_mine: bool, allow_build: bool) -> Chosen:
     _check_python(base.title, base.python_minor, "")
     made = _environment(base.name, base.pins(allow_build=allow_build), torch_mine, allow_build)
@@ -114,9 +110,7 @@ def _from_file(settings: Settings, path: Path, torch_mine: bool, allow_build: bo
 def _wheel(settings: Settings, name: str, there: Path) -> Wheel:
     """A wheel of this machine, or one made of a project of this machine."""
     if there.is_file():
-        with open(there, "rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        return Wheel(file=there.name, sha256=sha256, size=there.stat().st_size, path=str(there))
+        return Wheel(file=there.name, sha256=sha256_of(there), size=there.stat().st_size, path=str(there))
     project = Distribution(name=name, version="", kind=Kind.EDITABLE, url=there.resolve().as_uri())
     return build_project(project, settings.state_path / "wheels", index_variables(settings.index_url))
 
@@ -163,7 +157,7 @@ def _environment(
         digest="",
         label=label,
         own=False,
-        python=here_minor(),
+        python=own_python(),
         requirements=tuple(requirements),
         needed=tuple(needed),
         resolve=resolve,
@@ -198,9 +192,9 @@ def _bounds() -> dict[str, Requirement]:
 
 def _check_python(what: str, python: str, first: str) -> None:
     """Refuse another minor version: neither pickled functions nor binary packages cross it."""
-    if python and python != here_minor():
+    if python and python != own_python():
         raise EnvironmentFailed(
-            f"{what} is for Python {python}, and the notebook runs Python {here_minor()}. Functions that a notebook "
+            f"{what} is for Python {python}, and the notebook runs Python {own_python()}. Functions that a notebook "
             f"sends are understood by the same minor version only: {first}start the notebook with a kernel of Python "
             f"{python}, or leave --env-version out (`--env-version none`)."
         )

@@ -10,6 +10,8 @@ import hashlib
 import json
 import os
 import re
+import sys
+import sysconfig
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -173,7 +175,8 @@ def read_distribution(info: str, entry: str, conda_names: Mapping[str, str]) -> 
         The distribution; None for what is left of one that was removed: it has no name or no version.
     """
     is_egg = info.endswith(".egg-info")
-    name, version = _name_and_version(info if is_egg and os.path.isfile(info) else _metadata_file(info, is_egg))
+    metadata = info if is_egg and os.path.isfile(info) else f"{info}/{'PKG-INFO' if is_egg else 'METADATA'}"
+    name, version = name_and_version(metadata)
     if not name or not version:
         return None
     installer = "" if is_egg else _read(f"{info}/INSTALLER").decode(errors="replace").strip()
@@ -239,11 +242,8 @@ def _from_direct_url(plain: Distribution, text: bytes) -> Distribution:
     return replace(what, kind=kind, sha256="" if "=" in sha256 else sha256)
 
 
-def _metadata_file(info: str, is_egg: bool) -> str:
-    return f"{info}/PKG-INFO" if is_egg else f"{info}/METADATA"
-
-
-def _name_and_version(path: str) -> tuple[str, str]:
+def name_and_version(path: str) -> tuple[str, str]:
+    """What a file of metadata calls its distribution, "" where it does not say."""
     head = _read(path, _HEAD_BYTES)
     found = _in_head(head)
     if not all(found) and len(head) == _HEAD_BYTES:
@@ -288,6 +288,16 @@ def _read(path: str, most_bytes: int = -1) -> bytes:
 
 _VALID = re.compile(r"[0-9a-f]{16,64}")
 _VERSION = "environment 1"
+
+
+def own_python() -> str:
+    """This Python's minor version, `3.11`."""
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def own_platform() -> str:
+    """`linux_x86_64`."""
+    return re.sub(r"[-.]", "_", sysconfig.get_platform())
 
 
 def environment_digest(

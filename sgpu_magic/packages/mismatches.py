@@ -11,11 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from packaging.requirements import InvalidRequirement, Requirement
+from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from sgpu_magic.packages.cuda import is_driver_too_old, oldest_driver
 from sgpu_magic.packages.distributions import Distribution, Snapshot, normalised
+from sgpu_magic.packages.requirement_files import needed_by
 
 # ---------------------------------------------------------------- what packages say of themselves
 
@@ -73,13 +74,7 @@ def packages_of_pins(pins: Mapping[str, str]) -> dict[str, Package]:
 
 def _read(found: Distribution) -> Package:
     info = Path(found.location)
-    requires: dict[str, Requirement] = {}
-    head = _text(info / "METADATA").partition("\n\n")[0]
-    for line in head.splitlines():
-        if line.startswith("Requires-Dist:") and "extra ==" not in line and "extra==" not in line:
-            requirement = _needed_here(line.removeprefix("Requires-Dist:").strip())
-            if requirement is not None:
-                requires[normalised(requirement.name)] = requirement
+    requires = {normalised(requirement.name): requirement for requirement in needed_by(info)}
     pure = re.search(r"^Root-Is-Purelib:\s*(\w+)", _text(info / "WHEEL"), re.MULTILINE)
     compiled = None if pure is None else pure[1].lower() == "false"
     cuda = ""
@@ -87,15 +82,6 @@ def _read(found: Distribution) -> Package:
         built_with = _CUDA.search(_text(info.parent / "torch" / "version.py"))
         cuda = built_with[1] if built_with is not None else _local_cuda(found.version)
     return Package(found.version, requires, compiled, cuda)
-
-
-def _needed_here(line: str) -> Requirement | None:
-    try:
-        requirement = Requirement(line)
-    except InvalidRequirement:
-        return None
-    marker = requirement.marker
-    return requirement if marker is None or marker.evaluate({"extra": ""}) else None
 
 
 def _local_cuda(version: str) -> str:

@@ -1,7 +1,11 @@
-"""From what the notebook has to what a node is told to build; what would surely break there is refused."""
+"""From what the notebook has to what a node is told to build; what would surely break there is refused.
+
+Mismatches of the notebook's own packages are told.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,3 +152,38 @@ def _refusal(environment: Environment, sure: list[Mismatch]) -> str:
     whose = f"the packages of {environment.label}" if environment.label else "the notebook's packages"
     more = f" (There are {len(sure) - 1} more like this: %sgpu_env lists them.)" if len(sure) > 1 else ""
     return f"{whose} would break on the ranks, so nothing was started: {sure[0].sentence}{more}"
+
+
+# ---------------------------------------------------------------- looked for in the background, told once
+
+_lock = threading.Lock()
+_looked_at = ""
+_told: set[str] = set()
+_news: tuple[str, ...] = ()
+
+
+def look_for_mismatches(snapshot: Snapshot) -> None:
+    """Look through a snapshot, once for each. Some 50 ms for 100 packages, so never where somebody waits."""
+    global _looked_at, _news
+    if snapshot.digest == _looked_at:
+        return
+    # who only asks for the news needs nothing of this
+    from sgpu_magic.packages.cuda import driver_version
+    from sgpu_magic.packages.mismatches import find_mismatches, packages_of
+
+    # a package that is there twice is told by %sgpu_env: many a Python has dozens
+    found = find_mismatches(packages_of(snapshot), driver=driver_version())
+    with _lock:
+        _looked_at = snapshot.digest
+        _news = tuple(mismatch.sentence for mismatch in found if mismatch.sentence not in _told)
+
+
+def mismatch_news() -> tuple[str, ...]:
+    """What was found and not told yet. Never waits."""
+    global _news
+    if not _news:
+        return ()
+    with _lock:
+        new, _news = _news, ()
+        _told.update(new)
+    return new

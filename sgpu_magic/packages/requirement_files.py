@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import tomllib
@@ -103,6 +104,25 @@ def version_of(line: str) -> str:
     """The version that a line pins, "" when it leaves it open."""
     pins = [clause.version for clause in Requirement(_HASH.sub("", line)).specifier if clause.operator == "=="]
     return pins[0] if len(pins) == 1 and "*" not in pins[0] else ""
+
+
+def needed_by(info: Path) -> Iterator[Requirement]:
+    """Yield what an installed distribution needs here, as its metadata say.
+
+    Args:
+        info: Its `.dist-info`; of one that can't be read nothing is known.
+    """
+    try:
+        # the head ends at the first empty line; the description after it may be long
+        head = (info / "METADATA").read_text("utf-8", errors="replace").partition("\n\n")[0]
+    except OSError:
+        return
+    for line in head.splitlines():
+        if line.startswith("Requires-Dist:") and "extra ==" not in line and "extra==" not in line:
+            with contextlib.suppress(InvalidRequirement):
+                requirement = Requirement(line.removeprefix("Requires-Dist:").strip())
+                if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                    yield requirement
 
 
 # ---------------------------------------------------------------- requirements files

@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from sgpu_magic.packages.distributions import Distribution, Snapshot, normalised, read_distribution
+from sgpu_magic.packages.distributions import (
+    Distribution,
+    Snapshot,
+    normalised,
+    own_platform,
+    own_python,
+    read_distribution,
+)
 
 Key = tuple[tuple[str, int], ...]
 
@@ -94,9 +101,9 @@ def read_snapshot(path: list[str]) -> Snapshot:
     return Snapshot(
         distributions=tuple(sorted(first.values(), key=lambda found: found.key)),
         shadowed=tuple(shadowed),
-        python=f"{sys.version_info.major}.{sys.version_info.minor}",
+        python=own_python(),
         tag=_interpreter_tag(),
-        platform=sysconfig.get_platform().replace("-", "_").replace(".", "_"),
+        platform=own_platform(),
         executable=sys.executable,
     )
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from sgpu_magic.config import private_dir
 from sgpu_magic.errors import EnvironmentFailed
+from sgpu_magic.files.whole_file import sha256_of
 from sgpu_magic.packages.distributions import INSTALLERS_OWN, Distribution, has_project_file
 from sgpu_magic.packages.file_tree import walk
 from sgpu_magic.packages.uv_command import call_uv
@@ -52,7 +53,7 @@ def kept_wheel(root: Path, key: str, make: Callable[[Path], Path]) -> Wheel:
         for entry in temporary.iterdir():
             if entry != wheel:
                 entry.unlink()
-        (temporary / _SHA256).write_text(_hash_of(wheel))
+        (temporary / _SHA256).write_text(sha256_of(wheel))
         try:
             os.rename(temporary, folder)
         except OSError:
@@ -93,11 +94,6 @@ def remove_old_wheels(root: Path, before: float) -> None:
         return
     for path in old:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _hash_of(file: Path) -> str:
-    with open(file, "rb") as wheel:
-        return hashlib.file_digest(wheel, "sha256").hexdigest()
 
 
 # ---------------------------------------------------------------- of what is installed

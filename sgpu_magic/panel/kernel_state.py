@@ -138,7 +138,7 @@ def _of_base(choice: Choice, base: Base) -> tuple[str, int, list[PackageLine]]:
             shown = f"{name} {after[name]}" if after[name] else line
             lines.append(PackageLine(sign="+", name=name, words=shown, removable=True))
     python = base_list(choice.env_version).python if choice.env_version in BASE_NAMES else base.python
-    return _python(python or bases.here_minor(), after), len(after), lines
+    return _python(python or bases.own_python(), after), len(after), lines
 
 
 def _python(version: str, packages: Mapping[str, str]) -> str:
@@ -157,7 +157,7 @@ def _line(change: Change) -> PackageLine:
 
 def _bases(settings: Settings, now: Snapshot, choice: Choice) -> tuple[BaseChoice, ...]:
     """This notebook's packages, the published ones, the saved ones, and the one that is chosen."""
-    own = _about(bases.here_minor(), len(now.distributions))
+    own = _about(bases.own_python(), len(now.distributions))
     found = [BaseChoice(name="", label=OWN_PACKAGES, about=own)]
     for name in BASE_NAMES:
         base = base_list(name)
@@ -180,7 +180,7 @@ def _bases(settings: Settings, now: Snapshot, choice: Choice) -> tuple[BaseChoic
 
 def _about(python: str, packages: int) -> str:
     about = f"Python {python} · {count_of(packages, 'package')}"
-    return about if python in ("", bases.here_minor()) else f"{about} · needs a kernel of Python {python}"
+    return about if python in ("", bases.own_python()) else f"{about} · needs a kernel of Python {python}"
 
 
 # ---------------------------------------------------------------- sessions

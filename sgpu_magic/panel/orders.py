@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from sgpu_magic.client import ledger_file
+from sgpu_magic.client import ledger
 from sgpu_magic.client.local_pool import find_pool, start_pool
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry, default_pool, read_pools, unknown_pool
 from sgpu_magic.config import Settings
@@ -124,7 +124,7 @@ def _cancel(settings: Settings, pool: str, run_id: str) -> str:
         raise UsageError(f"{run_id[:40]!r} is not a run's id.")
     if entry is None and find_pool(settings) is None:
         raise UsageError("no pool is running, so no run is going on that could be cancelled.")
-    run = ledger_file.find_run(settings, run_id) if entry is None else None
+    run = ledger.find_run(settings, run_id) if entry is None else None
     # of one that is not written down yet nobody but the pool knows
     pressed, said = (
         stop_words(run) if run is not None else ("Cancel was pressed", f"run {short(run_id)} is being stopped")

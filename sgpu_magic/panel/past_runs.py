@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.client import ledger_file
-from sgpu_magic.client.usage import Use, usage
+from sgpu_magic.client import ledger
+from sgpu_magic.client.ledger import Use, usage
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError
 from sgpu_magic.panel.pool_state import RunFiles
@@ -130,7 +130,7 @@ class MonthUsage:
     def _read(self, now: float) -> Use | None:
         since = month_began(now)
         try:
-            return month_sums(ledger_file.runs_since(self._settings, since), since, now)
+            return month_sums(ledger.runs_since(self._settings, since), since, now)
         except PoolError:
             # who looks at the runs is told
             return None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sgpu_magic.client import ledger_file
+from sgpu_magic.client import ledger
 from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry, default_pool, pools_path, read_pools
 from sgpu_magic.config import Settings
@@ -190,7 +190,7 @@ class PoolLook:
         self._ledger_changed, self._ledger_at = changed, clock
         self._whole_at = float("-inf")
         try:
-            runs = ledger_file.recent_runs(self._settings, MAX_RUNS)
+            runs = ledger.recent_runs(self._settings, MAX_RUNS)
         except PoolError:
             # the next pool mends it; what was known is still true
             return

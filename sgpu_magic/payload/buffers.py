@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from sgpu_magic.config import SET_IN_NOTEBOOK
 from sgpu_magic.errors import UsageError
+from sgpu_magic.files.whole_file import appearing, write_at
 from sgpu_magic.wire.files import PIECE_BYTES
 
 if TYPE_CHECKING:
@@ -166,30 +167,17 @@ def write_file(packed: Packed, path: Path | str) -> None:
             f"has only {free / 1e9:,.1f} GB free. Ship less (--exclude), free some room, or set "
             f"SGPU_STATE_DIR to a larger disk {SET_IN_NOTEBOOK}."
         )
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            with open(descriptor, "wb", buffering=0) as file:
-                _write_all(file.fileno(), 0, memoryview(packed.pickle))
-                for (offset, _), view in zip(packed.layout.buffers, packed.buffers, strict=True):
-                    _write_all(file.fileno(), offset, view)
-            os.replace(unfinished, path)
-        except BaseException:
-            os.unlink(unfinished)
-            raise
+        with appearing(path) as file:
+            write_at(file.fileno(), packed.pickle, 0)
+            for (offset, _), view in zip(packed.layout.buffers, packed.buffers, strict=True):
+                write_at(file.fileno(), view, offset)
     except OSError as error:
         raise UsageError(
             f"the cell's variables ({packed.total_bytes / 1e9:,.1f} GB) can't be written under "
             f"{path.parent}: {error.strerror}. Ship less (--exclude) or set SGPU_STATE_DIR to a larger disk "
             f"{SET_IN_NOTEBOOK}."
         ) from error
-
-
-def _write_all(fd: int, offset: int, view: memoryview) -> None:
-    while view.nbytes:
-        written = os.pwrite(fd, view[: 1 << 30], offset)
-        view, offset = view[written:], offset + written
 
 
 # ---------------------------------------------------------------- regions

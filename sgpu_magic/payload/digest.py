@@ -10,13 +10,13 @@ of a few elements by numpy between those pages is not seen.
 
 from __future__ import annotations
 
-import dis
 import hashlib
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any, cast
 
+from sgpu_magic.payload.names import stored_names
 from sgpu_magic.payload.pickler import NamespacePickler
 from sgpu_magic.payload.unpack import collector_paused
 
@@ -192,18 +192,11 @@ def _stores(value: object, namespace: dict[str, object]) -> Iterator[str]:
     """Yield the names that the value's own functions declare `global` and set."""
     if isinstance(value, types.FunctionType):
         if value.__globals__ is namespace:
-            yield from _stored_by(value.__code__)
+            names: set[str] = set()
+            stored_names(value.__code__, names, top=False)
+            yield from names
     elif isinstance(value, type) and value.__module__ == namespace.get("__name__"):
         for part in vars(value).values():
             function = getattr(part, "__func__", part)
             if isinstance(function, types.FunctionType):
                 yield from _stores(function, namespace)
-
-
-def _stored_by(code: types.CodeType) -> Iterator[str]:
-    for step in dis.get_instructions(code):
-        if step.opname == "STORE_GLOBAL":
-            yield str(step.argval)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _stored_by(constant)

@@ -89,7 +89,7 @@ def _stored(tree: ast.Module, code: CodeType) -> frozenset[str] | None:
                     names.update(word for text in words[1:] for word in re.findall(r"[^\W\d]\w*", text))
                 case _:
                     pass
-    _stores(code, names, top=True)
+    stored_names(code, names, top=True)
     return frozenset(names)
 
 
@@ -107,12 +107,13 @@ def names_bound(source: str, *, transform: Callable[[str], str] | None = None) -
     return _Reader(flags).block(tree.body, frozenset())
 
 
-def _stores(code: CodeType, names: set[str], *, top: bool) -> None:
+def stored_names(code: CodeType, names: set[str], *, top: bool) -> None:
+    """Add the global names that code sets, those of code nested in it too; at its top level every name is global."""
     wanted = ("STORE_NAME", "STORE_GLOBAL") if top else ("STORE_GLOBAL",)
     names.update(step.argval for step in dis.get_instructions(code) if step.opname in wanted)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            _stores(constant, names, top=False)
+            stored_names(constant, names, top=False)
 
 
 def _parse(source: str, transform: Callable[[str], str] | None) -> tuple[ast.Module, int]:

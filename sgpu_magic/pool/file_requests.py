@@ -20,6 +20,7 @@ from sgpu_magic.files.disk_room import disk_room
 from sgpu_magic.files.file_thread import FileThread
 from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.files.safe_paths import list_below, open_below
+from sgpu_magic.files.whole_file import appearing
 from sgpu_magic.pool.active_runs import ActiveRuns
 from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.server import ConnectedClient, Server
@@ -301,11 +302,6 @@ def _keep_payload(directory: Path, stores: Path, store: str, source: StoredPaylo
     """Write a run's payload into its directory, if it has been started there."""
     if not (directory / RUN_RECORD).is_file():
         return
-    temporary = directory / f".{PAYLOAD}.part"
-    target = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        join_parts(target, source.size, ((part, blob_path(stores, store, part.digest)) for part in source.parts))
-        os.replace(temporary, directory / PAYLOAD)
-    finally:
-        os.close(target)
-        temporary.unlink(missing_ok=True)
+    parts = ((part, blob_path(stores, store, part.digest)) for part in source.parts)
+    with appearing(directory / PAYLOAD) as file:
+        join_parts(file.fileno(), source.size, parts)

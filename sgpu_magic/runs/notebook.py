@@ -11,7 +11,7 @@ import time
 from html import escape
 from typing import Any
 
-from sgpu_magic.client.interpreter import this_owner
+from sgpu_magic.client.this_process import this_owner
 from sgpu_magic.payload.names import FUTURE_FLAGS
 from sgpu_magic.views.html_style import SANS, SOFT
 from sgpu_magic.wire.run import Owner

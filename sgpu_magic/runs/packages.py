@@ -17,11 +17,10 @@ from collections.abc import Callable
 
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.config import load_settings
-from sgpu_magic.packages import known_mismatches
 from sgpu_magic.packages import snapshot as snapshots
 from sgpu_magic.packages.distributions import Snapshot
 from sgpu_magic.packages.lock import Lock
-from sgpu_magic.packages.order import Ordered, order_of
+from sgpu_magic.packages.order import Ordered, look_for_mismatches, order_of
 from sgpu_magic.runs.environment_locks import WHEELS, Ask, Described, built_for, installed_here, lock_of_snapshot
 from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.client import KeepEnvironment
@@ -192,7 +191,7 @@ class Packages:
                 continue
             self._tell_owed(snapshot)
             if not self._hurries.is_set():
-                known_mismatches.look(snapshot)
+                look_for_mismatches(snapshot)
             with self._moved:
                 # installed while the last one was told
                 is_outdated = snapshots.kept_snapshot() is None and not self._hurries.is_set()

@@ -6,7 +6,7 @@ import time
 
 import msgspec
 
-from sgpu_magic.client import ledger_file
+from sgpu_magic.client import ledger
 from sgpu_magic.config import Settings
 from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.server.run_places import Elsewhere
@@ -65,7 +65,7 @@ class OwnedRuns:
             PoolError: The pool's ledger can't be read.
         """
         now = time.time()
-        recent = [run for run in ledger_file.recent_runs(self._settings, _LOOKED_AT) if _matters(run, now)]
+        recent = [run for run in ledger.recent_runs(self._settings, _LOOKED_AT) if _matters(run, now)]
         found = [(run, self._spec(run.run_id)) for run in reversed(recent)]
         self._specs = {run.run_id: spec for run, spec in found if spec is not None}
         here = [

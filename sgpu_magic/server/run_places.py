@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sgpu_magic.client import ledger_file
+from sgpu_magic.client import ledger
+from sgpu_magic.client.mirror import SentRun, note_end, sent_run, sent_run_ids
 from sgpu_magic.client.pools_file import LOCAL
-from sgpu_magic.client.sent_runs import SentRun, note_end, sent_run, sent_run_ids
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import KeyRefused, PoolError, RunFileUnknown, RunUnknown, UsageError
 from sgpu_magic.files.run_directory import read_spec
@@ -104,12 +104,12 @@ class RunHere(RunPlace):
             return ""
         self._looked_at = time.monotonic()
         try:
-            row = ledger_file.find_run(self._settings, self.spec.run_id)
+            row = ledger.find_run(self._settings, self.spec.run_id)
         except PoolError:
             return ""
         # it may know of an end a moment before the run's directory has it
         self._over = self._over + 1 if row is not None and row.state.is_final else 0
-        return ledger_file.LOST if self._over > 1 else ""
+        return ledger.LOST if self._over > 1 else ""
 
     def cancel(self) -> str:
         # the client's half is heavy, and few servers are ever asked

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -297,9 +297,4 @@ def _halves(part: Batch) -> list[Batch]:
 
 
 def _names(part: Batch) -> list[str]:
-    def all_names() -> Iterable[str]:
-        yield from (point.key for point in part.metrics)
-        yield from part.params
-        yield from part.tags
-
-    return list(all_names())
+    return [*(point.key for point in part.metrics), *part.params, *part.tags]

@@ -29,6 +29,7 @@ from mlflow.utils.validation import (
 )
 
 from sgpu_magic.tracking.in_rank_cell import CellHere, current
+from sgpu_magic.tracking.progress import without_user
 from sgpu_magic.wire.tracking import MetricPoint, absolute_uri
 
 # what MLflow sets by itself on a run that it creates, and the writer has set on this one
@@ -109,7 +110,9 @@ class RunStore:
             if self._opened is None:
                 cell = current()
                 if cell is not None and cell.wait() is None and is_place(self._uri):
-                    raise MlflowException(f"the tracking store {_shown(self._uri)} of this run is not available.")
+                    raise MlflowException(
+                        f"the tracking store {without_user(self._uri or '')} of this run is not available."
+                    )
                 self._opened = self._open_store()
             return self._opened
 
@@ -293,9 +296,3 @@ def _belongs_to_model(metric: Metric) -> bool:
 
 def _pairs(items: Iterable[Param | RunTag]) -> list[tuple[str, str]]:
     return [(str(item.key), str(item.value)) for item in items]
-
-
-def _shown(uri: str | None) -> str:
-    """Without user name and password."""
-    scheme, mark, rest = (uri or "").partition("://")
-    return f"{scheme}{mark}{rest.rpartition('@')[2]}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 from collections.abc import Generator, Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from sgpu_magic.files.kept_folders import locked
 from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.wire.files import TRACKING
 from sgpu_magic.wire.ids import is_valid_id
@@ -122,21 +122,8 @@ def unsent(runs_path: Path) -> Iterator[tuple[Path, Progress]]:
 @contextlib.contextmanager
 def hold(directory: Path) -> Generator[bool]:
     """Hold a run's directory against other writers; yields False when one has it, or it is gone."""
-    try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        yield False
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        os.close(descriptor)
+    with locked(directory, wait=False) as held:
+        yield held
 
 
 def without_user(uri: str) -> str:

@@ -7,7 +7,6 @@ whole, by one process at a time; WAL lets notebooks, ranks and the writer use it
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import shutil
@@ -21,6 +20,7 @@ from typing import Any
 
 from sgpu_magic.config import Settings, load_settings, private_dir
 from sgpu_magic.errors import PoolError
+from sgpu_magic.files.kept_folders import LOCK_FILE, locked
 from sgpu_magic.wire.tracking import is_store_variable
 
 _SCHEME = "sqlite:///"
@@ -103,13 +103,9 @@ def make(settings: Settings) -> None:
         return
     private_dir(settings.state_path)
     folder = private_dir(file.parent)
-    lock = os.open(folder / ".making", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(folder / ".making", flags=LOCK_FILE):
         if not file.exists():
             _make(file, private_dir(artifacts_path(settings)))
-    finally:
-        os.close(lock)
 
 
 def remove_runs(settings: Settings, artifacts: Mapping[str, Path]) -> None:

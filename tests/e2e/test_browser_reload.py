@@ -18,7 +18,7 @@ from playwright.sync_api import Browser, Page, expect
 from served_pools import served_pool
 from waiting import eventually
 
-from sgpu_magic.client.pools_edits import remove_pool
+from sgpu_magic.client.pools_file import remove_pool
 
 pytestmark = [
     pytest.mark.timeout(240),

@@ -14,7 +14,7 @@ from homes import Home
 from pool_client import PoolClient
 from waiting import eventually
 
-from sgpu_magic.client.ledger_file import recent_runs
+from sgpu_magic.client.ledger import recent_runs
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import CapacityError, SgpuError, UsageError
 from sgpu_magic.wire.events import AttemptFailed, Noted, Placed, RanksStarted

@@ -21,8 +21,7 @@ from listed_pools import list_nowhere, list_pools, listed
 from served_pools import ServedPool
 from test_panel_kernel import Panel
 
-from sgpu_magic.client.pools_edits import add_pool, remove_pool
-from sgpu_magic.client.pools_file import read_pools
+from sgpu_magic.client.pools_file import add_pool, read_pools, remove_pool
 from sgpu_magic.system.secure_sockets import KeyPair, new_key_pair
 
 WAITS = "import time\nprint('begun', flush=True)\nwhile True: time.sleep(0.05)"

@@ -16,7 +16,7 @@ from served_pools import ServedPool
 from test_panel_server import ServedPage
 from waiting import eventually
 
-from sgpu_magic.client.pools_edits import remove_pool
+from sgpu_magic.client.pools_file import remove_pool
 from sgpu_magic.system.secure_sockets import KeyPair, write_key_pair
 
 WAITS = "import time\nprint('begun', flush=True)\nwhile True: time.sleep(0.05)"

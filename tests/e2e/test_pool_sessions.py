@@ -18,8 +18,8 @@ from process_table import is_alive
 from waiting import eventually
 
 from sgpu_magic.cli.runs import runs_table
-from sgpu_magic.client.interpreter import this_owner
 from sgpu_magic.client.result import RunResult
+from sgpu_magic.client.this_process import this_owner
 from sgpu_magic.errors import CapacityError, SessionError, UsageError
 from sgpu_magic.files.disk_room import RUN_BYTES, RUN_INODES
 from sgpu_magic.wire.events import (

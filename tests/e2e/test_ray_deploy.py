@@ -17,8 +17,7 @@ from ray_head import RayHead
 from served_pools import SGPU, RemoteUser
 from waiting import eventually
 
-from sgpu_magic.client.pools_edits import add_pool
-from sgpu_magic.client.pools_file import PoolEntry
+from sgpu_magic.client.pools_file import PoolEntry, add_pool
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.nodes.ray.deploy import job_options
 from sgpu_magic.nodes.ray.jobs_api import JobsApi

@@ -16,7 +16,7 @@ from ray_traces import check_gone, directories, ray_processes
 from tracking_writers import Runs
 from waiting import eventually
 
-from sgpu_magic.client.attachments import Attachments
+from sgpu_magic.client.submitter import Attachments
 from sgpu_magic.tracking import progress
 from sgpu_magic.wire.events import AttemptFailed, Noted, RunEnded
 from sgpu_magic.wire.states import FailureKind, RunState

@@ -12,7 +12,7 @@ from served_pools import ServedPool
 from two_machines import two_machines
 from waiting import eventually
 
-from sgpu_magic.client.pools_edits import add_pool
+from sgpu_magic.client.pools_file import add_pool
 from sgpu_magic.system.secure_sockets import new_key_pair, write_key_pair
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.slow, pytest.mark.timeout(400)]

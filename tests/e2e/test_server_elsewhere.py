@@ -17,7 +17,7 @@ from served_pools import ServedPool, served_pool
 from test_server_extension import RICH, UNTIL_TOLD, ServerKernel, ask, same, spec_of
 from waiting import eventually
 
-from sgpu_magic.client.sent_runs import SENT, note_sent, sent_run, sent_run_ids
+from sgpu_magic.client.mirror import SENT, note_sent, sent_run, sent_run_ids
 from sgpu_magic.config import Settings
 from sgpu_magic.server.run_places import Elsewhere
 from sgpu_magic.server.runs import IDLE_S

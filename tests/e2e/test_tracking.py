@@ -17,7 +17,7 @@ from process_table import is_alive, stop_process
 from tracking_writers import Runs, quiet_mlflow
 from waiting import eventually
 
-from sgpu_magic.client.attachments import Attachments
+from sgpu_magic.client.submitter import Attachments
 from sgpu_magic.tracking import progress
 from sgpu_magic.wire.client import TrackRun
 from sgpu_magic.wire.events import Noted, RanksStarted, Tracked

@@ -14,7 +14,7 @@ from pool_client import ClientRun, PoolClient
 from served_pools import RemoteUser, ServedPool
 
 from sgpu_magic.client import blob_sender
-from sgpu_magic.client.attachments import Attachments
+from sgpu_magic.client.submitter import Attachments
 from sgpu_magic.client.upload_files import IgnoreRules, KnownDigests, find_files
 from sgpu_magic.errors import UsageError
 from sgpu_magic.wire.attachments import Manifest, Upload, UploadedFile, manifest_bytes
@@ -256,9 +256,9 @@ def test_no_name_leads_out(served: ServedPool, ann: RemoteUser, name: str):
     (digest,) = sender.send([blob_sender.Piece(len(manifest), lambda: memoryview(manifest))])
     made = Upload(name="data", manifest=digest, manifest_size=len(manifest))
     with pytest.MonkeyPatch.context() as patch:
-        from sgpu_magic.client import attachments
+        from sgpu_magic.client import submitter
 
-        patch.setattr(attachments, "_send", lambda *_: (made, "uploaded data"))
+        patch.setattr(submitter, "_send", lambda *_: (made, "uploaded data"))
         run = ann.client.begin("print('ran')", ranks=1, along=Attachments(uploads=(made,)))
         ended = run.ended()
     assert ended.state is RunState.FAILED

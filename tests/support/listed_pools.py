@@ -11,8 +11,7 @@ from free_ports import free_port
 from homes import Home
 from served_pools import ServedPool
 
-from sgpu_magic.client.pools_edits import add_pool
-from sgpu_magic.client.pools_file import PoolEntry
+from sgpu_magic.client.pools_file import PoolEntry, add_pool
 from sgpu_magic.system.secure_sockets import KeyPair, new_key_pair, write_key_pair
 
 

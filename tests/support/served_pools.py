@@ -21,8 +21,7 @@ from pool_client import PoolClient, set_environ
 from waiting import eventually
 
 from sgpu_magic.client.pool import Pool
-from sgpu_magic.client.pools_edits import add_pool
-from sgpu_magic.client.pools_file import PoolEntry
+from sgpu_magic.client.pools_file import PoolEntry, add_pool
 from sgpu_magic.config import load_settings
 from sgpu_magic.system.secure_sockets import KeyPair, new_key_pair, write_key_pair
 

@@ -2,7 +2,5 @@
 
 launch_inputs  brings it together: the payload into memory, code and wheels into files
 blob_cache     blobs of the pool's store on this node
-uploaded       folders and files that went along with runs
-code_bundles   local code of notebooks
-kept_folders   how both are kept while somebody uses them, and removed
+kept_inputs    folders, files and local code that went along, each made once and kept while a run uses it
 """

@@ -12,8 +12,10 @@ from pathlib import Path
 from sgpu_magic.agent.background_call import call_in_background
 from sgpu_magic.agent.reports import Send
 from sgpu_magic.config import Settings, private_dir
-from sgpu_magic.files.content_store import blob_path, new_digest
-from sgpu_magic.wire.files import CHUNK_BYTES, WINDOW, BlobFetched, FetchBlob
+from sgpu_magic.files.content_store import blob_path, digest_of
+from sgpu_magic.files.kept_folders import evict
+from sgpu_magic.files.whole_file import appearing, write_at
+from sgpu_magic.wire.files import CHUNK_BYTES, DIGEST_BYTES, WINDOW, BlobFetched, FetchBlob
 
 # so many blobs come at once: one is hashed while another comes
 _AT_ONCE = 2
@@ -105,17 +107,11 @@ class BlobCache:
             private_dir(self._folder.parent)
             private_dir(self._folder)
             self._make_room(size)
-            temporary = self._folder / f".{digest}.part"
-            file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            try:
-                await self._fetch_into(file, store, digest, size)
-                found = await call_in_background(lambda: _digest(file), "sgpu-hash")
-            finally:
-                os.close(file)
-            if found != digest:
-                temporary.unlink()
-                raise BlobMissing("a part of them was damaged on its way from the pool. Run the cell again")
-            os.replace(temporary, path)
+            with appearing(path) as file:
+                await self._fetch_into(file.fileno(), store, digest, size)
+                hashed, _ = await call_in_background(lambda: digest_of(file.fileno()), "sgpu-hash")
+                if hashed.hexdigest() != digest:
+                    raise BlobMissing("a part of them was damaged on its way from the pool. Run the cell again")
         return path
 
     async def _fetch_into(self, file: int, store: str, digest: str, size: int) -> None:
@@ -130,7 +126,7 @@ class BlobCache:
                 offset, part = under_way[0]
                 data = await part
                 del under_way[0]
-                os.pwrite(file, data, offset)
+                write_at(file, data, offset)
         finally:
             for _, part in under_way:
                 part.cancel()
@@ -151,18 +147,12 @@ class BlobCache:
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
                 kept.append((status.st_mtime, status.st_size, path))
-        total = size + sum(bytes_ for _, bytes_, _ in kept)
-        for _, bytes_, path in sorted(kept):
-            if total <= self._most_bytes:
-                return
-            if path.name not in self._users and path.name[1:].removesuffix(".part") not in self._users:
-                path.unlink(missing_ok=True)
-                total -= bytes_
 
+        def remove(path: Path) -> bool:
+            # one that is coming has a name before it is there: `.<digest>-...`
+            if path.name.lstrip(".")[: 2 * DIGEST_BYTES] in self._users:
+                return False
+            path.unlink(missing_ok=True)
+            return True
 
-def _digest(file: int) -> str:
-    hashed, at = new_digest(), 0
-    while data := os.pread(file, 1 << 20, at):
-        hashed.update(data)
-        at += len(data)
-    return hashed.hexdigest()
+        evict(kept, self._most_bytes - size, remove)

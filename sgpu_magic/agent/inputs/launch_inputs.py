@@ -13,14 +13,13 @@ import msgspec
 
 from sgpu_magic.agent.background_call import call_in_background
 from sgpu_magic.agent.inputs.blob_cache import BlobCache
-from sgpu_magic.agent.inputs.code_bundles import CodeBundles
-from sgpu_magic.agent.inputs.uploaded import Uploaded
+from sgpu_magic.agent.inputs.kept_inputs import CodeBundles, Uploaded
 from sgpu_magic.agent.reports import Send
 from sgpu_magic.config import Settings, private_dir
-from sgpu_magic.files.content_store import copy_blob, join_parts
+from sgpu_magic.files.content_store import join_blobs, join_parts, piece_sizes
+from sgpu_magic.files.whole_file import appearing
 from sgpu_magic.system.byte_sizes import fits_memory
 from sgpu_magic.wire.attachments import CodeBundle, StoredPayload, Wheel
-from sgpu_magic.wire.files import PIECE_BYTES
 from sgpu_magic.wire.node import Launch
 
 
@@ -88,7 +87,7 @@ class LaunchInputs:
         try:
             return await asyncio.shield(joined)
         except asyncio.CancelledError:
-            joined.add_done_callback(_close)
+            joined.add_done_callback(_discard)
             raise
 
     def over(self, run_id: str) -> None:
@@ -109,7 +108,7 @@ class LaunchInputs:
         run_id = launch.spec.run_id
         paths = [
             await self.blobs.path(run_id, launch.store, digest, size, far=launch.far)
-            for digest, size in zip(each.blobs, _sizes(each.size), strict=True)
+            for digest, size in zip(each.blobs, piece_sizes(each.size), strict=True)
         ]
         if len(paths) == 1:
             return msgspec.structs.replace(each, path=str(paths[0]))
@@ -128,29 +127,23 @@ def _joined(run_dir: str, source: StoredPayload, paths: Sequence[Path]) -> tuple
     try:
         join_parts(descriptor, source.size, zip(source.parts, paths, strict=True))
     except BaseException:
-        os.close(descriptor)
+        _remove(descriptor, file)
         raise
     return descriptor, file
 
 
-def _close(joined: asyncio.Future[tuple[int, str]]) -> None:
+def _discard(joined: asyncio.Future[tuple[int, str]]) -> None:
     """Nobody wants it any more."""
     if joined.exception() is None:
-        os.close(joined.result()[0])
+        _remove(*joined.result())
 
 
-def _sizes(size: int) -> list[int]:
-    """The sizes of the blobs that something of that size was cut into."""
-    return [min(PIECE_BYTES, size - begin) for begin in range(0, size, PIECE_BYTES)]
+def _remove(descriptor: int, file: str) -> None:
+    os.close(descriptor)
+    if file:
+        Path(file).unlink(missing_ok=True)
 
 
 def _join(paths: Sequence[Path], target: Path) -> None:
-    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        at = 0
-        for path in paths:
-            size = path.stat().st_size
-            copy_blob(path, descriptor, at, size)
-            at += size
-    finally:
-        os.close(descriptor)
+    with appearing(target) as file:
+        join_blobs(file.fileno(), [(path, path.stat().st_size) for path in paths])

@@ -4,7 +4,6 @@ build_order  whether there is something to build, and what the agent and the bui
 build        that process; apart, as it has to be tied to its agent before anything else is imported
 builder      what it does, step by step
 base_layer   what is taken from the node's own Python instead
-sizes        how large an environment will be, before anything is downloaded
 store        what has been built, and who uses it
-refusals     why nothing is built: cause and remedy
+refusals     why nothing is built: cause and remedy; how large an environment will be, before anything is downloaded
 """

@@ -17,9 +17,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from packaging.requirements import InvalidRequirement, Requirement
-
-from sgpu_magic.packages.distributions import SGPU_MAGIC, normalised
+from sgpu_magic.packages.distributions import SGPU_MAGIC, name_and_version, normalised
+from sgpu_magic.packages.requirement_files import needed_by
 
 # of what sgpu-magic needs, this only where notebooks and pools are
 _NOT_FOR_RANKS = {"anywidget", "ipywidgets", "pathspec", "uv"}
@@ -116,30 +115,10 @@ def _find_infos(path: Iterable[str]) -> dict[str, Path]:
 
 
 def _read(name: str, info: Path) -> BaseDistribution:
-    version, requires = "", list[str]()
-    # the head ends at the first empty line; the description after it may be long
-    head = (info / "METADATA").read_text(errors="replace").partition("\n\n")[0]
-    for line in head.splitlines():
-        if line.startswith("Version:"):
-            version = line.removeprefix("Version:").strip()
-        elif line.startswith("Requires-Dist:"):
-            needed = _needed(line.removeprefix("Requires-Dist:").strip())
-            if needed and not (name == SGPU_MAGIC and needed in _NOT_FOR_RANKS):
-                requires.append(needed)
+    _, version = name_and_version(f"{info}/METADATA")
+    needed = [normalised(requirement.name) for requirement in needed_by(info)]
+    requires = [each for each in needed if not (name == SGPU_MAGIC and each in _NOT_FOR_RANKS)]
     return BaseDistribution(name, version, info, tuple(requires))
-
-
-def _needed(line: str) -> str:
-    """The normalised name of what a `Requires-Dist` line asks for here, "" for nothing."""
-    if "extra ==" in line or "extra==" in line:
-        return ""
-    try:
-        requirement = Requirement(line)
-    except InvalidRequirement:
-        return ""
-    if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-        return ""
-    return normalised(requirement.name)
 
 
 def _changed_at(path: str) -> int:

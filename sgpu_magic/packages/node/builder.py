@@ -7,7 +7,6 @@ claim -> venv -> sizes -> install -> base layer -> rename      usable
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -20,12 +19,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from sgpu_magic.packages.distributions import normalised
+from sgpu_magic.files.whole_file import sha256_of
+from sgpu_magic.packages.distributions import normalised, own_python
 from sgpu_magic.packages.node import refusals
 from sgpu_magic.packages.node.base_layer import base_layer, link_layer
 from sgpu_magic.packages.node.build_order import BuildMoved, BuildOrder
-from sgpu_magic.packages.node.refusals import BuildFailed
-from sgpu_magic.packages.node.sizes import Estimate, KnownSizes, estimate
+from sgpu_magic.packages.node.refusals import BuildFailed, Estimate, KnownSizes, estimate
 from sgpu_magic.packages.node.store import Built, HeldLock, Store
 from sgpu_magic.packages.uv_command import UvFailed, index_variables, run_uv
 from sgpu_magic.system import processes
@@ -129,7 +128,8 @@ class Builder:
         except BaseException:
             # an interrupt too: nothing of a build that has not come to its end may stay
             if building is not None:
-                refusals.temporary_files_gone(building)
+                # a file that can't be removed is left to the next build
+                shutil.rmtree(building, ignore_errors=True)
             self._store.abandon(self._order.name)
             lock.close()
             raise
@@ -219,7 +219,7 @@ class Builder:
             raise BuildFailed(f"{wheel.file!r} is not the name of a wheel; the notebook's client has to be repaired.")
         path = Path(wheel.path)
         try:
-            digest = _sha256(path)
+            digest = sha256_of(path)
         except FileNotFoundError:
             raise BuildFailed(
                 f"the wheel {wheel.file}, which was made of a package that no registry has, is not at {wheel.path} any "
@@ -290,7 +290,7 @@ def _names(lines: tuple[str, ...]) -> list[str]:
 
 
 def _site_packages(venv: Path) -> Path:
-    return venv / "lib" / f"python{refusals.own_python()}" / "site-packages"
+    return venv / "lib" / f"python{own_python()}" / "site-packages"
 
 
 def _path_of(venv: Path, site: Path) -> list[str]:
@@ -322,11 +322,6 @@ def _path_of(venv: Path, site: Path) -> list[str]:
 def _adds_entries(file: Path) -> bool:
     lines = file.read_text(errors="replace").splitlines()
     return any(line.strip() and not line.startswith(("#", "import ", "import\t")) for line in lines)
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _become_idle() -> None:

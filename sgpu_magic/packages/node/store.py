@@ -12,16 +12,16 @@ removes it, so two pools of one user build it once, and nobody removes what is i
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
 import time
-from collections.abc import Generator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
 
+from sgpu_magic.files.kept_folders import LOCK_FILE, HeldLock, evict, locked, take_lock
 from sgpu_magic.system.byte_sizes import folder_bytes
 from sgpu_magic.wire.record import Record
 
@@ -58,26 +58,6 @@ def read_built(folder: Path) -> Built | None:
         return None
 
 
-class HeldLock:
-    """A lock on one environment; gone with the process, or by `close`.
-
-    Args:
-        descriptor: Of the lock file.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def share(self) -> None:
-        """What was built is used from now on."""
-        fcntl.flock(self._descriptor, fcntl.LOCK_SH)
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-
 class Store:
     """The folder with all of them.
 
@@ -103,16 +83,15 @@ class Store:
         folder = self.folder(name)
         if not folder.is_dir():
             return None
-        lock = self._lock(name, fcntl.LOCK_SH)
-        if lock is None:
+        held = take_lock(self._lock_file(name), shared=True, wait=False, flags=LOCK_FILE)
+        if held is None:
             return None
-        try:
-            built = msgspec.json.decode((folder / _DESCRIPTION).read_bytes(), type=Built)
-            self.touch(name)
-        except (OSError, msgspec.DecodeError):
-            lock.close()
-            return None
-        return built, lock
+        with contextlib.suppress(OSError):
+            if (built := read_built(folder)) is not None:
+                self.touch(name)
+                return built, held
+        held.close()
+        return None
 
     def is_whole(self, name: str) -> bool:
         """Whether it is there. Only who holds its lock can rely on it."""
@@ -120,7 +99,7 @@ class Store:
 
     def claim(self, name: str) -> HeldLock | None:
         """The right to build or to remove it; None while somebody builds or uses it."""
-        return self._lock(name, fcntl.LOCK_EX)
+        return take_lock(self._lock_file(name), wait=False, flags=LOCK_FILE)
 
     def begin(self, name: str) -> Path:
         """An empty folder to build in. What killed builds have left is removed. Needs the claim."""
@@ -161,32 +140,21 @@ class Store:
         Returns:
             The names of those that are gone.
         """
-        names = sorted(self.names(), key=self._last_used)
-        sizes = {name: self._known_size(name) for name in names}
-        removed: list[str] = []
-        for name in names:
-            if sum(sizes.values()) <= budget_bytes:
-                break
-            if self.remove(name):
-                removed.append(name)
-                del sizes[name]
-        return removed
+        names = self.names()
+        evict([(self._last_used(name), self._known_size(name), name) for name in names], budget_bytes, self.remove)
+        return [name for name in names if not self.folder(name).exists()]
 
     def remove(self, name: str) -> bool:
         """Remove it unless it is in use."""
-        lock = self.claim(name)
-        if lock is None:
-            return False
-        try:
-            going = self.root / f"{_REMOVING}{name}"
-            shutil.rmtree(going, ignore_errors=True)
-            with contextlib.suppress(FileNotFoundError):
-                os.replace(self.folder(name), going)
+        with self._claimed(name) as mine:
+            if mine:
+                going = self.root / f"{_REMOVING}{name}"
                 shutil.rmtree(going, ignore_errors=True)
-            self._lock_file(name).unlink(missing_ok=True)
-        finally:
-            lock.close()
-        return True
+                with contextlib.suppress(FileNotFoundError):
+                    os.replace(self.folder(name), going)
+                    shutil.rmtree(going, ignore_errors=True)
+                self._lock_file(name).unlink(missing_ok=True)
+            return mine
 
     def names(self) -> list[str]:
         """All that are there."""
@@ -198,25 +166,13 @@ class Store:
     # ------------------------------------------------------------ within
 
     def _lock_file(self, name: str) -> Path:
-        return self.root / "locks" / name
+        folder = self.root / "locks"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder / name
 
-    def _lock(self, name: str, kind: int) -> HeldLock | None:
-        """Take the lock without waiting. One whose file was removed meanwhile is nobody's lock any more."""
-        path = self._lock_file(name)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-                if _is_file(descriptor, path):
-                    return HeldLock(descriptor)
-            except BlockingIOError:
-                os.close(descriptor)
-                return None
-            except OSError:
-                os.close(descriptor)
-                raise
-            os.close(descriptor)
+    def _claimed(self, name: str) -> AbstractContextManager[bool]:
+        """Hold the claim for the block; yields whether it could be had."""
+        return locked(self._lock_file(name), wait=False, flags=LOCK_FILE)
 
     def _remove_leftovers(self) -> None:
         for entry in os.listdir(self.root):
@@ -227,15 +183,6 @@ class Store:
                         if mine:
                             shutil.rmtree(self.root / entry, ignore_errors=True)
                             self.abandon(name)
-
-    @contextlib.contextmanager
-    def _claimed(self, name: str) -> Generator[bool]:
-        lock = self.claim(name)
-        try:
-            yield lock is not None
-        finally:
-            if lock is not None:
-                lock.close()
 
     def _last_used(self, name: str) -> float:
         try:
@@ -248,10 +195,3 @@ class Store:
             return int((self.folder(name) / _SIZE).read_text())
         except (OSError, ValueError):
             return folder_bytes(self.folder(name))
-
-
-def _is_file(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False

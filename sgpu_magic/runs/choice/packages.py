@@ -137,7 +137,7 @@ def problem_of_base(settings: Settings, name: str) -> str:
     if name not in BASE_NAMES and not is_file and name not in named_environments.saved_names(settings):
         known = ", ".join((*BASE_NAMES, *named_environments.saved_names(settings)))
         return f"There is no environment {name!r} here. There are: {known}; a requirements file's path is possible."
-    here, python = bases.here_minor(), base_of(settings, name).python
+    here, python = bases.own_python(), base_of(settings, name).python
     if python and python != here:
         return (
             f"The packages of {name} are for Python {python}, and this notebook runs Python {here}: what it sends is "
@@ -158,7 +158,7 @@ def _text_of(choice: Choice, base: Base) -> str:
     lines = [line for line in base.lines if normalised(name_of(line)) not in left_out]
     head: list[str] = []
     if base.complete and not choice.dependencies:
-        python = bases.here_minor()
+        python = bases.own_python()
         tag = environment_digest(lines, f"cp{python.replace('.', '')}", "", torch_mine=False, allow_build=False)
         head = [f"# Python {python} on any machine, digest {tag}", _COMPLETE]
     return "\n".join((*head, *lines, *choice.dependencies)) + "\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.client.attachments import Stand
+from sgpu_magic.client.submitter import Stand
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.run_directory import EventFile

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sgpu_magic.client.attachments import Attachments
 from sgpu_magic.client.pool import Pool
+from sgpu_magic.client.submitter import Attachments
 from sgpu_magic.config import Settings
-from sgpu_magic.packages import known_mismatches
+from sgpu_magic.packages.order import check_before_travel, mismatch_news
 from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.packages.variables import travelling
 from sgpu_magic.runs import packages
@@ -87,7 +87,7 @@ def inputs_of(pool: Pool, settings: Settings, submission: Submission) -> Inputs:
             spec = _with_environment(spec, environment, notes)
         else:
             spec = msgspec.structs.replace(spec, environment=packages.of(pool).digest_for(spec.run_id))
-            spec = _noted(spec, (*_without_effect(submission.wishes), *known_mismatches.news()))
+            spec = _noted(spec, (*_without_effect(submission.wishes), *mismatch_news()))
     return spec, submission.environ, along
 
 
@@ -139,7 +139,6 @@ def _wished(pool: Pool, settings: Settings, submission: Submission) -> tuple[Env
         return None
     # only loaded where packages travel
     from sgpu_magic.packages import bases
-    from sgpu_magic.packages.order import check_before_travel
 
     chosen = bases.chosen(settings, wishes.env_version, torch_mine=wishes.torch_mine, allow_build=wishes.allow_build)
     if chosen is None:

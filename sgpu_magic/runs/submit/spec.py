@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sgpu_magic.client.attachments import Stand
+from sgpu_magic.client.submitter import Stand
 from sgpu_magic.options.asked import RunOptions, Wishes
 from sgpu_magic.packages.secrets import is_secret
 from sgpu_magic.packages.variables import SecretsOf, blanked_settings

@@ -6,9 +6,9 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from sgpu_magic.client.attachments import Stand
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.run import Run
+from sgpu_magic.client.submitter import Stand
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.options import defaults
 from sgpu_magic.runs import packages

@@ -11,8 +11,7 @@ from waiting import eventually
 
 from sgpu_magic.client.connection import Connection
 from sgpu_magic.client.link import PoolLink
-from sgpu_magic.client.queues import Outgoing, Parcel
-from sgpu_magic.client.wires import Receiver
+from sgpu_magic.client.wires import Outgoing, Parcel, Receiver
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError
 from sgpu_magic.wire import codec

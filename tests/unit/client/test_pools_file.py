@@ -11,8 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from sgpu_magic.client.pools_edits import add_pool, remove_pool
-from sgpu_magic.client.pools_file import PoolEntry, default_pool, new_entry, pools_path, read_pools, unknown_pool
+from sgpu_magic.client.pools_file import (
+    PoolEntry,
+    add_pool,
+    default_pool,
+    new_entry,
+    pools_path,
+    read_pools,
+    remove_pool,
+    unknown_pool,
+)
 from sgpu_magic.errors import UsageError
 from sgpu_magic.system.secure_sockets import new_key_pair
 
@@ -137,7 +145,7 @@ def test_a_link_to_the_file_stays_one(file: Path, tmp_path: Path):
 def test_many_at_once_lose_nothing(file: Path):
     program = (
         "import sys, pathlib\n"
-        "from sgpu_magic.client.pools_edits import add_pool\n"
+        "from sgpu_magic.client.pools_file import add_pool\n"
         "from sgpu_magic.client.pools_file import PoolEntry\n"
         "for n in range(8):\n"
         "    add_pool(PoolEntry(f'{sys.argv[1]}{n}', 'tcp://h:1', sys.argv[3]), pathlib.Path(sys.argv[2]))\n"

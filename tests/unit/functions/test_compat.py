@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import sgpu_magic.functions.compat
-from sgpu_magic.client.pools_edits import add_pool
-from sgpu_magic.client.pools_file import new_entry
+from sgpu_magic.client.pools_file import add_pool, new_entry
 from sgpu_magic.errors import UsageError
 from sgpu_magic.functions.compat import CompatFinder, decorators
 

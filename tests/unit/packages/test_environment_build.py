@@ -20,8 +20,7 @@ from small_index import SmallIndex, small_wheel, write_wheel
 
 from sgpu_magic.packages.node.base_layer import base_layer, layer_tag, link_layer
 from sgpu_magic.packages.node.build_order import BuildReady, BuildRefused
-from sgpu_magic.packages.node.refusals import own_python
-from sgpu_magic.packages.node.sizes import pin_of, sizes_in
+from sgpu_magic.packages.node.refusals import own_python, pin_of, sizes_in
 from sgpu_magic.packages.node.store import Built
 from sgpu_magic.packages.uv_command import index_variables, last_words
 from sgpu_magic.wire.attachments import Wheel

@@ -691,7 +691,7 @@ def test_a_fault_costs_one_runs_files_and_the_next_run_is_told(
     monkeypatch.setattr(snapshots, "kept_snapshot", lambda: None if faults else found)
     monkeypatch.setattr(packages, "_QUIET_S", 0.0)
     monkeypatch.setattr(packages, "lock_of_snapshot", lambda snapshot, ask: Lock())
-    monkeypatch.setattr("sgpu_magic.packages.known_mismatches.look", lambda snapshot: None)
+    monkeypatch.setattr("sgpu_magic.runs.packages.look_for_mismatches", lambda snapshot: None)
     telling = packages.Packages(pool)
     for left in (2, 1):
         assert telling.digest_for(f"{left}234abcd") == ""

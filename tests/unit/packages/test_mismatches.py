@@ -293,13 +293,13 @@ def test_what_was_found_in_the_background_is_told_once(site: Site):
     site.install("numpy", "2.1.3", pure=False).install("pandas", "1.5.3", pure=False)
     script = (
         "import sys\n"
-        "from sgpu_magic.packages import known_mismatches as known\n"
+        "from sgpu_magic.packages import order as known\n"
         "assert 'packaging' not in sys.modules\n"
         "from sgpu_magic.packages.snapshot import read_snapshot\n"
-        "print(known.news())\n"
-        "known.look(read_snapshot([sys.argv[1]]))\n"
-        "print(known.news()); print(known.news())\n"
-        "known.look(read_snapshot([sys.argv[1]])); print(known.news())\n"
+        "print(known.mismatch_news())\n"
+        "known.look_for_mismatches(read_snapshot([sys.argv[1]]))\n"
+        "print(known.mismatch_news()); print(known.mismatch_news())\n"
+        "known.look_for_mismatches(read_snapshot([sys.argv[1]])); print(known.mismatch_news())\n"
     )
     done = subprocess.run([sys.executable, "-c", script, str(site.folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

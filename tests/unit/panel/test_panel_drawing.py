@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sgpu_magic.client.usage import Use
+from sgpu_magic.client.ledger import Use
 from sgpu_magic.panel.device_rows import Durations
 from sgpu_magic.panel.messages import Said
 from sgpu_magic.panel.past_runs import RunFilesOfPool, month_began, month_line, month_sums

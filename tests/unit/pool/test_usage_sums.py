@@ -20,9 +20,7 @@ from homes import Home
 from scheduler_requests import spec
 
 from sgpu_magic.cli.usage import as_json, comma_separated, table
-from sgpu_magic.client import ledger_file
-from sgpu_magic.client.ledger_file import recent_runs
-from sgpu_magic.client.usage import Usage, Use, read_usage, usage
+from sgpu_magic.client.ledger import Usage, Use, read_usage, recent_runs, usage
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.pool.ledger import Ledger, Metered
@@ -141,7 +139,7 @@ def test_a_session_that_goes_on_is_idle_until_now() -> None:
 
 def test_a_clock_that_was_set_changes_no_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load_settings({"SGPU_STATE_DIR": str(tmp_path), "SGPU_RUNTIME_DIR": str(tmp_path / "run")})
-    monkeypatch.setattr(ledger_file, "_agent_waits", lambda _: True)
+    monkeypatch.setattr("sgpu_magic.client.ledger._agent_waits", lambda _: True)
     ledger, now, clock = Ledger(tmp_path / "ledger.sqlite3"), time.time(), time.monotonic()
     session = msgspec.structs.replace(spec("5e550000", 2), kind=RunKind.SESSION)
     ledger.record(session, RunState.RUNNING)

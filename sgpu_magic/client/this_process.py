@@ -1,4 +1,4 @@
-"""The kernel's process as a pool and its ranks see it: its Python, where it stands, whose it is."""
+"""The kernel's process as a pool and its ranks see it: its Python, where it stands, whose it is, its settings now."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import site
 import sys
 import threading
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
 
 from sgpu_magic import __version__
-from sgpu_magic.config import host_name
+from sgpu_magic.config import Settings, config_path, host_name, load_settings
+from sgpu_magic.errors import PoolError
 from sgpu_magic.packages.local_code import installed_entries
+from sgpu_magic.system.secure_sockets import KeyPair, read_key_pair
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, Hello
 from sgpu_magic.wire.run import Interpreter, Owner, RankContext
 
@@ -137,3 +141,69 @@ def _site_times() -> Iterable[str]:
 
 def _begins(name: str, prefixes: Iterable[str]) -> bool:
     return name not in _NOT_OURS and name.startswith(tuple(prefixes))
+
+
+# ---------------------------------------------------------------- this user's own key
+
+_FILE = "client.key"
+
+
+def own_key_path(environ: Mapping[str, str] | None = None) -> Path:
+    """Return where the key lies: beside the settings' file."""
+    return config_path(environ).parent / _FILE
+
+
+def own_keys(path: Path, pool: str) -> KeyPair:
+    """Return this user's keys.
+
+    Args:
+        path: Where they lie.
+        pool: The pool that they are for, for the error.
+
+    Raises:
+        PoolError: There are none.
+        UsageError: Their file can't be trusted.
+    """
+    try:
+        return read_key_pair(path)
+    except FileNotFoundError:
+        raise PoolError(
+            f"the pool {pool} admits listed keys only, and you have no key on this machine ({path}). Make one with "
+            "`sgpu pool keygen` and send the public half, which it prints, to who runs the pool."
+        ) from None
+
+
+# ---------------------------------------------------------------- settings that follow %env
+
+
+class CurrentSettings:
+    """Settings of which those that are read for each run follow the environment; where the pool lives stays.
+
+    `%env SGPU_TRACK=off` in a running kernel counts from the next run on. May be asked by any thread.
+
+    Args:
+        settings: As they were read from the environment a moment ago.
+    """
+
+    _OF_RUNS = ("env_version", "variables", "track", "tracking_uri", "code_warn_bytes", "code_limit_bytes")
+    _VARIABLES = tuple(f"SGPU_{name.upper()}" for name in _OF_RUNS)
+
+    def __init__(self, settings: Settings) -> None:
+        self._read = (self._variables(), settings)
+
+    def now(self) -> Settings:
+        """Return them; some microseconds as long as those variables are as they were.
+
+        Raises:
+            UsageError: As `load_settings`.
+        """
+        read, settings = self._read
+        variables = self._variables()
+        if variables != read:
+            anew = load_settings()
+            settings = replace(settings, **{name: getattr(anew, name) for name in self._OF_RUNS})
+            self._read = (variables, settings)
+        return settings
+
+    def _variables(self) -> list[str | None]:
+        return [os.environ.get(name) for name in self._VARIABLES]
