@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from sgpu_magic.client.usage import Usage, Use
-from sgpu_magic.views.tables import aligned
+from sgpu_magic.views.units import aligned
 from sgpu_magic.wire.costs import HOUR_S, format_money
 
 

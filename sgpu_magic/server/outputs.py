@@ -11,7 +11,8 @@ from sgpu_magic.views import ansi
 from sgpu_magic.views.bundle import mime_bundle
 from sgpu_magic.views.failure import last_part
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.output_items import DisplayItem, segments
+from sgpu_magic.views.output import segments
+from sgpu_magic.views.output_buffer import DisplayItem
 from sgpu_magic.views.remote_error import remote_exception
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.failures import Failure
@@ -73,7 +74,7 @@ def _last_word(view: RunView, ended: RunEnded, directory: Path) -> Sequence[Outp
 
 
 def _failure(view: RunView, ended: RunEnded, failure: Failure) -> Output:
-    last_output = view.last_lines.get(failure.rank, "") if failure.rank is not None else ""
+    last_output = view.output.last_lines.get(failure.rank, "") if failure.rank is not None else ""
     error = remote_exception(
         failure,
         ended.others,

@@ -9,10 +9,10 @@ from sgpu_magic.views.failure import error_line
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html import render_segment_html
 from sgpu_magic.views.html_style import BOX, SOFT, safe
-from sgpu_magic.views.output_items import TextSegment
+from sgpu_magic.views.output import TextSegment
+from sgpu_magic.views.summary_words import usage_record
 from sgpu_magic.views.text import render_segment_text
 from sgpu_magic.views.units import format_seconds
-from sgpu_magic.views.usage_words import usage_record
 from sgpu_magic.views.words import header_line, returned_bytes
 from sgpu_magic.wire.states import RunKind, RunState
 
@@ -108,7 +108,7 @@ def run_record(view: RunView) -> dict[str, object]:
         "session": view.spec.session,
         "pool": view.pool,
         "host": view.host,
-        "lines": view.total_lines,
+        "lines": view.output.total_lines,
         "attempt": view.attempt,
         "attempts": view.attempts,
         "directory": view.directory,

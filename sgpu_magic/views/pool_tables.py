@@ -1,12 +1,13 @@
-"""`%sgpu_status`: devices, queue, running and recent runs, as text and as HTML tables."""
+"""`%sgpu_status` and `%sgpu_env` as text and as HTML: a pool's devices, queue and runs; a kernel's packages."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from sgpu_magic.views.html_style import LINE, PANEL, SANS, SOFT, WARN, safe
+from sgpu_magic.views.html_style import BAD, SOFT, WARN, safe, sentences, table, titled_box
 from sgpu_magic.views.pool_words import (
     HOLDING,
     NODE_HEADS,
@@ -21,9 +22,8 @@ from sgpu_magic.views.pool_words import (
     problem_words,
     type_words,
 )
-from sgpu_magic.views.session_words import idle_since
-from sgpu_magic.views.tables import Row, aligned, sentences, table, titled_box
-from sgpu_magic.views.units import TIMES, count_of, format_clock, format_seconds
+from sgpu_magic.views.summary_words import idle_since
+from sgpu_magic.views.units import TIMES, Row, aligned, count_of, format_clock, format_seconds
 from sgpu_magic.wire import ids
 from sgpu_magic.wire.costs import cost_so_far, format_money
 from sgpu_magic.wire.devices import Device
@@ -101,11 +101,7 @@ def away_text(name: str, why: str) -> str:
 
 def away_html(name: str, why: str) -> str:
     """Return a pool that has told nothing as `status_html` would; arguments as for `away_text`."""
-    return (
-        f'<div style="display:inline-block;min-width:420px;max-width:100%;border:1px solid {LINE};border-radius:6px;'
-        f'overflow:auto;{SANS};font-size:13px;line-height:1.45"><div style="padding:6px 12px;background:{PANEL}">'
-        f'<b style="font-weight:600">{safe(name)}</b> <span style="color:{WARN}">{safe(why)}</span></div></div>'
-    )
+    return titled_box(name, why, "", f"color:{WARN}")
 
 
 def _headline(status: PoolStatus) -> str:
@@ -266,3 +262,73 @@ def _run_row(run: RunSummary, now: float, cells: Sequence[RunSummary] = (), *, i
     cost = cost_so_far(run, now)
     paid = "" if cost is None else format_money(cost, run.currency)
     return ids.short(run.run_id), name, run.user, ranks, _state(run, cells, now), duration, paid, failure_line(run)
+
+
+# ---------------------------------------------------------------- a kernel's packages
+
+_MOST_ROWS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentReport:
+    """What `%sgpu_env` shows.
+
+    Args:
+        title: Python and its version.
+        facts: Short texts beside the title.
+        lines: Sentences that nobody has to act on.
+        pending: What is installed but not used yet, with the remedy.
+        broken: What will not work, with the remedy.
+        compared_to: What the differences are to, "" when nothing was compared.
+        differences: Rows of package, its version here, its version there, and a remark.
+    """
+
+    title: str
+    facts: tuple[str, ...]
+    lines: tuple[str, ...] = ()
+    pending: tuple[str, ...] = ()
+    broken: tuple[str, ...] = ()
+    compared_to: str = ""
+    differences: tuple[Row, ...] = ()
+
+
+def environment_text(report: EnvironmentReport) -> str:
+    """Return the report as text."""
+    lines = [" · ".join((report.title, *report.facts)), *report.lines, *report.pending, *report.broken]
+    if report.compared_to:
+        lines += ["", _compared(report)]
+        if report.differences:
+            lines += aligned([_package_heads(report), *report.differences[:_MOST_ROWS]])
+            lines += _more(report)
+    return "\n".join(lines)
+
+
+def environment_html(report: EnvironmentReport) -> str:
+    """Return the report as HTML with inline style."""
+    parts = [
+        sentences(report.lines),
+        sentences(report.pending, f"color:{WARN}"),
+        sentences(report.broken, f"color:{BAD}"),
+    ]
+    if report.compared_to:
+        parts.append(f'<div style="padding:6px 12px 3px">{safe(_compared(report))}</div>')
+        if report.differences:
+            parts.append(table(_package_heads(report), report.differences[:_MOST_ROWS]))
+            parts.append(sentences(_more(report), SOFT))
+    return titled_box(report.title, " · ".join(report.facts), "".join(parts))
+
+
+def _compared(report: EnvironmentReport) -> str:
+    if not report.differences:
+        return f"no difference to {report.compared_to}"
+    count = len(report.differences)
+    return f"{count} difference{'s' * (count > 1)} to {report.compared_to}"
+
+
+def _package_heads(report: EnvironmentReport) -> Row:
+    return ("package", "here", report.compared_to, "")
+
+
+def _more(report: EnvironmentReport) -> list[str]:
+    more = len(report.differences) - _MOST_ROWS
+    return [f"and {more} more"] if more > 0 else []

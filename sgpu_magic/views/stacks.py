@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from html import escape
 
 from sgpu_magic.views import ansi
-from sgpu_magic.views.html_style import LINE, MONO, PANEL, SANS, SOFT, WARN
-from sgpu_magic.views.tables import aligned
-from sgpu_magic.views.units import format_ranks
+from sgpu_magic.views.html_style import BOX, LINE, MONO, PANEL, SOFT, WARN
+from sgpu_magic.views.units import aligned, format_ranks
 from sgpu_magic.wire.failures import Collective, RankStack, StackFrame
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.run import CellSource
@@ -293,8 +292,7 @@ def stacks_html(run_id: str, stacks: Sequence[RankStack], cell: CellSource) -> s
         rows += f'<div style="padding:3px 12px;color:{WARN}">{safe(sentence)}</div>'
     head = f"run {short(run_id)}" + ("" if groups else " has no ranks now")
     return (
-        f'<div style="border:1px solid {LINE};border-radius:6px;overflow:hidden;{SANS};font-size:13px;'
-        f'line-height:1.45;margin:2px 0"><div style="padding:6px 12px;background:{PANEL};'
+        f'<div style="{BOX}"><div style="padding:6px 12px;background:{PANEL};'
         f'border-bottom:1px solid {LINE}"><b style="font-weight:600">{safe(head)}</b></div>{rows}</div>'
     )
 

@@ -9,7 +9,7 @@ import msgspec
 
 from sgpu_magic.config import host_name
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.output_items import LineItem
+from sgpu_magic.views.output_buffer import LineItem
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.attachments import InlinePayload, PackedLayout, Payload
 from sgpu_magic.wire.devices import Lease, NodeShare, Placement

@@ -47,7 +47,7 @@ def deliver(
     failure = ended.failure
     if failure is None:
         raise NodeLost(f"run {short(run.run_id)} ended without saying why.", run_id=run.run_id)
-    last_output = view.last_lines.get(failure.rank, "") if failure.rank is not None else ""
+    last_output = view.output.last_lines.get(failure.rank, "") if failure.rank is not None else ""
     raise remote_exception(
         failure,
         ended.others,

@@ -28,7 +28,7 @@ from sgpu_magic.views.publisher import (
     Publisher,
     publisher_for,
 )
-from sgpu_magic.views.session_words import is_quiet
+from sgpu_magic.views.summary_words import is_quiet
 from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.states import RunKind
 

@@ -31,7 +31,7 @@ def rank_cards(view: RunView) -> tuple[RankCard, ...]:
     failures |= {rank: failure for rank, failure in view.rank_failures.items() if rank >= 0}
     if view.failure is not None and view.failure.rank is not None and view.state is not RunState.SUCCEEDED:
         failures[view.failure.rank] = view.failure
-    said = view.last_lines
+    said = view.output.last_lines
     return tuple(
         _card(view, at, failures.get(rank), ansi.plain(said.get(rank, "")[:_MAX_SEEN_CHARS]))
         for at, rank in enumerate(view.rank_numbers)

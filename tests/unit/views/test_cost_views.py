@@ -15,8 +15,8 @@ from sgpu_magic.views.html import render_html
 from sgpu_magic.views.live.feed import Feed
 from sgpu_magic.views.live.snapshot import snapshot_of
 from sgpu_magic.views.pool_tables import status_html, status_text
+from sgpu_magic.views.summary_words import billed_text, cost_text
 from sgpu_magic.views.text import render_text, summary_line
-from sgpu_magic.views.usage_words import billed_text, cost_text
 from sgpu_magic.views.words import packages_text, tracked_link, tracked_text
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.devices import Inventory, Lease
