@@ -1,4 +1,4 @@
-"""The widgets of a run's ranks, folded from what they said: their state, and what stands for them when they are gone."""
+"""The widgets of a run's ranks, folded from what they said: their state, and what stands for one that is gone."""
 
 from __future__ import annotations
 
