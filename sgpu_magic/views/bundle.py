@@ -24,6 +24,7 @@ RECORD_VERSION = 1
 _MAX_USAGE_RANKS = 64
 _MAX_LISTED = 64
 _MAX_SENTENCE_CHARS = 1000
+_DURATIONS = ("queued_s", "starting_s", "running_s", "total_s")
 
 
 def mime_bundle(
@@ -134,12 +135,7 @@ def run_record(view: RunView) -> dict[str, object]:
             "simulated": lease.simulated,
         }
     if ended is not None:
-        record["durations"] = {
-            "queued_s": round(ended.queued_s, 6),
-            "starting_s": round(ended.starting_s, 6),
-            "running_s": round(ended.running_s, 6),
-            "total_s": round(ended.total_s, 6),
-        }
+        record["durations"] = {name: round(getattr(ended, name), 6) for name in _DURATIONS}
         if ended.gpu_s is not None:
             record["gpu_s"] = round(ended.gpu_s, 3)
         if ended.cost is not None:

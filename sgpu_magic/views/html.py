@@ -18,7 +18,16 @@ from sgpu_magic.views.html_ranks import ended_ranks_html, live_ranks_html
 from sgpu_magic.views.html_style import ACCENT, BAD, BOX, FAINT, GOOD, LINE, MONO, PANEL, PRE, SOFT, WARN, safe
 from sgpu_magic.views.live.schema import FailureLine, MemoryBlock, MemoryTensor, Tone
 from sgpu_magic.views.output import TextSegment, segments
-from sgpu_magic.views.output_buffer import DisplayItem, GapItem, LineItem, display_text, gap_lines, trim
+from sgpu_magic.views.output_buffer import (
+    HEAD_SHARE,
+    DisplayItem,
+    GapItem,
+    LineItem,
+    display_text,
+    gap_lines,
+    text_bytes,
+    trim,
+)
 from sgpu_magic.views.summary_words import (
     billed_text,
     busy_text,
@@ -158,21 +167,15 @@ def _warnings(sentences: list[str]) -> str:
 def _lines(view: RunView, segment: TextSegment, room: int, live: bool) -> str:
     if live and len(segment.items) > _MAX_LIVE_LINES:
         segment = replace(segment, items=_newest(segment.items))
-    drawn = {at: _line(item.rank, item.text) for at, item in enumerate(segment.items) if isinstance(item, LineItem)}
-    # ASCII is the rule, so that measuring costs nothing
-    sizes = [
-        0 if (text := drawn.get(at)) is None else 1 + (len(text) if text.isascii() else len(text.encode()))
-        for at in range(len(segment.items))
-    ]
-    kept = trim(segment.items, sizes, room, head_share=0.0 if live else 0.4)
-    head = next((at for at, item in enumerate(kept) if isinstance(item, GapItem)), len(kept))
-    tail = len(kept) - head - 1
-    lines = [drawn[at] for at in range(head)]
-    if head < len(kept):
-        gap = kept[head]
-        if isinstance(gap, GapItem):
-            lines += [f'<span style="{FAINT}">{line}</span>' for line in gap_lines(gap, view.short_id)]
-        lines += [drawn[at] for at in range(len(segment.items) - tail, len(segment.items))]
+    # by the object that each line is: those that are kept are drawn once
+    drawn = {id(item): _line(item.rank, item.text) for item in segment.items if isinstance(item, LineItem)}
+    sizes = [1 + text_bytes(drawn[id(item)]) if isinstance(item, LineItem) else 0 for item in segment.items]
+    lines: list[str] = []
+    for item in trim(segment.items, sizes, room, head_share=0.0 if live else HEAD_SHARE):
+        if isinstance(item, GapItem):
+            lines += [f'<span style="{FAINT}">{line}</span>' for line in gap_lines(item, view.short_id)]
+        elif isinstance(item, LineItem):
+            lines.append(drawn[id(item)])
     if segment.next_rank is not None:
         lines.append(f'<span style="{FAINT}">[{segment.next_rank}] displays:</span>')
     newline = "\n"

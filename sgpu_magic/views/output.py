@@ -154,8 +154,7 @@ class RunOutput:
 
     def write(self, body: OutputWritten) -> None:
         rank = body.rank
-        if rank in self._clear_before_next:
-            self._clear_if_due(rank)
+        self._clear_if_due(rank)
         assembler = self._assembler(rank, body.stream)
         text = body.text
         if body.skipped_lines:

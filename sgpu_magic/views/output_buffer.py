@@ -103,8 +103,13 @@ def count_fitting(sizes: Iterable[int], limit: int) -> int:
     return count
 
 
+def text_bytes(text: str) -> int:
+    """Return the bytes of a text; ASCII is the rule, so that measuring costs nothing."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
 def line_bytes(text: str) -> int:
-    return (len(text) if text.isascii() else len(text.encode())) + LINE_OVERHEAD
+    return text_bytes(text) + LINE_OVERHEAD
 
 
 MAX_DISPLAYS = 1000
@@ -298,7 +303,7 @@ def _expand(chunk: _Chunk, into: list[Item]) -> None:
 
 
 def _size(lines: Sequence[str]) -> int:
-    return line_bytes("".join(lines)) + LINE_OVERHEAD * (len(lines) - 1)
+    return text_bytes("".join(lines)) + LINE_OVERHEAD * len(lines)
 
 
 def _covering(lines: Sequence[str], excess: int) -> int:

@@ -225,18 +225,12 @@ def verdict(stacks: Sequence[RankStack], cell: CellSource) -> list[str]:
 def stack_lines(frames: Sequence[StackFrame], cell: CellSource) -> list[str]:
     """Return a stack as a traceback has it, the most recent call last, from the notebook's first line on."""
     sources = Sources(cell)
-    own = list(reversed(sources.own_frames(frames)))
-    lines: list[str] = []
-    if len(own) > _MAX_FRAMES:
+    entries = [sources.entry(frame) for frame in reversed(sources.own_frames(frames))]
+    if (left_out := len(entries) - _MAX_FRAMES) > 0:
         # recursion: its beginning and its end tell
-        left_out = len(own) - _MAX_FRAMES
-        for frame in own[: _MAX_FRAMES // 2]:
-            lines += sources.entry(frame)
-        lines.append(f"... {left_out:,} more frames ...")
-        own = own[-(_MAX_FRAMES // 2) :]
-    for frame in own:
-        lines += sources.entry(frame)
-    return lines
+        half = _MAX_FRAMES // 2
+        entries = [*entries[:half], [f"... {left_out:,} more frames ..."], *entries[-half:]]
+    return [line for entry in entries for line in entry]
 
 
 def last_python_line(frames: Sequence[StackFrame], cell: CellSource) -> str:

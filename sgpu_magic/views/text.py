@@ -93,9 +93,9 @@ def summary_line(view: RunView) -> str:
         return session_summary(view)
     duration = format_seconds(view.elapsed_s())
     if view.state is RunState.SUCCEEDED:
-        parts = (f"succeeded in {duration}", billed_text(view), busy_text(view.usage), returned_text(view))
-        return " · ".join(part for part in (*parts, *_name_words(view)) if part)
-    return " · ".join([failed_line(view, brief=True), *_bill_words(view), *_name_words(view)])
+        used = (billed_text(view), busy_text(view.usage), returned_text(view))
+        return " · ".join([f"succeeded in {duration}", *filter(None, used), *_name_words(view)])
+    return " · ".join([failed_line(view, brief=True), *_last_words(view)])
 
 
 def live_line(view: RunView) -> str:
@@ -145,7 +145,7 @@ def _ending(view: RunView) -> list[str]:
     lines = failure_lines(view)
     if view.session is not None:
         return [*lines, " · ".join([*session_meta(view), *_name_words(view)])]
-    last = " · ".join([*_bill_words(view), *_name_words(view)])
+    last = " · ".join(_last_words(view))
     if len(lines) == 1 or other_lines(view.others, view.failure.rank)[-1:] == lines[-1:]:
         lines[-1] += f" · {last}"
     else:
@@ -153,13 +153,14 @@ def _ending(view: RunView) -> list[str]:
     return lines
 
 
-def _bill_words(view: RunView) -> list[str]:
-    return [text for text in (billed_text(view),) if text]
+def _last_words(view: RunView) -> list[str]:
+    """Return what a run that has not succeeded was billed, and how it is found again."""
+    return [*filter(None, [billed_text(view)]), *_name_words(view)]
 
 
 def _name_words(view: RunView) -> list[str]:
     """Return how the run is found again: in MLflow, and here."""
-    return [text for text in (tracked_text(view), f"run {view.short_id}") if text]
+    return [*filter(None, [tracked_text(view)]), f"run {view.short_id}"]
 
 
 REDRAW_S = 0.1

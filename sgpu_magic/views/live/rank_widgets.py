@@ -223,7 +223,7 @@ class SessionWidgets:
         ended: Called when it is not followed any more.
     """
 
-    def __init__(self, publisher: Publisher, widgets: RankWidgets, ended: Callable[[], None]) -> None:
+    def __init__(self, publisher: Publisher, widgets: RankWidgets, ended: Callable[[], object]) -> None:
         self._publisher = publisher
         self._widgets = widgets
         self._ended = ended
