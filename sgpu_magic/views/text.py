@@ -14,7 +14,7 @@ from sgpu_magic.views.failure import (
 )
 from sgpu_magic.views.failure_text import ending_stacks, failed_line, failure_lines, memory_lines, stall_lines
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.output import TextSegment, segments
+from sgpu_magic.views.output import TextSegment
 from sgpu_magic.views.output_buffer import (
     HEAD_SHARE,
     DisplayItem,
@@ -40,18 +40,6 @@ from sgpu_magic.views.units import count_of, format_seconds, format_span
 from sgpu_magic.views.words import attempt_text, header_line, packages_text, returned_text, state_word, tracked_text
 from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.states import RunState
-
-
-def render_text(view: RunView) -> str:
-    """Return the whole run as text: header, lines with their ranks, summary or failure."""
-    parts = segments(view)
-    drawn: list[str] = []
-    for at, part in enumerate(parts):
-        if isinstance(part, DisplayItem):
-            drawn.append(display_lines(part))
-        else:
-            drawn.append(render_segment_text(view, part, at == 0, at == len(parts) - 1))
-    return "\n".join(text for text in drawn if text)
 
 
 def render_segment_text(view: RunView, segment: TextSegment, first: bool, last: bool, limit: int | None = None) -> str:
@@ -124,11 +112,6 @@ def live_line(view: RunView) -> str:
         run,
     )
     return " · ".join(part for part in words if part)
-
-
-def display_lines(item: DisplayItem) -> str:
-    """Return a display's text with its rank before every line."""
-    return "\n".join(f"[{item.rank}] {ansi.plain(line)}" for line in display_text(item).split("\n"))
 
 
 def _ending(view: RunView) -> list[str]:

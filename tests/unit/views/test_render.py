@@ -38,6 +38,7 @@ from stories import (
     loading,
     on_two_nodes,
     released,
+    render_text,
     result,
     stalled,
     started_again,
@@ -63,7 +64,7 @@ from sgpu_magic.views.pool_tables import status_html, status_text
 from sgpu_magic.views.publisher import NotebookPublisher, OutputSlots, SilentPublisher, publisher_for
 from sgpu_magic.views.remote_error import remote_exception
 from sgpu_magic.views.stacks import group_stacks, last_python_line, stacks_html, stacks_text, verdict
-from sgpu_magic.views.text import TerminalPublisher, render_text, summary_line
+from sgpu_magic.views.text import TerminalPublisher, summary_line
 from sgpu_magic.views.units import format_clock, format_ranks, format_seconds
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.devices import Device, Inventory, NodeShare
